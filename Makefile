@@ -1,0 +1,58 @@
+# Every target does all the set-up it needs, and is quick the second time.
+# A bare machine needs Python 3.10 or later with venv, a C++ compiler and make; CMake 3 is fetched if it is missing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+EXTRAS := torch,tensorflow-cpu,cli,dev
+JOBS ?= 2
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed ## make .venv with PyTorch, TensorFlow, Horovod and GRACE (minutes the first time)
+
+# Horovod is not an extra here: it is compiled against the toolkits that the line above it installs.
+$(VENV)/.installed: setup.cfg pyproject.toml constraints.txt scripts/build_horovod.py
+	@echo "Setting up $(VENV) (about 2 GB of packages; Horovod is compiled once and kept in a cache)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt setuptools wheel
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	$(BIN)/python scripts/build_horovod.py -c constraints.txt
+	@touch $@
+
+demo: install ## train with and without compression, and show what it saved
+	@$(BIN)/python examples/demo.py $(ARGS)
+
+# Tests in one process first, side by side; then those that start several processes, one after the other. One thread
+# per process: they share the machine's cores.
+test: install ## run all tests
+	@export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; status=0; \
+	$(BIN)/python -m pytest -n $(JOBS) -m "not processes" $(ARGS) || status=$$?; \
+	$(BIN)/python -m pytest -m processes $(ARGS) || status=$$?; \
+	exit $$status
+
+check: install ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install ## sort imports, fix what can be fixed, format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.docs ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[docs]'
+	@touch $@
+
+clean: ## remove what was built; .venv and the cache of Horovod wheels stay
+	rm -rf build dist site out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find grace tests scripts examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,26 @@
+"""A hook of MkDocs: the first page is README.md, so that nothing is written twice."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+
+def for_the_site(readme: str) -> str:
+    """Point links to docs/ at the pages beside the index; other files of the tree are not part of the site."""
+
+    def link(match: re.Match[str]) -> str:
+        text, target = match.groups()
+        if target.startswith(("https://", "http://", "#")):
+            return match[0]
+        return f"[{text}]({target.removeprefix('docs/')})" if target.startswith("docs/") else text
+
+    return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)]*)\)", link, readme).replace("](docs/", "](")
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Called by MkDocs for every page; only the index is replaced."""
+    if page.file.src_uri != "index.md":
+        return markdown
+    return for_the_site(Path(config.config_file_path).with_name("README.md").read_text())

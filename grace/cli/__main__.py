@@ -1,0 +1,5 @@
+"""`python -m grace.cli` is the `grace` command."""
+
+from grace.cli import main
+
+main()

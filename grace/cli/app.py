@@ -1,0 +1,60 @@
+"""The commands and their options; what they do is in the module named like each."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import grace
+from grace.cli import doctor as doctor_
+from grace.cli import methods as methods_
+
+app = typer.Typer(
+    name="grace",
+    help="Gradient compression for distributed training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"grace {grace.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Gradient compression for distributed training."""
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check what is installed, whether it works, and how to get what is missing."""
+    with Console(stderr=True).status("Importing what is installed ..."):
+        report = doctor_.examine()
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        doctor_.render(report, Console())
+    if not report.healthy:
+        raise typer.Exit(1)
+
+
+@app.command()
+def methods(as_json: AsJson = False) -> None:
+    """List compressors, memories and communicators with their parameters."""
+    found = methods_.collect()
+    if as_json:
+        print(json.dumps({kind: [entry.to_dict() for entry in entries] for kind, entries in found.items()}, indent=2))
+    else:
+        methods_.render(found, Console())

@@ -1,0 +1,45 @@
+"""The array functions that methods are written over, one file per toolkit, `base` says what each means."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from grace.backends.base import Backend
+
+__all__ = ["Backend", "backend_of", "get_backend"]
+
+NAMES = ("numpy", "torch", "tensorflow")
+
+
+@lru_cache(maxsize=None)
+def get_backend(name: str, device: str = "cpu") -> Backend:
+    """The backend of that name: "numpy", "torch" or "tensorflow". Imports the toolkit, and only that one."""
+    if name == "numpy":
+        from grace.backends.numpy import NumpyBackend
+
+        return NumpyBackend()
+    if name == "torch":
+        from grace.backends.torch import TorchBackend
+
+        return TorchBackend(device)
+    if name == "tensorflow":
+        from grace.backends.tensorflow import TensorflowBackend
+
+        return TensorflowBackend()
+    raise ValueError(f"unknown backend {name!r}; choose one of {', '.join(NAMES)}")
+
+
+def backend_of(array: Any) -> Backend:
+    """The backend that an array belongs to."""
+    module = type(array).__module__.split(".")[0]
+    if module == "torch":
+        return get_backend("torch", str(array.device))
+    if module in ("tensorflow", "keras"):
+        return get_backend("tensorflow")
+    if module == "numpy":
+        return get_backend("numpy")
+    raise TypeError(
+        f"{type(array).__module__}.{type(array).__name__} is not an array of {', '.join(NAMES)}; "
+        "pass tensors of one of these toolkits"
+    )

@@ -1,0 +1,255 @@
+"""What each array function means. Methods use these and the operators + - * / // % @ == != < <= > >= and slices.
+
+dtypes are strings: "float16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool" (and "bfloat16"
+where the toolkit has it). Nothing here promotes dtypes by itself: cast first. No function changes its argument
+unless it says so. A function with a body has that body as its definition; a backend may override it with something
+faster that gives the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+Array = Any
+ITEMSIZE = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+}
+
+
+class Backend(ABC):
+    """One toolkit on one device."""
+
+    name: str
+    traced: bool = False
+    """Values may be symbolic: the code runs once, when a graph is made."""
+
+    # -- making and reading arrays ------------------------------------------------------------------------------
+    @abstractmethod
+    def asarray(self, values: Any, dtype: str) -> Array:
+        """An array of numbers, nested sequences or another toolkit's host array."""
+
+    @abstractmethod
+    def to_numpy(self, x: Array) -> Any:
+        """The values as a NumPy array on the host (not inside a graph)."""
+
+    @abstractmethod
+    def zeros(self, shape: Any, dtype: str = "float32") -> Array: ...
+
+    @abstractmethod
+    def full(self, shape: Any, value: Any, dtype: str = "float32") -> Array: ...
+
+    @abstractmethod
+    def arange(self, n: int, dtype: str = "int32") -> Array:
+        """0 .. n-1."""
+
+    @abstractmethod
+    def dtype(self, x: Array) -> str: ...
+
+    @abstractmethod
+    def shape(self, x: Array) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def lengths(self, arrays: Sequence[Array]) -> Array:
+        """int64[len(arrays)]: the first dimension of each, also where it is known only when the graph runs."""
+
+    @abstractmethod
+    def integers(self, x: Array) -> list[Any]:
+        """The elements of an integer vector as numbers that may bound a slice (waits for a device)."""
+
+    # -- shape ------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def reshape(self, x: Array, shape: Any) -> Array: ...
+
+    @abstractmethod
+    def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array: ...
+
+    @abstractmethod
+    def pad(self, x: Array, n: int) -> Array:
+        """A vector lengthened with zeros to n elements (itself, if it has n)."""
+
+    @abstractmethod
+    def transpose(self, x: Array) -> Array:
+        """A matrix with rows and columns exchanged."""
+
+    # -- dtype ------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def cast(self, x: Array, dtype: str) -> Array:
+        """Nearest value, halves to even; float to integer truncates. Values outside the range: any, no warning."""
+
+    @abstractmethod
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        """The same bytes of a vector as another dtype; the length changes with the item size."""
+
+    def to_bytes(self, x: Array) -> Array:
+        """uint8[nbytes], the array's memory in C order."""
+        return self.bitcast(self.reshape(x, (-1,)), "uint8")
+
+    def from_bytes(self, x: Array, dtype: str, shape: Any) -> Array:
+        """The inverse of `to_bytes`."""
+        return self.reshape(self.bitcast(x, dtype), shape)
+
+    # -- elementwise ------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def where(self, condition: Array, x: Any, y: Any) -> Array: ...
+
+    @abstractmethod
+    def abs(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def sign(self, x: Array) -> Array:
+        """-1, 0 or 1, in x's dtype."""
+
+    @abstractmethod
+    def floor(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def round(self, x: Array) -> Array:
+        """To the nearest integer, halves to even."""
+
+    @abstractmethod
+    def sqrt(self, x: Array) -> Array:
+        """Correctly rounded."""
+
+    @abstractmethod
+    def log(self, x: Array) -> Array:
+        """Natural logarithm."""
+
+    @abstractmethod
+    def cos(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def minimum(self, x: Array, y: Any) -> Array: ...
+
+    @abstractmethod
+    def maximum(self, x: Array, y: Any) -> Array: ...
+
+    @abstractmethod
+    def invert(self, mask: Array) -> Array:
+        """Not, of a bool array."""
+
+    @abstractmethod
+    def isfinite(self, x: Array) -> Array: ...
+
+    # -- reductions -------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def sum(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
+        """Floats are accumulated in float64 and rounded once to x's dtype, so that toolkits agree."""
+
+    @abstractmethod
+    def max(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
+        """NaN if any element is NaN. x must not be empty along the axis."""
+
+    @abstractmethod
+    def all(self, x: Array) -> Array:
+        """bool scalar; true for an empty array."""
+
+    @abstractmethod
+    def cumsum(self, x: Array) -> Array:
+        """Running sum of a vector."""
+
+    def finite(self, x: Array) -> Array:
+        """bool scalar: no element is NaN or infinite."""
+        return self.all(self.isfinite(x))
+
+    # -- integers ---------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def bitwise_and(self, x: Array, y: Any) -> Array: ...
+
+    @abstractmethod
+    def bitwise_or(self, x: Array, y: Any) -> Array: ...
+
+    @abstractmethod
+    def bitwise_xor(self, x: Array, y: Any) -> Array: ...
+
+    @abstractmethod
+    def shift_left(self, x: Array, bits: Any) -> Array: ...
+
+    @abstractmethod
+    def shift_right(self, x: Array, bits: Any) -> Array:
+        """Arithmetic: the sign of a signed integer is kept."""
+
+    # -- selection --------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def topk(self, x: Array, k: int) -> Array:
+        """int32[k]: positions of the k largest elements of a vector, ascending. Ties: lowest position; NaN: largest."""
+
+    @abstractmethod
+    def nonzero(self, mask: Array) -> Array:
+        """int32[K]: positions where a bool vector is true, ascending. The one function whose shape depends on values."""
+
+    @abstractmethod
+    def take(self, x: Array, indices: Array) -> Array:
+        """x[indices] along the first dimension."""
+
+    @abstractmethod
+    def scatter(self, x: Array, indices: Array, values: Any) -> Array:
+        """A vector with ``values`` (an array or a number) put at ``indices``, which are distinct."""
+
+    @abstractmethod
+    def scatter_add(self, x: Array, indices: Array, values: Array) -> Array:
+        """A vector with ``values`` added at ``indices``, which are distinct. May reuse x's memory: x is spent."""
+
+    # -- linear algebra ---------------------------------------------------------------------------------------------
+    @abstractmethod
+    def qr(self, x: Array) -> Array:
+        """The orthonormal factor Q[a, r] of a tall matrix x[a, r]; completed arbitrarily where x lacks rank."""
+
+    # -- random bits ------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
+        """int32[n] with the bits of mix(mix(lo(j) + key0) ^ (hi(j) + key1)), j = start .. start+n-1 (`grace.rng`)."""
+
+    def uniform(self, key0: Any, key1: Any, start: int, n: int) -> Array:
+        """float32[n] in [0, 1): the upper 24 bits of each word."""
+        upper = self.bitwise_and(self.shift_right(self.words(key0, key1, start, n), 8), 0xFFFFFF)
+        return self.cast(upper, "float32") * 2.0**-24
+
+    # -- bits -------------------------------------------------------------------------------------------------------
+    def pack_bits(self, mask: Array) -> Array:
+        """bool[n] -> uint8[ceil(n/8)]; element j is bit j % 8 of byte j // 8, missing ones are 0."""
+        n = self.shape(mask)[0]
+        octets = self.bitcast(self.pad(self.cast(mask, "uint8"), -(-n // 8) * 8), "int64")
+        # Byte i of the word is moved to bit 56 + i by one multiplication: sum of 2**(56 - 7i).
+        gathered = self.shift_right(octets * 0x0102040810204080, 56)
+        return self.cast(self.bitwise_and(gathered, 0xFF), "uint8")
+
+    def unpack_bits(self, packed: Array, n: int) -> Array:
+        """uint8[ceil(n/8)] -> bool[n]."""
+        spread = self.cast(packed, "int64") * 0x0101010101010101
+        return self.bitcast(self.bitwise_and(spread, -0x7FBFDFEFF7FBFDFF), "uint8")[:n] != 0
+
+    # -- state ------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def cell(self, value: Array) -> Any:
+        """A place that keeps an array between steps: ``read()`` and ``assign(array)``."""
+
+    @abstractmethod
+    def choose(self, ok: Array, new: Array, old: Array) -> Array:
+        """``new`` if the bool scalar is true, else ``old``."""
+
+    @abstractmethod
+    def require(self, ok: Array, message: str) -> None:
+        """Raise FloatingPointError(message) unless the bool scalar is true (inside a graph: when it runs)."""
+
+
+class Cell:
+    """A cell of a toolkit whose code runs eagerly."""
+
+    def __init__(self, value: Array):
+        self._value = value
+
+    def read(self) -> Array:
+        return self._value
+
+    def assign(self, value: Array) -> None:
+        self._value = value

@@ -1,0 +1,193 @@
+"""NumPy: the reference, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from grace.backends.base import Array, Backend, Cell
+from grace.rng import MASK32
+
+
+class NumpyBackend(Backend):
+    name = "numpy"
+
+    def asarray(self, values: Any, dtype: str) -> Array:
+        return np.asarray(values, dtype)
+
+    def to_numpy(self, x: Array) -> Any:
+        return np.asarray(x)
+
+    def zeros(self, shape: Any, dtype: str = "float32") -> Array:
+        return np.zeros(shape, dtype)
+
+    def full(self, shape: Any, value: Any, dtype: str = "float32") -> Array:
+        return np.full(shape, value, dtype)
+
+    def arange(self, n: int, dtype: str = "int32") -> Array:
+        return np.arange(n, dtype=dtype)
+
+    def dtype(self, x: Array) -> str:
+        return x.dtype.name
+
+    def shape(self, x: Array) -> tuple[int, ...]:
+        return tuple(x.shape)
+
+    def lengths(self, arrays: Sequence[Array]) -> Array:
+        return np.array([len(x) for x in arrays], np.int64)
+
+    def integers(self, x: Array) -> list[Any]:
+        return x.tolist()
+
+    def reshape(self, x: Array, shape: Any) -> Array:
+        return x.reshape(shape)
+
+    def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis)
+
+    def pad(self, x: Array, n: int) -> Array:
+        if len(x) == n:
+            return x
+        padded = np.zeros(n, x.dtype)
+        padded[: len(x)] = x
+        return padded
+
+    def transpose(self, x: Array) -> Array:
+        return x.T
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        with np.errstate(invalid="ignore", over="ignore"):
+            return x.astype(dtype, copy=False)
+
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        return np.ascontiguousarray(x).view(dtype)
+
+    def where(self, condition: Array, x: Any, y: Any) -> Array:
+        return np.where(condition, x, y)
+
+    def abs(self, x: Array) -> Array:
+        return np.abs(x)
+
+    def sign(self, x: Array) -> Array:
+        return np.sign(x)
+
+    def floor(self, x: Array) -> Array:
+        return np.floor(x)
+
+    def round(self, x: Array) -> Array:
+        return np.rint(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return np.sqrt(x)
+
+    def log(self, x: Array) -> Array:
+        return np.log(x)
+
+    def cos(self, x: Array) -> Array:
+        return np.cos(x)
+
+    def minimum(self, x: Array, y: Any) -> Array:
+        return np.minimum(x, y)
+
+    def maximum(self, x: Array, y: Any) -> Array:
+        return np.maximum(x, y)
+
+    def invert(self, mask: Array) -> Array:
+        return np.logical_not(mask)
+
+    def isfinite(self, x: Array) -> Array:
+        return np.isfinite(x)
+
+    def sum(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
+        wide = np.float64 if x.dtype.kind == "f" else x.dtype
+        with np.errstate(invalid="ignore", over="ignore"):  # inf - inf is NaN, and that is the answer
+            return np.asarray(np.sum(x, axis, dtype=wide, keepdims=keepdims)).astype(x.dtype)
+
+    def max(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
+        return np.asarray(np.max(x, axis, keepdims=keepdims))
+
+    def all(self, x: Array) -> Array:
+        return np.all(x)
+
+    def cumsum(self, x: Array) -> Array:
+        return np.cumsum(x, dtype=x.dtype)
+
+    def bitwise_and(self, x: Array, y: Any) -> Array:
+        return np.bitwise_and(x, y)
+
+    def bitwise_or(self, x: Array, y: Any) -> Array:
+        return np.bitwise_or(x, y)
+
+    def bitwise_xor(self, x: Array, y: Any) -> Array:
+        return np.bitwise_xor(x, y)
+
+    def shift_left(self, x: Array, bits: Any) -> Array:
+        return np.left_shift(x, bits)
+
+    def shift_right(self, x: Array, bits: Any) -> Array:
+        return np.right_shift(x, bits)
+
+    def topk(self, x: Array, k: int) -> Array:
+        n = len(x)
+        if k >= n:
+            return np.arange(n, dtype=np.int32)
+        if k == 0:
+            return np.zeros(0, np.int32)
+        if x.dtype.kind == "f":
+            x = np.where(np.isnan(x), np.inf, x)
+        bound = np.partition(x, n - k)[n - k]
+        above = np.flatnonzero(x > bound)
+        ties = np.flatnonzero(x == bound)[: k - len(above)]
+        return np.sort(np.concatenate([above, ties])).astype(np.int32)
+
+    def nonzero(self, mask: Array) -> Array:
+        return np.flatnonzero(mask).astype(np.int32)
+
+    def take(self, x: Array, indices: Array) -> Array:
+        return x[indices]
+
+    def scatter(self, x: Array, indices: Array, values: Any) -> Array:
+        x = x.copy()
+        x[indices] = values
+        return x
+
+    def scatter_add(self, x: Array, indices: Array, values: Array) -> Array:
+        x[indices] += values
+        return x
+
+    def qr(self, x: Array) -> Array:
+        return np.linalg.qr(x)[0]
+
+    def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
+        counter = np.arange(start, start + n, dtype=np.int64)
+        h = _mix(((counter + int(key0)) & MASK32).astype(np.uint32))
+        h ^= (((counter >> 32) + int(key1)) & MASK32).astype(np.uint32)
+        return _mix(h).view(np.int32)
+
+    def pack_bits(self, mask: Array) -> Array:
+        return np.packbits(mask, bitorder="little")
+
+    def unpack_bits(self, packed: Array, n: int) -> Array:
+        return np.unpackbits(packed, count=n, bitorder="little").view(bool)
+
+    def cell(self, value: Array) -> Any:
+        return Cell(value)
+
+    def choose(self, ok: Array, new: Array, old: Array) -> Array:
+        return new if ok else old
+
+    def require(self, ok: Array, message: str) -> None:
+        if not ok:
+            raise FloatingPointError(message)
+
+
+def _mix(h: Array) -> Array:
+    # grace.rng.mix on uint32 vectors, in place.
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x85EBCA6B)
+    h ^= h >> np.uint32(13)
+    h *= np.uint32(0xC2B2AE35)
+    h ^= h >> np.uint32(16)
+    return h

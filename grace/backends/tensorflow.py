@@ -1,0 +1,213 @@
+"""TensorFlow 2, eager and inside tf.function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from grace.backends.base import ITEMSIZE, Array, Backend
+from grace.rng import MASK32
+
+
+class TensorflowBackend(Backend):
+    name = "tensorflow"
+    traced = True
+
+    def asarray(self, values: Any, dtype: str) -> Array:
+        return tf.convert_to_tensor(values, dtype)
+
+    def to_numpy(self, x: Array) -> Any:
+        return x.numpy()
+
+    def zeros(self, shape: Any, dtype: str = "float32") -> Array:
+        return tf.zeros(shape, dtype)
+
+    def full(self, shape: Any, value: Any, dtype: str = "float32") -> Array:
+        return tf.fill((shape,) if isinstance(shape, int) else shape, tf.cast(value, dtype))
+
+    def arange(self, n: int, dtype: str = "int32") -> Array:
+        return tf.range(n, dtype=dtype)
+
+    def dtype(self, x: Array) -> str:
+        return tf.as_dtype(x.dtype).name
+
+    def shape(self, x: Array) -> tuple[int, ...]:
+        return tuple(x.shape)
+
+    def lengths(self, arrays: Sequence[Array]) -> Array:
+        return tf.stack([tf.shape(x, out_type=tf.int64)[0] for x in arrays])
+
+    def integers(self, x: Array) -> list[Any]:
+        return tf.unstack(x)
+
+    def reshape(self, x: Array, shape: Any) -> Array:
+        return tf.reshape(x, shape)
+
+    def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
+        return arrays[0] if len(arrays) == 1 else tf.concat(arrays, axis)
+
+    def pad(self, x: Array, n: int) -> Array:
+        missing = n - x.shape[0]
+        return x if missing == 0 else tf.pad(x, [[0, missing]])
+
+    def transpose(self, x: Array) -> Array:
+        return tf.transpose(x)
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        return tf.cast(x, dtype)
+
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        x = tf.cast(x, tf.uint8) if x.dtype == tf.bool else x
+        ratio, rest = divmod(ITEMSIZE[dtype], x.dtype.size)
+        if ratio > 1 and rest == 0:  # tf.bitcast takes a wider dtype's bytes from the last dimension
+            x = tf.reshape(x, (-1, ratio))
+        return tf.reshape(tf.bitcast(x, dtype), (-1,))
+
+    def where(self, condition: Array, x: Any, y: Any) -> Array:
+        return tf.where(condition, x, y)
+
+    def abs(self, x: Array) -> Array:
+        return tf.abs(x)
+
+    def sign(self, x: Array) -> Array:
+        return tf.sign(x)
+
+    def floor(self, x: Array) -> Array:
+        return tf.floor(x)
+
+    def round(self, x: Array) -> Array:
+        return tf.round(x)
+
+    def sqrt(self, x: Array) -> Array:
+        return tf.sqrt(x)
+
+    def log(self, x: Array) -> Array:
+        return tf.math.log(x)
+
+    def cos(self, x: Array) -> Array:
+        return tf.cos(x)
+
+    def minimum(self, x: Array, y: Any) -> Array:
+        return tf.minimum(x, y)
+
+    def maximum(self, x: Array, y: Any) -> Array:
+        return tf.maximum(x, y)
+
+    def invert(self, mask: Array) -> Array:
+        return tf.logical_not(mask)
+
+    def isfinite(self, x: Array) -> Array:
+        return tf.math.is_finite(x)
+
+    def sum(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
+        wide = tf.cast(x, tf.float64) if x.dtype.is_floating else x
+        return tf.cast(tf.reduce_sum(wide, axis, keepdims=keepdims), x.dtype)
+
+    def max(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
+        largest = tf.reduce_max(x, axis, keepdims=keepdims)
+        if not x.dtype.is_floating:
+            return largest
+        # The maximum may drop NaN; a sum cannot, and zeros keep the value else.
+        return largest + tf.reduce_sum(tf.where(tf.math.is_nan(x), x, 0), axis, keepdims=keepdims)
+
+    def all(self, x: Array) -> Array:
+        return tf.reduce_all(x)
+
+    def cumsum(self, x: Array) -> Array:
+        return tf.cumsum(x)
+
+    def bitwise_and(self, x: Array, y: Any) -> Array:
+        return tf.bitwise.bitwise_and(x, tf.cast(y, x.dtype))
+
+    def bitwise_or(self, x: Array, y: Any) -> Array:
+        return tf.bitwise.bitwise_or(x, tf.cast(y, x.dtype))
+
+    def bitwise_xor(self, x: Array, y: Any) -> Array:
+        return tf.bitwise.bitwise_xor(x, tf.cast(y, x.dtype))
+
+    def shift_left(self, x: Array, bits: Any) -> Array:
+        return tf.bitwise.left_shift(x, tf.cast(bits, x.dtype))
+
+    def shift_right(self, x: Array, bits: Any) -> Array:
+        return tf.bitwise.right_shift(x, tf.cast(bits, x.dtype))
+
+    def topk(self, x: Array, k: int) -> Array:
+        n = x.shape[0]
+        if k >= n:
+            return tf.range(n)
+        if k == 0:
+            return tf.zeros(0, tf.int32)
+        if x.dtype.is_floating:
+            x = tf.where(tf.math.is_nan(x), tf.constant(float("inf"), x.dtype), x)
+        # top_k puts the lower of two equal elements first, so its k are the ones wanted.
+        return tf.sort(tf.math.top_k(x, k, sorted=False).indices)
+
+    def nonzero(self, mask: Array) -> Array:
+        return tf.cast(tf.reshape(tf.where(mask), (-1,)), tf.int32)
+
+    def take(self, x: Array, indices: Array) -> Array:
+        return tf.gather(x, indices)
+
+    def scatter(self, x: Array, indices: Array, values: Any) -> Array:
+        if not tf.is_tensor(values):
+            values = tf.fill(tf.shape(indices), tf.constant(values, x.dtype))
+        return tf.tensor_scatter_nd_update(x, indices[:, None], values)
+
+    def scatter_add(self, x: Array, indices: Array, values: Array) -> Array:
+        return tf.tensor_scatter_nd_add(x, indices[:, None], values)
+
+    def qr(self, x: Array) -> Array:
+        return tf.linalg.qr(x).q
+
+    def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
+        pieces = []
+        while n > 0:  # a piece ends where the upper half of the counter changes
+            low, high = start & MASK32, start >> 32
+            count = min(n, MASK32 + 1 - low)
+            h = _mix(tf.bitcast(tf.range(count), tf.uint32) + _word(low + key0))
+            pieces.append(_mix(tf.bitwise.bitwise_xor(h, _word(high + key1))))
+            start, n = start + count, n - count
+        return tf.bitcast(self.concat(pieces), tf.int32) if pieces else tf.zeros(0, tf.int32)
+
+    def cell(self, value: Array) -> Any:
+        return VariableCell(value)
+
+    def choose(self, ok: Array, new: Array, old: Array) -> Array:
+        return tf.where(ok, new, old)
+
+    def require(self, ok: Array, message: str) -> None:
+        if tf.inside_function():
+            tf.debugging.Assert(ok, [message])
+        elif not ok:
+            raise FloatingPointError(message)
+
+
+class VariableCell:
+    """A cell that a traced function reads and writes when it runs."""
+
+    def __init__(self, value: Array):
+        self.variable = tf.Variable(value, trainable=False)
+
+    def read(self) -> Array:
+        return self.variable.read_value()
+
+    def assign(self, value: Array) -> None:
+        self.variable.assign(value)
+
+
+def _word(word: Any) -> Array:
+    if not tf.is_tensor(word):
+        return tf.constant(int(word) & MASK32, tf.uint32)
+    return tf.cast(word & MASK32, tf.uint32)
+
+
+def _mix(h: Array) -> Array:
+    # grace.rng.mix on uint32 vectors: products wrap.
+    shift, xor = tf.bitwise.right_shift, tf.bitwise.bitwise_xor
+    h = xor(h, shift(h, tf.constant(16, tf.uint32)))
+    h = h * tf.constant(0x85EBCA6B, tf.uint32)
+    h = xor(h, shift(h, tf.constant(13, tf.uint32)))
+    h = h * tf.constant(0xC2B2AE35, tf.uint32)
+    return xor(h, shift(h, tf.constant(16, tf.uint32)))

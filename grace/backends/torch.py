@@ -1,0 +1,250 @@
+"""PyTorch, on the CPU or any device that it supports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from grace.backends.base import Array, Backend, Cell
+from grace.rng import MASK32
+
+DTYPES = {
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class TorchBackend(Backend):
+    name = "torch"
+
+    def __init__(self, device: str = "cpu"):
+        self.device = torch.device(device)
+
+    def asarray(self, values: Any, dtype: str) -> Array:
+        return torch.as_tensor(values, dtype=DTYPES[dtype], device=self.device)
+
+    def to_numpy(self, x: Array) -> Any:
+        x = x.detach().cpu()
+        return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+
+    def zeros(self, shape: Any, dtype: str = "float32") -> Array:
+        return torch.zeros(shape, dtype=DTYPES[dtype], device=self.device)
+
+    def full(self, shape: Any, value: Any, dtype: str = "float32") -> Array:
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        if isinstance(value, torch.Tensor):
+            return value.to(DTYPES[dtype]).expand(shape).contiguous()
+        return torch.full(shape, value, dtype=DTYPES[dtype], device=self.device)
+
+    def arange(self, n: int, dtype: str = "int32") -> Array:
+        return torch.arange(n, dtype=DTYPES[dtype], device=self.device)
+
+    def dtype(self, x: Array) -> str:
+        return NAMES.get(x.dtype) or str(x.dtype).removeprefix("torch.")
+
+    def shape(self, x: Array) -> tuple[int, ...]:
+        return tuple(x.shape)
+
+    def lengths(self, arrays: Sequence[Array]) -> Array:
+        return torch.tensor([x.shape[0] for x in arrays], dtype=torch.int64, device=self.device)
+
+    def integers(self, x: Array) -> list[Any]:
+        return x.tolist()
+
+    def reshape(self, x: Array, shape: Any) -> Array:
+        return x.reshape(shape)
+
+    def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
+        return arrays[0] if len(arrays) == 1 else torch.cat(list(arrays), axis)
+
+    def pad(self, x: Array, n: int) -> Array:
+        return x if x.shape[0] == n else torch.nn.functional.pad(x, (0, n - x.shape[0]))
+
+    def transpose(self, x: Array) -> Array:
+        return x.T
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        return x.to(DTYPES[dtype])
+
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        x = x.contiguous()
+        size = DTYPES[dtype].itemsize
+        if size > x.element_size() and (x.data_ptr() % size or x.storage_offset() * x.element_size() % size):
+            x = x.clone()  # a view needs its bytes aligned
+        return x.view(DTYPES[dtype])
+
+    def where(self, condition: Array, x: Any, y: Any) -> Array:
+        return torch.where(condition, x, y)
+
+    def abs(self, x: Array) -> Array:
+        return torch.abs(x)
+
+    def sign(self, x: Array) -> Array:
+        return torch.sign(x)
+
+    def floor(self, x: Array) -> Array:
+        return torch.floor(x)
+
+    def round(self, x: Array) -> Array:
+        return torch.round(x)
+
+    def sqrt(self, x: Array) -> Array:
+        # PyTorch's vectorised float32 root is off by one bit at times; the other toolkits' are not.
+        return torch.sqrt(x.double()).to(x.dtype)
+
+    def log(self, x: Array) -> Array:
+        return torch.log(x)
+
+    def cos(self, x: Array) -> Array:
+        return torch.cos(x)
+
+    def minimum(self, x: Array, y: Any) -> Array:
+        return torch.minimum(x, y) if isinstance(y, torch.Tensor) else torch.clamp(x, max=y)
+
+    def maximum(self, x: Array, y: Any) -> Array:
+        return torch.maximum(x, y) if isinstance(y, torch.Tensor) else torch.clamp(x, min=y)
+
+    def invert(self, mask: Array) -> Array:
+        return torch.logical_not(mask)
+
+    def isfinite(self, x: Array) -> Array:
+        return torch.isfinite(x)
+
+    def sum(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
+        wide = torch.float64 if x.is_floating_point() else x.dtype
+        if axis is None:
+            return torch.sum(x, dtype=wide).to(x.dtype)
+        return torch.sum(x, axis, keepdim=keepdims, dtype=wide).to(x.dtype)
+
+    def max(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
+        return torch.amax(x) if axis is None else torch.amax(x, axis, keepdim=keepdims)
+
+    def all(self, x: Array) -> Array:
+        return torch.all(x)
+
+    def cumsum(self, x: Array) -> Array:
+        return torch.cumsum(x, 0, dtype=x.dtype)
+
+    def finite(self, x: Array) -> Array:
+        if x.numel() == 0:
+            return torch.ones((), dtype=torch.bool, device=x.device)
+        low, high = torch.aminmax(x)  # NaN wins in both: one pass and no temporary
+        return torch.isfinite(low) & torch.isfinite(high)
+
+    def bitwise_and(self, x: Array, y: Any) -> Array:
+        return torch.bitwise_and(x, y)
+
+    def bitwise_or(self, x: Array, y: Any) -> Array:
+        return torch.bitwise_or(x, y)
+
+    def bitwise_xor(self, x: Array, y: Any) -> Array:
+        return torch.bitwise_xor(x, y)
+
+    def shift_left(self, x: Array, bits: Any) -> Array:
+        return torch.bitwise_left_shift(x, bits)
+
+    def shift_right(self, x: Array, bits: Any) -> Array:
+        return torch.bitwise_right_shift(x, bits)
+
+    def topk(self, x: Array, k: int) -> Array:
+        n = x.shape[0]
+        if k >= n:
+            return torch.arange(n, dtype=torch.int32, device=x.device)
+        if k == 0:
+            return torch.zeros(0, dtype=torch.int32, device=x.device)
+        if x.is_floating_point():
+            x = torch.where(torch.isnan(x), torch.inf, x)
+        if x.device.type == "cpu":
+            return _topk_host(x, k)
+        # Without waiting for the device: the k-th largest, then ties from the front.
+        bound = torch.topk(x, k, sorted=False).values.min()
+        above, ties = x > bound, x == bound
+        chosen = above | (ties & (torch.cumsum(ties, 0) <= k - above.sum()))
+        return torch.nonzero_static(chosen, size=k).flatten().to(torch.int32)
+
+    def nonzero(self, mask: Array) -> Array:
+        return torch.nonzero(mask).flatten().to(torch.int32)
+
+    def take(self, x: Array, indices: Array) -> Array:
+        return torch.index_select(x, 0, indices)
+
+    def scatter(self, x: Array, indices: Array, values: Any) -> Array:
+        if isinstance(values, torch.Tensor):
+            return x.index_copy(0, indices.long(), values)
+        return x.index_fill(0, indices.long(), values)
+
+    def scatter_add(self, x: Array, indices: Array, values: Array) -> Array:
+        return x.index_add_(0, indices, values)
+
+    def qr(self, x: Array) -> Array:
+        return torch.linalg.qr(x).Q
+
+    def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
+        pieces = []
+        while n > 0:  # a piece ends where the upper half of the counter changes
+            low, high = start & MASK32, start >> 32
+            count = min(n, MASK32 + 1 - low)
+            h = torch.arange(count, dtype=torch.int32, device=self.device)
+            h = _mix(h.add_(_signed(low + key0)))
+            pieces.append(_mix(h.bitwise_xor_(_signed(high + key1))))
+            start, n = start + count, n - count
+        return self.concat(pieces) if pieces else self.zeros(0, "int32")
+
+    def cell(self, value: Array) -> Any:
+        return Cell(value)
+
+    def choose(self, ok: Array, new: Array, old: Array) -> Array:
+        if isinstance(ok, torch.Tensor) and ok.device.type != "cpu":
+            return torch.where(ok, new, old)  # does not wait for the device
+        return new if ok else old
+
+    def require(self, ok: Array, message: str) -> None:
+        if not ok:
+            raise FloatingPointError(message)
+
+
+def _signed(word: int) -> int:
+    # The 32-bit word as the int32 of the same bits.
+    word = int(word) & MASK32
+    return word - 2**32 if word >= 2**31 else word
+
+
+def _mix(h: Array) -> Array:
+    # grace.rng.mix on int32 vectors, in place: products wrap, and masks undo the arithmetic shift.
+    h ^= (h >> 16) & 0xFFFF
+    h *= _signed(0x85EBCA6B)
+    h ^= (h >> 13) & 0x7FFFF
+    h *= _signed(0xC2B2AE35)
+    h ^= (h >> 16) & 0xFFFF
+    return h
+
+
+def _topk_host(x: Array, k: int) -> Array:
+    # On the host a bound from a sample leaves few candidates; the exact choice is made among them. A bound that
+    # turns out too high is dropped, so that the answer is exact whatever the sample.
+    n = x.shape[0]
+    candidates = None
+    if n > 65536 and k <= n // 8:
+        sample = x[:: max(1, n // 65536)]
+        want = k / n * sample.shape[0]
+        rank = min(sample.shape[0], int(want + 4 * want**0.5) + 1)
+        bound = torch.topk(sample, rank).values[-1]
+        candidates = torch.nonzero(x >= bound).flatten()
+        if not k <= candidates.shape[0] <= n // 4:
+            candidates = None
+    values = x if candidates is None else x[candidates]
+    bound = torch.topk(values, k).values[-1]
+    above = torch.nonzero(values > bound).flatten()
+    ties = torch.nonzero(values == bound).flatten()[: k - above.shape[0]]
+    chosen = torch.cat([above, ties]).sort().values
+    return (chosen if candidates is None else candidates[chosen]).to(torch.int32)

@@ -1,0 +1,41 @@
+"""Vectors cut into blocks, with one statistic per block; written over a backend.
+
+``block`` None means one block that is the whole vector.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grace.core import Array
+
+
+def block_count(n: int, block: int | None) -> int:
+    """Number of blocks that ``n`` elements make; the last may be short."""
+    return min(n, 1) if block is None else -(-n // block)
+
+
+def rows(xp: Any, x: Array, block: int | None) -> Array:
+    """[n] -> [m, block], the tail filled with zeros."""
+    n = xp.shape(x)[0]
+    m = block_count(n, block)
+    width = n if block is None else block
+    return xp.reshape(xp.pad(x, m * width), (m, max(width, 1)))
+
+
+def flat(xp: Any, matrix: Array, n: int) -> Array:
+    """[m, block] -> [n]: the inverse of `rows`."""
+    return xp.reshape(matrix, (-1,))[:n]
+
+
+def counts(xp: Any, n: int, block: int | None) -> Array:
+    """float32[m]: how many elements each block has."""
+    m = block_count(n, block)
+    width = n if block is None else block
+    full = [float(width)] * (m - 1) + [float(n - (m - 1) * width)] if m else []
+    return xp.asarray(full, "float32")
+
+
+def inverse(xp: Any, scale: Array) -> Array:
+    """1 / scale, and 0 where scale is 0. NaN and infinity pass."""
+    return xp.where(scale == 0, 0.0, 1.0 / xp.where(scale == 0, xp.full(xp.shape(scale), 1.0), scale))

@@ -1,0 +1,68 @@
+"""What a program may ask of all workers together, as data.
+
+A method or communicator yields one of these (or a tuple of them, to travel in one message) and is resumed
+with the result (or a tuple of results). Nothing here knows how a collective is carried out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Union
+
+Arrays = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """Combine the workers' arrays elementwise.
+
+    Result: a tuple of arrays shaped as ``arrays``, bit-equal on all workers. ``mean`` is for floats; half
+    precision is divided before it is summed, so that many workers cannot overflow it.
+    """
+
+    arrays: Arrays
+    op: Literal["sum", "mean", "min", "max"] = "mean"
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Collect every worker's arrays.
+
+    Result: a list with one tuple of arrays per worker, in rank order. ``ragged`` says that the first
+    dimension may differ between workers; otherwise shapes must agree.
+    """
+
+    arrays: Arrays
+    ragged: bool = False
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Send the arrays of worker ``root`` to everybody. Result: a tuple of arrays, as ``root`` had them.
+
+    The other workers pass arrays of the same dtypes; their shapes may differ only if ``ragged``.
+    """
+
+    arrays: Arrays
+    root: int
+    ragged: bool = False
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Send ``parts[d]`` to worker d. Result: a list with the part that each worker sent to this one.
+
+    What the workers send to one destination must have the same shapes.
+    """
+
+    parts: tuple[Arrays, ...]
+
+
+Collective = Union[Reduce, Gather, Broadcast, AllToAll]
+
+
+def arrays_of(collective: Collective) -> Arrays:
+    """Every array that a collective hands over, in a fixed order."""
+    if isinstance(collective, AllToAll):
+        return tuple(array for part in collective.parts for array in part)
+    return collective.arrays

@@ -1,0 +1,36 @@
+"""Collect all payloads and decode them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.collectives import Gather
+from grace.core import Array, Combine, Communicator, Context, Method, Program, State, name_of
+from grace.registry import register
+
+
+def refuse_agreed(name: str, method: Method) -> None:
+    """Raise ValueError for a method that has nothing left to exchange."""
+    if method.compressor.combine is Combine.AGREED:
+        raise ValueError(
+            f"communicator {name!r} cannot carry {name_of(method.compressor)!r}, whose workers agree on one payload while "
+            "they compress. Use communicator 'allreduce'"
+        )
+
+
+@register("allgather")
+@dataclass(frozen=True)
+class Allgather(Communicator):
+    """Send every payload to every worker; each decodes and averages them all, in rank order.
+
+    Carries any payload. Traffic grows with the number of workers N: beyond N = 64 / (bits per element) a plain float32
+    allreduce moves fewer bytes.
+    """
+
+    def check(self, method: Method, world_size: int) -> None:
+        refuse_agreed("allgather", method)
+
+    def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
+        payload, state = yield from method.encode(x, state, ctx)
+        payloads = yield Gather(payload, ragged=method.compressor.ragged)
+        return method.compressor.aggregate(payloads, ctx), state

@@ -1,0 +1,44 @@
+"""Average payloads on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.collectives import Reduce
+from grace.core import Array, Combine, Communicator, Context, Method, Program, State, name_of
+from grace.registry import register
+
+
+@register("allreduce")
+@dataclass(frozen=True)
+class Allreduce(Communicator):
+    """Average linear payloads on the wire, or use the payload that the workers agreed on while compressing.
+
+    Traffic does not grow with the number of workers.
+    """
+
+    def check(self, method: Method, world_size: int) -> None:
+        compressor = method.compressor
+        if compressor.combine is Combine.GATHER:
+            other = "; or set packed=False to send votes that can be summed" if compressor.vote else ""
+            raise ValueError(
+                f"communicator 'allreduce' cannot carry {name_of(compressor)!r}: payloads of different workers must not be "
+                f"summed. Use communicator 'allgather'{other}"
+            )
+        dtype, largest = compressor.summed or ("float32", 0)
+        if largest and largest * world_size > LIMITS[dtype]:
+            raise ValueError(
+                f"{name_of(compressor)!r} sums {dtype} on the wire: {world_size} workers times {largest} exceed "
+                f"{LIMITS[dtype]}. Use communicator 'allgather' with packed codes"
+            )
+
+    def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
+        compressor = method.compressor
+        payload, state = yield from method.encode(x, state, ctx)
+        if compressor.combine is Combine.AGREED:
+            return compressor.decompress(payload, ctx), state
+        payload = yield Reduce(payload, "sum" if compressor.summed else "mean")
+        return compressor.reduced(payload, ctx), state
+
+
+LIMITS = {"int8": 2**7 - 1, "uint8": 2**8 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}

@@ -1,0 +1,25 @@
+"""Collect all payloads by one broadcast from each worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.collectives import Broadcast as Send
+from grace.communicators.allgather import refuse_agreed
+from grace.core import Array, Communicator, Context, Method, Program, State
+from grace.registry import register
+
+
+@register("broadcast")
+@dataclass(frozen=True)
+class Broadcast(Communicator):
+    """As allgather, by one broadcast from each worker: for links and libraries where gathering is slow or absent."""
+
+    def check(self, method: Method, world_size: int) -> None:
+        refuse_agreed("broadcast", method)
+
+    def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
+        payload, state = yield from method.encode(x, state, ctx)
+        ragged = method.compressor.ragged
+        payloads = yield tuple(Send(payload, root, ragged) for root in range(ctx.world_size))
+        return method.compressor.aggregate(payloads, ctx), state

@@ -1,0 +1,34 @@
+"""No compression: the baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
+from grace.registry import register
+
+
+@register("none", "nocompression")
+@dataclass(frozen=True)
+class NoCompression(Compressor):
+    """Send the gradient as it is.
+
+    Payload: float32[n].
+    """
+
+    combine = Combine.MEAN
+    unbiased = True
+    memory = "none"
+    block = 1
+
+    def contraction(self, n: int) -> float | None:
+        return 1.0
+
+    def variance(self, n: int) -> float | None:
+        return 0.0
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        return (x,), state
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        return payload[0]

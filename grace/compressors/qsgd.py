@@ -1,0 +1,70 @@
+"""Quantised SGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace import blocks
+from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.packing import pack, unpack
+from grace.registry import register
+
+
+@register("qsgd")
+@dataclass(frozen=True)
+class QSGD(Compressor):
+    """Round |x| / ||x|| to one of ``quantum_num`` levels at random, so that the expectation is x.
+
+    Payload: codes uint8[ceil(b * n / 8)], b = 1 + bits of quantum_num, sign in the top bit; norms float32[m].
+    ``quantum_num``: levels s, 1 .. 127. ``bucket_size``: elements that share a norm; 0: the whole tensor.
+    Alistarh et al., "QSGD", NeurIPS 2017, arXiv:1610.02132, section 3.1.
+    """
+
+    quantum_num: int = 127
+    bucket_size: int = 512
+    unbiased = True
+    memory = "none"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.quantum_num <= 127:
+            raise ValueError(f"quantum_num={self.quantum_num!r} must lie in 1 .. 127 (codes of at most 8 bits)")
+        if self.bucket_size < 0 or self.bucket_size % 8:
+            raise ValueError(f"bucket_size={self.bucket_size!r} must be a multiple of 8, or 0 for the whole tensor")
+
+    @property
+    def block(self) -> int | None:
+        return self.bucket_size or None
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code, its sign included."""
+        return 1 + self.quantum_num.bit_length()
+
+    def variance(self, n: int) -> float | None:
+        n = min(n, self.block or n)
+        return min(n / self.quantum_num**2, n**0.5 / self.quantum_num)
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        xp, n = ctx.xp, ctx.size
+        if n == 0:
+            return (xp.zeros(0, "uint8"), xp.zeros(0)), state
+        table = blocks.rows(xp, x, self.block)
+        # Squares are taken relative to the largest element: neither 1e30 nor 1e-30 leaves float32's range.
+        largest = xp.max(xp.abs(table), 1)
+        relative = table * xp.reshape(blocks.inverse(xp, largest), (-1, 1))
+        norm = largest * xp.sqrt(xp.sum(relative * relative, 1))
+        level = xp.abs(table) * xp.reshape(blocks.inverse(xp, norm), (-1, 1)) * float(self.quantum_num)
+        level = xp.floor(blocks.flat(xp, level, n) + ctx.rng("round").uniform(n))
+        level = xp.minimum(level, float(self.quantum_num))
+        codes = xp.cast(level, "int32") + xp.cast(x < 0, "int32") * (1 << (self.bits - 1))
+        return (pack(xp, self.bits, codes), norm), state
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        xp, n = ctx.xp, ctx.size
+        if n == 0:
+            return xp.zeros(0)
+        codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
+        top = 1 << (self.bits - 1)
+        level = xp.cast(xp.bitwise_and(codes, top - 1), "float32") / float(self.quantum_num)
+        signed = xp.where(codes >= top, -level, level)
+        return blocks.flat(xp, blocks.rows(xp, signed, self.block) * xp.reshape(payload[1], (-1, 1)), n)

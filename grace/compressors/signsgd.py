@@ -1,0 +1,74 @@
+"""Signs and a majority vote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grace.blocks import rows
+from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
+from grace.registry import register
+
+CHECKED = 8192  # elements that share one flag byte: 0.1% on top of one bit each
+
+
+@register("signsgd")
+@dataclass(frozen=True)
+class SignSGD(Compressor):
+    """Send the signs; the result is the sign that most workers saw, not a mean.
+
+    Payload: bits uint8[ceil(n/8)], 1 where x >= 0, and uint8[ceil(n/8192)], which flags blocks that hold NaN or
+    infinity. With ``packed=False``: votes int8[n], -1 or 1, and the flags as int8, which an allreduce can sum for up to 127
+    workers. A tie and a zero count as plus. Use a learning rate about ten times smaller than SGD's.
+    Bernstein et al., "signSGD with majority vote", ICLR 2019, arXiv:1810.05291, algorithm 1.
+    """
+
+    packed: bool = True
+    vote = True
+    memory = "none"
+    block = CHECKED
+
+    @property
+    def combine(self) -> Combine:  # type: ignore[override]
+        return Combine.GATHER if self.packed else Combine.MEAN
+
+    @property
+    def summed(self) -> tuple[str, int] | None:
+        return None if self.packed else ("int8", 1)
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        xp = ctx.xp
+        plus = x >= 0
+        if not self.packed:
+            return (xp.cast(plus, "int8") * 2 - 1, xp.cast(_flags(xp, x), "int8")), state
+        return (xp.pack_bits(plus), _flags(xp, x)), state
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        xp, n = ctx.xp, ctx.size
+        if self.packed:
+            signs = xp.cast(xp.unpack_bits(payload[0], n), "float32") * 2.0 - 1.0
+        else:
+            signs = xp.cast(payload[0], "float32")
+        poison = xp.where(payload[1] != 0, float("nan"), xp.zeros(xp.shape(payload[1])))
+        return xp.reshape(rows(xp, signs, CHECKED) + xp.reshape(poison, (-1, 1)), (-1,))[:n]
+
+    def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
+        total = self.decompress(payloads[0], ctx)
+        for payload in payloads[1:]:
+            total = total + self.decompress(payload, ctx)
+        return _majority(ctx.xp, total)
+
+    def reduced(self, payload: Payload, ctx: Context) -> Array:
+        return _majority(ctx.xp, self.decompress(payload, ctx))
+
+
+def _majority(xp: Any, total: Array) -> Array:
+    # total - total is 0, or NaN where a worker's block was not finite.
+    return xp.cast(total >= 0, "float32") * 2.0 - 1.0 + (total - total)
+
+
+def _flags(xp: Any, x: Array) -> Array:
+    if xp.shape(x)[0] == 0:
+        return xp.zeros(0, "uint8")
+    return xp.cast(xp.max(xp.cast(xp.invert(xp.isfinite(rows(xp, x, CHECKED))), "int32"), 1), "uint8")

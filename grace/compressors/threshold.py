@@ -1,0 +1,32 @@
+"""Hard-threshold sparsification."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grace.compressors.sparse import Sparsifier
+from grace.core import Array, Context
+from grace.registry import register
+
+
+@register("threshold")
+@dataclass(frozen=True)
+class Threshold(Sparsifier):
+    """Send every element whose magnitude reaches a fixed threshold.
+
+    Payload: values float32[K], indices int32[K], ascending; K depends on the values and may be 0.
+    ``threshold``: in units of the gradient (of the sum with the residual, where there is one), > 0.
+    Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021, arXiv:2108.00951.
+    """
+
+    threshold: float = 0.01
+    ragged = True
+
+    def __post_init__(self) -> None:
+        if not (self.threshold > 0 and math.isfinite(self.threshold)):
+            raise ValueError(f"threshold={self.threshold!r} must be a positive number; 'none' sends every element")
+
+    def select(self, x: Array, ctx: Context) -> Array:
+        # Not below, rather than above: NaN is sent, and so is seen by every worker.
+        return ctx.xp.nonzero(ctx.xp.invert(ctx.xp.abs(x) < self.threshold))

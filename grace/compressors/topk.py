@@ -1,0 +1,32 @@
+"""Top-k sparsification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.compressors.sparse import Sparsifier, check_ratio, kept
+from grace.core import Array, Context
+from grace.registry import register
+
+
+@register("topk")
+@dataclass(frozen=True)
+class TopK(Sparsifier):
+    """Send the elements of largest magnitude.
+
+    Payload: values float32[k], indices int32[k], ascending; k = floor(compress_ratio * n), at least 1.
+    ``compress_ratio``: the share of elements to send, in (0, 1].
+    Aji and Heafield, EMNLP 2017, arXiv:1704.05021; Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory",
+    NeurIPS 2018, arXiv:1809.07599, section 2.
+    """
+
+    compress_ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_ratio(self.compress_ratio)
+
+    def contraction(self, n: int) -> float | None:
+        return kept(self.compress_ratio, n) / n if n else 1.0
+
+    def select(self, x: Array, ctx: Context) -> Array:
+        return ctx.xp.topk(ctx.xp.abs(x), kept(self.compress_ratio, ctx.size))

@@ -1,0 +1,267 @@
+"""The vocabulary: Compressor, Memory, Communicator, Transport, Context, Combine.
+
+A method is the pair (compressor, memory): pure functions with explicit state, written over a backend ``xp``
+and never over a toolkit. Standard library only; importing this imports no toolkit.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, ClassVar, TypeVar, Union
+
+from grace.collectives import Collective
+from grace.rng import Rng
+
+Array = Any
+Payload = tuple[Array, ...]
+"""What one worker puts on the wire: arrays in wire dtypes, bits already packed."""
+State = dict[str, Array]
+"""What is kept of a tensor between steps. Keys, shapes and dtypes are fixed by ``init``."""
+
+def name_of(part: Any) -> str:
+    """The registered name of a compressor, memory or communicator; the class's own name if it has none."""
+    return vars(type(part)).get("registered_name", type(part).__name__)
+
+
+T = TypeVar("T")
+Program = Generator[Union[Collective, tuple[Collective, ...]], Any, T]
+"""A computation that yields collectives and is resumed with their results."""
+Steps = Union[T, Program[T]]
+"""A value, or a program that returns one."""
+
+
+def run(steps: Steps[T]) -> Program[T]:
+    """Use a value and a program alike: ``result = yield from run(steps)``."""
+    if isinstance(steps, Generator):
+        return (yield from steps)
+    return steps
+
+
+class Combine(Enum):
+    """How the payloads of all workers become one gradient."""
+
+    GATHER = "gather"
+    """All payloads are needed: each is decoded, then averaged (or voted on)."""
+    MEAN = "mean"
+    """Payloads are linear in the gradient: they may be averaged on the wire."""
+    AGREED = "agreed"
+    """The workers agreed on one payload inside ``compress``: nothing is left to exchange."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """All that is known about a tensor without looking at its values."""
+
+    xp: Any = field(repr=False)
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    rank: int = 0
+    world_size: int = 1
+    step: Any = 0
+    """How many exchanges this tensor has had: an int, or an int64 scalar inside a graph."""
+    seed: int = 0
+    offset: int = 0
+    """Where a piece begins in the flattened tensor; 0 for a whole one."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def rng(self, label: str) -> Rng:
+        """This worker's own numbers for this tensor and step."""
+        return Rng(self.xp, self.seed, label, self.name, self.step, self.rank + 1, self.offset)
+
+    def shared_rng(self, label: str) -> Rng:
+        """Numbers that are the same on every worker."""
+        return Rng(self.xp, self.seed, label, self.name, self.step, 0, self.offset)
+
+    def piece(self, start: int, size: int) -> Context:
+        """The context of elements ``start .. start + size`` of the flattened tensor."""
+        return replace(self, shape=(size,), offset=self.offset + start)
+
+    def stage(self, name: str) -> Context:
+        """The same elements at another point of the exchange: other random numbers, other state."""
+        return replace(self, name=f"{self.name}/{name}")
+
+
+class Compressor(ABC):
+    """Turns a gradient into a payload and a payload back into a gradient.
+
+    Subclasses are frozen dataclasses of hyper-parameters. ``x`` is always float32[n] with n = ``ctx.size``.
+    Only ``compress`` and ``decompress`` must be written.
+    """
+
+    combine: ClassVar[Combine] = Combine.GATHER
+    ragged: ClassVar[bool] = False
+    """The payload's length depends on the values."""
+    unbiased: ClassVar[bool] = False
+    """The expectation of ``decompress(compress(x))`` is x."""
+    vote: ClassVar[bool] = False
+    """The result is a vote, not a mean: error feedback has nothing to subtract from."""
+    memory: ClassVar[str] = "residual"
+    """The memory that a user should have with this method."""
+
+    @property
+    def summed(self) -> tuple[str, int] | None:
+        """dtype and largest magnitude of an integer payload that is summed on the wire; None if payloads are floats."""
+        return None
+
+    @property
+    def block(self) -> int | None:
+        """Statistics are per block of so many elements, so that blocks may be compressed apart; None: per tensor.
+
+        A promise: cut at whole blocks (and whole bytes), the payload arrays of the pieces concatenate to those
+        of the whole.
+        """
+        return None
+
+    def applies(self, ctx: Context) -> bool:
+        """False: this tensor goes dense, and the report says so."""
+        return True
+
+    def contraction(self, n: int) -> float | None:
+        """d with E|x - x̂|² <= (1 - d)|x|² for every x of n elements, if there is one."""
+        return None
+
+    def variance(self, n: int) -> float | None:
+        """w with E|x - x̂|² <= w|x|² for every x of n elements, if the method is unbiased."""
+        return None
+
+    def init(self, ctx: Context) -> State:
+        """The state before the first step."""
+        return {}
+
+    @abstractmethod
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        """float32[n] -> payload and next state. A generator may ask for collectives."""
+
+    @abstractmethod
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        """Payload -> float32[n]. Sees only what every worker sees: any worker gets the same bits."""
+
+    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
+        """float32[n]: what of ``x`` the payload does not carry."""
+        return x - self.decompress(payload, ctx)
+
+    def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
+        """All workers' payloads, in rank order -> float32[n], the mean. One dense buffer, whatever their number."""
+        total = self.decompress(payloads[0], ctx)
+        for payload in payloads[1:]:
+            total = total + self.decompress(payload, ctx)
+        return total / len(payloads)
+
+    def reduced(self, payload: Payload, ctx: Context) -> Array:
+        """A payload reduced on the wire -> float32[n]. Floats come averaged, integers summed (combine MEAN)."""
+        return self.decompress(payload, ctx)
+
+
+class Memory(ABC):
+    """What is added to a gradient before it is compressed, and what is kept afterwards."""
+
+    feedback: ClassVar[bool] = False
+    """It feeds back what the payload did not carry."""
+
+    def init(self, ctx: Context) -> State:
+        """The state before the first step."""
+        return {}
+
+    @abstractmethod
+    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+        """float32[n] -> what to compress instead, and next state."""
+
+    @abstractmethod
+    def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
+        """Next state, from what was compressed (``x``) and the payload that leaves this worker."""
+
+
+def scope(state: State, prefix: str) -> State:
+    """The part of a state under ``prefix/``."""
+    start = prefix + "/"
+    return {key[len(start) :]: value for key, value in state.items() if key.startswith(start)}
+
+
+def join(**parts: State) -> State:
+    """Several states as one: ``join(memory=..., compressor=...)``; undone by `scope`."""
+    return {f"{prefix}/{key}": value for prefix, state in parts.items() for key, value in state.items()}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A compressor with its memory: all that happens to a gradient at one point of compression."""
+
+    compressor: Compressor
+    memory: Memory
+
+    def check(self) -> None:
+        """Raise ValueError for a pair that cannot work, and warn of one that loses gradients."""
+        compressor, large = self.compressor, 2**20
+        name = name_of(compressor)
+        if self.memory.feedback and compressor.vote:
+            raise ValueError(
+                f"memory {name_of(self.memory)!r} has nothing to subtract a vote from: use memory 'none' with {name!r}, or "
+                "compressor 'efsignsgd', which sends a scale with its signs"
+            )
+        if self.memory.feedback and (compressor.variance(large) or 0) >= 1:
+            raise ValueError(
+                f"memory {name_of(self.memory)!r} diverges with {name!r} as it is set: its error can exceed the gradient. It "
+                "is unbiased, so use memory 'none'"
+            )
+        if not self.memory.feedback and compressor.memory != name_of(self.memory):
+            warnings.warn(
+                f"{name!r} without error feedback loses what it does not send; use memory {compressor.memory!r}",
+                stacklevel=4,
+            )
+
+    def init(self, ctx: Context) -> State:
+        return join(memory=self.memory.init(ctx), compressor=self.compressor.init(ctx))
+
+    def encode(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        """compensate -> compress -> update."""
+        x, memory = yield from run(self.memory.compensate(x, scope(state, "memory"), ctx))
+        payload, kept = yield from run(self.compressor.compress(x, scope(state, "compressor"), ctx))
+        memory = self.memory.update(x, payload, self.compressor, memory, ctx)
+        return payload, join(memory=memory, compressor=kept)
+
+
+class Communicator(ABC):
+    """A gradient's way to the mean over all workers.
+
+    It owns the order, so it may compress after an exact step, twice, or not at all.
+    """
+
+    def check(self, method: Method, world_size: int) -> None:
+        """Raise ValueError, naming the remedy, when this method cannot travel this way."""
+
+    def init(self, method: Method, ctx: Context) -> State:
+        """One method state for each point where it compresses."""
+        return method.init(ctx)
+
+    @abstractmethod
+    def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
+        """float32[n] -> float32[n], the mean over all workers, bit-equal on all of them; and next state."""
+
+
+class Transport(ABC):
+    """Carries collectives out. Calls must come in the same order on every worker."""
+
+    rank: int = 0
+    size: int = 1
+
+    def bind(self, xp: Any) -> Transport:
+        """The transport for arrays of this backend; raises if it cannot carry them."""
+        return self
+
+    @abstractmethod
+    def start(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
+        """Begin one round of collectives as few messages; the returned function waits for the results."""
+
+    def exchange(self, text: str) -> list[str]:
+        """Every worker's text, in rank order (for start-up checks, not for the hot path)."""
+        return [text]

@@ -1,0 +1,106 @@
+"""Which tensors a method sees, and which of them travel together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from grace.backends.base import ITEMSIZE
+from grace.core import Compressor, Context
+
+FIRST_BUCKET_MB = 1.0  # small, so that something travels early in the backward pass
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A gradient as the user knows it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What the method sees as one tensor: one gradient, or several as one flat vector."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    dense: str = ""
+    """Why it travels uncompressed; empty if it is compressed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensors[0].shape if len(self.tensors) == 1 else (sum(tensor.size for tensor in self.tensors),)
+
+    @property
+    def dtype(self) -> str:
+        """What the exchange computes in: float64 only for a dense float64 gradient."""
+        return "float64" if self.dense and self.tensors[0].dtype == "float64" else "float32"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Units whose collectives travel as one message for each round."""
+
+    name: str
+    units: tuple[Unit, ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for unit in self.units for tensor in unit.tensors]
+
+
+def layout(tensors: Iterable[Tensor], compressor: Compressor, options: Any, xp: Any, first: int = 0) -> list[Bucket]:
+    """Buckets of the tensors in reverse order, which is about the order in which a backward pass makes them.
+
+    ``options``: a `grace.pipeline.Options`. ``first``: the number of the first bucket.
+    """
+    buckets: list[Bucket] = []
+    for group in _groups(list(tensors)[::-1], options):
+        reasons = {tensor.name: _dense(tensor, compressor, options, xp) for tensor in group}
+        units = [Unit(tensor.name, (tensor,), reasons[tensor.name]) for tensor in group]
+        fused = tuple(tensor for tensor in group if not reasons[tensor.name])
+        if options.fuse != "tensor" and fused:
+            whole = Unit(f"{fused[0].name}..{fused[-1].name}", fused)
+            if not compressor.applies(Context(xp, whole.name, whole.shape)):
+                raise ValueError(
+                    f"fuse={options.fuse!r} gives the method one flat vector, but {type(compressor).__name__} needs the "
+                    "shape of each tensor: use fuse='tensor'"
+                )
+            units = [whole, *(unit for unit in units if unit.dense)]
+        buckets.append(Bucket(f"bucket{first + len(buckets)}", tuple(units)))
+    return buckets
+
+
+def _groups(tensors: list[Tensor], options: Any) -> list[list[Tensor]]:
+    groups: list[list[Tensor]] = []
+    room = 0.0
+    for tensor in tensors:
+        if not groups or (tensor.nbytes > room and options.fuse != "model"):
+            room = 2**20 * (options.bucket_mb if groups else min(FIRST_BUCKET_MB, options.bucket_mb))
+            groups.append([])
+        groups[-1].append(tensor)
+        room -= tensor.nbytes
+    return groups
+
+
+def _dense(tensor: Tensor, compressor: Compressor, options: Any, xp: Any) -> str:
+    if tensor.size == 0:
+        return "empty"
+    if tensor.size < options.min_numel:
+        return f"fewer than min_numel={options.min_numel} elements"
+    alone = Context(xp, tensor.name, tensor.shape if options.fuse == "tensor" else (tensor.size,))
+    if not compressor.applies(alone) and options.fuse == "tensor":
+        return f"{type(compressor).__name__} does not apply to shape {list(tensor.shape)}"
+    return ""

@@ -1,0 +1,20 @@
+"""No memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core import Array, Compressor, Context, Memory, Payload, State, Steps
+from grace.registry import register
+
+
+@register("none")
+@dataclass(frozen=True)
+class NoMemory(Memory):
+    """Keep nothing: what compression loses is lost. Right for unbiased methods and for votes."""
+
+    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+        return x, state
+
+    def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
+        return state

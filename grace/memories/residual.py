@@ -1,0 +1,38 @@
+"""Error feedback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core import Array, Compressor, Context, Memory, Payload, State, Steps
+from grace.registry import register
+
+
+@register("residual", "powersgd")
+@dataclass(frozen=True)
+class Residual(Memory):
+    """Add to each gradient what earlier payloads did not carry.
+
+    x = beta * residual + gamma * gradient; residual = x - what was sent. With beta = gamma = 1 nothing is lost: what was
+    sent and the residual add up to all gradients so far.
+    State: residual float32[n].
+    Seide et al., "1-bit SGD", Interspeech 2014, section 3; Karimireddy et al., ICML 2019, arXiv:1901.09847, section 4.
+    """
+
+    beta: float = 1.0
+    gamma: float = 1.0
+    feedback = True
+
+    def init(self, ctx: Context) -> State:
+        return {"residual": ctx.xp.zeros(ctx.size)}
+
+    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+        kept = state["residual"]
+        if self.beta != 1.0:
+            kept = kept * self.beta
+        if self.gamma != 1.0:
+            x = x * self.gamma
+        return x + kept, state
+
+    def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
+        return {"residual": compressor.residual(x, payload, ctx)}

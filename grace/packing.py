@@ -1,0 +1,59 @@
+"""Packing of small integer codes, written over a backend: b bits on the wire take b bits.
+
+Little-endian inside a byte and in groups: eight codes of b bits fill b bytes, element j of a group at bit j*b.
+Tail bits are zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grace.core import Array
+
+
+def packed_size(bits: int, n: int) -> int:
+    """Bytes that ``n`` codes of ``bits`` bits take."""
+    return -(-n * bits // 8) if 8 % bits == 0 else -(-n // 8) * bits
+
+
+def pack(xp: Any, bits: int, codes: Array) -> Array:
+    """Integer codes in 0 .. 2**bits - 1, any integer dtype, [n] -> uint8[`packed_size`(bits, n)]; bits = 1 .. 8."""
+    n = xp.shape(codes)[0]
+    if bits == 8:
+        return xp.cast(codes, "uint8")
+    if bits == 1:
+        return xp.pack_bits(codes != 0)
+    if 8 % bits == 0:  # whole codes in a byte
+        each = 8 // bits
+        codes = xp.pad(xp.cast(codes, "uint8"), packed_size(bits, n) * each)
+        packed = codes[0::each]
+        for i in range(1, each):
+            packed = xp.bitwise_or(packed, xp.shift_left(codes[i::each], i * bits))
+        return packed
+    codes = xp.pad(xp.cast(codes, "int64"), -(-n // 8) * 8)
+    word = codes[0::8]
+    for i in range(1, 8):
+        word = xp.bitwise_or(word, xp.shift_left(codes[i::8], i * bits))
+    columns = [xp.reshape(xp.bitwise_and(xp.shift_right(word, 8 * i), 0xFF), (-1, 1)) for i in range(bits)]
+    return xp.cast(xp.reshape(xp.concat(columns, 1), (-1,)), "uint8")
+
+
+def unpack(xp: Any, bits: int, packed: Array, n: int) -> Array:
+    """The inverse of `pack`: uint8[...] -> uint8[n]."""
+    if bits == 8:
+        return packed
+    if bits == 1:
+        return xp.cast(xp.unpack_bits(packed, n), "uint8")
+    mask = (1 << bits) - 1
+    if 8 % bits == 0:
+        words, each = packed, 8 // bits
+    else:
+        rows = xp.cast(xp.reshape(packed, (-1, bits)), "int64")
+        words, each = rows[:, 0], 8
+        for i in range(1, bits):
+            words = xp.bitwise_or(words, xp.shift_left(rows[:, i], 8 * i))
+    columns = [
+        xp.reshape(xp.cast(xp.bitwise_and(xp.shift_right(words, i * bits), mask), "uint8"), (-1, 1))
+        for i in range(each)
+    ]
+    return xp.reshape(xp.concat(columns, 1), (-1,))[:n]

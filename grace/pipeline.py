@@ -1,0 +1,572 @@
+"""Grace: holds the triple, the transport and every tensor's state, and drives a gradient's way to the mean."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from grace.backends import Backend, backend_of
+from grace.backends.base import ITEMSIZE
+from grace.collectives import AllToAll, Broadcast, Collective, Gather, Reduce, arrays_of
+from grace.core import Array, Communicator, Context, Method, Program, State, Transport, name_of
+from grace.layout import Bucket, Tensor, Unit, layout
+from grace.report import Report, TensorReport
+
+FORMAT = 1  # of state_dict
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+PRESENT = "(present)"  # the program that counts who has a gradient
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is common to all methods."""
+
+    min_numel: int = 1024
+    """Tensors of fewer elements go dense, in their bucket's one dense message; 0: compress everything."""
+    fuse: str = "tensor"
+    """What a method sees as one tensor: "tensor", "bucket" (all of a bucket, flat) or "model"."""
+    bucket_mb: float = 25.0
+    """Gradients that travel together, in MiB; the first bucket is smaller."""
+    nonfinite: str = "poison"
+    """When a mean is not finite, the tensor's state stays as it was, and the mean is handed on ("poison": every worker's
+    loss scaler sees it), replaced by zeros ("zero"), or FloatingPointError is raised on all workers ("raise")."""
+    seed: int = 0
+    """Of all random numbers. The same on every worker."""
+
+    def __post_init__(self) -> None:
+        for key, choices in (("fuse", ("tensor", "bucket", "model")), ("nonfinite", ("poison", "zero", "raise"))):
+            if getattr(self, key) not in choices:
+                raise ValueError(f"{key}={getattr(self, key)!r}: choose one of {', '.join(map(repr, choices))}")
+        if self.min_numel < 0:
+            raise ValueError(f"min_numel={self.min_numel!r} must be 0 or more")
+        if not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb={self.bucket_mb!r} must be positive")
+
+
+class Job(NamedTuple):
+    """A gradient on its way; `Grace.finish` gives its mean."""
+
+    name: str
+
+
+class Flight:
+    """Programs of several units in lockstep: the collectives that they ask for in one round travel as one message."""
+
+    def __init__(self, name: str, programs: dict[str, Program[Any]], transport: Transport, clock: dict[str, float]):
+        self.results: dict[str, Any] = {}
+        self.asked: list[tuple[str, Collective, Any]] = []
+        """Unit, collective and result of everything that was exchanged."""
+        self._name, self._programs, self._transport, self._clock = name, programs, transport, clock
+        self._round = 0
+        self._requests: list[tuple[str, tuple[Collective, ...], bool]] = []
+        self._wait: Any = None
+        self._resume({unit: None for unit in programs})
+
+    def advance(self) -> bool:
+        """Wait for this round and begin the next one. True when all programs have returned."""
+        if self._requests:
+            began = time.perf_counter()
+            results = iter(self._wait())
+            self._clock["wait"] += time.perf_counter() - began
+            answers: dict[str, Any] = {}
+            for unit, collectives, single in self._requests:
+                answer = tuple(next(results) for _ in collectives)
+                self.asked.extend((unit, *pair) for pair in zip(collectives, answer, strict=True))
+                answers[unit] = answer[0] if single else answer
+            self._resume(answers)
+        return not self._requests
+
+    def _resume(self, answers: dict[str, Any]) -> None:
+        began = time.perf_counter()
+        self._requests = []
+        for unit, answer in answers.items():
+            try:
+                asked = self._programs[unit].send(answer)
+            except StopIteration as stop:
+                self.results[unit] = stop.value
+            else:
+                single = not isinstance(asked, tuple)
+                self._requests.append((unit, (asked,) if single else asked, single))
+        if self._requests:
+            collectives = [collective for _, asked, _ in self._requests for collective in asked]
+            self._wait = self._transport.start(collectives, f"{self._name}.{self._round}")
+            self._round += 1
+        self._clock["compute"] += time.perf_counter() - began
+
+
+class Grace:
+    """A method, a communicator and a transport at work on named gradients.
+
+    Made by `grace.grace_from_params`. The toolkits' doors (`grace.torch`, `grace.tensorflow`) drive it; so may you, by
+    `build` once and `step` (or `start` and `finish`) for every exchange. Every worker must make the same calls.
+    """
+
+    def __init__(self, method: Method, communicator: Communicator, transport: Transport, options: Options):
+        method.check()
+        communicator.check(method, transport.size)
+        self.method, self.communicator, self.options = method, communicator, options
+        self.transport = transport
+        self.track_missing = False
+        """Some gradient may be absent on some workers (None): costs 4 bytes per tensor and step."""
+        self._xp: Backend | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._buckets: list[Bucket] = []
+        self._unit_of: dict[str, Unit] = {}
+        self._cells: dict[str, dict[str, Any]] = {}
+        self._step: Any = None
+        self._meter: Any = None
+        self._clock = {"compute": 0.0, "wait": 0.0}
+        self._skipped = 0
+        self._waiting: Mapping[str, Any] | None = None  # a checkpoint that came before the tensors
+        self._clear()
+
+    def _clear(self) -> None:
+        self._gradients: dict[str, Array | None] = {}
+        self._flights: list[tuple[Flight, tuple[Unit, ...]]] = []
+        self._launched = 0
+        self._means: dict[str, Array | None] = {}
+
+    @property
+    def xp(self) -> Backend:
+        """The backend; known once `build` has seen a tensor."""
+        if self._xp is None:
+            raise RuntimeError("call build(named_tensors) first: nothing is known about the gradients yet")
+        return self._xp
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.transport.size
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, in the order in which they were built."""
+        return list(self._tensors)
+
+    # -- set-up -----------------------------------------------------------------------------------------------------
+    def build(self, named_tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
+        """Lay out tensors and make all their state. ``named_tensors``: parameters or gradients; only shapes count.
+
+        Called again, it adds what is new. Raises on every worker, naming the difference, when the workers' tensors or
+        settings differ.
+        """
+        named = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+        new: dict[str, Tensor] = {}
+        for name, array in named:
+            xp = backend_of(array)
+            if self._xp is None:
+                self._xp = xp
+                self.transport = self.transport.bind(xp)
+            elif xp is not self._xp:
+                raise ValueError(f"{name!r} lies on another toolkit or device than the tensors before it: use a second Grace")
+            tensor = Tensor(name, xp.shape(array), xp.dtype(array))
+            if tensor.dtype not in FLOATS:
+                raise TypeError(f"{name!r} has dtype {tensor.dtype}: only {', '.join(FLOATS)} gradients can be averaged")
+            if name in new or self._tensors.get(name, tensor) != tensor:
+                raise ValueError(f"two tensors are named {name!r}: names must be unique, and shapes must not change")
+            if name not in self._tensors:
+                new[name] = tensor
+        if not new:
+            return
+        xp = self.xp
+        self._agree(new.values())
+        self._tensors.update(new)
+        buckets = layout(new.values(), self.method.compressor, self.options, xp, len(self._buckets))
+        self._buckets += buckets
+        if self._step is None:
+            self._step = xp.cell(xp.asarray(0, "int64")) if xp.traced else Counter()
+        for unit in (unit for bucket in buckets for unit in bucket.units):
+            self._unit_of.update({tensor.name: unit for tensor in unit.tensors})
+            state = {} if unit.dense else self.communicator.init(self.method, self._context(unit, 0))
+            self._cells[unit.name] = {key: xp.cell(value) for key, value in state.items()}
+        self._meter = Meter(xp, list(self._cells), self._meter)
+        if self._waiting is not None:
+            self.load_state_dict(self._waiting)
+
+    def _agree(self, tensors: Iterable[Tensor]) -> None:
+        from grace import __version__
+
+        if self.world_size == 1:
+            return
+        settings = {
+            "grace's version": __version__,
+            "compressor": repr(self.method.compressor),
+            "memory": repr(self.method.memory),
+            "communicator": repr(self.communicator),
+            **{key: value for key, value in asdict(self.options).items()},
+        }
+        mine = json.dumps([settings, [asdict(tensor) for tensor in tensors]])
+        texts = self.transport.exchange(mine)
+        # Every worker compares the same texts with worker 0's, so all of them raise together.
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise ValueError(f"worker 0 and worker {rank} differ: {_difference(json.loads(texts[0]), json.loads(text))}")
+
+    def _context(self, unit: Unit, step: Any) -> Context:
+        return Context(
+            xp=self.xp,
+            name=unit.name,
+            shape=unit.shape,
+            dtype=unit.dtype,
+            rank=self.rank,
+            world_size=self.world_size,
+            step=step,
+            seed=self.options.seed,
+        )
+
+    # -- exchange ---------------------------------------------------------------------------------------------------
+    def start(self, name: str, gradient: Array | None) -> Job:
+        """Hand in a gradient. Its bucket leaves as soon as it is complete and the buckets before it have left.
+
+        Buckets leave in one order on all workers, whatever the order of these calls. Raises KeyError for a name that
+        was not built and RuntimeError for a second gradient before `finish`.
+        """
+        self._hand_in(name, gradient)
+        while self._launched < len(self._buckets):
+            bucket = self._buckets[self._launched]
+            if any(tensor.name not in self._gradients for tensor in bucket.tensors):
+                break
+            self._launched += 1
+            self._launch(bucket.name, bucket.units)
+        return Job(name)
+
+    def finish(self, job: Job) -> Array | None:
+        """The mean of a gradient, in its shape and dtype. The first call ends the step.
+
+        A gradient that was not handed in counts as absent on this worker: with ``track_missing`` its mean is None if it is
+        absent everywhere, and zero is averaged for it otherwise.
+        """
+        if job.name not in self._means:
+            self.flush()
+        return self._means.pop(job.name)
+
+    def flush(self) -> None:
+        """End the step: launch what is left, wait for everything, and keep the new state."""
+        for bucket in self._buckets[self._launched :]:
+            self._launch(bucket.name, bucket.units)
+        self._launched = len(self._buckets)
+        self.land()
+
+    def step(self, gradients: Mapping[str, Array | None]) -> dict[str, Array | None]:
+        """The means of these gradients, in one exchange. Tensors that are not named take no part."""
+        if not gradients:
+            return {}
+        self.launch(gradients)
+        self.land()
+        return {name: self._means.pop(name) for name in gradients}
+
+    def launch(self, gradients: Mapping[str, Array | None]) -> None:
+        """Hand in gradients and let them leave now, one message per bucket. `land` ends the step."""
+        for name, gradient in gradients.items():
+            self._hand_in(name, gradient)
+        units = {self._unit_of[name].name for name in gradients}
+        for bucket in self._buckets:
+            if chosen := tuple(unit for unit in bucket.units if unit.name in units):
+                self._launch(f"{bucket.name}.{len(self._flights)}", chosen)
+
+    def land(self) -> None:
+        """Wait for all that was launched, bucket by bucket and round by round, and keep the new state."""
+        try:
+            while not self.advance():
+                pass
+            means: dict[str, Array | None] = {}
+            for flight, units in self._flights:
+                means.update(self._commit(flight, units))
+        finally:
+            self._clear()
+        self._means = means
+        self._step.assign(self._step.read() + 1)
+
+    def advance(self) -> bool:
+        """One round of every bucket, in order. True when nothing is left to exchange."""
+        return all([flight.advance() for flight, _ in self._flights])
+
+    def mean(self, name: str) -> Array | None:
+        """The mean of a gradient after `land`; asked for once."""
+        return self._means.pop(name)
+
+    def _hand_in(self, name: str, gradient: Array | None) -> None:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise KeyError(f"{name!r} was not built; build(named_tensors) must name every tensor before its first gradient")
+        if name in self._gradients:
+            raise RuntimeError(f"{name!r} has a gradient in this step already: finish the step before the next one")
+        if gradient is not None and self.xp.shape(gradient) != tensor.shape:
+            raise ValueError(f"gradient of {name!r} has shape {self.xp.shape(gradient)}, but {tensor.shape} was built")
+        self._gradients[name] = gradient
+
+    def _launch(self, name: str, units: tuple[Unit, ...]) -> None:
+        programs: dict[str, Program[Any]] = {}
+        step = self._step.read()
+        for unit in units:
+            state = {key: cell.read() for key, cell in self._cells[unit.name].items()}
+            programs[unit.name] = self._program(unit, self._flatten(unit), state, self._context(unit, step))
+        if self.track_missing:
+            programs[PRESENT] = self._presence(units)
+        self._flights.append((Flight(name, programs, self.transport, self._clock), units))
+
+    def _flatten(self, unit: Unit) -> Array:
+        xp = self.xp
+        parts = []
+        for tensor in unit.tensors:
+            gradient = self._gradients.get(tensor.name)
+            parts.append(
+                xp.zeros(tensor.size, unit.dtype)
+                if gradient is None
+                else xp.cast(xp.reshape(gradient, (-1,)), unit.dtype)
+            )
+        return xp.concat(parts)
+
+    def _program(self, unit: Unit, x: Array, state: State, ctx: Context) -> Program[tuple[Array, State]]:
+        if unit.dense:
+            (mean,) = yield Reduce((x,), "mean")
+            return mean, state
+        return (yield from self.communicator.reduce(x, self.method, state, ctx))
+
+    def _presence(self, units: tuple[Unit, ...]) -> Program[Array]:
+        here = [float(self._gradients.get(t.name) is not None) for unit in units for t in unit.tensors]
+        (count,) = yield Reduce((self.xp.asarray(here, "float32"),), "sum")
+        return count
+
+    def _commit(self, flight: Flight, units: tuple[Unit, ...]) -> dict[str, Array | None]:
+        # The one place where state is kept: not at all where the mean is not finite (the same decision on all workers,
+        # since the mean is) or where no worker had a gradient.
+        xp, policy = self.xp, self.options.nonfinite
+        counts = self._counts(flight, units)
+        means: dict[str, Array | None] = {}
+        for unit in units:
+            mean, state = flight.results[unit.name]
+            cells = self._cells[unit.name]
+            absent = all(counts.get(tensor.name) == 0 for tensor in unit.tensors)
+            if (cells or policy != "poison") and not absent:
+                ok = xp.finite(mean)
+                if not xp.traced and self._on_host(ok) and not ok:
+                    self._skipped += 1
+                if policy == "raise":
+                    xp.require(ok, f"the mean gradient of {unit.name!r} is not finite on any worker")
+                if policy == "zero":
+                    mean = xp.choose(ok, mean, xp.zeros(xp.shape(mean), unit.dtype))
+                for key, cell in cells.items():
+                    cell.assign(xp.choose(ok, state[key], cell.read()))
+            start = 0
+            for tensor in unit.tensors:
+                part = xp.reshape(mean[start : start + tensor.size], tensor.shape)
+                means[tensor.name] = None if counts.get(tensor.name) == 0 else xp.cast(part, tensor.dtype)
+                start += tensor.size
+        self._meter.add(flight, self.rank)
+        return means
+
+    def _counts(self, flight: Flight, units: tuple[Unit, ...]) -> dict[str, float]:
+        # How many workers had a gradient; looked at (a device waits) only for what this worker lacks.
+        names = [tensor.name for unit in units for tensor in unit.tensors]
+        missing = [name for name in names if self._gradients.get(name) is None]
+        if not missing or PRESENT not in flight.results:
+            return {}
+        found = dict(zip(names, self.xp.to_numpy(flight.results[PRESENT]).tolist(), strict=True))
+        return {name: found[name] for name in missing}
+
+    def _on_host(self, value: Array) -> bool:
+        return str(getattr(value, "device", "cpu")) == "cpu"
+
+    # -- state ------------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """All state of this worker: the step, and for every tensor its arrays (PyTorch: tensors on the CPU; else NumPy).
+
+        Each worker saves and loads its own: residuals differ between workers.
+        """
+        return {
+            "format": FORMAT,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "step": int(self._step.read()) if self._step is not None else 0,
+            "method": repr(self.method),
+            "tensors": {
+                unit: {key: self._export(cell.read()) for key, cell in cells.items()}
+                for unit, cells in self._cells.items()
+                if cells
+            },
+        }
+
+    def _export(self, array: Array) -> Any:
+        if self.xp.name == "torch":
+            return array.detach().cpu().clone()
+        return self.xp.to_numpy(array).copy()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`. Before `build` it is kept until the tensors are known.
+
+        Raises ValueError, and changes nothing, when it is another worker's, of another format or method, or when names
+        or shapes differ from the model's.
+        """
+        if state.get("format") != FORMAT:
+            raise ValueError(f"this state has format {state.get('format')!r}, but this version of grace reads {FORMAT}")
+        whose = (state["rank"], state["world_size"])
+        if whose != (self.rank, self.world_size):
+            raise ValueError(
+                f"this is the state of worker {whose[0]} of {whose[1]}, but this is worker {self.rank} of {self.world_size}: "
+                "save one file for each worker, and load each worker's own"
+            )
+        if state["method"] != repr(self.method):
+            raise ValueError(f"this state belongs to {state['method']}, but this is {self.method!r}: use the same settings")
+        if self._xp is None:
+            self._waiting = state
+            return
+        mine = {unit: cells for unit, cells in self._cells.items() if cells}
+        theirs = state["tensors"]
+        absent, extra = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
+        if absent or extra:
+            raise ValueError(
+                f"the state and the model name different tensors: the model's {absent or 'none'} are not in the state, the "
+                f"state's {extra or 'none'} are not in the model. If a parameter was renamed, rename its key in "
+                "state['tensors'] to the model's name before you load"
+            )
+        new: list[tuple[Any, Array]] = []
+        for unit, cells in mine.items():
+            if set(cells) != set(theirs[unit]):
+                raise ValueError(f"state of {unit!r} has {sorted(theirs[unit])}, but this method keeps {sorted(cells)}")
+            for key, cell in cells.items():
+                old = cell.read()
+                array = self.xp.asarray(theirs[unit][key], self.xp.dtype(old))
+                if self.xp.shape(array) != self.xp.shape(old):
+                    raise ValueError(
+                        f"state {key!r} of {unit!r} has shape {self.xp.shape(array)}, but the model needs {self.xp.shape(old)}"
+                    )
+                new.append((cell, array))
+        for cell, array in new:
+            cell.assign(array)
+        step = int(state["step"])
+        self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
+        self._waiting = None
+
+    # -- report -----------------------------------------------------------------------------------------------------
+    def report(self) -> Report:
+        """What was sent since this object was made (or loaded), in total and for every tensor."""
+        name = name_of(self.method.compressor)
+        method = f"{name} + {name_of(self.method.memory)} + {name_of(self.communicator)}"
+        if self._xp is None:
+            return Report(0, self.rank, self.world_size, method, 0, 0, 0)
+        traffic = self._meter.read()
+        units = [unit for bucket in self._buckets[::-1] for unit in bucket.units[::-1]]
+        tensors = [
+            TensorReport(
+                name=unit.name,
+                shape=unit.shape,
+                method="dense" if unit.dense else name,
+                reason=unit.dense,
+                bytes_sent=traffic[unit.name][0],
+                bytes_dense=traffic[unit.name][2] * sum(tensor.nbytes for tensor in unit.tensors),
+                residual_norm=self._residual_norm(unit),
+            )
+            for unit in units
+        ]
+        return Report(
+            steps=int(self._step.read()),
+            rank=self.rank,
+            world_size=self.world_size,
+            method=method,
+            bytes_sent=sum(counts[0] for counts in traffic.values()),
+            bytes_received=sum(counts[1] for counts in traffic.values()),
+            bytes_dense=sum(tensor.bytes_dense for tensor in tensors),
+            tensors=tensors,
+            times={} if self.xp.traced else dict(self._clock),
+            skipped=self._skipped,
+        )
+
+    def _residual_norm(self, unit: Unit) -> float | None:
+        arrays = [cell.read() for key, cell in self._cells[unit.name].items() if key.endswith("memory/residual")]
+        if not arrays:
+            return None
+        return sum(float(self.xp.to_numpy(self.xp.sum(array * array))) for array in arrays) ** 0.5
+
+
+class Counter:
+    """A step count on the host."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def read(self) -> int:
+        return self._value
+
+    def assign(self, value: int) -> None:
+        self._value = value
+
+
+class Meter:
+    """Counts the bytes of what was exchanged: for each unit sent, received, and times exchanged."""
+
+    def __init__(self, xp: Backend, names: list[str], before: Meter | None = None):
+        self._xp, self._names = xp, [*names, PRESENT]
+        self._totals: dict[str, list[int]] = {name: [0, 0, 0] for name in self._names}
+        if before is not None:
+            self._totals.update(before.read())
+        # A graph counts when it runs, so its totals must be part of it.
+        self._cell = xp.cell(xp.asarray([self._totals[name] for name in self._names], "int64")) if xp.traced else None
+
+    def add(self, flight: Flight, rank: int) -> None:
+        """Count what a flight exchanged."""
+        counts: dict[str, list[Any]] = {name: [0, 0, 0] for name in self._names}
+        for unit in flight.results:
+            counts[unit][2] = 1
+        for unit, collective, result in flight.asked:
+            counts[unit][0] += self._sent(collective, rank)
+            counts[unit][1] += self._received(collective, result, rank)
+        if self._cell is not None:
+            self._cell.assign(self._cell.read() + self._xp.asarray([counts[name] for name in self._names], "int64"))
+            return
+        for name in flight.results:
+            self._totals[name] = [a + b for a, b in zip(self._totals[name], counts[name], strict=True)]
+
+    def read(self) -> dict[str, list[int]]:
+        """Totals by unit."""
+        if self._cell is not None:
+            return dict(zip(self._names, self._xp.to_numpy(self._cell.read()).tolist(), strict=True))
+        return {name: list(total) for name, total in self._totals.items()}
+
+    def _sent(self, collective: Collective, rank: int) -> Any:
+        if isinstance(collective, Broadcast) and collective.root != rank:
+            return 0
+        if isinstance(collective, AllToAll):  # its own part stays here
+            return self._bytes(a for to, part in enumerate(collective.parts) if to != rank for a in part)
+        return self._bytes(arrays_of(collective))
+
+    def _received(self, collective: Collective, result: Any, rank: int) -> Any:
+        if isinstance(collective, (Gather, AllToAll)):
+            return self._bytes(a for source, part in enumerate(result) if source != rank for a in part)
+        if isinstance(collective, Broadcast) and collective.root == rank:
+            return 0
+        return self._bytes(result)
+
+    def _bytes(self, arrays: Iterable[Array]) -> Any:
+        total: Any = 0
+        for array in arrays:
+            size: Any = ITEMSIZE[self._xp.dtype(array)]
+            for length in self._xp.shape(array):
+                size = size * (self._xp.integers(self._xp.lengths([array]))[0] if length is None else length)
+            total = total + size
+        return total
+
+
+def _difference(first: Any, other: Any) -> str:
+    (settings, tensors), (other_settings, other_tensors) = first, other
+    for key, value in settings.items():
+        if other_settings[key] != value:
+            return f"{key} is {value} on the one and {other_settings[key]} on the other. Use the same settings everywhere"
+    names, other_names = [t["name"] for t in tensors], [t["name"] for t in other_tensors]
+    if only := [name for name in names if name not in other_names]:
+        return f"only worker 0 has {only[:3]}. Make the same model on every worker"
+    if only := [name for name in other_names if name not in names]:
+        return f"worker 0 lacks {only[:3]}. Make the same model on every worker"
+    for one, two in zip(tensors, other_tensors, strict=True):
+        if one != two:
+            return (
+                f"{one['name']!r} is {one['dtype']}{one['shape']} on the one where the other has {two['name']!r}, "
+                f"{two['dtype']}{two['shape']}. Make the same model, in the same order, on every worker"
+            )
+    return "their settings"

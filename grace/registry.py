@@ -1,0 +1,168 @@
+"""Names: `register` puts a class under one, `grace_from_params` builds a Grace from a dictionary of them.
+
+Keys and defaults are the dataclass fields of the classes. Nothing is listed a second time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+from grace.core import Combine, Communicator, Compressor, Memory, Method, Transport, name_of
+from grace.pipeline import Grace, Options
+from grace.transports import get_transport
+
+C = TypeVar("C", bound=type)
+
+
+class Registry(Mapping[str, type]):
+    """Classes of one kind by name, in the order of their names. Aliases find them too but are not listed."""
+
+    def __init__(self, kind: str, package: str):
+        self.kind = kind
+        self._package = package
+        self._classes: dict[str, type] = {}
+        self._aliases: dict[str, str] = {}
+
+    def add(self, cls: type, name: str, *aliases: str) -> None:
+        """Put a class under a name; raises ValueError if another class has it."""
+        for each in (name, *aliases):
+            known = self._classes.get(each) or self._classes.get(self._aliases.get(each, ""))
+            if known is not None and known.__qualname__ != cls.__qualname__:
+                raise ValueError(f"{self.kind} {each!r} is already registered by {known.__module__}.{known.__qualname__}")
+        self._classes[name] = cls
+        self._aliases.update({alias: name for alias in aliases})
+
+    def aliases(self, name: str) -> list[str]:
+        """The other names of a class."""
+        self._load()
+        return sorted(alias for alias, target in self._aliases.items() if target == name)
+
+    def _load(self) -> None:
+        importlib.import_module(self._package)  # its modules register what they hold
+
+    def __getitem__(self, name: str) -> type:
+        self._load()
+        found = self._classes.get(self._aliases.get(name, name))
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        self._load()
+        return iter(sorted(self._classes))
+
+    def __len__(self) -> int:
+        self._load()
+        return len(self._classes)
+
+    def find(self, name: Any) -> type:
+        """The class of that name; raises ValueError with the nearest right name."""
+        if isinstance(name, str) and name in self:
+            return self[name]
+        known = [*self, *self._aliases]
+        raise ValueError(f"unknown {self.kind} {name!r}{nearest(str(name), known)}. Known: {', '.join(self)}")
+
+
+compressors = Registry("compressor", "grace.compressors")
+memories = Registry("memory", "grace.memories")
+communicators = Registry("communicator", "grace.communicators")
+REGISTRIES: dict[type, Registry] = {Compressor: compressors, Memory: memories, Communicator: communicators}
+
+
+def register(name: str, *aliases: str) -> Callable[[C], C]:
+    """Class decorator: make a compressor, memory or communicator known by name (and by other names)."""
+
+    def decorate(cls: C) -> C:
+        for kind, registry in REGISTRIES.items():
+            if issubclass(cls, kind):
+                registry.add(cls, name, *aliases)
+                cls.registered_name = name  # type: ignore[attr-defined]
+                return cls
+        raise TypeError(f"{cls.__qualname__} is no Compressor, Memory or Communicator, so it cannot be registered")
+
+    return decorate
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """" (did you mean ...?)", or nothing if no known name is near."""
+    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def grace_from_params(params: Mapping[str, Any], transport: str | Transport | None = None) -> Grace:
+    """Build a Grace from names and numbers.
+
+    ``params``: ``compressor``, ``memory``, ``communicator`` (names, or instances); the fields of the three classes
+    (such as ``compress_ratio``); the fields of `grace.pipeline.Options` (such as ``min_numel``); ``world_size``, if
+    given, must be the transport's. What is left out has the default that a user should have: the memory that the method
+    names, and allreduce for what can be summed on the wire, else allgather.
+
+    ``transport``: "horovod", "torch", "local" or a Transport; default: the one that is initialised.
+
+    Raises ValueError for an unknown name, key or value and for a combination that cannot work, naming one that does.
+    """
+    rest = dict(params)
+    carrier = get_transport(transport)
+    size = rest.pop("world_size", carrier.size)
+    if size != carrier.size:
+        raise ValueError(
+            f"world_size={size!r}, but the transport has {carrier.size} worker(s): initialise Horovod or torch.distributed "
+            "before grace_from_params, launch with horovodrun or torchrun, or leave world_size out"
+        )
+    compressor = _take(compressors, rest.pop("compressor", "none"), rest)
+    memory = _take(memories, rest.pop("memory", compressor.memory), rest)
+    usual = "allgather" if compressor.combine is Combine.GATHER else "allreduce"
+    communicator = _take(communicators, rest.pop("communicator", usual), rest)
+    options = Options(**_values(Options, rest))
+    if rest:
+        raise ValueError(_unknown_key(next(iter(rest)), compressor, memory, communicator))
+    return Grace(Method(compressor, memory), communicator, carrier, options)
+
+
+def _take(registry: Registry, name: Any, rest: dict[str, Any]) -> Any:
+    # An instance as it is; or the class of that name, with the values meant for it taken out of ``rest``.
+    if not isinstance(name, str):
+        for kind, known in REGISTRIES.items():
+            if known is registry and isinstance(name, kind):
+                return name
+    cls = registry.find(name)
+    return cls(**_values(cls, rest))
+
+
+def _values(cls: type, rest: dict[str, Any]) -> dict[str, Any]:
+    values = {}
+    for field in fields(cls):  # type: ignore[arg-type]
+        if field.name in rest:
+            value = rest.pop(field.name)
+            default = field.default if field.default is not MISSING else value
+            values[field.name] = _checked(field.name, value, default)
+    return values
+
+
+def _checked(key: str, value: Any, default: Any) -> Any:
+    # A value must be of its default's kind; an int passes for a float, a bool for neither.
+    kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
+    allowed = kinds.get(type(default))
+    if allowed and (not isinstance(value, allowed) or isinstance(value, bool) and bool not in allowed):
+        raise ValueError(f"{key}={value!r} must be of type {type(default).__name__}, such as {default!r}")
+    return value
+
+
+def _unknown_key(key: str, *parts: Any) -> str:
+    owners = [
+        f"{registry.kind} {name!r}"
+        for registry in REGISTRIES.values()
+        for name, cls in registry.items()
+        if key in {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    ]
+    if owners:
+        chosen = ", ".join(repr(name_of(part)) for part in parts)
+        return f"key {key!r} belongs to {' and '.join(owners)}, not to {chosen}; leave it out"
+    known = {"compressor", "memory", "communicator", "world_size"}
+    for cls in (Options, *map(type, parts)):
+        known |= {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    return f"unknown key {key!r}{nearest(key, known)}. Known here: {', '.join(sorted(known))}"

@@ -1,0 +1,72 @@
+"""What happened: bytes that left, tensors and methods, time."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One tensor (or the vector that several were fused into)."""
+
+    name: str
+    shape: tuple[int, ...]
+    method: str
+    """The compressor's name, or "dense"."""
+    reason: str
+    """Why it went dense; empty if it did not."""
+    bytes_sent: int
+    bytes_dense: int
+    residual_norm: float | None
+    """L2 norm of the error-feedback memory on this worker; None where there is none."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Totals of one worker since it began. Bytes are those of the arrays that were handed over and received.
+
+    How often a byte then crosses a link is the library's choice: a ring allreduce moves 2(N-1)/N times the bytes, an
+    allgather N-1 times.
+    """
+
+    steps: int
+    rank: int
+    world_size: int
+    method: str
+    bytes_sent: int
+    bytes_received: int
+    bytes_dense: int
+    """What the gradients themselves would have been, in their own dtypes."""
+    tensors: list[TensorReport] = field(default_factory=list)
+    times: dict[str, float] = field(default_factory=dict)
+    """Seconds: "compute" in methods, "wait" for the transport. Empty where a graph runs both."""
+    skipped: int = 0
+    """Steps of tensors whose mean was not finite, so that their state was left as it was (0 inside graphs)."""
+
+    @property
+    def ratio(self) -> float:
+        """bytes_dense / bytes_sent; 1 before the first step."""
+        return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers, strings, lists and dictionaries, for JSON."""
+        return {**asdict(self), "ratio": self.ratio}
+
+    def __str__(self) -> str:
+        steps = max(self.steps, 1)
+        head = (
+            f"{self.method} | worker {self.rank} of {self.world_size} | {self.steps} steps | per step "
+            f"{self.bytes_sent / steps:,.0f} bytes sent, dense {self.bytes_dense / steps:,.0f} | ratio {self.ratio:.1f}"
+        )
+        rows = [("tensor", "shape", "method", "bytes/step", "ratio", "residual", "")]
+        for tensor in self.tensors:
+            ratio = tensor.bytes_dense / tensor.bytes_sent if tensor.bytes_sent else 1.0
+            norm = "" if tensor.residual_norm is None else f"{tensor.residual_norm:.3g}"
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            sent = f"{tensor.bytes_sent / steps:,.0f}"
+            rows.append((tensor.name, shape, tensor.method, sent, f"{ratio:.1f}", norm, tensor.reason))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in self.times.items())
+        return "\n".join([head, *lines, *([times] if times else [])])

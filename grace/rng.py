@@ -1,0 +1,79 @@
+"""Random numbers without a generator: a hash of (key, counter), the same bits on every toolkit.
+
+A stream is named by (seed, label, tensor, step, worker) and nothing else. No global generator is read or
+written, no state has to be kept, and element j of a stream can be had without elements 0..j-1. The mixing
+function is the public-domain 32-bit finaliser of MurmurHash3.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+MASK32 = 0xFFFFFFFF
+
+
+def fnv1a(text: str) -> int:
+    """32-bit FNV-1a hash of a name (a sum of bytes would make anagrams collide)."""
+    value = 0x811C9DC5
+    for byte in text.encode():
+        value = ((value ^ byte) * 0x01000193) & MASK32
+    return value
+
+
+def _times(a: Any, c: int) -> Any:
+    # A 32-bit product in 64-bit signed arithmetic, so that it is defined alike for int and int64 scalars.
+    return ((a & 0xFFFF) * c + ((((a // 65536) * c) & 0xFFFF) * 65536)) & MASK32
+
+
+def mix(h: Any) -> Any:
+    """Scramble a 32-bit word, given as a Python int or an int64 scalar of any toolkit."""
+    h = h ^ (h // 65536)
+    h = _times(h, 0x85EBCA6B)
+    h = h ^ (h // 8192)
+    h = _times(h, 0xC2B2AE35)
+    return h ^ (h // 65536)
+
+
+def fold(*values: Any) -> Any:
+    """Hash a sequence of integers into one 32-bit word. Hashed, never added: (5, 1) and (6, 0) differ."""
+    h: Any = 0
+    for value in values:
+        h = mix((h + mix(value & MASK32)) & MASK32)
+    return h
+
+
+class Rng:
+    """One stream of numbers, counted by position in the tensor.
+
+    ``xp`` is the backend; ``offset`` is the position at which this view of the stream begins, so that a
+    piece of a tensor draws what the whole tensor would have drawn there.
+    """
+
+    def __init__(self, xp: Any, seed: int, label: str, name: str, step: Any, worker: int, offset: int = 0):
+        h = fold(seed, fnv1a(label), fnv1a(name), step, worker)
+        self._xp = xp
+        self._keys = (mix((h + mix(1)) & MASK32), mix((h + mix(2)) & MASK32))
+        self._offset = offset
+
+    def bits(self, n: int) -> Any:
+        """int32[n]: 32 random bits each."""
+        return self._xp.words(*self._keys, self._offset, n)
+
+    def uniform(self, n: int) -> Any:
+        """float32[n] in [0, 1), multiples of 2**-24."""
+        return self._xp.uniform(*self._keys, self._offset, n)
+
+    def normal(self, n: int) -> Any:
+        """float32[n] of mean 0 and variance 1 (Box and Muller, 1958). Equal across toolkits up to rounding."""
+        u = self._xp.uniform(*self._keys, 2 * self._offset, 2 * n)
+        radius = self._xp.sqrt(-2.0 * self._xp.log(1.0 - u[:n]))
+        return radius * self._xp.cos((2.0 * math.pi) * u[n:])
+
+    def sample(self, n: int, k: int) -> Any:
+        """int32[k]: k different positions of 0..n-1, ascending; every set is equally likely.
+
+        The positions whose words are the k largest. Ties cannot occur for n <= 2**32: the hash permutes the
+        counters.
+        """
+        return self._xp.topk(self.bits(n), k)

@@ -1,0 +1,77 @@
+"""W workers in one process: try a method without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grace.backends import Backend, backend_of, get_backend
+from grace.registry import grace_from_params
+from grace.report import Report
+from grace.transports.local import LocalTransport, World
+
+Gradients = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What `simulate` found."""
+
+    means: list[dict[str, Any]]
+    """For each worker the means of the last step, by name, as NumPy arrays."""
+    history: list[list[dict[str, Any]]]
+    """For each step what ``means`` is for the last one."""
+    report: Report
+    """Worker 0's."""
+    state: list[dict[str, Any]]
+    """For each worker its `Grace.state_dict`."""
+
+
+def simulate(
+    params: Mapping[str, Any],
+    gradients: Gradients | Sequence[Gradients],
+    backend: str = "numpy",
+    steps: int | None = None,
+) -> Simulation:
+    """Exchange gradients between workers of this process, through the code that real workers run.
+
+    ``params``: as for `grace.grace_from_params`. ``gradients``: one dictionary {name: array} for each worker, or a list
+    over steps of such lists. ``backend``: "numpy", "torch" or "tensorflow". ``steps``: how often to exchange; default:
+    once, or once for each element of the list over steps (which is begun again if it is shorter).
+
+    An absent gradient is left out of its worker's dictionary, or None.
+    """
+    first = gradients[0]
+    sequence: list[Any] = [gradients] if isinstance(first, Mapping) else list(gradients)
+    sequence = [[{n: g for n, g in worker.items() if g is not None} for worker in workers] for workers in sequence]
+    world, xp = World(len(sequence[0])), get_backend(backend)
+    graces = [grace_from_params(params, LocalTransport(world, rank)) for rank in range(world.size)]
+    example = {name: _convert(xp, g) for workers in sequence for worker in workers for name, g in worker.items()}
+    for grace in graces:
+        grace.build(example)
+        grace.track_missing = any(len(worker) < len(example) for workers in sequence for worker in workers)
+    history = []
+    for step in range(len(sequence) if steps is None else steps):
+        for grace, worker in zip(graces, sequence[step % len(sequence)], strict=True):
+            grace.launch({name: _convert(xp, worker[name]) if name in worker else None for name in example})
+        # Round by round over all workers, as their messages would arrive.
+        while not all([grace.advance() for grace in graces]):
+            pass
+        for grace in graces:
+            grace.land()
+        history.append([{name: _host(xp, grace.mean(name)) for name in example} for grace in graces])
+    return Simulation(history[-1], history, graces[0].report(), [grace.state_dict() for grace in graces])
+
+
+def _convert(xp: Backend, array: Any) -> Any:
+    # To an array of the backend, in its own dtype.
+    try:
+        own = backend_of(array)
+    except TypeError:
+        return xp.asarray(array, "float32")
+    return array if own is xp else xp.asarray(own.to_numpy(array), own.dtype(array))
+
+
+def _host(xp: Backend, array: Any) -> Any:
+    return None if array is None else xp.to_numpy(array)

@@ -1,0 +1,120 @@
+"""Horovod, for PyTorch and for TensorFlow. Collectives are matched by name, so tensors cannot be mixed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from grace.core import Array, Transport
+from grace.transports.messages import MessageTransport, Wait
+
+
+class HorovodTransport(Transport):
+    """The workers of a Horovod job; `bind` gives the transport of one toolkit.
+
+    ``process_set``: a horovod ProcessSet that this worker is in; None: all workers.
+    """
+
+    def __init__(self, process_set: Any = None):
+        from grace.transports import loaded_horovod
+
+        initialised = [module for module in loaded_horovod() if module.is_initialized()]
+        if not initialised:
+            raise RuntimeError(
+                "transport 'horovod' needs hvd.init() first, from horovod.torch or horovod.tensorflow (as hvd)"
+            )
+        self._process_set = process_set
+        if process_set is not None and not process_set.included():
+            raise ValueError("this worker is not in the process set that it was given")
+        self.rank = initialised[0].rank() if process_set is None else process_set.rank()
+        self.size = initialised[0].size() if process_set is None else process_set.size()
+
+    def bind(self, xp: Any) -> Transport:
+        kinds = {"torch": TorchHorovod, "tensorflow": TensorflowHorovod}
+        if xp.name not in kinds:
+            raise TypeError(f"transport 'horovod' carries PyTorch and TensorFlow tensors, not {xp.name} arrays; use 'local'")
+        hvd = importlib.import_module(f"horovod.{xp.name}")
+        if not hvd.is_initialized():
+            raise RuntimeError(f"Horovod is initialised for another toolkit: call horovod.{xp.name}.init() too")
+        return kinds[xp.name](xp, hvd, self._process_set or hvd.global_process_set, self.rank, self.size)
+
+    def start(self, collectives: Any, name: str) -> Any:
+        raise RuntimeError("bind the transport to a backend first: HorovodTransport().bind(xp)")
+
+
+class _BoundHorovod(MessageTransport):
+    def __init__(self, xp: Any, hvd: Any, process_set: Any, rank: int, size: int):
+        self.xp, self.rank, self.size = xp, rank, size
+        self._hvd, self._process_set = hvd, process_set
+        self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+
+
+class TorchHorovod(_BoundHorovod):
+    """PyTorch tensors through Horovod's asynchronous handles."""
+
+    def _begin(self, operation: Any, *args: Any, name: str, **options: Any) -> Wait:
+        handle = operation(*args, name=name, process_set=self._process_set, **options)
+        return lambda: self._hvd.synchronize(handle)
+
+    def reduce(self, buffer: Array, op: str, name: str) -> Wait:
+        return self._begin(self._hvd.allreduce_async, buffer, name=name, op=self._ops[op])
+
+    def gather(self, buffer: Array, name: str) -> Wait:
+        wait = self._begin(self._hvd.allgather_async, buffer, name=name)
+        return lambda: list(wait().view(self.size, -1))
+
+    def gather_ragged(self, buffer: Array, name: str) -> Wait:
+        sizes = self._begin(self._hvd.allgather_async, self.xp.lengths([buffer]), name=f"{name}.sizes")
+        wait = self._begin(self._hvd.allgather_async, buffer, name=name)
+        return lambda: list(wait().split(sizes().tolist()))
+
+    def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
+        return self._begin(self._hvd.broadcast_async, buffer, self._root(root), name=name)
+
+    def _root(self, root: int) -> int:
+        # Horovod wants the rank among all workers, also within a process set.
+        ranks = self._process_set.ranks
+        return root if ranks is None else ranks[root]
+
+    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
+        here = self.xp.shape(buffers[self.rank])[0]
+        splits = self.xp.asarray([len(buffer) for buffer in buffers], "int32")
+        wait = self._begin(self._hvd.alltoall_async, self.xp.concat(buffers), splits, name=name)
+
+        def finish() -> list[Array]:
+            received, _ = wait()
+            return [received[w * here : (w + 1) * here] for w in range(self.size)]
+
+        return finish
+
+
+class TensorflowHorovod(_BoundHorovod):
+    """TensorFlow tensors through Horovod's ops: in a graph the executor overlaps them, eagerly each one waits."""
+
+    def reduce(self, buffer: Array, op: str, name: str) -> Wait:
+        result = self._hvd.allreduce(buffer, op=self._ops[op], name=name, process_set=self._process_set)
+        return lambda: result
+
+    def gather(self, buffer: Array, name: str) -> Wait:
+        result = self._hvd.allgather(buffer, name=name, process_set=self._process_set)
+        size = self.xp.shape(buffer)[0]
+        return lambda: [result[w * size : (w + 1) * size] for w in range(self.size)]
+
+    def gather_ragged(self, buffer: Array, name: str) -> Wait:
+        import tensorflow as tf
+
+        sizes = self._hvd.allgather(self.xp.lengths([buffer]), name=f"{name}.sizes", process_set=self._process_set)
+        result = self._hvd.allgather(buffer, name=name, process_set=self._process_set)
+        return lambda: tf.split(result, tf.reshape(sizes, (self.size,)), num=self.size)
+
+    def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
+        ranks = self._process_set.ranks
+        source = root if ranks is None else ranks[root]
+        result = self._hvd.broadcast(buffer, source, name=name, process_set=self._process_set)
+        return lambda: result
+
+    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
+        here = self.xp.shape(buffers[self.rank])[0]
+        splits = self.xp.asarray([self.xp.shape(buffer)[0] for buffer in buffers], "int32")
+        received, _ = self._hvd.alltoall(self.xp.concat(buffers), splits, name=name, process_set=self._process_set)
+        return lambda: [received[w * here : (w + 1) * here] for w in range(self.size)]

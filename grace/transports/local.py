@@ -1,0 +1,109 @@
+"""Workers in this process: one by itself, or several in lockstep that pass messages through memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grace.collectives import AllToAll, Collective, arrays_of
+from grace.core import Array, Transport
+from grace.transports.messages import MessageTransport, Wait
+
+
+class World:
+    """The memory that local workers share: what each has posted under a key."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._posts: dict[Any, dict[int, Any]] = {}
+
+    def post(self, key: Any, rank: int, value: Any) -> Callable[[], list[Any]]:
+        """Leave a value; the returned function gives those of all workers, in rank order."""
+        posts = self._posts.setdefault(key, {})
+        posts[rank] = value
+
+        def collect() -> list[Any]:
+            if missing := [rank for rank in range(self.size) if rank not in posts]:
+                raise RuntimeError(f"{key}: worker {rank} waits for worker {missing[0]}, which has not come so far")
+            self._posts.pop(key, None)
+            return [posts[rank] for rank in range(self.size)]
+
+        return collect
+
+
+class LocalTransport(MessageTransport):
+    """One of ``world.size`` workers in this process. Without a world: the only worker."""
+
+    def __init__(self, world: World | None = None, rank: int = 0):
+        self._world = world or World(1)
+        self._round = 0
+        self.rank, self.size = rank, self._world.size
+
+    def bind(self, xp: Any) -> Transport:
+        self.xp = xp
+        return self
+
+    def exchange(self, text: str) -> list[str]:
+        return [text] * self.size  # workers of one process are made from the same settings
+
+    def start(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
+        # Programs that differ between workers would hang a real network. Here both sides are named instead.
+        self._round += 1
+        asked = self._world.post((self._round, name, "asked"), self.rank, [self._describe(c) for c in collectives])
+        wait = super().start(collectives, f"{name}.{self._round}")
+
+        def checked() -> list[Any]:
+            mine, *_ = everybody = asked()
+            for rank, theirs in enumerate(everybody):
+                if theirs != mine:
+                    here, there = next(
+                        (pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1]),
+                        (f"{len(mine)} collectives", f"{len(theirs)} collectives"),
+                    )
+                    raise RuntimeError(f"mismatched collective in {name}: worker 0 asks for {here}, worker {rank} for {there}")
+            return wait()
+
+        return checked
+
+    def _describe(self, collective: Collective) -> str:
+        kind = type(collective).__name__
+        ragged = getattr(collective, "ragged", False)
+        details = [str(getattr(collective, field)) for field in ("op", "root") if hasattr(collective, field)]
+        arrays = arrays_of(collective)
+        if isinstance(collective, AllToAll):  # parts are cut alike on all workers
+            details.append(f"{len(collective.parts)} parts")
+        shapes = [
+            f"{self.xp.dtype(array)}{['?', *self.xp.shape(array)[1:]] if ragged else list(self.xp.shape(array))}"
+            for array in arrays
+        ]
+        return f"{kind}({', '.join(details + shapes)})"
+
+    def _post(self, name: str, value: Any) -> Callable[[], list[Any]]:
+        return self._world.post((self._round, name), self.rank, value)
+
+    def reduce(self, buffer: Array, op: str, name: str) -> Wait:
+        wait = self._post(name, buffer)
+        combine = {"sum": lambda a, b: a + b, "min": self.xp.minimum, "max": self.xp.maximum}[op]
+
+        def finish() -> Array:
+            total, *rest = wait()
+            for other in rest:
+                total = combine(total, other)
+            return total
+
+        return finish
+
+    def gather(self, buffer: Array, name: str) -> Wait:
+        return self._post(name, buffer)
+
+    gather_ragged = gather
+
+    def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
+        wait = self._post(name, buffer)
+        return lambda: wait()[root]
+
+    broadcast_ragged = broadcast
+
+    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
+        wait = self._post(name, buffers)
+        return lambda: [sent[self.rank] for sent in wait()]

@@ -1,0 +1,230 @@
+"""One round of many tensors' collectives as few messages.
+
+Gathers, broadcasts and exchanges travel as bytes: all arrays of all tensors in one buffer. Reductions travel as one
+buffer per dtype and operation. A transport only has to move such buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from grace.backends.base import ITEMSIZE
+from grace.collectives import AllToAll, Broadcast, Collective, Gather, Reduce
+from grace.core import Array, Transport
+
+Wait = Callable[[], Any]
+Shape = tuple[Any, ...]
+Layout = list[tuple[str, Shape]]  # dtype and shape of the arrays that make up a buffer
+
+
+class MessageTransport(Transport):
+    """Packs collectives into buffers. A subclass moves the buffers; every method begins and returns its wait."""
+
+    xp: Any = None
+
+    @abstractmethod
+    def reduce(self, buffer: Array, op: str, name: str) -> Wait:
+        """Wait gives the elementwise "sum", "min" or "max". Must not change ``buffer``."""
+
+    @abstractmethod
+    def gather(self, buffer: Array, name: str) -> Wait:
+        """Wait gives a list of every worker's uint8 buffer; all have the same size."""
+
+    @abstractmethod
+    def gather_ragged(self, buffer: Array, name: str) -> Wait:
+        """As `gather`, for buffers of different sizes."""
+
+    @abstractmethod
+    def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
+        """Wait gives the buffer of worker ``root``; all have the same size."""
+
+    def broadcast_ragged(self, buffer: Array, root: int, name: str) -> Wait:
+        """As `broadcast`, for buffers of different sizes."""
+        size = self.broadcast(self.xp.lengths([buffer]), root, f"{name}.size")
+
+        def finish() -> Array:
+            (length,) = self.xp.integers(size())
+            room = buffer if self.rank == root else self.xp.zeros((length,), "uint8")
+            return self.broadcast(room, root, name)()
+
+        return finish
+
+    @abstractmethod
+    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
+        """``buffers[d]`` goes to worker d. Wait gives a list of what came from each, all as long as buffers[rank]."""
+
+    def start(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
+        results: list[Any] = [None] * len(collectives)
+        waits: list[Callable[[], None]] = []
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for index, collective in enumerate(collectives):
+            groups.setdefault(_kind(collective), []).append(index)
+        for (kind, *details), members in groups.items():
+            tag = ".".join(["grace", name, kind, *map(str, details)])
+            begin = getattr(self, f"_start_{kind}")
+            waits.append(begin([collectives[i] for i in members], members, results, tag))
+
+        def wait() -> list[Any]:
+            for finish in waits:
+                finish()
+            return results
+
+        return wait
+
+    def exchange(self, text: str) -> list[str]:
+        data = self.xp.asarray(list(text.encode()), "uint8")
+        (texts,) = self.start([Gather((data,), ragged=True)], "exchange")()
+        return [bytes(self.xp.to_numpy(data)).decode() for (data,) in texts]
+
+    # -- one kind of collective each: pack, begin, and return what unpacks ------------------------------------------
+    def _start_reduce(self, items: list[Reduce], members: list[int], results: list[Any], tag: str) -> Wait:
+        # One message for each dtype, whatever the operation is called: mean is a sum with one division.
+        xp = self.xp
+        arrays = [array for item in items for array in item.arrays]
+        waits: dict[str, Wait] = {}
+        for dtype in dict.fromkeys(map(xp.dtype, arrays)):
+            parts = [xp.reshape(array, (-1,)) for array in arrays if xp.dtype(array) == dtype]
+            waits[dtype] = self._reduce_buffer(xp.concat(parts), items[0].op, f"{tag}.{dtype}")
+
+        def finish() -> None:
+            rest = {dtype: wait() for dtype, wait in waits.items()}
+            for index, item in zip(members, items, strict=True):
+                out = []
+                for array in item.arrays:
+                    dtype, shape = xp.dtype(array), xp.shape(array)
+                    size = math.prod(shape)
+                    out.append(xp.reshape(rest[dtype][:size], shape))
+                    rest[dtype] = rest[dtype][size:]
+                results[index] = tuple(out)
+
+        return finish
+
+    def _reduce_buffer(self, buffer: Array, op: str, tag: str) -> Wait:
+        xp, size = self.xp, self.size
+        if xp.shape(buffer)[0] == 0:
+            return lambda: buffer
+        if op != "mean":
+            return self.reduce(buffer, op, tag)
+        if ITEMSIZE[xp.dtype(buffer)] == 2:  # half precision overflows in the sum: divide first
+            return self.reduce(buffer / size, "sum", tag)
+        wait = self.reduce(buffer, "sum", tag)
+        return lambda: wait() / size
+
+    def _start_gather(self, items: list[Gather], members: list[int], results: list[Any], tag: str) -> Wait:
+        buffer, layout = self._pack(array for item in items for array in item.arrays)
+        wait = self._skip_empty(buffer, lambda: self.gather(buffer, tag), [buffer] * self.size)
+
+        def finish() -> None:
+            workers = [self._unpack(received, layout) for received in wait()]
+            for index, part in zip(members, _slices(len(item.arrays) for item in items), strict=True):
+                results[index] = [arrays[part] for arrays in workers]
+
+        return finish
+
+    def _start_gather_ragged(self, items: list[Gather], members: list[int], results: list[Any], tag: str) -> Wait:
+        buffer, layout = self._pack_ragged(items)
+        wait = self.gather_ragged(buffer, tag)
+
+        def finish() -> None:
+            workers = [self._unpack_ragged(received, layout) for received in wait()]
+            for index, part in zip(members, _slices(len(item.arrays) for item in items), strict=True):
+                results[index] = [arrays[part] for arrays in workers]
+
+        return finish
+
+    def _start_broadcast(self, items: list[Broadcast], members: list[int], results: list[Any], tag: str) -> Wait:
+        buffer, layout = self._pack(array for item in items for array in item.arrays)
+        wait = self._skip_empty(buffer, lambda: self.broadcast(buffer, items[0].root, tag), buffer)
+
+        def finish() -> None:
+            arrays = self._unpack(wait(), layout)
+            for index, part in zip(members, _slices(len(item.arrays) for item in items), strict=True):
+                results[index] = arrays[part]
+
+        return finish
+
+    def _start_broadcast_ragged(
+        self, items: list[Broadcast], members: list[int], results: list[Any], tag: str
+    ) -> Wait:
+        buffer, layout = self._pack_ragged(items)
+        wait = self.broadcast_ragged(buffer, items[0].root, tag)
+
+        def finish() -> None:
+            arrays = self._unpack_ragged(wait(), layout)
+            for index, part in zip(members, _slices(len(item.arrays) for item in items), strict=True):
+                results[index] = arrays[part]
+
+        return finish
+
+    def _start_alltoall(self, items: list[AllToAll], members: list[int], results: list[Any], tag: str) -> Wait:
+        packed = [
+            self._pack(array for item in items for array in item.parts[worker]) for worker in range(self.size)
+        ]
+        wait = self.all_to_all([buffer for buffer, _ in packed], tag)
+        layout = packed[self.rank][1]  # what is sent to this worker has the same shapes from everybody
+
+        def finish() -> None:
+            workers = [self._unpack(received, layout) for received in wait()]
+            for index, part in zip(members, _slices(len(item.parts[self.rank]) for item in items), strict=True):
+                results[index] = [arrays[part] for arrays in workers]
+
+        return finish
+
+    # -- buffers ----------------------------------------------------------------------------------------------------
+    def _pack(self, arrays: Any) -> tuple[Array, Layout]:
+        xp, arrays = self.xp, list(arrays)
+        layout = [(xp.dtype(array), xp.shape(array)) for array in arrays]
+        return xp.concat([xp.to_bytes(array) for array in arrays]), layout
+
+    def _unpack(self, buffer: Array, layout: Layout) -> tuple[Array, ...]:
+        arrays = []
+        start: Any = 0
+        for dtype, shape in layout:
+            stop = start + _nbytes(dtype, shape)
+            arrays.append(self.xp.from_bytes(buffer[start:stop], dtype, shape))
+            start = stop
+        return tuple(arrays)
+
+    def _pack_ragged(self, items: Sequence[Gather | Broadcast]) -> tuple[Array, Layout]:
+        # The buffer begins with the lengths of its arrays, so a receiver needs no other worker's layout.
+        arrays = [array for item in items for array in item.arrays]
+        body, layout = self._pack(arrays)
+        return self.xp.concat([self.xp.to_bytes(self.xp.lengths(arrays)), body]), layout
+
+    def _unpack_ragged(self, buffer: Array, layout: Layout) -> tuple[Array, ...]:
+        head = 8 * len(layout)
+        lengths = self.xp.integers(self.xp.from_bytes(buffer[:head], "int64", (len(layout),)))
+        sizes = [(dtype, (length, *shape[1:])) for (dtype, shape), length in zip(layout, lengths, strict=True)]
+        return self._unpack(buffer[head:], sizes)
+
+    def _skip_empty(self, buffer: Array, begin: Callable[[], Wait], result: Any) -> Wait:
+        # Equal sizes everywhere: nobody sends an empty message.
+        return (lambda: result) if self.xp.shape(buffer)[0] == 0 else begin()
+
+
+def _kind(collective: Collective) -> tuple[Any, ...]:
+    # What may share a message: the name of the _start_ method, and what else must be equal.
+    if isinstance(collective, Reduce):
+        return ("reduce", collective.op)
+    if isinstance(collective, Gather):
+        return ("gather_ragged",) if collective.ragged else ("gather",)
+    if isinstance(collective, Broadcast):
+        return ("broadcast_ragged" if collective.ragged else "broadcast", collective.root)
+    if isinstance(collective, AllToAll):
+        return ("alltoall",)
+    raise TypeError(f"{collective!r} is not a collective; yield Reduce, Gather, Broadcast or AllToAll")
+
+
+def _slices(counts: Iterable[int]) -> Iterator[slice]:
+    # Where each item's arrays lie in the message.
+    start = 0
+    for count in counts:
+        yield slice(start, start + count)
+        start += count
+
+
+def _nbytes(dtype: str, shape: Shape) -> Any:
+    return math.prod(shape) * ITEMSIZE[dtype]

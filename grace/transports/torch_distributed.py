@@ -1,0 +1,90 @@
+"""torch.distributed: any process group, gloo or NCCL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grace.core import Array, Transport
+from grace.transports.messages import MessageTransport, Wait
+
+OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class TorchDistributedTransport(MessageTransport):
+    """Workers of a process group (``group`` None: of the default one).
+
+    torch.distributed matches collectives by order, not by name. The scheduler keeps one order on all workers; your own
+    collectives in the same group must not be called from another thread during a backward pass.
+    """
+
+    def __init__(self, group: Any = None):
+        if not dist.is_initialized():
+            raise RuntimeError("transport 'torch' needs torch.distributed.init_process_group() first")
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this worker is not in the process group that it was given")
+
+    def bind(self, xp: Any) -> Transport:
+        if xp.name != "torch":
+            raise TypeError(f"transport 'torch' carries PyTorch tensors, not {xp.name} arrays; use 'horovod' or 'local'")
+        self.xp = xp
+        return self
+
+    def reduce(self, buffer: Array, op: str, name: str) -> Wait:
+        buffer = buffer.clone()  # all_reduce works in place
+        work = dist.all_reduce(buffer, OPS[op], self._group, async_op=True)
+
+        def finish() -> Array:
+            work.wait()
+            return buffer
+
+        return finish
+
+    def gather(self, buffer: Array, name: str) -> Wait:
+        gathered = buffer.new_empty(self.size * buffer.shape[0])
+        work = dist.all_gather_into_tensor(gathered, buffer.contiguous(), self._group, async_op=True)
+
+        def finish() -> list[Array]:
+            work.wait()
+            return list(gathered.view(self.size, -1))
+
+        return finish
+
+    def gather_ragged(self, buffer: Array, name: str) -> Wait:
+        # Sizes first: all_gather wants equal ones, so everybody fills up to the largest.
+        sizes = self.gather(self.xp.to_bytes(self.xp.lengths([buffer])), name)
+
+        def finish() -> list[Array]:
+            lengths = [int(size.view(torch.int64)) for size in sizes()]
+            rows = self.gather(self.xp.pad(buffer, max(lengths)), name)()
+            return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+        return finish
+
+    def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
+        buffer = buffer.clone()
+        source = root if self._group is None else dist.get_global_rank(self._group, root)
+        work = dist.broadcast(buffer, source, self._group, async_op=True)
+
+        def finish() -> Array:
+            work.wait()
+            return buffer
+
+        return finish
+
+    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
+        here = buffers[self.rank].shape[0]
+        received = buffers[0].new_empty(self.size * here)
+        work = dist.all_to_all_single(
+            received, torch.cat(buffers), [here] * self.size, [len(b) for b in buffers], self._group, async_op=True
+        )
+
+        def finish() -> list[Array]:
+            work.wait()
+            return list(received.split(here)) if here else [received] * self.size
+
+        return finish

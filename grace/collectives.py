@@ -17,7 +17,8 @@ class Reduce:
     """Combine the workers' arrays elementwise.
 
     Result: a tuple of arrays shaped as ``arrays``, bit-equal on all workers. ``mean`` is for floats; half
-    precision is divided before it is summed, so that many workers cannot overflow it.
+    precision is divided before it is summed, so that many workers cannot overflow it. For integers that are summed, the
+    asker sees to it that world_size times the largest magnitude fits the dtype.
     """
 
     arrays: Arrays

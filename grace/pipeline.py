@@ -145,6 +145,11 @@ class Grace:
         return self.transport.size
 
     @property
+    def started(self) -> set[str]:
+        """Tensors whose gradient of this step was handed in."""
+        return set(self._gradients)
+
+    @property
     def names(self) -> list[str]:
         """Names of all tensors, in the order in which they were built."""
         return list(self._tensors)
@@ -261,14 +266,20 @@ class Grace:
         self.land()
         return {name: self._means.pop(name) for name in gradients}
 
-    def launch(self, gradients: Mapping[str, Array | None]) -> None:
-        """Hand in gradients and let them leave now, one message per bucket. `land` ends the step."""
+    def launch(self, gradients: Mapping[str, Array | None], together: str = "") -> None:
+        """Hand in gradients and let them leave now, one message for each bucket. `land` ends the step.
+
+        ``together``: a name under which they all leave as one message instead.
+        """
         for name, gradient in gradients.items():
             self._hand_in(name, gradient)
-        units = {self._unit_of[name].name for name in gradients}
-        for bucket in self._buckets:
-            if chosen := tuple(unit for unit in bucket.units if unit.name in units):
-                self._launch(f"{bucket.name}.{len(self._flights)}", chosen)
+        names = dict.fromkeys(self._unit_of[name].name for name in gradients)
+        groups = [(bucket.name, [unit for unit in bucket.units if unit.name in names]) for bucket in self._buckets]
+        if together:
+            groups = [(together, [unit for _, units in groups for unit in units])]
+        for label, units in groups:
+            if units:
+                self._launch(label, tuple(units))
 
     def land(self) -> None:
         """Wait for all that was launched, bucket by bucket and round by round, and keep the new state."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from abc import abstractmethod
 from typing import Any
 
 from grace.core import Array, Transport
@@ -48,6 +49,30 @@ class _BoundHorovod(MessageTransport):
         self._hvd, self._process_set = hvd, process_set
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 
+    def root(self, rank: int) -> int:
+        """The rank among all workers, which Horovod wants also within a process set."""
+        ranks = self._process_set.ranks
+        return rank if ranks is None else ranks[rank]
+
+    @abstractmethod
+    def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:
+        """`reduce`, for the dtypes that Horovod can sum."""
+
+    def reduce(self, buffer: Array, op: str, name: str) -> Wait:
+        if self.xp.dtype(buffer) != "int8" or op != "sum":
+            return self.reduce_wide(buffer, op, name)
+        # Horovod sums no bytes. Four lanes of 8 bits make an int32, and since no sum exceeds 127 in magnitude, lanes that
+        # are moved to 0 .. 254 never carry into each other: still one byte per element on the wire.
+        xp, n, shift = self.xp, self.xp.shape(buffer)[0], 127 // self.size
+        lanes = xp.cast(xp.cast(buffer, "int32") + shift, "uint8")
+        wait = self.reduce_wide(xp.bitcast(xp.pad(lanes, -(-n // 4) * 4), "int32"), op, name)
+
+        def finish() -> Array:
+            lanes = xp.cast(xp.bitcast(wait(), "uint8")[:n], "int32")
+            return xp.cast(lanes - shift * self.size, "int8")
+
+        return finish
+
 
 class TorchHorovod(_BoundHorovod):
     """PyTorch tensors through Horovod's asynchronous handles."""
@@ -56,7 +81,7 @@ class TorchHorovod(_BoundHorovod):
         handle = operation(*args, name=name, process_set=self._process_set, **options)
         return lambda: self._hvd.synchronize(handle)
 
-    def reduce(self, buffer: Array, op: str, name: str) -> Wait:
+    def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:
         return self._begin(self._hvd.allreduce_async, buffer, name=name, op=self._ops[op])
 
     def gather(self, buffer: Array, name: str) -> Wait:
@@ -69,12 +94,7 @@ class TorchHorovod(_BoundHorovod):
         return lambda: list(wait().split(sizes().tolist()))
 
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
-        return self._begin(self._hvd.broadcast_async, buffer, self._root(root), name=name)
-
-    def _root(self, root: int) -> int:
-        # Horovod wants the rank among all workers, also within a process set.
-        ranks = self._process_set.ranks
-        return root if ranks is None else ranks[root]
+        return self._begin(self._hvd.broadcast_async, buffer, self.root(root), name=name)
 
     def all_to_all(self, buffers: list[Array], name: str) -> Wait:
         here = self.xp.shape(buffers[self.rank])[0]
@@ -91,7 +111,7 @@ class TorchHorovod(_BoundHorovod):
 class TensorflowHorovod(_BoundHorovod):
     """TensorFlow tensors through Horovod's ops: in a graph the executor overlaps them, eagerly each one waits."""
 
-    def reduce(self, buffer: Array, op: str, name: str) -> Wait:
+    def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:
         result = self._hvd.allreduce(buffer, op=self._ops[op], name=name, process_set=self._process_set)
         return lambda: result
 
@@ -108,9 +128,7 @@ class TensorflowHorovod(_BoundHorovod):
         return lambda: tf.split(result, tf.reshape(sizes, (self.size,)), num=self.size)
 
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
-        ranks = self._process_set.ranks
-        source = root if ranks is None else ranks[root]
-        result = self._hvd.broadcast(buffer, source, name=name, process_set=self._process_set)
+        result = self._hvd.broadcast(buffer, self.root(root), name=name, process_set=self._process_set)
         return lambda: result
 
     def all_to_all(self, buffers: list[Array], name: str) -> Wait:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from grace.core import Array, Transport
 from grace.transports.messages import MessageTransport, Wait
 
+# The older name goes away; the newer one is not everywhere yet.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -46,7 +48,7 @@ class TorchDistributedTransport(MessageTransport):
 
     def gather(self, buffer: Array, name: str) -> Wait:
         gathered = buffer.new_empty(self.size * buffer.shape[0])
-        work = dist.all_gather_into_tensor(gathered, buffer.contiguous(), self._group, async_op=True)
+        work = ALL_GATHER(gathered, buffer.contiguous(), self._group, async_op=True)
 
         def finish() -> list[Array]:
             work.wait()

@@ -1,0 +1,163 @@
+"""TensorFlow's doors: DistributedGradientTape, DistributedOptimizer for Keras 3, callbacks and broadcasts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from grace.backends import get_backend
+from grace.collectives import Broadcast, Reduce
+from grace.core import Transport
+from grace.pipeline import Grace
+from grace.transports import get_transport
+
+__all__ = [
+    "BroadcastCallback",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "MetricAverageCallback",
+    "average_gradients",
+    "broadcast_variables",
+]
+
+
+def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Means of gradients over all workers, eagerly or while a graph is traced.
+
+    Gradients that are None stay None: all workers run the same program, so they lack the same ones. IndexedSlices (of
+    embeddings) become dense.
+    """
+    names = _names(variables)
+    present = {
+        name: (variable, tf.convert_to_tensor(gradient))
+        for name, variable, gradient in zip(names, variables, gradients, strict=True)
+        if gradient is not None
+    }
+    with tf.init_scope():  # state must outlive the graph that is being traced
+        grace.build({name: variable for name, (variable, _) in present.items()})
+    means = grace.step({name: gradient for name, (_, gradient) in present.items()})
+    return [means.get(name) for name in names]
+
+
+class DistributedGradientTape:
+    """A gradient tape whose gradients are averaged over all workers.
+
+    ``tape = grace.tensorflow.DistributedGradientTape(tape, grace=grc)`` around a recorded tf.GradientTape; everything else
+    is the tape's own.
+    """
+
+    def __init__(self, tape: tf.GradientTape, grace: Grace):
+        self._tape = tape
+        self._grace = grace
+
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """As tf.GradientTape.gradient, then averaged; the structure of ``sources`` is kept."""
+        gradients = self._tape.gradient(target, sources, *args, **kwargs)
+        flat = tf.nest.flatten(sources)
+        means = average_gradients(self._grace, _leaves(gradients), flat)
+        return tf.nest.pack_sequence_as(sources, means)
+
+    def __enter__(self) -> DistributedGradientTape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._tape.__exit__(*exception)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+
+def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, grace: Grace) -> keras.optimizers.Optimizer:  # noqa: N802
+    """Let a Keras 3 optimizer apply gradients averaged over all workers: in custom loops, tf.function and model.fit.
+
+    Returns the optimizer that was passed in. Its clipping and weight decay act on the means. Wrap a LossScaleOptimizer from
+    the outside, so that all workers see an overflow together. Compile models with ``jit_compile=False``: Horovod's
+    operations have no XLA form.
+    """
+    cls = type(optimizer)
+    if hasattr(optimizer, "_grace"):
+        raise ValueError("this optimizer is distributed already: wrap it once")
+    if hasattr(getattr(optimizer, "inner_optimizer", None), "_grace"):
+        raise ValueError("wrap the LossScaleOptimizer, not the optimizer inside: DistributedOptimizer(LossScaleOptimizer(...))")
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        means = average_gradients(self._grace, list(grads), variables)
+        return cls.apply(self, means, trainable_variables)
+
+    # The user's own object, of a class that differs in this one method and saves as what it was.
+    names = {"apply": apply, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    optimizer.__class__ = type(cls.__name__, (cls,), names)
+    object.__setattr__(optimizer, "_grace", grace)
+    return optimizer
+
+
+def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, grace: Grace | None = None) -> None:
+    """Assign worker ``root_rank``'s values to the variables of all workers (eagerly, before training)."""
+    variables = [variable for variable in variables if tf.as_dtype(variable.dtype) not in (tf.string, tf.resource)]
+    if not variables:
+        return
+    values = [tf.convert_to_tensor(variable) for variable in variables]
+    wait = _transport(grace).start([Broadcast((value,), root_rank) for value in values], "variables")
+    for variable, (value,) in zip(variables, wait(), strict=True):
+        variable.assign(value)
+
+
+class BroadcastCallback(keras.callbacks.Callback):
+    """Start ``model.fit`` from worker ``root_rank``'s weights and optimizer state."""
+
+    def __init__(self, root_rank: int = 0, grace: Grace | None = None):
+        super().__init__()
+        self.root_rank, self._grace = root_rank, grace
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        optimizer = self.model.optimizer
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        broadcast_variables([*self.model.weights, *optimizer.variables], self.root_rank, self._grace)
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Average the metrics of each epoch over all workers. Put it before callbacks that act on them."""
+
+    def __init__(self, grace: Grace | None = None):
+        super().__init__()
+        self._grace = grace
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if not logs:
+            return
+        keys = sorted(logs)
+        values = tf.constant([float(logs[key]) for key in keys], tf.float32)
+        ((means,),) = _transport(self._grace).start([Reduce((values,), "mean")], "metrics")()
+        logs.update(zip(keys, means.numpy().tolist(), strict=True))
+
+
+def _transport(grace: Grace | None) -> Transport:
+    transport = get_transport() if grace is None else grace.transport
+    return transport.bind(get_backend("tensorflow")) if getattr(transport, "xp", None) is None else transport
+
+
+def _names(variables: Sequence[Any]) -> list[str]:
+    # Keras paths or TensorFlow names; a number tells apart those that are used twice.
+    counts: Counter[str] = Counter()
+    names = []
+    for variable in variables:
+        name = getattr(variable, "path", None) or variable.name.removesuffix(":0")
+        counts[name] += 1
+        names.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
+    return names
+
+
+def _leaves(structure: Any) -> list[Any]:
+    # tf.nest.flatten would take IndexedSlices apart.
+    if isinstance(structure, dict):
+        return [leaf for key in sorted(structure) for leaf in _leaves(structure[key])]
+    if isinstance(structure, (list, tuple)):
+        return [leaf for part in structure for leaf in _leaves(part)]
+    return [structure]

@@ -1,0 +1,304 @@
+"""PyTorch's doors: DistributedOptimizer, a DDP communication hook, and broadcasts of the initial state."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from grace.backends import backend_of
+from grace.collectives import Broadcast, Reduce
+from grace.core import Transport
+from grace.pipeline import Grace
+from grace.transports import get_transport
+
+__all__ = [
+    "DistributedOptimizer",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ddp_hook",
+    "name_parameters",
+]
+
+CHUNK_BYTES = 64 * 2**20  # of one broadcast message
+
+
+def DistributedOptimizer(  # noqa: N802 - named as Horovod's
+    optimizer: torch.optim.Optimizer,
+    grace: Grace,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    backward_passes_per_step: int = 1,
+    *,
+    compression: None = None,
+    op: Any = "average",
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: None = None,
+    sparse_as_dense: bool = False,
+    process_set: None = None,
+) -> torch.optim.Optimizer:
+    """Let an optimizer step with gradients averaged over all workers. Returns the optimizer that was passed in.
+
+    Gradients leave while the backward pass goes on and are replaced by their means before ``backward`` returns, as in
+    DistributedDataParallel: clipping, GradScaler, closures and schedulers see means and need no special order. A loss that
+    a closure returns is averaged too, so that line searches decide alike on all workers.
+
+    ``named_parameters``: as ``model.named_parameters()``; names key the state, also in checkpoints. Without them parameters
+    are numbered in the optimizer's order.
+    ``backward_passes_per_step``: gradients of so many passes add up before they are exchanged, once.
+    The other arguments are Horovod's. What GRACE does elsewhere is refused with the place: it is not ignored.
+
+    Every worker must make this call: the workers compare their parameters, and all raise ValueError if they differ.
+    """
+    remedies = {
+        "compression": (compression, None, "name the method in grace_from_params"),
+        "op": (_op_name(op), "average", "GRACE averages"),
+        "gradient_predivide_factor": (gradient_predivide_factor, 1.0, "scale the loss"),
+        "num_groups": (num_groups, 0, "set bucket_mb in grace_from_params"),
+        "groups": (groups, None, "set bucket_mb in grace_from_params"),
+        "process_set": (process_set, None, "grace_from_params(..., transport=HorovodTransport(process_set))"),
+    }
+    for key, (value, allowed, remedy) in remedies.items():
+        if value != allowed:
+            raise ValueError(f"{key}={value!r} is not for GRACE's DistributedOptimizer: {remedy}")
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step={backward_passes_per_step!r} must be at least 1")
+    if hasattr(optimizer, "_grace"):
+        raise ValueError("this optimizer is distributed already: wrap it once")
+    driver = _Driver(optimizer, grace, named_parameters, backward_passes_per_step)
+    optimizer._grace = driver  # type: ignore[attr-defined]
+    # Horovod's names, for scripts that call them. Means are there already, so there is nothing to skip.
+    optimizer.synchronize = driver.synchronize  # type: ignore[attr-defined]
+    optimizer.skip_synchronize = _nothing_to_skip  # type: ignore[attr-defined]
+    return optimizer
+
+
+class _Driver:
+    """Drives a Grace from the hooks of an optimizer and its parameters."""
+
+    def __init__(self, optimizer: Any, grace: Grace, named: Any, passes_per_step: int):
+        self.grace = grace
+        self._optimizer = optimizer
+        self._passes_per_step = passes_per_step
+        self._passes = 0
+        self._task = -1  # the backward pass that is under way
+        self._synced = False
+        self._versions: dict[str, tuple[Any, int]] = {}
+        self._parameters: dict[str, torch.Tensor] = {}
+        self._names: dict[torch.Tensor, str] = {p: name for name, p in named or ()}
+        if named is not None:
+            unnamed = [list(p.shape) for p in self._trained() if p not in self._names]
+            if unnamed:
+                raise ValueError(f"named_parameters lacks {len(unnamed)} of the optimizer's parameters, of shapes {unnamed[:3]}")
+        grace.track_missing = True
+        self._adopt()
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def _adopt(self) -> None:
+        # Parameters that are new: all at first, later those of added groups or unfrozen ones.
+        new = [p for p in self._trained() if self._names.get(p) not in self._parameters]
+        for p in new:
+            self._names.setdefault(p, f"parameter{len(self._names)}")
+        order = {p: index for index, p in enumerate(self._names)}
+        named = {self._names[p]: p for p in sorted(new, key=order.__getitem__)}
+        if named:
+            self.grace.build(named)
+            self._parameters.update(named)
+        for p in new:
+            p.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, p: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+            self._refuse_sum_with_means(p)
+            self._synced = False
+        if self._passes + 1 == self._passes_per_step:
+            self.grace.start(self._names[p], _dense(p.grad))
+
+    def _refuse_sum_with_means(self, p: torch.Tensor) -> None:
+        # zero_grad makes a new gradient or changes the old one's version twice; a bare second backward, once.
+        if not self._synced:
+            return
+        grad, version = self._versions.get(self._names[p], (None, -1))
+        if grad is p.grad and p.grad is not None and p.grad._version == version + 1:
+            raise RuntimeError(
+                "a second backward pass added its gradients to means that were exchanged already: call zero_grad() first, "
+                "or pass backward_passes_per_step to DistributedOptimizer to accumulate several passes"
+            )
+
+    def _after_backward(self) -> None:
+        self._task = -1
+        self._passes += 1
+        if self._passes == self._passes_per_step:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Replace all gradients by their means, unless that was done since the last backward pass."""
+        if self._synced:
+            return
+        self._adopt()
+        started = self.grace.started
+        for name, p in self._parameters.items():
+            if name not in started:
+                self.grace.start(name, _dense(p.grad))
+        self.grace.flush()
+        self._versions = {}
+        for name, p in self._parameters.items():
+            mean = self.grace.mean(name)
+            if mean is None:
+                continue
+            if p.grad is None or p.grad.is_sparse:
+                p.grad = mean.clone() if mean.data_ptr() == p.data_ptr() else mean
+            else:
+                with torch.no_grad():
+                    p.grad.copy_(mean)
+            self._versions[name] = (p.grad, p.grad._version)
+        self._synced, self._passes = True, 0
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args = args[1:] if args and args[0] is optimizer else args
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is None:
+            self.synchronize()
+            return None
+        return (optimizer, self._averaged(closure), *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
+
+    def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def averaged() -> Any:
+            self._synced, self._versions = False, {}
+            loss = closure()
+            self.synchronize()
+            if self.grace.world_size == 1 or loss is None:
+                return loss
+            value = torch.as_tensor(loss, dtype=torch.float32).detach().reshape(1)
+            ((mean,),) = self.grace.transport.start([Reduce((value,), "mean")], "loss")()
+            return mean.reshape(()) if isinstance(loss, torch.Tensor) else mean.item()
+
+        return averaged
+
+    def _after_step(self, *_: Any) -> None:
+        self._synced, self._passes = False, 0
+        self._versions = {}
+
+
+def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Communication hook: ``ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)``.
+
+    State is kept by parameter, so DDP may rebuild its buckets. A bucket's first round travels while the backward pass goes
+    on; rounds after it follow when the last bucket is there, in the same order on all workers. Call `name_parameters` first
+    if state is to be saved under the model's names: DDP tells a hook none.
+    """
+    if grace.options.fuse != "tensor":
+        raise ValueError(f"fuse={grace.options.fuse!r} does not fit DDP, which rebuilds its buckets: use fuse='tensor'")
+    book = _books.setdefault(grace, _Book())
+    names = [book.name(p) for p in bucket.parameters()]
+    gradients = dict(zip(names, bucket.gradients(), strict=True))
+    grace.build(gradients)
+    grace.launch(gradients, together=f"ddp{len(book.waiting)}")
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    book.waiting.append((future, bucket.buffer(), gradients))
+    if bucket.is_last():
+        waiting, book.waiting = book.waiting, []
+        grace.land()
+        for done, buffer, views in waiting:
+            for name, view in views.items():
+                view.copy_(grace.mean(name))
+            done.set_result(buffer)
+    return future
+
+
+def name_parameters(grace: Grace, model: torch.nn.Module) -> None:
+    """Let `ddp_hook` know a model's parameters by their names. Call it before the first backward pass."""
+    model = getattr(model, "module", model)
+    _books.setdefault(grace, _Book()).names = {p: name for name, p in model.named_parameters()}
+
+
+class _Book:
+    """What `ddp_hook` remembers of one Grace."""
+
+    def __init__(self) -> None:
+        self.names: dict[torch.Tensor, str] = {}
+        self.waiting: list[tuple[Any, torch.Tensor, dict[str, torch.Tensor]]] = []
+
+    def name(self, p: torch.Tensor) -> str:
+        return self.names.setdefault(p, f"parameter{len(self.names)}")
+
+
+_books: WeakKeyDictionary[Grace, _Book] = WeakKeyDictionary()
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0, grace: Grace | None = None
+) -> None:
+    """Copy worker ``root_rank``'s values to all workers, in place.
+
+    ``params``: ``model.state_dict()`` or ``model.named_parameters()``. ``grace``: whose transport to use; default: the one
+    that is initialised.
+    """
+    named = dict(params)
+    tensors = [named[name].detach() for name in sorted(named) if isinstance(named[name], torch.Tensor)]
+    if not tensors:
+        return
+    transport = _transport(grace, tensors[0])
+    for chunk in _chunks(tensors):
+        wait = transport.start([Broadcast((tensor.contiguous(),), root_rank) for tensor in chunk], "parameters")
+        for tensor, (value,) in zip(chunk, wait(), strict=True):
+            tensor.copy_(value)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, grace: Grace | None = None) -> None:
+    """Copy worker ``root_rank``'s optimizer state to all workers, also to those that have none yet."""
+    example = next(p for group in optimizer.param_groups for p in group["params"])
+    transport = _transport(grace, example)
+    saved = io.BytesIO()
+    if transport.rank == root_rank:
+        torch.save(optimizer.state_dict(), saved)
+    data = torch.frombuffer(bytearray(saved.getvalue() or b"\0"), dtype=torch.uint8).to(example.device)
+    ((received,),) = transport.start([Broadcast((data,), root_rank, ragged=True)], "optimizer")()
+    if transport.rank != root_rank:
+        content = io.BytesIO(received.cpu().numpy().tobytes())
+        optimizer.load_state_dict(torch.load(content, map_location=example.device, weights_only=True))
+
+
+def _transport(grace: Grace | None, example: torch.Tensor) -> Transport:
+    transport = get_transport() if grace is None else grace.transport
+    return transport.bind(backend_of(example)) if getattr(transport, "xp", None) is None else transport
+
+
+def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    chunk: list[torch.Tensor] = []
+    room = CHUNK_BYTES
+    for tensor in tensors:
+        if chunk and tensor.nbytes > room:
+            yield chunk
+            chunk, room = [], CHUNK_BYTES
+        chunk.append(tensor)
+        room -= tensor.nbytes
+    yield chunk
+
+
+def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
+    if grad is None:
+        return None
+    grad = grad.detach()
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def _op_name(op: Any) -> str:
+    # Horovod's Average is an object of its own; its integer is not ours to know.
+    return "average" if op in ("average", None) or getattr(op, "__name__", str(op)).lower().endswith("average") else str(op)
+
+
+@contextmanager
+def _nothing_to_skip() -> Iterator[None]:
+    yield

@@ -47,7 +47,7 @@ format: install ## sort imports, fix what can be fixed, format
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.docs ## build the documentation into site/
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[docs]'

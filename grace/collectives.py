@@ -7,7 +7,7 @@ with the result (or a tuple of results). Nothing here knows how a collective is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 Arrays = tuple[Any, ...]
 
@@ -59,7 +59,7 @@ class AllToAll:
     parts: tuple[Arrays, ...]
 
 
-Collective = Union[Reduce, Gather, Broadcast, AllToAll]
+Collective = Reduce | Gather | Broadcast | AllToAll
 
 
 def arrays_of(collective: Collective) -> Arrays:

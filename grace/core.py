@@ -23,15 +23,16 @@ Payload = tuple[Array, ...]
 State = dict[str, Array]
 """What is kept of a tensor between steps. Keys, shapes and dtypes are fixed by ``init``."""
 
+
 def name_of(part: Any) -> str:
     """The registered name of a compressor, memory or communicator; the class's own name if it has none."""
     return vars(type(part)).get("registered_name", type(part).__name__)
 
 
 T = TypeVar("T")
-Program = Generator[Union[Collective, tuple[Collective, ...]], Any, T]
+Program = Generator[Collective | tuple[Collective, ...], Any, T]
 """A computation that yields collectives and is resumed with their results."""
-Steps = Union[T, Program[T]]
+Steps = Union[T, Program[T]]  # noqa: UP007 - a TypeVar alone has no | at run time in 3.10
 """A value, or a program that returns one."""
 
 
@@ -205,13 +206,13 @@ class Method:
         name = name_of(compressor)
         if self.memory.feedback and compressor.vote:
             raise ValueError(
-                f"memory {name_of(self.memory)!r} has nothing to subtract a vote from: use memory 'none' with {name!r}, or "
-                "compressor 'efsignsgd', which sends a scale with its signs"
+                f"memory {name_of(self.memory)!r} has nothing to subtract a vote from: use memory 'none' with {name!r}, "
+                "or compressor 'efsignsgd', which sends a scale with its signs"
             )
         if self.memory.feedback and (compressor.variance(large) or 0) >= 1:
             raise ValueError(
-                f"memory {name_of(self.memory)!r} diverges with {name!r} as it is set: its error can exceed the gradient. It "
-                "is unbiased, so use memory 'none'"
+                f"memory {name_of(self.memory)!r} diverges with {name!r} as it is set: its error can exceed the "
+                "gradient. It is unbiased, so use memory 'none'"
             )
         if not self.memory.feedback and compressor.memory != name_of(self.memory):
             warnings.warn(
@@ -236,7 +237,7 @@ class Communicator(ABC):
     It owns the order, so it may compress after an exact step, twice, or not at all.
     """
 
-    def check(self, method: Method, world_size: int) -> None:
+    def check(self, method: Method, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
         """Raise ValueError, naming the remedy, when this method cannot travel this way."""
 
     def init(self, method: Method, ctx: Context) -> State:

@@ -75,8 +75,8 @@ def layout(tensors: Iterable[Tensor], compressor: Compressor, options: Any, xp: 
             whole = Unit(f"{fused[0].name}..{fused[-1].name}", fused)
             if not compressor.applies(Context(xp, whole.name, whole.shape)):
                 raise ValueError(
-                    f"fuse={options.fuse!r} gives the method one flat vector, but {type(compressor).__name__} needs the "
-                    "shape of each tensor: use fuse='tensor'"
+                    f"fuse={options.fuse!r} gives the method one flat vector, but {type(compressor).__name__} needs "
+                    "the shape of each tensor: use fuse='tensor'"
                 )
             units = [whole, *(unit for unit in units if unit.dense)]
         buckets.append(Bucket(f"bucket{first + len(buckets)}", tuple(units)))

@@ -31,8 +31,8 @@ class Options:
     bucket_mb: float = 25.0
     """Gradients that travel together, in MiB; the first bucket is smaller."""
     nonfinite: str = "poison"
-    """When a mean is not finite, the tensor's state stays as it was, and the mean is handed on ("poison": every worker's
-    loss scaler sees it), replaced by zeros ("zero"), or FloatingPointError is raised on all workers ("raise")."""
+    """When a mean is not finite, the tensor's state stays as it was, and the mean is handed on ("poison": every
+    worker's loss scaler sees it), replaced by zeros ("zero"), or FloatingPointError is raised on all workers ("raise")."""
     seed: int = 0
     """Of all random numbers. The same on every worker."""
 
@@ -63,7 +63,7 @@ class Flight:
         self._round = 0
         self._requests: list[tuple[str, tuple[Collective, ...], bool]] = []
         self._wait: Any = None
-        self._resume({unit: None for unit in programs})
+        self._resume(dict.fromkeys(programs))
 
     def advance(self) -> bool:
         """Wait for this round and begin the next one. True when all programs have returned."""
@@ -89,10 +89,11 @@ class Flight:
                 self.results[unit] = stop.value
             else:
                 single = not isinstance(asked, tuple)
-                self._requests.append((unit, (asked,) if single else asked, single))
+                collectives = (asked,) if not isinstance(asked, tuple) else asked
+                self._requests.append((unit, collectives, single))
         if self._requests:
-            collectives = [collective for _, asked, _ in self._requests for collective in asked]
-            self._wait = self._transport.start(collectives, f"{self._name}.{self._round}")
+            everything = [collective for _, asked, _ in self._requests for collective in asked]
+            self._wait = self._transport.start(everything, f"{self._name}.{self._round}")
             self._round += 1
         self._clock["compute"] += time.perf_counter() - began
 
@@ -169,10 +170,14 @@ class Grace:
                 self._xp = xp
                 self.transport = self.transport.bind(xp)
             elif xp is not self._xp:
-                raise ValueError(f"{name!r} lies on another toolkit or device than the tensors before it: use a second Grace")
+                raise ValueError(
+                    f"{name!r} lies on another toolkit or device than the tensors before it: use a second Grace"
+                )
             tensor = Tensor(name, xp.shape(array), xp.dtype(array))
             if tensor.dtype not in FLOATS:
-                raise TypeError(f"{name!r} has dtype {tensor.dtype}: only {', '.join(FLOATS)} gradients can be averaged")
+                raise TypeError(
+                    f"{name!r} has dtype {tensor.dtype}: only {', '.join(FLOATS)} gradients can be averaged"
+                )
             if name in new or self._tensors.get(name, tensor) != tensor:
                 raise ValueError(f"two tensors are named {name!r}: names must be unique, and shapes must not change")
             if name not in self._tensors:
@@ -204,14 +209,16 @@ class Grace:
             "compressor": repr(self.method.compressor),
             "memory": repr(self.method.memory),
             "communicator": repr(self.communicator),
-            **{key: value for key, value in asdict(self.options).items()},
+            **asdict(self.options),
         }
         mine = json.dumps([settings, [asdict(tensor) for tensor in tensors]])
         texts = self.transport.exchange(mine)
         # Every worker compares the same texts with worker 0's, so all of them raise together.
         for rank, text in enumerate(texts):
             if text != texts[0]:
-                raise ValueError(f"worker 0 and worker {rank} differ: {_difference(json.loads(texts[0]), json.loads(text))}")
+                raise ValueError(
+                    f"worker 0 and worker {rank} differ: {_difference(json.loads(texts[0]), json.loads(text))}"
+                )
 
     def _context(self, unit: Unit, step: Any) -> Context:
         return Context(
@@ -244,8 +251,8 @@ class Grace:
     def finish(self, job: Job) -> Array | None:
         """The mean of a gradient, in its shape and dtype. The first call ends the step.
 
-        A gradient that was not handed in counts as absent on this worker: with ``track_missing`` its mean is None if it is
-        absent everywhere, and zero is averaged for it otherwise.
+        A gradient that was not handed in counts as absent on this worker: with ``track_missing`` its mean is None if it
+        is absent everywhere, and zero is averaged for it otherwise.
         """
         if job.name not in self._means:
             self.flush()
@@ -296,7 +303,8 @@ class Grace:
 
     def advance(self) -> bool:
         """One round of every bucket, in order. True when nothing is left to exchange."""
-        return all([flight.advance() for flight, _ in self._flights])
+        done = [flight.advance() for flight, _ in self._flights]  # every one of them, so no generator
+        return all(done)
 
     def mean(self, name: str) -> Array | None:
         """The mean of a gradient after `land`; asked for once."""
@@ -305,7 +313,9 @@ class Grace:
     def _hand_in(self, name: str, gradient: Array | None) -> None:
         tensor = self._tensors.get(name)
         if tensor is None:
-            raise KeyError(f"{name!r} was not built; build(named_tensors) must name every tensor before its first gradient")
+            raise KeyError(
+                f"{name!r} was not built; build(named_tensors) must name every tensor before its first gradient"
+            )
         if name in self._gradients:
             raise RuntimeError(f"{name!r} has a gradient in this step already: finish the step before the next one")
         if gradient is not None and self.xp.shape(gradient) != tensor.shape:
@@ -387,7 +397,7 @@ class Grace:
 
     # -- state ------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """All state of this worker: the step, and for every tensor its arrays (PyTorch: tensors on the CPU; else NumPy).
+        """All state of this worker: the step, and every tensor's arrays (PyTorch: tensors on the CPU; else NumPy).
 
         Each worker saves and loads its own: residuals differ between workers.
         """
@@ -420,11 +430,13 @@ class Grace:
         whose = (state["rank"], state["world_size"])
         if whose != (self.rank, self.world_size):
             raise ValueError(
-                f"this is the state of worker {whose[0]} of {whose[1]}, but this is worker {self.rank} of {self.world_size}: "
-                "save one file for each worker, and load each worker's own"
+                f"this is the state of worker {whose[0]} of {whose[1]}, but this is worker {self.rank} of "
+                f"{self.world_size}: save one file for each worker, and load each worker's own"
             )
         if state["method"] != repr(self.method):
-            raise ValueError(f"this state belongs to {state['method']}, but this is {self.method!r}: use the same settings")
+            raise ValueError(
+                f"this state belongs to {state['method']}, but this is {self.method!r}: use the same settings"
+            )
         if self._xp is None:
             self._waiting = state
             return
@@ -433,8 +445,8 @@ class Grace:
         absent, extra = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
         if absent or extra:
             raise ValueError(
-                f"the state and the model name different tensors: the model's {absent or 'none'} are not in the state, the "
-                f"state's {extra or 'none'} are not in the model. If a parameter was renamed, rename its key in "
+                f"the state and the model name different tensors: the model's {absent or 'none'} are not in the state, "
+                f"the state's {extra or 'none'} are not in the model. If a parameter was renamed, rename its key in "
                 "state['tensors'] to the model's name before you load"
             )
         new: list[tuple[Any, Array]] = []
@@ -445,9 +457,8 @@ class Grace:
                 old = cell.read()
                 array = self.xp.asarray(theirs[unit][key], self.xp.dtype(old))
                 if self.xp.shape(array) != self.xp.shape(old):
-                    raise ValueError(
-                        f"state {key!r} of {unit!r} has shape {self.xp.shape(array)}, but the model needs {self.xp.shape(old)}"
-                    )
+                    shapes = f"{self.xp.shape(array)}, but the model needs {self.xp.shape(old)}"
+                    raise ValueError(f"state {key!r} of {unit!r} has shape {shapes}")
                 new.append((cell, array))
         for cell, array in new:
             cell.assign(array)
@@ -568,7 +579,9 @@ def _difference(first: Any, other: Any) -> str:
     (settings, tensors), (other_settings, other_tensors) = first, other
     for key, value in settings.items():
         if other_settings[key] != value:
-            return f"{key} is {value} on the one and {other_settings[key]} on the other. Use the same settings everywhere"
+            return (
+                f"{key} is {value} on the one and {other_settings[key]} on the other. Use the same settings everywhere"
+            )
     names, other_names = [t["name"] for t in tensors], [t["name"] for t in other_tensors]
     if only := [name for name in names if name not in other_names]:
         return f"only worker 0 has {only[:3]}. Make the same model on every worker"

@@ -32,9 +32,11 @@ class Registry(Mapping[str, type]):
         for each in (name, *aliases):
             known = self._classes.get(each) or self._classes.get(self._aliases.get(each, ""))
             if known is not None and known.__qualname__ != cls.__qualname__:
-                raise ValueError(f"{self.kind} {each!r} is already registered by {known.__module__}.{known.__qualname__}")
+                raise ValueError(
+                    f"{self.kind} {each!r} is already registered by {known.__module__}.{known.__qualname__}"
+                )
         self._classes[name] = cls
-        self._aliases.update({alias: name for alias in aliases})
+        self._aliases.update(dict.fromkeys(aliases, name))
 
     def aliases(self, name: str) -> list[str]:
         """The other names of a class."""
@@ -88,7 +90,7 @@ def register(name: str, *aliases: str) -> Callable[[C], C]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """" (did you mean ...?)", or nothing if no known name is near."""
+    """ " (did you mean ...?)", or nothing if no known name is near."""
     near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -110,8 +112,8 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
     size = rest.pop("world_size", carrier.size)
     if size != carrier.size:
         raise ValueError(
-            f"world_size={size!r}, but the transport has {carrier.size} worker(s): initialise Horovod or torch.distributed "
-            "before grace_from_params, launch with horovodrun or torchrun, or leave world_size out"
+            f"world_size={size!r}, but the transport has {carrier.size} worker(s): initialise Horovod or "
+            "torch.distributed before grace_from_params, launch with horovodrun or torchrun, or leave world_size out"
         )
     compressor = _take(compressors, rest.pop("compressor", "none"), rest)
     memory = _take(memories, rest.pop("memory", compressor.memory), rest)
@@ -135,7 +137,7 @@ def _take(registry: Registry, name: Any, rest: dict[str, Any]) -> Any:
 
 def _values(cls: type, rest: dict[str, Any]) -> dict[str, Any]:
     values = {}
-    for field in fields(cls):  # type: ignore[arg-type]
+    for field in fields(cls):
         if field.name in rest:
             value = rest.pop(field.name)
             default = field.default if field.default is not MISSING else value
@@ -147,7 +149,7 @@ def _checked(key: str, value: Any, default: Any) -> Any:
     # A value must be of its default's kind; an int passes for a float, a bool for neither.
     kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
     allowed = kinds.get(type(default))
-    if allowed and (not isinstance(value, allowed) or isinstance(value, bool) and bool not in allowed):
+    if allowed and (not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)):
         raise ValueError(f"{key}={value!r} must be of type {type(default).__name__}, such as {default!r}")
     return value
 
@@ -157,12 +159,12 @@ def _unknown_key(key: str, *parts: Any) -> str:
         f"{registry.kind} {name!r}"
         for registry in REGISTRIES.values()
         for name, cls in registry.items()
-        if key in {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        if key in {field.name for field in fields(cls)}
     ]
     if owners:
         chosen = ", ".join(repr(name_of(part)) for part in parts)
         return f"key {key!r} belongs to {' and '.join(owners)}, not to {chosen}; leave it out"
     known = {"compressor", "memory", "communicator", "world_size"}
     for cls in (Options, *map(type, parts)):
-        known |= {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        known |= {field.name for field in fields(cls)}
     return f"unknown key {key!r}{nearest(key, known)}. Known here: {', '.join(sorted(known))}"

@@ -56,7 +56,7 @@ def simulate(
         for grace, worker in zip(graces, sequence[step % len(sequence)], strict=True):
             grace.launch({name: _convert(xp, worker[name]) if name in worker else None for name in example})
         # Round by round over all workers, as their messages would arrive.
-        while not all([grace.advance() for grace in graces]):
+        while [grace for grace in graces if not grace.advance()]:
             pass
         for grace in graces:
             grace.land()

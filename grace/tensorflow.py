@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 
+@tf.autograph.experimental.do_not_convert  # its loops run once, while the graph is made
 def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Means of gradients over all workers, eagerly or while a graph is traced.
 
@@ -46,8 +47,8 @@ def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequenc
 class DistributedGradientTape:
     """A gradient tape whose gradients are averaged over all workers.
 
-    ``tape = grace.tensorflow.DistributedGradientTape(tape, grace=grc)`` around a recorded tf.GradientTape; everything else
-    is the tape's own.
+    ``tape = grace.tensorflow.DistributedGradientTape(tape, grace=grc)`` around a recorded tf.GradientTape; everything
+    else is the tape's own.
     """
 
     def __init__(self, tape: tf.GradientTape, grace: Grace):
@@ -72,18 +73,20 @@ class DistributedGradientTape:
         return getattr(self._tape, name)
 
 
-def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, grace: Grace) -> keras.optimizers.Optimizer:  # noqa: N802
+def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, grace: Grace) -> keras.optimizers.Optimizer:
     """Let a Keras 3 optimizer apply gradients averaged over all workers: in custom loops, tf.function and model.fit.
 
-    Returns the optimizer that was passed in. Its clipping and weight decay act on the means. Wrap a LossScaleOptimizer from
-    the outside, so that all workers see an overflow together. Compile models with ``jit_compile=False``: Horovod's
+    Returns the optimizer that was passed in. Its clipping and weight decay act on the means. Wrap a LossScaleOptimizer
+    from the outside, so that all workers see an overflow together. Compile models with ``jit_compile=False``: Horovod's
     operations have no XLA form.
     """
     cls = type(optimizer)
     if hasattr(optimizer, "_grace"):
         raise ValueError("this optimizer is distributed already: wrap it once")
     if hasattr(getattr(optimizer, "inner_optimizer", None), "_grace"):
-        raise ValueError("wrap the LossScaleOptimizer, not the optimizer inside: DistributedOptimizer(LossScaleOptimizer(...))")
+        raise ValueError(
+            "wrap the LossScaleOptimizer, not the optimizer inside: DistributedOptimizer(LossScaleOptimizer(...))"
+        )
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)

@@ -27,7 +27,7 @@ __all__ = [
 CHUNK_BYTES = 64 * 2**20  # of one broadcast message
 
 
-def DistributedOptimizer(  # noqa: N802 - named as Horovod's
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     grace: Grace,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -44,11 +44,11 @@ def DistributedOptimizer(  # noqa: N802 - named as Horovod's
     """Let an optimizer step with gradients averaged over all workers. Returns the optimizer that was passed in.
 
     Gradients leave while the backward pass goes on and are replaced by their means before ``backward`` returns, as in
-    DistributedDataParallel: clipping, GradScaler, closures and schedulers see means and need no special order. A loss that
-    a closure returns is averaged too, so that line searches decide alike on all workers.
+    DistributedDataParallel: clipping, GradScaler, closures and schedulers see means and need no special order. A loss
+    that a closure returns is averaged too, so that line searches decide alike on all workers.
 
-    ``named_parameters``: as ``model.named_parameters()``; names key the state, also in checkpoints. Without them parameters
-    are numbered in the optimizer's order.
+    ``named_parameters``: as ``model.named_parameters()``; names key the state, also in checkpoints. Without them
+    parameters are numbered in the optimizer's order.
     ``backward_passes_per_step``: gradients of so many passes add up before they are exchanged, once.
     The other arguments are Horovod's. What GRACE does elsewhere is refused with the place: it is not ignored.
 
@@ -70,10 +70,10 @@ def DistributedOptimizer(  # noqa: N802 - named as Horovod's
     if hasattr(optimizer, "_grace"):
         raise ValueError("this optimizer is distributed already: wrap it once")
     driver = _Driver(optimizer, grace, named_parameters, backward_passes_per_step)
-    optimizer._grace = driver  # type: ignore[attr-defined]
+    optimizer._grace = driver
     # Horovod's names, for scripts that call them. Means are there already, so there is nothing to skip.
-    optimizer.synchronize = driver.synchronize  # type: ignore[attr-defined]
-    optimizer.skip_synchronize = _nothing_to_skip  # type: ignore[attr-defined]
+    optimizer.synchronize = driver.synchronize
+    optimizer.skip_synchronize = _nothing_to_skip
     return optimizer
 
 
@@ -93,7 +93,9 @@ class _Driver:
         if named is not None:
             unnamed = [list(p.shape) for p in self._trained() if p not in self._names]
             if unnamed:
-                raise ValueError(f"named_parameters lacks {len(unnamed)} of the optimizer's parameters, of shapes {unnamed[:3]}")
+                raise ValueError(
+                    f"named_parameters lacks {len(unnamed)} of the optimizer's parameters, of shapes {unnamed[:3]}"
+                )
         grace.track_missing = True
         self._adopt()
         optimizer.register_step_pre_hook(self._before_step)
@@ -132,8 +134,8 @@ class _Driver:
         grad, version = self._versions.get(self._names[p], (None, -1))
         if grad is p.grad and p.grad is not None and p.grad._version == version + 1:
             raise RuntimeError(
-                "a second backward pass added its gradients to means that were exchanged already: call zero_grad() first, "
-                "or pass backward_passes_per_step to DistributedOptimizer to accumulate several passes"
+                "a second backward pass added its gradients to means that were exchanged already: call zero_grad() "
+                "first, or pass backward_passes_per_step to DistributedOptimizer to accumulate several passes"
             )
 
     def _after_backward(self) -> None:
@@ -194,9 +196,9 @@ class _Driver:
 def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Communication hook: ``ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)``.
 
-    State is kept by parameter, so DDP may rebuild its buckets. A bucket's first round travels while the backward pass goes
-    on; rounds after it follow when the last bucket is there, in the same order on all workers. Call `name_parameters` first
-    if state is to be saved under the model's names: DDP tells a hook none.
+    State is kept by parameter, so DDP may rebuild its buckets. A bucket's first round travels while the backward pass
+    goes on; rounds after it follow when the last bucket is there, in the same order on all workers. Call
+    `name_parameters` first if state is to be saved under the model's names: DDP tells a hook none.
     """
     if grace.options.fuse != "tensor":
         raise ValueError(f"fuse={grace.options.fuse!r} does not fit DDP, which rebuilds its buckets: use fuse='tensor'")
@@ -242,8 +244,8 @@ def broadcast_parameters(
 ) -> None:
     """Copy worker ``root_rank``'s values to all workers, in place.
 
-    ``params``: ``model.state_dict()`` or ``model.named_parameters()``. ``grace``: whose transport to use; default: the one
-    that is initialised.
+    ``params``: ``model.state_dict()`` or ``model.named_parameters()``. ``grace``: whose transport to use; default: the
+    one that is initialised.
     """
     named = dict(params)
     tensors = [named[name].detach() for name in sorted(named) if isinstance(named[name], torch.Tensor)]
@@ -296,7 +298,11 @@ def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
 
 def _op_name(op: Any) -> str:
     # Horovod's Average is an object of its own; its integer is not ours to know.
-    return "average" if op in ("average", None) or getattr(op, "__name__", str(op)).lower().endswith("average") else str(op)
+    return (
+        "average"
+        if op in ("average", None) or getattr(op, "__name__", str(op)).lower().endswith("average")
+        else str(op)
+    )
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from grace.backends.base import Backend
@@ -12,7 +12,7 @@ __all__ = ["Backend", "backend_of", "get_backend"]
 NAMES = ("numpy", "torch", "tensorflow")
 
 
-@lru_cache(maxsize=None)
+@cache
 def get_backend(name: str, device: str = "cpu") -> Backend:
     """The backend of that name: "numpy", "torch" or "tensorflow". Imports the toolkit, and only that one."""
     if name == "numpy":

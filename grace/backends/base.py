@@ -185,7 +185,7 @@ class Backend(ABC):
 
     @abstractmethod
     def nonzero(self, mask: Array) -> Array:
-        """int32[K]: positions where a bool vector is true, ascending. The one function whose shape depends on values."""
+        """int32[K]: positions where a bool vector is true, ascending. Only here does a shape depend on values."""
 
     @abstractmethod
     def take(self, x: Array, indices: Array) -> Array:

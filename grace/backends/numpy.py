@@ -12,6 +12,8 @@ from grace.rng import MASK32
 
 
 class NumpyBackend(Backend):
+    """NumPy arrays."""
+
     name = "numpy"
 
     def asarray(self, values: Any, dtype: str) -> Array:

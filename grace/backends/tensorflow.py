@@ -12,6 +12,8 @@ from grace.rng import MASK32
 
 
 class TensorflowBackend(Backend):
+    """TensorFlow tensors, concrete or symbolic."""
+
     name = "tensorflow"
     traced = True
 

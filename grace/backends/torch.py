@@ -25,6 +25,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TorchBackend(Backend):
+    """PyTorch tensors of one device."""
+
     name = "torch"
 
     def __init__(self, device: str = "cpu"):

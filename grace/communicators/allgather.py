@@ -13,8 +13,8 @@ def refuse_agreed(name: str, method: Method) -> None:
     """Raise ValueError for a method that has nothing left to exchange."""
     if method.compressor.combine is Combine.AGREED:
         raise ValueError(
-            f"communicator {name!r} cannot carry {name_of(method.compressor)!r}, whose workers agree on one payload while "
-            "they compress. Use communicator 'allreduce'"
+            f"communicator {name!r} cannot carry {name_of(method.compressor)!r}, whose workers agree on one payload "
+            "while they compress. Use communicator 'allreduce'"
         )
 
 

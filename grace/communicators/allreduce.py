@@ -22,8 +22,8 @@ class Allreduce(Communicator):
         if compressor.combine is Combine.GATHER:
             other = "; or set packed=False to send votes that can be summed" if compressor.vote else ""
             raise ValueError(
-                f"communicator 'allreduce' cannot carry {name_of(compressor)!r}: payloads of different workers must not be "
-                f"summed. Use communicator 'allgather'{other}"
+                f"communicator 'allreduce' cannot carry {name_of(compressor)!r}: payloads of different workers must "
+                f"not be summed. Use communicator 'allgather'{other}"
             )
         dtype, largest = compressor.summed or ("float32", 0)
         if largest and largest * world_size > LIMITS[dtype]:

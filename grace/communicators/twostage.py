@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from grace.collectives import AllToAll, Gather
 from grace.communicators.allgather import refuse_agreed
-from grace.core import Array, Communicator, Compressor, Context, Method, Program, State, join, run, scope, name_of
+from grace.core import Array, Communicator, Compressor, Context, Method, Program, State, join, name_of, run, scope
 from grace.registry import register
 
 
@@ -18,8 +18,9 @@ from grace.registry import register
 class TwoStage(Communicator):
     """Worker i averages shard i of everybody's payload, compresses it again and sends it to all.
 
-    Traffic is twice the payload, whatever the number of workers. The second compression has its own memory, the server's,
-    so with error feedback its error is not lost either. For blockwise methods: payloads are cut at block boundaries.
+    Traffic is twice the payload, whatever the number of workers. The second compression has its own memory, the
+    server's, so with error feedback its error is not lost either. For blockwise methods: payloads are cut at block
+    boundaries.
     Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4.
     """
 
@@ -49,9 +50,7 @@ class TwoStage(Communicator):
         bounds = [min(w * full, ctx.size) for w in workers] + [ctx.size]
         ends = [xp.shape(array)[0] for array in payload]
         cuts = [ends if bound == ctx.size else [bound // unit * length for length in lengths] for bound in bounds]
-        parts = tuple(
-            tuple(array[cuts[w][i] : cuts[w + 1][i]] for i, array in enumerate(payload)) for w in workers
-        )
+        parts = tuple(tuple(array[cuts[w][i] : cuts[w + 1][i]] for i, array in enumerate(payload)) for w in workers)
         received = yield AllToAll(parts)
 
         shard = self.shard(compressor, ctx, ctx.rank)
@@ -83,7 +82,7 @@ def _unit(compressor: Compressor) -> int:
     return math.lcm(8, compressor.block or 1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _lengths(compressor: Compressor, xp: Any) -> tuple[int, ...]:
     # How long each payload array is for one unit of elements; blockwise methods are linear in it.
     ctx = Context(xp=xp, name="unit", shape=(_unit(compressor),))

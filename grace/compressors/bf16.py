@@ -39,7 +39,9 @@ class BF16(Compressor):
             step = xp.bitwise_and(ctx.rng("round").bits(ctx.size), 0xFFFF)
             # The largest finite value must not be rounded up to infinity.
             step = xp.where(magnitude >= 0x7F7F0000, xp.zeros(ctx.size, "int32"), step)
-        rounded = xp.where(xp.isfinite(x), magnitude + step, xp.bitwise_or(magnitude, xp.cast(x != x, "int32") * 0x400000))
+        rounded = xp.where(
+            xp.isfinite(x), magnitude + step, xp.bitwise_or(magnitude, xp.cast(x != x, "int32") * 0x400000)
+        )
         sign = xp.bitwise_and(xp.shift_right(bits, 16), 0x8000)
         upper = xp.bitwise_or(xp.shift_right(rounded, 16), sign)
         pairs = [xp.bitwise_and(upper, 0xFF), xp.bitwise_and(xp.shift_right(upper, 8), 0xFF)]

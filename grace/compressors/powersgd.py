@@ -50,7 +50,7 @@ class PowerSGD(Compressor):
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp = ctx.xp
-        a, b, r = self.sizes(ctx)
+        a, b, _ = self.sizes(ctx)
         matrix = xp.reshape(x, (a, b))
         (p,) = yield Reduce((matrix @ xp.transpose(state["q"]),), "mean")
         # QR completes a basis that lacks rank, so a zero gradient does not leave Q at zero for ever.

@@ -33,7 +33,9 @@ class HorovodTransport(Transport):
     def bind(self, xp: Any) -> Transport:
         kinds = {"torch": TorchHorovod, "tensorflow": TensorflowHorovod}
         if xp.name not in kinds:
-            raise TypeError(f"transport 'horovod' carries PyTorch and TensorFlow tensors, not {xp.name} arrays; use 'local'")
+            raise TypeError(
+                f"transport 'horovod' carries PyTorch and TensorFlow tensors, not {xp.name} arrays; use 'local'"
+            )
         hvd = importlib.import_module(f"horovod.{xp.name}")
         if not hvd.is_initialized():
             raise RuntimeError(f"Horovod is initialised for another toolkit: call horovod.{xp.name}.init() too")
@@ -61,8 +63,8 @@ class _BoundHorovod(MessageTransport):
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
         if self.xp.dtype(buffer) != "int8" or op != "sum":
             return self.reduce_wide(buffer, op, name)
-        # Horovod sums no bytes. Four lanes of 8 bits make an int32, and since no sum exceeds 127 in magnitude, lanes that
-        # are moved to 0 .. 254 never carry into each other: still one byte per element on the wire.
+        # Horovod sums no bytes. Four lanes of 8 bits make an int32, and since no sum exceeds 127 in magnitude, lanes
+        # that are moved to 0 .. 254 never carry into each other: still one byte per element on the wire.
         xp, n, shift = self.xp, self.xp.shape(buffer)[0], 127 // self.size
         lanes = xp.cast(xp.cast(buffer, "int32") + shift, "uint8")
         wait = self.reduce_wide(xp.bitcast(xp.pad(lanes, -(-n // 4) * 4), "int32"), op, name)

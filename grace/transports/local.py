@@ -60,7 +60,9 @@ class LocalTransport(MessageTransport):
                         (pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1]),
                         (f"{len(mine)} collectives", f"{len(theirs)} collectives"),
                     )
-                    raise RuntimeError(f"mismatched collective in {name}: worker 0 asks for {here}, worker {rank} for {there}")
+                    raise RuntimeError(
+                        f"mismatched collective in {name}: worker 0 asks for {here}, worker {rank} for {there}"
+                    )
             return wait()
 
         return checked

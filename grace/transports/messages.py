@@ -47,7 +47,8 @@ class MessageTransport(Transport):
 
         def finish() -> Array:
             (length,) = self.xp.integers(size())
-            room = buffer if self.rank == root else self.xp.zeros((length,), "uint8")
+            # The root's slice is all of its buffer; without it a graph would drop the root's part of the first message.
+            room = buffer[:length] if self.rank == root else self.xp.zeros((length,), "uint8")
             return self.broadcast(room, root, name)()
 
         return finish
@@ -146,9 +147,7 @@ class MessageTransport(Transport):
 
         return finish
 
-    def _start_broadcast_ragged(
-        self, items: list[Broadcast], members: list[int], results: list[Any], tag: str
-    ) -> Wait:
+    def _start_broadcast_ragged(self, items: list[Broadcast], members: list[int], results: list[Any], tag: str) -> Wait:
         buffer, layout = self._pack_ragged(items)
         wait = self.broadcast_ragged(buffer, items[0].root, tag)
 
@@ -160,9 +159,7 @@ class MessageTransport(Transport):
         return finish
 
     def _start_alltoall(self, items: list[AllToAll], members: list[int], results: list[Any], tag: str) -> Wait:
-        packed = [
-            self._pack(array for item in items for array in item.parts[worker]) for worker in range(self.size)
-        ]
+        packed = [self._pack(array for item in items for array in item.parts[worker]) for worker in range(self.size)]
         wait = self.all_to_all([buffer for buffer, _ in packed], tag)
         layout = packed[self.rank][1]  # what is sent to this worker has the same shapes from everybody
 

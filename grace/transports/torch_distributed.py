@@ -32,7 +32,9 @@ class TorchDistributedTransport(MessageTransport):
 
     def bind(self, xp: Any) -> Transport:
         if xp.name != "torch":
-            raise TypeError(f"transport 'torch' carries PyTorch tensors, not {xp.name} arrays; use 'horovod' or 'local'")
+            raise TypeError(
+                f"transport 'torch' carries PyTorch tensors, not {xp.name} arrays; use 'horovod' or 'local'"
+            )
         self.xp = xp
         return self
 

@@ -206,7 +206,7 @@ class Method:
         name = name_of(compressor)
         if self.memory.feedback and compressor.vote:
             raise ValueError(
-                f"memory {name_of(self.memory)!r} has nothing to subtract a vote from: use memory 'none' with {name!r}, "
+                f"memory {name_of(self.memory)!r} cannot feed back what a vote lost: use memory 'none' with {name!r}, "
                 "or compressor 'efsignsgd', which sends a scale with its signs"
             )
         if self.memory.feedback and (compressor.variance(large) or 0) >= 1:

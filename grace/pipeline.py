@@ -32,7 +32,8 @@ class Options:
     """Gradients that travel together, in MiB; the first bucket is smaller."""
     nonfinite: str = "poison"
     """When a mean is not finite, the tensor's state stays as it was, and the mean is handed on ("poison": every
-    worker's loss scaler sees it), replaced by zeros ("zero"), or FloatingPointError is raised on all workers ("raise")."""
+    worker's loss scaler sees it), replaced by zeros ("zero"), or FloatingPointError is raised on all workers ("raise").
+    """
     seed: int = 0
     """Of all random numbers. The same on every worker."""
 

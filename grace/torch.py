@@ -219,6 +219,10 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
+# DDP compares a hook's annotations with its own types, and ours are text.
+ddp_hook.__annotations__.clear()
+
+
 def name_parameters(grace: Grace, model: torch.nn.Module) -> None:
     """Let `ddp_hook` know a model's parameters by their names. Call it before the first backward pass."""
     model = getattr(model, "module", model)

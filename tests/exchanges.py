@@ -1,0 +1,48 @@
+"""Methods and gradients that several real workers exchange, shared by the workers and the test that judges them."""
+
+import numpy as np
+
+STEPS = 3
+SHAPES = {
+    "conv.weight": (16, 8, 3, 3),
+    "conv.bias": (16,),
+    "fc.weight": (60, 70),
+    "fc.bias": (60,),
+    "scalar": (),
+    "one": (1,),
+    "wide": (5000,),
+}
+ALL = {"min_numel": 0}  # also the smallest tensors are compressed, unless a row says otherwise
+ROWS = [
+    {"compressor": "none"},
+    {"compressor": "none", "communicator": "allgather", **ALL},
+    {"compressor": "none", "communicator": "twostage", **ALL},
+    {"compressor": "fp16", **ALL},
+    {"compressor": "bf16", **ALL},
+    {"compressor": "bf16", "rounding": "stochastic", "communicator": "twostage", **ALL},
+    {"compressor": "topk", "compress_ratio": 0.05},
+    {"compressor": "topk", "compress_ratio": 0.05, "communicator": "broadcast", **ALL},
+    {"compressor": "topk", "compress_ratio": 0.05, "fuse": "bucket", "bucket_mb": 0.02},
+    {"compressor": "topk", "compress_ratio": 0.05, "fuse": "model", **ALL},
+    {"compressor": "randomk", "compress_ratio": 0.1, **ALL},
+    {"compressor": "randomk", "compress_ratio": 0.1, "communicator": "allgather", "bucket_mb": 0.01},
+    {"compressor": "threshold", "threshold": 1.5, **ALL},
+    {"compressor": "threshold", "threshold": 1.5, "communicator": "broadcast", **ALL},
+    {"compressor": "threshold", "threshold": 100.0, "memory": "residual"},
+    {"compressor": "qsgd", **ALL},
+    {"compressor": "qsgd", "quantum_num": 7, "communicator": "twostage", **ALL},
+    {"compressor": "qsgd", "quantum_num": 10, "bucket_size": 0, "communicator": "broadcast"},
+    {"compressor": "signsgd", **ALL},
+    {"compressor": "signsgd", "communicator": "twostage", **ALL},
+    {"compressor": "signsgd", "packed": False, "communicator": "allreduce", **ALL},
+    {"compressor": "efsignsgd", **ALL},
+    {"compressor": "efsignsgd", "block_size": 256, "communicator": "twostage", **ALL},
+    {"compressor": "powersgd"},
+    {"compressor": "powersgd", "compress_rank": 2, "bucket_mb": 0.01, **ALL},
+]
+
+
+def gradients(step: int, rank: int) -> dict[str, np.ndarray]:
+    """One worker's gradients: heavy-tailed, different at every step and on every worker."""
+    rng = np.random.default_rng([step, rank])
+    return {name: np.asarray(rng.standard_t(3, shape), np.float32) for name, shape in SHAPES.items()}

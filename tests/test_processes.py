@@ -1,0 +1,47 @@
+"""Real workers find what `simulate` finds, and all of them the same bits."""
+
+import numpy as np
+import pytest
+from exchanges import ROWS, SHAPES, STEPS, gradients
+from launch import launch
+
+from grace import simulate
+
+LAUNCHES = [
+    ("horovodrun", 2, "torch", "horovod"),
+    ("horovodrun", 2, "tensorflow", "horovod"),
+    ("torchrun", 2, "torch", "torch"),
+    ("torchrun", 4, "torch", "torch"),
+    ("horovodrun", 4, "torch", "horovod"),
+    ("horovodrun", 4, "tensorflow", "horovod"),
+]
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module", params=LAUNCHES, ids=lambda p: f"{p[0]}-{p[1]}-{p[2]}")
+def found(request, tmp_path_factory):
+    """What each worker of one launch found, for every row."""
+    launcher, size, toolkit, transport = request.param
+    return launch(launcher, size, "exchange.py", tmp_path_factory.mktemp("out"), toolkit, transport)
+
+
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=lambda i: "-".join(map(str, ROWS[i].values())))
+def test_real_workers_agree_with_the_simulation(found, index):
+    params, workers = ROWS[index], [worker[index] for worker in found]
+    sequence = [[gradients(step, rank) for rank in range(len(workers))] for step in range(STEPS)]
+    expected = simulate(params, sequence)
+    half = params["compressor"] == "fp16"
+    for step in range(STEPS):
+        for name in SHAPES:
+            mine = workers[0][0][step][name]
+            for other, *_ in workers[1:]:
+                assert np.array_equal(mine, other[step][name]), f"workers differ in {name} at step {step}"
+            want = expected.history[step][0][name]
+            assert mine.shape == want.shape
+            assert mine.dtype == want.dtype
+            # Reductions on the wire may add in another order; half precision rounds in between.
+            np.testing.assert_allclose(mine, want, rtol=2e-3 if half else 1e-5, atol=(2e-3 if half else 1e-5))
+    _, sent, received, dense, steps = workers[0]
+    report = expected.report
+    assert (sent, received, dense, steps) == (report.bytes_sent, report.bytes_received, report.bytes_dense, STEPS)

@@ -1,0 +1,66 @@
+"""Exchange the same gradients by every method of the table: OUT toolkit transport."""
+
+import sys
+
+import numpy as np
+from exchanges import ROWS, STEPS, gradients
+from launch import save
+
+out, toolkit, transport = sys.argv[1:]
+if transport == "torch":
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+elif toolkit == "torch":
+    import horovod.torch as hvd
+
+    hvd.init()
+else:
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+
+import grace
+
+if toolkit == "tensorflow":
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+
+    def exchange(grc, given):
+        names = list(given)
+
+        @tf.function
+        def graph(*arrays):
+            means = grc.step(dict(zip(names, arrays, strict=True)))
+            return [means[name] for name in names]
+
+        graph = tf.function(tf.autograph.experimental.do_not_convert(graph.python_function))
+        for step in range(STEPS):
+            arrays = [tf.constant(array) for array in gradients(step, grc.rank).values()]
+            if step == 0:
+                grc.build(dict(zip(names, arrays, strict=True)))
+            yield {name: mean.numpy() for name, mean in zip(names, graph(*arrays), strict=True)}
+        assert graph.experimental_get_tracing_count() == 1
+
+else:
+    import torch
+
+    def exchange(grc, given):
+        for step in range(STEPS):
+            tensors = {name: torch.from_numpy(array.copy()) for name, array in gradients(step, grc.rank).items()}
+            if step == 0:
+                grc.build(tensors)
+            # Gradients become ready in another order on every worker.
+            order = np.random.default_rng(1000 * grc.rank + step).permutation(sorted(tensors))
+            jobs = {str(name): grc.start(str(name), tensors[str(name)]) for name in order}
+            yield {name: grc.finish(job).numpy() for name, job in jobs.items()}
+
+
+found = []
+for params in ROWS:
+    grc = grace.grace_from_params(params)
+    means = list(exchange(grc, gradients(0, 0)))
+    report = grc.report()
+    found.append((means, report.bytes_sent, report.bytes_received, report.bytes_dense, report.steps))
+save(out, grc.rank, found)

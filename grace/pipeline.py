@@ -80,6 +80,11 @@ class Flight:
             self._resume(answers)
         return not self._requests
 
+    def settle(self) -> None:
+        """Wait for the messages of this round and look no further."""
+        if self._requests:
+            self._wait()
+
     def _resume(self, answers: dict[str, Any]) -> None:
         began = time.perf_counter()
         self._requests = []
@@ -301,6 +306,12 @@ class Grace:
             self._clear()
         self._means = means
         self._step.assign(self._step.read() + 1)
+
+    def abandon(self) -> None:
+        """Drop a step that was begun: wait for what is under way, and keep neither means nor state."""
+        for flight, _ in self._flights:
+            flight.settle()
+        self._clear()
 
     def advance(self) -> bool:
         """One round of every bucket, in order. True when nothing is left to exchange."""

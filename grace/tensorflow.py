@@ -119,6 +119,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.root_rank, self._grace = root_rank, grace
 
     def on_train_begin(self, logs: Any = None) -> None:
+        if self.model.jit_compile:
+            raise ValueError("Horovod's operations have no XLA form: compile the model with jit_compile=False")
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)

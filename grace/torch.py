@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -86,6 +88,7 @@ class _Driver:
         self._passes_per_step = passes_per_step
         self._passes = 0
         self._task = -1  # the backward pass that is under way
+        self._nested = -1  # the last one inside another
         self._synced = False
         self._versions: dict[str, tuple[Any, int]] = {}
         self._parameters: dict[str, torch.Tensor] = {}
@@ -119,13 +122,33 @@ class _Driver:
 
     def _on_gradient(self, p: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+        if task not in (self._task, self._nested):
+            self._begin_backward(task)
             self._refuse_sum_with_means(p)
             self._synced = False
         if self._passes + 1 == self._passes_per_step:
             self.grace.start(self._names[p], _dense(p.grad))
+
+    def _begin_backward(self, task: int) -> None:
+        if _inside_backward():
+            # Its end is not the end of the whole pass, which may show no gradient of its own to hook on to.
+            self._nested = task
+            if self._passes_per_step > 1:
+                raise RuntimeError(
+                    "backward_passes_per_step cannot count passes of reentrant checkpoints: use_reentrant=False"
+                )
+            if self._task == -1:
+                warnings.warn(
+                    "reentrant checkpoints hide the end of the backward pass, so gradients may be exchanged as late as "
+                    "in step(): call optimizer.synchronize() before you clip or unscale, or set use_reentrant=False",
+                    stacklevel=2,
+                )
+            return
+        if self._nested == -1 and self.grace.started:
+            warnings.warn("the backward pass before this one failed: what it sent is dropped", stacklevel=2)
+            self.grace.abandon()
+        self._task = task
+        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
     def _refuse_sum_with_means(self, p: torch.Tensor) -> None:
         # zero_grad makes a new gradient or changes the old one's version twice; a bare second backward, once.
@@ -139,7 +162,7 @@ class _Driver:
             )
 
     def _after_backward(self) -> None:
-        self._task = -1
+        self._task = self._nested = -1
         self._passes += 1
         if self._passes == self._passes_per_step:
             self.synchronize()
@@ -166,6 +189,7 @@ class _Driver:
                     p.grad.copy_(mean)
             self._versions[name] = (p.grad, p.grad._version)
         self._synced, self._passes = True, 0
+        self._task = self._nested = -1
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args = args[1:] if args and args[0] is optimizer else args
@@ -298,6 +322,19 @@ def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
         return None
     grad = grad.detach()
     return grad.to_dense() if grad.is_sparse else grad
+
+
+def _inside_backward() -> bool:
+    # Whether this backward pass was begun by the backward of an autograd.Function, as reentrant checkpoints do.
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _FUNCTION_BACKWARD:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 def _op_name(op: Any) -> str:

@@ -1,0 +1,239 @@
+"""PyTorch's doors with one worker: what needs no second process."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import grace
+
+TOPK = {"compressor": "topk", "compress_ratio": 0.2, "min_numel": 0}
+
+
+def network():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 30), torch.nn.Tanh(), torch.nn.Linear(30, 5)]
+    return torch.nn.Sequential(*layers)
+
+
+def distribute(net, params=TOPK, optimizer=None, **options):
+    grc = grace.grace_from_params(params, transport="local")
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), 0.1)
+    return grc, grace.torch.DistributedOptimizer(optimizer, grc, net.named_parameters(), **options)
+
+
+def weights(net):
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def inputs(seed):
+    return torch.randn(8, 20, generator=torch.Generator().manual_seed(seed))
+
+
+def test_it_is_the_users_own_optimizer():
+    net = network()
+    own = torch.optim.SGD(net.parameters(), 0.1)
+    _, optimizer = distribute(net, optimizer=own)
+    assert optimizer is own
+    assert type(optimizer) is torch.optim.SGD
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    net(inputs(0)).square().sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert pickle.loads(pickle.dumps(optimizer.state_dict())) == optimizer.state_dict()
+
+
+def test_gradients_are_exchanged_when_backward_returns():
+    net = network()
+    grc, _ = distribute(net)
+    net(inputs(0)).square().sum().backward()
+    assert grc.report().steps == 1
+    for p in net.parameters():
+        assert torch.count_nonzero(p.grad) <= max(1, int(0.2 * p.numel()))
+
+
+def test_what_was_sent_and_the_residual_are_the_gradient():
+    net, plain = network(), network()
+    grc, _ = distribute(net)
+    net(inputs(0)).square().sum().backward()
+    plain(inputs(0)).square().sum().backward()
+    kept = grc.state_dict()["tensors"]
+    for name, p in plain.named_parameters():
+        residual = kept[name]["memory/residual"].reshape(p.shape)
+        assert torch.equal(residual + dict(net.named_parameters())[name].grad, p.grad)
+
+
+def test_accumulation_exchanges_the_sum_of_the_passes():
+    net, plain = network(), network()
+    grc, optimizer = distribute(net, {"compressor": "none"}, backward_passes_per_step=3)
+    for seed in range(3):
+        assert grc.report().steps == 0
+        net(inputs(seed)).square().sum().backward()
+        plain(inputs(seed)).square().sum().backward()
+    assert grc.report().steps == 1
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_second_backward_on_top_of_means_is_refused(set_to_none):
+    net = network()
+    _, optimizer = distribute(net)
+    net(inputs(0)).square().sum().backward()
+    with pytest.raises(RuntimeError, match="backward_passes_per_step"):
+        net(inputs(1)).square().sum().backward()
+    # Without a step in between (as after an overflow), zero_grad makes it right.
+    net = network()
+    grc, optimizer = distribute(net)
+    for seed in range(3):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        net(inputs(seed)).square().sum().backward()
+    assert grc.report().steps == 3
+
+
+def test_a_failed_backward_pass_does_not_spoil_the_next():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("out of memory")
+
+    net, plain = network(), network()
+    grc, optimizer = distribute(net)
+    _, other = distribute(plain)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        net(Fails.apply(inputs(0).requires_grad_())).square().sum().backward()
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="failed"):
+        net(inputs(1)).square().sum().backward()
+    optimizer.step()
+    plain(inputs(1)).square().sum().backward()
+    other.step()
+    assert grc.report().steps == 1
+    assert torch.equal(weights(net), weights(plain))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_activations_give_the_same(reentrant):
+    net, plain = network(), network()
+    grc, optimizer = distribute(net)
+    _, other = distribute(plain)
+    for seed in range(3):
+        optimizer.zero_grad()
+        other.zero_grad()
+        x = inputs(seed).requires_grad_()
+        hidden = checkpoint(net[:2], x, use_reentrant=reentrant)
+        hidden = checkpoint(net[2:4], hidden, use_reentrant=reentrant)
+        net[4](hidden).square().sum().backward()
+        plain(inputs(seed)).square().sum().backward()
+        optimizer.step()
+        other.step()
+    assert grc.report().steps == 3
+    assert torch.equal(weights(net), weights(plain))
+
+
+def test_a_pass_of_reentrant_checkpoints_alone_is_exchanged_by_the_step():
+    net, plain = network(), network()
+    grc, optimizer = distribute(net)
+    _, other = distribute(plain)
+    with pytest.warns(UserWarning, match="use_reentrant=False"):
+        checkpoint(net, inputs(0).requires_grad_(), use_reentrant=True).square().sum().backward()
+    optimizer.step()
+    plain(inputs(0)).square().sum().backward()
+    other.step()
+    assert grc.report().steps == 1
+    assert torch.equal(weights(net), weights(plain))
+
+
+def test_gradients_that_were_set_by_hand_are_exchanged_by_the_step():
+    net = network()
+    grc, optimizer = distribute(net)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert grc.report().steps == 1
+    assert all(torch.count_nonzero(p.grad) < p.numel() for p in net.parameters() if p.numel() > 1)
+
+
+def test_a_shared_parameter_is_one_gradient():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(20, 20)
+    net = torch.nn.Sequential(layer, torch.nn.Tanh(), layer)
+    grc, optimizer = distribute(net, {"compressor": "none"})
+    net(inputs(0)).square().sum().backward()
+    optimizer.step()
+    assert grc.names == ["0.weight", "0.bias"]
+
+
+@pytest.mark.parametrize(
+    "option, remedy",
+    [
+        ({"compression": "fp16"}, "grace_from_params"),
+        ({"op": "Sum"}, "averages"),
+        ({"num_groups": 3}, "bucket_mb"),
+        ({"gradient_predivide_factor": 2.0}, "loss"),
+        ({"backward_passes_per_step": 0}, "at least 1"),
+    ],
+)
+def test_arguments_that_would_do_nothing_are_refused(option, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        distribute(network(), **option)
+
+
+def test_wrapping_twice_and_unnamed_parameters_are_refused():
+    net = network()
+    _, optimizer = distribute(net)
+    with pytest.raises(ValueError, match="once"):
+        distribute(net, optimizer=optimizer)
+    net = network()
+    grc = grace.grace_from_params(TOPK, transport="local")
+    with pytest.raises(ValueError, match="lacks 2"):
+        named = list(net.named_parameters())[2:]
+        grace.torch.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), grc, named)
+
+
+def test_without_names_parameters_are_numbered():
+    net = network()
+    grc = grace.grace_from_params(TOPK, transport="local")
+    grace.torch.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), grc)
+    assert grc.names == [f"parameter{i}" for i in range(6)]
+
+
+def test_only_complex_and_integer_parameters_are_refused():
+    net = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))})
+    with pytest.raises(TypeError, match=r"'a' has dtype complex64: only float16"):
+        distribute(net)
+
+
+def test_a_checkpoint_survives_torch_save(tmp_path):
+    net = network()
+    grc, optimizer = distribute(net)
+    net(inputs(0)).square().sum().backward()
+    optimizer.step()
+    torch.save(grc.state_dict(), tmp_path / "grace.pt")
+    loaded = torch.load(tmp_path / "grace.pt", weights_only=True)
+    other, _ = distribute(copy.deepcopy(network()))
+    other.load_state_dict(loaded)
+    for name, state in grc.state_dict()["tensors"].items():
+        for key, value in state.items():
+            assert torch.equal(other.state_dict()["tensors"][name][key], value)
+    assert other.report().steps == 1
+
+
+def test_training_makes_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = network()
+        _, optimizer = distribute(net, optimizer=torch.optim.Adam(net.parameters()))
+        for seed in range(3):
+            optimizer.zero_grad()
+            net(inputs(seed)).square().sum().backward()
+            optimizer.step()

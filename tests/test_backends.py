@@ -1,0 +1,719 @@
+"""Every array function of every backend, against its meaning in plain Python.
+
+TensorFlow's run twice: eagerly, and inside tf.function.
+"""
+
+import inspect
+import math
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from methods import BACKENDS, backend
+
+from grace.backends import Backend, backend_of, get_backend
+from grace.backends.base import ITEMSIZE
+
+N = 1003
+INF, NAN = math.inf, math.nan
+OPS = [name for name, value in vars(Backend).items() if inspect.isfunction(value) and not name.startswith("_")]
+
+
+class Ops:
+    """Calls functions of arrays on one backend: NumPy arrays go in and come out."""
+
+    def __init__(self, name, graph):
+        self.xp, self.graph = backend(name), graph
+
+    def __call__(self, function, *arrays):
+        xp = self.xp
+        inputs = [xp.asarray(array.copy(), array.dtype.name) for array in map(np.asarray, arrays)]
+        called = lambda *inputs: function(xp, *inputs)
+        if self.graph:
+            import tensorflow as tf
+
+            called = tf.function(called, autograph=False)
+        found = called(*inputs)
+        for given, array in zip(inputs, arrays, strict=True):
+            assert np.array(xp.to_numpy(given)).tobytes() == np.asarray(array).tobytes(), "an argument was changed"
+        return [self.out(x) for x in found] if isinstance(found, (tuple, list)) else self.out(found)
+
+    def out(self, x):
+        found = np.array(self.xp.to_numpy(x))
+        assert found.dtype.name == self.xp.dtype(x)
+        return found
+
+
+@pytest.fixture(params=["numpy", "torch", "tensorflow", "tf.function"])
+def ops(request):
+    name = {"tf.function": "tensorflow"}.get(request.param, request.param)
+    return Ops(name, request.param == "tf.function")
+
+
+def f32(values):
+    return np.array(values, np.float32)
+
+
+def nearest(value):
+    """The float32 nearest to a Python float, halves to even."""
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(INF, value)
+
+
+def mixed(n=N, seed=0, special=True):
+    """Unsorted float32 numbers with negatives, ties, both zeros and, if ``special``, NaN and infinities."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(n).astype(np.float32)
+    x[rng.integers(0, n, n // 4)] = rng.integers(-3, 4, n // 4)
+    x[rng.integers(0, n, 5)] = -0.0
+    if special:
+        x[rng.integers(0, n, 12)] = [NAN, INF, -INF] * 4
+    return x
+
+
+def equal(found, expected):
+    """Equal numbers in equal places, NaN to NaN."""
+    found, expected = found.tolist(), list(expected)
+    return len(found) == len(expected) and all(a == b or (a != a and b != b) for a, b in zip(found, expected))  # noqa: B905
+
+
+# -- the same functions everywhere --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("op", OPS)
+def test_signatures_are_the_same(xp, op):
+    assert inspect.signature(getattr(type(xp), op)) == inspect.signature(getattr(Backend, op))
+
+
+def test_nothing_is_left_out_and_nothing_is_added(xp):
+    cls = type(xp)
+    assert not cls.__abstractmethods__
+    assert issubclass(cls, Backend)
+    public = {name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("_")}
+    assert public - set(OPS) == set()
+
+
+def test_every_function_is_tested_here():
+    source = Path(__file__).read_text()
+    assert [op for op in OPS if not re.search(rf"\bxp\.{op}\(", source)] == []
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backends_are_found_by_name_and_by_array(name):
+    xp = backend(name)
+    assert xp.name == name
+    assert get_backend(name) is xp
+    assert backend_of(xp.zeros(3)) is xp
+
+
+def test_unknown_backends_and_arrays_are_named():
+    with pytest.raises(ValueError, match="'jax'.*numpy, torch, tensorflow"):
+        get_backend("jax")
+    with pytest.raises(TypeError, match="list"):
+        backend_of([1.0])
+
+
+# -- making and reading -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [name for name in ITEMSIZE if name != "bfloat16"])
+def test_arrays_are_made_and_read(xp, dtype):
+    values = [[True, False, True], [False, True, True]] if dtype == "bool" else [[1, 0, 1], [0, 1, 1]]
+    for given in (values, np.array(values, dtype)):
+        x = xp.asarray(given, dtype)
+        assert xp.dtype(x) == dtype
+        assert xp.shape(x) == (2, 3)
+        assert xp.to_numpy(x).dtype.name == dtype
+        assert xp.to_numpy(x).tolist() == np.array(values, dtype).tolist()
+    assert xp.shape(xp.asarray(values[0][0], dtype)) == ()
+
+
+@pytest.mark.parametrize("shape", [0, 5, (), (0,), (3, 5), (2, 0, 3)])
+def test_zeros_and_full(ops, shape):
+    expected = shape if isinstance(shape, tuple) else (shape,)
+    for dtype in ("float32", "float64", "uint8", "int8", "int32", "int64", "float16"):
+        zeros, full = ops(lambda xp: (xp.zeros(shape, dtype), xp.full(shape, 3, dtype)))  # noqa: B023
+        assert zeros.shape == full.shape == expected
+        assert zeros.dtype.name == full.dtype.name == dtype
+        assert (zeros == 0).all()
+        assert (full == 3).all()
+    assert ops(lambda xp: xp.zeros(shape)).dtype == ops(lambda xp: xp.full(shape, 1)).dtype == np.float32
+    scalar = ops(lambda xp, value: xp.full(shape, value), f32(2.5))
+    assert scalar.shape == expected
+    assert (scalar == 2.5).all()
+
+
+def test_arange(ops):
+    for n in (0, 1, N):
+        assert ops(lambda xp: xp.arange(n)).tolist() == list(range(n))  # noqa: B023
+    assert ops(lambda xp: xp.arange(3)).dtype == np.int32
+    assert ops(lambda xp: xp.arange(3, "int64")).dtype == np.int64
+
+
+def test_lengths_and_integers(ops):
+    def slices(xp, x):
+        positions = xp.nonzero(x > 0)  # of unknown length inside a graph
+        lengths = xp.lengths([x, positions, xp.zeros((4, 2))])
+        _, count, _ = xp.integers(lengths)
+        return lengths, positions[:count], x[:count]
+
+    x = mixed(special=False)
+    positive = [i for i, v in enumerate(x.tolist()) if v > 0]
+    lengths, positions, front = ops(slices, x)
+    assert lengths.dtype == np.int64
+    assert lengths.tolist() == [N, len(positive), 4]
+    assert positions.tolist() == positive
+    assert equal(front, x[: len(positive)].tolist())
+
+
+# -- shape --------------------------------------------------------------------------------------------------------------
+def test_reshape_concat_transpose(ops):
+    x = np.arange(N * 3, dtype=np.int32)
+    assert ops(lambda xp, x: xp.reshape(x, (-1, 3)), x).tolist() == [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(N)]
+    table = x.reshape(N, 3)
+    turned = ops(lambda xp, x: xp.transpose(x), table)
+    assert turned.tolist() == [list(range(i, 3 * N, 3)) for i in range(3)]
+    assert ops(lambda xp, x: xp.reshape(xp.transpose(x), (-1,)), table).tolist() == [v for r in turned for v in r]
+    assert ops(lambda xp, x: xp.concat([x, x[:0], x[:2]]), x).tolist() == [*range(3 * N), 0, 1]
+    assert ops(lambda xp, x: xp.concat([x]), x).tolist() == x.tolist()
+    wide = ops(lambda xp, x: xp.concat([x, x[:, :1]], 1), table)
+    assert wide.tolist() == [[3 * i, 3 * i + 1, 3 * i + 2, 3 * i] for i in range(N)]
+    assert ops(lambda xp, x: xp.reshape(x, ()), f32([7])).shape == ()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "int8", "int32", "int64", "bool"])
+def test_pad(ops, dtype):
+    x = np.arange(N).astype(dtype)
+    for n in (N, N + 1, 2 * N):
+        padded = ops(lambda xp, x: xp.pad(x, n), x)  # noqa: B023
+        assert padded.dtype.name == dtype
+        assert padded.tolist() == x.tolist() + [0] * (n - N)
+    assert ops(lambda xp, x: xp.pad(x, 3), x[:0]).tolist() == [0, 0, 0]
+
+
+# -- dtype --------------------------------------------------------------------------------------------------------------
+def test_cast_to_half_rounds_halves_to_even(ops):
+    known = {
+        2049: 2048,
+        2051: 2052,
+        1 + 2**-11: 1,
+        1 + 3 * 2**-11: 1 + 2**-9,
+        -2049: -2048,
+        2**-25: 0,
+        3 * 2**-25: 2**-23,
+    }
+    assert ops(lambda xp, x: xp.cast(x, "float16"), f32(list(known))).tolist() == list(known.values())
+    x = np.concatenate([mixed(), mixed(seed=1, special=False) * 1e4, mixed(seed=2, special=False) * 1e-6])
+    expected = [v if not math.isfinite(v) else struct.unpack("e", struct.pack("e", v))[0] for v in x.tolist()]
+    assert equal(ops(lambda xp, x: xp.cast(x, "float16"), x), expected)
+    assert ops(lambda xp, x: xp.cast(x, "float16"), f32([1e6, -1e6, 65519, 65520])).tolist() == [INF, -INF, 65504, INF]
+
+
+def test_cast_to_single_rounds_halves_to_even(ops):
+    x = np.random.default_rng(0).standard_normal(N) * 10.0 ** np.arange(-30, 30)[np.arange(N) % 60]
+    x = np.concatenate([x, [1 + 2**-24, 1 + 3 * 2**-24, -1 - 2**-24, NAN, INF]])
+    assert equal(ops(lambda xp, x: xp.cast(x, "float32"), x), [v if v != v else nearest(v) for v in x.tolist()])
+    n = np.array([2**24 + 1, 2**24 + 3, -(2**24) - 1, 2**62 + 1, *range(-500, 500)])
+    assert ops(lambda xp, n: xp.cast(n, "float32"), n).tolist() == [nearest(float(v)) for v in n.tolist()]
+
+
+def test_cast_to_integer_truncates(ops):
+    x = mixed(special=False) * 25
+    for dtype in ("int8", "int32", "int64"):
+        assert ops(lambda xp, x: xp.cast(x, dtype), x).tolist() == [int(v) for v in x.tolist()]  # noqa: B023
+    assert ops(lambda xp, x: xp.cast(x, "uint8"), abs(x)).tolist() == [int(v) for v in abs(x).tolist()]
+
+
+def test_cast_of_truth_and_of_integers(ops):
+    mask = mixed() > 0
+    for dtype in ("uint8", "int8", "int32", "int64", "float32"):
+        found = ops(lambda xp, mask: xp.cast(mask, dtype), mask)  # noqa: B023
+        assert found.dtype.name == dtype
+        assert found.tolist() == [int(v) for v in mask.tolist()]
+    n = np.arange(-N, N)
+    assert ops(lambda xp, n: xp.cast(n, "bool"), n).tolist() == [v != 0 for v in n.tolist()]
+    assert ops(lambda xp, n: xp.cast(xp.cast(n, "int32"), "int64"), n).tolist() == n.tolist()
+
+
+def test_cast_does_not_warn_outside_the_range(xp):
+    x = xp.asarray(f32([NAN, INF, -INF, 1e30, -1e30]), "float32")
+    for dtype in ("int32", "int8", "float16"):
+        assert xp.dtype(xp.cast(x, dtype)) == dtype
+
+
+FIXED = [name for name in ITEMSIZE if name not in ("bool", "bfloat16")]
+
+
+def sample_of(dtype, n):
+    return np.frombuffer(np.random.default_rng(3).bytes(n * ITEMSIZE[dtype]), dtype).copy()
+
+
+@pytest.mark.parametrize("source", FIXED)
+@pytest.mark.parametrize("target", FIXED)
+def test_bitcast(ops, source, target):
+    for n in (0, 8, 1008):
+        x = sample_of(source, n)
+        found = ops(lambda xp, x: xp.bitcast(x, target), x)
+        assert found.dtype.name == target
+        assert found.ndim == 1
+        assert found.tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [*FIXED, "bool"])
+def test_to_bytes_and_back(ops, dtype):
+    x = sample_of(dtype, 24 * 50) if dtype != "bool" else mixed(1200) > 0
+    for shape in ((1200,), (24, 50), (2, 3, 200), (1200, 1)):
+        octets = ops(lambda xp, x: xp.to_bytes(x), x.reshape(shape))
+        assert octets.dtype == np.uint8
+        assert octets.tobytes() == x.tobytes()
+        back = ops(lambda xp, octets: xp.from_bytes(octets, dtype, shape), octets)  # noqa: B023
+        assert back.shape == shape
+        assert back.dtype.name == dtype
+        assert back.tobytes() == x.tobytes()
+    assert ops(lambda xp, x: xp.to_bytes(x), x[0].reshape(())).tobytes() == x[:1].tobytes()
+    assert ops(lambda xp, x: xp.to_bytes(xp.transpose(x)), x.reshape(24, 50)).tobytes() == x.reshape(24, 50).T.tobytes()
+
+
+@pytest.mark.parametrize("dtype", FIXED)
+def test_from_bytes_of_slices_that_are_not_aligned(ops, dtype):
+    size = ITEMSIZE[dtype] * 125
+    octets = sample_of("uint8", size + 16)
+    for start in range(1, 9):
+        found = ops(lambda xp, octets: xp.from_bytes(octets[start : start + size], dtype, (25, 5)), octets)  # noqa: B023
+        assert found.shape == (25, 5)
+        assert found.tobytes() == octets[start : start + size].tobytes()
+
+
+@pytest.mark.parametrize("name", ["torch", "tensorflow"])
+def test_bfloat16_where_the_toolkit_has_it(name):
+    xp = backend(name)
+    x = mixed(special=False)
+    half = xp.cast(xp.asarray(x, "float32"), "bfloat16")
+    assert xp.dtype(half) == "bfloat16"
+    bits = x.view(np.uint32).astype(np.uint64)
+    expected = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    assert xp.to_numpy(xp.to_bytes(half)).tobytes() == expected.tobytes()
+    back = xp.from_bytes(xp.to_bytes(half), "bfloat16", (N,))
+    assert np.array_equal(xp.to_numpy(xp.cast(back, "float32")).view(np.uint32), expected.astype(np.uint32) << 16)
+    assert np.array_equal(np.asarray(xp.to_numpy(half), np.float32).view(np.uint32), expected.astype(np.uint32) << 16)
+
+
+# -- elementwise --------------------------------------------------------------------------------------------------------
+def test_where(ops):
+    x, y = mixed(), mixed(seed=1)
+    expected = [a if a > 0 else b for a, b in zip(x.tolist(), y.tolist(), strict=True)]
+    assert equal(ops(lambda xp, x, y: xp.where(x > 0, x, y), x, y), expected)
+    for value in (0.0, 1.5, NAN):
+        first = ops(lambda xp, x: xp.where(x > 0, value, x), x)  # noqa: B023
+        second = ops(lambda xp, x: xp.where(x > 0, x, value), x)  # noqa: B023
+        assert first.dtype == second.dtype == np.float32
+        assert equal(first, [value if a > 0 else a for a in x.tolist()])
+        assert equal(second, [a if a > 0 else value for a in x.tolist()])
+    scalar = lambda xp, x: xp.where(xp.finite(x), x, NAN)
+    assert equal(ops(scalar, x), [NAN] * N)
+    assert equal(ops(scalar, x[:0]), [])
+    assert equal(ops(scalar, mixed(special=False)), mixed(special=False).tolist())
+
+
+def test_abs_and_sign(ops):
+    x = mixed()
+    assert equal(ops(lambda xp, x: xp.abs(x), x), [abs(v) for v in x.tolist()])
+    x = mixed(special=False)
+    sign = lambda v: (v > 0) - (v < 0)
+    found = ops(lambda xp, x: xp.sign(x), x)
+    assert found.dtype == np.float32
+    assert equal(found, [sign(v) for v in x.tolist()])
+    n = np.arange(-N, N, dtype=np.int32)
+    assert ops(lambda xp, n: xp.sign(n), n).tolist() == [sign(v) for v in n.tolist()]
+    assert ops(lambda xp, n: xp.abs(n), n).tolist() == [abs(v) for v in n.tolist()]
+
+
+def test_floor_and_round(ops):
+    x = np.concatenate([mixed(special=False) * 30, f32([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 8388607.5, 1e30, -1e30])])
+    assert equal(ops(lambda xp, x: xp.floor(x), x), [math.floor(v) for v in x.tolist()])
+    assert equal(ops(lambda xp, x: xp.round(x), x), [round(v) for v in x.tolist()])  # Python's halves go to even too
+    for op in ("floor", "round"):
+        assert equal(ops(lambda xp, x: getattr(xp, op)(x), f32([INF, -INF, NAN])), [INF, -INF, NAN])  # noqa: B023
+
+
+def test_sqrt_is_correctly_rounded(ops):
+    # A float64 root rounded once more to float32 is the correctly rounded one: 53 >= 2 * 24 + 2.
+    x = abs(np.concatenate([mixed(20_000, special=False), mixed(seed=1, special=False) * 1e30, f32([0, 4, 1.2e-38])]))
+    assert equal(ops(lambda xp, x: xp.sqrt(x), x), [nearest(math.sqrt(v)) for v in x.tolist()])
+    assert equal(ops(lambda xp, x: xp.sqrt(x), f32([INF, NAN])), [INF, NAN])
+    x = abs(np.random.default_rng(0).standard_normal(N))
+    assert equal(ops(lambda xp, x: xp.sqrt(x), x), [math.sqrt(v) for v in x.tolist()])
+
+
+def test_log_and_cos(ops):
+    x = abs(mixed(special=False)) + np.float32(1e-7)
+    np.testing.assert_allclose(ops(lambda xp, x: xp.log(x), x), [math.log(v) for v in x.tolist()], rtol=1e-6, atol=1e-7)
+    x = mixed(special=False) * 2
+    np.testing.assert_allclose(ops(lambda xp, x: xp.cos(x), x), [math.cos(v) for v in x.tolist()], rtol=1e-6, atol=1e-6)
+
+
+def test_minimum_and_maximum(ops):
+    x, y = (np.where(np.isnan(v), 0, v) for v in (mixed(), mixed(seed=1)))
+    pairs = list(zip(x.tolist(), y.tolist(), strict=True))
+    assert equal(ops(lambda xp, x, y: xp.minimum(x, y), x, y), [min(pair) for pair in pairs])
+    assert equal(ops(lambda xp, x, y: xp.maximum(x, y), x, y), [max(pair) for pair in pairs])
+    assert equal(ops(lambda xp, x: xp.minimum(x, 0.5), x), [min(v, 0.5) for v in x.tolist()])
+    assert equal(ops(lambda xp, x: xp.maximum(x, 0.5), x), [max(v, 0.5) for v in x.tolist()])
+    n = np.arange(-N, N, dtype=np.int32)
+    assert ops(lambda xp, n: xp.minimum(n, 7), n).tolist() == [min(v, 7) for v in n.tolist()]
+    assert ops(lambda xp, n: xp.maximum(n, 7), n).dtype == np.int32
+
+
+def test_invert_and_isfinite(ops):
+    x = mixed()
+    assert ops(lambda xp, x: xp.invert(x > 0), x).tolist() == [not v > 0 for v in x.tolist()]
+    assert ops(lambda xp, x: xp.isfinite(x), x).tolist() == [math.isfinite(v) for v in x.tolist()]
+
+
+def test_division_and_remainder_round_down(ops):
+    n = np.arange(-N, N, dtype=np.int64)
+    assert ops(lambda xp, n: n // 16, n).tolist() == [v // 16 for v in n.tolist()]
+    assert ops(lambda xp, n: n % 16, n).tolist() == [v % 16 for v in n.tolist()]
+
+
+# -- reductions ---------------------------------------------------------------------------------------------------------
+def test_sum_is_accumulated_in_float64(ops):
+    # In float32 every one of these ones would be lost.
+    x = f32([2.0**24, *[1.0] * 1000, -(2.0**24)])
+    assert ops(lambda xp, x: xp.sum(x), x) == 1000
+    x = mixed(50_000, special=False)
+    found = ops(lambda xp, x: xp.sum(x), x)
+    assert found.dtype == np.float32
+    assert found.shape == ()
+    assert found == nearest(math.fsum(x.tolist()))
+    half = np.array([60000, 60000, -60000, 1], np.float16)
+    assert ops(lambda xp, x: xp.sum(x), half) == np.float16(60001)
+    assert ops(lambda xp, x: xp.sum(x), f32([3e38, 3e38, -3e38])) == f32(3e38)
+
+
+def test_sum_over_one_axis(ops):
+    table = mixed(17 * 59, special=False).reshape(17, 59)
+    for axis, rows in ((0, table.T), (1, table)):
+        expected = f32([nearest(math.fsum(row.tolist())) for row in rows])
+        assert np.array_equal(ops(lambda xp, x: xp.sum(x, axis), table), expected)  # noqa: B023
+        kept = ops(lambda xp, x: xp.sum(x, axis, keepdims=True), table)  # noqa: B023
+        assert kept.shape == ((1, 59), (17, 1))[axis]
+        assert np.array_equal(kept.reshape(-1), expected)
+
+
+def test_sum_of_integers_and_of_what_is_not_finite(ops):
+    n = np.arange(N) * 2**50 // N - 2**40
+    found = ops(lambda xp, n: xp.sum(n), n)
+    assert found.dtype == np.int64
+    assert found == sum(n.tolist())
+    assert ops(lambda xp, n: xp.sum(n), np.full(3, 7, np.int32)).dtype == np.int32
+    assert equal(ops(lambda xp, x: xp.sum(x, 1), f32([[1, NAN], [INF, -INF], [INF, 1]])), [NAN, NAN, INF])
+    assert ops(lambda xp, x: xp.sum(x), f32([])) == 0
+
+
+def test_max_keeps_nan(ops):
+    x = mixed(special=False)
+    assert ops(lambda xp, x: xp.max(x), x) == max(x.tolist())
+    assert ops(lambda xp, x: xp.max(x), -abs(x) - 1) == max((-abs(x) - 1).tolist())
+    for position in (0, N // 2, N - 1):
+        for other in (1.0, INF, -INF):
+            y = x.copy()
+            y[position], y[position // 2 + 1] = NAN, other
+            assert math.isnan(ops(lambda xp, y: xp.max(y), y))
+    assert ops(lambda xp, x: xp.max(x), f32([-INF, -INF])) == -INF
+    assert math.isnan(ops(lambda xp, x: xp.max(x), f32([NAN, NAN])))
+
+
+def test_max_over_one_axis(ops):
+    table = mixed(17 * 59).reshape(17, 59)
+    best = lambda row: NAN if any(v != v for v in row) else max(row)
+    for axis, rows in ((0, table.T), (1, table)):
+        assert equal(ops(lambda xp, x: xp.max(x, axis), table), [best(row.tolist()) for row in rows])  # noqa: B023
+        kept = ops(lambda xp, x: xp.max(x, axis, keepdims=True), table)  # noqa: B023
+        assert kept.shape == ((1, 59), (17, 1))[axis]
+    n = np.arange(N * 2, dtype=np.int32).reshape(2, N) % 977 - 2000
+    assert ops(lambda xp, n: xp.max(n, 1), n).tolist() == [max(row) for row in n.tolist()]
+
+
+def test_all_and_finite(ops):
+    yes = np.ones(N, bool)
+    no = yes.copy()
+    no[N - 1] = False
+    assert [bool(ops(lambda xp, m: xp.all(m), mask)) for mask in (yes, no, yes[:0])] == [True, False, True]
+    for value in (NAN, INF, -INF):
+        for position in (0, 500, N - 1):
+            x = mixed(special=False)
+            x[position] = value
+            assert not ops(lambda xp, x: xp.finite(x), x)
+    for x in (mixed(special=False), f32([]), f32([3e38, -3e38] * 9)):
+        found = ops(lambda xp, x: xp.finite(x), x)
+        assert found.dtype == bool
+        assert found.shape == ()
+        assert found
+
+
+def test_cumsum(ops):
+    n = np.random.default_rng(0).integers(-9, 9, N)
+    for dtype in ("int32", "int64", "float32"):
+        found = ops(lambda xp, n: xp.cumsum(n), n.astype(dtype))
+        assert found.dtype.name == dtype
+        assert found.tolist() == [sum(n[: i + 1].tolist()) for i in range(N)]
+
+
+# -- integers -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64"])
+def test_bitwise(ops, dtype):
+    a, b = (sample_of(dtype, N), sample_of(dtype, N)[::-1].copy())
+    pairs = list(zip(a.tolist(), b.tolist(), strict=True))
+    assert ops(lambda xp, a, b: xp.bitwise_and(a, b), a, b).tolist() == [p & q for p, q in pairs]
+    assert ops(lambda xp, a, b: xp.bitwise_or(a, b), a, b).tolist() == [p | q for p, q in pairs]
+    assert ops(lambda xp, a, b: xp.bitwise_xor(a, b), a, b).tolist() == [p ^ q for p, q in pairs]
+    for found, expected in (
+        (ops(lambda xp, a: xp.bitwise_and(a, 0x55), a), [p & 0x55 for p in a.tolist()]),
+        (ops(lambda xp, a: xp.bitwise_or(a, 0x55), a), [p | 0x55 for p in a.tolist()]),
+        (ops(lambda xp, a: xp.bitwise_xor(a, 0x55), a), [p ^ 0x55 for p in a.tolist()]),
+    ):
+        assert found.dtype.name == dtype
+        assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64"])
+def test_shifts(ops, dtype):
+    a = sample_of(dtype, N)
+    width = 8 * ITEMSIZE[dtype]
+    for bits in (0, 1, 3, width - 1):
+        right = ops(lambda xp, a: xp.shift_right(a, bits), a)  # noqa: B023
+        assert right.dtype.name == dtype
+        assert right.tolist() == [p >> bits for p in a.tolist()]
+        left = ops(lambda xp, a: xp.shift_left(a, bits), a)  # noqa: B023
+        assert [p % 2**width for p in left.tolist()] == [(p << bits) % 2**width for p in a.tolist()]
+
+
+# -- selection ----------------------------------------------------------------------------------------------------------
+def largest(x, k):
+    """Positions of the k largest: NaN counts as infinite, and of equal ones the first is taken."""
+    key = [INF if v != v else v for v in x.tolist()]
+    return sorted(sorted(range(len(key)), key=lambda i: (-key[i], i))[:k])
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 100, 501, N - 1, N])
+def test_topk(ops, k):
+    x = mixed()
+    ties = np.round(mixed(seed=4, special=False))
+    integers = np.random.default_rng(0).integers(-50, 50, N).astype(np.int32)
+    for values in (x, mixed(special=False), ties, integers, f32(np.zeros(N)), f32(np.full(N, -2)), -abs(x)):
+        found = ops(lambda xp, x: xp.topk(x, k), values)
+        assert found.dtype == np.int32
+        assert found.tolist() == largest(values, k)
+
+
+def test_topk_prefers_nan_and_keeps_every_one(ops):
+    x = mixed(special=False)
+    x[[3, 700, N - 1]] = NAN
+    assert ops(lambda xp, x: xp.topk(x, 3), x).tolist() == [3, 700, N - 1]
+    assert ops(lambda xp, x: xp.topk(x, 1), x).tolist() == [3]
+
+
+LARGE = 200_000
+
+
+def large(kind):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(LARGE).astype(np.float32)
+    if kind == "constant":
+        x[:] = 1
+    elif kind == "ties":
+        x = np.round(x)
+    elif kind == "two values":
+        x = (x > 1).astype(np.float32)
+    elif kind == "few large":
+        x = np.where(rng.random(LARGE) < 1e-3, x + 9, 0).astype(np.float32)
+    elif kind == "sorted":
+        x.sort()
+    elif kind == "periodic":  # what every third element says is not what the others are
+        x[::3] += 50
+    elif kind == "nan":
+        x[rng.integers(0, LARGE, 50)] = NAN
+    return x
+
+
+@pytest.mark.parametrize("kind", ["normal", "constant", "ties", "two values", "few large", "sorted", "periodic", "nan"])
+def test_topk_of_a_large_vector(ops, kind):
+    x = large(kind)
+    key = np.where(np.isnan(x), np.inf, x)
+    for k in (1, 20, 2000, LARGE // 8, LARGE // 2):
+        expected = np.sort(np.argsort(-key, kind="stable")[:k])
+        assert np.array_equal(ops(lambda xp, x: xp.topk(x, k), x), expected)  # noqa: B023
+
+
+def test_nonzero(ops):
+    for mask in (mixed() > 0, np.zeros(N, bool), np.ones(N, bool), np.zeros(0, bool)):
+        found = ops(lambda xp, mask: xp.nonzero(mask), mask)
+        assert found.dtype == np.int32
+        assert found.tolist() == [i for i, v in enumerate(mask.tolist()) if v]
+
+
+def some_positions(k=100):
+    return np.sort(np.random.default_rng(5).permutation(N)[:k]).astype(np.int32)
+
+
+def test_take(ops):
+    for x in (mixed(special=False), sample_of("uint8", N), np.arange(2 * N, dtype=np.int32).reshape(N, 2)):
+        indices = some_positions()
+        assert ops(lambda xp, x, i: xp.take(x, i), x, indices).tolist() == [x.tolist()[i] for i in indices]
+    assert ops(lambda xp, x, i: xp.take(x, i), mixed(), some_positions(0)).shape == (0,)
+
+
+def test_scatter(ops):
+    x, indices = mixed(special=False), some_positions()
+    values = f32(range(len(indices)))
+    expected = x.tolist()
+    for i, v in zip(indices.tolist(), values.tolist(), strict=True):
+        expected[i] = v
+    assert ops(lambda xp, x, i, v: xp.scatter(x, i, v), x, indices, values).tolist() == expected
+    chosen = set(indices.tolist())
+    cleared = ops(lambda xp, x, i: xp.scatter(x, i, 0.0), x, indices)
+    assert cleared.tolist() == [0.0 if i in chosen else v for i, v in enumerate(x.tolist())]
+    assert ops(lambda xp, x, i: xp.scatter(x, i, 0.0), x, some_positions(0)).tolist() == x.tolist()
+    # What was there does not matter, even if it is not finite.
+    bad = x.copy()
+    bad[indices] = NAN
+    assert ops(lambda xp, x, i: xp.scatter(x, i, 0.0), bad, indices).tolist() == cleared.tolist()
+
+
+def test_scatter_add(ops):
+    x, indices = mixed(special=False), some_positions()
+    values = f32(range(len(indices)))
+    expected = f32(x)
+    for i, v in zip(indices.tolist(), values.tolist(), strict=True):
+        expected[i] = nearest(float(expected[i]) + v)
+    # x is spent, so it is one that nobody else has.
+    assert ops(lambda xp, x, i, v: xp.scatter_add(x + 0.0, i, v), x, indices, values).tolist() == expected.tolist()
+    none = lambda xp, x: xp.scatter_add(x + 0.0, xp.zeros(0, "int32"), xp.zeros(0))
+    assert ops(none, x).tolist() == x.tolist()
+
+
+# -- linear algebra -----------------------------------------------------------------------------------------------------
+def matrices():
+    random = mixed(50 * 4, special=False).reshape(50, 4)
+    deficient = random.copy()
+    deficient[:, 2] = deficient[:, 0] - 2 * deficient[:, 1]
+    holes = random.copy()
+    holes[:, 1] = 0
+    holes[:4] = 0
+    return {
+        "random": random,
+        "tall": mixed(N * 3, special=False).reshape(N, 3),
+        "square": random[:4],
+        "zero": np.zeros((50, 4), np.float32),
+        "rank-deficient": deficient,
+        "equal columns": np.ones((50, 4), np.float32),
+        "zero columns": holes,
+        "one": f32([[3]]),
+        "one zero": f32([[0]]),
+        "large": random * np.float32(1e30),
+        "small": random * np.float32(1e-30),
+    }
+
+
+@pytest.mark.parametrize("kind", matrices())
+def test_qr_is_orthonormal_and_spans_the_columns(ops, kind):
+    x = matrices()[kind]
+    q = ops(lambda xp, x: xp.qr(x), x).astype(np.float64)
+    assert q.shape == x.shape
+    np.testing.assert_allclose(q.T @ q, np.eye(x.shape[1]), atol=2e-6)
+    scale = max(np.abs(x).max(), np.finfo(np.float32).tiny)
+    np.testing.assert_allclose(q @ (q.T @ (x / scale)), x / scale, atol=1e-5)
+
+
+def test_matrix_product(ops):
+    a, b = mixed(30 * 20, special=False).reshape(30, 20), mixed(20 * 5, seed=1, special=False).reshape(20, 5)
+    expected = [[math.fsum(p * q for p, q in zip(r, c, strict=True)) for c in b.T.tolist()] for r in a.tolist()]
+    np.testing.assert_allclose(ops(lambda xp, a, b: a @ b, a, b), expected, rtol=1e-4, atol=1e-5)
+    turned = ops(lambda xp, a, b: xp.transpose(b) @ xp.transpose(a), a, b)
+    np.testing.assert_allclose(turned.T, expected, rtol=1e-4, atol=1e-5)
+
+
+# -- random bits (more in test_rng.py) ----------------------------------------------------------------------------------
+def test_words_and_uniform(ops):
+    words = ops(lambda xp: xp.words(1, 2, 0, N))
+    assert words.dtype == np.int32
+    assert words.view(np.uint32)[:3].tolist() == [0x2E7DCC10, 0xC6B37AB1, 0x1677D57F]
+    u = ops(lambda xp: xp.uniform(1, 2, 0, N))
+    assert u.dtype == np.float32
+    assert u.tolist() == [(word >> 8) / 2**24 for word in words.view(np.uint32).tolist()]
+
+
+# -- bits ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000, 1003])
+def test_pack_bits(ops, n):
+    mask = mixed(1003)[:n] > 0
+    bits = mask.tolist()
+    expected = [sum(bit << j for j, bit in enumerate(bits[i : i + 8])) for i in range(0, n, 8)]
+    packed = ops(lambda xp, mask: xp.pack_bits(mask), mask)
+    assert packed.dtype == np.uint8
+    assert packed.tolist() == expected
+    back = ops(lambda xp, packed: xp.unpack_bits(packed, n), packed)
+    assert back.dtype == bool
+    assert back.tolist() == bits
+
+
+def test_every_byte_is_packed_and_unpacked(ops):
+    octets = np.arange(256, dtype=np.uint8)
+    bits = [bool(v >> j & 1) for v in range(256) for j in range(8)]
+    assert ops(lambda xp, p: xp.unpack_bits(p, 2048), octets).tolist() == bits
+    assert ops(lambda xp, m: xp.pack_bits(m), np.array(bits)).tolist() == octets.tolist()
+
+
+# -- state --------------------------------------------------------------------------------------------------------------
+def test_cells_keep_what_is_assigned(xp):
+    for value in (mixed(), np.int64(3), f32([[1, 2]]), f32([])):
+        cell = xp.cell(xp.asarray(value, value.dtype.name))
+        before = cell.read()
+        assert xp.to_numpy(cell.read()).tobytes() == value.tobytes()
+        cell.assign(cell.read() + cell.read())
+        assert equal(np.array(xp.to_numpy(cell.read())).reshape(-1), (value + value).reshape(-1).tolist())
+        assert xp.to_numpy(before).tobytes() == value.tobytes()
+
+
+def test_cells_live_on_between_runs_of_a_graph():
+    xp = backend("tensorflow")
+    import tensorflow as tf
+
+    cell = xp.cell(xp.asarray(0, "int64"))
+
+    @tf.function(autograph=False)
+    def count():
+        cell.assign(cell.read() + 1)
+        return cell.read()
+
+    assert [int(count()) for _ in range(3)] == [1, 2, 3]
+    assert int(cell.read()) == 3
+
+
+def test_choose(ops):
+    new, old = mixed(), mixed(seed=1)
+    for bound, expected in ((1e9, new), (-1e9, old)):
+        found = ops(lambda xp, new, old: xp.choose(xp.all(new[:1] < bound), new, old), np.nan_to_num(new), old)  # noqa: B023
+        assert equal(found, (np.nan_to_num(new) if expected is new else old).tolist())
+    assert equal(ops(lambda xp, x: xp.choose(xp.finite(x), x, xp.zeros(3)), f32([1, NAN, 2])), [0, 0, 0])
+
+
+def test_require(xp):
+    assert xp.require(xp.finite(xp.zeros(3)), "never") is None
+    with pytest.raises(FloatingPointError, match="not finite here"):
+        xp.require(xp.finite(xp.full(3, NAN)), "not finite here")
+
+
+def test_require_inside_a_graph():
+    xp = backend("tensorflow")
+    import tensorflow as tf
+
+    @tf.function(autograph=False)
+    def check(x):
+        xp.require(xp.finite(x), "not finite here")
+        return x + 1
+
+    assert check(tf.constant([1.0])).numpy().tolist() == [2]
+    with pytest.raises((FloatingPointError, tf.errors.InvalidArgumentError), match="not finite here"):
+        check(tf.constant([NAN]))

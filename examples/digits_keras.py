@@ -1,0 +1,112 @@
+"""Handwritten digits with Keras on TensorFlow: each worker trains on its own images, and gradients travel compressed.
+
+python examples/digits_keras.py                                              # one worker
+horovodrun -np 2 --gloo python examples/digits_keras.py --method powersgd    # two, over Horovod
+python examples/digits_keras.py --method topk --params '{"compress_ratio": 0.05}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow: warnings and errors only
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+import digits
+import keras
+import tensorflow as tf
+from keras import layers
+
+import grace.tensorflow
+from grace import Grace, grace_from_params
+
+
+def start() -> None:
+    """Join the other workers, if a launcher started some."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # the model is too small to gain from more
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    if {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+
+
+def make_model() -> keras.Model:
+    """283,786 parameters, nearly all of them in two large tensors."""
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(2),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.Flatten(),
+            layers.Dense(256, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+class Watch(keras.callbacks.Callback):
+    """Keeps what each epoch gave, and tells how far training is."""
+
+    def __init__(self, grc: Grace, epochs: int, steps: int, tell: digits.Tell):
+        super().__init__()
+        self.history: list[dict[str, Any]] = []
+        self._grc, self._steps, self._total, self._tell = grc, steps, epochs * steps, tell
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch + 1 < self._steps:
+            self._tell(len(self.history) * self._steps + batch + 1, self._total, None)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        record = {"epoch": epoch + 1, "loss": logs["loss"], "accuracy": logs["val_accuracy"]}
+        self.history.append({**record, "bytes_sent": self._grc.report().bytes_sent})
+        self._tell((epoch + 1) * self._steps, self._total, self.history[-1])
+
+
+def train(grc: Grace, options: argparse.Namespace, tell: digits.Tell) -> dict[str, Any]:
+    """Train a new model; what it gave, as `digits.result` has it."""
+    images, labels, test_images, test_labels = digits.load(grc.rank, grc.world_size)
+    keras.utils.set_random_seed(options.seed)
+    model = make_model()
+    steps = len(images) // options.batch_size
+    batches = tf.data.Dataset.from_tensor_slices((images[..., None], labels))
+    batches = batches.shuffle(len(images), seed=options.seed).batch(options.batch_size, drop_remainder=True)
+
+    schedule = keras.optimizers.schedules.CosineDecay(options.lr, options.epochs * steps)
+    optimizer = keras.optimizers.SGD(schedule, momentum=options.momentum)
+    optimizer = grace.tensorflow.DistributedOptimizer(optimizer, grace=grc)
+    model.compile(
+        optimizer=optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        jit_compile=False,  # Horovod's operations have no XLA form
+    )
+    watch = Watch(grc, options.epochs, steps, tell)
+    began = time.perf_counter()
+    model.fit(
+        batches,
+        epochs=options.epochs,
+        validation_data=(test_images[..., None], test_labels),  # on every worker all test images: they are few
+        validation_batch_size=len(test_images),
+        callbacks=[grace.tensorflow.BroadcastCallback(0), grace.tensorflow.MetricAverageCallback(), watch],
+        shuffle=False,  # the dataset shuffles
+        verbose=0,
+    )
+    return digits.result("Keras", grc, watch.history, time.perf_counter() - began)
+
+
+def main() -> None:
+    options = digits.arguments("Handwritten digits with Keras on TensorFlow.").parse_args()
+    start()
+    grc = grace_from_params({"compressor": options.method, **options.params})
+    with digits.progress(f"Keras {options.method}", grc.rank) as tell:
+        outcome = train(grc, options, tell)
+    digits.finish(options, grc, outcome)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from grace.backends import Backend, backend_of
-from grace.backends.base import ITEMSIZE
-from grace.collectives import AllToAll, Broadcast, Collective, Gather, Reduce, arrays_of
+from grace.collectives import Reduce
 from grace.core import Array, Communicator, Context, Method, Program, State, Transport, name_of
+from grace.flight import Flight
 from grace.layout import Bucket, Tensor, Unit, layout
+from grace.meter import Meter
 from grace.report import Report, TensorReport
 
 FORMAT = 1  # of state_dict
@@ -51,57 +51,6 @@ class Job(NamedTuple):
     """A gradient on its way; `Grace.finish` gives its mean."""
 
     name: str
-
-
-class Flight:
-    """Programs of several units in lockstep: the collectives that they ask for in one round travel as one message."""
-
-    def __init__(self, name: str, programs: dict[str, Program[Any]], transport: Transport, clock: dict[str, float]):
-        self.results: dict[str, Any] = {}
-        self.asked: list[tuple[str, Collective, Any]] = []
-        """Unit, collective and result of everything that was exchanged."""
-        self._name, self._programs, self._transport, self._clock = name, programs, transport, clock
-        self._round = 0
-        self._requests: list[tuple[str, tuple[Collective, ...], bool]] = []
-        self._wait: Any = None
-        self._resume(dict.fromkeys(programs))
-
-    def advance(self) -> bool:
-        """Wait for this round and begin the next one. True when all programs have returned."""
-        if self._requests:
-            began = time.perf_counter()
-            results = iter(self._wait())
-            self._clock["wait"] += time.perf_counter() - began
-            answers: dict[str, Any] = {}
-            for unit, collectives, single in self._requests:
-                answer = tuple(next(results) for _ in collectives)
-                self.asked.extend((unit, *pair) for pair in zip(collectives, answer, strict=True))
-                answers[unit] = answer[0] if single else answer
-            self._resume(answers)
-        return not self._requests
-
-    def settle(self) -> None:
-        """Wait for the messages of this round and look no further."""
-        if self._requests:
-            self._wait()
-
-    def _resume(self, answers: dict[str, Any]) -> None:
-        began = time.perf_counter()
-        self._requests = []
-        for unit, answer in answers.items():
-            try:
-                asked = self._programs[unit].send(answer)
-            except StopIteration as stop:
-                self.results[unit] = stop.value
-            else:
-                single = not isinstance(asked, tuple)
-                collectives = (asked,) if not isinstance(asked, tuple) else asked
-                self._requests.append((unit, collectives, single))
-        if self._requests:
-            everything = [collective for _, asked, _ in self._requests for collective in asked]
-            self._wait = self._transport.start(everything, f"{self._name}.{self._round}")
-            self._round += 1
-        self._clock["compute"] += time.perf_counter() - began
 
 
 class Grace:
@@ -197,11 +146,13 @@ class Grace:
         self._buckets += buckets
         if self._step is None:
             self._step = xp.cell(xp.asarray(0, "int64")) if xp.traced else Counter()
+            self._meter = Meter(xp)
+            self._meter.extend([PRESENT])
         for unit in (unit for bucket in buckets for unit in bucket.units):
             self._unit_of.update({tensor.name: unit for tensor in unit.tensors})
             state = {} if unit.dense else self.communicator.init(self.method, self._context(unit, 0))
             self._cells[unit.name] = {key: xp.cell(value) for key, value in state.items()}
-        self._meter = Meter(xp, list(self._cells), self._meter)
+        self._meter.extend([unit.name for bucket in buckets for unit in bucket.units])
         if self._waiting is not None:
             self.load_state_dict(self._waiting)
 
@@ -392,7 +343,7 @@ class Grace:
                 part = xp.reshape(mean[start : start + tensor.size], tensor.shape)
                 means[tensor.name] = None if counts.get(tensor.name) == 0 else xp.cast(part, tensor.dtype)
                 start += tensor.size
-        self._meter.add(flight, self.rank)
+        self._meter.add(flight.results, flight.asked, self.rank)
         return means
 
     def _counts(self, flight: Flight, units: tuple[Unit, ...]) -> dict[str, float]:
@@ -530,61 +481,6 @@ class Counter:
 
     def assign(self, value: int) -> None:
         self._value = value
-
-
-class Meter:
-    """Counts the bytes of what was exchanged: for each unit sent, received, and times exchanged."""
-
-    def __init__(self, xp: Backend, names: list[str], before: Meter | None = None):
-        self._xp, self._names = xp, [*names, PRESENT]
-        self._totals: dict[str, list[int]] = {name: [0, 0, 0] for name in self._names}
-        if before is not None:
-            self._totals.update(before.read())
-        # A graph counts when it runs, so its totals must be part of it.
-        self._cell = xp.cell(xp.asarray([self._totals[name] for name in self._names], "int64")) if xp.traced else None
-
-    def add(self, flight: Flight, rank: int) -> None:
-        """Count what a flight exchanged."""
-        counts: dict[str, list[Any]] = {name: [0, 0, 0] for name in self._names}
-        for unit in flight.results:
-            counts[unit][2] = 1
-        for unit, collective, result in flight.asked:
-            counts[unit][0] += self._sent(collective, rank)
-            counts[unit][1] += self._received(collective, result, rank)
-        if self._cell is not None:
-            self._cell.assign(self._cell.read() + self._xp.asarray([counts[name] for name in self._names], "int64"))
-            return
-        for name in flight.results:
-            self._totals[name] = [a + b for a, b in zip(self._totals[name], counts[name], strict=True)]
-
-    def read(self) -> dict[str, list[int]]:
-        """Totals by unit."""
-        if self._cell is not None:
-            return dict(zip(self._names, self._xp.to_numpy(self._cell.read()).tolist(), strict=True))
-        return {name: list(total) for name, total in self._totals.items()}
-
-    def _sent(self, collective: Collective, rank: int) -> Any:
-        if isinstance(collective, Broadcast) and collective.root != rank:
-            return 0
-        if isinstance(collective, AllToAll):  # its own part stays here
-            return self._bytes(a for to, part in enumerate(collective.parts) if to != rank for a in part)
-        return self._bytes(arrays_of(collective))
-
-    def _received(self, collective: Collective, result: Any, rank: int) -> Any:
-        if isinstance(collective, (Gather, AllToAll)):
-            return self._bytes(a for source, part in enumerate(result) if source != rank for a in part)
-        if isinstance(collective, Broadcast) and collective.root == rank:
-            return 0
-        return self._bytes(result)
-
-    def _bytes(self, arrays: Iterable[Array]) -> Any:
-        total: Any = 0
-        for array in arrays:
-            size: Any = ITEMSIZE[self._xp.dtype(array)]
-            for length in self._xp.shape(array):
-                size = size * (self._xp.integers(self._xp.lengths([array]))[0] if length is None else length)
-            total = total + size
-        return total
 
 
 def _difference(first: Any, other: Any) -> str:

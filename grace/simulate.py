@@ -74,4 +74,4 @@ def _convert(xp: Backend, array: Any) -> Any:
 
 
 def _host(xp: Backend, array: Any) -> Any:
-    return None if array is None else xp.to_numpy(array)
+    return None if array is None else xp.to_numpy(array).copy()

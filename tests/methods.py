@@ -58,15 +58,21 @@ def share(ratio: float) -> Callable[[int], int]:
 
 def qsgd(levels: int, bucket: int, bits: int) -> Row:
     """A row of QSGD: ``bits`` is the width of one code."""
-    width = lambda n: min(n, bucket or n)
-    # Codes of 3, 5, 6 or 7 bits come in groups of eight.
-    codes = lambda n: math.ceil(n * bits / 8) if 8 % bits == 0 else math.ceil(n / 8) * bits
+
+    def codes(n: int) -> int:
+        # Codes of 3, 5, 6 or 7 bits come in groups of eight.
+        return math.ceil(n * bits / 8) if 8 % bits == 0 else math.ceil(n / 8) * bits
+
+    def variance(n: int) -> float:
+        n = min(n, bucket or n)
+        return min(n / levels**2, math.sqrt(n) / levels)
+
     return Row(
         {"compressor": "qsgd", "quantum_num": levels, "bucket_size": bucket},
         (*ANY, "twostage") if bucket else ANY,
         lambda n: codes(n) + 4 * math.ceil(n / (bucket or n)),
         random=True,
-        variance=lambda n: min(width(n) / levels**2, math.sqrt(width(n)) / levels),
+        variance=variance,
     )
 
 
@@ -227,7 +233,7 @@ def normal(*shape: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-# -- the random numbers, written a second time from the specification, in 64-bit NumPy and Python integers ------------
+# -- the random numbers, written a second time from the specification, in 64-bit NumPy and Python integers ---------
 M32 = 0xFFFFFFFF
 
 

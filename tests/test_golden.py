@@ -1,0 +1,157 @@
+"""The bytes of every method on a fixed vector, so that a wire format never changes unnoticed.
+
+Where a value is random, the stream's keys are (1, 2), whose first words are known (test_rng.py).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from methods import alone, backend, context, host, lockstep, normal, workers
+
+from grace import grace_from_params
+from grace.core import Context
+from grace.registry import compressors
+from grace.rng import Rng
+from grace.transports.local import LocalTransport
+
+X = np.array([0.5, -1, 0.25, 0, -0.125, 2, -0.75, 1.5], np.float32)
+FLOATS = X.tobytes().hex()
+
+
+class RawRng(Rng):
+    """The stream of keys (1, 2), whatever its name."""
+
+    def __init__(self, xp, offset):
+        self._xp, self._keys, self._offset = xp, (1, 2), offset
+
+
+@dataclass(frozen=True)
+class RawContext(Context):
+    """Draws from keys (1, 2)."""
+
+    def rng(self, label):
+        return RawRng(self.xp, self.offset)
+
+    shared_rng = rng
+
+
+def sent(xp, params, x=X, shape=None):
+    compressor = grace_from_params(params, LocalTransport()).method.compressor
+    ctx = RawContext(xp, "w", shape or x.shape)
+    payload, _ = alone(compressor.compress(xp.asarray(x.copy(), "float32"), compressor.init(ctx), ctx))
+    return compressor, ctx, payload
+
+
+def hexes(*values, dtype):
+    return np.array(values, dtype).tobytes().hex()
+
+
+GOLDEN = [
+    ({"compressor": "none"}, [FLOATS]),
+    ({"compressor": "fp16"}, ["003800bc0034000000b0004000ba003e"]),
+    ({"compressor": "bf16"}, ["003f80bf803e000000be004040bfc03f"]),
+    ({"compressor": "bf16", "rounding": "stochastic"}, ["003f80bf803e000000be004040bfc03f"]),
+    ({"compressor": "topk", "compress_ratio": 0.25}, ["000000400000c03f", "0500000007000000"]),
+    # The two largest words, as signed numbers, are those of positions 3 and 5.
+    ({"compressor": "randomk", "compress_ratio": 0.25}, ["0000000000000040"]),
+    ({"compressor": "randomk", "compress_ratio": 0.25, "unbiased_scale": True}, ["0000000000000041"]),
+    (
+        {"compressor": "threshold", "threshold": 0.75},
+        [hexes(-1, 2, -0.75, 1.5, dtype="f4"), hexes(1, 5, 6, 7, dtype="i4")],
+    ),
+    ({"compressor": "signsgd"}, ["ad", "00"]),
+    ({"compressor": "signsgd", "packed": False}, ["01ff0101ff01ff01", "00"]),
+    ({"compressor": "efsignsgd"}, ["ad", hexes(0.765625, dtype="f4")]),
+    # floor(|x| / norm * 7 + u) = 1 3 0 0 0 5 2 4, with the sign in the top of four bits.
+    ({"compressor": "qsgd", "quantum_num": 7, "bucket_size": 0}, ["b100584a", hexes(8.140625**0.5, dtype="f4")]),
+    # The same numbers in eight bits: floor(|x| / norm * 127 + u) = 22 45 11 0 5 89 33 67.
+    ({"compressor": "qsgd"}, ["16ad0b008559a143", hexes(8.140625**0.5, dtype="f4")]),
+]
+
+
+def test_every_method_has_golden_bytes():
+    assert {params["compressor"] for params, _ in GOLDEN} | {"powersgd"} == set(compressors)
+
+
+@pytest.mark.parametrize("params, expected", GOLDEN, ids=lambda value: str(value)[:60])
+def test_golden_payload(xp, params, expected):
+    _, _, payload = sent(xp, params)
+    assert [array.tobytes().hex() for array in host(xp, payload)] == expected
+
+
+def test_golden_errors(xp):
+    for params, square in (
+        ({"compressor": "topk", "compress_ratio": 0.25}, 1.890625),
+        ({"compressor": "efsignsgd"}, 8.140625 - 6.125**2 / 8),
+        ({"compressor": "threshold", "threshold": 0.75}, 0.5**2 + 0.25**2 + 0.125**2),
+    ):
+        compressor, ctx, payload = sent(xp, params)
+        error = X - xp.to_numpy(compressor.decompress(payload, ctx))
+        assert float((error.astype(np.float64) ** 2).sum()) == pytest.approx(square, rel=1e-6)
+
+
+def test_golden_rounding_of_bf16(xp):
+    # 1 + 2**-8 lies half-way: to even; and at random, up where the lower half of the word exceeds 0x8000 - 1.
+    x = np.array([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8, 1 + 2**-8, 1 + 2**-8, 1 + 2**-8, np.inf], np.float32)
+    _, _, payload = sent(xp, {"compressor": "bf16"}, x)
+    assert host(xp, payload)[0].view("<u2").tolist() == [0x3F80, 0x3F82, 0xBF80, *[0x3F80] * 4, 0x7F80]
+    _, _, payload = sent(xp, {"compressor": "bf16", "rounding": "stochastic"}, x)
+    # Lower halves: cc10 7ab1 d57f fcec 1ed0 f794 c686.
+    expected = [0x3F81, 0x3F81, 0xBF81, 0x3F81, 0x3F80, 0x3F81, 0x3F81, 0x7F80]
+    assert host(xp, payload)[0].view("<u2").tolist() == expected
+
+
+def test_golden_powersgd(xp):
+    # Q begins as normal numbers of the stream; P is its orthonormal image, and the result a projection.
+    params = {"compressor": "powersgd", "compress_rank": 1, "min_rate": 0.5}
+    compressor, ctx, payload = sent(xp, params, shape=(2, 4))
+    assert [(array.shape, array.dtype.name) for array in host(xp, payload)] == [
+        ((2, 1), "float32"),
+        ((1, 4), "float32"),
+    ]
+    q = np.array(xp.to_numpy(compressor.init(ctx)["q"]), np.float64)
+    assert q.shape == (1, 4)
+    matrix = X.reshape(2, 4).astype(np.float64)
+    p = matrix @ q.T / np.linalg.norm(matrix @ q.T)
+    np.testing.assert_allclose(
+        xp.to_numpy(compressor.decompress(payload, ctx)).reshape(2, 4), p @ p.T @ matrix, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "params, expected",
+    [
+        ({"compressor": "topk"}, {"memory/residual": (1200,)}),
+        ({"compressor": "qsgd"}, {}),
+        ({"compressor": "powersgd"}, {"memory/residual": (1200,), "compressor/q": (4, 30)}),
+        (
+            {"compressor": "efsignsgd", "block_size": 64, "communicator": "twostage"},
+            {"worker/memory/residual": (1200,), "server/memory/residual": (640,)},
+        ),
+    ],
+    ids=str,
+)
+def test_golden_state(xp, params, expected):
+    graces = workers(params, 2)
+    gradients = [{"w": xp.asarray(normal(40, 30, seed=rank), "float32")} for rank in range(2)]
+    for grace in graces:
+        grace.build(gradients[0])
+    lockstep(graces, gradients)
+    state = graces[0].state_dict()
+    assert list(state) == ["format", "rank", "world_size", "step", "method", "tensors"]
+    assert (state["format"], state["rank"], state["world_size"], state["step"]) == (1, 0, 2, 1)
+    found = {key: tuple(array.shape) for arrays in state["tensors"].values() for key, array in arrays.items()}
+    assert found == expected
+
+
+STREAM = [0x275CD271, 0x81F39B40, 0x41DF41E1]
+POSITIONS = [102, 602, 644, 706, 757]
+
+
+def test_golden_stream_of_a_named_tensor():
+    # The keys of a real stream, through every layer: seed 0, label "round", tensor "layer1.weight", step 5, worker 3.
+    xp = backend("numpy")
+    ctx = context(xp, 8, name="layer1.weight", rank=3, step=5)
+    assert ctx.rng("round").bits(3).view(np.uint32).tolist() == STREAM
+    assert ctx.shared_rng("positions").sample(1000, 5).tolist() == POSITIONS

@@ -1,0 +1,244 @@
+"""Writes docs/methods.md from the registry: docstrings, fields, declarations, and bits counted by `grace.simulate`.
+
+python docs/generate_methods.py            # write the page
+python docs/generate_methods.py --check    # fail if it is not what would be written
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grace import Combine, simulate
+from grace.registry import Registry, communicators, compressors, memories
+
+PAGE = Path(__file__).with_name("methods.md")
+SHAPE = (1024, 1024)
+N = 2**20
+
+SETTINGS: dict[str, dict[str, Any]] = {"threshold": {"threshold": 2.5758}}
+"""With what a method is measured, where its defaults make no sense for numbers of variance 1."""
+
+NOTES = {
+    "threshold": "measured with `threshold=2.5758`, which 1% of such numbers reach",
+    "powersgd": "measured on a matrix of 1024 x 1024; 32 r (a + b) / (a b) in general",
+}
+
+WHEN = {
+    "bf16": "A safe first step: half the bytes, nearly no loss, and no overflow, for few workers or in two stages.",
+    "efsignsgd": "32 times fewer bits. Set `block_size` (512, say) when a tensor holds parts of different magnitude, "
+    "and to be able to use `twostage`.",
+    "fp16": "Half the bytes through a plain allreduce, for any number of workers. Scale the loss if gradients are "
+    "tiny or huge.",
+    "none": "The baseline to compare with; also what every tensor below `min_numel` gets.",
+    "powersgd": "Large matrices (linear layers, convolutions, attention) and many workers: it needs only allreduces. "
+    "Vectors go dense.",
+    "qsgd": "When no memory may be spent on a residual, or when an unbiased gradient is asked for. Fewer levels send "
+    "fewer bits and add more noise.",
+    "randomk": "As cheap on the wire as top-k at half the ratio, and summable, but it does not choose large elements. "
+    "A baseline for top-k, or for very many workers.",
+    "signsgd": "One bit per element and no residual to keep. Every element moves by the learning rate in every step, "
+    "so lower it; `efsignsgd` needs no such change.",
+    "threshold": "When the scale of the gradients is known and steady. What it sends varies with the step: look at the "
+    "report, since a low threshold sends more than the dense gradient.",
+    "topk": "Few, large elements carry most of the gradient, and workers are few: traffic grows with their number.",
+    "residual": "With every method that is neither unbiased nor a vote; it is their default.",
+    "allgather": "Any method, with few workers.",
+    "allreduce": "Methods whose payloads may be summed, or are agreed on while compressing: it is their default.",
+    "broadcast": "Where gathering is slow or absent; otherwise `allgather`: one message where this is one per worker.",
+    "twostage": "Blockwise methods with more than a few workers.",
+}
+"""When to use what. A method that is not named here cannot be documented. Memory "none" needs no advice."""
+
+HEAD = f"""<!-- Written by docs/generate_methods.py: change the docstrings or that script, not this page. -->
+# Methods
+
+What is registered, as its source says it. `grace methods` prints the same names and parameters on your machine.
+
+A method is a compressor with a memory; a communicator carries it. All parameters are keys of the dictionary that
+`grace_from_params` takes. Everything here runs on NumPy, PyTorch and TensorFlow from one definition.
+
+**Bits per element** are counted, not claimed: the bytes that one worker hands to the network for a float32
+tensor of {SHAPE[0]} x {SHAPE[1]} = 2^20 numbers of variance 1, with default parameters, over the default communicator
+(`grace.simulate`, 2 workers). Dense is 32.
+
+**Guarantees** are the ones that the classes declare, for n = 2^20 elements x and what is decoded x̂, in the worst case:
+*contraction d* means E‖x − x̂‖² ≤ (1 − d)‖x‖²; *variance w* means that the expectation of x̂ is x and
+E‖x − x̂‖² ≤ w‖x‖². A small d does not mean a large error on real gradients: it is what no gradient exceeds.
+
+In payloads, n is the number of elements and m the number of blocks.
+"""
+
+MOVED = """Bits per element that one worker hands to the library and gets from it (`efsignsgd` with `block_size=512`).
+How often a byte then crosses a link is the library's choice: a ring allreduce sends and receives 2(N−1)/N times the
+tensor.
+"""
+
+LIMIT = """What allgather and broadcast receive grows with the number of workers N, so they move fewer bytes than a
+dense ring allreduce only for methods of fewer than 64/N bits per element. See the [guide](guide.md#which-communicator).
+"""
+
+COMBINE = {
+    Combine.GATHER: "payloads of all workers are needed",
+    Combine.MEAN: "payloads may be summed on the wire",
+    Combine.AGREED: "the workers agree on one payload while they compress",
+}
+
+
+@cache
+def bits(name: str) -> float:
+    """Bits per element that a worker sends."""
+    return sent({"compressor": name, **SETTINGS.get(name, {})}, 2)[0]
+
+
+def sent(params: dict[str, Any], workers: int) -> tuple[float, float]:
+    """Bits per element that worker 0 sends and receives."""
+    draw = [np.random.default_rng(worker).standard_normal(SHAPE, dtype=np.float32) for worker in range(workers)]
+    report = simulate(params, [{"w": gradient} for gradient in draw]).report
+    return 8 * report.bytes_sent / N, 8 * report.bytes_received / N
+
+
+def usual(cls: Any) -> tuple[str, str]:
+    """Default memory and communicator of a compressor."""
+    made = cls()
+    return made.memory, "allgather" if made.combine is Combine.GATHER else "allreduce"
+
+
+def docstring(cls: type) -> tuple[str, list[str], str]:
+    """First line, statements, citation of a docstring."""
+    first, *rest = inspect.cleandoc(cls.__doc__ or "").replace("``", "`").split("\n")
+    statements: list[str] = []
+    for line in filter(None, rest):  # a statement ends with the line that ends in a full stop
+        if statements and not statements[-1].endswith("."):
+            statements[-1] += f" {line}"
+        else:
+            statements.append(line)
+    cited = [text for text in statements if re.match(r"[A-Z]\w+(,| and| et al)", text) and re.search(r"\d{4}", text)]
+    return first, [text for text in statements if text not in cited], " ".join(cited)
+
+
+def split(statements: list[str], names: set[str]) -> tuple[list[str], dict[str, str]]:
+    """Statements apart from what is said about parameters."""
+    plain, about = [], {}
+    for text in statements:
+        for part in re.split(r"(?=`\w+`: )|(?=State: )", text):
+            found = re.match(r"`(\w+)`: (.*)", part.strip())
+            if found and found[1] in names:
+                about[found[1]] = found[2].strip()
+            elif part.strip():
+                plain.append(part.strip())
+    return plain, about
+
+
+def linked(citation: str) -> str:
+    """Links for arXiv's numbers."""
+    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", citation)
+
+
+def guarantee(made: Any) -> str:
+    """What a compressor declares of its error."""
+    if made.vote:
+        return "a vote: the result has the majority's signs, not the mean's magnitudes"
+    found = []
+    if (w := made.variance(N)) is not None:
+        found.append(f"unbiased, variance w = {w:.3g}" if w else "unbiased")
+    if (d := made.contraction(N)) is not None:
+        found.append(
+            "exact" if d == 1 else f"contraction d = {d:.3g}" if d < 0.9 else f"contraction 1 − d = {1 - d:.3g}"
+        )
+    return "; ".join(found) or "none declared"
+
+
+def section(name: str, registry: Registry) -> str:
+    """One class."""
+    cls: Any = registry[name]
+    first, statements, citation = docstring(cls)
+    plain, about = split(statements, {field.name for field in fields(cls)})
+    lines = [f"### {name}", ""]
+    if others := registry.aliases(name):
+        lines += ["Also known as " + ", ".join(f"`{other}`" for other in others) + ".", ""]
+    lines += [first, ""]
+    for text in plain:
+        start, colon, rest = text.partition(": ")
+        lines += [f"**{start}**: {rest}" if colon and start in ("Payload", "State") else text, ""]
+    if about.keys() or fields(cls):
+        lines += ["| parameter | default | |", "|---|---|---|"]
+        lines += [f"| `{f.name}` | `{f.default!r}` | {about.get(f.name, 'see above')} |" for f in fields(cls)]
+        lines += [""]
+    if registry is compressors:
+        made, (memory, communicator) = cls(), usual(cls)
+        note = f" ({NOTES[name]})" if name in NOTES else ""
+        block = f"blocks of {made.block}" if made.block else "the whole tensor"
+        lines += [
+            f"- **Bits per element**: {bits(name):.4g}{note}",
+            f"- **Guarantee**: {guarantee(made)}",
+            f"- **Default memory and communicator**: `{memory}`, `{communicator}` ({COMBINE[made.combine]})",
+            f"- **Statistics per**: {'element' if made.block == 1 else block}"
+            + ("; blockwise, so `twostage` can carry it" if made.block and not made.ragged else ""),
+        ]
+    if citation:
+        lines.append(f"- **Paper**: {linked(citation)}")
+    if (name, registry) == ("none", memories):
+        pass
+    elif name in WHEN:
+        lines.append(f"- **When to use**: {WHEN[name]}")
+    else:
+        raise SystemExit(f"say in WHEN, in {Path(__file__).name}, when {name!r} is the right choice")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def overview() -> str:
+    """The table of all compressors."""
+    lines = ["| compressor | bits per element | default memory | default communicator |", "|---|---|---|---|"]
+    for name, cls in compressors.items():
+        memory, communicator = usual(cls)
+        lines.append(f"| [{name}](#{name}) | {bits(name):.4g} | {memory} | {communicator} |")
+    return "\n".join(lines) + "\n"
+
+
+def traffic() -> str:
+    """What the communicators move, for one method that all of them but allreduce can carry."""
+    method = {"compressor": "efsignsgd", "block_size": 512}
+    rows = [({"compressor": "none"}, "none over allreduce (dense)")]
+    rows += [({**method, "communicator": c}, f"efsignsgd over {c}") for c in ("allgather", "broadcast", "twostage")]
+    lines = [
+        "| | sent, 4 workers | received, 4 workers | sent, 8 workers | received, 8 workers |",
+        "|---|---|---|---|---|",
+    ]
+    for params, label in rows:
+        numbers = [f"{number:.3g}" for workers in (4, 8) for number in sent(params, workers)]
+        lines.append(f"| {label} | {' | '.join(numbers)} |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """All of docs/methods.md."""
+    parts = [HEAD, "## Compressors\n", overview()]
+    parts += [section(name, compressors) for name in compressors]
+    parts += [
+        "## Memories\n",
+        *[section(name, memories).replace("### none", "### no memory (none)") for name in memories],
+    ]
+    parts += [
+        "## Communicators\n",
+        MOVED,
+        traffic(),
+        LIMIT,
+        *[section(name, communicators) for name in communicators],
+    ]
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    text = page()
+    if "--check" not in sys.argv:
+        PAGE.write_text(text)
+    elif PAGE.read_text() != text:
+        sys.exit("docs/methods.md is out of date: run python docs/generate_methods.py")

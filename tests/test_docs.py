@@ -1,0 +1,117 @@
+"""README and docs: their code runs, their links lead somewhere, their tables and commands are true."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GENERATOR = [sys.executable, str(ROOT / "docs" / "generate_methods.py")]
+TOOLKITS = ("horovod", "keras", "tensorflow", "torch")
+
+
+def scripts():
+    """A page's Python blocks, joined; after the comment <!-- fresh --> a new process begins."""
+    for page in PAGES:
+        for number, part in enumerate(page.read_text().split("<!-- fresh -->")):
+            code = "\n".join(re.findall(r"^```python\n(.*?)^```", part, re.DOTALL | re.MULTILINE))
+            if code:
+                yield pytest.param(code, id=f"{page.stem}-{number}")
+
+
+@pytest.mark.parametrize("code", list(scripts()))
+def test_code_runs(code, tmp_path):
+    for name in TOOLKITS:
+        if re.search(rf"^\s*(import|from) {name}\b|\"{name}\"", code, re.MULTILINE):
+            pytest.importorskip(name)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, **alone, **quiet, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def anchors(text):
+    """The names under which a page's headings can be linked to."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    plain = (unicodedata.normalize("NFKD", heading).lower() for heading in headings)
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in plain}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page):
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"https?://", target):
+            continue
+        file, _, anchor = target.partition("#")
+        found = page.parent / file if file else page
+        assert found.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(found.read_text()), f"{page.name} links to {target}"
+
+
+def test_methods_page_is_what_the_registry_says():
+    done = subprocess.run([*GENERATOR, "--check"], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_has_the_table_of_the_methods_page():
+    def table(path):
+        rows = re.findall(
+            r"^\| \[?`?(\w+)`?(?:\]\(\S+\))? \| ([\d.]+) \| (\w+) \| (\w+) \|$", path.read_text(), re.MULTILINE
+        )
+        return {name: rest for name, *rest in rows}
+
+    assert table(ROOT / "README.md") == table(ROOT / "docs" / "methods.md")
+    assert len(table(ROOT / "README.md")) >= 10
+
+
+def shell(page):
+    """The shell lines of a page, without comments."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_commands_exist(page):
+    pytest.importorskip("typer", reason="the command line")
+    from grace.cli.app import app
+
+    commands = {command.callback.__name__ for command in app.registered_commands}
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = set(re.findall(r"^([\w-]+) =$", (ROOT / "setup.cfg").read_text(), re.MULTILINE))
+    inline = re.findall(r"`((?:grace|make) [^`]+)`", page.read_text())
+    for line in [*shell(page), *inline]:
+        words = line.split()
+        if not words:
+            continue
+        if words[0] == "grace":
+            assert words[1] in commands, line
+        if words[0] == "make":
+            assert words[1] in targets, line
+        if words[0] == "python":
+            assert words[1] == "train.py" or (ROOT / words[1]).exists(), line
+        for extra in re.findall(r"\.\[([\w,-]+)\]", line):
+            assert set(extra.split(",")) <= extras, line
+
+
+def test_a_new_process_is_not_begun_for_nothing():
+    for page in PAGES:
+        for part in page.read_text().split("<!-- fresh -->")[1:]:
+            assert re.match(r"\s*```python\n", part), f"{page.name}: the comment stands right above a block of Python"

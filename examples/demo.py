@@ -90,7 +90,11 @@ def compare(options: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
     for toolkit in [options.toolkit] if options.toolkit else TOOLKITS:
         command = [str(HOROVODRUN), "-np", str(WORKERS), "--gloo", sys.executable, str(HERE / "demo.py")]
-        found = run(console, toolkit, [*command, *passed_on(options), "--worker", toolkit])
+        found = run(
+            console,
+            toolkit,
+            [*command, *passed_on(options), "--worker", toolkit, "--events", str(OUT / f"{toolkit}.jsonl")],
+        )
         if found is None:
             return 1
         results += found
@@ -243,29 +247,25 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         sent = [epoch["bytes_sent"] / 1e6 for epoch in one["history"]]
         way.plot(sent, [100 * epoch["accuracy"] for epoch in one["history"]], line, color=colour, lw=1.6)
         way.plot(sent[-1], accuracy, marker, color=colour, markeredgecolor="white", ms=8, zorder=3)
-    for method in METHODS:
-        points = [r for r in results if r["method"] == method]
-        top = max(points, key=lambda r: r["accuracy"])
-        ratio = results[0]["bytes_per_step"] / top["bytes_per_step"]
-        text = method if method == "dense" else f"{method}\n{ratio:.0f}x fewer"
-        where = (top["bytes_per_step"] / 1e3, 100 * top["accuracy"])
-        end.annotate(text, where, (0, 9), textcoords="offset points", ha="center", color=colours[method], weight="bold")
     lowest = min(100 * one["accuracy"] for one in results)
-    end.set(
-        xscale="log", ylim=(min(95, lowest - 1), 100.3), xlabel="kB sent per worker and step", ylabel="test accuracy, %"
-    )
+    end.set(xscale="log", xlabel="kB sent per worker and step", ylabel="test accuracy, %")
+    end.set_ylim(min(95, lowest - 0.5), 100)
     end.set_title("After training", loc="left", weight="bold")
-    way.set(xscale="log", ylim=(0, 102), xlabel="MB sent per worker so far", ylabel="test accuracy, %")
+    way.set(xscale="log", ylim=(20, 102), xlabel="MB sent per worker so far", ylabel="test accuracy, %")
     way.set_title("On the way there, epoch by epoch", loc="left", weight="bold")
     for axes in (end, way):
         axes.grid(True, which="major", color="#dddddd", lw=0.6)
         axes.set_axisbelow(True)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    dense = results[0]["bytes_per_step"]
+    patches = []
+    for one in results[: len(METHODS)]:
+        fewer = "" if one is results[0] else f", {dense / one['bytes_per_step']:.0f}x fewer bytes"
+        patches.append(plt.Line2D([], [], color=colours[one["method"]], marker="o", ls="", label=one["method"] + fewer))
+    end.legend(handles=patches, loc="lower center", frameon=False)
     shown = [name for name in styles if any(r["toolkit"] == name for r in results)]
-    handles = [
-        plt.Line2D([], [], color="#888888", marker=styles[name][0], ls=styles[name][1], label=name) for name in shown
-    ]
-    way.legend(handles=handles, loc="lower right", frameon=False)
+    lines = [plt.Line2D([], [], color="#777777", marker=styles[n][0], ls=styles[n][1], label=n) for n in shown]
+    way.legend(handles=lines, loc="lower right", frameon=False)
     figure.savefig(path, dpi=150)
 
 

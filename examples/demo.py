@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -47,7 +48,7 @@ def main() -> int:
         return 1
     import digits
 
-    parser = digits.arguments("Compare methods in PyTorch and in Keras.")
+    parser = digits.arguments("Compare methods in PyTorch and in Keras.", one_method=False)
     parser.add_argument("--toolkit", choices=TOOLKITS, help="only this one (default: both)")
     parser.add_argument("--worker", choices=TOOLKITS, help=argparse.SUPPRESS)
     parser.add_argument("--events", type=Path, help=argparse.SUPPRESS)
@@ -89,12 +90,7 @@ def compare(options: argparse.Namespace) -> int:
     began = time.perf_counter()
     results: list[dict[str, Any]] = []
     for toolkit in [options.toolkit] if options.toolkit else TOOLKITS:
-        command = [str(HOROVODRUN), "-np", str(WORKERS), "--gloo", sys.executable, str(HERE / "demo.py")]
-        found = run(
-            console,
-            toolkit,
-            [*command, *passed_on(options), "--worker", toolkit, "--events", str(OUT / f"{toolkit}.jsonl")],
-        )
+        found = run(console, toolkit, options)
         if found is None:
             return 1
         results += found
@@ -111,17 +107,29 @@ def compare(options: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def passed_on(options: argparse.Namespace) -> list[str]:
-    names = ("epochs", "batch_size", "lr", "momentum", "seed")
-    return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
-
-
-def run(console: Any, toolkit: str, command: list[str]) -> list[dict[str, Any]] | None:
+def run(console: Any, toolkit: str, options: argparse.Namespace) -> list[dict[str, Any]] | None:
     """Run all methods with one toolkit, with a bar for each; their results, or None after a failure."""
+    with tempfile.TemporaryDirectory(prefix="grace-demo-") as folder:
+        events, log = Path(folder, "events.jsonl"), Path(folder, "log")
+        events.touch()
+        command = [str(HOROVODRUN), "-np", str(WORKERS), "--gloo", sys.executable, str(HERE / "demo.py")]
+        for name in ("epochs", "batch_size", "lr", "momentum", "seed"):
+            command.append(f"--{name.replace('_', '-')}={getattr(options, name)}")
+        command += ["--worker", toolkit, "--events", str(events)]
+        results, status = watch(console, toolkit, command, events, log)
+        if status == 0 and len(results) == len(METHODS):
+            return results
+        print(log.read_text(), file=sys.stderr)
+    print(f"The {TOOLKITS[toolkit]} workers failed (exit status {status}); see above.", file=sys.stderr)
+    return None
+
+
+def watch(
+    console: Any, toolkit: str, command: list[str], events: Path, log: Path
+) -> tuple[list[dict[str, Any]], int | None]:
+    """Show what the workers tell while the command runs; the results, and the command's exit status."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    events, log = OUT / f"{toolkit}.jsonl", OUT / f"{toolkit}.log"
-    events.write_text("")
     # One thread for each worker: they share the machine's cores.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
     results: list[dict[str, Any]] = []
@@ -151,11 +159,7 @@ def run(console: Any, toolkit: str, command: list[str]) -> list[dict[str, Any]] 
                 bars.update(row, completed=event["done"], total=event["total"], **note)
         finally:
             stop(process)
-    if process.returncode == 0 and len(results) == len(METHODS):
-        return results
-    print(log.read_text(), file=sys.stderr)
-    print(f"The {TOOLKITS[toolkit]} workers failed (exit status {process.returncode}); see above.", file=sys.stderr)
-    return None
+    return results, process.returncode
 
 
 def follow(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:

@@ -30,19 +30,20 @@ def load(rank: int, size: int) -> tuple[np.ndarray, ...]:
     return images[shard], labels[shard], images[test], labels[test]
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
-    """The command line of both examples. The defaults suit every method: none of them is tuned by itself."""
+def arguments(description: str, one_method: bool = True) -> argparse.ArgumentParser:
+    """The command line of the examples. The defaults suit every method: none of them is tuned by itself."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--method", default="topk", help="compressor, as `grace methods` lists them")
-    parser.add_argument("--params", type=json.loads, default={}, metavar="JSON", help="further keys, such as its ratio")
+    if one_method:
+        parser.add_argument("--method", default="topk", help="compressor, as `grace methods` lists them")
+        parser.add_argument("--params", type=json.loads, default={}, metavar="JSON", help="further keys, as its ratio")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=32, help="images per worker and step")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the images")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     return parser
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from exchanges import ROWS, SHAPES, STEPS, gradients
+from exchanges import ROWS, SHAPES, STEPS, gradients, rows
 from launch import launch
 
 from grace import simulate
@@ -19,14 +19,21 @@ LAUNCHES = [
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(scope="module", params=LAUNCHES, ids=lambda p: f"{p[0]}-{p[1]}-{p[2]}")
-def found(request, tmp_path_factory):
+CASES = [(case, index) for case in LAUNCHES for index in rows(case[2], case[1])]
+
+
+@pytest.fixture(scope="module")
+def found(case, tmp_path_factory):
     """What each worker of one launch found, for every row."""
-    launcher, size, toolkit, transport = request.param
+    launcher, size, toolkit, transport = case
     return launch(launcher, size, "exchange.py", tmp_path_factory.mktemp("out"), toolkit, transport)
 
 
-@pytest.mark.parametrize("index", range(len(ROWS)), ids=lambda i: "-".join(map(str, ROWS[i].values())))
+def name(value):
+    return "-".join(map(str, value[:3] if isinstance(value, tuple) else ROWS[value].values()))
+
+
+@pytest.mark.parametrize("case, index", CASES, ids=name, scope="module")
 def test_real_workers_agree_with_the_simulation(found, index):
     params, workers = ROWS[index], [worker[index] for worker in found]
     sequence = [[gradients(step, rank) for rank in range(len(workers))] for step in range(STEPS)]

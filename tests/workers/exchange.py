@@ -3,7 +3,7 @@
 import sys
 
 import numpy as np
-from exchanges import ROWS, STEPS, gradients
+from exchanges import ROWS, STEPS, gradients, rows
 from launch import save
 
 out, toolkit, transport = sys.argv[1:]
@@ -57,10 +57,10 @@ else:
             yield {name: grc.finish(job).numpy() for name, job in jobs.items()}
 
 
-found = []
-for params in ROWS:
-    grc = grace.grace_from_params(params)
+found = {}
+for index in rows(toolkit, hvd.size() if transport == "horovod" else dist.get_world_size()):
+    grc = grace.grace_from_params(ROWS[index])
     means = list(exchange(grc, gradients(0, 0)))
     report = grc.report()
-    found.append((means, report.bytes_sent, report.bytes_received, report.bytes_dense, report.steps))
+    found[index] = (means, report.bytes_sent, report.bytes_received, report.bytes_dense, report.steps)
 save(out, grc.rank, found)

@@ -41,7 +41,7 @@ def test_code_runs(code, tmp_path):
         env={**os.environ, **alone, **quiet, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -36,6 +36,12 @@ def counts(xp: Any, n: int, block: int | None) -> Array:
     return xp.asarray(full, "float32")
 
 
-def inverse(xp: Any, scale: Array) -> Array:
-    """1 / scale, and 0 where scale is 0. NaN and infinity pass."""
-    return xp.where(scale == 0, 0.0, 1.0 / xp.where(scale == 0, xp.full(xp.shape(scale), 1.0), scale))
+def divisor(xp: Any, scale: Array) -> Array:
+    """[m] -> [m, 1]: the scales, and 1 where a scale is 0, to divide `rows` by. (1 / scale may overflow: divide.)"""
+    return xp.reshape(xp.where(scale == 0, 1.0, scale), (-1, 1))
+
+
+def check_block(key: str, block: int) -> None:
+    """Raise ValueError unless a block's size is a multiple of 8 (whole bytes of bits), or 0 for the whole tensor."""
+    if block < 0 or block % 8:
+        raise ValueError(f"{key}={block!r} must be a multiple of 8, or 0 for the whole tensor")

@@ -29,7 +29,7 @@ class Allreduce(Communicator):
         if largest and largest * world_size > LIMITS[dtype]:
             raise ValueError(
                 f"{name_of(compressor)!r} sums {dtype} on the wire: {world_size} workers times {largest} exceed "
-                f"{LIMITS[dtype]}. Use communicator 'allgather' with packed codes"
+                f"{LIMITS[dtype]}. Use communicator 'allgather'"
             )
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:

@@ -22,8 +22,7 @@ class EFSignSGD(Compressor):
     block_size: int = 0
 
     def __post_init__(self) -> None:
-        if self.block_size < 0 or self.block_size % 8:
-            raise ValueError(f"block_size={self.block_size!r} must be a multiple of 8, or 0 for the whole tensor")
+        blocks.check_block("block_size", self.block_size)
 
     @property
     def block(self) -> int | None:

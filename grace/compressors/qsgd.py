@@ -28,8 +28,7 @@ class QSGD(Compressor):
     def __post_init__(self) -> None:
         if not 1 <= self.quantum_num <= 127:
             raise ValueError(f"quantum_num={self.quantum_num!r} must lie in 1 .. 127 (codes of at most 8 bits)")
-        if self.bucket_size < 0 or self.bucket_size % 8:
-            raise ValueError(f"bucket_size={self.bucket_size!r} must be a multiple of 8, or 0 for the whole tensor")
+        blocks.check_block("bucket_size", self.bucket_size)
 
     @property
     def block(self) -> int | None:
@@ -51,9 +50,9 @@ class QSGD(Compressor):
         table = blocks.rows(xp, x, self.block)
         # Squares are taken relative to the largest element: neither 1e30 nor 1e-30 leaves float32's range.
         largest = xp.max(xp.abs(table), 1)
-        relative = table * xp.reshape(blocks.inverse(xp, largest), (-1, 1))
+        relative = table / blocks.divisor(xp, largest)
         norm = largest * xp.sqrt(xp.sum(relative * relative, 1))
-        level = xp.abs(table) * xp.reshape(blocks.inverse(xp, norm), (-1, 1)) * float(self.quantum_num)
+        level = xp.abs(table) / blocks.divisor(xp, norm) * float(self.quantum_num)
         level = xp.floor(blocks.flat(xp, level, n) + ctx.rng("round").uniform(n))
         level = xp.minimum(level, float(self.quantum_num))
         codes = xp.cast(level, "int32") + xp.cast(x < 0, "int32") * (1 << (self.bits - 1))

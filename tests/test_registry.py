@@ -111,7 +111,7 @@ REFUSED = [
     ({"compressor": "topk", "min_nummel": 1}, r"unknown key 'min_nummel' \(did you mean 'min_numel'\?\)"),
     ({"compressor": "topk", "wrold_size": 1}, r"did you mean 'world_size'"),
     ({"compressor": "topk", "quantum_num": 7}, r"key 'quantum_num' belongs to compressor 'qsgd', not to 'topk'"),
-    ({"compressor": "qsgd", "compress_ratio": 0.1}, r"belongs to compressor 'randomk' and compressor 'topk', not to 'qsgd'"),
+    ({"compressor": "qsgd", "compress_ratio": 0.1}, r"compressor 'randomk' and compressor 'topk', not to 'qsgd'"),
     ({"compressor": "qsgd", "beta": 0.1}, r"key 'beta' belongs to memory 'residual'"),
     ({"compressor": "topk", "compress_ratio": 0}, r"compress_ratio=0 must lie in \(0, 1\]"),
     ({"compressor": "topk", "compress_ratio": 2}, r"compress_ratio=2 must lie in \(0, 1\]"),
@@ -136,12 +136,12 @@ REFUSED = [
     ({"bucket_mb": 0}, "bucket_mb=0 must be positive"),
     ({"bucket_mb": float("nan")}, "bucket_mb=nan must be positive"),
     ({"seed": "7"}, "seed='7' must be of type int"),
-    ({"compressor": "topk", "communicator": "allreduce"}, "'allreduce' cannot carry 'topk'.*Use communicator 'allgather'"),
+    ({"compressor": "topk", "communicator": "allreduce"}, "cannot carry 'topk'.*Use communicator 'allgather'"),
     ({"compressor": "signsgd", "communicator": "allreduce"}, "Use communicator 'allgather'; or set packed=False"),
-    ({"compressor": "powersgd", "communicator": "allgather"}, "'allgather' cannot carry 'powersgd'.*Use communicator 'allreduce'"),
+    ({"compressor": "powersgd", "communicator": "allgather"}, "cannot carry 'powersgd'.*Use communicator 'allreduce'"),
     ({"compressor": "powersgd", "communicator": "broadcast"}, "Use communicator 'allreduce'"),
     ({"compressor": "powersgd", "communicator": "twostage"}, "Use communicator 'allreduce'"),
-    ({"compressor": "topk", "communicator": "twostage"}, "'topk', which is not blockwise. Use communicator 'allgather'"),
+    ({"compressor": "topk", "communicator": "twostage"}, "which is not blockwise. Use communicator 'allgather'"),
     ({"compressor": "efsignsgd", "communicator": "twostage"}, "or set block_size so that statistics are per block"),
     ({"compressor": "qsgd", "bucket_size": 0, "communicator": "twostage"}, "or set bucket_size"),
     ({"compressor": "signsgd", "memory": "residual"}, "use memory 'none' with 'signsgd', or compressor 'efsignsgd'"),
@@ -236,7 +236,7 @@ def test_a_method_of_thirty_lines_works_everywhere():
         assert found.report.bytes_sent == 2 * 250
         assert found.report.method == "meansign + residual + allgather"
     assert "meansign" in compressors
-    with pytest.raises(ValueError, match="unknown key 'scael'.*did you mean 'scale'"):
+    with pytest.raises(ValueError, match=r"unknown key 'scael'.*did you mean 'scale'"):
         build(compressor="meansign", scael=1.0)
 
 
@@ -487,7 +487,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(xp, change, me
 
 def test_a_state_of_another_method_is_refused_before_build(xp):
     saved = trained(xp).state_dict()
-    with pytest.raises(ValueError, match="compress_ratio=0.1.*but this is.*compress_ratio=0.5"):
+    with pytest.raises(ValueError, match=r"compress_ratio=0.1.*but this is.*compress_ratio=0.5"):
         trained(xp, {"compress_ratio": 0.5}, steps=0, build=False).load_state_dict(saved)
 
 

@@ -1,64 +1,76 @@
-"""Start several real workers with horovodrun or torchrun and collect what each of them found."""
+"""Start several real workers with horovodrun or torchrun, and leave none of their processes behind."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-WORKERS = Path(__file__).parent / "workers"
+import psutil
+
+TESTS = Path(__file__).resolve().parent
 BIN = Path(sys.executable).parent
 
 
-def launch(launcher: str, size: int, script: str, out: Path, *args: str, timeout: float = 240) -> list[Any]:
-    """Run tests/workers/<script> on ``size`` workers; the list of what they saved, in rank order.
+def launcher(name: str, size: int) -> list[str]:
+    """The command line that starts ``size`` workers, up to the script."""
+    if name == "horovodrun":
+        return [str(BIN / "horovodrun"), "-np", str(size), "--gloo", sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
 
-    Fails with the workers' output when one of them does, or when they take longer than ``timeout`` seconds.
-    """
-    command = {
-        "horovodrun": [BIN / "horovodrun", "-np", size, "--gloo", sys.executable],
-        "torchrun": [BIN / "torchrun", "--standalone", f"--nproc-per-node={size}"],
-    }[launcher]
-    root = Path(__file__).parent.parent
+
+def run(*command: Any, log: Path, timeout: float = 240) -> str:
+    """Run a command to its end and return what it printed; fails with that when it fails or takes too long."""
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]),
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONWARNINGS": "",
     }
-    out.mkdir(parents=True, exist_ok=True)
-    log = out / "output.txt"
-    with log.open("w") as stream:
+    with log.open("w") as output:
         process = subprocess.Popen(
-            [str(part) for part in [*command, WORKERS / script, out, *args]],
-            stdout=stream,
+            [str(part) for part in command],
+            stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
         )
+        late = False
         try:
-            code = process.wait(timeout)
+            process.wait(timeout)
         except subprocess.TimeoutExpired:
-            code = None
+            late = True
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait(30)
-    assert code == 0, f"{launcher} {script} " + ("took too long" if code is None else f"ended with {code}") + tail(log)
+            end(process)
+    printed = log.read_text()
+    assert not late, f"{command} took longer than {timeout} seconds:\n{printed[-5000:]}"
+    assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{printed[-5000:]}"
+    return printed
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that it started."""
+    if process.poll() is not None:
+        return
+    # horovodrun puts its workers into sessions of their own, so a process group would not name them all.
+    family = [process, *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
+
+
+def launch(name: str, size: int, script: str, out: Path, *args: str) -> list[Any]:
+    """Run tests/workers/<script> on ``size`` workers; what each of them saved, in rank order."""
+    run(*launcher(name, size), TESTS / "workers" / script, out, *args, log=out / "output.txt")
     return [pickle.loads((out / f"{rank}.pickle").read_bytes()) for rank in range(size)]
 
 
 def save(out: str, rank: int, found: Any) -> None:
     """What a worker calls at its end."""
     Path(out, f"{rank}.pickle").write_bytes(pickle.dumps(found))
-
-
-def tail(log: Path) -> str:
-    """The end of a log, for a failure's message."""
-    return ":\n" + "\n".join(log.read_text().splitlines()[-60:])

@@ -15,7 +15,13 @@ TOPK = {"compressor": "topk", "compress_ratio": 0.2, "min_numel": 0}
 
 def network():
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 30), torch.nn.Tanh(), torch.nn.Linear(30, 5)]
+    layers = [
+        torch.nn.Linear(20, 30),
+        torch.nn.Tanh(),
+        torch.nn.Linear(30, 30),
+        torch.nn.Tanh(),
+        torch.nn.Linear(30, 5),
+    ]
     return torch.nn.Sequential(*layers)
 
 
@@ -195,9 +201,9 @@ def test_wrapping_twice_and_unnamed_parameters_are_refused():
         distribute(net, optimizer=optimizer)
     net = network()
     grc = grace.grace_from_params(TOPK, transport="local")
+    named, optimizer = list(net.named_parameters())[2:], torch.optim.SGD(net.parameters(), 0.1)
     with pytest.raises(ValueError, match="lacks 2"):
-        named = list(net.named_parameters())[2:]
-        grace.torch.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), grc, named)
+        grace.torch.DistributedOptimizer(optimizer, grc, named)
 
 
 def test_without_names_parameters_are_numbered():

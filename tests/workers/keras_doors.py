@@ -8,10 +8,10 @@ from launch import save
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 
-import horovod.tensorflow as hvd  # noqa: E402
-import keras  # noqa: E402
+import horovod.tensorflow as hvd
+import keras
 
-import grace  # noqa: E402
+import grace
 
 (out,) = sys.argv[1:]
 hvd.init()
@@ -27,7 +27,9 @@ def network(seed=0):
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
     layers = keras.layers
-    return keras.Sequential([keras.Input((20,)), layers.Dense(30, activation="tanh", name="a"), layers.Dense(5, name="b")])
+    return keras.Sequential(
+        [keras.Input((20,)), layers.Dense(30, activation="tanh", name="a"), layers.Dense(5, name="b")]
+    )
 
 
 def data(worker=rank):
@@ -109,12 +111,21 @@ for kind, params in (("topk", TOPK), ("powersgd", {"compressor": "powersgd", "co
     found[f"loops {kind}"] = results
 
 # The structure of the sources, a source without gradient, an embedding's IndexedSlices, a persistent tape.
-table, unused, w = tf.Variable(tf.ones((6, 3)), name="table"), tf.Variable([1.0], name="unused"), tf.Variable(2.0, name="w")
+table, unused, w = (
+    tf.Variable(tf.ones((6, 3)), name="table"),
+    tf.Variable([1.0], name="unused"),
+    tf.Variable(2.0, name="w"),
+)
 with tf.GradientTape(persistent=True) as tape:
     loss = tf.reduce_sum(tf.gather(table, [rank, 5])) * w
 tape = grace.tensorflow.DistributedGradientTape(tape, grace=grace.grace_from_params(DENSE))
 means = tape.gradient(loss, {"table": table, "rest": [unused, w]})
-found["structure"] = (means["table"].numpy(), means["rest"][0] is None, float(means["rest"][1]), float(tape.gradient(loss, w)))
+found["structure"] = (
+    means["table"].numpy(),
+    means["rest"][0] is None,
+    float(means["rest"][1]),
+    float(tape.gradient(loss, w)),
+)
 
 # An overflow on worker 1 is seen by both; both skip, and the memory stays.
 net = network()
@@ -134,7 +145,9 @@ for i in range(4):
 found["scaler"] = (weights(net), trace, float(optimizer.dynamic_scale))
 
 # Keras's own accumulation.
-found["accumulation"], _ = fit(network(), distributed(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), TOPK)[1])
+found["accumulation"], _ = fit(
+    network(), distributed(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), TOPK)[1]
+)
 
 # Callbacks: from worker 1's weights; metrics are means.
 net = network(seed=rank)
@@ -158,7 +171,12 @@ _, optimizer = distributed(keras.optimizers.Adam(0.01), TOPK)
 fit(net, optimizer)
 net.save(path)
 loaded = keras.models.load_model(path)
-found["saved"] = (weights(net), weights(loaded), type(loaded.optimizer) is keras.optimizers.Adam, hasattr(loaded.optimizer, "_grace"))
+found["saved"] = (
+    weights(net),
+    weights(loaded),
+    type(loaded.optimizer) is keras.optimizers.Adam,
+    hasattr(loaded.optimizer, "_grace"),
+)
 
 # A checkpoint of each worker: the run goes on.
 net = network()

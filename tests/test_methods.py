@@ -291,7 +291,7 @@ def patterns(n):
 @rows()
 def test_finite_in_finite_out(row, xp):
     method = parts(row)
-    for shape in ((3, 5), (40, 25)) if row.matrix else ((1,), (9,), (1000,)):
+    for shape in ((3, 5), (40, 25)) if row.matrix else ((1,), (9,), (1000,))[0 if xp.name == "numpy" else 2 :]:
         for what, x in patterns(math.prod(shape)).items():
             if abs(x).max() > row.largest:
                 continue
@@ -362,8 +362,11 @@ def test_shapes_and_dtypes_are_kept_and_all_workers_agree(row, communicator, xp)
     gradients = [made(rank) for rank in range(size)]
     for grace in graces:
         grace.build(gradients[0])
+    before = [host(xp, worker.values()) for worker in gradients]
     for _ in range(2):
         means = lockstep(graces, gradients)
+    # The gradients are the user's: neither memory nor exchange may write into them.
+    assert all(same(host(xp, worker.values()), copy) for worker, copy in zip(gradients, before, strict=True))
     for name in gradients[0]:
         dtype, kind = name.split(" ", 1)
         for worker in means:
@@ -762,26 +765,24 @@ def test_vote_against_brute_force(xp, packed):
 
 
 def test_many_voters_do_not_overflow(xp):
-    method, n = method_of(compressor="signsgd"), 20
-    for size, plus in ((255, 255), (256, 0), (300, 151), (300, 149)):
-        payloads = [
-            send(method, xp, np.full(n, 1.0 if rank < plus else -1.0, np.float32), context(xp, n, rank=rank))[0]
-            for rank in range(size)
-        ]
-        mean = xp.to_numpy(method.compressor.aggregate(payloads, context(xp, n, world_size=size)))
-        assert (mean == (1 if 2 * plus >= size else -1)).all()
+    method, ctx = method_of(compressor="signsgd"), context(xp, 20)
+    plus, minus = (send(method, xp, np.full(20, value, np.float32), ctx)[0] for value in (1, -1))
+    for size, ayes in ((255, 255), (256, 0), (300, 151), (300, 149)):
+        payloads = [plus] * ayes + [minus] * (size - ayes)
+        mean = xp.to_numpy(method.compressor.aggregate(payloads, context(xp, 20, world_size=size)))
+        assert (mean == (1 if 2 * ayes >= size else -1)).all()
 
 
-def test_votes_summed_in_int8_are_refused_beyond_127_workers(xp):
-    params = {"compressor": "signsgd", "packed": False, "communicator": "allreduce"}
+def test_votes_summed_in_int8_are_refused_beyond_127_workers():
+    xp, params = backend("numpy"), {"compressor": "signsgd", "packed": False, "communicator": "allreduce"}
     with pytest.raises(ValueError, match=r"128 workers times 1 exceed 127.*'allgather'"):
         grace_from_params(params, LocalTransport(World(128), 0))
     graces = workers(params, 127)
     for grace in graces:
         grace.build({"w": xp.zeros(3)})
     for signs in ([1, -1, 1], [-1, -1, 1]):
-        gradients = [{"w": xp.asarray(np.array(signs, np.float32), "float32")} for _ in graces]
-        assert [xp.to_numpy(worker["w"]).tolist() for worker in lockstep(graces, gradients)] == [signs] * 127
+        gradients = [{"w": np.array(signs, np.float32)} for _ in graces]
+        assert [worker["w"].tolist() for worker in lockstep(graces, gradients)] == [signs] * 127
 
 
 def product(a, b, rank, seed=0):

@@ -251,8 +251,9 @@ class Grace:
             while not self.advance():
                 pass
             means: dict[str, Array | None] = {}
-            for flight, units in self._flights:
-                means.update(self._commit(flight, units))
+            with self.xp.quiet():
+                for flight, units in self._flights:
+                    means.update(self._commit(flight, units))
         finally:
             self._clear()
         self._means = means
@@ -266,7 +267,8 @@ class Grace:
 
     def advance(self) -> bool:
         """One round of every bucket, in order. True when nothing is left to exchange."""
-        done = [flight.advance() for flight, _ in self._flights]  # every one of them, so no generator
+        with self.xp.quiet():
+            done = [flight.advance() for flight, _ in self._flights]  # every one of them, so no generator
         return all(done)
 
     def mean(self, name: str) -> Array | None:
@@ -293,7 +295,8 @@ class Grace:
             programs[unit.name] = self._program(unit, self._flatten(unit), state, self._context(unit, step))
         if self.track_missing:
             programs[PRESENT] = self._presence(units)
-        self._flights.append((Flight(name, programs, self.transport, self._clock), units))
+        with self.xp.quiet():
+            self._flights.append((Flight(name, programs, self.transport, self._clock), units))
 
     def _flatten(self, unit: Unit) -> Array:
         xp = self.xp

@@ -67,13 +67,13 @@ class Rng:
     def normal(self, n: int) -> Any:
         """float32[n] of mean 0 and variance 1 (Box and Muller, 1958). Equal across toolkits up to rounding."""
         u = self._xp.uniform(*self._keys, 2 * self._offset, 2 * n)
-        radius = self._xp.sqrt(-2.0 * self._xp.log(1.0 - u[:n]))
-        return radius * self._xp.cos((2.0 * math.pi) * u[n:])
+        radius = self._xp.sqrt(-2.0 * self._xp.log(1.0 - u[0::2]))
+        return radius * self._xp.cos((2.0 * math.pi) * u[1::2])
 
     def sample(self, n: int, k: int) -> Any:
         """int32[k]: k different positions of 0..n-1, ascending; every set is equally likely.
 
-        The positions whose words are the k largest. Ties cannot occur for n <= 2**32: the hash permutes the
-        counters.
+        The positions whose words are the k smallest, as unsigned numbers. Ties cannot occur for n <= 2**32: the hash
+        permutes the counters.
         """
-        return self._xp.topk(self.bits(n), k)
+        return self._xp.topk(self._xp.bitwise_xor(self.bits(n), 0x7FFFFFFF), k)

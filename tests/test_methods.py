@@ -621,8 +621,8 @@ def kept_positions(row, x, name, step):
     k = share(row.params["compress_ratio"])(len(x))
     if row.name == "topk":
         return np.argsort(-abs(x), kind="stable")[:k]
-    drawn = words(*keys(0, "positions", name, step, 0), 0, len(x)).view(np.int32).astype(np.int64)
-    return np.argsort(-drawn)[:k]
+    drawn = words(*keys(0, "positions", name, step, 0), 0, len(x)).astype(np.int64)
+    return np.argsort(drawn)[:k]
 
 
 def formula(row, x, name="w", step=0, rank=0, offset=0):

@@ -1,5 +1,7 @@
 """Real workers find what `simulate` finds, and all of them the same bits."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from exchanges import ROWS, SHAPES, STEPS, gradients, rows
@@ -23,19 +25,24 @@ CASES = [(case, index) for case in LAUNCHES for index in rows(case[2], case[1])]
 
 
 @pytest.fixture(scope="module")
-def found(case, tmp_path_factory):
-    """What each worker of one launch found, for every row."""
-    launcher, size, toolkit, transport = case
-    return launch(launcher, size, "exchange.py", tmp_path_factory.mktemp("out"), toolkit, transport)
+def launched(tmp_path_factory):
+    """What each worker found, for every row; each case is launched once."""
+
+    @cache
+    def of(case):
+        name, size, toolkit, transport = case
+        return launch(name, size, "exchange.py", tmp_path_factory.mktemp("out"), toolkit, transport)
+
+    return of
 
 
 def name(value):
     return "-".join(map(str, value[:3] if isinstance(value, tuple) else ROWS[value].values()))
 
 
-@pytest.mark.parametrize("case, index", CASES, ids=name, scope="module")
-def test_real_workers_agree_with_the_simulation(found, index):
-    params, workers = ROWS[index], [worker[index] for worker in found]
+@pytest.mark.parametrize("case, index", CASES, ids=name)
+def test_real_workers_agree_with_the_simulation(launched, case, index):
+    params, workers = ROWS[index], [worker[index] for worker in launched(case)]
     sequence = [[gradients(step, rank) for rank in range(len(workers))] for step in range(STEPS)]
     expected = simulate(params, sequence)
     half = params["compressor"] == "fp16"

@@ -168,8 +168,8 @@ def test_sample_is_distinct_and_ascending(xp, n, k):
     assert found.shape == (k,)
     assert (np.diff(found) > 0).all()
     assert ((found >= 0) & (found < n)).all()
-    # The k largest words, as signed numbers.
-    expected = np.sort(np.argsort(-as_words(xp, rng.bits(n)).view(np.int32).astype(np.int64))[:k])
+    # The k smallest words.
+    expected = np.sort(np.argsort(as_words(xp, rng.bits(n)).astype(np.int64))[:k])
     assert np.array_equal(found, expected)
 
 

@@ -12,9 +12,13 @@ __all__ = ["Backend", "backend_of", "get_backend"]
 NAMES = ("numpy", "torch", "tensorflow")
 
 
-@cache
 def get_backend(name: str, device: str = "cpu") -> Backend:
     """The backend of that name: "numpy", "torch" or "tensorflow". Imports the toolkit, and only that one."""
+    return _backend(name, device)  # one object for each, however the device was given
+
+
+@cache
+def _backend(name: str, device: str) -> Backend:
     if name == "numpy":
         from grace.backends.numpy import NumpyBackend
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 Array = Any
@@ -118,7 +119,7 @@ class Backend(ABC):
 
     @abstractmethod
     def sqrt(self, x: Array) -> Array:
-        """Correctly rounded."""
+        """Correctly rounded for float32."""
 
     @abstractmethod
     def log(self, x: Array) -> Array:
@@ -135,7 +136,7 @@ class Backend(ABC):
 
     @abstractmethod
     def invert(self, mask: Array) -> Array:
-        """Not, of a bool array."""
+        """Not, of a bool array; of a comparison too, also where it met NaN."""
 
     @abstractmethod
     def isfinite(self, x: Array) -> Array: ...
@@ -232,6 +233,10 @@ class Backend(ABC):
     @abstractmethod
     def cell(self, value: Array) -> Any:
         """A place that keeps an array between steps: ``read()`` and ``assign(array)``."""
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        """A context in which arithmetic with infinities and NaN makes no warning: they are answers, not accidents."""
+        return nullcontext()
 
     @abstractmethod
     def choose(self, ok: Array, new: Array, old: Array) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,9 @@ class NumpyBackend(Backend):
 
     def cell(self, value: Array) -> Any:
         return Cell(value)
+
+    def quiet(self) -> AbstractContextManager[Any]:
+        return np.errstate(all="ignore")
 
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
         return new if ok else old

@@ -62,6 +62,8 @@ class TensorflowBackend(Backend):
 
     def bitcast(self, x: Array, dtype: str) -> Array:
         x = tf.cast(x, tf.uint8) if x.dtype == tf.bool else x
+        if dtype == "bool":
+            return self.bitcast(x, "uint8") != 0
         ratio, rest = divmod(ITEMSIZE[dtype], x.dtype.size)
         if ratio > 1 and rest == 0:  # tf.bitcast takes a wider dtype's bytes from the last dimension
             x = tf.reshape(x, (-1, ratio))
@@ -98,7 +100,8 @@ class TensorflowBackend(Backend):
         return tf.maximum(x, y)
 
     def invert(self, mask: Array) -> Array:
-        return tf.logical_not(mask)
+        # The graph optimiser turns not (x > 0) into x <= 0, which is another thing for NaN: so no logical_not.
+        return tf.where(mask, False, True)
 
     def isfinite(self, x: Array) -> Array:
         return tf.math.is_finite(x)
@@ -161,7 +164,8 @@ class TensorflowBackend(Backend):
         return tf.tensor_scatter_nd_add(x, indices[:, None], values)
 
     def qr(self, x: Array) -> Array:
-        return tf.linalg.qr(x).q
+        # In float32 squares of very large or small numbers leave the range, and it does not scale by itself.
+        return tf.cast(tf.linalg.qr(tf.cast(x, tf.float64)).q, x.dtype)
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         pieces = []

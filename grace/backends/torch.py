@@ -33,6 +33,9 @@ class TorchBackend(Backend):
         self.device = torch.device(device)
 
     def asarray(self, values: Any, dtype: str) -> Array:
+        flags = getattr(values, "flags", None)
+        if flags is not None and not flags.writeable:  # PyTorch knows no read-only memory
+            values = values.copy()
         return torch.as_tensor(values, dtype=DTYPES[dtype], device=self.device)
 
     def to_numpy(self, x: Array) -> Any:
@@ -80,6 +83,8 @@ class TorchBackend(Backend):
 
     def bitcast(self, x: Array, dtype: str) -> Array:
         x = x.contiguous()
+        if x.stride(-1) != 1:  # one element counts as contiguous with any stride, but a view wants it to be 1
+            x = x.new_empty(x.shape).copy_(x)
         size = DTYPES[dtype].itemsize
         if size > x.element_size() and (x.data_ptr() % size or x.storage_offset() * x.element_size() % size):
             x = x.clone()  # a view needs its bytes aligned

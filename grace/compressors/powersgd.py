@@ -45,15 +45,23 @@ class PowerSGD(Compressor):
         return len(ctx.shape) >= 2 and ctx.size > 0 and r * (a + b) * self.min_rate <= a * b
 
     def init(self, ctx: Context) -> State:
+        return {"q": self.start(ctx)}
+
+    def start(self, ctx: Context) -> Array:
+        """float32[r, b]: random directions, the same on every worker."""
         _, b, r = self.sizes(ctx)
-        return {"q": ctx.xp.reshape(ctx.shared_rng("q").normal(r * b), (r, b))}
+        return ctx.xp.reshape(ctx.shared_rng("q").normal(r * b), (r, b))
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp = ctx.xp
         a, b, _ = self.sizes(ctx)
         matrix = xp.reshape(x, (a, b))
-        (p,) = yield Reduce((matrix @ xp.transpose(state["q"]),), "mean")
-        # QR completes a basis that lacks rank, so a zero gradient does not leave Q at zero for ever.
+        # Only directions count: unit scale keeps the products in range. A direction that became zero would stay so for
+        # ever: it is drawn anew.
+        warm, fresh = state["q"], self.start(ctx)
+        largest = xp.reshape(xp.max(xp.abs(warm), 1), (-1, 1))
+        warm = xp.where(largest > 0, warm / xp.where(largest > 0, largest, 1.0), fresh)
+        (p,) = yield Reduce((matrix @ xp.transpose(warm),), "mean")
         p = xp.qr(p)
         # (Pᵀ M) rather than Mᵀ P: the same numbers, without a strided pass over M.
         (q,) = yield Reduce((xp.transpose(p) @ matrix,), "mean")

@@ -28,5 +28,6 @@ class Threshold(Sparsifier):
             raise ValueError(f"threshold={self.threshold!r} must be a positive number; 'none' sends every element")
 
     def select(self, x: Array, ctx: Context) -> Array:
-        # Not below, rather than above: NaN is sent, and so is seen by every worker.
-        return ctx.xp.nonzero(ctx.xp.invert(ctx.xp.abs(x) < self.threshold))
+        magnitude = ctx.xp.abs(x)
+        # What is not finite is sent, and so is seen by every worker.
+        return ctx.xp.nonzero((magnitude >= self.threshold) | ctx.xp.invert(ctx.xp.isfinite(x)))

@@ -33,11 +33,16 @@ NOTES = {
 
 WHEN = {
     "bf16": "A safe first step: half the bytes, nearly no loss, and no overflow, for few workers or in two stages.",
+    "dettmers8": "Four times fewer bytes with small relative errors, also of elements far below the largest; with "
+    "`nf4` eight times fewer. Works in two stages.",
     "efsignsgd": "32 times fewer bits. Set `block_size` (512, say) when a tensor holds parts of different magnitude, "
     "and to be able to use `twostage`.",
     "fp16": "Half the bytes through a plain allreduce, for any number of workers. Scale the loss if gradients are "
     "tiny or huge.",
+    "natural": "Eight bits, unbiased, without a residual or a norm: the error is small for every element, large or "
+    "tiny.",
     "none": "The baseline to compare with; also what every tensor below `min_numel` gets.",
+    "onebit": "As `efsignsgd`, with a level of its own for each sign: better where a tensor's mean is far from zero.",
     "powersgd": "Large matrices (linear layers, convolutions, attention) and many workers: it needs only allreduces. "
     "Vectors go dense.",
     "qsgd": "When no memory may be spent on a residual, or when an unbiased gradient is asked for. Fewer levels send "
@@ -46,9 +51,13 @@ WHEN = {
     "A baseline for top-k, or for very many workers.",
     "signsgd": "One bit per element and no residual to keep. Every element moves by the learning rate in every step, "
     "so lower it; `efsignsgd` needs no such change.",
+    "signum": "As `signsgd` with noisy gradients: the momentum is voted on. Use an optimizer without momentum.",
+    "terngrad": "Two bits and unbiased, without a residual. Set `block_size` to lower the noise, or `clip` for large "
+    "tensors.",
     "threshold": "When the scale of the gradients is known and steady. What it sends varies with the step: look at the "
     "report, since a low threshold sends more than the dense gradient.",
     "topk": "Few, large elements carry most of the gradient, and workers are few: traffic grows with their number.",
+    "momentum": "With `signum`, whose default it is. Use an optimizer without momentum of its own.",
     "residual": "With every method that is neither unbiased nor a vote; it is their default.",
     "allgather": "Any method, with few workers.",
     "allreduce": "Methods whose payloads may be summed, or are agreed on while compressing: it is their default.",

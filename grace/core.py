@@ -214,7 +214,8 @@ class Method:
                 f"memory {name_of(self.memory)!r} diverges with {name!r} as it is set: its error can exceed the "
                 "gradient. It is unbiased, so use memory 'none'"
             )
-        if not self.memory.feedback and compressor.memory != name_of(self.memory):
+        lossy = not compressor.unbiased and not compressor.vote and compressor.memory != "none"
+        if lossy and not self.memory.feedback and compressor.memory != name_of(self.memory):
             warnings.warn(
                 f"{name!r} without error feedback loses what it does not send; use memory {compressor.memory!r}",
                 stacklevel=4,

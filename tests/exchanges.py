@@ -39,6 +39,11 @@ ROWS = [
     {"compressor": "efsignsgd", "block_size": 256, "communicator": "twostage", **ALL},
     {"compressor": "powersgd"},
     {"compressor": "powersgd", "compress_rank": 2, "bucket_mb": 0.01, **ALL},
+    {"compressor": "onebit", **ALL},
+    {"compressor": "terngrad", "clip": 2.5, "block_size": 512, "communicator": "twostage", **ALL},
+    {"compressor": "natural", **ALL},
+    {"compressor": "dettmers8", "table": "nf4", "block_size": 64, "communicator": "twostage", **ALL},
+    {"compressor": "signum", **ALL},
 ]
 # Where four workers share few cores and every row is a graph of its own: each way that a payload can travel, once.
 FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24]

@@ -20,6 +20,7 @@ from grace.transports.local import LocalTransport, World
 BACKENDS = ("numpy", "torch", "tensorflow")
 SIZES = (1, 7, 8, 9, 1000, 5000)
 ANY = ("allgather", "broadcast")
+VOTES = ("signsgd", "signum")
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,37 @@ def efsignsgd(block: int) -> Row:
     )
 
 
+def onebit(block: int) -> Row:
+    """A row of 1-bit SGD: one bit for each element, two means for each block."""
+    return Row(
+        {"compressor": "onebit", "block_size": block},
+        (*ANY, "twostage") if block else ANY,
+        lambda n: math.ceil(n / 8) + 8 * math.ceil(n / (block or n)),
+        contraction=lambda n: 1 / min(n, block or n),
+    )
+
+
+def terngrad(block: int, clip: float = 0.0) -> Row:
+    """A row of TernGrad: two bits for each element, one scale for each block."""
+    return Row(
+        {"compressor": "terngrad", "block_size": block, "clip": clip},
+        (*ANY, "twostage") if block else ANY,
+        lambda n: math.ceil(n / 4) + 4 * math.ceil(n / (block or n)),
+        random=True,
+        variance=None if clip else lambda n: (math.sqrt(min(n, block or n)) - 1) / 2,
+    )
+
+
+def dettmers8(table: str, block: int, bits: int, worst: float) -> Row:
+    """A row of a codebook; ``worst``: the error of the largest element, relative to it."""
+    return Row(
+        {"compressor": "dettmers8", "table": table, "block_size": block},
+        (*ANY, "twostage") if block else ANY,
+        lambda n: math.ceil(n * bits / 8) + 4 * math.ceil(n / (block or n)),
+        contraction=lambda n: (1 - worst**2) / min(n, block or n),
+    )
+
+
 ROWS = [
     Row(
         {"compressor": "none"},
@@ -151,6 +183,19 @@ ROWS = [
     qsgd(15, 64, 5, everywhere=False),
     qsgd(31, 512, 6, everywhere=False),
     qsgd(63, 0, 7, everywhere=False),
+    onebit(0),
+    onebit(64),
+    terngrad(0),
+    terngrad(512),
+    terngrad(0, clip=2.5),
+    Row({"compressor": "natural"}, ANY, lambda n: n + 4, random=True, variance=lambda n: 1 / 8),
+    Row({"compressor": "natural", "stochastic": False}, ANY, lambda n: n + 4, contraction=lambda n: 8 / 9),
+    Row({"compressor": "natural", "window": "grace"}, ANY, lambda n: n + 4, random=True, largest=1e5),
+    dettmers8("dynamic8", 4096, 8, 0.5 * 0.9 / 64),
+    dettmers8("linear8", 0, 8, 0.0),
+    dettmers8("nf4", 64, 4, 0.0),
+    dettmers8("fp4", 64, 4, 0.0),
+    Row({"compressor": "signum"}, (*ANY, "twostage"), lambda n: math.ceil(n / 8) + math.ceil(n / 8192)),
     Row({"compressor": "signsgd"}, (*ANY, "twostage"), lambda n: math.ceil(n / 8) + math.ceil(n / 8192)),
     Row(
         {"compressor": "signsgd", "packed": False},

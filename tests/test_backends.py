@@ -709,6 +709,14 @@ def test_choose(ops):
     assert equal(ops(lambda xp, x: xp.choose(xp.finite(x), x, xp.zeros(3)), f32([1, NAN, 2])), [0, 0, 0])
 
 
+def test_searchsorted(ops):
+    bounds, x = f32(sorted(mixed(255, special=False))), mixed(special=False)
+    x[:255] = bounds  # what equals a bound is not above it
+    found = ops(lambda xp, bounds, x: xp.searchsorted(bounds, x), bounds, x)
+    assert found.dtype == np.int32
+    assert found.tolist() == [sum(bound < v for bound in bounds.tolist()) for v in x.tolist()]
+
+
 def test_require(xp):
     assert xp.require(xp.finite(xp.zeros(3)), "never") is None
     with pytest.raises(FloatingPointError, match="not finite here"):

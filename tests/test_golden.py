@@ -61,6 +61,23 @@ GOLDEN = [
         [hexes(-1, 2, -0.75, 1.5, dtype="f4"), hexes(1, 5, 6, 7, dtype="i4")],
     ),
     ({"compressor": "signsgd"}, ["ad", "00"]),
+    ({"compressor": "signum"}, ["ad", "00"]),
+    ({"compressor": "onebit"}, ["52", hexes(-0.625, 0.85, dtype="f4")]),
+    # Trits 1 0 1 0 0 1 -1 0, plus 1.
+    ({"compressor": "terngrad"}, ["6649", hexes(2, dtype="f4")]),
+    ({"compressor": "natural", "window": "grace"}, ["6ced6b00ea6eed6d", hexes(145, dtype="i4")]),
+    (
+        {"compressor": "natural", "window": "grace", "stochastic": False},
+        [bytes([108, 237, 107, 0, 234, 110, 237, 110]).hex(), hexes(145, dtype="i4")],
+    ),
+    # The largest power that occurs is 2**1, the field 128, which has the code 127.
+    ({"compressor": "natural"}, [bytes([125, 254, 124, 0, 251, 127, 254, 126]).hex(), hexes(128, dtype="i4")]),
+    (
+        {"compressor": "dettmers8"},
+        [bytes([201, 35, 192, 127, 77, 255, 44, 237]).hex(), hexes(2, dtype="f4")],
+    ),
+    # Nearest to 0.25 -0.5 0.125 0 -0.0625 1 -0.375 0.75 are the entries 10 2 9 7 6 15 3 14.
+    ({"compressor": "dettmers8", "table": "nf4"}, ["2a79f6e3", hexes(2, dtype="f4")]),
     ({"compressor": "signsgd", "packed": False}, ["01ff0101ff01ff01", "00"]),
     ({"compressor": "efsignsgd"}, ["ad", hexes(0.765625, dtype="f4")]),
     # floor(|x| / norm * 7 + u) = 1 3 0 0 0 5 2 4, with the sign in the top of four bits.

@@ -10,6 +10,7 @@ from methods import (
     EXCHANGES,
     ROWS,
     SIZES,
+    VOTES,
     alone,
     backend,
     context,
@@ -272,7 +273,7 @@ def test_state_keeps_its_keys_shapes_and_dtypes(row, communicator, xp):
     for x in (spread(*shape), np.zeros(shape, np.float32), np.full(shape, np.nan, np.float32), 9 * spread(*shape)):
         lockstep(graces, [{"w": xp.asarray(x.copy(), "float32")} for _ in graces])
         assert described() == before
-    assert all(key.split("/")[-1] in ("residual", "q") for worker in before for key in worker)
+    assert all(key.split("/")[-1] in ("residual", "momentum", "q") for worker in before for key in worker)
 
 
 # -- what goes in and what comes out -------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ def test_finite_in_finite_out(row, xp):
                 assert all(np.isfinite(array).all() for array in host(xp, state.values())), what
 
 
-@rows(lambda row: row.name != "signsgd")
+@rows(lambda row: row.name not in VOTES)
 def test_zero_stays_zero(row, xp):
     method = parts(row)
     for shape in shapes(row):
@@ -317,7 +318,7 @@ def test_zero_stays_zero(row, xp):
             assert (receive(method, xp, payload, ctx) == 0).all()
 
 
-@rows(lambda row: row.name == "signsgd")
+@rows(lambda row: row.name in VOTES)
 def test_a_zero_votes_plus(row, xp):
     for n in SIZES:
         payload, _ = send(parts(row), xp, np.array([0.0, -0.0] * n, np.float32)[:n], context(xp, n))
@@ -625,6 +626,43 @@ def kept_positions(row, x, name, step):
     return np.argsort(drawn)[:k]
 
 
+def dynamic(decade):
+    """The positive values of one decade of the dynamic table: equal steps, fewer in lower decades."""
+    count = 2 ** (6 - decade)
+    edges = np.linspace(0.1, 1.0, count + 1)
+    return (edges[:-1] + edges[1:]) / 2 * 10.0**-decade
+
+
+HALF_BYTE_FLOATS = np.array([0.5, 1, 1.5, 2, 3, 4, 6]) / 6  # every magnitude of a 4-bit float but zero
+SEVEN_DECADES = np.concatenate([dynamic(decade) for decade in range(7)])
+CODEBOOKS = {
+    "dynamic8": np.sort(np.concatenate([SEVEN_DECADES, -SEVEN_DECADES, [0, 1]])),
+    "linear8": np.arange(-127, 128) / 127,
+    "nf4": np.array(
+        [
+            "-1",
+            "-0.6961928",
+            "-0.5250731",
+            "-0.3949175",
+            "-0.2844414",
+            "-0.1847734",
+            "-0.09105",
+            "0",
+            "0.0795803",
+            "0.1609302",
+            "0.2461123",
+            "0.3379152",
+            "0.4407098",
+            "0.562617",
+            "0.7229568",
+            "1",
+        ],
+        float,
+    ),
+    "fp4": np.sort(np.concatenate([HALF_BYTE_FLOATS, -HALF_BYTE_FLOATS, [0]])),
+}
+
+
 def formula(row, x, name="w", step=0, rank=0, offset=0):
     """float32[n]: what x becomes on its way through a method, by the method's formula."""
     settings = row.params
@@ -658,8 +696,43 @@ def formula(row, x, name="w", step=0, rank=0, offset=0):
             found.append(np.sign(block) * np.minimum(np.floor(level + u), s) * norm / s)
             start += len(block)
         return np.concatenate(found).astype(np.float32) if found else x
-    if row.name == "signsgd":
+    if row.name in VOTES:
         return np.where(x >= 0, 1, -1).astype(np.float32)
+    if row.name == "onebit":
+        found = []
+        for block in (b.astype(np.float64) for b in blocks_of(x, settings["block_size"])):
+            low, rest = block[block < 0], block[block >= 0]
+            means = (low.mean() if len(low) else 0.0, rest.mean() if len(rest) else 0.0)
+            found.append(np.where(block < 0, *means))
+        return np.concatenate(found).astype(np.float32) if found else x
+    if row.name == "terngrad":
+        found, start = [], offset
+        for block in blocks_of(x, settings["block_size"]):
+            top = abs(block).max(initial=0)
+            if settings["clip"]:
+                top = min(top, settings["clip"] * math.sqrt((block.astype(np.float64) ** 2).mean())) if top else top
+            u = uniform(0, "round", name, step, rank + 1, start, len(block))
+            found.append(np.where(u * top < abs(block), np.sign(block), 0) * np.float32(top))
+            start += len(block)
+        return np.concatenate(found).astype(np.float32) if found else x
+    if row.name == "natural":
+        fraction, exponent = np.frexp(abs(x).astype(np.float64))  # fraction in [1/2, 1)
+        if settings.get("stochastic", True):
+            draw = (words(*keys(0, "round", name, step, rank + 1), offset, len(x)) >> 9) / 2**23
+        else:
+            draw = np.float64(0.5 - 2**-24)
+        power = exponent - 1 + (2 * fraction - 1 > draw)
+        return np.where(x == 0, 0, np.sign(x) * 2.0**power).astype(np.float32)
+    if row.name == "dettmers8":
+        table, found = CODEBOOKS[settings["table"]], []
+        for block in blocks_of(x, settings["block_size"]):
+            top = abs(block).max(initial=0)
+            # Nearer to the upper entry than to the lower, for each pair of neighbours. The middle is rounded once, like
+            # every number on the way: which side a tie falls on is not the table's to say.
+            middles = ((table[1:] + table[:-1]) / 2).astype(np.float32)
+            nearest = ((block / (top or np.float32(1)))[:, None] > middles).sum(1)
+            found.append(table[nearest] * top)
+        return np.concatenate(found).astype(np.float32) if found else x
     raise NotImplementedError(row.name)
 
 
@@ -669,13 +742,13 @@ class Formula:
     def __init__(self, row, communicator, size, n):
         self.row, self.size, self.n = row, size, n
         self.feedback = parts(row).memory.feedback
-        self.residuals = np.zeros((size, n), np.float32)
+        self.residuals, self.momenta = np.zeros((2, size, n), np.float32)
         self.twostage, self.server = communicator == "twostage", np.zeros(n, np.float32)
         unit = math.lcm(8, parts(row).compressor.block or 1)
         self.full = math.ceil(n / (unit * size)) * unit
 
     def combine(self, found):
-        if self.row.name == "signsgd":
+        if self.row.name in VOTES:
             return np.where(np.sum(found, 0) >= 0, 1, -1).astype(np.float32)
         return np.mean(np.asarray(found, np.float64), 0).astype(np.float32)
 
@@ -683,6 +756,8 @@ class Formula:
         found = []
         for rank, g in enumerate(gradients):
             x = g + self.residuals[rank] if self.feedback else g
+            if self.row.name == "signum":
+                x = self.momenta[rank] = (0.9 * self.momenta[rank] + 0.1 * g).astype(np.float32)
             found.append(formula(self.row, x, "w", step, rank))
             self.residuals[rank] = x - found[-1]
         mean = self.combine(found)
@@ -1023,3 +1098,44 @@ def test_a_method_may_be_put_together_by_hand(xp):
     payload, state = alone(method.encode(xp.asarray(spread(1000), "float32"), {}, context(xp, 1000)))
     assert len(payload) == 2
     assert state == {}
+
+
+# -- 1-bit, ternary, powers of two, momentum -----------------------------------------------------------------------
+@pytest.mark.parametrize("clip", [0.0, 1.0, 2.5])
+def test_terngrad_gives_constants_and_lone_elements_back(xp, clip):
+    method = method_of(compressor="terngrad", clip=clip)
+    for x in (np.full(1000, -0.3, np.float32), np.array([7e-4], np.float32), np.array([-2e5], np.float32)):
+        ctx = context(xp, len(x))
+        payload, _ = send(method, xp, x, ctx)
+        np.testing.assert_allclose(receive(method, xp, payload, ctx), x, rtol=1e-6)
+
+
+def test_onebit_keeps_the_sum(xp):
+    method, x = method_of(compressor="onebit"), spread(5000) + np.float32(0.1)
+    payload, _ = send(method, xp, x, context(xp, 5000))
+    found = receive(method, xp, payload, context(xp, 5000))
+    assert len(np.unique(found)) == 2
+    assert found.sum(dtype=np.float64) == pytest.approx(x.sum(dtype=np.float64), rel=1e-5)
+
+
+def test_natural_finds_powers_of_two_next_to_each_number(xp):
+    for settings in ({}, {"stochastic": False}):
+        method, x = method_of(compressor="natural", **settings), spread(5000)
+        payload, _ = send(method, xp, x, context(xp, 5000))
+        found = receive(method, xp, payload, context(xp, 5000)).astype(np.float64)
+        assert (np.frexp(found)[0] == np.copysign(0.5, x)).all()
+        assert (abs(found) > abs(x) / 2).all()
+        assert (abs(found) < abs(x) * 2).all()
+        if settings:
+            assert (abs(found - x) <= abs(x) * (1 / 3 + 1e-6)).all()
+
+
+def test_momentum_is_a_running_mean(xp):
+    (grace,) = workers({"compressor": "none", "memory": "momentum", "momentum": 0.8}, 1)
+    grace.build({"w": xp.zeros(50)})
+    v = np.zeros(50, np.float32)
+    for step in range(5):
+        g = spread(50, seed=step)
+        v = np.float32(0.8) * v + np.float32(1.0 - 0.8) * g
+        ((mean,),) = [worker.values() for worker in lockstep([grace], [{"w": xp.asarray(g.copy(), "float32")}])]
+        np.testing.assert_allclose(xp.to_numpy(mean), v, rtol=1e-5, atol=1e-6)

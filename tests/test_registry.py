@@ -100,7 +100,7 @@ def test_instances_are_taken_as_they_are():
 
 # -- refusals -------------------------------------------------------------------------------------------------------
 REFUSED = [
-    ({"compressor": "topkk"}, r"unknown compressor 'topkk' \(did you mean 'topk'\?\).*Known: bf16, efsignsgd"),
+    ({"compressor": "topkk"}, r"unknown compressor 'topkk' \(did you mean 'topk'\?\).*Known: bf16, dettmers8"),
     ({"compressor": "TopK"}, r"unknown compressor 'TopK' \(did you mean 'topk'\?\)"),
     ({"compressor": "zzz"}, r"unknown compressor 'zzz'\. Known"),
     ({"compressor": None}, "unknown compressor None"),

@@ -189,6 +189,10 @@ class Backend(ABC):
         """int32[K]: positions where a bool vector is true, ascending. Only here does a shape depend on values."""
 
     @abstractmethod
+    def searchsorted(self, bounds: Array, x: Array) -> Array:
+        """int32[n]: for each element of a vector, how many of the ascending ``bounds`` are below it; NaN: any."""
+
+    @abstractmethod
     def take(self, x: Array, indices: Array) -> Array:
         """x[indices] along the first dimension."""
 

@@ -148,6 +148,9 @@ class NumpyBackend(Backend):
     def nonzero(self, mask: Array) -> Array:
         return np.flatnonzero(mask).astype(np.int32)
 
+    def searchsorted(self, bounds: Array, x: Array) -> Array:
+        return np.searchsorted(bounds, x).astype(np.int32)
+
     def take(self, x: Array, indices: Array) -> Array:
         return x[indices]
 

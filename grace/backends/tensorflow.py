@@ -152,6 +152,9 @@ class TensorflowBackend(Backend):
     def nonzero(self, mask: Array) -> Array:
         return tf.cast(tf.reshape(tf.where(mask), (-1,)), tf.int32)
 
+    def searchsorted(self, bounds: Array, x: Array) -> Array:
+        return tf.searchsorted(bounds, x)
+
     def take(self, x: Array, indices: Array) -> Array:
         return tf.gather(x, indices)
 

@@ -182,6 +182,9 @@ class TorchBackend(Backend):
     def nonzero(self, mask: Array) -> Array:
         return torch.nonzero(mask).flatten().to(torch.int32)
 
+    def searchsorted(self, bounds: Array, x: Array) -> Array:
+        return torch.bucketize(x, bounds, out_int32=True)
+
     def take(self, x: Array, indices: Array) -> Array:
         return torch.index_select(x, 0, indices)
 

@@ -1,3 +1,3 @@
 """One file per memory. Importing this package registers them all."""
 
-from grace.memories import none, residual  # noqa: F401
+from grace.memories import momentum, none, residual  # noqa: F401

@@ -27,26 +27,19 @@ if toolkit == "tensorflow":
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
 
-    def exchange(grc, given):
-        names = list(given)
-
-        @tf.function
-        def graph(*arrays):
-            means = grc.step(dict(zip(names, arrays, strict=True)))
-            return [means[name] for name in names]
-
-        graph = tf.function(tf.autograph.experimental.do_not_convert(graph.python_function))
+    def exchange(grc):
+        graph = tf.function(grc.step, autograph=False)
         for step in range(STEPS):
-            arrays = [tf.constant(array) for array in gradients(step, grc.rank).values()]
+            tensors = {name: tf.constant(array) for name, array in gradients(step, grc.rank).items()}
             if step == 0:
-                grc.build(dict(zip(names, arrays, strict=True)))
-            yield {name: mean.numpy() for name, mean in zip(names, graph(*arrays), strict=True)}
+                grc.build(tensors)
+            yield {name: mean.numpy() for name, mean in graph(tensors).items()}
         assert graph.experimental_get_tracing_count() == 1
 
 else:
     import torch
 
-    def exchange(grc, given):
+    def exchange(grc):
         for step in range(STEPS):
             tensors = {name: torch.from_numpy(array.copy()) for name, array in gradients(step, grc.rank).items()}
             if step == 0:
@@ -60,7 +53,7 @@ else:
 found = {}
 for index in rows(toolkit, hvd.size() if transport == "horovod" else dist.get_world_size()):
     grc = grace.grace_from_params(ROWS[index])
-    means = list(exchange(grc, gradients(0, 0)))
+    means = list(exchange(grc))
     report = grc.report()
     found[index] = (means, report.bytes_sent, report.bytes_received, report.bytes_dense, report.steps)
 save(out, grc.rank, found)

@@ -1,0 +1,83 @@
+"""Codebooks: the nearest of a fixed table of values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from grace import blocks
+from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.packing import pack, unpack
+from grace.registry import register
+
+
+def _both_signs(magnitudes: list[float], *others: float) -> tuple[float, ...]:
+    return tuple(sorted([*magnitudes, *(-value for value in magnitudes), *others]))
+
+
+TABLES = {
+    # Seven decades, each with twice the values of the one below it.
+    "dynamic8": _both_signs(
+        [10.0**-i * (0.1 + 0.9 * (j + 0.5) / 2 ** (6 - i)) for i in range(7) for j in range(2 ** (6 - i))], 0.0, 1.0
+    ),
+    "linear8": _both_signs([j / 127 for j in range(1, 128)], 0.0),
+    # Quantiles of a normal distribution, and 4-bit floats with two bits of exponent.
+    "nf4": (
+        *(-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0),
+        *(0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0),
+    ),
+    "fp4": _both_signs([0.5 / 6, 1 / 6, 1.5 / 6, 2 / 6, 3 / 6, 4 / 6, 1.0], 0.0),
+}
+
+
+@register("dettmers8", "u8bit")
+@dataclass(frozen=True)
+class Dettmers8(Compressor):
+    """Replace each element, relative to the largest magnitude of its block, by the nearest entry of a table.
+
+    Payload: codes uint8[ceil(b * n / 8)], b = 8 or 4; scales float32[m].
+    ``table``: "dynamic8" (dense near zero), "linear8", or of 4 bits "nf4" and "fp4". All hold 0.
+    ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
+    Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016, arXiv:1511.04561, section 2; for NF4
+    Dettmers et al., "QLoRA", NeurIPS 2023, arXiv:2305.14314, section 3.
+    """
+
+    table: str = "dynamic8"
+    block_size: int = 4096
+
+    def __post_init__(self) -> None:
+        blocks.check_block("block_size", self.block_size)
+        if self.table not in TABLES:
+            raise ValueError(f"table={self.table!r}: choose one of {', '.join(map(repr, TABLES))}")
+
+    @property
+    def block(self) -> int | None:
+        return self.block_size or None
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return 8 if self.table.endswith("8") else 4
+
+    def contraction(self, n: int) -> float | None:
+        # No error exceeds its element, and that of the largest is at most its distance to the table's ends.
+        worst = 1 - min(abs(TABLES[self.table][0]), TABLES[self.table][-1])
+        return (1 - worst**2) / max(1, min(n, self.block or n))
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        xp, n, table = ctx.xp, ctx.size, TABLES[self.table]
+        if n == 0:
+            return (xp.zeros(0, "uint8"), xp.zeros(0)), state
+        rows = blocks.rows(xp, x, self.block)
+        scale = xp.max(xp.abs(rows), 1)
+        middles = xp.asarray([(a + b) / 2 for a, b in pairwise(table)], "float32")
+        codes = xp.searchsorted(middles, blocks.flat(xp, rows / blocks.divisor(xp, scale), n))
+        return (pack(xp, self.bits, codes), scale), state
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        xp, n = ctx.xp, ctx.size
+        if n == 0:
+            return xp.zeros(0)
+        codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
+        values = xp.take(xp.asarray(TABLES[self.table], "float32"), codes)
+        return blocks.flat(xp, blocks.rows(xp, values, self.block) * xp.reshape(payload[1], (-1, 1)), n)

@@ -1,0 +1,59 @@
+"""1-bit SGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace import blocks
+from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.registry import register
+
+
+@register("onebit")
+@dataclass(frozen=True)
+class OneBit(Compressor):
+    """Send the signs, and the mean of the negative and of the other elements; the sum of each block is kept.
+
+    Payload: bits uint8[ceil(n/8)], 1 where x < 0; means float32[2m], for each block that of its negative elements (0 if
+    there are none), then that of the rest.
+    ``block_size``: elements that share means, a multiple of 8; 0: the whole tensor.
+    Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent", Interspeech 2014, section 3.
+    """
+
+    block_size: int = 0
+
+    def __post_init__(self) -> None:
+        blocks.check_block("block_size", self.block_size)
+
+    @property
+    def block(self) -> int | None:
+        return self.block_size or None
+
+    def contraction(self, n: int) -> float | None:
+        return 1 / max(1, min(n, self.block or n))
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        xp, n = ctx.xp, ctx.size
+        if n == 0:
+            return (xp.zeros(0, "uint8"), xp.zeros(0)), state
+        negative = x < 0
+        below = xp.sum(blocks.rows(xp, xp.cast(negative, "float32"), self.block), 1)
+        parts = (
+            (xp.where(negative, x, 0.0), below),
+            (xp.where(negative, 0.0, x), blocks.counts(xp, n, self.block) - below),
+        )
+        means = [
+            xp.reshape(xp.sum(blocks.rows(xp, part, self.block), 1), (-1, 1)) / blocks.divisor(xp, count)
+            for part, count in parts
+        ]
+        return (xp.pack_bits(negative), xp.reshape(xp.concat(means, 1), (-1,))), state
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        xp, n = ctx.xp, ctx.size
+        if n == 0:
+            return xp.zeros(0)
+        negative = blocks.rows(xp, xp.unpack_bits(payload[0], n), self.block)
+        means = xp.reshape(payload[1], (-1, 2))
+        # A mean that is not finite is seen in both classes: one of them may be empty.
+        means = means + (means[:, :1] - means[:, :1]) + (means[:, 1:] - means[:, 1:])
+        return blocks.flat(xp, xp.where(negative, means[:, :1], means[:, 1:]), n)

@@ -1,0 +1,19 @@
+"""Signs of the momentum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.compressors.signsgd import SignSGD
+from grace.registry import register
+
+
+@register("signum")
+@dataclass(frozen=True)
+class Signum(SignSGD):
+    """As signsgd, of each worker's momentum: signsgd with the memory "momentum".
+
+    Payload: as signsgd's. Bernstein et al., ICML 2018, arXiv:1802.04434, algorithm 2.
+    """
+
+    memory = "momentum"

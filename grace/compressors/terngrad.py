@@ -1,0 +1,66 @@
+"""Ternary gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace import blocks
+from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.packing import pack, unpack
+from grace.registry import register
+
+
+@register("terngrad")
+@dataclass(frozen=True)
+class TernGrad(Compressor):
+    """Round each element at random to -s, 0 or s, s the largest magnitude, so that the expectation is x.
+
+    Payload: codes uint8[ceil(n/4)], 0, 1, 2 for -s, 0, s; scales float32[m].
+    ``clip``: magnitudes above so many root mean squares are cut first, which is a bias of its own; 0: none.
+    ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor, as in the paper.
+    Wen et al., "TernGrad", NeurIPS 2017, arXiv:1705.07878, section 3. The paper clips by the standard deviation, which
+    is zero for a constant tensor; here by the root mean square about zero, so constants and single elements are exact.
+    """
+
+    clip: float = 0.0
+    block_size: int = 0
+    memory = "none"
+
+    def __post_init__(self) -> None:
+        blocks.check_block("block_size", self.block_size)
+        if not (self.clip == 0 or self.clip >= 1):
+            raise ValueError(f"clip={self.clip!r} must be 0 (off) or at least 1 root mean square, such as 2.5")
+
+    @property
+    def block(self) -> int | None:
+        return self.block_size or None
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.clip == 0
+
+    def variance(self, n: int) -> float | None:
+        return (max(1, min(n, self.block or n)) ** 0.5 - 1) / 2 if self.unbiased else None
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        xp, n = ctx.xp, ctx.size
+        if n == 0:
+            return (xp.zeros(0, "uint8"), xp.zeros(0)), state
+        table = xp.abs(blocks.rows(xp, x, self.block))
+        scale = xp.max(table, 1)
+        share = table / blocks.divisor(xp, scale)
+        if self.clip:
+            mean = xp.sum(share * share, 1) / blocks.counts(xp, n, self.block)
+            limit = xp.minimum(xp.sqrt(mean) * float(self.clip), 1.0)
+            scale = scale * limit
+            share = share / blocks.divisor(xp, limit)  # above 1 where it is cut
+        sent = xp.cast(ctx.rng("round").uniform(n) < blocks.flat(xp, share, n), "int32")
+        codes = 1 + sent * (xp.cast(x > 0, "int32") - xp.cast(x < 0, "int32"))
+        return (pack(xp, 2, codes), scale), state
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        xp, n = ctx.xp, ctx.size
+        if n == 0:
+            return xp.zeros(0)
+        signs = xp.cast(unpack(xp, 2, payload[0], n), "float32") - 1.0
+        return blocks.flat(xp, blocks.rows(xp, signs, self.block) * xp.reshape(payload[1], (-1, 1)), n)

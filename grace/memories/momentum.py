@@ -1,0 +1,34 @@
+"""Local momentum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core import Array, Compressor, Context, Memory, Payload, State, Steps
+from grace.registry import register
+
+
+@register("momentum")
+@dataclass(frozen=True)
+class Momentum(Memory):
+    """Compress a running mean of this worker's gradients: v = momentum * v + (1 - momentum) * gradient.
+
+    Nothing is fed back: what compression loses is lost. State: momentum float32[n].
+    ``momentum``: in [0, 1). Bernstein et al., "signSGD", ICML 2018, arXiv:1802.04434, algorithm 2 (SIGNUM).
+    """
+
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum={self.momentum!r} must lie in [0, 1)")
+
+    def init(self, ctx: Context) -> State:
+        return {"momentum": ctx.xp.zeros(ctx.size)}
+
+    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+        x = state["momentum"] * self.momentum + x * (1.0 - self.momentum)
+        return x, {"momentum": x}
+
+    def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
+        return state

@@ -41,6 +41,11 @@ def divisor(xp: Any, scale: Array) -> Array:
     return xp.reshape(xp.where(scale == 0, 1.0, scale), (-1, 1))
 
 
+def scaled(xp: Any, values: Array, scale: Array, block: int | None) -> Array:
+    """[n], [m] -> [n]: each value times the scale of its block."""
+    return flat(xp, rows(xp, values, block) * xp.reshape(scale, (-1, 1)), xp.shape(values)[0])
+
+
 def check_block(key: str, block: int) -> None:
     """Raise ValueError unless a block's size is a multiple of 8 (whole bytes of bits), or 0 for the whole tensor."""
     if block < 0 or block % 8:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from grace import blocks
-from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.compressors.blockwise import Blockwise
+from grace.core import Array, Context, Payload, State, Steps
 from grace.packing import pack, unpack
 from grace.registry import register
 
@@ -32,7 +33,7 @@ TABLES = {
 
 @register("dettmers8", "u8bit")
 @dataclass(frozen=True)
-class Dettmers8(Compressor):
+class Dettmers8(Blockwise):
     """Replace each element, relative to the largest magnitude of its block, by the nearest entry of a table.
 
     Payload: codes uint8[ceil(b * n / 8)], b = 8 or 4; scales float32[m].
@@ -46,13 +47,9 @@ class Dettmers8(Compressor):
     block_size: int = 4096
 
     def __post_init__(self) -> None:
-        blocks.check_block("block_size", self.block_size)
+        super().__post_init__()
         if self.table not in TABLES:
             raise ValueError(f"table={self.table!r}: choose one of {', '.join(map(repr, TABLES))}")
-
-    @property
-    def block(self) -> int | None:
-        return self.block_size or None
 
     @property
     def bits(self) -> int:
@@ -66,8 +63,6 @@ class Dettmers8(Compressor):
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, n, table = ctx.xp, ctx.size, TABLES[self.table]
-        if n == 0:
-            return (xp.zeros(0, "uint8"), xp.zeros(0)), state
         rows = blocks.rows(xp, x, self.block)
         scale = xp.max(xp.abs(rows), 1)
         middles = xp.asarray([(a + b) / 2 for a, b in pairwise(table)], "float32")
@@ -76,8 +71,6 @@ class Dettmers8(Compressor):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        if n == 0:
-            return xp.zeros(0)
         codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
         values = xp.take(xp.asarray(TABLES[self.table], "float32"), codes)
-        return blocks.flat(xp, blocks.rows(xp, values, self.block) * xp.reshape(payload[1], (-1, 1)), n)
+        return blocks.scaled(xp, values, payload[1], self.block)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace import blocks
-from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.compressors.blockwise import Blockwise
+from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
 
 
 @register("efsignsgd", "scaled_sign")
 @dataclass(frozen=True)
-class EFSignSGD(Compressor):
+class EFSignSGD(Blockwise):
     """Send the signs and the mean magnitude; what is lost comes back through the residual.
 
     Payload: bits uint8[ceil(n/8)], 1 where x >= 0; scales float32[m].
@@ -19,28 +20,15 @@ class EFSignSGD(Compressor):
     Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019, arXiv:1901.09847, algorithm 1.
     """
 
-    block_size: int = 0
-
-    def __post_init__(self) -> None:
-        blocks.check_block("block_size", self.block_size)
-
-    @property
-    def block(self) -> int | None:
-        return self.block_size or None
-
     def contraction(self, n: int) -> float | None:
         return 1 / max(1, min(n, self.block or n))
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
-        if n == 0:
-            return (xp.zeros(0, "uint8"), xp.zeros(0)), state
         total = xp.sum(blocks.rows(xp, xp.abs(x), self.block), 1)
         return (xp.pack_bits(x >= 0), total / blocks.counts(xp, n, self.block)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        if n == 0:
-            return xp.zeros(0)
         signs = xp.cast(xp.unpack_bits(payload[0], n), "float32") * 2.0 - 1.0
-        return blocks.flat(xp, blocks.rows(xp, signs, self.block) * xp.reshape(payload[1], (-1, 1)), n)
+        return blocks.scaled(xp, signs, payload[1], self.block)

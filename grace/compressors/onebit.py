@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace import blocks
-from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.compressors.blockwise import Blockwise
+from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
 
 
 @register("onebit")
 @dataclass(frozen=True)
-class OneBit(Compressor):
+class OneBit(Blockwise):
     """Send the signs, and the mean of the negative and of the other elements; the sum of each block is kept.
 
     Payload: bits uint8[ceil(n/8)], 1 where x < 0; means float32[2m], for each block that of its negative elements (0 if
@@ -20,22 +21,11 @@ class OneBit(Compressor):
     Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent", Interspeech 2014, section 3.
     """
 
-    block_size: int = 0
-
-    def __post_init__(self) -> None:
-        blocks.check_block("block_size", self.block_size)
-
-    @property
-    def block(self) -> int | None:
-        return self.block_size or None
-
     def contraction(self, n: int) -> float | None:
         return 1 / max(1, min(n, self.block or n))
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
-        if n == 0:
-            return (xp.zeros(0, "uint8"), xp.zeros(0)), state
         negative = x < 0
         below = xp.sum(blocks.rows(xp, xp.cast(negative, "float32"), self.block), 1)
         parts = (
@@ -50,8 +40,6 @@ class OneBit(Compressor):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        if n == 0:
-            return xp.zeros(0)
         negative = blocks.rows(xp, xp.unpack_bits(payload[0], n), self.block)
         means = xp.reshape(payload[1], (-1, 2))
         # A mean that is not finite is seen in both classes: one of them may be empty.

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace import blocks
-from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.compressors.blockwise import Blockwise
+from grace.core import Array, Context, Payload, State, Steps
 from grace.packing import pack, unpack
 from grace.registry import register
 
 
 @register("terngrad")
 @dataclass(frozen=True)
-class TernGrad(Compressor):
+class TernGrad(Blockwise):
     """Round each element at random to -s, 0 or s, s the largest magnitude, so that the expectation is x.
 
     Payload: codes uint8[ceil(n/4)], 0, 1, 2 for -s, 0, s; scales float32[m].
@@ -23,17 +24,12 @@ class TernGrad(Compressor):
     """
 
     clip: float = 0.0
-    block_size: int = 0
     memory = "none"
 
     def __post_init__(self) -> None:
-        blocks.check_block("block_size", self.block_size)
+        super().__post_init__()
         if not (self.clip == 0 or self.clip >= 1):
             raise ValueError(f"clip={self.clip!r} must be 0 (off) or at least 1 root mean square, such as 2.5")
-
-    @property
-    def block(self) -> int | None:
-        return self.block_size or None
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
@@ -44,8 +40,6 @@ class TernGrad(Compressor):
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
-        if n == 0:
-            return (xp.zeros(0, "uint8"), xp.zeros(0)), state
         table = xp.abs(blocks.rows(xp, x, self.block))
         scale = xp.max(table, 1)
         share = table / blocks.divisor(xp, scale)
@@ -60,7 +54,5 @@ class TernGrad(Compressor):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        if n == 0:
-            return xp.zeros(0)
         signs = xp.cast(unpack(xp, 2, payload[0], n), "float32") - 1.0
-        return blocks.flat(xp, blocks.rows(xp, signs, self.block) * xp.reshape(payload[1], (-1, 1)), n)
+        return blocks.scaled(xp, signs, payload[1], self.block)

@@ -1,0 +1,22 @@
+"""What all methods share that keep statistics of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.blocks import check_block
+from grace.core import Compressor
+
+
+@dataclass(frozen=True)
+class Blockwise(Compressor):
+    """Has statistics per block of ``block_size`` elements, a multiple of 8; 0: of the whole tensor."""
+
+    block_size: int = 0
+
+    def __post_init__(self) -> None:
+        check_block("block_size", self.block_size)
+
+    @property
+    def block(self) -> int | None:
+        return self.block_size or None

@@ -183,7 +183,7 @@ class _Driver:
             if mean is None:
                 continue
             if p.grad is None or p.grad.is_sparse:
-                p.grad = mean.clone() if mean.data_ptr() == p.data_ptr() else mean
+                p.grad = mean.clone()  # the mean is a view of a whole message
             else:
                 with torch.no_grad():
                     p.grad.copy_(mean)

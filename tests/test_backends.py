@@ -715,6 +715,7 @@ def test_searchsorted(ops):
     found = ops(lambda xp, bounds, x: xp.searchsorted(bounds, x), bounds, x)
     assert found.dtype == np.int32
     assert found.tolist() == [sum(bound < v for bound in bounds.tolist()) for v in x.tolist()]
+    assert ops(lambda xp, bounds, x: xp.searchsorted(bounds, x), bounds, x[:0]).tolist() == []
 
 
 def test_require(xp):

@@ -153,7 +153,8 @@ class TensorflowBackend(Backend):
         return tf.cast(tf.reshape(tf.where(mask), (-1,)), tf.int32)
 
     def searchsorted(self, bounds: Array, x: Array) -> Array:
-        return tf.searchsorted(bounds, x)
+        # TensorFlow's own cannot search for nothing inside a graph.
+        return tf.zeros(0, tf.int32) if x.shape[0] == 0 else tf.searchsorted(bounds, x)
 
     def take(self, x: Array, indices: Array) -> Array:
         return tf.gather(x, indices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from grace import blocks
 from grace.collectives import Reduce
 from grace.core import Array, Combine, Compressor, Context, Payload, Program, State
 from grace.registry import register
@@ -59,8 +60,8 @@ class PowerSGD(Compressor):
         # Only directions count: unit scale keeps the products in range. A direction that became zero would stay so for
         # ever: it is drawn anew.
         warm, fresh = state["q"], self.start(ctx)
-        largest = xp.reshape(xp.max(xp.abs(warm), 1), (-1, 1))
-        warm = xp.where(largest > 0, warm / xp.where(largest > 0, largest, 1.0), fresh)
+        largest = xp.max(xp.abs(warm), 1)
+        warm = xp.where(xp.reshape(largest, (-1, 1)) > 0, warm / blocks.divisor(xp, largest), fresh)
         (p,) = yield Reduce((matrix @ xp.transpose(warm),), "mean")
         p = xp.qr(p)
         # (Pᵀ M) rather than Mᵀ P: the same numbers, without a strided pass over M.

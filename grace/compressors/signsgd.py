@@ -54,17 +54,14 @@ class SignSGD(Compressor):
         return xp.reshape(rows(xp, signs, CHECKED) + xp.reshape(poison, (-1, 1)), (-1,))[:n]
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        total = self.decompress(payloads[0], ctx)
-        for payload in payloads[1:]:
-            total = total + self.decompress(payload, ctx)
-        return _majority(ctx.xp, total)
+        return _majority(ctx.xp, super().aggregate(payloads, ctx))
 
     def reduced(self, payload: Payload, ctx: Context) -> Array:
         return _majority(ctx.xp, self.decompress(payload, ctx))
 
 
 def _majority(xp: Any, total: Array) -> Array:
-    # total - total is 0, or NaN where a worker's block was not finite.
+    # Of the votes' sum or mean. total - total is 0, or NaN where a worker's block was not finite.
     return xp.cast(total >= 0, "float32") * 2.0 - 1.0 + (total - total)
 
 

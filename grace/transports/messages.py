@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grace.backends.base import ITEMSIZE
@@ -58,19 +58,20 @@ class MessageTransport(Transport):
         """``buffers[d]`` goes to worker d. Wait gives a list of what came from each, all as long as buffers[rank]."""
 
     def start(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
-        results: list[Any] = [None] * len(collectives)
-        waits: list[Callable[[], None]] = []
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, collective in enumerate(collectives):
             groups.setdefault(_kind(collective), []).append(index)
+        waits: list[tuple[list[int], Wait]] = []
         for (kind, *details), members in groups.items():
             tag = ".".join(["grace", name, kind, *map(str, details)])
             begin = getattr(self, f"_start_{kind}")
-            waits.append(begin([collectives[i] for i in members], members, results, tag))
+            waits.append((members, begin([collectives[i] for i in members], tag)))
 
         def wait() -> list[Any]:
-            for finish in waits:
-                finish()
+            results: list[Any] = [None] * len(collectives)
+            for members, finish in waits:
+                for index, result in zip(members, finish(), strict=True):
+                    results[index] = result
             return results
 
         return wait
@@ -80,8 +81,8 @@ class MessageTransport(Transport):
         (texts,) = self.start([Gather((data,), ragged=True)], "exchange")()
         return [bytes(self.xp.to_numpy(data)).decode() for (data,) in texts]
 
-    # -- one kind of collective each: pack, begin, and return what unpacks ------------------------------------------
-    def _start_reduce(self, items: list[Reduce], members: list[int], results: list[Any], tag: str) -> Wait:
+    # -- one kind of collective each: pack and begin; wait gives the result of each item ------------------------------
+    def _start_reduce(self, items: list[Reduce], tag: str) -> Wait:
         # One message for each dtype, whatever the operation is called: mean is a sum with one division.
         xp = self.xp
         arrays = [array for item in items for array in item.arrays]
@@ -90,16 +91,15 @@ class MessageTransport(Transport):
             parts = [xp.reshape(array, (-1,)) for array in arrays if xp.dtype(array) == dtype]
             waits[dtype] = self._reduce_buffer(xp.concat(parts), items[0].op, f"{tag}.{dtype}")
 
-        def finish() -> None:
+        def finish() -> list[Any]:
             rest = {dtype: wait() for dtype, wait in waits.items()}
-            for index, item in zip(members, items, strict=True):
-                out = []
-                for array in item.arrays:
-                    dtype, shape = xp.dtype(array), xp.shape(array)
-                    size = math.prod(shape)
-                    out.append(xp.reshape(rest[dtype][:size], shape))
-                    rest[dtype] = rest[dtype][size:]
-                results[index] = tuple(out)
+            reduced = []
+            for array in arrays:
+                dtype, shape = xp.dtype(array), xp.shape(array)
+                size = math.prod(shape)
+                reduced.append(xp.reshape(rest[dtype][:size], shape))
+                rest[dtype] = rest[dtype][size:]
+            return [tuple(reduced[part]) for part in _slices(items)]
 
         return finish
 
@@ -114,61 +114,32 @@ class MessageTransport(Transport):
         wait = self.reduce(buffer, "sum", tag)
         return lambda: wait() / size
 
-    def _start_gather(self, items: list[Gather], members: list[int], results: list[Any], tag: str) -> Wait:
+    def _start_gather(self, items: list[Gather], tag: str) -> Wait:
         buffer, layout = self._pack(array for item in items for array in item.arrays)
         wait = self._skip_empty(buffer, lambda: self.gather(buffer, tag), [buffer] * self.size)
+        return lambda: _deal(items, [self._unpack(received, layout) for received in wait()])
 
-        def finish() -> None:
-            workers = [self._unpack(received, layout) for received in wait()]
-            for index, part in zip(members, _slices(len(item.arrays) for item in items), strict=True):
-                results[index] = [arrays[part] for arrays in workers]
-
-        return finish
-
-    def _start_gather_ragged(self, items: list[Gather], members: list[int], results: list[Any], tag: str) -> Wait:
+    def _start_gather_ragged(self, items: list[Gather], tag: str) -> Wait:
         buffer, layout = self._pack_ragged(items)
         wait = self.gather_ragged(buffer, tag)
+        return lambda: _deal(items, [self._unpack_ragged(received, layout) for received in wait()])
 
-        def finish() -> None:
-            workers = [self._unpack_ragged(received, layout) for received in wait()]
-            for index, part in zip(members, _slices(len(item.arrays) for item in items), strict=True):
-                results[index] = [arrays[part] for arrays in workers]
-
-        return finish
-
-    def _start_broadcast(self, items: list[Broadcast], members: list[int], results: list[Any], tag: str) -> Wait:
+    def _start_broadcast(self, items: list[Broadcast], tag: str) -> Wait:
         buffer, layout = self._pack(array for item in items for array in item.arrays)
         wait = self._skip_empty(buffer, lambda: self.broadcast(buffer, items[0].root, tag), buffer)
+        return lambda: [arrays for (arrays,) in _deal(items, [self._unpack(wait(), layout)])]
 
-        def finish() -> None:
-            arrays = self._unpack(wait(), layout)
-            for index, part in zip(members, _slices(len(item.arrays) for item in items), strict=True):
-                results[index] = arrays[part]
-
-        return finish
-
-    def _start_broadcast_ragged(self, items: list[Broadcast], members: list[int], results: list[Any], tag: str) -> Wait:
+    def _start_broadcast_ragged(self, items: list[Broadcast], tag: str) -> Wait:
         buffer, layout = self._pack_ragged(items)
         wait = self.broadcast_ragged(buffer, items[0].root, tag)
+        return lambda: [arrays for (arrays,) in _deal(items, [self._unpack_ragged(wait(), layout)])]
 
-        def finish() -> None:
-            arrays = self._unpack_ragged(wait(), layout)
-            for index, part in zip(members, _slices(len(item.arrays) for item in items), strict=True):
-                results[index] = arrays[part]
-
-        return finish
-
-    def _start_alltoall(self, items: list[AllToAll], members: list[int], results: list[Any], tag: str) -> Wait:
+    def _start_alltoall(self, items: list[AllToAll], tag: str) -> Wait:
         packed = [self._pack(array for item in items for array in item.parts[worker]) for worker in range(self.size)]
         wait = self.all_to_all([buffer for buffer, _ in packed], tag)
         layout = packed[self.rank][1]  # what is sent to this worker has the same shapes from everybody
-
-        def finish() -> None:
-            workers = [self._unpack(received, layout) for received in wait()]
-            for index, part in zip(members, _slices(len(item.parts[self.rank]) for item in items), strict=True):
-                results[index] = [arrays[part] for arrays in workers]
-
-        return finish
+        mine = [Gather(item.parts[self.rank]) for item in items]
+        return lambda: _deal(mine, [self._unpack(received, layout) for received in wait()])
 
     # -- buffers ----------------------------------------------------------------------------------------------------
     def _pack(self, arrays: Any) -> tuple[Array, Layout]:
@@ -215,12 +186,17 @@ def _kind(collective: Collective) -> tuple[Any, ...]:
     raise TypeError(f"{collective!r} is not a collective; yield Reduce, Gather, Broadcast or AllToAll")
 
 
-def _slices(counts: Iterable[int]) -> Iterator[slice]:
-    # Where each item's arrays lie in the message.
+def _slices(items: Sequence[Any]) -> Iterator[slice]:
+    # Where each item's arrays lie among those of the message.
     start = 0
-    for count in counts:
-        yield slice(start, start + count)
-        start += count
+    for item in items:
+        yield slice(start, start + len(item.arrays))
+        start += len(item.arrays)
+
+
+def _deal(items: Sequence[Any], senders: list[tuple[Array, ...]]) -> list[list[tuple[Array, ...]]]:
+    # For each item its arrays, from each of the workers that sent a message.
+    return [[arrays[part] for arrays in senders] for part in _slices(items)]
 
 
 def _nbytes(dtype: str, shape: Shape) -> Any:

@@ -57,3 +57,5 @@ for index in rows(toolkit, hvd.size() if transport == "horovod" else dist.get_wo
     report = grc.report()
     found[index] = (means, report.bytes_sent, report.bytes_received, report.bytes_dense, report.steps)
 save(out, grc.rank, found)
+if transport == "torch":
+    dist.destroy_process_group()  # gloo's threads, still running when Python ends, would abort the worker

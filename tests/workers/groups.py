@@ -53,3 +53,5 @@ assert np.isfinite(found[5][0]["wide"]).all()
 save(out, rank, found)
 if transport == "horovod":
     hvd.barrier()  # the first worker that ends would shut Horovod down for the other group
+else:
+    dist.destroy_process_group()  # gloo's threads, still running when Python ends, would abort the worker

@@ -257,3 +257,5 @@ if transport == "torch":
         found[f"ddp {name}"] = (hooked, train(net, optimizer, 5), names)
 
 save(out, rank, found)
+if transport == "torch":
+    dist.destroy_process_group()  # gloo's threads, still running when Python ends, would abort the worker

@@ -99,11 +99,15 @@ class Compressor(ABC):
     Only ``compress`` and ``decompress`` must be written.
     """
 
+    family: ClassVar[str] = ""
+    """What kind of method it is: "quantisation", "sparsification", "hybrid" or "low rank"."""
     combine: ClassVar[Combine] = Combine.GATHER
     ragged: ClassVar[bool] = False
     """The payload's length depends on the values."""
     unbiased: ClassVar[bool] = False
     """The expectation of ``decompress(compress(x))`` is x."""
+    mask: ClassVar[bool] = False
+    """Every element is sent as it is or kept as it is: `residual` is x with zeros where it was sent."""
     vote: ClassVar[bool] = False
     """The result is a vote, not a mean: error feedback has nothing to subtract from."""
     memory: ClassVar[str] = "residual"
@@ -168,6 +172,8 @@ class Memory(ABC):
 
     feedback: ClassVar[bool] = False
     """It feeds back what the payload did not carry."""
+    masks: ClassVar[bool] = False
+    """It works only with compressors that declare `Compressor.mask`."""
 
     def init(self, ctx: Context) -> State:
         """The state before the first step."""
@@ -180,6 +186,18 @@ class Memory(ABC):
     @abstractmethod
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         """Next state, from what was compressed (``x``) and the payload that leaves this worker."""
+
+    def finish(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
+        """float32[n], the mean of what all workers sent -> the result, and next state. By default the mean."""
+        return mean, state
+
+    def init_dense(self, ctx: Context) -> State:
+        """The state before the first step of a tensor that goes dense; numbers are in ``ctx.dtype``."""
+        return {}
+
+    def finish_dense(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
+        """As `finish`, for the exact mean of a tensor that goes dense."""
+        return mean, state
 
 
 def scope(state: State, prefix: str) -> State:
@@ -214,6 +232,11 @@ class Method:
                 f"memory {name_of(self.memory)!r} diverges with {name!r} as it is set: its error can exceed the "
                 "gradient. It is unbiased, so use memory 'none'"
             )
+        if self.memory.masks and not compressor.mask:
+            raise ValueError(
+                f"memory {name_of(self.memory)!r} works with methods that send elements as they are, such as 'topk' or "
+                f"'threshold'; {name!r} changes them. Use memory {compressor.memory!r}"
+            )
         lossy = not compressor.unbiased and not compressor.vote and compressor.memory != "none"
         if lossy and not self.memory.feedback and compressor.memory != name_of(self.memory):
             warnings.warn(
@@ -230,6 +253,11 @@ class Method:
         payload, kept = yield from run(self.compressor.compress(x, scope(state, "compressor"), ctx))
         memory = self.memory.update(x, payload, self.compressor, memory, ctx)
         return payload, join(memory=memory, compressor=kept)
+
+    def finish(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
+        """What the memory makes of the mean of all workers' payloads."""
+        mean, memory = self.memory.finish(mean, scope(state, "memory"), ctx)
+        return mean, join(memory=memory, compressor=scope(state, "compressor"))
 
 
 class Communicator(ABC):

@@ -150,7 +150,8 @@ class Grace:
             self._meter.extend([PRESENT])
         for unit in (unit for bucket in buckets for unit in bucket.units):
             self._unit_of.update({tensor.name: unit for tensor in unit.tensors})
-            state = {} if unit.dense else self.communicator.init(self.method, self._context(unit, 0))
+            ctx = self._context(unit, 0)
+            state = self.method.memory.init_dense(ctx) if unit.dense else self.communicator.init(self.method, ctx)
             self._cells[unit.name] = {key: xp.cell(value) for key, value in state.items()}
         self._meter.extend([unit.name for bucket in buckets for unit in bucket.units])
         if self._waiting is not None:
@@ -313,7 +314,7 @@ class Grace:
     def _program(self, unit: Unit, x: Array, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         if unit.dense:
             (mean,) = yield Reduce((x,), "mean")
-            return mean, state
+            return self.method.memory.finish_dense(mean, state, ctx)
         return (yield from self.communicator.reduce(x, self.method, state, ctx))
 
     def _presence(self, units: tuple[Unit, ...]) -> Program[Array]:

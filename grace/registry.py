@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
 
 from grace.core import Combine, Communicator, Compressor, Memory, Method, Transport, name_of
@@ -24,6 +25,7 @@ class Registry(Mapping[str, type]):
     def __init__(self, kind: str, package: str):
         self.kind = kind
         self._package = package
+        self._loaded = False
         self._classes: dict[str, type] = {}
         self._aliases: dict[str, str] = {}
 
@@ -44,7 +46,11 @@ class Registry(Mapping[str, type]):
         return sorted(alias for alias, target in self._aliases.items() if target == name)
 
     def _load(self) -> None:
-        importlib.import_module(self._package)  # its modules register what they hold
+        if not self._loaded:
+            self._loaded = True
+            package = importlib.import_module(self._package)
+            for module in pkgutil.iter_modules(package.__path__):  # each registers what it holds
+                importlib.import_module(f"{self._package}.{module.name}")
 
     def __getitem__(self, name: str) -> type:
         self._load()
@@ -138,10 +144,17 @@ def _take(registry: Registry, name: Any, rest: dict[str, Any]) -> Any:
 def _values(cls: type, rest: dict[str, Any]) -> dict[str, Any]:
     values = {}
     for field in fields(cls):
-        if field.name in rest:
+        default: Any = field.default
+        part = next((known for kind, known in REGISTRIES.items() if isinstance(default, kind)), None)
+        if part is not None:  # made of parts, whose own keys are taken too
+            chosen = rest.pop(field.name, None)
+            if chosen is None:
+                values[field.name] = replace(default, **_values(type(default), rest))
+            else:
+                values[field.name] = _take(part, chosen, rest)
+        elif field.name in rest:
             value = rest.pop(field.name)
-            default = field.default if field.default is not MISSING else value
-            values[field.name] = _checked(field.name, value, default)
+            values[field.name] = _checked(field.name, value, value if default is MISSING else default)
     return values
 
 

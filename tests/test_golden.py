@@ -8,15 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from methods import alone, backend, context, host, lockstep, normal, workers
+from table import ROWS
+from table.row import X
 
 from grace import grace_from_params
 from grace.core import Context
 from grace.registry import compressors
 from grace.rng import Rng
 from grace.transports.local import LocalTransport
-
-X = np.array([0.5, -1, 0.25, 0, -0.125, 2, -0.75, 1.5], np.float32)
-FLOATS = X.tobytes().hex()
 
 
 class RawRng(Rng):
@@ -39,62 +38,21 @@ class RawContext(Context):
 def sent(xp, params, x=X, shape=None):
     compressor = grace_from_params(params, LocalTransport()).method.compressor
     ctx = RawContext(xp, "w", shape or x.shape)
-    payload, _ = alone(compressor.compress(xp.asarray(x.copy(), "float32"), compressor.init(ctx), ctx))
+    payload, _ = alone(lambda ctx: compressor.compress(xp.asarray(x.copy(), "float32"), compressor.init(ctx), ctx), ctx)
     return compressor, ctx, payload
 
 
-def hexes(*values, dtype):
-    return np.array(values, dtype).tobytes().hex()
-
-
-GOLDEN = [
-    ({"compressor": "none"}, [FLOATS]),
-    ({"compressor": "fp16"}, ["003800bc0034000000b0004000ba003e"]),
-    ({"compressor": "bf16"}, ["003f80bf803e000000be004040bfc03f"]),
-    ({"compressor": "bf16", "rounding": "stochastic"}, ["003f80bf803e000000be004040bfc03f"]),
-    ({"compressor": "topk", "compress_ratio": 0.25}, ["000000400000c03f", "0500000007000000"]),
-    # The two smallest words are those of positions 0 and 2.
-    ({"compressor": "randomk", "compress_ratio": 0.25}, ["0000003f0000803e"]),
-    ({"compressor": "randomk", "compress_ratio": 0.25, "unbiased_scale": True}, ["000000400000803f"]),
-    (
-        {"compressor": "threshold", "threshold": 0.75},
-        [hexes(-1, 2, -0.75, 1.5, dtype="f4"), hexes(1, 5, 6, 7, dtype="i4")],
-    ),
-    ({"compressor": "signsgd"}, ["ad", "00"]),
-    ({"compressor": "signum"}, ["ad", "00"]),
-    ({"compressor": "onebit"}, ["52", hexes(-0.625, 0.85, dtype="f4")]),
-    # Trits 1 0 1 0 0 1 -1 0, plus 1.
-    ({"compressor": "terngrad"}, ["6649", hexes(2, dtype="f4")]),
-    ({"compressor": "natural", "window": "grace"}, ["6ced6b00ea6eed6d", hexes(145, dtype="i4")]),
-    (
-        {"compressor": "natural", "window": "grace", "stochastic": False},
-        [bytes([108, 237, 107, 0, 234, 110, 237, 110]).hex(), hexes(145, dtype="i4")],
-    ),
-    # The largest power that occurs is 2**1, the field 128, which has the code 127.
-    ({"compressor": "natural"}, [bytes([125, 254, 124, 0, 251, 127, 254, 126]).hex(), hexes(128, dtype="i4")]),
-    (
-        {"compressor": "dettmers8"},
-        [bytes([201, 35, 192, 127, 77, 255, 44, 237]).hex(), hexes(2, dtype="f4")],
-    ),
-    # Nearest to 0.25 -0.5 0.125 0 -0.0625 1 -0.375 0.75 are the entries 10 2 9 7 6 15 3 14.
-    ({"compressor": "dettmers8", "table": "nf4"}, ["2a79f6e3", hexes(2, dtype="f4")]),
-    ({"compressor": "signsgd", "packed": False}, ["01ff0101ff01ff01", "00"]),
-    ({"compressor": "efsignsgd"}, ["ad", hexes(0.765625, dtype="f4")]),
-    # floor(|x| / norm * 7 + u) = 1 3 0 0 0 5 2 4, with the sign in the top of four bits.
-    ({"compressor": "qsgd", "quantum_num": 7, "bucket_size": 0}, ["b100584a", hexes(8.140625**0.5, dtype="f4")]),
-    # The same numbers in eight bits: floor(|x| / norm * 127 + u) = 22 45 11 0 5 89 33 67.
-    ({"compressor": "qsgd"}, ["16ad0b008559a143", hexes(8.140625**0.5, dtype="f4")]),
-]
+GOLDEN = [row for row in ROWS if row.golden]
 
 
 def test_every_method_has_golden_bytes():
-    assert {params["compressor"] for params, _ in GOLDEN} | {"powersgd"} == set(compressors)
+    assert {row.name for row in GOLDEN} | {"powersgd"} == set(compressors)
 
 
-@pytest.mark.parametrize("params, expected", GOLDEN, ids=lambda value: str(value)[:60])
-def test_golden_payload(xp, params, expected):
-    _, _, payload = sent(xp, params)
-    assert [array.tobytes().hex() for array in host(xp, payload)] == expected
+@pytest.mark.parametrize("row", GOLDEN, ids=str)
+def test_golden_payload(xp, row):
+    _, _, payload = sent(xp, row.params)
+    assert tuple(array.tobytes().hex() for array in host(xp, payload)) == row.golden
 
 
 def test_golden_errors(xp):

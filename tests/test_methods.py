@@ -8,26 +8,24 @@ import pytest
 from methods import (
     BACKENDS,
     EXCHANGES,
-    ROWS,
     SIZES,
     VOTES,
     alone,
     backend,
     context,
     exchanges,
-    fold,
+    handed_over,
     host,
-    keys,
     lockstep,
     normal,
     parts,
     rows,
     same,
-    share,
-    uniform,
-    words,
     workers,
 )
+from streams import fold
+from table import ROWS
+from table.row import Where, share
 
 from grace import grace_from_params
 from grace.core import Combine, Method
@@ -52,7 +50,7 @@ def send(method, xp, x, ctx, state=None):
     """Payload and next state of the compressor, without memory."""
     compressor = method.compressor
     state = compressor.init(ctx) if state is None else state
-    return alone(compressor.compress(xp.asarray(x.reshape(-1).copy(), "float32"), state, ctx))
+    return alone(lambda ctx: compressor.compress(xp.asarray(x.reshape(-1).copy(), "float32"), state, ctx), ctx)
 
 
 def receive(method, xp, payload, ctx):
@@ -90,36 +88,24 @@ def test_what_a_method_says_of_itself(row):
                 assert said is None or row.mask
             elif said is not None:
                 assert said == pytest.approx(expected(n))
-    assert compressor.ragged == (row.name == "threshold")
+    assert (compressor.ragged, compressor.mask) == (row.ragged, row.mask)
+    assert compressor.family in ("quantisation", "sparsification", "hybrid", "low rank")
     if compressor.unbiased:
         assert row.variance is not None
 
 
 # -- payloads ------------------------------------------------------------------------------------------------------
-def bytes_of(row, x):
-    """The payload's bytes by the table; for the two methods that need more than n, by their own formula."""
-    if row.name == "threshold":
-        return 8 * sum(abs(v) >= row.params["threshold"] for v in x.reshape(-1).tolist())
-    if row.matrix:
-        a, b, r = cut(row, x.shape)
-        return 4 * r * (a + b)
-    return row.nbytes(x.size)
-
-
-def cut(row, shape):
-    """Rows, columns and rank of the matrix that PowerSGD makes of a shape: cut where rows + columns are fewest."""
-    pairs = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
-    a, b = min(pairs, key=sum)
-    return a, b, min(row.params.get("compress_rank", 4), a, b)
-
-
 @rows()
 def test_payloads_have_exactly_the_bytes_of_the_table(row, xp):
     method = parts(row)
     for shape in shapes(row):
         x = spread(*shape)
-        payload, _ = send(method, xp, x, context(xp, shape))
-        assert sum(array.nbytes for array in host(xp, payload)) == bytes_of(row, x)
+        ctx = context(xp, shape)
+        payload, _ = send(method, xp, x, ctx)
+        if method.compressor.combine is Combine.AGREED:  # the exchange happens while it compresses
+            state, array = method.compressor.init(ctx), xp.asarray(x.reshape(-1).copy(), "float32")
+            payload = handed_over(lambda ctx: method.compressor.compress(array, state, ctx), ctx)
+        assert sum(array.nbytes for array in host(xp, payload)) == row.nbytes(x)
         assert {xp.dtype(array) for array in payload} <= {"uint8", "int8", "int32", "float16", "float32"}
         assert all(len(xp.shape(array)) >= 1 for array in payload)
 
@@ -141,8 +127,8 @@ def test_arguments_are_left_alone_and_twice_is_the_same(row, xp):
         array = xp.asarray(x.reshape(-1).copy(), "float32")
         state = method.compressor.init(ctx)
         before = host(xp, state.values())
-        payload, _ = alone(method.compressor.compress(array, state, ctx))
-        again, _ = alone(method.compressor.compress(array, state, ctx))
+        payload, _ = alone(lambda ctx: method.compressor.compress(array, state, ctx), ctx)
+        again, _ = alone(lambda ctx: method.compressor.compress(array, state, ctx), ctx)
         assert same(host(xp, [array]), [x.reshape(-1)])
         assert same(host(xp, state.values()), before)
         assert same(host(xp, payload), host(xp, again))
@@ -229,7 +215,7 @@ def test_nothing_is_lost_in_fifty_steps(row, xp):
     for step in range(50):
         ctx, g = context(xp, shape, step=step), spread(600, seed=step)
         before = np.array(xp.to_numpy(state["memory/residual"]))
-        payload, state = alone(method.encode(xp.asarray(g.copy(), "float32"), state, ctx))
+        payload, state = alone(lambda ctx: method.encode(xp.asarray(g.copy(), "float32"), state, ctx), ctx)
         found, kept = receive(method, xp, payload, ctx), np.array(xp.to_numpy(state["memory/residual"]))
         if row.mask:
             assert np.array_equal(found + kept, g + before)
@@ -247,7 +233,10 @@ def test_residual_is_weighted(xp, beta, gamma):
     for step in range(3):
         g = spread(1003, seed=step)
         x = np.float32(beta) * residual + np.float32(gamma) * g
-        payload, state = alone(method.encode(xp.asarray(g, "float32"), state, context(xp, 1003, step=step)))
+        payload, state = alone(
+            lambda ctx: method.encode(xp.asarray(g, "float32"), state, ctx),
+            context(xp, 1003, step=step),
+        )
         indices = np.sort(np.argsort(-abs(x), kind="stable")[:100])
         assert host(xp, payload)[1].tolist() == indices.tolist()
         residual = x.copy()
@@ -273,7 +262,8 @@ def test_state_keeps_its_keys_shapes_and_dtypes(row, communicator, xp):
     for x in (spread(*shape), np.zeros(shape, np.float32), np.full(shape, np.nan, np.float32), 9 * spread(*shape)):
         lockstep(graces, [{"w": xp.asarray(x.copy(), "float32")} for _ in graces])
         assert described() == before
-    assert all(key.split("/")[-1] in ("residual", "momentum", "q") for worker in before for key in worker)
+    kept = {*row.state, *(() if parts(row).memory == NoMemory() else ("residual", "momentum"))}
+    assert all(key.split("/")[-1] in kept for worker in before for key in worker)
 
 
 # -- what goes in and what comes out -------------------------------------------------------------------------------
@@ -299,7 +289,7 @@ def test_finite_in_finite_out(row, xp):
             state = method.init(context(xp, shape))
             for step in range(2):
                 ctx = context(xp, shape, step=step)
-                payload, state = alone(method.encode(xp.asarray(x.copy(), "float32"), state, ctx))
+                payload, state = alone(lambda ctx: method.encode(xp.asarray(x.copy(), "float32"), state, ctx), ctx)
                 found = receive(method, xp, payload, ctx)
                 mean = xp.to_numpy(method.compressor.aggregate([payload, payload], ctx))
                 assert np.isfinite(found).all(), what
@@ -403,7 +393,7 @@ def test_unbiased_methods_are_unbiased_with_the_stated_variance(row, kind):
     rounding = n * (1e-6 * abs(x).max()) ** 2
     assert ((total / draws - x) ** 2).sum() <= 9 * w * norm / draws + rounding
     assert square / draws <= w * norm * (1 + 4 / math.sqrt(draws)) + rounding
-    if row.name == "randomk":  # here the bound is attained
+    if row.attained:
         assert square / draws >= w * norm * (1 - 4 / math.sqrt(draws))
 
 
@@ -438,7 +428,7 @@ def test_random_positions_contract_in_expectation(row):
     for step in range(draws):
         ctx = context(xp, n, step=step)
         errors.append(((x - receive(method, xp, send(method, xp, x, ctx)[0], ctx)) ** 2).sum() / (x**2).sum())
-    d = share(row.params["compress_ratio"])(n) / n
+    d = share(row.params["compress_ratio"], n) / n
     assert np.mean(errors) == pytest.approx(1 - d, abs=float(5 * np.std(errors) / math.sqrt(draws) + 1e-9))
 
 
@@ -610,132 +600,6 @@ def test_a_step_is_traced_once(row, communicator):
 
 
 # -- means, against formulas written once more in NumPy ------------------------------------------------------------
-def blocks_of(x, block):
-    block = block or max(len(x), 1)
-    return [x[start : start + block] for start in range(0, len(x), block)]
-
-
-def kept_positions(row, x, name, step):
-    """Which elements a sparsifier sends."""
-    if row.name == "threshold":
-        return np.flatnonzero(abs(x) >= np.float32(row.params["threshold"]))
-    k = share(row.params["compress_ratio"])(len(x))
-    if row.name == "topk":
-        return np.argsort(-abs(x), kind="stable")[:k]
-    drawn = words(*keys(0, "positions", name, step, 0), 0, len(x)).astype(np.int64)
-    return np.argsort(drawn)[:k]
-
-
-def dynamic(decade):
-    """The positive values of one decade of the dynamic table: equal steps, fewer in lower decades."""
-    count = 2 ** (6 - decade)
-    edges = np.linspace(0.1, 1.0, count + 1)
-    return (edges[:-1] + edges[1:]) / 2 * 10.0**-decade
-
-
-HALF_BYTE_FLOATS = np.array([0.5, 1, 1.5, 2, 3, 4, 6]) / 6  # every magnitude of a 4-bit float but zero
-SEVEN_DECADES = np.concatenate([dynamic(decade) for decade in range(7)])
-CODEBOOKS = {
-    "dynamic8": np.sort(np.concatenate([SEVEN_DECADES, -SEVEN_DECADES, [0, 1]])),
-    "linear8": np.arange(-127, 128) / 127,
-    "nf4": np.array(
-        [
-            "-1",
-            "-0.6961928",
-            "-0.5250731",
-            "-0.3949175",
-            "-0.2844414",
-            "-0.1847734",
-            "-0.09105",
-            "0",
-            "0.0795803",
-            "0.1609302",
-            "0.2461123",
-            "0.3379152",
-            "0.4407098",
-            "0.562617",
-            "0.7229568",
-            "1",
-        ],
-        float,
-    ),
-    "fp4": np.sort(np.concatenate([HALF_BYTE_FLOATS, -HALF_BYTE_FLOATS, [0]])),
-}
-
-
-def formula(row, x, name="w", step=0, rank=0, offset=0):
-    """float32[n]: what x becomes on its way through a method, by the method's formula."""
-    settings = row.params
-    if row.name == "none":
-        return x
-    if row.name == "fp16":
-        return x.astype(np.float16).astype(np.float32)
-    if row.name == "bf16":
-        bits = x.view(np.uint32).astype(np.uint64)
-        if settings.get("rounding") == "stochastic":
-            bits += words(*keys(0, "round", name, step, rank + 1), offset, len(x)) & np.uint32(0xFFFF)
-        else:
-            bits += 0x7FFF + ((bits >> 16) & 1)
-        return ((bits >> 16) << 16).astype(np.uint32).view(np.float32)
-    if row.name in ("topk", "threshold", "randomk"):
-        positions = kept_positions(row, x, name, step)
-        found = np.zeros_like(x)
-        found[positions] = x[positions]
-        return found * np.float32(len(x) / len(positions)) if settings.get("unbiased_scale") else found
-    if row.name == "efsignsgd":
-        scaled = [
-            np.where(b >= 0, 1, -1) * abs(b.astype(np.float64)).mean() for b in blocks_of(x, settings["block_size"])
-        ]
-        return np.concatenate(scaled).astype(np.float32) if scaled else x
-    if row.name == "qsgd":
-        s, found, start = settings["quantum_num"], [], offset
-        for block in blocks_of(x, settings["bucket_size"]):
-            norm = np.float32(np.sqrt((block.astype(np.float64) ** 2).sum()))
-            u = uniform(0, "round", name, step, rank + 1, start, len(block)).astype(np.float32)
-            level = (abs(block) / norm * np.float32(s)).astype(np.float32) if norm else np.zeros_like(block)
-            found.append(np.sign(block) * np.minimum(np.floor(level + u), s) * norm / s)
-            start += len(block)
-        return np.concatenate(found).astype(np.float32) if found else x
-    if row.name in VOTES:
-        return np.where(x >= 0, 1, -1).astype(np.float32)
-    if row.name == "onebit":
-        found = []
-        for block in (b.astype(np.float64) for b in blocks_of(x, settings["block_size"])):
-            low, rest = block[block < 0], block[block >= 0]
-            means = (low.mean() if len(low) else 0.0, rest.mean() if len(rest) else 0.0)
-            found.append(np.where(block < 0, *means))
-        return np.concatenate(found).astype(np.float32) if found else x
-    if row.name == "terngrad":
-        found, start = [], offset
-        for block in blocks_of(x, settings["block_size"]):
-            top = abs(block).max(initial=0)
-            if settings["clip"]:
-                top = min(top, settings["clip"] * math.sqrt((block.astype(np.float64) ** 2).mean())) if top else top
-            u = uniform(0, "round", name, step, rank + 1, start, len(block))
-            found.append(np.where(u * top < abs(block), np.sign(block), 0) * np.float32(top))
-            start += len(block)
-        return np.concatenate(found).astype(np.float32) if found else x
-    if row.name == "natural":
-        fraction, exponent = np.frexp(abs(x).astype(np.float64))  # fraction in [1/2, 1)
-        if settings.get("stochastic", True):
-            draw = (words(*keys(0, "round", name, step, rank + 1), offset, len(x)) >> 9) / 2**23
-        else:
-            draw = np.float64(0.5 - 2**-24)
-        power = exponent - 1 + (2 * fraction - 1 > draw)
-        return np.where(x == 0, 0, np.sign(x) * 2.0**power).astype(np.float32)
-    if row.name == "dettmers8":
-        table, found = CODEBOOKS[settings["table"]], []
-        for block in blocks_of(x, settings["block_size"]):
-            top = abs(block).max(initial=0)
-            # Nearer to the upper entry than to the lower, for each pair of neighbours. The middle is rounded once, like
-            # every number on the way: which side a tie falls on is not the table's to say.
-            middles = ((table[1:] + table[:-1]) / 2).astype(np.float32)
-            nearest = ((block / (top or np.float32(1)))[:, None] > middles).sum(1)
-            found.append(table[nearest] * top)
-        return np.concatenate(found).astype(np.float32) if found else x
-    raise NotImplementedError(row.name)
-
-
 class Formula:
     """Workers with their residuals, as the papers put it: no payloads, no programs."""
 
@@ -753,21 +617,25 @@ class Formula:
         return np.mean(np.asarray(found, np.float64), 0).astype(np.float32)
 
     def step(self, gradients, step):
-        found = []
+        compensated = []
         for rank, g in enumerate(gradients):
             x = g + self.residuals[rank] if self.feedback else g
             if self.row.name == "signum":
                 x = self.momenta[rank] = (0.9 * self.momenta[rank] + 0.1 * g).astype(np.float32)
-            found.append(formula(self.row, x, "w", step, rank))
-            self.residuals[rank] = x - found[-1]
-        mean = self.combine(found)
+            compensated.append(x)
+        if self.row.agreed:
+            mean, found = self.row.agreed(compensated, Where("w", step))
+        else:
+            found = [self.row.formula(x, Where("w", step, rank)) for rank, x in enumerate(compensated)]
+            mean = self.combine(found)
+        self.residuals = np.array([x - sent for x, sent in zip(compensated, found, strict=True)], np.float32)
         if not self.twostage:
             return mean
         out = []
         for owner in range(self.size):
             mine = slice(min(owner * self.full, self.n), min((owner + 1) * self.full, self.n))
             x = mean[mine] + self.server[mine] if self.feedback else mean[mine]
-            out.append(formula(self.row, x, "w/server", step, owner, mine.start))
+            out.append(self.row.formula(x, Where("w/server", step, owner, mine.start)))
             self.server[mine] = x - out[-1]
         return np.concatenate(out)
 
@@ -783,11 +651,14 @@ def check_formula(row, communicator, xp, size, n, steps=2):
         found = [np.array(xp.to_numpy(worker["w"])) for worker in means]
         assert all(same(found[:1], [other]) for other in found)
         wanted = expected.step(gradients, step)
-        loose = 1e-3 if row.name == "fp16" else 2e-6  # halves are summed in half precision
-        np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=loose * abs(wanted).max())
+        np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=row.loose * abs(wanted).max())
 
 
-@exchanges(lambda row, communicator: not row.matrix)
+def test_every_method_has_a_formula_or_tests_of_its_own():
+    assert {row.name for row in ROWS if not (row.formula or row.agreed)} == {"powersgd"}
+
+
+@exchanges(lambda row, communicator: row.formula or row.agreed)
 def test_means_follow_the_formula(row, communicator, xp):
     for size in (1, 2, 3, 5) if xp.name == "numpy" else (3,):
         check_formula(row, communicator, xp, size, 1003)
@@ -1095,7 +966,7 @@ def test_absent_gradients(row, communicator, xp):
 
 def test_a_method_may_be_put_together_by_hand(xp):
     method = Method(parts(ROWS[4]).compressor, NoMemory())
-    payload, state = alone(method.encode(xp.asarray(spread(1000), "float32"), {}, context(xp, 1000)))
+    payload, state = alone(lambda ctx: method.encode(xp.asarray(spread(1000), "float32"), {}, ctx), context(xp, 1000))
     assert len(payload) == 2
     assert state == {}
 

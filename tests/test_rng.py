@@ -3,10 +3,10 @@
 import math
 import random
 
-import methods
 import numpy as np
 import pytest
-from methods import BACKENDS, backend
+import streams
+from methods import BACKENDS, backend, normal
 
 from grace import simulate
 from grace.core import Context
@@ -30,7 +30,7 @@ def test_golden_mix():
 
 def test_mix_is_the_finaliser():
     for h in (0, 1, 2**31 - 1, 2**31, 2**32 - 1, *random.Random(1).choices(range(2**32), k=2000)):
-        assert mix(h) == methods.mix(h)
+        assert mix(h) == streams.mix(h)
 
 
 def test_golden_names():
@@ -38,13 +38,13 @@ def test_golden_names():
     assert fnv1a("a") == 0xE40C292C
     assert fnv1a("") == 0x811C9DC5
     for name in ("weight", "größe", "層.0"):
-        assert fnv1a(name) == methods.fnv1a(name)
+        assert fnv1a(name) == streams.fnv1a(name)
 
 
 def test_golden_keys():
     for worker, expected in ((0, (0xB57AC67E, 0x8E24081A)), (4, (0x15581AB0, 0x0F492D4A))):
         h = fold(0, 1, 0x72C28D05, 5, worker)
-        assert (methods.fold(h, 1), methods.fold(h, 2)) == expected
+        assert (streams.fold(h, 1), streams.fold(h, 2)) == expected
 
 
 def test_golden_words(xp):
@@ -58,14 +58,14 @@ def test_golden_words(xp):
 
 @pytest.mark.parametrize("key0, key1", [(0, 0), (1, 2), (0xFFFFFFFF, 0xFFFFFFFF), (0x80000000, 0x7FFFFFFF)])
 def test_words_are_the_same_bits_on_every_toolkit(xp, key0, key1):
-    assert np.array_equal(as_words(xp, xp.words(key0, key1, 0, N)), methods.words(key0, key1, 0, N))
+    assert np.array_equal(as_words(xp, xp.words(key0, key1, 0, N)), streams.words(key0, key1, 0, N))
 
 
 @pytest.mark.parametrize("start", [1, 777, 2**31 - 50, 2**32 - 50, 2**32 + 5, 3 * 2**32 - 1, 2**40])
 def test_words_from_anywhere(xp, start):
     # Also where the counter leaves 32 bits, and its lower half starts again.
     key0, key1 = 0xDEADBEEF, 0xFFFFFFF0
-    assert np.array_equal(as_words(xp, xp.words(key0, key1, start, 100)), methods.words(key0, key1, start, 100))
+    assert np.array_equal(as_words(xp, xp.words(key0, key1, start, 100)), streams.words(key0, key1, start, 100))
     assert xp.shape(xp.words(key0, key1, start, 0)) == (0,)
 
 
@@ -74,17 +74,17 @@ def test_streams_are_named_by_seed_label_tensor_step_and_worker(xp):
         rng = draw(xp, **fields)
         name = {"seed": 0, "label": "round", "name": "layer", "step": 3, "worker": 1, "offset": 0, **fields}
         offset = name.pop("offset")
-        expected = methods.words(*methods.keys(**name), offset, 1003)
+        expected = streams.words(*streams.keys(**name), offset, 1003)
         assert np.array_equal(as_words(xp, rng.bits(1003)), expected)
         u = xp.to_numpy(rng.uniform(1003))
         assert u.dtype == np.float32
-        assert np.array_equal(u, methods.uniform(**name, start=offset, n=1003))
+        assert np.array_equal(u, streams.uniform(**name, start=offset, n=1003))
 
 
 def test_context_draws_for_one_worker_or_for_all(xp):
     ctx = Context(xp, "layer", (1003,), rank=2, step=9, seed=5)
-    own = methods.words(*methods.keys(5, "round", "layer", 9, 3), 0, 1003)
-    shared = methods.words(*methods.keys(5, "round", "layer", 9, 0), 0, 1003)
+    own = streams.words(*streams.keys(5, "round", "layer", 9, 3), 0, 1003)
+    shared = streams.words(*streams.keys(5, "round", "layer", 9, 0), 0, 1003)
     assert np.array_equal(as_words(xp, ctx.rng("round").bits(1003)), own)
     assert np.array_equal(as_words(xp, ctx.shared_rng("round").bits(1003)), shared)
     piece = ctx.piece(100, 50)
@@ -217,7 +217,7 @@ def test_global_generators_are_not_touched(name, compressor):
     rng = draw(backend(name))
     for values in (rng.bits(9), rng.uniform(9), rng.normal(9), rng.sample(9, 3)):
         assert backend(name).shape(values)[0] > 0
-    gradients = [{"w": methods.normal(40, 30, seed=seed)} for seed in range(2)]
+    gradients = [{"w": normal(40, 30, seed=seed)} for seed in range(2)]
     simulate({"compressor": compressor}, gradients, backend=name, steps=2)
     assert generators() == before
 
@@ -241,4 +241,4 @@ def test_a_step_inside_a_graph_gives_the_same_numbers(step):
         found = inside(tf.constant(step, tf.int64))
         assert [a.numpy().tobytes() for a in found] == [b.numpy().tobytes() for b in outside]
     assert len(traces) == 1
-    assert np.array_equal(as_words(xp, found[0]), methods.words(*methods.keys(0, "round", "layer", step, 1), 0, 1003))
+    assert np.array_equal(as_words(xp, found[0]), streams.words(*streams.keys(0, "round", "layer", step, 1), 0, 1003))

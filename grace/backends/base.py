@@ -79,8 +79,8 @@ class Backend(ABC):
         """A vector lengthened with zeros to n elements (itself, if it has n)."""
 
     @abstractmethod
-    def transpose(self, x: Array) -> Array:
-        """A matrix with rows and columns exchanged."""
+    def transpose(self, x: Array, axes: Sequence[int] = (1, 0)) -> Array:
+        """Axis i of the result is axis ``axes[i]`` of x; by default rows and columns of a matrix are exchanged."""
 
     # -- dtype ------------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -182,7 +182,14 @@ class Backend(ABC):
     # -- selection --------------------------------------------------------------------------------------------------
     @abstractmethod
     def topk(self, x: Array, k: int) -> Array:
-        """int32[k]: positions of the k largest elements of a vector, ascending. Ties: lowest position; NaN: largest."""
+        """int32[k]: positions of the k largest elements of a vector, ascending. Ties: lowest position; NaN: largest.
+
+        Of a matrix [m, n]: int32[m, k], for each row by itself.
+        """
+
+    @abstractmethod
+    def sort(self, x: Array) -> Array:
+        """Ascending along the last axis; NaN: anywhere."""
 
     @abstractmethod
     def nonzero(self, mask: Array) -> Array:
@@ -204,10 +211,22 @@ class Backend(ABC):
     def scatter_add(self, x: Array, indices: Array, values: Array) -> Array:
         """A vector with ``values`` added at ``indices``, which are distinct. May reuse x's memory: x is spent."""
 
+    @abstractmethod
+    def segment_sum(self, values: Array, segments: Array, count: int) -> Array:
+        """float32[count]: sums of the float32 ``values`` with equal ``segments`` (int32, 0 .. count-1), in float64."""
+
     # -- linear algebra ---------------------------------------------------------------------------------------------
     @abstractmethod
     def qr(self, x: Array) -> Array:
         """The orthonormal factor Q[a, r] of a tall matrix x[a, r]; completed arbitrarily where x lacks rank."""
+
+    @abstractmethod
+    def svd(self, x: Array) -> tuple[Array, Array, Array]:
+        """u[a, r], s[r], v[b, r] with x = u diag(s) v^T, s descending, r = min(a, b). x[a, b] must be finite."""
+
+    @abstractmethod
+    def solve(self, a: Array, b: Array) -> Array:
+        """x[n, m] with a x = b, for a regular a[n, n]."""
 
     # -- random bits ------------------------------------------------------------------------------------------------
     @abstractmethod

@@ -57,8 +57,8 @@ class NumpyBackend(Backend):
         padded[: len(x)] = x
         return padded
 
-    def transpose(self, x: Array) -> Array:
-        return x.T
+    def transpose(self, x: Array, axes: Sequence[int] = (1, 0)) -> Array:
+        return np.transpose(x, axes)
 
     def cast(self, x: Array, dtype: str) -> Array:
         with np.errstate(invalid="ignore", over="ignore"):
@@ -133,6 +133,8 @@ class NumpyBackend(Backend):
         return np.right_shift(x, bits)
 
     def topk(self, x: Array, k: int) -> Array:
+        if x.ndim == 2:
+            return np.stack([self.topk(row, k) for row in x]) if len(x) else np.zeros((0, k), np.int32)
         n = len(x)
         if k >= n:
             return np.arange(n, dtype=np.int32)
@@ -144,6 +146,9 @@ class NumpyBackend(Backend):
         above = np.flatnonzero(x > bound)
         ties = np.flatnonzero(x == bound)[: k - len(above)]
         return np.sort(np.concatenate([above, ties])).astype(np.int32)
+
+    def sort(self, x: Array) -> Array:
+        return np.sort(x)
 
     def nonzero(self, mask: Array) -> Array:
         return np.flatnonzero(mask).astype(np.int32)
@@ -163,8 +168,18 @@ class NumpyBackend(Backend):
         x[indices] += values
         return x
 
+    def segment_sum(self, values: Array, segments: Array, count: int) -> Array:
+        return np.bincount(segments, values, count).astype(np.float32)
+
     def qr(self, x: Array) -> Array:
         return np.linalg.qr(x)[0]
+
+    def svd(self, x: Array) -> tuple[Array, Array, Array]:
+        u, s, vt = np.linalg.svd(x, full_matrices=False)
+        return u, s, vt.T
+
+    def solve(self, a: Array, b: Array) -> Array:
+        return np.linalg.solve(a, b)
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         counter = np.arange(start, start + n, dtype=np.int64)

@@ -54,8 +54,8 @@ class TensorflowBackend(Backend):
         missing = n - x.shape[0]
         return x if missing == 0 else tf.pad(x, [[0, missing]])
 
-    def transpose(self, x: Array) -> Array:
-        return tf.transpose(x)
+    def transpose(self, x: Array, axes: Sequence[int] = (1, 0)) -> Array:
+        return tf.transpose(x, axes)
 
     def cast(self, x: Array, dtype: str) -> Array:
         return tf.cast(x, dtype)
@@ -139,15 +139,18 @@ class TensorflowBackend(Backend):
         return tf.bitwise.right_shift(x, tf.cast(bits, x.dtype))
 
     def topk(self, x: Array, k: int) -> Array:
-        n = x.shape[0]
-        if k >= n:
+        n = x.shape[-1]
+        if k >= n and len(x.shape) == 1:
             return tf.range(n)
-        if k == 0:
-            return tf.zeros(0, tf.int32)
+        if k == 0 or x.shape[0] == 0:
+            return tf.zeros((*x.shape[:-1], k), tf.int32)
         if x.dtype.is_floating:
             x = tf.where(tf.math.is_nan(x), tf.constant(float("inf"), x.dtype), x)
         # top_k puts the lower of two equal elements first, so its k are the ones wanted.
         return tf.sort(tf.math.top_k(x, k, sorted=False).indices)
+
+    def sort(self, x: Array) -> Array:
+        return tf.sort(x)
 
     def nonzero(self, mask: Array) -> Array:
         return tf.cast(tf.reshape(tf.where(mask), (-1,)), tf.int32)
@@ -167,9 +170,19 @@ class TensorflowBackend(Backend):
     def scatter_add(self, x: Array, indices: Array, values: Array) -> Array:
         return tf.tensor_scatter_nd_add(x, indices[:, None], values)
 
+    def segment_sum(self, values: Array, segments: Array, count: int) -> Array:
+        return tf.cast(tf.math.unsorted_segment_sum(tf.cast(values, tf.float64), segments, count), tf.float32)
+
     def qr(self, x: Array) -> Array:
         # In float32 squares of very large or small numbers leave the range, and it does not scale by itself.
         return tf.cast(tf.linalg.qr(tf.cast(x, tf.float64)).q, x.dtype)
+
+    def svd(self, x: Array) -> tuple[Array, Array, Array]:
+        s, u, v = tf.linalg.svd(x)
+        return u, s, v
+
+    def solve(self, a: Array, b: Array) -> Array:
+        return tf.linalg.solve(a, b)
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         pieces = []

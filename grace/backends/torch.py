@@ -75,8 +75,8 @@ class TorchBackend(Backend):
     def pad(self, x: Array, n: int) -> Array:
         return x if x.shape[0] == n else torch.nn.functional.pad(x, (0, n - x.shape[0]))
 
-    def transpose(self, x: Array) -> Array:
-        return x.T
+    def transpose(self, x: Array, axes: Sequence[int] = (1, 0)) -> Array:
+        return x.permute(tuple(axes))
 
     def cast(self, x: Array, dtype: str) -> Array:
         return x.to(DTYPES[dtype])
@@ -164,6 +164,10 @@ class TorchBackend(Backend):
         return torch.bitwise_right_shift(x, bits)
 
     def topk(self, x: Array, k: int) -> Array:
+        if x.ndim == 2:  # a stable sort has the lower of two equal elements first
+            x = torch.where(torch.isnan(x), torch.inf, x)
+            order = torch.sort(x, stable=True, descending=True).indices
+            return order[:, :k].sort().values.to(torch.int32)
         n = x.shape[0]
         if k >= n:
             return torch.arange(n, dtype=torch.int32, device=x.device)
@@ -178,6 +182,9 @@ class TorchBackend(Backend):
         above, ties = x > bound, x == bound
         chosen = above | (ties & (torch.cumsum(ties, 0) <= k - above.sum()))
         return torch.nonzero_static(chosen, size=k).flatten().to(torch.int32)
+
+    def sort(self, x: Array) -> Array:
+        return torch.sort(x).values
 
     def nonzero(self, mask: Array) -> Array:
         return torch.nonzero(mask).flatten().to(torch.int32)
@@ -196,8 +203,19 @@ class TorchBackend(Backend):
     def scatter_add(self, x: Array, indices: Array, values: Array) -> Array:
         return x.index_add_(0, indices, values)
 
+    def segment_sum(self, values: Array, segments: Array, count: int) -> Array:
+        total = torch.zeros(count, dtype=torch.float64, device=values.device)
+        return total.index_add_(0, segments, values.double()).float()
+
     def qr(self, x: Array) -> Array:
         return torch.linalg.qr(x).Q
+
+    def svd(self, x: Array) -> tuple[Array, Array, Array]:
+        u, s, vt = torch.linalg.svd(x, full_matrices=False)
+        return u, s, vt.T
+
+    def solve(self, a: Array, b: Array) -> Array:
+        return torch.linalg.solve(a, b)
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         pieces = []

@@ -1,3 +1,1 @@
-"""One file per communicator. Importing this package registers them all."""
-
-from grace.communicators import allgather, allreduce, broadcast, twostage  # noqa: F401
+"""One file per communicator. The registry imports them all when it is first asked."""

@@ -36,9 +36,9 @@ class Allreduce(Communicator):
         compressor = method.compressor
         payload, state = yield from method.encode(x, state, ctx)
         if compressor.combine is Combine.AGREED:
-            return compressor.decompress(payload, ctx), state
+            return method.finish(compressor.decompress(payload, ctx), state, ctx)
         payload = yield Reduce(payload, "sum" if compressor.summed else "mean")
-        return compressor.reduced(payload, ctx), state
+        return method.finish(compressor.reduced(payload, ctx), state, ctx)
 
 
 LIMITS = {"int8": 2**7 - 1, "uint8": 2**8 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}

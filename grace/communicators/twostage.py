@@ -9,7 +9,20 @@ from typing import Any
 
 from grace.collectives import AllToAll, Gather
 from grace.communicators.allgather import refuse_agreed
-from grace.core import Array, Communicator, Compressor, Context, Method, Program, State, join, name_of, run, scope
+from grace.core import (
+    Array,
+    Communicator,
+    Compressor,
+    Context,
+    Memory,
+    Method,
+    Program,
+    State,
+    join,
+    name_of,
+    run,
+    scope,
+)
 from grace.registry import register
 
 
@@ -34,10 +47,16 @@ class TwoStage(Communicator):
                 f"communicator 'twostage' cannot cut a payload of {name_of(compressor)!r}, which is not blockwise. "
                 f"Use communicator 'allgather'{other}"
             )
+        if type(method.memory).finish is not Memory.finish:
+            raise ValueError(
+                f"communicator 'twostage' cannot carry memory {name_of(method.memory)!r}, which tracks the mean of "
+                "what the workers sent: the second compression changes it. Use communicator 'allgather', or memory "
+                "'residual'"
+            )
 
     def init(self, method: Method, ctx: Context) -> State:
         shard = self.shard(method.compressor, ctx, ctx.rank)
-        return join(worker=method.init(ctx), server=method.init(shard))
+        return join(worker=method.init(ctx), server=method.init(shard.stage("server")))
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, compressor, workers = ctx.xp, method.compressor, range(ctx.world_size)
@@ -55,7 +74,7 @@ class TwoStage(Communicator):
 
         shard = self.shard(compressor, ctx, ctx.rank)
         mean = compressor.aggregate(received, shard)
-        payload, server = yield from method.encode(mean, scope(state, "server"), shard)
+        payload, server = yield from method.encode(mean, scope(state, "server"), shard.stage("server"))
 
         # The last shards are shorter than the first: filled up for the exchange, and cut off again.
         filled = tuple(xp.pad(array, cuts[1][i] - cuts[0][i]) for i, array in enumerate(payload))
@@ -63,7 +82,7 @@ class TwoStage(Communicator):
         whole = tuple(
             xp.concat([shards[w][i][: cuts[w + 1][i] - cuts[w][i]] for w in workers]) for i in range(len(payload))
         )
-        return compressor.decompress(whole, ctx), join(worker=worker, server=server)
+        return compressor.decompress(whole, ctx.stage("server")), join(worker=worker, server=server)
 
     def shard_size(self, compressor: Compressor, ctx: Context) -> int:
         """Elements of a full shard: whole blocks and whole bytes."""
@@ -71,10 +90,10 @@ class TwoStage(Communicator):
         return -(-ctx.size // (unit * ctx.world_size)) * unit
 
     def shard(self, compressor: Compressor, ctx: Context, worker: int) -> Context:
-        """The context of the shard that a worker owns, at the second compression."""
+        """The context of the shard that a worker owns."""
         full = self.shard_size(compressor, ctx)
         start = min(worker * full, ctx.size)
-        return ctx.piece(start, min(full, ctx.size - start)).stage("server")
+        return ctx.piece(start, min(full, ctx.size - start))
 
 
 def _unit(compressor: Compressor) -> int:

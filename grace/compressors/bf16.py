@@ -19,6 +19,7 @@ class BF16(Compressor):
     """
 
     rounding: str = "nearest"
+    family = "quantisation"
     memory = "none"
     block = 1
 

@@ -13,6 +13,7 @@ class Blockwise(Compressor):
     """Has statistics per block of ``block_size`` elements, a multiple of 8; 0: of the whole tensor."""
 
     block_size: int = 0
+    family = "quantisation"
 
     def __post_init__(self) -> None:
         check_block("block_size", self.block_size)

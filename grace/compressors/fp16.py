@@ -17,6 +17,7 @@ class FP16(Compressor):
     Sums on the wire are of values already divided by the number of workers.
     """
 
+    family = "quantisation"
     combine = Combine.MEAN
     memory = "none"
     block = 1

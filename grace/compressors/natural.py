@@ -25,6 +25,7 @@ class Natural(Compressor):
 
     stochastic: bool = True
     window: str = "auto"
+    family = "quantisation"
 
     def __post_init__(self) -> None:
         if self.window not in ("auto", "grace"):

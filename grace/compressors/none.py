@@ -16,7 +16,9 @@ class NoCompression(Compressor):
     Payload: float32[n].
     """
 
+    family = "quantisation"
     combine = Combine.MEAN
+    mask = True
     unbiased = True
     memory = "none"
     block = 1

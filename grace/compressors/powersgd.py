@@ -26,6 +26,7 @@ class PowerSGD(Compressor):
 
     compress_rank: int = 4
     min_rate: float = 2.0
+    family = "low rank"
     combine = Combine.AGREED
 
     def __post_init__(self) -> None:

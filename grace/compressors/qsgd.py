@@ -22,6 +22,7 @@ class QSGD(Compressor):
 
     quantum_num: int = 127
     bucket_size: int = 512
+    family = "quantisation"
     unbiased = True
     memory = "none"
 

@@ -25,6 +25,7 @@ class SignSGD(Compressor):
     """
 
     packed: bool = True
+    family = "quantisation"
     vote = True
     memory = "none"
     block = CHECKED

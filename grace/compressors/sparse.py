@@ -5,40 +5,88 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from grace import indices
 from grace.core import Array, Compressor, Context, Payload, State, Steps
 
 
 class Sparsifier(Compressor):
-    """Sends ``x[indices]`` and the indices. Subclasses choose them.
+    """Sends ``x[positions]`` and the positions. Subclasses choose them.
 
-    Payload: values float32[K], indices int32[K], ascending.
+    Payload: values float32[K], positions int32[K], ascending.
     """
+
+    family = "sparsification"
+    mask = True
 
     @abstractmethod
     def select(self, x: Array, ctx: Context) -> Array:
         """int32[K]: the positions to send, ascending."""
 
+    def count(self, n: int) -> int | None:
+        """K for n elements; None if it depends on their values."""
+        return None
+
+    def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
+        """Positions as they travel."""
+        return (positions,)
+
+    def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
+        """int32[K]: the inverse of `write`."""
+        return sent[0]
+
     def applies(self, ctx: Context) -> bool:
         return ctx.size < 2**31  # positions are int32
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
-        indices = self.select(x, ctx)
-        return (ctx.xp.take(x, indices), indices), state
+        positions = self.select(x, ctx)
+        return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        values, indices = payload
-        return ctx.xp.scatter_add(ctx.xp.zeros(ctx.size), indices, values)
+        return self.add(ctx.xp.zeros(ctx.size), payload, ctx)
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         # Exact, bit for bit: what was not sent stays as it is.
-        return ctx.xp.scatter(x, payload[1], 0.0)
+        return ctx.xp.scatter(x, self.read(payload[1:], ctx), 0.0)
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         total = ctx.xp.zeros(ctx.size)
-        for values, indices in payloads:
-            total = ctx.xp.scatter_add(total, indices, values)
+        for payload in payloads:
+            total = self.add(total, payload, ctx)
         return total / len(payloads)
+
+    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
+        """``total`` plus what a payload holds; total is spent."""
+        return ctx.xp.scatter_add(total, self.read(payload[1:], ctx), payload[0])
+
+
+@dataclass(frozen=True)
+class CodedSparsifier(Sparsifier):
+    """A sparsifier whose positions may travel in fewer bits.
+
+    ``index_coding``: "int32", "bitmap", "elias_fano", or "auto", which takes the smallest of them (`grace.indices`).
+    """
+
+    index_coding: str = field(default="int32", kw_only=True)
+
+    def __post_init__(self) -> None:
+        fixed = self.count(1) is not None
+        known = (*indices.CODINGS, "auto") if fixed else indices.CODINGS[:2]
+        if self.index_coding not in known:
+            also = "" if fixed else ": the others need a number of positions that is known beforehand"
+            raise ValueError(f"index_coding={self.index_coding!r}: choose one of {', '.join(map(repr, known))}{also}")
+
+    def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
+        k = self.count(ctx.size)
+        return indices.write(ctx.xp, self._coding(ctx.size, k), positions, ctx.size, k)
+
+    def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
+        k = self.count(ctx.size)
+        return indices.read(ctx.xp, self._coding(ctx.size, k), sent, ctx.size, k)
+
+    def _coding(self, n: int, k: int | None) -> str:
+        return self.index_coding if k is None else indices.choose(self.index_coding, n, k)
 
 
 def kept(ratio: float, n: int) -> int:

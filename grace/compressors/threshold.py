@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grace.compressors.sparse import Sparsifier
+from grace.compressors.sparse import CodedSparsifier
 from grace.core import Array, Context
 from grace.registry import register
 
 
 @register("threshold")
 @dataclass(frozen=True)
-class Threshold(Sparsifier):
+class Threshold(CodedSparsifier):
     """Send every element whose magnitude reaches a fixed threshold.
 
-    Payload: values float32[K], indices int32[K], ascending; K depends on the values and may be 0.
+    Payload: values float32[K], positions int32[K], ascending; K depends on the values and may be 0.
     ``threshold``: in units of the gradient (of the sum with the residual, where there is one), > 0.
+    ``index_coding``: of the positions; "int32", or "bitmap" (n bits).
     Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021, arXiv:2108.00951.
     """
 
@@ -24,6 +25,7 @@ class Threshold(Sparsifier):
     ragged = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (self.threshold > 0 and math.isfinite(self.threshold)):
             raise ValueError(f"threshold={self.threshold!r} must be a positive number; 'none' sends every element")
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.compressors.sparse import Sparsifier, check_ratio, kept
+from grace.compressors.sparse import CodedSparsifier, check_ratio, kept
 from grace.core import Array, Context
 from grace.registry import register
 
 
 @register("topk")
 @dataclass(frozen=True)
-class TopK(Sparsifier):
+class TopK(CodedSparsifier):
     """Send the elements of largest magnitude.
 
-    Payload: values float32[k], indices int32[k], ascending; k = floor(compress_ratio * n), at least 1.
+    Payload: values float32[k], positions int32[k], ascending; k = floor(compress_ratio * n), at least 1.
     ``compress_ratio``: the share of elements to send, in (0, 1].
+    ``index_coding``: of the positions; "int32", "bitmap" (n bits), "elias_fano" (about 2 + log2(n / k) bits each), or
+    "auto" for the smallest.
     Aji and Heafield, EMNLP 2017, arXiv:1704.05021; Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory",
     NeurIPS 2018, arXiv:1809.07599, section 2.
     """
@@ -24,6 +26,10 @@ class TopK(Sparsifier):
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)
+        super().__post_init__()
+
+    def count(self, n: int) -> int | None:
+        return kept(self.compress_ratio, n)
 
     def contraction(self, n: int) -> float | None:
         return kept(self.compress_ratio, n) / n if n else 1.0

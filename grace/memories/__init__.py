@@ -1,3 +1,1 @@
-"""One file per memory. Importing this package registers them all."""
-
-from grace.memories import momentum, none, residual  # noqa: F401
+"""One file per memory. The registry imports them all when it is first asked."""

@@ -1,0 +1,76 @@
+"""Ascending positions on the wire, written over a backend: fewer bits than int32 where they are many.
+
+"int32": 32 bits each. "bitmap": one bit for each of the n elements, smaller beyond n / 32 positions. "elias_fano": for
+a known number k of positions, about 2 + log2(n / k) bits each; the lower bits as they are, the upper ones as gaps in
+unary. Elias, "Efficient storage and retrieval by content and address of static files", JACM 1974; Fano, 1971.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grace.core import Array
+from grace.packing import pack, packed_size, unpack
+
+CODINGS = ("int32", "bitmap", "elias_fano")
+
+
+def choose(coding: str, n: int, k: int) -> str:
+    """The coding itself, or for "auto" the one of the fewest bytes."""
+    return min(CODINGS, key=lambda each: nbytes(each, n, k)) if coding == "auto" else coding
+
+
+def nbytes(coding: str, n: int, k: int) -> int:
+    """Bytes of k positions in 0 .. n-1."""
+    if coding == "int32":
+        return 4 * k
+    if coding == "bitmap":
+        return packed_size(1, n)
+    lower, upper = _widths(n, k)
+    return sum(packed_size(bits, k) for bits in lower) + packed_size(1, upper)
+
+
+def arrays(coding: str, n: int, k: int) -> int:
+    """How many arrays `write` makes."""
+    return len(_widths(n, k)[0]) + 1 if coding == "elias_fano" else 1
+
+
+def write(xp: Any, coding: str, positions: Array, n: int, k: int | None = None) -> tuple[Array, ...]:
+    """int32[k], ascending and distinct, in 0 .. n-1 -> arrays for the wire; k may be unknown except to "elias_fano"."""
+    if coding == "int32":
+        return (positions,)
+    if coding == "bitmap":
+        return (xp.pack_bits(xp.scatter(xp.zeros(n, "uint8"), positions, 1) != 0),)
+    assert k is not None
+    lower, upper = _widths(n, k)
+    planes, shift = [], 0
+    for bits in lower:
+        planes.append(pack(xp, bits, xp.bitwise_and(xp.shift_right(positions, shift), 2**bits - 1)))
+        shift += bits
+    marks = xp.scatter(xp.zeros(upper, "uint8"), xp.shift_right(positions, shift) + xp.arange(k), 1)
+    return (*planes, xp.pack_bits(marks != 0))
+
+
+def read(xp: Any, coding: str, sent: tuple[Array, ...], n: int, k: int | None = None) -> Array:
+    """The inverse of `write`."""
+    if coding == "int32":
+        return sent[0]
+    if coding == "bitmap":
+        found = xp.nonzero(xp.unpack_bits(sent[0], n))
+        return found if k is None else xp.reshape(found, (k,))
+    assert k is not None
+    lower, upper = _widths(n, k)
+    marks = xp.reshape(xp.nonzero(xp.unpack_bits(sent[-1], upper)), (k,))
+    positions = xp.shift_left(marks - xp.arange(k), sum(lower))
+    shift = 0
+    for bits, plane in zip(lower, sent, strict=False):
+        positions = xp.bitwise_or(positions, xp.shift_left(xp.cast(unpack(xp, bits, plane, k), "int32"), shift))
+        shift += bits
+    return positions
+
+
+def _widths(n: int, k: int) -> tuple[list[int], int]:
+    # Widths of the planes of lower bits (at most a byte each), and the length of the upper bits' unary code.
+    lower = max(0, (n // k).bit_length() - 1) if k else 0
+    upper = k + (max(n - 1, 0) >> lower)
+    return [8] * (lower // 8) + [lower % 8] * (lower % 8 > 0), upper if k else 0

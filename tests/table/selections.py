@@ -1,0 +1,106 @@
+"""Some elements as they are, with their positions: topk, randomk, threshold."""
+
+import math
+
+import numpy as np
+
+from table.row import ANY, Row, hexes, share
+
+
+def masked(positions):
+    """The formula of a method that sends x at ``positions(x, where)`` as it is."""
+
+    def formula(x, where):
+        found = np.zeros_like(x)
+        chosen = positions(x, where)
+        found[chosen] = x[chosen]
+        return found
+
+    return formula
+
+
+def coded(coding, n, k):
+    """Bytes of k positions of 0 .. n-1."""
+    if not k:
+        return 0 if coding != "bitmap" else math.ceil(n / 8)
+    lower = int(math.log2(n // k))
+    each = {
+        "int32": 4 * k,
+        "bitmap": math.ceil(n / 8),
+        # Lower bits in planes of a byte, and for the upper bits a mark for each position and each step upwards.
+        "elias_fano": sum(
+            math.ceil(k * bits / 8) if 8 % bits == 0 else math.ceil(k / 8) * bits
+            for bits in [8] * (lower // 8) + [lower % 8] * (lower % 8 > 0)
+        )
+        + math.ceil((k + (n - 1) // 2**lower) / 8),
+    }
+    return min(each.values()) if coding == "auto" else each[coding]
+
+
+def topk(ratio, coding="int32", golden=None):
+    """Four bytes of value for each element that is kept, and its position."""
+    return Row(
+        {"compressor": "topk", "compress_ratio": ratio, "index_coding": coding},
+        ANY,
+        lambda x: 4 * share(ratio, x.size) + coded(coding, x.size, share(ratio, x.size)),
+        masked(lambda x, where: np.argsort(-abs(x), kind="stable")[: share(ratio, len(x))]),
+        mask=True,
+        contraction=lambda n: share(ratio, n) / n,
+        golden=golden,
+    )
+
+
+def drawn(ratio):
+    return lambda x, where: np.argsort(where.shared_words("positions", len(x)), kind="stable")[: share(ratio, len(x))]
+
+
+def randomk(ratio, scaled=False, golden=None):
+    """Positions are drawn, not sent."""
+    plain = masked(drawn(ratio))
+    return Row(
+        {"compressor": "randomk", "compress_ratio": ratio, **({"unbiased_scale": True} if scaled else {})},
+        ("allreduce", *ANY),
+        lambda x: 4 * share(ratio, x.size),
+        (lambda x, where: plain(x, where) * np.float32(len(x) / share(ratio, len(x)))) if scaled else plain,
+        mask=not scaled,
+        random=True,
+        variance=(lambda n: n / share(ratio, n) - 1) if scaled else None,
+        attained=scaled,
+        golden=golden,
+    )
+
+
+def reach(x):
+    """How many elements reach the threshold of the rows below."""
+    return sum(abs(v) >= 0.5 for v in x.reshape(-1).tolist())
+
+
+def threshold(coding, golden=None):
+    return Row(
+        {"compressor": "threshold", "threshold": 0.5, "index_coding": coding},
+        ANY,
+        lambda x: 4 * reach(x) + coded(coding, x.size, reach(x)),
+        masked(lambda x, where: np.flatnonzero(abs(x) >= np.float32(0.5))),
+        ragged=True,
+        mask=True,
+        golden=golden,
+    )
+
+
+CHOSEN = np.array([0.5, -1, 2, -0.75, 1.5], np.float32)  # of the golden vector, at 0 1 5 6 7
+ROWS = [
+    topk(0.01),
+    topk(0.3, golden=(hexes(2, 1.5, dtype="f4"), hexes(5, 7, dtype="i4"))),
+    topk(1.0),
+    # k = 2 of 8: the lower two bits 1 and 3, then the upper ones, 1 and 1: marks at 1 + 0 and 1 + 1.
+    topk(0.25, "elias_fano", golden=(hexes(2, 1.5, dtype="f4"), "0d", "06")),
+    topk(0.3, "bitmap", golden=(hexes(2, 1.5, dtype="f4"), "a0")),
+    topk(0.002, "auto"),
+    # The two smallest words are those of positions 0 and 2.
+    randomk(0.1),
+    randomk(0.25, golden=("0000003f0000803e",)),
+    randomk(1.0),
+    randomk(0.25, scaled=True, golden=("000000400000803f",)),
+    threshold("int32", golden=(CHOSEN.tobytes().hex(), hexes(0, 1, 5, 6, 7, dtype="i4"))),
+    threshold("bitmap", golden=(CHOSEN.tobytes().hex(), "e3")),
+]

@@ -18,7 +18,8 @@ class Reduce:
 
     Result: a tuple of arrays shaped as ``arrays``, bit-equal on all workers. ``mean`` is for floats; half
     precision is divided before it is summed, so that many workers cannot overflow it. For integers that are summed, the
-    asker sees to it that world_size times the largest magnitude fits the dtype.
+    asker sees to it that world_size times the largest magnitude fits the dtype. The length of a vector may depend on
+    the step, if it is the same on all workers.
     """
 
     arrays: Arrays

@@ -67,6 +67,8 @@ class Context:
     step: Any = 0
     """How many exchanges this tensor has had: an int, or an int64 scalar inside a graph."""
     seed: int = 0
+    lr: Callable[[], Any] | None = field(default=None, repr=False)
+    """Gives the learning rate that the mean will be applied with, a float or a scalar; None where nobody has said."""
     offset: int = 0
     """Where a piece begins in the flattened tensor; 0 for a whole one."""
 
@@ -172,8 +174,11 @@ class Memory(ABC):
 
     feedback: ClassVar[bool] = False
     """It feeds back what the payload did not carry."""
-    masks: ClassVar[bool] = False
-    """It works only with compressors that declare `Compressor.mask`."""
+    momentum_inside: ClassVar[bool] = False
+    """Its results carry momentum: the optimizer should have none of its own."""
+
+    def check(self, compressor: Compressor) -> None:  # noqa: B027 - most fit every compressor
+        """Raise ValueError, naming the remedy, for a compressor that this memory cannot work with."""
 
     def init(self, ctx: Context) -> State:
         """The state before the first step."""
@@ -187,7 +192,7 @@ class Memory(ABC):
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         """Next state, from what was compressed (``x``) and the payload that leaves this worker."""
 
-    def finish(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
+    def finish(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
         """float32[n], the mean of what all workers sent -> the result, and next state. By default the mean."""
         return mean, state
 
@@ -232,11 +237,7 @@ class Method:
                 f"memory {name_of(self.memory)!r} diverges with {name!r} as it is set: its error can exceed the "
                 "gradient. It is unbiased, so use memory 'none'"
             )
-        if self.memory.masks and not compressor.mask:
-            raise ValueError(
-                f"memory {name_of(self.memory)!r} works with methods that send elements as they are, such as 'topk' or "
-                f"'threshold'; {name!r} changes them. Use memory {compressor.memory!r}"
-            )
+        self.memory.check(compressor)
         lossy = not compressor.unbiased and not compressor.vote and compressor.memory != "none"
         if lossy and not self.memory.feedback and compressor.memory != name_of(self.memory):
             warnings.warn(
@@ -256,7 +257,7 @@ class Method:
 
     def finish(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
         """What the memory makes of the mean of all workers' payloads."""
-        mean, memory = self.memory.finish(mean, scope(state, "memory"), ctx)
+        mean, memory = self.memory.finish(mean, self.compressor, scope(state, "memory"), ctx)
         return mean, join(memory=memory, compressor=scope(state, "compressor"))
 
 

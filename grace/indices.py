@@ -74,3 +74,17 @@ def _widths(n: int, k: int) -> tuple[list[int], int]:
     lower = max(0, (n // k).bit_length() - 1) if k else 0
     upper = k + (max(n - 1, 0) >> lower)
     return [8] * (lower // 8) + [lower % 8] * (lower % 8 > 0), upper if k else 0
+
+
+def narrow(xp: Any, places: Array, width: int) -> tuple[Array, ...]:
+    """int32[k] in 0 .. width-1, in any order -> their lower bytes, and what is above those packed; width <= 2**16."""
+    above = max(0, (width - 1).bit_length() - 8)
+    low = xp.cast(xp.bitwise_and(places, 255), "uint8")
+    return (low, pack(xp, above, xp.shift_right(places, 8))) if above else (low,)
+
+
+def widen(xp: Any, sent: tuple[Array, ...], width: int, k: int) -> Array:
+    """The inverse of `narrow`."""
+    above = max(0, (width - 1).bit_length() - 8)
+    low = xp.cast(sent[0], "int32")
+    return xp.bitwise_or(low, xp.shift_left(xp.cast(unpack(xp, above, sent[1], k), "int32"), 8)) if above else low

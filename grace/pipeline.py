@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from grace.backends import Backend, backend_of
@@ -17,6 +18,7 @@ from grace.report import Report, TensorReport
 
 FORMAT = 1  # of state_dict
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+MOMENTUM_TWICE = "memory {!r} has momentum of its own: set the optimizer's momentum to 0"
 PRESENT = "(present)"  # the program that counts who has a gradient
 
 
@@ -67,6 +69,8 @@ class Grace:
         self.transport = transport
         self.track_missing = False
         """Some gradient may be absent on some workers (None): costs 4 bytes per tensor and step."""
+        self.learning_rate: Callable[[str], Any] | None = None
+        """Gives a tensor's learning rate by its name, for memories that need it. The toolkits' doors set it."""
         self._xp: Backend | None = None
         self._tensors: dict[str, Tensor] = {}
         self._buckets: list[Bucket] = []
@@ -188,6 +192,7 @@ class Grace:
             world_size=self.world_size,
             step=step,
             seed=self.options.seed,
+            lr=None if self.learning_rate is None else partial(self.learning_rate, unit.tensors[0].name),
         )
 
     # -- exchange ---------------------------------------------------------------------------------------------------

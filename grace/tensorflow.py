@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,8 +12,8 @@ import tensorflow as tf
 
 from grace.backends import get_backend
 from grace.collectives import Broadcast, Reduce
-from grace.core import Transport
-from grace.pipeline import Grace
+from grace.core import Transport, name_of
+from grace.pipeline import MOMENTUM_TWICE, Grace
 from grace.transports import get_transport
 
 __all__ = [
@@ -92,6 +93,10 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, grace: Grace) ->
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
         means = average_gradients(self._grace, list(grads), variables)
         return cls.apply(self, means, trainable_variables)
+
+    if grace.method.memory.momentum_inside and getattr(optimizer, "momentum", None):
+        warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=2)
+    grace.learning_rate = lambda name: tf.convert_to_tensor(optimizer.learning_rate)
 
     # The user's own object, of a class that differs in this one method and saves as what it was.
     names = {"apply": apply, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

@@ -14,8 +14,8 @@ import torch
 
 from grace.backends import backend_of
 from grace.collectives import Broadcast, Reduce
-from grace.core import Transport
-from grace.pipeline import Grace
+from grace.core import Transport, name_of
+from grace.pipeline import MOMENTUM_TWICE, Grace
 from grace.transports import get_transport
 
 __all__ = [
@@ -100,9 +100,16 @@ class _Driver:
                     f"named_parameters lacks {len(unnamed)} of the optimizer's parameters, of shapes {unnamed[:3]}"
                 )
         grace.track_missing = True
+        grace.learning_rate = self._learning_rate
+        if grace.method.memory.momentum_inside and any(group.get("momentum") for group in optimizer.param_groups):
+            warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=3)
         self._adopt()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+
+    def _learning_rate(self, name: str) -> Any:
+        p = self._parameters[name]
+        return next(group["lr"] for group in self._optimizer.param_groups if any(p is q for q in group["params"]))
 
     def _trained(self) -> list[torch.Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]

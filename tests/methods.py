@@ -151,3 +151,41 @@ def same(one: Any, two: Any) -> bool:
 def normal(*shape: int, seed: int = 0) -> Any:
     """float32 numbers of the normal distribution."""
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def spread(*shape: int, seed: int = 0) -> Any:
+    """Numbers of very different sizes, both signs."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * np.exp(rng.standard_normal(shape))).astype(np.float32)
+
+
+def send(method: Any, xp: Any, x: Any, ctx: Context, state: Any = None) -> Any:
+    """Payload and next state of the compressor, without memory."""
+    compressor = method.compressor
+    state = compressor.init(ctx) if state is None else state
+    return alone(lambda ctx: compressor.compress(xp.asarray(x.reshape(-1).copy(), "float32"), state, ctx), ctx)
+
+
+def receive(method: Any, xp: Any, payload: Any, ctx: Context) -> Any:
+    """What a payload decodes to, in NumPy."""
+    found = method.compressor.decompress(payload, ctx)
+    assert xp.dtype(found) == "float32"
+    assert xp.shape(found) == (ctx.size,)
+    return np.array(xp.to_numpy(found))
+
+
+def method_of(**params: Any) -> Any:
+    """The `grace.Method` of a dictionary of parameters."""
+    return grace_from_params(params, LocalTransport()).method
+
+
+def states(graces: list[Any]) -> list[dict[tuple[str, str], Any]]:
+    """Each worker's state, by tensor and key, in NumPy."""
+    return [
+        {
+            (name, key): np.asarray(array)
+            for name, arrays in grace.state_dict()["tensors"].items()
+            for key, array in arrays.items()
+        }
+        for grace in graces
+    ]

@@ -17,10 +17,15 @@ from methods import (
     handed_over,
     host,
     lockstep,
+    method_of,
     normal,
     parts,
+    receive,
     rows,
     same,
+    send,
+    spread,
+    states,
     workers,
 )
 from streams import fold
@@ -30,7 +35,7 @@ from table.row import Where, share
 from grace import grace_from_params
 from grace.core import Combine, Method
 from grace.memories.none import NoMemory
-from grace.registry import communicators, compressors, memories
+from grace.registry import communicators, compressors
 from grace.transports.local import LocalTransport, World
 
 MATRICES = ((3, 5), (8, 8), (40, 25), (4, 3, 3, 8))
@@ -40,32 +45,10 @@ def shapes(row):
     return MATRICES if row.matrix else [(n,) for n in SIZES]
 
 
-def spread(*shape, seed=0):
-    """Numbers of very different sizes, both signs."""
-    rng = np.random.default_rng(seed)
-    return (rng.standard_normal(shape) * np.exp(rng.standard_normal(shape))).astype(np.float32)
-
-
-def send(method, xp, x, ctx, state=None):
-    """Payload and next state of the compressor, without memory."""
-    compressor = method.compressor
-    state = compressor.init(ctx) if state is None else state
-    return alone(lambda ctx: compressor.compress(xp.asarray(x.reshape(-1).copy(), "float32"), state, ctx), ctx)
-
-
-def receive(method, xp, payload, ctx):
-    """What a payload decodes to, in NumPy."""
-    found = method.compressor.decompress(payload, ctx)
-    assert xp.dtype(found) == "float32"
-    assert xp.shape(found) == (ctx.size,)
-    return np.array(xp.to_numpy(found))
-
-
 # -- the table -----------------------------------------------------------------------------------------------------
 def test_everything_registered_is_in_the_table():
     assert set(compressors) == {row.name for row in ROWS}
     assert set(communicators) == {name for row in ROWS for name in row.communicators}
-    assert {type(parts(row).memory) for row in ROWS} == set(memories.values())
 
 
 @rows()
@@ -95,7 +78,7 @@ def test_what_a_method_says_of_itself(row):
 
 
 # -- payloads ------------------------------------------------------------------------------------------------------
-@rows()
+@rows(lambda row: row.nbytes)
 def test_payloads_have_exactly_the_bytes_of_the_table(row, xp):
     method = parts(row)
     for shape in shapes(row):
@@ -382,10 +365,11 @@ KINDS = {"spiky": spiky, "uniform": lambda n: normal(n) % 1, "normal": normal}
 @pytest.mark.parametrize("kind", KINDS)
 def test_unbiased_methods_are_unbiased_with_the_stated_variance(row, kind):
     xp, n, draws = backend("numpy"), 64, 2000
+    shape = (8, 8) if row.matrix else 64
     x, w, method = KINDS[kind](n).astype(np.float64), row.variance(64), parts(row)
     total, square = np.zeros(n), 0.0
     for step in range(draws):
-        ctx = context(xp, n, step=step)
+        ctx = context(xp, shape, step=step)
         found = receive(method, xp, send(method, xp, x.astype(np.float32), ctx)[0], ctx).astype(np.float64)
         total += found
         square += ((found - x) ** 2).sum()
@@ -415,7 +399,7 @@ def test_contractions_contract(row):
     bound = (1 - row.contraction(n)) * (1 + 1e-5)
     for seed in range(300):
         x = np.random.default_rng(seed).standard_t(1.5, n).astype(np.float32)
-        ctx = context(xp, n, step=seed)
+        ctx = context(xp, (8, 8) if row.matrix else n, step=seed)
         error = (x - receive(method, xp, send(method, xp, x, ctx)[0], ctx)).astype(np.float64)
         assert (error**2).sum() <= bound * (x.astype(np.float64) ** 2).sum() + 1e-12
 
@@ -468,17 +452,6 @@ def poisoned(row, name, seed):
     value, where = BAD[name]
     x.reshape(-1)[int(where * (x.size - 1))] = value
     return x
-
-
-def states(graces):
-    return [
-        {
-            (name, key): np.asarray(array)
-            for name, arrays in grace.state_dict()["tensors"].items()
-            for key, array in arrays.items()
-        }
-        for grace in graces
-    ]
 
 
 def unchanged(one, two):
@@ -655,7 +628,7 @@ def check_formula(row, communicator, xp, size, n, steps=2):
 
 
 def test_every_method_has_a_formula_or_tests_of_its_own():
-    assert {row.name for row in ROWS if not (row.formula or row.agreed)} == {"powersgd"}
+    assert {row.name for row in ROWS if not (row.formula or row.agreed)} == {"powersgd", "acpsgd", "gradzip", "atomo"}
 
 
 @exchanges(lambda row, communicator: row.formula or row.agreed)
@@ -693,10 +666,6 @@ def test_workers_may_send_nothing_and_everything(xp):
 
 
 # -- single methods ------------------------------------------------------------------------------------------------
-def method_of(**params):
-    return grace_from_params(params, LocalTransport()).method
-
-
 @pytest.mark.parametrize("packed", [True, False])
 def test_vote_against_brute_force(xp, packed):
     method, n, size = method_of(compressor="signsgd", packed=packed), 1003, 6
@@ -729,128 +698,6 @@ def test_votes_summed_in_int8_are_refused_beyond_127_workers():
     for signs in ([1, -1, 1], [-1, -1, 1]):
         gradients = [{"w": np.array(signs, np.float32)} for _ in graces]
         assert [worker["w"].tolist() for worker in lockstep(graces, gradients)] == [signs] * 127
-
-
-def product(a, b, rank, seed=0):
-    """A matrix of that rank."""
-    rng = np.random.default_rng(seed)
-    return (rng.standard_normal((a, rank)) @ rng.standard_normal((rank, b))).astype(np.float32)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 4])
-def test_powersgd_is_exact_for_means_of_low_rank(xp, rank):
-    # The workers' own matrices have full rank; only their mean has not.
-    graces = workers({"compressor": "powersgd", "compress_rank": rank}, 2)
-    low, full = product(40, 30, rank), spread(40, 30, seed=1)
-    gradients = [{"w": xp.asarray(m.astype(np.float32), "float32")} for m in (low + full, low - full)]
-    for grace in graces:
-        grace.build(gradients[0])
-    for worker in lockstep(graces, gradients):
-        np.testing.assert_allclose(xp.to_numpy(worker["w"]), low, atol=1e-4 * abs(low).max())
-
-
-def decaying(a, b):
-    """A matrix with singular values 1, 1/2, 1/4, ... and known best approximations."""
-    rng = np.random.default_rng(0)
-    left, right = (np.linalg.qr(rng.standard_normal((m, min(a, b))))[0] for m in (a, b))
-    return (left * 0.5 ** np.arange(min(a, b))) @ right.T
-
-
-def test_powersgd_approaches_the_best_approximation(xp):
-    m, rank = decaying(40, 30), 3
-    method, ctx = method_of(compressor="powersgd", compress_rank=rank), context(xp, (40, 30))
-    state, errors = method.compressor.init(ctx), []
-    for step in range(20):
-        payload, state = send(method, xp, m.astype(np.float32), context(xp, (40, 30), step=step), state)
-        errors.append(np.linalg.norm(receive(method, xp, payload, ctx).reshape(40, 30) - m))
-    best = np.sqrt((np.linalg.svd(m, compute_uv=False)[rank:] ** 2).sum())
-    assert errors[-1] == pytest.approx(best, rel=1e-3)
-    # Only a start from the step before can do that: one step from random numbers is worse.
-    assert errors[0] > 1.01 * best
-    assert all(after <= before * (1 + 1e-4) for before, after in pairwise(errors))
-
-
-def test_powersgd_keeps_its_warm_start(xp):
-    (grace,) = workers({"compressor": "powersgd", "compress_rank": 2}, 1)
-    m = decaying(40, 30).astype(np.float32)
-    grace.build({"w": xp.zeros((40, 30))})
-    start = states([grace])[0]["w", "compressor/q"]
-    assert start.shape == (2, 30)
-    grace.step({"w": xp.asarray(m, "float32")})
-    q = states([grace])[0]["w", "compressor/q"]
-    # Pᵀ M of the exchange: the next step starts there.
-    p = np.linalg.qr(m @ start.T)[0]
-    np.testing.assert_allclose(q.T @ q, (p.T @ m).T @ (p.T @ m), atol=1e-4)
-
-
-def two_rounds(gradients, q):
-    """PowerSGD's mean and next Q, by the paper's algorithm 1, from each worker's matrix and the common Q."""
-    p = np.linalg.qr(np.mean([m @ q.T for m in gradients], 0))[0]
-    q = np.mean([p.T @ m for m in gradients], 0)
-    return p @ q, q
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("shape, sides", [((40, 25), (40, 25)), ((4, 3, 3, 8), (12, 24)), ((64, 3, 3, 3), (64, 27))])
-def test_powersgd_follows_the_formula(xp, size, shape, sides):
-    graces = workers({"compressor": "powersgd", "compress_rank": 2, "min_rate": 1.0}, size)
-    for grace in graces:
-        grace.build({"w": xp.zeros(shape)})
-    q = states(graces)[0]["w", "compressor/q"].astype(np.float64)
-    residuals = np.zeros((size, *sides))
-    for step in range(3):
-        gradients = [spread(*shape, seed=10 * step + rank) for rank in range(size)]
-        means = lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in gradients])
-        compensated = [g.reshape(sides) + r for g, r in zip(gradients, residuals, strict=True)]
-        expected, q = two_rounds(compensated, q)
-        residuals = [m - expected for m in compensated]
-        for worker in means:
-            np.testing.assert_allclose(
-                xp.to_numpy(worker["w"]).reshape(sides), expected, atol=2e-4 * abs(expected).max()
-            )
-    for rank, state in enumerate(states(graces)):
-        kept = state["w", "memory/residual"].reshape(sides)
-        np.testing.assert_allclose(kept, residuals[rank], atol=2e-4 * abs(residuals[rank]).max())
-
-
-@pytest.mark.parametrize("zero_rows", [0, 4, 20])
-def test_powersgd_recovers_from_zero(xp, zero_rows):
-    # After a zero gradient, also where the first rows (padding, say) stay zero.
-    method, shape = method_of(compressor="powersgd", compress_rank=4), (40, 30)
-    m = product(40, 30, 4)
-    m[:zero_rows] = 0
-    state = method.compressor.init(context(xp, shape))
-    for step in range(4):
-        ctx = context(xp, shape, step=step)
-        payload, state = send(method, xp, m if step else 0 * m, ctx, state)
-    np.testing.assert_allclose(receive(method, xp, payload, ctx).reshape(shape), m, atol=1e-3 * abs(m).max())
-
-
-def test_powersgd_regains_a_rank_that_was_not_needed(xp):
-    method, shape = method_of(compressor="powersgd", compress_rank=4), (40, 30)
-    state = method.compressor.init(context(xp, shape))
-    for step in range(6):
-        m = product(40, 30, 1 if step < 3 else 4)
-        m[:8] = 0
-        ctx = context(xp, shape, step=step)
-        payload, state = send(method, xp, m, ctx, state)
-    np.testing.assert_allclose(receive(method, xp, payload, ctx).reshape(shape), m, atol=1e-3 * abs(m).max())
-
-
-@pytest.mark.parametrize(
-    "shape, rank, applies",
-    [
-        ((), 4, False),
-        ((100,), 4, False),
-        ((1, 100), 1, False),
-        ((16, 16), 4, True),
-        ((16, 15), 4, False),
-        ((0, 4), 1, False),
-    ],
-)
-def test_powersgd_leaves_alone_what_would_not_shrink(shape, rank, applies):
-    method = method_of(compressor="powersgd", compress_rank=rank)
-    assert method.compressor.applies(context(backend("numpy"), shape)) is applies
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.3, 0.9])

@@ -32,5 +32,8 @@ class NoCompression(Compressor):
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         return (x,), state
 
+    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
+        return ctx.xp.zeros(ctx.size)
+
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         return payload[0]

@@ -61,17 +61,18 @@ class _BoundHorovod(MessageTransport):
         """`reduce`, for the dtypes that Horovod can sum."""
 
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
-        if self.xp.dtype(buffer) != "int8" or op != "sum":
+        dtype = self.xp.dtype(buffer)
+        if dtype not in ("int8", "uint8") or op != "sum":
             return self.reduce_wide(buffer, op, name)
         # Horovod sums no bytes. Four lanes of 8 bits make an int32, and since no sum exceeds 127 in magnitude, lanes
         # that are moved to 0 .. 254 never carry into each other: still one byte per element on the wire.
-        xp, n, shift = self.xp, self.xp.shape(buffer)[0], 127 // self.size
+        xp, n, shift = self.xp, self.xp.shape(buffer)[0], 127 // self.size if dtype == "int8" else 0
         lanes = xp.cast(xp.cast(buffer, "int32") + shift, "uint8")
         wait = self.reduce_wide(xp.bitcast(xp.pad(lanes, -(-n // 4) * 4), "int32"), op, name)
 
         def finish() -> Array:
             lanes = xp.cast(xp.bitcast(wait(), "uint8")[:n], "int32")
-            return xp.cast(lanes - shift * self.size, "int8")
+            return xp.cast(lanes - shift * self.size, dtype)
 
         return finish
 

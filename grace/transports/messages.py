@@ -96,8 +96,9 @@ class MessageTransport(Transport):
             reduced = []
             for array in arrays:
                 dtype, shape = xp.dtype(array), xp.shape(array)
-                size = math.prod(shape)
-                reduced.append(xp.reshape(rest[dtype][:size], shape))
+                # A graph may know the length of a vector only when it runs; it is the same on all workers.
+                (size,) = xp.integers(xp.lengths([array])) if None in shape else (math.prod(shape),)
+                reduced.append(xp.reshape(rest[dtype][:size], (-1,) if None in shape else shape))
                 rest[dtype] = rest[dtype][size:]
             return [tuple(reduced[part]) for part in _slices(items)]
 

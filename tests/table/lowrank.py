@@ -1,24 +1,39 @@
-"""Factors of a matrix: powersgd."""
+"""Factors of a matrix: powersgd, acpsgd, gradzip, atomo."""
 
 import math
 
-from table.row import Row
+from table.row import ANY, Row
 
 
-def sides(row_rank, shape):
+def sides(rank, shape):
     """Rows, columns and rank of the matrix that a shape is seen as: cut where rows + columns are fewest."""
     a, b = min(((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))), key=sum)
-    return a, b, min(row_rank, a, b)
+    return a, b, min(rank, a, b)
 
 
-def powersgd(rank, **settings):
-    def nbytes(x):
-        a, b, r = sides(rank, x.shape)
-        return 4 * r * (a + b)
-
+def factors(name, rank, state, sent, **settings):
+    """``sent``: the numbers that a worker hands over for a matrix of a rows, b columns and rank r."""
     return Row(
-        {"compressor": "powersgd", **settings, "min_rate": 1.0}, ("allreduce",), nbytes, matrix=True, state=("q",)
+        {"compressor": name, "compress_rank": rank, "min_rate": 1.0, **settings},
+        ("allreduce",),
+        lambda x: 4 * sent(*sides(rank, x.shape)),
+        matrix=True,
+        state=state,
     )
 
 
-ROWS = [powersgd(1, compress_rank=1), powersgd(4)]
+ROWS = [
+    factors("powersgd", 1, ("q",), lambda a, b, r: r * (a + b)),
+    factors("powersgd", 4, ("q",), lambda a, b, r: r * (a + b)),
+    factors("acpsgd", 4, ("p", "q"), lambda a, b, r: r * a),  # of the even steps
+    factors("gradzip", 4, ("q",), lambda a, b, r: r * (a + b)),
+    Row(
+        {"compressor": "atomo", "compress_rank": 2, "min_rate": 1.0},
+        ANY,
+        None,  # how many vectors are drawn is a matter of chance
+        matrix=True,
+        ragged=True,
+        random=True,
+        variance=lambda n: max(0, math.sqrt(n) / 2 - 1),
+    ),
+]

@@ -40,8 +40,8 @@ class Row:
 
     params: dict[str, Any]
     communicators: tuple[str, ...]
-    nbytes: Callable[[Any], int]
-    """Bytes that a worker hands over for a gradient of any shape."""
+    nbytes: Callable[[Any], int] | None
+    """Bytes that a worker hands over for a gradient of any shape; None where chance decides."""
     formula: Callable[[Any, Where], Any] | None = None
     """(x float32[n], whose numbers) -> float[n]: what x becomes on its way, by the paper's formula."""
     agreed: Callable[[list[Any], Where], tuple[Any, list[Any]]] | None = None

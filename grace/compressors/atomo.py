@@ -1,0 +1,55 @@
+"""Random singular values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grace.compressors.lowrank import LowRank
+from grace.core import Array, Context, Payload, State, Steps
+from grace.registry import register
+
+
+@register("atomo")
+@dataclass(frozen=True)
+class Atomo(LowRank):
+    """Send singular vectors drawn at random, larger ones more often, so that the expectation is x.
+
+    Payload: values float32[K], left vectors float32[K, a], right vectors float32[K, b]; K is random, r on average.
+    ``compress_rank``: r. ``min_rate``: tensors that would not shrink by this factor go dense, as do vectors.
+    A full singular value decomposition of every matrix in every step: slow for large layers.
+    Wang et al., "ATOMO", NeurIPS 2018, arXiv:1806.04090, section 3 (spectral ATOMO).
+    """
+
+    ragged = True
+    unbiased = True
+    memory = "none"
+
+    def variance(self, n: int) -> float | None:
+        # The best probabilities are at least as good as equal ones, r / m, for the m <= sqrt(n) singular values.
+        return max(0.0, n**0.5 / self.compress_rank - 1)
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        xp, (a, b, r) = ctx.xp, self.sizes(ctx)
+        finite = xp.isfinite(x)
+        u, s, v = xp.svd(xp.reshape(xp.where(finite, x, 0.0), (a, b)))
+        chance = self._chances(xp, s, min(a, b), r)
+        first = xp.arange(min(a, b)) < xp.cast(xp.invert(xp.all(finite)), "int32")  # something must say what is wrong
+        chosen = xp.nonzero((ctx.rng("draw").uniform(min(a, b)) < chance) | first)
+        values = xp.where(xp.all(finite), s / xp.where(chance > 0, chance, 1.0), float("nan"))
+        return tuple(xp.take(part, chosen) for part in (values, xp.transpose(u), xp.transpose(v))), state
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        values, left, right = payload
+        return ctx.xp.reshape((ctx.xp.transpose(left) * values) @ right, (-1,))
+
+    def _chances(self, xp: Any, s: Array, m: int, r: int) -> Array:
+        # Proportional to the values; those that would exceed 1 are sent for certain, and leave the rest of r to others.
+        place = xp.arange(m)
+        rest = xp.sum(s) - xp.cumsum(s) + s  # of this value and all smaller ones
+        certain = s * xp.cast(r - place, "float32") > rest * (1 + 1e-6)
+        certain = xp.cumsum(xp.cast(xp.invert(certain), "int32")) == 0
+        count = xp.sum(xp.cast(certain, "int32"))
+        tail = xp.sum(xp.where(certain, 0.0, s))
+        chance = s / xp.where(tail > 0, tail, 1.0) * xp.cast(r - count, "float32")
+        return xp.where(certain, 1.0, xp.minimum(chance, 1.0))

@@ -1,0 +1,52 @@
+"""What all methods share that see a tensor as a matrix of low rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grace import blocks
+from grace.core import Array, Compressor, Context
+
+
+@dataclass(frozen=True)
+class LowRank(Compressor):
+    """Sends factors of rank ``compress_rank``.
+
+    Tensors that would not shrink by the factor ``min_rate`` go dense, as do vectors. The shape is cut into rows and
+    columns where their sum is smallest: shape[0] x rest for PyTorch's convolutions, and the right place for Keras's,
+    whose output channels come last.
+    """
+
+    compress_rank: int = 4
+    min_rate: float = 2.0
+    family = "low rank"
+
+    def __post_init__(self) -> None:
+        if self.compress_rank < 1:
+            raise ValueError(f"compress_rank={self.compress_rank!r} must be at least 1")
+        if self.min_rate <= 0:
+            raise ValueError(f"min_rate={self.min_rate!r} must be positive")
+
+    def sizes(self, ctx: Context) -> tuple[int, int, int]:
+        """Rows a, columns b and rank r of the matrix that a tensor is seen as."""
+        cuts = range(1, len(ctx.shape))
+        a = min((math.prod(ctx.shape[:cut]) for cut in cuts), key=lambda a: a + ctx.size // max(a, 1), default=1)
+        b = ctx.size // max(a, 1)
+        return a, b, min(self.compress_rank, a, b)
+
+    def applies(self, ctx: Context) -> bool:
+        a, b, r = self.sizes(ctx)
+        return len(ctx.shape) >= 2 and ctx.size > 0 and r * (a + b) * self.min_rate <= a * b
+
+    def directions(self, ctx: Context, label: str, count: int) -> Array:
+        """float32[r, count]: random directions, the same on every worker."""
+        r = self.sizes(ctx)[2]
+        return ctx.xp.reshape(ctx.shared_rng(label).normal(r * count), (r, count))
+
+    def revived(self, rows: Array, ctx: Context, label: str) -> Array:
+        """Directions at unit scale; one that became zero would stay so for ever, and is drawn anew."""
+        xp = ctx.xp
+        largest = xp.max(xp.abs(rows), 1)
+        alive = xp.reshape(largest, (-1, 1)) > 0
+        return xp.where(alive, rows / blocks.divisor(xp, largest), self.directions(ctx, label, xp.shape(rows)[1]))

@@ -1,0 +1,23 @@
+"""Momentum that leaves the worker where it is large."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.memories.residual import Residual
+from grace.registry import register
+
+
+@register("decoupled_momentum")
+@dataclass(frozen=True)
+class DecoupledMomentum(Residual):
+    """A momentum that is not synchronised: what is sent is taken out of it, the rest goes on decaying.
+
+    The memory "residual" with ``beta`` near 1, under its name in the literature: m = beta * m + gamma * gradient; what
+    was sent is then taken out of m. State: residual float32[n] (m).
+    ``beta``: the momentum's decay. ``gamma``: the weight of the gradient.
+    Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", 2024, arXiv:2411.19870, algorithm 1.
+    """
+
+    beta: float = 0.999
+    momentum_inside = True

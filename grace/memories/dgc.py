@@ -1,0 +1,80 @@
+"""Momentum correction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core import Array, Compressor, Context, Memory, Payload, State, Steps, name_of
+from grace.registry import register
+
+
+@register("dgc")
+@dataclass(frozen=True)
+class DGC(Memory):
+    """Accumulate the momentum, not the gradient, of what was not sent; what was sent leaves both.
+
+    u = momentum * u + gradient; v = v + u; v is compressed, then v and u are zero where elements were sent. Tensors
+    that go dense get u = momentum * u + mean. So the optimizer needs no momentum of its own.
+    State: momentum float32[n] (u), residual float32[n] (v).
+    ``momentum``: in [0, 1).
+    ``gradient_clipping``: a tensor's gradient is scaled down to this norm over the square root of the number of
+    workers; 0: never. The paper takes the norm of the whole model, which is not known while gradients are being made.
+    ``nesterov``: look ahead by one step.
+    ``masking``: False keeps the momentum of what was sent.
+    Lin et al., "Deep Gradient Compression", ICLR 2018, arXiv:1712.01887, sections 3.1-3.2, algorithm 1.
+    """
+
+    momentum: float = 0.9
+    gradient_clipping: float = 0.0
+    nesterov: bool = False
+    masking: bool = True
+    feedback = True
+    momentum_inside = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum={self.momentum!r} must lie in [0, 1)")
+        if not self.gradient_clipping >= 0:
+            raise ValueError(f"gradient_clipping={self.gradient_clipping!r} must be a norm, or 0 for no clipping")
+
+    def check(self, compressor: Compressor) -> None:
+        if not compressor.mask:
+            raise ValueError(
+                f"memory 'dgc' works with methods that send elements as they are, such as 'topk' or 'dgc'; "
+                f"{name_of(compressor)!r} changes them. Use memory {compressor.memory!r}"
+            )
+
+    def init(self, ctx: Context) -> State:
+        return {"momentum": ctx.xp.zeros(ctx.size), "residual": ctx.xp.zeros(ctx.size)}
+
+    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+        xp = ctx.xp
+        if self.gradient_clipping:
+            # Relative to the largest element, so that squares stay in range.
+            largest = xp.max(xp.abs(x))
+            relative = x / xp.where(largest == 0, 1.0, largest)
+            norm = largest * xp.sqrt(xp.sum(relative * relative))
+            limit = self.gradient_clipping / ctx.world_size**0.5
+            x = x * xp.where(norm > limit, limit / xp.where(norm == 0, 1.0, norm), 1.0)
+        u, step = self._momentum(x, state["momentum"])
+        return state["residual"] + step, {**state, "momentum": u}
+
+    def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
+        # Of a mask, the residual of any vector is that vector where nothing was sent.
+        u = compressor.residual(state["momentum"], payload, ctx) if self.masking else state["momentum"]
+        return {"momentum": u, "residual": compressor.residual(x, payload, ctx)}
+
+    def init_dense(self, ctx: Context) -> State:
+        return {"momentum": ctx.xp.zeros(ctx.size, ctx.dtype)}
+
+    def finish_dense(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
+        u, step = self._momentum(mean, state["momentum"])
+        return step, {"momentum": u}
+
+    def _momentum(self, g: Array, u: Array) -> tuple[Array, Array]:
+        # The next momentum, and what it adds.
+        if self.nesterov:
+            u = (u + g) * self.momentum
+            return u, u + g
+        u = u * self.momentum + g
+        return u, u

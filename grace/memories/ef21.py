@@ -1,0 +1,37 @@
+"""Error feedback by differences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.core import Array, Compressor, Context, Memory, Payload, State, Steps
+from grace.registry import register
+
+
+@register("ef21")
+@dataclass(frozen=True)
+class EF21(Memory):
+    """Compress what is new in a gradient; each worker's estimate of its gradient moves by what was sent.
+
+    x = gradient - estimate; estimate = estimate + what was sent. The result is the mean of all estimates, which every
+    worker keeps, so it lags behind at first: for a contraction d, a steady gradient is approached by the factor
+    sqrt(1 - d) in each step. Unlike a residual, an estimate cannot grow beyond the gradients.
+    State: estimate float32[n], mean float32[n]; mean is equal on all workers.
+    Richtarik, Sokolov and Fatkhullin, "EF21", NeurIPS 2021, arXiv:2106.05203, algorithm 2.
+    """
+
+    feedback = True
+
+    def init(self, ctx: Context) -> State:
+        return {"estimate": ctx.xp.zeros(ctx.size), "mean": ctx.xp.zeros(ctx.size)}
+
+    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+        return x - state["estimate"], state
+
+    def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
+        sent = x - compressor.residual(x, payload, ctx)
+        return {**state, "estimate": state["estimate"] + sent}
+
+    def finish(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
+        mean = state["mean"] + mean
+        return mean, {**state, "mean": mean}

@@ -1,0 +1,293 @@
+"""Methods that see matrices: powersgd, acpsgd, gradzip, atomo, demo."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from methods import backend, context, host, lockstep, method_of, receive, send, spread, states, workers
+from table.transforms import dct
+
+
+def product(a, b, rank, seed=0):
+    """A matrix of that rank."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((a, rank)) @ rng.standard_normal((rank, b))).astype(np.float32)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_powersgd_is_exact_for_means_of_low_rank(xp, rank):
+    # The workers' own matrices have full rank; only their mean has not.
+    graces = workers({"compressor": "powersgd", "compress_rank": rank}, 2)
+    low, full = product(40, 30, rank), spread(40, 30, seed=1)
+    gradients = [{"w": xp.asarray(m.astype(np.float32), "float32")} for m in (low + full, low - full)]
+    for grace in graces:
+        grace.build(gradients[0])
+    for worker in lockstep(graces, gradients):
+        np.testing.assert_allclose(xp.to_numpy(worker["w"]), low, atol=1e-4 * abs(low).max())
+
+
+def decaying(a, b):
+    """A matrix with singular values 1, 1/2, 1/4, ... and known best approximations."""
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.standard_normal((m, min(a, b))))[0] for m in (a, b))
+    return (left * 0.5 ** np.arange(min(a, b))) @ right.T
+
+
+def test_powersgd_approaches_the_best_approximation(xp):
+    m, rank = decaying(40, 30), 3
+    method, ctx = method_of(compressor="powersgd", compress_rank=rank), context(xp, (40, 30))
+    state, errors = method.compressor.init(ctx), []
+    for step in range(20):
+        payload, state = send(method, xp, m.astype(np.float32), context(xp, (40, 30), step=step), state)
+        errors.append(np.linalg.norm(receive(method, xp, payload, ctx).reshape(40, 30) - m))
+    best = np.sqrt((np.linalg.svd(m, compute_uv=False)[rank:] ** 2).sum())
+    assert errors[-1] == pytest.approx(best, rel=1e-3)
+    # Only a start from the step before can do that: one step from random numbers is worse.
+    assert errors[0] > 1.01 * best
+    assert all(after <= before * (1 + 1e-4) for before, after in pairwise(errors))
+
+
+def test_powersgd_keeps_its_warm_start(xp):
+    (grace,) = workers({"compressor": "powersgd", "compress_rank": 2}, 1)
+    m = decaying(40, 30).astype(np.float32)
+    grace.build({"w": xp.zeros((40, 30))})
+    start = states([grace])[0]["w", "compressor/q"]
+    assert start.shape == (2, 30)
+    grace.step({"w": xp.asarray(m, "float32")})
+    q = states([grace])[0]["w", "compressor/q"]
+    # Pᵀ M of the exchange: the next step starts there.
+    p = np.linalg.qr(m @ start.T)[0]
+    np.testing.assert_allclose(q.T @ q, (p.T @ m).T @ (p.T @ m), atol=1e-4)
+
+
+def two_rounds(gradients, q):
+    """PowerSGD's mean and next Q, by the paper's algorithm 1, from each worker's matrix and the common Q."""
+    p = np.linalg.qr(np.mean([m @ q.T for m in gradients], 0))[0]
+    q = np.mean([p.T @ m for m in gradients], 0)
+    return p @ q, q
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("shape, sides", [((40, 25), (40, 25)), ((4, 3, 3, 8), (12, 24)), ((64, 3, 3, 3), (64, 27))])
+def test_powersgd_follows_the_formula(xp, size, shape, sides):
+    graces = workers({"compressor": "powersgd", "compress_rank": 2, "min_rate": 1.0}, size)
+    for grace in graces:
+        grace.build({"w": xp.zeros(shape)})
+    q = states(graces)[0]["w", "compressor/q"].astype(np.float64)
+    residuals = np.zeros((size, *sides))
+    for step in range(3):
+        gradients = [spread(*shape, seed=10 * step + rank) for rank in range(size)]
+        means = lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in gradients])
+        compensated = [g.reshape(sides) + r for g, r in zip(gradients, residuals, strict=True)]
+        expected, q = two_rounds(compensated, q)
+        residuals = [m - expected for m in compensated]
+        for worker in means:
+            np.testing.assert_allclose(
+                xp.to_numpy(worker["w"]).reshape(sides), expected, atol=2e-4 * abs(expected).max()
+            )
+    for rank, state in enumerate(states(graces)):
+        kept = state["w", "memory/residual"].reshape(sides)
+        np.testing.assert_allclose(kept, residuals[rank], atol=2e-4 * abs(residuals[rank]).max())
+
+
+@pytest.mark.parametrize("zero_rows", [0, 4, 20])
+def test_powersgd_recovers_from_zero(xp, zero_rows):
+    # After a zero gradient, also where the first rows (padding, say) stay zero.
+    method, shape = method_of(compressor="powersgd", compress_rank=4), (40, 30)
+    m = product(40, 30, 4)
+    m[:zero_rows] = 0
+    state = method.compressor.init(context(xp, shape))
+    for step in range(4):
+        ctx = context(xp, shape, step=step)
+        payload, state = send(method, xp, m if step else 0 * m, ctx, state)
+    np.testing.assert_allclose(receive(method, xp, payload, ctx).reshape(shape), m, atol=1e-3 * abs(m).max())
+
+
+def test_powersgd_regains_a_rank_that_was_not_needed(xp):
+    method, shape = method_of(compressor="powersgd", compress_rank=4), (40, 30)
+    state = method.compressor.init(context(xp, shape))
+    for step in range(6):
+        m = product(40, 30, 1 if step < 3 else 4)
+        m[:8] = 0
+        ctx = context(xp, shape, step=step)
+        payload, state = send(method, xp, m, ctx, state)
+    np.testing.assert_allclose(receive(method, xp, payload, ctx).reshape(shape), m, atol=1e-3 * abs(m).max())
+
+
+@pytest.mark.parametrize(
+    "shape, rank, applies",
+    [
+        ((), 4, False),
+        ((100,), 4, False),
+        ((1, 100), 1, False),
+        ((16, 16), 4, True),
+        ((16, 15), 4, False),
+        ((0, 4), 1, False),
+    ],
+)
+def test_powersgd_leaves_alone_what_would_not_shrink(shape, rank, applies):
+    method = method_of(compressor="powersgd", compress_rank=rank)
+    assert method.compressor.applies(context(backend("numpy"), shape)) is applies
+
+
+# -- the others ----------------------------------------------------------------------------------------------------
+def alternating(gradients, p, q, step):
+    """ACP-SGD's mean, each worker's own part of it, and the next factors."""
+    if step % 2 == 0:
+        q = np.linalg.qr(q.T)[0].T
+        own = [m @ q.T for m in gradients]
+        p = np.mean(own, 0)
+        return p @ q, [each @ q for each in own], p, q
+    p = np.linalg.qr(p)[0]
+    own = [p.T @ m for m in gradients]
+    q = np.mean(own, 0)
+    return p @ q, [p @ each for each in own], p, q
+
+
+@pytest.mark.parametrize("shape", [(40, 25), (12, 30)])
+def test_acpsgd_follows_the_formula(xp, shape):
+    graces = workers({"compressor": "acpsgd", "compress_rank": 2, "min_rate": 1.0}, 3)
+    for grace in graces:
+        grace.build({"w": xp.zeros(shape)})
+    start = states(graces)[0]
+    p, q = (start["w", f"compressor/{key}"].astype(np.float64) for key in "pq")
+    residuals = np.zeros((3, *shape))
+    for step in range(5):
+        before = graces[0].report().bytes_sent
+        gradients = [spread(*shape, seed=10 * step + rank) for rank in range(3)]
+        means = lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in gradients])
+        compensated = [g + r for g, r in zip(gradients, residuals, strict=True)]
+        expected, own, p, q = alternating(compensated, p, q, step)
+        residuals = [m - each for m, each in zip(compensated, own, strict=True)]
+        for worker in means:
+            np.testing.assert_allclose(xp.to_numpy(worker["w"]), expected, atol=2e-4 * abs(expected).max())
+        assert graces[0].report().bytes_sent - before == 4 * 2 * shape[step % 2]
+    for rank, state in enumerate(states(graces)):
+        kept = state["w", "memory/residual"].reshape(shape)
+        np.testing.assert_allclose(kept, residuals[rank], atol=2e-4 * abs(residuals[rank]).max())
+
+
+def test_acpsgd_in_a_graph_sends_one_factor_in_each_step():
+    xp = backend("tensorflow")
+    import tensorflow as tf
+
+    inside, outside = (workers({"compressor": "acpsgd", "min_rate": 1.0}, 1)[0] for _ in range(2))
+    for grace in (inside, outside):
+        grace.build({"w": xp.zeros((40, 25))})
+    graph = tf.function(lambda g: inside.step({"w": g})["w"], autograph=False)
+    for step in range(4):
+        g = tf.constant(spread(40, 25, seed=step))
+        np.testing.assert_allclose(graph(g), outside.step({"w": g})["w"], rtol=1e-3, atol=1e-4)
+        assert inside.report().bytes_sent == outside.report().bytes_sent == sum([640, 400, 640, 400][: step + 1])
+
+
+@pytest.mark.parametrize("name", ["acpsgd", "gradzip"])
+def test_warm_starts_approach_the_best_approximation(xp, name):
+    m, rank = decaying(40, 30), 3
+    method, state = method_of(compressor=name, compress_rank=rank), None
+    for step in range(30):
+        ctx = context(xp, (40, 30), step=step)
+        payload, state = send(method, xp, m.astype(np.float32), ctx, state)
+    error = np.linalg.norm(receive(method, xp, payload, ctx).reshape(40, 30) - m)
+    best = np.sqrt((np.linalg.svd(m, compute_uv=False)[rank:] ** 2).sum())
+    assert best * (1 - 1e-6) <= error <= best * 1.005
+
+
+@pytest.mark.parametrize("name", ["acpsgd", "gradzip"])
+def test_other_factors_recover_from_zero(xp, name):
+    method, shape, state = method_of(compressor=name, compress_rank=4), (40, 30), None
+    m = product(40, 30, 4)
+    m[:20] = 0
+    for step in range(8):
+        ctx = context(xp, shape, step=step)
+        payload, state = send(method, xp, m if step > 1 else 0 * m, ctx, state)
+    np.testing.assert_allclose(receive(method, xp, payload, ctx).reshape(shape), m, atol=2e-2 * abs(m).max())
+
+
+def test_gradzip_solves_least_squares(xp):
+    params = {"compressor": "gradzip", "compress_rank": 2, "min_rate": 1.0, "ridge": 0.1}
+    graces = workers(params, 3)
+    for grace in graces:
+        grace.build({"w": xp.zeros((20, 30))})
+    q = states(graces)[0]["w", "compressor/q"].astype(np.float64)
+    q = q / abs(q).max(1, keepdims=True)
+    gradients = [spread(20, 30, seed=rank) for rank in range(3)]
+
+    def fit(m, rows):
+        # argmin |M - X rows|² + c |X|², as an ordinary least-squares problem with rows for c.
+        c = 0.1 * (rows**2).sum() / len(rows)
+        a = np.vstack([rows.T, np.sqrt(c) * np.eye(len(rows))])
+        b = np.vstack([m.T, np.zeros((len(rows), len(m)))])
+        return np.linalg.lstsq(a, b, rcond=None)[0]
+
+    p = np.mean([fit(m, q) for m in gradients], 0)
+    q = np.mean([fit(m.T, p) for m in gradients], 0)
+    for worker in lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in gradients]):
+        np.testing.assert_allclose(xp.to_numpy(worker["w"]), p.T @ q, rtol=1e-3, atol=1e-4)
+
+
+def water(s, r):
+    """ATOMO's chances, one value after the other."""
+    found, rest = np.zeros(len(s)), float(r)
+    for i in range(len(s)):
+        if rest * s[i] > s[i:].sum() * (1 + 1e-6):
+            found[i], rest = 1, rest - 1
+        else:
+            found[i:] = rest * s[i:] / s[i:].sum()
+            break
+    return found
+
+
+@pytest.mark.parametrize("kind", ["flat", "steep"])
+def test_atomo_sends_singular_vectors_by_their_chances(xp, kind):
+    m = spread(20, 15) if kind == "flat" else decaying(20, 15).astype(np.float32)
+    method, r = method_of(compressor="atomo", compress_rank=3), 3
+    u, s, vt = np.linalg.svd(m.astype(np.float64), full_matrices=False)
+    chance = water(s, r)
+    assert chance.sum() == pytest.approx(r)
+    for step in range(10 if xp.name != "numpy" else 200):
+        ctx = context(xp, (20, 15), step=step)
+        payload, _ = send(method, xp, m, ctx)
+        chosen = np.asarray(xp.to_numpy(ctx.rng("draw").uniform(15))) < chance
+        values, left, right = host(xp, payload)
+        assert [array.shape for array in (left, right)] == [(chosen.sum(), 20), (chosen.sum(), 15)]
+        np.testing.assert_allclose(values, (s / np.maximum(chance, 1e-9))[chosen], rtol=1e-4)
+        expected = (u[:, chosen] * values) @ vt[chosen]
+        found = receive(method, xp, payload, ctx).reshape(20, 15)
+        np.testing.assert_allclose(found, expected, atol=1e-4 * abs(m).max() * max(values, default=1))
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (100, 70), (16, 8, 3, 3), (130,)])
+def test_demo_keeps_the_largest_coefficients_of_each_chunk(xp, shape):
+    method, x, k = method_of(compressor="demo", chunk=32, chunk_k=16), spread(*shape), 16
+    ctx = context(xp, shape)
+    payload, _ = send(method, xp, x, ctx)
+    a, b = (shape[0], x.size // shape[0]) if len(shape) > 1 else (1, shape[0])
+    rows, columns = min(32, a), min(32, b)
+    wide = np.zeros((-(-a // rows) * rows, -(-b // columns) * columns))
+    wide[:a, :b] = x.reshape(a, b)
+    for i in range(0, len(wide), rows):
+        for j in range(0, wide.shape[1], columns):
+            chunk = dct(rows) @ wide[i : i + rows, j : j + columns] @ dct(columns).T
+            kept = np.zeros(chunk.size)
+            best = np.argsort(-abs(chunk.reshape(-1)), kind="stable")[:k]
+            kept[best] = chunk.reshape(-1)[best]
+            wide[i : i + rows, j : j + columns] = dct(rows).T @ kept.reshape(chunk.shape) @ dct(columns)
+    found = receive(method, xp, payload, ctx).reshape(a, b)
+    np.testing.assert_allclose(found, wide[:a, :b], atol=1e-5 * abs(x).max())
+
+
+def test_demo_averages_over_senders_and_takes_signs(xp):
+    # Two workers of three send the first coefficient, one the second, nobody the others.
+    method = method_of(compressor="demo", chunk=4, chunk_k=1, average="senders")
+    basis, ctx = dct(4), context(xp, 4, world_size=3)
+    sent = [3 * basis[0], basis[0], -8 * basis[1]]
+    payloads = [send(method, xp, x.astype(np.float32), ctx)[0] for x in sent]
+    expected = 2 * basis[0] - 8 * basis[1]
+    np.testing.assert_allclose(xp.to_numpy(method.compressor.aggregate(payloads, ctx)), expected, atol=1e-5)
+    signs = method_of(compressor="demo", chunk=4, chunk_k=1, average="senders", sign=True)
+    assert xp.to_numpy(signs.compressor.aggregate(payloads, ctx)).tolist() == np.sign(expected).tolist()
+    mean = method_of(compressor="demo", chunk=4, chunk_k=1)
+    np.testing.assert_allclose(
+        xp.to_numpy(mean.compressor.aggregate(payloads, ctx)), (4 * basis[0] - 8 * basis[1]) / 3, atol=1e-5
+    )

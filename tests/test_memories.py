@@ -1,0 +1,279 @@
+"""Every memory against its formula, written once more in NumPy, and what it promises."""
+
+import math
+
+import numpy as np
+import pytest
+from methods import alone, context, host, lockstep, normal, same, workers
+
+from grace import grace_from_params
+from grace.registry import memories
+from grace.transports.local import LocalTransport
+
+N, SIZE = 600, 3
+TOPK = {"compressor": "topk", "compress_ratio": 0.1}
+
+
+def largest(x):
+    """Top-k of a tenth."""
+    found = np.zeros_like(x)
+    chosen = np.argsort(-abs(x), kind="stable")[: len(x) // 10]
+    found[chosen] = x[chosen]
+    return found
+
+
+class Worker:
+    """One worker's memory by the paper: what it sends of a gradient, and what it makes of the mean."""
+
+    def __init__(self, **settings):
+        self.e, self.u, self.h, self.mean = np.zeros((4, N))
+        self.settings, self.lr = settings, 0.0
+
+    def finish(self, mean):
+        return mean
+
+
+class NoMemory(Worker):
+    def send(self, g, lr):
+        return largest(g)
+
+
+class Residual(Worker):
+    def send(self, g, lr):
+        x = self.settings.get("beta", 1) * self.e + self.settings.get("gamma", 1) * g
+        self.e = x - largest(x)
+        return largest(x)
+
+
+class Momentum(Worker):
+    def send(self, g, lr):
+        self.u = 0.9 * self.u + 0.1 * g
+        return largest(self.u)
+
+
+class Decoupled(Worker):
+    def send(self, g, lr):
+        self.u = 0.999 * self.u + g
+        sent = largest(self.u)
+        self.u -= sent
+        return sent
+
+
+class DGC(Worker):
+    def send(self, g, lr):
+        if theta := self.settings.get("gradient_clipping"):
+            g = g * min(1, theta / (math.sqrt(SIZE) * np.linalg.norm(g)))
+        if self.settings.get("nesterov"):
+            self.u = 0.9 * (self.u + g)
+            self.e = self.e + self.u + g
+        else:
+            self.u = 0.9 * self.u + g
+            self.e = self.e + self.u
+        sent = largest(self.e)
+        self.e = np.where(sent != 0, 0, self.e)
+        if self.settings.get("masking", True):
+            self.u = np.where(sent != 0, 0, self.u)
+        return sent
+
+
+class EF21(Worker):
+    def send(self, g, lr):
+        sent = largest(g - self.h)
+        self.h += sent
+        return sent
+
+    def finish(self, mean):
+        self.mean += mean
+        return self.mean.copy()
+
+
+class Diana(Worker):
+    def send(self, g, lr):
+        sent = (g - self.h).astype(np.float32)  # an unbiased method that loses nothing: the algebra alone
+        self.h += self.settings["alpha"] * sent
+        return sent
+
+    def finish(self, mean):
+        found = self.mean + mean
+        self.mean += self.settings["alpha"] * mean
+        return found
+
+
+class LowPass(Worker):
+    def send(self, g, lr):
+        rate, x = self.settings.get("rate", 0.3), self.e + g
+        sent = largest(x)
+        self.e = (1 - rate) * self.e + rate * (self.e + g - sent)
+        return sent
+
+
+class EFSignSGD(Worker):
+    def send(self, g, lr):
+        # In units of the parameters: lr * g + e is compressed, and the optimizer's lr divides it again.
+        if lr == 0:
+            return largest(g)
+        p = lr * g + self.e
+        sent = largest(p)
+        self.e = p - sent
+        return sent / lr
+
+
+CASES = [
+    ("none", TOPK, {}, NoMemory),
+    ("residual", TOPK, {}, Residual),
+    ("residual", TOPK, {"beta": 0.5, "gamma": 2.0}, Residual),
+    ("momentum", TOPK, {}, Momentum),
+    ("decoupled_momentum", TOPK, {}, Decoupled),
+    ("dgc", TOPK, {}, DGC),
+    ("dgc", TOPK, {"nesterov": True}, DGC),
+    ("dgc", TOPK, {"masking": False, "gradient_clipping": 3.0}, DGC),
+    ("ef21", TOPK, {}, EF21),
+    ("diana", {"compressor": "none"}, {"alpha": 0.5}, Diana),
+    ("lowpass", TOPK, {}, LowPass),
+    ("lowpass", TOPK, {"rate": 1.0}, LowPass),
+    ("efsignsgd", TOPK, {}, EFSignSGD),
+]
+RATES = [0.1, 0.1, 0.05, 0.0, 0.02, 0.3]
+
+
+def gradients(step, n=N):
+    return [normal(n, seed=100 * step + rank) * (1 + np.arange(n, dtype=np.float32) / 100) for rank in range(SIZE)]
+
+
+def built(xp, params, n=N, size=SIZE):
+    graces = workers(params, size)
+    for grace in graces:
+        grace.build({"w": xp.zeros(n)})
+    return graces
+
+
+def exchanged(xp, graces, tensors):
+    means = lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in tensors])
+    return [np.array(xp.to_numpy(worker["w"])) for worker in means]
+
+
+def test_every_memory_is_here():
+    assert {name for name, *_ in CASES} == set(memories)
+
+
+@pytest.mark.filterwarnings("ignore:.*without error feedback")
+@pytest.mark.parametrize("name, method, settings, formula", CASES, ids=lambda value: str(value)[:40])
+def test_memories_follow_their_formulas(xp, name, method, settings, formula):
+    graces = built(xp, {**method, "memory": name, **settings})
+    expected = [formula(**settings) for _ in range(SIZE)]
+    for step, lr in enumerate(RATES):
+        for grace in graces:
+            grace.learning_rate = lambda name: lr
+        found = exchanged(xp, graces, gradients(step))
+        pairs = zip(expected, gradients(step), strict=True)
+        mean = np.mean([worker.send(g.astype(np.float64), lr) for worker, g in pairs], 0)
+        wanted = [worker.finish(mean) for worker in expected]
+        assert all(same(found[:1], [other]) for other in found)
+        np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4, atol=1e-5 * abs(mean).max())
+
+
+@pytest.mark.filterwarnings("ignore:.*without error feedback")
+@pytest.mark.parametrize("name, method, settings, formula", CASES, ids=lambda value: str(value)[:40])
+def test_state_keeps_its_shape_and_a_bad_step_leaves_it(xp, name, method, settings, formula):
+    graces = built(xp, {**method, "memory": name, **settings})
+    exchanged(xp, graces, gradients(0))
+    before = [grace.state_dict()["tensors"] for grace in graces]
+    bad = gradients(1)
+    bad[1][7] = np.nan
+    assert not any(np.isfinite(found).all() for found in exchanged(xp, graces, bad))
+    for grace, old in zip(graces, before, strict=True):
+        new = grace.state_dict()["tensors"]
+        for unit, arrays in old.items():
+            assert same([np.asarray(a) for a in arrays.values()], [np.asarray(a) for a in new[unit].values()])
+    assert all(np.isfinite(found).all() for found in exchanged(xp, graces, gradients(2)))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_dense_tensors_get_momentum_too_with_dgc(xp, nesterov):
+    graces = workers({**TOPK, "memory": "dgc", "nesterov": nesterov, "min_numel": 100}, 2)
+    tensors = [{"b": xp.asarray(normal(50, seed=rank), "float32")} for rank in range(2)]
+    for grace in graces:
+        grace.build(tensors[0])
+    mean, u = np.mean([normal(50, seed=rank) for rank in range(2)], 0), np.zeros(50)
+    for _ in range(3):
+        u = 0.9 * (u + mean) if nesterov else 0.9 * u + mean
+        for worker in lockstep(graces, tensors):
+            np.testing.assert_allclose(xp.to_numpy(worker["b"]), u + mean if nesterov else u, rtol=1e-5, atol=1e-6)
+
+
+def test_ef21_approaches_a_steady_gradient_as_promised(xp):
+    graces = built(xp, {**TOPK, "memory": "ef21"})
+    fixed = gradients(0)
+    target, errors = np.mean(fixed, 0), []
+    for _ in range(30):
+        errors.append(np.linalg.norm(exchanged(xp, graces, fixed)[0] - target))
+    worst = max(np.linalg.norm(g) for g in fixed)
+    # Top-k of a tenth contracts by 1 - 1/10, and here all is sent after ten steps.
+    assert all(error <= worst * math.sqrt(0.9) ** step for step, error in enumerate(errors, 1))
+    assert errors[-1] < 1e-5 * worst
+
+
+def test_diana_forgets_the_noise_of_a_steady_gradient(xp):
+    fixed, errors = gradients(0), {}
+    for memory in ("none", "diana"):
+        graces = built(xp, {"compressor": "qsgd", "quantum_num": 7, "memory": memory})
+        for _ in range(60):
+            found = exchanged(xp, graces, fixed)[0]
+        errors[memory] = np.linalg.norm(found - np.mean(fixed, 0))
+    assert errors["diana"] < 1e-3 * errors["none"]
+
+
+def test_diana_learns_as_fast_as_the_variance_allows():
+    method = grace_from_params({"compressor": "natural", "memory": "diana"}, LocalTransport()).method
+    assert method.memory.rate(method.compressor, context(None, 100)) == pytest.approx(8 / 9)
+
+
+def test_a_changing_learning_rate_is_what_efsignsgd_is_for(xp):
+    # Held back at rate 1 and sent at rate 1/100: the parameters must move as if it had been sent at once.
+    params = {"compressor": "topk", "compress_ratio": 0.5, "memory": "efsignsgd"}
+    (grace,) = built(xp, params, n=2, size=1)
+    moved = np.zeros(2)
+    for g, lr in (([3, 1], 1.0), ([0, 0], 0.01)):
+        grace.learning_rate = lambda name: lr
+        moved += lr * exchanged(xp, [grace], [np.array(g, np.float32)])[0]
+    np.testing.assert_allclose(moved, [3, 1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        (
+            {"compressor": "qsgd", "memory": "dgc"},
+            r"'dgc' works with methods that send elements as they are.*'qsgd'",
+        ),
+        ({"compressor": "topk", "memory": "diana"}, r"memory 'diana' works with unbiased methods.*'topk'.*'ef21'"),
+        ({"compressor": "terngrad", "clip": 2.5, "memory": "diana"}, r"'terngrad', as it is set, is none"),
+        ({"compressor": "signsgd", "memory": "ef21"}, r"memory 'ef21' cannot feed back what a vote lost"),
+        (
+            {"compressor": "efsignsgd", "block_size": 64, "memory": "ef21", "communicator": "twostage"},
+            r"'twostage' cannot carry memory 'ef21', which tracks the mean",
+        ),
+        ({**TOPK, "memory": "lowpass", "rate": 0.0}, r"rate=0.0 must lie in \(0, 1\]"),
+        ({**TOPK, "memory": "dgc", "momentum": 1.0}, r"momentum=1.0 must lie in \[0, 1\)"),
+        ({**TOPK, "memory": "dgc", "gradient_clipping": -1.0}, "gradient_clipping=-1.0 must be a norm"),
+        ({"compressor": "none", "memory": "diana", "alpha": 2.0}, r"alpha=2.0 must lie in \[0, 1\]"),
+        ({**TOPK, "memory": "efsignsgd", "lr": 0.0}, "lr=0.0 must be positive"),
+    ],
+)
+def test_refusals_name_the_remedy(params, message):
+    with pytest.raises(ValueError, match=message):
+        grace_from_params(params, LocalTransport())
+
+
+def test_upstreams_key_for_no_clipping():
+    method = grace_from_params({**TOPK, "memory": "dgc", "gradient_clipping": False}, LocalTransport()).method
+    assert method.memory.gradient_clipping == 0.0
+
+
+def test_masks_leave_momentum_where_nothing_was_sent(xp):
+    method = grace_from_params({**TOPK, "memory": "dgc"}, LocalTransport()).method
+    ctx, g = context(xp, N), gradients(0)[0]
+    payload, state = alone(lambda ctx: method.encode(xp.asarray(g, "float32"), method.init(ctx), ctx), ctx)
+    u, sent = host(xp, [state["memory/momentum"]])[0], host(xp, payload)[1]
+    assert (u[sent] == 0).all()
+    assert np.array_equal(np.delete(u, sent), np.delete(g, sent))

@@ -174,6 +174,8 @@ class Memory(ABC):
 
     feedback: ClassVar[bool] = False
     """It feeds back what the payload did not carry."""
+    server: ClassVar[Memory | None] = None
+    """The memory of a second compression, where a communicator has one; None: this one."""
     momentum_inside: ClassVar[bool] = False
     """Its results carry momentum: the optimizer should have none of its own."""
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from methods import alone, context, host, lockstep, normal, same, workers
+from methods import BACKENDS, alone, backend, context, host, lockstep, normal, same, workers
 
 from grace import grace_from_params
 from grace.registry import memories
@@ -118,6 +118,79 @@ class EFSignSGD(Worker):
         return sent / lr
 
 
+class OneBitAdam(Worker):
+    """Adam by its own paper, then the frozen one; exact means are handed to ``learn``."""
+
+    def learn(self, mean, t):
+        self.u = 0.9 * self.u + 0.1 * mean
+        self.h = 0.999 * self.h + 0.001 * mean**2
+        self.t = t
+        return self.update(self.u)
+
+    def send(self, g, lr):
+        self.u = 0.9 * self.u + 0.1 * g
+        x = self.u + self.e
+        self.e = x - largest(x)
+        return largest(x)
+
+    def update(self, m):
+        return m / (1 - 0.9**self.t) / (np.sqrt(self.h / (1 - 0.999**self.t)) + 1e-8)
+
+
+@pytest.mark.parametrize("toolkit", [*BACKENDS, "tf.function"])
+def test_onebit_adam_is_adam_and_then_frozen(toolkit):
+    graph = toolkit == "tf.function"
+    xp = backend("tensorflow" if graph else toolkit)
+    graces = built(xp, {**TOPK, "memory": "onebit_adam", "freeze_step": 3}, size=1 if graph else SIZE)
+    run = exchanged
+    if graph:
+        import tensorflow as tf
+
+        step_in_graph = tf.function(lambda g: graces[0].step({"w": g})["w"], autograph=False)
+        run = lambda xp, graces, tensors: [step_in_graph(tf.constant(tensors[0])).numpy()]  # noqa: E731
+    expected = [OneBitAdam() for _ in graces]
+    for step in range(6):
+        mine = gradients(step)[: len(graces)]
+        sent = graces[0].report().bytes_sent
+        found = run(xp, graces, mine)
+        sent = graces[0].report().bytes_sent - sent
+        if step < 3:
+            exact = np.mean(mine, 0, dtype=np.float64)
+            wanted, *_ = [worker.learn(exact, step + 1) for worker in expected]
+        else:
+            mean = np.mean([worker.send(g.astype(np.float64), 0) for worker, g in zip(expected, mine, strict=True)], 0)
+            wanted = expected[0].update(mean)
+        assert sent == (4 * N if step < 3 else 0) + 8 * (N // 10)
+        assert all(same(found[:1], [other]) for other in found)
+        np.testing.assert_allclose(found[0], wanted, rtol=1e-4, atol=1e-5 * abs(wanted).max())
+
+
+def test_onebit_adam_in_two_stages_has_a_residual_at_the_server(xp):
+    params = {"compressor": "efsignsgd", "block_size": 64, "memory": "onebit_adam", "freeze_step": 2}
+    graces = built(xp, {**params, "communicator": "twostage"})
+    for step in range(4):
+        found = exchanged(xp, graces, gradients(step))
+        assert all(same(found[:1], [other]) for other in found)
+        assert np.isfinite(found[0]).all()
+    keys = set(graces[0].state_dict()["tensors"]["w"])
+    assert keys == {"server/memory/residual"} | {
+        f"worker/memory/{key}" for key in ("momentum", "residual", "second", "decay")
+    }
+
+
+def test_onebit_adam_of_dense_tensors(xp):
+    graces = workers({**TOPK, "memory": "onebit_adam", "freeze_step": 2, "min_numel": 100}, 1)
+    graces[0].build({"b": xp.zeros(50)})
+    m, v = np.zeros((2, 50))
+    for step in range(4):
+        g = normal(50, seed=step).astype(np.float64)
+        t = min(step + 1, 2)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2 if step < 2 else v
+        (found,) = lockstep(graces, [{"b": xp.asarray(g, "float32")}])
+        wanted = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+        np.testing.assert_allclose(xp.to_numpy(found["b"]), wanted, rtol=1e-3)
+
+
 CASES = [
     ("none", TOPK, {}, NoMemory),
     ("residual", TOPK, {}, Residual),
@@ -153,7 +226,7 @@ def exchanged(xp, graces, tensors):
 
 
 def test_every_memory_is_here():
-    assert {name for name, *_ in CASES} == set(memories)
+    assert {name for name, *_ in CASES} | {"onebit_adam"} == set(memories)
 
 
 @pytest.mark.filterwarnings("ignore:.*without error feedback")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -47,7 +47,7 @@ class TwoStage(Communicator):
                 f"communicator 'twostage' cannot cut a payload of {name_of(compressor)!r}, which is not blockwise. "
                 f"Use communicator 'allgather'{other}"
             )
-        if type(method.memory).finish is not Memory.finish:
+        if type(method.memory).finish is not Memory.finish and method.memory.server is None:
             raise ValueError(
                 f"communicator 'twostage' cannot carry memory {name_of(method.memory)!r}, which tracks the mean of "
                 "what the workers sent: the second compression changes it. Use communicator 'allgather', or memory "
@@ -56,7 +56,7 @@ class TwoStage(Communicator):
 
     def init(self, method: Method, ctx: Context) -> State:
         shard = self.shard(method.compressor, ctx, ctx.rank)
-        return join(worker=method.init(ctx), server=method.init(shard.stage("server")))
+        return join(worker=method.init(ctx), server=_server(method).init(shard.stage("server")))
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, compressor, workers = ctx.xp, method.compressor, range(ctx.world_size)
@@ -74,7 +74,7 @@ class TwoStage(Communicator):
 
         shard = self.shard(compressor, ctx, ctx.rank)
         mean = compressor.aggregate(received, shard)
-        payload, server = yield from method.encode(mean, scope(state, "server"), shard.stage("server"))
+        payload, server = yield from _server(method).encode(mean, scope(state, "server"), shard.stage("server"))
 
         # The last shards are shorter than the first: filled up for the exchange, and cut off again.
         filled = tuple(xp.pad(array, cuts[1][i] - cuts[0][i]) for i, array in enumerate(payload))
@@ -82,7 +82,8 @@ class TwoStage(Communicator):
         whole = tuple(
             xp.concat([shards[w][i][: cuts[w + 1][i] - cuts[w][i]] for w in workers]) for i in range(len(payload))
         )
-        return compressor.decompress(whole, ctx.stage("server")), join(worker=worker, server=server)
+        mean, worker = method.finish(compressor.decompress(whole, ctx.stage("server")), worker, ctx)
+        return mean, join(worker=worker, server=server)
 
     def shard_size(self, compressor: Compressor, ctx: Context) -> int:
         """Elements of a full shard: whole blocks and whole bytes."""
@@ -94,6 +95,11 @@ class TwoStage(Communicator):
         full = self.shard_size(compressor, ctx)
         start = min(worker * full, ctx.size)
         return ctx.piece(start, min(full, ctx.size - start))
+
+
+def _server(method: Method) -> Method:
+    # What the owner of a shard compresses its mean with.
+    return method if method.memory.server is None else replace(method, memory=method.memory.server)
 
 
 def _unit(compressor: Compressor) -> int:

@@ -1,0 +1,96 @@
+"""Adam from compressed momenta."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grace.collectives import Reduce
+from grace.core import Array, Compressor, Context, Memory, Payload, Program, State
+from grace.memories.residual import Residual
+from grace.registry import register
+
+
+@register("onebit_adam")
+@dataclass(frozen=True)
+class OneBitAdam(Memory):
+    """Adam whose second moment is learned from exact means and then frozen, after which momenta are sent compressed.
+
+    For an optimizer without momentum (SGD): the result is Adam's update, momentum / (sqrt(second moment) + epsilon).
+    While it warms up, gradients are averaged exactly, in float32; then momentum and residual are compressed, best with
+    compressor "efsignsgd" and its ``block_size``, over communicator "twostage", whose second compression has a residual
+    of its own. The correction for the moments' start at zero is kept as it was when they froze.
+    State: momentum, residual, second float32[n], decay float32[2]; second and decay are equal on all workers.
+    ``freeze_step``: how many steps to warm up; 15 to 20% of all. ``beta1``, ``beta2``, ``epsilon``: Adam's.
+    Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, algorithm 1.
+    """
+
+    freeze_step: int = 1000
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    feedback = True
+    momentum_inside = True
+    server = Residual()
+
+    def __post_init__(self) -> None:
+        if self.freeze_step < 1:
+            raise ValueError(
+                f"freeze_step={self.freeze_step!r} must be at least 1: the second moment has to be learned"
+            )
+        for key in ("beta1", "beta2"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)!r} must lie in [0, 1)")
+        if not self.epsilon > 0:
+            raise ValueError(f"epsilon={self.epsilon!r} must be positive")
+
+    def init(self, ctx: Context) -> State:
+        return {**self.init_dense(ctx), "residual": ctx.xp.zeros(ctx.size)}
+
+    def compensate(self, x: Array, state: State, ctx: Context) -> Program[tuple[Array, State]]:
+        xp, n, warm = ctx.xp, ctx.size, self.warm(ctx)
+        # The exact mean while it warms up, a message of no length afterwards: one graph serves both.
+        length: Any = xp.choose(warm, xp.asarray(n, "int64"), xp.asarray(0, "int64")) if xp.traced else n * warm
+        (mean,) = yield Reduce((x[:length],), "mean")
+        mean = xp.reshape(xp.concat([mean, xp.zeros(n)])[:n], (n,))
+        learned = self._learn(mean, state, ctx)
+        momentum = state["momentum"] * self.beta1 + x * (1.0 - self.beta1)
+        momentum = xp.choose(warm, learned["momentum"], momentum)
+        return momentum + state["residual"], {**learned, "momentum": momentum, "residual": state["residual"]}
+
+    def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
+        kept = compressor.residual(x, payload, ctx)
+        return {**state, "residual": ctx.xp.choose(self.warm(ctx), state["residual"], kept)}
+
+    def finish(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
+        return self._adam(ctx.xp.choose(self.warm(ctx), state["momentum"], mean), state, ctx), state
+
+    def init_dense(self, ctx: Context) -> State:
+        zeros = ctx.xp.zeros(ctx.size, ctx.dtype)
+        return {"momentum": zeros, "second": zeros, "decay": ctx.xp.full(2, 1.0)}
+
+    def finish_dense(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
+        # An exact mean needs no freezing, but one learning rate has to fit all tensors.
+        learned = self._learn(mean, state, ctx)
+        momentum = state["momentum"] * self.beta1 + mean * (1.0 - self.beta1)
+        return self._adam(momentum, learned, ctx), {**learned, "momentum": momentum}
+
+    def warm(self, ctx: Context) -> Any:
+        """Whether the second moment is still being learned."""
+        return ctx.step < self.freeze_step
+
+    def _learn(self, mean: Array, state: State, ctx: Context) -> State:
+        xp, warm = ctx.xp, self.warm(ctx)
+        momentum = state["momentum"] * self.beta1 + mean * (1.0 - self.beta1)
+        second = state["second"] * self.beta2 + mean * mean * (1.0 - self.beta2)
+        decay = state["decay"] * xp.asarray([self.beta1, self.beta2], "float32")
+        return {
+            "momentum": momentum,
+            "second": xp.choose(warm, second, state["second"]),
+            "decay": xp.choose(warm, decay, state["decay"]),
+        }
+
+    def _adam(self, momentum: Array, state: State, ctx: Context) -> Array:
+        xp = ctx.xp
+        start = xp.cast(1.0 - state["decay"], xp.dtype(momentum))
+        return momentum / start[:1] / (xp.sqrt(state["second"] / start[1:]) + self.epsilon)

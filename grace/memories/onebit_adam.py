@@ -17,9 +17,10 @@ class OneBitAdam(Memory):
     """Adam whose second moment is learned from exact means and then frozen, after which momenta are sent compressed.
 
     For an optimizer without momentum (SGD): the result is Adam's update, momentum / (sqrt(second moment) + epsilon).
-    While it warms up, gradients are averaged exactly, in float32; then momentum and residual are compressed, best with
-    compressor "efsignsgd" and its ``block_size``, over communicator "twostage", whose second compression has a residual
-    of its own. The correction for the moments' start at zero is kept as it was when they froze.
+    While it warms up, gradients are averaged exactly, in float32 and beside the payloads, which are not used yet. Then
+    momentum and residual are compressed, best with compressor "efsignsgd" and its ``block_size``, over communicator
+    "twostage", whose second compression has a residual of its own. The correction for the moments' start at zero is
+    kept as it was when they froze.
     State: momentum, residual, second float32[n], decay float32[2]; second and decay are equal on all workers.
     ``freeze_step``: how many steps to warm up; 15 to 20% of all. ``beta1``, ``beta2``, ``epsilon``: Adam's.
     Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, algorithm 1.
@@ -35,9 +36,7 @@ class OneBitAdam(Memory):
 
     def __post_init__(self) -> None:
         if self.freeze_step < 1:
-            raise ValueError(
-                f"freeze_step={self.freeze_step!r} must be at least 1: the second moment has to be learned"
-            )
+            raise ValueError(f"freeze_step={self.freeze_step!r} must be at least 1: there is a moment to learn")
         for key in ("beta1", "beta2"):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)!r} must lie in [0, 1)")

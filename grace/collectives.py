@@ -2,6 +2,9 @@
 
 A method or communicator yields one of these (or a tuple of them, to travel in one message) and is resumed
 with the result (or a tuple of results). Nothing here knows how a collective is carried out.
+
+``group`` says among whom: "world", all workers; "node", those of this worker's machine; "cross", those with this
+worker's place on their machines. Ranks and numbers of workers are then the group's.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Arrays = tuple[Any, ...]
+Group = Literal["world", "node", "cross"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Reduce:
 
     arrays: Arrays
     op: Literal["sum", "mean", "min", "max"] = "mean"
+    group: Group = "world"
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Gather:
 
     arrays: Arrays
     ragged: bool = False
+    group: Group = "world"
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class Broadcast:
     arrays: Arrays
     root: int
     ragged: bool = False
+    group: Group = "world"
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class AllToAll:
     """
 
     parts: tuple[Arrays, ...]
+    group: Group = "world"
 
 
 Collective = Reduce | Gather | Broadcast | AllToAll

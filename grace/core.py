@@ -108,6 +108,8 @@ class Compressor(ABC):
     """The payload's length depends on the values."""
     unbiased: ClassVar[bool] = False
     """The expectation of ``decompress(compress(x))`` is x."""
+    shaped: ClassVar[bool] = False
+    """It sees the tensor's shape, not only its size."""
     mask: ClassVar[bool] = False
     """Every element is sent as it is or kept as it is: `residual` is x with zeros where it was sent."""
     vote: ClassVar[bool] = False
@@ -272,6 +274,17 @@ class Communicator(ABC):
     def check(self, method: Method, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
         """Raise ValueError, naming the remedy, when this method cannot travel this way."""
 
+    def fitted(self, method: Method, transport: Transport) -> Communicator:
+        """This communicator with everything settled that follows from the method and the workers."""
+        return self
+
+    def prepare(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
+        """Once, before the first exchange, on every worker: ask the transport for the groups that it needs."""
+
+    def applies(self, method: Method, ctx: Context) -> bool:
+        """False: this tensor goes dense, and the report says so."""
+        return method.compressor.applies(ctx)
+
     def init(self, method: Method, ctx: Context) -> State:
         """One method state for each point where it compresses."""
         return method.init(ctx)
@@ -286,6 +299,19 @@ class Transport(ABC):
 
     rank: int = 0
     size: int = 1
+
+    @property
+    def node_size(self) -> int:
+        """How many workers share this machine, as they were launched."""
+        return self.size
+
+    def split(self, node_size: int) -> None:
+        """Make the groups "node" and "cross", machines being ``node_size`` consecutive workers each."""
+        raise NotImplementedError(f"{type(self).__name__} has no groups of workers")
+
+    def group_rank(self, group: str) -> int:
+        """This worker's rank within a group."""
+        return self.rank
 
     def bind(self, xp: Any) -> Transport:
         """The transport for arrays of this backend; raises if it cannot carry them."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from grace.backends.base import ITEMSIZE
-from grace.core import Compressor, Context
+from grace.core import Context
 
 FIRST_BUCKET_MB = 1.0  # small, so that something travels early in the backward pass
 
@@ -61,21 +61,24 @@ class Bucket:
         return [tensor for unit in self.units for tensor in unit.tensors]
 
 
-def layout(tensors: Iterable[Tensor], compressor: Compressor, options: Any, xp: Any, first: int = 0) -> list[Bucket]:
+def layout(
+    tensors: Iterable[Tensor], method: str, applies: Callable[[Context], bool], options: Any, xp: Any, first: int = 0
+) -> list[Bucket]:
     """Buckets of the tensors in reverse order, which is about the order in which a backward pass makes them.
 
-    ``options``: a `grace.pipeline.Options`. ``first``: the number of the first bucket.
+    ``method``: a name for messages. ``applies``: whether it compresses a tensor. ``options``: `grace.pipeline.Options`.
+    ``first``: the number of the first bucket.
     """
     buckets: list[Bucket] = []
     for group in _groups(list(tensors)[::-1], options):
-        reasons = {tensor.name: _dense(tensor, compressor, options, xp) for tensor in group}
+        reasons = {tensor.name: _dense(tensor, method, applies, options, xp) for tensor in group}
         units = [Unit(tensor.name, (tensor,), reasons[tensor.name]) for tensor in group]
         fused = tuple(tensor for tensor in group if not reasons[tensor.name])
         if options.fuse != "tensor" and fused:
             whole = Unit(f"{fused[0].name}..{fused[-1].name}", fused)
-            if not compressor.applies(Context(xp, whole.name, whole.shape)):
+            if not applies(Context(xp, whole.name, whole.shape)):
                 raise ValueError(
-                    f"fuse={options.fuse!r} gives the method one flat vector, but {type(compressor).__name__} needs "
+                    f"fuse={options.fuse!r} gives the method one flat vector, but {method!r} needs "
                     "the shape of each tensor: use fuse='tensor'"
                 )
             units = [whole, *(unit for unit in units if unit.dense)]
@@ -95,12 +98,12 @@ def _groups(tensors: list[Tensor], options: Any) -> list[list[Tensor]]:
     return groups
 
 
-def _dense(tensor: Tensor, compressor: Compressor, options: Any, xp: Any) -> str:
+def _dense(tensor: Tensor, method: str, applies: Callable[[Context], bool], options: Any, xp: Any) -> str:
     if tensor.size == 0:
         return "empty"
     if tensor.size < options.min_numel:
         return f"fewer than min_numel={options.min_numel} elements"
     alone = Context(xp, tensor.name, tensor.shape if options.fuse == "tensor" else (tensor.size,))
-    if not compressor.applies(alone) and options.fuse == "tensor":
-        return f"{type(compressor).__name__} does not apply to shape {list(tensor.shape)}"
+    if not applies(alone) and options.fuse == "tensor":
+        return f"{method!r} does not apply to shape {list(tensor.shape)}"
     return ""

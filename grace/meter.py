@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from grace.backends.base import ITEMSIZE, Array, Backend
@@ -24,10 +24,13 @@ class Meter:
             # A graph counts when it runs: into a cell that stays, also if other units come later.
             self._segments.append((names, self._xp.cell(self._xp.zeros((len(names), 3), "int64"))))
 
-    def add(self, units: Iterable[str], exchanged: Iterable[tuple[str, Collective, Any]], rank: int) -> None:
-        """Count one exchange of these units, from what each asked for and got."""
+    def add(
+        self, units: Iterable[str], exchanged: Iterable[tuple[str, Collective, Any]], rank_in: Callable[[str], int]
+    ) -> None:
+        """Count one exchange of these units, from what each asked for and got. ``rank_in``: the rank in a group."""
         counts: dict[str, list[Any]] = {unit: [0, 0, 1] for unit in units}
         for unit, collective, result in exchanged:
+            rank = rank_in(collective.group)
             counts[unit][0] += self._sent(collective, rank)
             counts[unit][1] += self._received(collective, result, rank)
         for names, cell in self._segments:

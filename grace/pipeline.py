@@ -64,6 +64,7 @@ class Grace:
 
     def __init__(self, method: Method, communicator: Communicator, transport: Transport, options: Options):
         method.check()
+        communicator = communicator.fitted(method, transport)
         communicator.check(method, transport.size)
         self.method, self.communicator, self.options = method, communicator, options
         self.transport = transport
@@ -128,6 +129,7 @@ class Grace:
             if self._xp is None:
                 self._xp = xp
                 self.transport = self.transport.bind(xp)
+                self.communicator.prepare(self.transport)
             elif xp is not self._xp:
                 raise ValueError(
                     f"{name!r} lies on another toolkit or device than the tensors before it: use a second Grace"
@@ -146,7 +148,8 @@ class Grace:
         xp = self.xp
         self._agree(new.values())
         self._tensors.update(new)
-        buckets = layout(new.values(), self.method.compressor, self.options, xp, len(self._buckets))
+        applies = partial(self.communicator.applies, self.method)
+        buckets = layout(new.values(), name_of(self.method.compressor), applies, self.options, xp, len(self._buckets))
         self._buckets += buckets
         if self._step is None:
             self._step = xp.cell(xp.asarray(0, "int64")) if xp.traced else Counter()
@@ -352,7 +355,7 @@ class Grace:
                 part = xp.reshape(mean[start : start + tensor.size], tensor.shape)
                 means[tensor.name] = None if counts.get(tensor.name) == 0 else xp.cast(part, tensor.dtype)
                 start += tensor.size
-        self._meter.add(flight.results, flight.asked, self.rank)
+        self._meter.add(flight.results, flight.asked, self.transport.group_rank)
         return means
 
     def _counts(self, flight: Flight, units: tuple[Unit, ...]) -> dict[str, float]:

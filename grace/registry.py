@@ -123,12 +123,16 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
         )
     compressor = _take(compressors, rest.pop("compressor", "none"), rest)
     memory = _take(memories, rest.pop("memory", compressor.memory), rest)
-    usual = "allgather" if compressor.combine is Combine.GATHER else "allreduce"
-    communicator = _take(communicators, rest.pop("communicator", usual), rest)
+    communicator = _take(communicators, rest.pop("communicator", usual_communicator(compressor)), rest)
     options = Options(**_values(Options, rest))
     if rest:
         raise ValueError(_unknown_key(next(iter(rest)), compressor, memory, communicator))
     return Grace(Method(compressor, memory), communicator, carrier, options)
+
+
+def usual_communicator(compressor: Compressor) -> str:
+    """The communicator that a compressor has where none is named."""
+    return "allgather" if compressor.combine is Combine.GATHER else "allreduce"
 
 
 def _take(registry: Registry, name: Any, rest: dict[str, Any]) -> Any:

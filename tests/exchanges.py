@@ -44,9 +44,39 @@ ROWS = [
     {"compressor": "natural", **ALL},
     {"compressor": "dettmers8", "table": "nf4", "block_size": 64, "communicator": "twostage", **ALL},
     {"compressor": "signum", **ALL},
+    # Machines of two workers: with two workers there is one, with four the other group has two as well.
+    {"compressor": "topk", "compress_ratio": 0.05, "communicator": "hierarchical", "node_size": 2, **ALL},
+    {"compressor": "powersgd", "communicator": "hierarchical", "node_size": 2},
+    {
+        "compressor": "efsignsgd",
+        "block_size": 256,
+        "communicator": "hierarchical",
+        "outer": "twostage",
+        "node_size": 2,
+        **ALL,
+    },
+    {"compressor": "acpsgd", **ALL},
+    {"compressor": "gradzip", **ALL},
+    {"compressor": "atomo", **ALL},
+    {"compressor": "demo", **ALL},
+    {"compressor": "topk", "compress_ratio": 0.05, "index_coding": "elias_fano", **ALL},
+    {"compressor": "threshold", "threshold": 1.5, "index_coding": "bitmap", **ALL},
+    {"compressor": "topk", "compress_ratio": 0.05, "memory": "dgc", "gradient_clipping": 1.0},
+    {"compressor": "topk", "compress_ratio": 0.05, "memory": "ef21", **ALL},
+    {"compressor": "qsgd", "memory": "diana", **ALL},
+    {"compressor": "randomk", "memory": "lowpass", **ALL},
+    {"compressor": "efsignsgd", "memory": "efsignsgd", **ALL},
+    {
+        "compressor": "efsignsgd",
+        "block_size": 256,
+        "memory": "onebit_adam",
+        "freeze_step": 2,
+        "communicator": "twostage",
+        **ALL,
+    },
 ]
 # Where four workers share few cores and every row is a graph of its own: each way that a payload can travel, once.
-FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24]
+FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24, 30, 33]
 
 
 def rows(toolkit: str, size: int) -> list[int]:

@@ -18,7 +18,7 @@ def tensors(**sizes):
 
 
 def buckets(named, compressor="topk", **options):
-    return layout(named, compressors[compressor](), Options(**options), xp=None)
+    return layout(named, compressor, compressors[compressor]().applies, Options(**options), xp=None)
 
 
 def names(found):
@@ -30,7 +30,7 @@ def test_buckets_go_backwards_and_the_first_is_small():
     # From the back: up to 1 MiB first, then up to 25 MiB each.
     assert names(buckets(named)) == [["f", "e"], ["d", "c"], ["b", "a"]]
     assert [bucket.name for bucket in buckets(named)] == ["bucket0", "bucket1", "bucket2"]
-    more = layout(named[:2], compressors["topk"](), Options(), None, first=7)
+    more = layout(named[:2], "topk", compressors["topk"]().applies, Options(), None, first=7)
     assert [bucket.name for bucket in more] == ["bucket7", "bucket8"]
 
 

@@ -48,12 +48,13 @@ def shapes(row):
 # -- the table -----------------------------------------------------------------------------------------------------
 def test_everything_registered_is_in_the_table():
     assert set(compressors) == {row.name for row in ROWS}
-    assert set(communicators) == {name for row in ROWS for name in row.communicators}
+    # What is hierarchical carries whatever its outer communicator does: test_hierarchical.py.
+    assert set(communicators) - {"hierarchical"} == {name for row in ROWS for name in row.communicators}
 
 
 @rows()
 def test_the_table_names_every_communicator_that_fits(row):
-    for name in communicators:
+    for name in set(communicators) - {"hierarchical"}:
         params = {**row.params, "communicator": name}
         if name in row.communicators:
             assert grace_from_params(params, LocalTransport()).communicator == communicators[name]()

@@ -32,6 +32,7 @@ class DeMo(Compressor):
     average: str = "workers"
     sign: bool = False
     family = "hybrid"
+    shaped = True
 
     def __post_init__(self) -> None:
         if not 2 <= self.chunk <= 256:

@@ -21,6 +21,7 @@ class LowRank(Compressor):
     compress_rank: int = 4
     min_rate: float = 2.0
     family = "low rank"
+    shaped = True
 
     def __post_init__(self) -> None:
         if self.compress_rank < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from abc import abstractmethod
 from typing import Any
 
@@ -30,6 +31,12 @@ class HorovodTransport(Transport):
         self.rank = initialised[0].rank() if process_set is None else process_set.rank()
         self.size = initialised[0].size() if process_set is None else process_set.size()
 
+    @property
+    def node_size(self) -> int:
+        from grace.transports import loaded_horovod
+
+        return loaded_horovod()[0].local_size() if self._process_set is None else self.size
+
     def bind(self, xp: Any) -> Transport:
         kinds = {"torch": TorchHorovod, "tensorflow": TensorflowHorovod}
         if xp.name not in kinds:
@@ -45,6 +52,10 @@ class HorovodTransport(Transport):
         raise RuntimeError("bind the transport to a backend first: HorovodTransport().bind(xp)")
 
 
+SETS: dict[tuple[int, ...], Any] = {}
+"""Process sets that were made here, by their workers: Horovod refuses to make one twice."""
+
+
 class _BoundHorovod(MessageTransport):
     def __init__(self, xp: Any, hvd: Any, process_set: Any, rank: int, size: int):
         self.xp, self.rank, self.size = xp, rank, size
@@ -55,6 +66,22 @@ class _BoundHorovod(MessageTransport):
         """The rank among all workers, which Horovod wants also within a process set."""
         ranks = self._process_set.ranks
         return rank if ranks is None else ranks[rank]
+
+    def among(self, ranks: list[int]) -> MessageTransport:
+        # Process sets are made by all workers together: everybody learns of everybody's.
+        groups = {tuple(json.loads(text)) for text in self.exchange(json.dumps(ranks))}
+        for group in sorted(groups):
+            world = tuple(self.root(rank) for rank in group)
+            if world not in SETS:
+                try:
+                    SETS[world] = self._hvd.add_process_set(self._hvd.ProcessSet(list(world)))
+                except ValueError as error:
+                    raise RuntimeError(
+                        f"Horovod could not make a process set of workers {list(world)} ({error}): set "
+                        "HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), and make no process set of the same workers"
+                    ) from error
+        mine = SETS[tuple(self.root(rank) for rank in ranks)]
+        return type(self)(self.xp, self._hvd, mine, mine.rank(), mine.size())
 
     @abstractmethod
     def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:

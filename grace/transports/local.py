@@ -16,6 +16,11 @@ class World:
     def __init__(self, size: int):
         self.size = size
         self._posts: dict[Any, dict[int, Any]] = {}
+        self._parts: dict[tuple[int, ...], World] = {}
+
+    def part(self, ranks: list[int]) -> World:
+        """The world of some of these workers: the same one for each of them."""
+        return self._parts.setdefault(tuple(ranks), World(len(ranks)))
 
     def post(self, key: Any, rank: int, value: Any) -> Callable[[], list[Any]]:
         """Leave a value; the returned function gives those of all workers, in rank order."""
@@ -43,14 +48,19 @@ class LocalTransport(MessageTransport):
         self.xp = xp
         return self
 
+    def among(self, ranks: list[int]) -> LocalTransport:
+        part = LocalTransport(self._world.part(ranks), ranks.index(self.rank))
+        part.xp = self.xp
+        return part
+
     def exchange(self, text: str) -> list[str]:
         return [text] * self.size  # workers of one process are made from the same settings
 
-    def start(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
+    def begin(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
         # Programs that differ between workers would hang a real network. Here both sides are named instead.
         self._round += 1
         asked = self._world.post((self._round, name, "asked"), self.rank, [self._describe(c) for c in collectives])
-        wait = super().start(collectives, f"{name}.{self._round}")
+        wait = super().begin(collectives, f"{name}.{self._round}")
 
         def checked() -> list[Any]:
             mine, *_ = everybody = asked()

@@ -23,7 +23,35 @@ Layout = list[tuple[str, Shape]]  # dtype and shape of the arrays that make up a
 class MessageTransport(Transport):
     """Packs collectives into buffers. A subclass moves the buffers; every method begins and returns its wait."""
 
+    _groups: dict[str, MessageTransport] = {}  # noqa: RUF012 - replaced, never changed
+
     xp: Any = None
+
+    def split(self, node_size: int) -> None:
+        if not self._groups or self._groups["node"].size != node_size:
+            first = self.rank - self.rank % node_size
+            node, cross = range(first, first + node_size), range(self.rank % node_size, self.size, node_size)
+            self._groups = {"node": self._part(list(node)), "cross": self._part(list(cross))}
+
+    def _part(self, ranks: list[int]) -> MessageTransport:
+        if len(ranks) == self.size:
+            return self
+        return self.alone() if len(ranks) == 1 else self.among(ranks)
+
+    def alone(self) -> MessageTransport:
+        """The transport of this worker by itself."""
+        from grace.transports.local import LocalTransport
+
+        part = LocalTransport()
+        part.xp = self.xp
+        return part
+
+    @abstractmethod
+    def among(self, ranks: list[int]) -> MessageTransport:
+        """The transport of some workers, this one among them. All workers call it together, each for its own group."""
+
+    def group_rank(self, group: str) -> int:
+        return self.rank if group == "world" else self._groups[group].rank
 
     @abstractmethod
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
@@ -58,6 +86,17 @@ class MessageTransport(Transport):
         """``buffers[d]`` goes to worker d. Wait gives a list of what came from each, all as long as buffers[rank]."""
 
     def start(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
+        groups: dict[str, list[int]] = {}
+        for index, collective in enumerate(collectives):
+            groups.setdefault(collective.group, []).append(index)
+        waits: list[tuple[list[int], Wait]] = []
+        for group, members in groups.items():
+            carrier = self if group == "world" else self._groups[group]
+            waits.append((members, carrier.begin([collectives[i] for i in members], name)))
+        return _collect(len(collectives), waits)
+
+    def begin(self, collectives: Sequence[Collective], name: str) -> Wait:
+        """`start`, for collectives of this transport's own workers."""
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, collective in enumerate(collectives):
             groups.setdefault(_kind(collective), []).append(index)
@@ -66,15 +105,7 @@ class MessageTransport(Transport):
             tag = ".".join(["grace", name, kind, *map(str, details)])
             begin = getattr(self, f"_start_{kind}")
             waits.append((members, begin([collectives[i] for i in members], tag)))
-
-        def wait() -> list[Any]:
-            results: list[Any] = [None] * len(collectives)
-            for members, finish in waits:
-                for index, result in zip(members, finish(), strict=True):
-                    results[index] = result
-            return results
-
-        return wait
+        return _collect(len(collectives), waits)
 
     def exchange(self, text: str) -> list[str]:
         data = self.xp.asarray(list(text.encode()), "uint8")
@@ -185,6 +216,18 @@ def _kind(collective: Collective) -> tuple[Any, ...]:
     if isinstance(collective, AllToAll):
         return ("alltoall",)
     raise TypeError(f"{collective!r} is not a collective; yield Reduce, Gather, Broadcast or AllToAll")
+
+
+def _collect(count: int, waits: list[tuple[list[int], Wait]]) -> Callable[[], list[Any]]:
+    # One wait for several, each of which gives the results of some places.
+    def wait() -> list[Any]:
+        results: list[Any] = [None] * count
+        for members, finish in waits:
+            for index, result in zip(members, finish(), strict=True):
+                results[index] = result
+        return results
+
+    return wait
 
 
 def _slices(items: Sequence[Any]) -> Iterator[slice]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from typing import Any
 
 import torch
@@ -37,6 +39,23 @@ class TorchDistributedTransport(MessageTransport):
             )
         self.xp = xp
         return self
+
+    @property
+    def node_size(self) -> int:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))  # what torchrun says
+        return local if self._group is None else self.size
+
+    def among(self, ranks: list[int]) -> TorchDistributedTransport:
+        # Groups are made by all workers together: everybody learns of everybody's.
+        groups = [json.loads(text) for text in self.exchange(json.dumps(ranks))]
+        mine = None
+        for group in sorted({tuple(group) for group in groups}):
+            world = [rank if self._group is None else dist.get_global_rank(self._group, rank) for rank in group]
+            made = dist.new_group(world)
+            mine = made if self.rank in group else mine
+        part = TorchDistributedTransport(mine)
+        part.xp = self.xp
+        return part
 
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
         buffer = buffer.clone()  # all_reduce works in place

@@ -1,5 +1,6 @@
 """Exchange the same gradients by every method of the table: OUT toolkit transport."""
 
+import os
 import sys
 
 import numpy as np
@@ -7,6 +8,7 @@ from exchanges import ROWS, STEPS, gradients, rows
 from launch import save
 
 out, toolkit, transport = sys.argv[1:]
+os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # for the groups of hierarchical exchanges
 if transport == "torch":
     import torch.distributed as dist
 
@@ -59,3 +61,5 @@ for index in rows(toolkit, hvd.size() if transport == "horovod" else dist.get_wo
 save(out, grc.rank, found)
 if transport == "torch":
     dist.destroy_process_group()  # gloo's threads, still running when Python ends, would abort the worker
+else:
+    grc.transport.exchange("done")  # the first worker that ends would shut Horovod down for groups still at work

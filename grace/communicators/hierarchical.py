@@ -1,0 +1,102 @@
+"""Exact within a machine, compressed between machines."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from grace.collectives import AllToAll, Gather
+from grace.core import Array, Communicator, Context, Method, Program, State, Transport
+from grace.registry import communicators, register, usual_communicator
+
+T = TypeVar("T")
+
+
+@register("hierarchical")
+@dataclass(frozen=True)
+class Hierarchical(Communicator):
+    """Average exactly on each machine, a shard on each worker, and compress only what leaves the machine.
+
+    Worker i of a machine averages shard i of its machine's gradients, exchanges it, compressed, with the workers i of
+    the other machines, and gives the result to its machine. The network between machines carries each shard once; error
+    feedback and all other state is that of the shard. Tensors whose shape a method needs are cut along their first
+    axis, others anywhere.
+    ``outer``: the communicator between machines; empty: what the method has by itself.
+    ``node_size``: workers of a machine, consecutive ranks; 0: as they were launched. It must divide their number.
+    """
+
+    outer: Any = ""
+    node_size: int = 0
+
+    def fitted(self, method: Method, transport: Transport) -> Communicator:
+        size = self.node_size or transport.node_size
+        if size < 1 or transport.size % size:
+            raise ValueError(
+                f"communicator 'hierarchical' needs machines of equal size, but node_size={size} does not divide "
+                f"{transport.size} workers: set node_size, or use another communicator"
+            )
+        outer = self.outer
+        if not isinstance(outer, Communicator):
+            outer = communicators.find(outer or usual_communicator(method.compressor))()
+        return replace(self, outer=outer.fitted(method, transport), node_size=size)
+
+    def check(self, method: Method, world_size: int) -> None:
+        if isinstance(self.outer, Hierarchical):
+            raise ValueError("communicator 'hierarchical' cannot be its own outer: name 'allgather' or another one")
+        self.outer.check(method, world_size // self.node_size)
+
+    def prepare(self, transport: Transport) -> None:
+        transport.split(self.node_size)
+
+    def applies(self, method: Method, ctx: Context) -> bool:
+        return all(method.compressor.applies(self._cross(method, ctx, place)) for place in range(self.node_size))
+
+    def init(self, method: Method, ctx: Context) -> State:
+        return self.outer.init(method, self._cross(method, ctx, ctx.rank % self.node_size))
+
+    def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
+        xp, bounds = ctx.xp, self._bounds(method, ctx)
+        sizes = [stop - start for start, stop in bounds]
+        received = yield AllToAll(tuple((x[start:stop],) for start, stop in bounds), "node")
+        (total,), *others = received
+        for (other,) in others:
+            total = total + other
+        cross = self._cross(method, ctx, ctx.rank % self.node_size)
+        program = self.outer.reduce(total / self.node_size, method, state, cross)
+        mean, state = yield from _across(program)
+        shards = yield Gather((xp.pad(mean, sizes[0]),), group="node")  # the last shards are shorter than the first
+        return xp.concat([shard[:size] for (shard,), size in zip(shards, sizes, strict=True)]), state
+
+    def _bounds(self, method: Method, ctx: Context) -> list[tuple[int, int]]:
+        # Where the shards of a machine's workers begin and end: whole blocks and bytes, or whole rows.
+        if method.compressor.shaped:
+            unit = ctx.size // max(1, ctx.shape[0]) if ctx.shape else 1
+        else:
+            unit = math.lcm(8, method.compressor.block or 1)
+        full = -(-ctx.size // (max(1, unit) * self.node_size)) * max(1, unit)
+        ends = [min(place * full, ctx.size) for place in range(self.node_size + 1)]
+        return list(pairwise(ends))
+
+    def _cross(self, method: Method, ctx: Context, place: int) -> Context:
+        # The shard of one worker of a machine, as the workers see it that exchange it.
+        start, stop = self._bounds(method, ctx)[place]
+        shard = ctx.piece(start, stop - start)
+        if method.compressor.shaped and len(ctx.shape) > 1:
+            shard = replace(shard, shape=((stop - start) // (ctx.size // ctx.shape[0] or 1), *ctx.shape[1:]))
+        return replace(shard, rank=ctx.rank // self.node_size, world_size=ctx.world_size // self.node_size)
+
+
+def _across(program: Program[T]) -> Program[T]:
+    # The same program among the workers with this one's place on their machines.
+    answer = None
+    while True:
+        try:
+            asked = program.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(asked, tuple):
+            answer = yield tuple(replace(each, group="cross") for each in asked)
+        else:
+            answer = yield replace(asked, group="cross")

@@ -108,6 +108,8 @@ class Compressor(ABC):
     """The payload's length depends on the values."""
     unbiased: ClassVar[bool] = False
     """The expectation of ``decompress(compress(x))`` is x."""
+    largest: ClassVar[float] = 1e30
+    """Magnitudes up to this give finite results; larger ones may become infinite."""
     shaped: ClassVar[bool] = False
     """It sees the tensor's shape, not only its size."""
     mask: ClassVar[bool] = False

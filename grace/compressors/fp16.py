@@ -18,6 +18,7 @@ class FP16(Compressor):
     """
 
     family = "quantisation"
+    largest = 6e4
     combine = Combine.MEAN
     memory = "none"
     block = 1

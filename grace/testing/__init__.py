@@ -1,0 +1,128 @@
+"""The laws of compression as a kit: hold your own compressor, memory or communicator against them.
+
+    from grace.testing import check_compressor
+
+    def test_my_compressor():
+        check_compressor(MyCompressor())
+
+Every law runs on every toolkit that is installed, in this process, without a network. `compressor_laws` and its
+siblings give the single checks, for `pytest.mark.parametrize`. GRACE's own methods are held to the same laws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from grace.backends import get_backend
+from grace.core import Communicator, Compressor, Memory, name_of
+from grace.testing import communicators, compressors, memories
+
+__all__ = [
+    "Check",
+    "check_communicator",
+    "check_compressor",
+    "check_memory",
+    "communicator_laws",
+    "compressor_laws",
+    "memory_laws",
+]
+
+BACKENDS = ("numpy", "torch", "tensorflow")
+
+
+class Check(NamedTuple):
+    """One law on one toolkit; call `run` to hold the subject against it."""
+
+    law: str
+    backend: str
+    run: Callable[[], None]
+
+    def __str__(self) -> str:
+        return f"{self.law}-{self.backend}"
+
+
+def installed() -> list[str]:
+    """The toolkits that are here; NumPy always is."""
+    return [name for name in BACKENDS if find_spec(name) is not None]
+
+
+def compressor_laws(compressor: Compressor, backends: Sequence[str] | None = None) -> Iterator[Check]:
+    """What a compressor is held to, one check for each law and toolkit."""
+    return _checks(compressors.LAWS, compressor, backends)
+
+
+def memory_laws(memory: Memory, compressor: Compressor, backends: Sequence[str] | None = None) -> Iterator[Check]:
+    """What a memory is held to, in company of a compressor that it accepts."""
+    return _checks(memories.LAWS, (memory, compressor), backends)
+
+
+def communicator_laws(
+    communicator: Communicator, compressor: Compressor, backends: Sequence[str] | None = None
+) -> Iterator[Check]:
+    """What a communicator is held to, with a compressor that it accepts."""
+    return _checks(communicators.LAWS, (communicator, compressor), backends)
+
+
+def check_compressor(compressor: Compressor, backends: Sequence[str] | None = None) -> None:
+    """Hold a compressor against all laws: its declarations, payloads, streams, bounds, exchanges, graphs, checkpoints.
+
+    ``backends``: "numpy", "torch", "tensorflow"; None: those that are installed. Raises AssertionError, naming the law,
+    the toolkit and what was found, for the first law that does not hold.
+    """
+    _run(name_of(compressor), compressor_laws(compressor, backends))
+
+
+def check_memory(memory: Memory, compressor: Compressor | None = None, backends: Sequence[str] | None = None) -> None:
+    """Hold a memory against all laws, as `check_compressor` does.
+
+    ``compressor``: what it remembers for; None: top-k of a tenth.
+    """
+    if compressor is None:
+        from grace.compressors.topk import TopK
+
+        compressor = TopK(compress_ratio=0.1)
+    _run(name_of(memory), memory_laws(memory, compressor, backends))
+
+
+def check_communicator(
+    communicator: Communicator,
+    compressors: Iterable[Compressor] | None = None,
+    backends: Sequence[str] | None = None,
+) -> None:
+    """Hold a communicator against all laws, as `check_compressor` does.
+
+    ``compressors``: what it carries; None: every registered one that it accepts with its default parameters. That it
+    refuses the others by ValueError is a law too.
+    """
+    from grace.testing.cases import accepted
+
+    for compressor in accepted(communicator) if compressors is None else compressors:
+        _run(
+            f"{name_of(communicator)} with {name_of(compressor)}", communicator_laws(communicator, compressor, backends)
+        )
+
+
+def _checks(laws: dict[str, Callable[..., None]], subject: Any, backends: Sequence[str] | None) -> Iterator[Check]:
+    for backend in installed() if backends is None else backends:
+        for name, law in laws.items():
+            if getattr(law, "graphs", False) and backend != "tensorflow":
+                continue
+            if getattr(law, "reference", False) and backend != "numpy":
+                continue
+            yield Check(name, backend, partial(_hold, law, subject, backend))
+
+
+def _hold(law: Callable[..., None], subject: Any, backend: str) -> None:
+    parts = subject if isinstance(subject, tuple) else (subject,)
+    law(*parts, get_backend(backend))
+
+
+def _run(name: str, checks: Iterator[Check]) -> None:
+    for check in checks:
+        try:
+            check.run()
+        except AssertionError as error:
+            raise AssertionError(f"{name} breaks the law {check.law!r} on {check.backend}: {error}") from error

@@ -1,0 +1,250 @@
+"""What the laws need: contexts, workers in lockstep, and gradients that are hard on methods."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from grace.collectives import AllToAll, Gather, Reduce, arrays_of
+from grace.core import Communicator, Compressor, Context, Memory, Method, run
+from grace.pipeline import Grace, Options
+from grace.registry import communicators, compressors, memories, usual_communicator
+from grace.transports.local import LocalTransport, World
+
+SIZES = (0, 1, 7, 8, 9, 1000, 5000)
+MATRICES = ((3, 5), (8, 8), (40, 25), (4, 3, 3, 8))
+WIRE = {"uint8", "int8", "int32", "int64", "float16", "float32", "float64"}
+
+
+class Laws(dict[str, Callable[..., None]]):
+    """Checks by their names."""
+
+    def add(self, check: Callable[..., None]) -> Callable[..., None]:
+        """Decorator: take a function up among the laws."""
+        self[check.__name__] = check
+        return check
+
+
+def context(xp: Any, shape: Any, **fields: Any) -> Context:
+    """The context of a tensor "w" on worker 0 of 4."""
+    shape = (shape,) if isinstance(shape, int) else shape
+    return Context(**{"xp": xp, "name": "w", "shape": shape, "world_size": 4, **fields})
+
+
+def shapes(compressor: Compressor, sizes: tuple[int, ...] = SIZES) -> list[tuple[int, ...]]:
+    """Shapes to try a compressor with: edges of bytes and of its blocks, or matrices if it sees them."""
+    if compressor.shaped:
+        return [shape for shape in MATRICES if compressor.applies(Context(None, "w", shape))] or [(64, 48)]
+    edges = {compressor.block + i for i in (-1, 0, 1)} if compressor.block and compressor.block <= 5000 else set()
+    return [(n,) for n in sorted({*sizes, *edges})]
+
+
+def shape_of(compressor: Compressor, n: int = 603) -> tuple[int, ...]:
+    """One shape of about n elements that the compressor compresses."""
+    if not compressor.shaped:
+        return (n,)
+    for side in (8, 20, 32, 64, 128, 256):
+        if side * side >= n // 2 and compressor.applies(Context(None, "w", (side, side + 10))):
+            return (side, side + 10)
+    return (512, 512)
+
+
+def spread(*shape: int, seed: int = 0) -> Any:
+    """float32 numbers of very different sizes, both signs."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * np.exp(rng.standard_normal(shape))).astype(np.float32)
+
+
+def patterns(n: int) -> dict[str, Any]:
+    """Vectors that methods stumble over: zeros, spikes, constants, the ends of float32's range."""
+    spike = np.zeros(n, np.float32)
+    spike[n // 2] = -3
+    signs = np.where(np.arange(n) % 2, np.float32(1), np.float32(-1))
+    found = {"zeros": np.zeros(n, np.float32), "spike": spike, "signs": signs, "alternating": signs * spread(n) ** 2}
+    for size in (1e-45, 1e-40, 1e-38, 1e-30, 1e-8, 1.0, 6e4, 1e15, 1e30):
+        found |= {f"{size}": np.full(n, size, np.float32), f"-{size}": np.full(n, -size, np.float32)}
+        found |= {f"some {size}": (spread(n) / 50 * np.float32(size)).astype(np.float32)}
+        found |= {f"spike of {size}": spike / 3 * np.float32(size)}
+    return found
+
+
+def host(xp: Any, arrays: Any) -> list[Any]:
+    """Arrays, copied to NumPy."""
+    return [np.array(xp.to_numpy(array)) for array in arrays]
+
+
+def same(one: Any, two: Any) -> bool:
+    """Equal shapes, dtypes and bits, array by array."""
+    return [(a.shape, a.dtype, a.tobytes()) for a in one] == [(b.shape, b.dtype, b.tobytes()) for b in two]
+
+
+# -- several workers in lockstep -----------------------------------------------------------------------------------
+def together(programs: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Programs of several workers in lockstep: their results, and what worker 0 asked for."""
+    programs = [run(program) for program in programs]
+    answers: list[Any] = [None] * len(programs)
+    results: list[Any] = []
+    asked = []
+    while not results:
+        requests = []
+        for program, answer in zip(programs, answers, strict=True):
+            try:
+                requests.append(program.send(answer))
+            except StopIteration as stop:
+                results.append(stop.value)
+        assert not (results and requests), "one worker has finished, another asks for a collective"
+        if requests:
+            asked.append(requests[0])
+            answers = _answers(requests)
+    return results, asked
+
+
+def _answers(requests: list[Any]) -> list[Any]:
+    # What each worker gets back when the workers ask for this.
+    first, everybody = requests[0], range(len(requests))
+    assert len({type(request) for request in requests}) == 1, "workers ask for different collectives"
+    if isinstance(first, tuple):
+        rounds = [_answers(list(each)) for each in zip(*requests, strict=True)]
+        return [tuple(answers[rank] for answers in rounds) for rank in everybody]
+    if isinstance(first, Reduce):
+        assert first.op in ("mean", "sum"), f"{first.op!r} loses NaN on some libraries: gather the numbers instead"
+        totals = []
+        for total, *rest in zip(*(request.arrays for request in requests), strict=True):
+            for other in rest:
+                total = total + other
+            totals.append(total / len(requests) if first.op == "mean" else total)
+        return [tuple(totals) for _ in everybody]
+    if isinstance(first, Gather):
+        return [[request.arrays for request in requests] for _ in everybody]
+    if isinstance(first, AllToAll):
+        return [[request.parts[rank] for request in requests] for rank in everybody]
+    return [requests[first.root].arrays for _ in everybody]
+
+
+def alone(make: Callable[[Context], Any], ctx: Context) -> Any:
+    """What ``make(ctx)`` gives worker ctx.rank when the other workers do the same with their contexts."""
+    steps = make(ctx)
+    try:
+        next(run(steps))
+    except StopIteration as stop:
+        return stop.value
+    return together([make(replace(ctx, rank=rank)) for rank in range(ctx.world_size)])[0][ctx.rank]
+
+
+def handed_over(make: Callable[[Context], Any], ctx: Context) -> list[Any]:
+    """The arrays that worker 0 hands over inside ``make(ctx)``."""
+    _, asked = together([make(replace(ctx, rank=rank)) for rank in range(ctx.world_size)])
+    rounds = [each if isinstance(each, tuple) else (each,) for each in asked]
+    return [array for each in rounds for collective in each for array in arrays_of(collective)]
+
+
+def send(compressor: Compressor, xp: Any, x: Any, ctx: Context, state: Any = None) -> Any:
+    """Payload and next state of a compressor, without memory."""
+    state = compressor.init(ctx) if state is None else state
+    return alone(lambda ctx: compressor.compress(xp.asarray(x.reshape(-1).copy(), "float32"), state, ctx), ctx)
+
+
+def receive(compressor: Compressor, xp: Any, payload: Any, ctx: Context) -> Any:
+    """What a payload decodes to, in NumPy."""
+    found = compressor.decompress(payload, ctx)
+    assert xp.dtype(found) == "float32", f"decompress gives {xp.dtype(found)}, not float32"
+    assert xp.shape(found) == (ctx.size,), f"decompress gives shape {xp.shape(found)}, not ({ctx.size},)"
+    return np.array(xp.to_numpy(found))
+
+
+def encode(method: Method, xp: Any, x: Any, state: Any, ctx: Context) -> Any:
+    """Payload and next state of a compressor with its memory."""
+    return alone(lambda ctx: method.encode(xp.asarray(x.reshape(-1).copy(), "float32"), state, ctx), ctx)
+
+
+# -- exchanges -----------------------------------------------------------------------------------------------------
+def memory_of(compressor: Compressor) -> Memory:
+    """The memory that a compressor names."""
+    return memories[compressor.memory]()
+
+
+def workers(
+    compressor: Compressor, memory: Memory | None = None, communicator: Any = None, size: int = 3, **options: Any
+) -> list[Grace]:
+    """One Grace for each worker of a world in this process; small tensors are compressed too."""
+    world, method = World(size), Method(compressor, memory or memory_of(compressor))
+    communicator = communicator or communicators[usual_communicator(compressor)]()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*without error feedback")
+        return [
+            Grace(method, communicator, LocalTransport(world, rank), Options(**{"min_numel": 0, **options}))
+            for rank in range(size)
+        ]
+
+
+def lockstep(graces: list[Any], gradients: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One exchange of all workers of a world; the means that each worker finds."""
+    for grace, mine in zip(graces, gradients, strict=True):
+        grace.launch(mine)
+    while [grace for grace in graces if not grace.advance()]:
+        pass
+    for grace in graces:
+        grace.land()
+    return [{name: grace.mean(name) for name in mine} for grace, mine in zip(graces, gradients, strict=True)]
+
+
+def states(graces: list[Any]) -> list[dict[tuple[str, str], Any]]:
+    """Each worker's state, by tensor and key, in NumPy."""
+    return [
+        {
+            (name, key): np.asarray(array)
+            for name, arrays in grace.state_dict()["tensors"].items()
+            for key, array in arrays.items()
+        }
+        for grace in graces
+    ]
+
+
+def unchanged(one: Any, two: Any) -> bool:
+    """Equal states, bit by bit."""
+    return [{key: a.tobytes() for key, a in worker.items()} for worker in one] == [
+        {key: a.tobytes() for key, a in worker.items()} for worker in two
+    ]
+
+
+def fitting(compressor: Compressor) -> Iterator[Communicator]:
+    """The registered communicators that carry a compressor; the others must refuse it by ValueError."""
+    for cls in communicators.values():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                workers(compressor, communicator=cls(), size=2)
+            except ValueError:
+                continue
+        yield cls()
+
+
+def accepted(communicator: Communicator) -> Iterator[Compressor]:
+    """The registered compressors that a communicator carries; the others it must refuse by ValueError."""
+    for cls in compressors.values():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                workers(cls(), communicator=communicator, size=2)
+            except ValueError:
+                continue
+        yield cls()
+
+
+BAD = {
+    f"{value} {where}": (value, where)
+    for value, where in ((math.nan, 0.0), (math.nan, 0.5), (math.nan, 1.0), (math.inf, 0.5), (-math.inf, 1.0))
+}
+
+
+def poisoned(shape: tuple[int, ...], name: str, seed: int) -> Any:
+    """Numbers with one that is not finite."""
+    x = spread(*shape, seed=seed)
+    value, where = BAD[name]
+    x.reshape(-1)[int(where * (x.size - 1))] = value
+    return x

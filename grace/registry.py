@@ -8,8 +8,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, replace
+from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from grace.core import Combine, Communicator, Compressor, Memory, Method, Transport, name_of
@@ -51,6 +53,16 @@ class Registry(Mapping[str, type]):
             package = importlib.import_module(self._package)
             for module in pkgutil.iter_modules(package.__path__):  # each registers what it holds
                 importlib.import_module(f"{self._package}.{module.name}")
+            for entry in entry_points(group=self._package):
+                try:
+                    entry.load()
+                except Exception as error:  # other people's code: what is left still works
+                    owner = entry.dist.name if entry.dist else "a package"
+                    warnings.warn(
+                        f"{owner} offers the {self.kind} {entry.name!r}, but {entry.value!r} failed: {error!r}. "
+                        f"Upgrade or uninstall {owner}",
+                        stacklevel=2,
+                    )
 
     def __getitem__(self, name: str) -> type:
         self._load()

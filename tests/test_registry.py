@@ -100,7 +100,7 @@ def test_instances_are_taken_as_they_are():
 
 # -- refusals -------------------------------------------------------------------------------------------------------
 REFUSED = [
-    ({"compressor": "topkk"}, r"unknown compressor 'topkk' \(did you mean 'topk'\?\).*Known: bf16, dettmers8"),
+    ({"compressor": "topkk"}, r"unknown compressor 'topkk' \(did you mean 'topk'\?\).*Known: a"),
     ({"compressor": "TopK"}, r"unknown compressor 'TopK' \(did you mean 'topk'\?\)"),
     ({"compressor": "zzz"}, r"unknown compressor 'zzz'\. Known"),
     ({"compressor": None}, "unknown compressor None"),
@@ -112,7 +112,7 @@ REFUSED = [
     ({"compressor": "topk", "wrold_size": 1}, r"did you mean 'world_size'"),
     ({"compressor": "topk", "quantum_num": 7}, r"key 'quantum_num' belongs to compressor 'qsgd', not to 'topk'"),
     ({"compressor": "qsgd", "compress_ratio": 0.1}, r"compressor 'randomk' and compressor 'topk', not to 'qsgd'"),
-    ({"compressor": "qsgd", "beta": 0.1}, r"key 'beta' belongs to memory 'residual'"),
+    ({"compressor": "qsgd", "beta": 0.1}, r"key 'beta' belongs to .*memory 'residual'"),
     ({"compressor": "topk", "compress_ratio": 0}, r"compress_ratio=0 must lie in \(0, 1\]"),
     ({"compressor": "topk", "compress_ratio": 2}, r"compress_ratio=2 must lie in \(0, 1\]"),
     ({"compressor": "randomk", "compress_ratio": -0.1}, r"compress_ratio=-0.1 must lie"),
@@ -258,7 +258,7 @@ def test_every_module_is_imported_by_its_package():
     for package, registry in (("compressors", compressors), ("memories", memories), ("communicators", communicators)):
         modules = {module.name for module in pkgutil.iter_modules([str(PACKAGE / package)])}
         found = {cls.__module__.rsplit(".", 1)[1] for cls in registry.values()}
-        shared = {"blockwise", "sparse"}  # what several methods share, without a name of its own
+        shared = {"blockwise", "lowrank", "sparse"}  # what several methods share, without a name of its own
         assert modules - shared == found
         for name, cls in registry.items():
             assert cls.registered_name == name

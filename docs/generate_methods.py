@@ -37,15 +37,17 @@ WHEN = {
     '`rounding="stochastic"` no residual is kept.',
     "dettmers8": "Four times fewer bytes with small relative errors, also of elements far below the largest; with "
     "`nf4` eight times fewer. Works in two stages.",
+    "eden": "The smallest error for 1 to 4 bits without a residual, however elements are distributed, for the price "
+    "of a transform of each block. Works in two stages.",
     "efsignsgd": "32 times fewer bits. Set `block_size` (512, say) when a tensor holds parts of different magnitude, "
     "and to be able to use `twostage`.",
     "fp16": "Half the bytes through a plain allreduce, for any number of workers. Scale the loss if gradients are "
     "tiny or huge.",
-    "fp8": "Eight bits with small relative errors over a wide range of magnitudes, in the format that accelerators use.",
+    "fp8": "Eight bits with small relative errors over a wide range of magnitudes, in a format that accelerators have.",
     "natural": "Eight bits, unbiased, without a residual or a norm: the error is small for every element, large or "
     "tiny.",
-    "natural_dithering": "Unbiased as `qsgd`, with finer levels near zero: better where most elements are far below the "
-    "largest of their block.",
+    "natural_dithering": "Unbiased as `qsgd`, with finer levels near zero: better where most elements are far below "
+    "the largest of their block.",
     "none": "The baseline to compare with; also what every tensor below `min_numel` gets.",
     "onebit": "As `efsignsgd`, with a level of its own for each sign: better where a tensor's mean is far from zero.",
     "powersgd": "Large matrices (linear layers, convolutions, attention) and many workers: it needs only allreduces. "

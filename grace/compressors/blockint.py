@@ -20,8 +20,8 @@ class BlockInt(Blockwise):
     ``bits``: 8, 4 or 2 (which is -1, 0 and 1).
     ``rounding``: "nearest" (halves to even) or "stochastic" (unbiased, without a residual).
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
-    Markov, Ramezanikebrya and Alistarh, "CGX", Middleware 2022, arXiv:2111.08617, on quantisation. There the integers span
-    minimum to maximum, so that zero may lie between them; here they are symmetric about zero, which stays zero.
+    Markov, Ramezanikebrya and Alistarh, "CGX", Middleware 2022, arXiv:2111.08617, on quantisation. There the integers
+    span minimum to maximum, so that zero may lie between two; here they are symmetric about zero, which stays zero.
     """
 
     bits: int = 4

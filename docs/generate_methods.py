@@ -56,11 +56,15 @@ WHEN = {
     "fewer bits and add more noise.",
     "randomk": "As cheap on the wire as top-k at half the ratio, and summable, but it does not choose large elements. "
     "A baseline for top-k, or for very many workers.",
+    "shared_int": "Quantisation through a plain allreduce, for many workers: integers are summed on the wire and no "
+    "residual is kept. `levels=1` is TernGrad.",
     "signsgd": "One bit per element and no residual to keep. Every element moves by the learning rate in every step, "
     "so lower it; `efsignsgd` needs no such change.",
     "signum": "As `signsgd` with noisy gradients: the momentum is voted on. Use an optimizer without momentum.",
     "terngrad": "Two bits and unbiased, without a residual. Set `block_size` to lower the noise, or `clip` for large "
     "tensors.",
+    "thc": "As `shared_int` where a tensor's elements are of very different sizes: they are rotated first, so that a "
+    "few large ones do not coarsen all steps.",
     "threshold": "When the scale of the gradients is known and steady. What it sends varies with the step: look at the "
     "report, since a low threshold sends more than the dense gradient.",
     "topk": "Few, large elements carry most of the gradient, and workers are few: traffic grows with their number.",

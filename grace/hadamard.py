@@ -39,11 +39,11 @@ def hadamard(xp: Any, rows: Array) -> Array:
     return xp.reshape(rows, (m, d))
 
 
-def signs(xp: Any, words: Array, streams: Array) -> Array:
+def signs(xp: Any, words: Array, streams: Array, d: int) -> Array:
     """float32[m, d], -1 or 1: bit ``31 - streams[i]`` of the random words int32[m * d], for row i.
 
     The words are the same on all workers, and workers with different streams rotate independently.
     """
-    table = xp.reshape(words, (xp.shape(streams)[0], -1))
+    table = xp.reshape(words, (-1, d))
     negative = xp.shift_left(table, xp.reshape(xp.cast(streams, "int32"), (-1, 1))) < 0
     return 1.0 - 2.0 * xp.cast(negative, "float32")

@@ -33,7 +33,7 @@ def test_hadamard_gives_the_same_bits_everywhere():
 
 def test_each_bit_of_a_word_is_a_stream_of_signs(xp):
     words = np.array([1, -1, -(2**31), 2**30, 5, 0, 7, -2], np.int32)
-    found = xp.to_numpy(signs(xp, xp.asarray(words, "int32"), xp.asarray([0, 31], "uint8")))
+    found = xp.to_numpy(signs(xp, xp.asarray(words, "int32"), xp.asarray([0, 31], "uint8"), 4))
     assert found.tolist() == [[1, -1, -1, 1], [-1, 1, -1, 1]]
 
 

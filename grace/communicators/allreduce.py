@@ -27,9 +27,10 @@ class Allreduce(Communicator):
             )
         dtype, largest = compressor.summed or ("float32", 0)
         if largest and largest * world_size > LIMITS[dtype]:
+            agreed = compressor.combine is Combine.AGREED
             raise ValueError(
                 f"{name_of(compressor)!r} sums {dtype} on the wire: {world_size} workers times {largest} exceed "
-                f"{LIMITS[dtype]}. Use communicator 'allgather'"
+                f"{LIMITS[dtype]}. Use " + ("dtype='int32', or fewer levels" if agreed else "communicator 'allgather'")
             )
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:

@@ -32,9 +32,9 @@ class Eden(Blockwise):
     elements are all of about one size; workers' errors are independent.
     ``block_size``: d, a power of two; tensors of fewer elements have the next power of two, at least 8.
     ``biased``: with one bit, the scale of the smallest error, 0.363, for a residual; else that of expectation x.
-    Vargaftik et al., "DRIVE", NeurIPS 2021, arXiv:2105.08339, and "EDEN", ICML 2022, arXiv:2108.08842. Theirs is unbiased
-    for a uniform rotation. One Hadamard transform, as in their code, is nearly so: where one element of a block
-    outweighs all others, these are lost more often than they should be, so no variance is declared.
+    Vargaftik et al., "DRIVE", NeurIPS 2021, arXiv:2105.08339, and "EDEN", ICML 2022, arXiv:2108.08842. For a
+    uniform rotation that is unbiased. One Hadamard transform, as in their code, is nearly so: where one element of a
+    block outweighs all others, these are lost more often than they should be, so no variance is declared.
     """
 
     bits: int = 4
@@ -60,15 +60,13 @@ class Eden(Blockwise):
         return [*(-level for level in reversed(CENTROIDS[self.bits])), *CENTROIDS[self.bits]]
 
     def _signs(self, streams: Array, ctx: Context) -> Any:
-        n = ctx.xp.shape(streams)[0] * width_of(ctx, self.block_size)
-        return signs(ctx.xp, ctx.shared_rng("rotation").bits(n), streams)
+        d = width_of(ctx, self.block_size)
+        return signs(ctx.xp, ctx.shared_rng("rotation").bits(ctx.xp.shape(streams)[0] * d), streams, d)
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, d = ctx.xp, width_of(ctx, self.block_size)
         rows = blocks.rows(xp, x, d)
         m = xp.shape(rows)[0]
-        if m == 0:
-            return (xp.zeros(0, "uint8"), xp.zeros(0), xp.zeros(0, "uint8")), state
         streams = xp.full(m, ctx.rank % STREAMS, "uint8")
         # Relative to the largest element: squares stay in float32's range.
         largest = xp.max(xp.abs(rows), 1)
@@ -94,8 +92,6 @@ class Eden(Blockwise):
         xp, d = ctx.xp, width_of(ctx, self.block_size)
         codes, scale, streams = payload
         m = xp.shape(scale)[0]
-        if m == 0:
-            return xp.zeros(0)
         chosen = xp.take(xp.asarray(self._levels(), "float32"), xp.cast(unpack(xp, self.bits, codes, m * d), "int32"))
         # The transform is its own inverse but for the factor d, half of which the scale has not had yet.
         rows = hadamard(xp, xp.reshape(chosen, (m, d))) * self._signs(streams, ctx)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from methods import backend, context, handed_over, lockstep, normal, together, workers
+from methods import context, handed_over, lockstep, normal, together, workers
 
 
 def compressor(**params):
@@ -10,9 +10,7 @@ def compressor(**params):
     return grace.method.compressor
 
 
-@pytest.mark.parametrize(
-    "dtype, levels, size", [("int8", 0, 127), ("int8", 127, 1), ("int8", 7, 18), ("int32", 0, 200)]
-)
+@pytest.mark.parametrize("dtype, levels, size", [("int8", 0, 127), ("int8", 127, 1), ("int8", 7, 18), ("int32", 0, 9)])
 def test_sums_never_leave_their_dtype(xp, dtype, levels, size):
     # The largest and the smallest element of all workers at once, on as many workers as there may be.
     graces = workers({"compressor": "shared_int", "dtype": dtype, "levels": levels}, size)
@@ -26,21 +24,15 @@ def test_sums_never_leave_their_dtype(xp, dtype, levels, size):
 @pytest.mark.parametrize(
     "params, size, message",
     [
-        ({}, 128, "128 workers times 1 levels exceed 127. Use dtype='int32'"),
-        ({"levels": 64}, 2, "2 workers times 64 levels exceed 127. Use dtype='int32'"),
-        (
-            {"levels": 2**24, "dtype": "int32"},
-            128,
-            "128 workers times 16777216 levels exceed 2147483647. Use fewer levels",
-        ),
+        ({}, 128, "128 workers times 1 exceed 127. Use dtype='int32' or fewer levels"),
+        ({"levels": 64}, 2, "2 workers times 64 exceed 127. Use dtype='int32' or fewer levels"),
+        ({"levels": 2**24, "dtype": "int32"}, 128, "128 workers times 16777216 exceed 2147483647. Use fewer levels"),
     ],
     ids=str,
 )
 def test_too_many_workers_are_refused_before_the_first_step(params, size, message):
-    xp = backend("numpy")
-    grace = workers({"compressor": "shared_int", **params}, size)[0]
     with pytest.raises(ValueError, match=message):
-        grace.build({"w": xp.zeros(9)})
+        workers({"compressor": "shared_int", **params}, size)
 
 
 @pytest.mark.parametrize("levels", [-1, 2**24 + 1])
@@ -50,7 +42,7 @@ def test_levels_that_floats_cannot_count_are_refused(levels):
 
 
 def test_an_unknown_dtype_is_refused():
-    with pytest.raises(ValueError, match="dtype='int16': choose one of 'int8', 'int32'"):
+    with pytest.raises(ValueError, match="dtype='int16': choose 'int8' or 'int32'"):
         compressor(compressor="shared_int", dtype="int16")
 
 
@@ -76,11 +68,10 @@ def test_workers_round_independently_and_keep_what_they_did_not_send(xp, params)
 def test_a_weak_worker_is_not_lost(xp):
     # Its elements are far below one step of the scale of the other; on average they arrive.
     n, made = 20_000, compressor(compressor="shared_int", levels=1)
-    strong, weak = np.ones(n, np.float32), np.full(n, 0.01, np.float32)
+    gradients = np.ones(n, np.float32), np.full(n, 0.01, np.float32)
     contexts = [context(xp, n, rank=rank, world_size=2) for rank in range(2)]
-    found, _ = together(
-        [made.compress(xp.asarray(x, "float32"), {}, ctx) for x, ctx in zip((strong, weak), contexts, strict=True)]
-    )
+    pairs = zip(gradients, contexts, strict=True)
+    found, _ = together([made.compress(xp.asarray(x, "float32"), {}, ctx) for x, ctx in pairs])
     mean = xp.to_numpy(made.decompress(found[0][0], contexts[0]))
     assert mean.mean() == pytest.approx(0.505, abs=5 * 0.5 * 0.1 / n**0.5)
 

@@ -77,7 +77,7 @@ ROWS = [
     shared_int(64, 7, golden=("01fd0000ff07fd06", hexes(2, dtype="f4"), "01fd0000ff07fd06")),
     shared_int(8, 1),
     shared_int(64, 0, "int32"),
-    # In standard deviations .48 -.57 1.88 -1.27 .74 .39 -1.01 .74; in steps, with u: 9.4 6.3 14.1 3.5 10.4 9.4 4.2 10.9.
+    # In standard deviations .48 -.57 1.88 -1.27 .74 .39 -1.01 .74; steps + u: 9.4 6.3 14.1 3.5 10.4 9.4 4.2 10.9.
     thc(4, 64, golden=("09060e030a09040a", hexes(2.853178, dtype="f4"), "09060e030a09040a")),
     thc(8, 1024),
     thc(2, 4096),

@@ -32,6 +32,8 @@ NOTES = {
 }
 
 WHEN = {
+    "3lc": "Below two bits per element with a residual, and the fewer, the more elements are near zero. With "
+    "`zero_run=False` and a `block_size` it works in two stages.",
     "bf16": "A safe first step: half the bytes, nearly no loss, and no overflow, for few workers or in two stages.",
     "blockint": "The plain choice for few bits in two stages: 4 bits with a scale per block, cheap to compute. With "
     '`rounding="stochastic"` no residual is kept.',
@@ -44,6 +46,8 @@ WHEN = {
     "fp16": "Half the bytes through a plain allreduce, for any number of workers. Scale the loss if gradients are "
     "tiny or huge.",
     "fp8": "Eight bits with small relative errors over a wide range of magnitudes, in a format that accelerators have.",
+    "inceptionn": "When an absolute error is asked for and the scale of the gradients is known. What it sends varies "
+    "with the step.",
     "natural": "Eight bits, unbiased, without a residual or a norm: the error is small for every element, large or "
     "tiny.",
     "natural_dithering": "Unbiased as `qsgd`, with finer levels near zero: better where most elements are far below "
@@ -61,6 +65,8 @@ WHEN = {
     "signsgd": "One bit per element and no residual to keep. Every element moves by the learning rate in every step, "
     "so lower it; `efsignsgd` needs no such change.",
     "signum": "As `signsgd` with noisy gradients: the momentum is voted on. Use an optimizer without momentum.",
+    "sketch": "Six bits that follow the distribution of the elements, whatever it is, for the price of sorting them. "
+    "Their sum is exact.",
     "terngrad": "Two bits and unbiased, without a residual. Set `block_size` to lower the noise, or `clip` for large "
     "tensors.",
     "thc": "As `shared_int` where a tensor's elements are of very different sizes: they are rotated first, so that a "

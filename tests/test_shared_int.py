@@ -13,12 +13,12 @@ def compressor(**params):
 @pytest.mark.parametrize("dtype, levels, size", [("int8", 0, 127), ("int8", 127, 1), ("int8", 7, 18), ("int32", 0, 9)])
 def test_sums_never_leave_their_dtype(xp, dtype, levels, size):
     # The largest and the smallest element of all workers at once, on as many workers as there may be.
-    graces = workers({"compressor": "shared_int", "dtype": dtype, "levels": levels}, size)
-    for grace in graces:
-        grace.build({"w": xp.zeros(9)})
+    made = compressor(compressor="shared_int", dtype=dtype, levels=levels)
     x = np.array([1, -1] * 4 + [0], np.float32)
-    for worker in lockstep(graces, [{"w": xp.asarray(x, "float32")} for _ in graces]):
-        np.testing.assert_allclose(xp.to_numpy(worker["w"]), x, rtol=1e-6)
+    contexts = [context(xp, 9, rank=rank, world_size=size) for rank in range(size)]
+    found, _ = together([made.compress(xp.asarray(x, "float32"), {}, ctx) for ctx in contexts])
+    assert {xp.dtype(array) for array in (found[0][0][0], found[0][0][2])} == {dtype}
+    np.testing.assert_allclose(xp.to_numpy(made.decompress(found[0][0], contexts[0])), x, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

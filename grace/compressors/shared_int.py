@@ -13,7 +13,7 @@ from grace.registry import register
 WIDE = 2**15  # levels of an int32: far below the noise of a batch, and enough for 65 535 workers
 
 
-@register("shared_int", "intsgd", "global_qsgd")
+@register("shared_int")
 @dataclass(frozen=True)
 class SharedInt(Blockwise):
     """Round x / s * levels at random to integers, s the largest magnitude on any worker, and sum those on the wire.

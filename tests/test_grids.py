@@ -147,6 +147,11 @@ def test_every_length_of_a_run_comes_back(xp):
             assert np.array_equal(decoded(made(compressor="3lc"), xp, x.astype(np.float32)), x)
 
 
+def test_3lc_makes_halves_zero(xp):
+    x = np.array([2, 1, -1, 1.0001, -1.0001, -2], np.float32)
+    assert decoded(made(compressor="3lc"), xp, x).tolist() == [2, 0, 0, 2, -2, -2]
+
+
 def test_3lc_sends_fewer_bytes_for_a_larger_multiplier(xp):
     x = normal(5000)
     sizes = [len(host(xp, payload_of(made(compressor="3lc", sparsity=s), xp, x))[0]) for s in (1.0, 1.5, 1.9)]
@@ -170,6 +175,12 @@ def test_inceptionn_reads_the_bound_of_graces_first_release():
         old = made(compressor="inceptionn", error_bound=2e-10)
     xp, x = backend("numpy"), normal(1003) / 50
     assert np.array_equal(decoded(old, xp, x), decoded(made(compressor="inceptionn"), xp, x))
+
+
+@pytest.mark.parametrize("name", ["fp8", "blockint"])
+def test_rounding_to_nearest_needs_a_residual_and_at_random_none(name):
+    for rounding, memory in (("nearest", "residual"), ("stochastic", "none")):
+        assert made(compressor=name, rounding=rounding).memory == memory
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from methods import alone, backend, context, host, normal
 
 from grace import grace_from_params
-from grace.hadamard import hadamard, signs
+from grace.hadamard import hadamard, signs, width_of
 from grace.transports.local import LocalTransport
 
 
@@ -96,6 +96,14 @@ def test_workers_rotate_independently(xp):
     assert host(xp, payloads[0])[0].tobytes() == host(xp, payloads[32])[0].tobytes()
     mean = xp.to_numpy(compressor.aggregate(payloads[:32], context(xp, 4096)))
     assert ((mean - x) ** 2).sum() / (x**2).sum() == pytest.approx(0.1333 / 32, rel=0.1)
+
+
+def test_only_a_tensor_of_its_own_has_a_narrow_block():
+    # The end of a longer tensor, cut off for another worker, is a whole block on the wire.
+    ctx = context(backend("numpy"), 4096 + 20)
+    widths = [width_of(part, 4096) for part in (ctx, ctx.piece(0, 4096), ctx.piece(4096, 20), ctx.piece(4116, 0))]
+    assert widths == [4096] * 4
+    assert [width_of(context(backend("numpy"), n), 4096) for n in (1, 8, 9, 20, 4095)] == [8, 8, 16, 32, 4096]
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,9 @@ class Sketch(Compressor):
         last = xp.asarray([i * n // q - 1 for i in range(1, q)], "int32")
         codes = xp.searchsorted(xp.take(xp.sort(x), last), x) if q > 1 else xp.zeros(n, "int32")
         members = xp.segment_sum(xp.full(n, 1.0), codes, q)
+        # What is not finite falls into some bucket, whose mean says so.
         means = xp.segment_sum(x, codes, q) / xp.maximum(members, 1.0)
-        return (pack(xp, bits, codes), xp.where(xp.finite(x), means, float("nan"))), state
+        return (pack(xp, bits, codes), means), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         codes = unpack(ctx.xp, self.sizes(ctx)[1], payload[0], ctx.size)

@@ -37,7 +37,7 @@ def threelc(sparsity=1.0, zero_run=True, block=0, golden=None):
     )
 
 
-def inceptionn(bound, lowest, middle, golden=None):
+def inceptionn(bound, lowest, middle, everywhere=True, golden=None):
     """``lowest`` and ``middle``: exponents from which on an element has 8 and 16 bits."""
 
     def classes(x):
@@ -55,7 +55,15 @@ def inceptionn(bound, lowest, middle, golden=None):
         none, narrow, wide = (int(each.sum()) for each in classes(x.reshape(-1)))
         return math.ceil(x.size / 4) + narrow + 2 * wide + 4 * (x.size - none - narrow - wide)
 
-    return Row({"compressor": "inceptionn", "error_bound": bound}, ANY, nbytes, formula, ragged=True, golden=golden)
+    return Row(
+        {"compressor": "inceptionn", "error_bound": bound},
+        ANY,
+        nbytes,
+        formula,
+        ragged=True,
+        everywhere=everywhere,
+        golden=golden,
+    )
 
 
 def sketch(quantiles, everywhere=True, golden=None):
@@ -86,6 +94,7 @@ ROWS = [
     # Magnitudes 16384 8192 4096 24576, the last two negative.
     inceptionn(2**-10, -10, -5, golden=("2eee", hexes(-1, 2, 1.5, dtype="f4"), "00400020" + "009000e0", "")),
     inceptionn(0.003, -8, -4),
+    inceptionn(2**-5, -5, -2, everywhere=False),
     # Eight elements in eight buckets: 5 0 4 3 2 7 1 6.
     sketch(64, golden=("05a7c7", hexes(-1, -0.75, -0.125, 0, 0.25, 0.5, 1.5, 2, dtype="f4"))),
     sketch(2, golden=("a5", hexes(-0.46875, 1.0625, dtype="f4"))),

@@ -32,15 +32,26 @@ NOTES = {
 }
 
 WHEN = {
+    "3lc": "Below two bits per element with a residual, and the fewer, the more elements are near zero. With "
+    "`zero_run=False` and a `block_size` it works in two stages.",
     "bf16": "A safe first step: half the bytes, nearly no loss, and no overflow, for few workers or in two stages.",
+    "blockint": "The plain choice for few bits in two stages: 4 bits with a scale per block, cheap to compute. With "
+    '`rounding="stochastic"` no residual is kept.',
     "dettmers8": "Four times fewer bytes with small relative errors, also of elements far below the largest; with "
     "`nf4` eight times fewer. Works in two stages.",
+    "eden": "The smallest error for 1 to 4 bits without a residual, however elements are distributed, for the price "
+    "of a transform of each block. Works in two stages.",
     "efsignsgd": "32 times fewer bits. Set `block_size` (512, say) when a tensor holds parts of different magnitude, "
     "and to be able to use `twostage`.",
     "fp16": "Half the bytes through a plain allreduce, for any number of workers. Scale the loss if gradients are "
     "tiny or huge.",
+    "fp8": "Eight bits with small relative errors over a wide range of magnitudes, in a format that accelerators have.",
+    "inceptionn": "When an absolute error is asked for and the scale of the gradients is known. What it sends varies "
+    "with the step.",
     "natural": "Eight bits, unbiased, without a residual or a norm: the error is small for every element, large or "
     "tiny.",
+    "natural_dithering": "Unbiased as `qsgd`, with finer levels near zero: better where most elements are far below "
+    "the largest of their block.",
     "none": "The baseline to compare with; also what every tensor below `min_numel` gets.",
     "onebit": "As `efsignsgd`, with a level of its own for each sign: better where a tensor's mean is far from zero.",
     "powersgd": "Large matrices (linear layers, convolutions, attention) and many workers: it needs only allreduces. "
@@ -49,11 +60,17 @@ WHEN = {
     "fewer bits and add more noise.",
     "randomk": "As cheap on the wire as top-k at half the ratio, and summable, but it does not choose large elements. "
     "A baseline for top-k, or for very many workers.",
+    "shared_int": "Quantisation through a plain allreduce, for many workers: integers are summed on the wire and no "
+    "residual is kept. `levels=1` is TernGrad.",
     "signsgd": "One bit per element and no residual to keep. Every element moves by the learning rate in every step, "
     "so lower it; `efsignsgd` needs no such change.",
     "signum": "As `signsgd` with noisy gradients: the momentum is voted on. Use an optimizer without momentum.",
+    "sketch": "Six bits that follow the distribution of the elements, whatever it is, for the price of sorting them. "
+    "Their sum is exact.",
     "terngrad": "Two bits and unbiased, without a residual. Set `block_size` to lower the noise, or `clip` for large "
     "tensors.",
+    "thc": "As `shared_int` where a tensor's elements are of very different sizes: they are rotated first, so that a "
+    "few large ones do not coarsen all steps.",
     "threshold": "When the scale of the gradients is known and steady. What it sends varies with the step: look at the "
     "report, since a low threshold sends more than the dense gradient.",
     "topk": "Few, large elements carry most of the gradient, and workers are few: traffic grows with their number.",

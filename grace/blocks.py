@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from grace.core import Array
+from grace.collectives import Gather
+from grace.core import Array, Program
 
 
 def block_count(n: int, block: int | None) -> int:
@@ -39,6 +40,12 @@ def counts(xp: Any, n: int, block: int | None) -> Array:
 def divisor(xp: Any, scale: Array) -> Array:
     """[m] -> [m, 1]: the scales, and 1 where a scale is 0, to divide `rows` by. (1 / scale may overflow: divide.)"""
     return xp.reshape(xp.where(scale == 0, 1.0, scale), (-1, 1))
+
+
+def largest_of_all(xp: Any, statistic: Array) -> Program[Array]:
+    """[m] of each worker -> [m], the same on all: the largest; NaN if any is, which a max on the wire may lose."""
+    gathered = yield Gather((statistic,))
+    return xp.max(xp.concat([xp.reshape(each, (1, -1)) for (each,) in gathered]), 0)
 
 
 def scaled(xp: Any, values: Array, scale: Array, block: int | None) -> Array:

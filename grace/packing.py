@@ -1,4 +1,4 @@
-"""Packing of small integer codes, written over a backend: b bits on the wire take b bits.
+"""Packing of small integer codes, written over a backend: b bits on the wire take b bits, five trits take 8.
 
 Little-endian inside a byte and in groups: eight codes of b bits fill b bytes, element j of a group at bit j*b.
 Tail bits are zero.
@@ -56,4 +56,25 @@ def unpack(xp: Any, bits: int, packed: Array, n: int) -> Array:
         xp.reshape(xp.cast(xp.bitwise_and(xp.shift_right(words, i * bits), mask), "uint8"), (-1, 1))
         for i in range(each)
     ]
+    return xp.reshape(xp.concat(columns, 1), (-1,))[:n]
+
+
+def packed_trits(n: int) -> int:
+    """Bytes that ``n`` codes of three values take: five in a byte."""
+    return -(-n // 5)
+
+
+def pack_trits(xp: Any, trits: Array) -> Array:
+    """int32[n] of -1, 0 and 1 -> uint8[`packed_trits`(n)], 0 .. 242, element j of five in the digit of 3**j.
+
+    Zeros fill up the tail; five of them are the byte 121.
+    """
+    rows = xp.reshape(xp.pad(trits, packed_trits(xp.shape(trits)[0]) * 5), (-1, 5))
+    return xp.cast(sum((rows[:, i] * 3**i for i in range(1, 5)), rows[:, 0] + 121), "uint8")
+
+
+def unpack_trits(xp: Any, packed: Array, n: int) -> Array:
+    """The inverse of `pack_trits`: [...] -> int32[n]."""
+    bytes_ = xp.cast(packed, "int32")
+    columns = [xp.reshape(bytes_ // 3**i % 3 - 1, (-1, 1)) for i in range(5)]
     return xp.reshape(xp.concat(columns, 1), (-1,))[:n]

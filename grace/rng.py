@@ -64,6 +64,14 @@ class Rng:
         """float32[n] in [0, 1), multiples of 2**-24."""
         return self._xp.uniform(*self._keys, self._offset, n)
 
+    def rounded(self, x: Any, n: int) -> Any:
+        """The float32[n] ``x``, each element rounded at random to a neighbouring integer, so that its expectation is x.
+
+        floor(x + u), but added to the fraction alone: an integer stays what it is, however large.
+        """
+        lower = self._xp.floor(x)
+        return lower + self._xp.cast((x - lower) + self.uniform(n) >= 1.0, "float32")
+
     def normal(self, n: int) -> Any:
         """float32[n] of mean 0 and variance 1 (Box and Muller, 1958). Equal across toolkits up to rounding."""
         u = self._xp.uniform(*self._keys, 2 * self._offset, 2 * n)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import BACKENDS, backend
 
-from grace.packing import pack, packed_size, unpack
+from grace.packing import pack, pack_trits, packed_size, packed_trits, unpack, unpack_trits
 
 WIDTHS = range(1, 9)
 
@@ -89,3 +89,22 @@ def test_tail_bits_are_ignored(xp, bits):
 def test_golden_bytes(xp, bits, codes, golden):
     wire = pack(xp, bits, xp.asarray(np.array(codes), "int32"))
     assert xp.to_numpy(wire).tobytes().hex() == golden
+
+
+@pytest.mark.parametrize("n", [0, 1, 4, 5, 6, 1003])
+def test_trits_are_the_digits_of_bytes(xp, n):
+    trits = np.random.default_rng(0).integers(-1, 2, n).astype(np.int32)
+    wire = pack_trits(xp, xp.asarray(trits, "int32"))
+    assert xp.dtype(wire) == "uint8"
+    groups = [trits[start : start + 5].tolist() for start in range(0, n, 5)]
+    expected = [121 + sum(trit * 3**i for i, trit in enumerate(group)) for group in groups]
+    assert xp.to_numpy(wire).tolist() == expected
+    assert len(expected) == packed_trits(n)
+    back = unpack_trits(xp, wire, n)
+    assert xp.dtype(back) == "int32"
+    assert xp.to_numpy(back).tolist() == trits.tolist()
+
+
+def test_golden_trits(xp):
+    wire = pack_trits(xp, xp.asarray([-1] * 5 + [1] * 5 + [0, 0, 0, 0, 0, 1, 0, 1], "int32"))
+    assert xp.to_numpy(wire).tolist() == [0, 242, 121, 131]

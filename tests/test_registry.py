@@ -100,7 +100,7 @@ def test_instances_are_taken_as_they_are():
 
 # -- refusals -------------------------------------------------------------------------------------------------------
 REFUSED = [
-    ({"compressor": "topkk"}, r"unknown compressor 'topkk' \(did you mean 'topk'\?\).*Known: a"),
+    ({"compressor": "topkk"}, r"unknown compressor 'topkk' \(did you mean 'topk'\?\).*Known: 3lc"),
     ({"compressor": "TopK"}, r"unknown compressor 'TopK' \(did you mean 'topk'\?\)"),
     ({"compressor": "zzz"}, r"unknown compressor 'zzz'\. Known"),
     ({"compressor": None}, "unknown compressor None"),
@@ -273,7 +273,7 @@ SOURCES = [
     *sorted(PACKAGE.glob("communicators/*.py")),
     *(
         PACKAGE / f"{name}.py"
-        for name in ("core", "packing", "blocks", "collectives", "rng", "layout", "report", "registry")
+        for name in ("core", "packing", "blocks", "hadamard", "collectives", "rng", "layout", "report", "registry")
     ),
 ]
 

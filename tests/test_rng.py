@@ -145,6 +145,18 @@ def test_streams_are_not_correlated(other):
         assert not np.intersect1d(one[:1000], two[:1000]).size > 5
 
 
+def test_rounded_numbers_are_neighbours_and_right_on_average(xp):
+    rng, n = draw(xp), 100_000
+    for value, lower in ((0.25, 0), (-0.25, -1), (7.125, 7), (-99.5, -100)):
+        found = xp.to_numpy(rng.rounded(xp.full(n, value), n)).astype(np.float64)
+        assert set(found.tolist()) == {lower, lower + 1}
+        assert found.mean() == pytest.approx(value, abs=5 * 0.5 / math.sqrt(n))
+        # floor(x + u), where that can be had without rounding
+        assert np.array_equal(found, np.floor(value + xp.to_numpy(rng.uniform(n)).astype(np.float64)))
+    for whole in (0.0, -3.0, 127.0, 2.0**24 - 1):
+        assert (xp.to_numpy(rng.rounded(xp.full(n, whole), n)) == whole).all()
+
+
 def test_normal_has_the_moments_of_the_normal_distribution(xp):
     z = np.asarray(xp.to_numpy(draw(xp).normal(N)), np.float64)
     assert xp.dtype(draw(xp).normal(7)) == "float32"

@@ -27,9 +27,12 @@ class Allreduce(Communicator):
             )
         dtype, largest = compressor.summed or ("float32", 0)
         if largest and largest * world_size > LIMITS[dtype]:
+            other = "communicator 'allgather'"
+            if compressor.combine is Combine.AGREED:
+                other = "fewer levels" if dtype == "int32" else "dtype='int32' or fewer levels"
             raise ValueError(
                 f"{name_of(compressor)!r} sums {dtype} on the wire: {world_size} workers times {largest} exceed "
-                f"{LIMITS[dtype]}. Use communicator 'allgather'"
+                f"{LIMITS[dtype]}. Use {other}"
             )
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:

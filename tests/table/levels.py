@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from table.row import ANY, Row, by_block, count, cut, hexes, packed
+from table.row import Row, by_block, count, cut, hexes, packed
 
 
 def qsgd(levels, bucket, bits, everywhere=True, golden=None):
@@ -61,7 +61,7 @@ def terngrad(block, clip=0.0, golden=None):
     )
 
 
-def natural(golden, **settings):
+def natural(golden=None, **settings):
     """The neighbouring powers of two."""
 
     def formula(x, where):
@@ -75,8 +75,8 @@ def natural(golden, **settings):
     stochastic = settings.get("stochastic", True)
     return Row(
         {"compressor": "natural", **settings},
-        ANY,
-        lambda x: x.size + 4,
+        cut(settings.get("block_size", 0)),
+        lambda x: x.size + 4 * count(x.size, settings.get("block_size", 0)),
         formula,
         random=stochastic,
         variance=(lambda n: 1 / 8) if stochastic and not grace else None,
@@ -149,6 +149,8 @@ ROWS = [
     natural((bytes([125, 254, 124, 0, 251, 127, 254, 126]).hex(), hexes(128, dtype="i4"))),
     natural(("6ced6b00ea6eed6d", hexes(145, dtype="i4")), window="grace"),
     natural((bytes([125, 254, 124, 0, 251, 127, 254, 127]).hex(), hexes(128, dtype="i4")), stochastic=False),
+    natural(block_size=64),
+    natural(block_size=8, stochastic=False),
     dettmers8(
         "dynamic8",
         4096,

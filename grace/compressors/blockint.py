@@ -1,0 +1,75 @@
+"""Integers with a scale per block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace import blocks
+from grace.compressors.blockwise import Blockwise
+from grace.core import Array, Context, Payload, State, Steps
+from grace.packing import pack, unpack
+from grace.registry import register
+
+
+@register("blockint")
+@dataclass(frozen=True)
+class BlockInt(Blockwise):
+    """Round each element, relative to the largest magnitude of its block, to an integer of few bits.
+
+    Payload: codes uint8[ceil(bits * n / 8)], two's complement, -L .. L with L = 2**(bits - 1) - 1; scales float32[m].
+    ``bits``: 8, 4 or 2 (which is -1, 0 and 1).
+    ``rounding``: "nearest" (halves to even) or "stochastic" (unbiased, without a residual).
+    ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
+    Markov, Ramezanikebrya and Alistarh, "CGX", Middleware 2022, arXiv:2111.08617, on quantisation. There the integers
+    span minimum to maximum, so that zero may lie between two; here they are symmetric about zero, which stays zero.
+    """
+
+    bits: int = 4
+    rounding: str = "nearest"
+    block_size: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"bits={self.bits!r}: choose 2, 4 or 8")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"rounding={self.rounding!r}: choose 'nearest' or 'stochastic'")
+
+    @property
+    def top(self) -> int:
+        """The largest code."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.rounding == "stochastic"
+
+    @property
+    def memory(self) -> str:  # type: ignore[override]
+        return "none" if self.unbiased else "residual"
+
+    def variance(self, n: int) -> float | None:
+        # The largest element has none. The rest does most harm in the middle of the lowest step, each element at
+        # L / (sqrt(L² + n - 1) + L) of it, which gives this; it is below (n - 1) / (4 L²).
+        n = max(1, min(n, self.block or n))
+        return ((1 + (n - 1) / self.top**2) ** 0.5 - 1) / 2 if self.unbiased else None
+
+    def contraction(self, n: int) -> float | None:
+        # No error exceeds its element, nor half a step, and the largest element has none.
+        n = max(1, min(n, self.block or n))
+        return None if self.unbiased else max(1 / n, 1 - (n - 1) / (4 * self.top**2))
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        xp, n = ctx.xp, ctx.size
+        rows = blocks.rows(xp, x, self.block)
+        scale = xp.max(xp.abs(rows), 1)
+        steps = blocks.flat(xp, rows / blocks.divisor(xp, scale) * float(self.top), n)
+        steps = ctx.rng("round").rounded(steps, n) if self.unbiased else xp.round(steps)
+        codes = xp.bitwise_and(xp.cast(steps, "int32"), (1 << self.bits) - 1)
+        return (pack(xp, self.bits, codes), scale), state
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        xp, n = ctx.xp, ctx.size
+        codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
+        codes = codes - xp.cast(codes > self.top, "int32") * (1 << self.bits)
+        return blocks.scaled(xp, xp.cast(codes, "float32") / float(self.top), payload[1], self.block)

@@ -1,0 +1,102 @@
+"""Floats of 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from grace import blocks
+from grace.compressors.blockwise import Blockwise
+from grace.core import Array, Context, Payload, State, Steps
+from grace.registry import register
+
+
+class Format(NamedTuple):
+    """The layout of an 8-bit float."""
+
+    mantissa: int
+    bias: int
+    top: int
+    """The code of the largest finite value."""
+
+    def value(self, code: int) -> float:
+        """The value of a code; the few that are not finite never occur."""
+        exponent, mantissa = divmod(code & 127, 1 << self.mantissa)
+        implicit = 1 << self.mantissa if exponent else 0
+        return (-1.0 if code > 127 else 1.0) * (mantissa + implicit) * 2.0 ** (self.first + max(exponent, 1) - 1)
+
+    @property
+    def first(self) -> int:
+        """Exponent of the distance between subnormal numbers, and between the smallest normal ones."""
+        return 1 - self.bias - self.mantissa
+
+    @property
+    def largest(self) -> float:
+        return self.value(self.top)
+
+
+FORMATS = {"e4m3": Format(3, 7, 0x7E), "e5m2": Format(2, 15, 0x7B)}
+
+
+@register("fp8", "float8")
+@dataclass(frozen=True)
+class FP8(Blockwise):
+    """Divide each block by a scale that takes its largest magnitude to the largest float of 8 bits, and round to those.
+
+    Payload: uint8[n], the floats' bits; scales float32[m].
+    ``format``: "e4m3" (4 bits of exponent, 3 of mantissa, up to 448) or "e5m2" (up to 57344: coarser, wider range).
+    ``rounding``: "nearest" (halves to even) or "stochastic" (unbiased, without a residual).
+    ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
+    Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433, section 3. The paper's scales are per
+    tensor; its infinities and NaN are not used, a block that is not finite has such a scale.
+    """
+
+    format: str = "e4m3"
+    rounding: str = "nearest"
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format not in FORMATS:
+            raise ValueError(f"format={self.format!r}: choose one of {', '.join(map(repr, FORMATS))}")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"rounding={self.rounding!r}: choose 'nearest' or 'stochastic'")
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.rounding == "stochastic"
+
+    @property
+    def memory(self) -> str:  # type: ignore[override]
+        return "none" if self.unbiased else "residual"
+
+    def _error(self, n: int) -> float:
+        # Normal numbers lie at most 2**-mantissa of their own size apart; the subnormal ones by a fixed share of the
+        # block's largest element. The error is at most half of that, the variance a quarter of its square.
+        chosen = FORMATS[self.format]
+        smallest = 2.0**chosen.first / chosen.largest
+        return (4.0**-chosen.mantissa + min(n, self.block or n) * smallest**2) / 4
+
+    def variance(self, n: int) -> float | None:
+        return self._error(n) if self.unbiased else None
+
+    def contraction(self, n: int) -> float | None:
+        return None if self.unbiased else 1 - self._error(n)
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        xp, n, chosen = ctx.xp, ctx.size, FORMATS[self.format]
+        rows = blocks.rows(xp, x, self.block)
+        scale = xp.max(xp.abs(rows), 1) / chosen.largest
+        magnitude = xp.abs(blocks.flat(xp, rows / blocks.divisor(xp, scale), n))
+        # How many doublings above the first distance between neighbours the one at this magnitude is.
+        doublings = xp.maximum(xp.shift_right(xp.bitcast(magnitude, "int32"), 23) - (128 - chosen.bias), 0)
+        steps = magnitude / xp.bitcast(xp.shift_left(doublings + (127 + chosen.first), 23), "float32")
+        steps = xp.round(steps) if self.rounding == "nearest" else ctx.rng("round").rounded(steps, n)
+        # Codes count the magnitudes upwards; a carry into the exponent comes out by itself.
+        code = xp.minimum(xp.cast(steps, "int32") + xp.shift_left(doublings, chosen.mantissa), chosen.top)
+        return (xp.cast(code + xp.cast(x < 0, "int32") * 128, "uint8"), scale), state
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        xp, chosen = ctx.xp, FORMATS[self.format]
+        table = xp.asarray([chosen.value(code) for code in range(256)], "float32")
+        return blocks.scaled(xp, xp.take(table, xp.cast(payload[0], "int32")), payload[1], self.block)

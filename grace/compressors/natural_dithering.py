@@ -1,0 +1,69 @@
+"""Natural dithering: powers of two below a norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace import blocks
+from grace.compressors.blockwise import Blockwise
+from grace.core import Array, Context, Payload, State, Steps
+from grace.packing import pack, unpack
+from grace.registry import register
+
+
+@register("natural_dithering")
+@dataclass(frozen=True)
+class NaturalDithering(Blockwise):
+    """Round magnitudes, relative to the block's largest, at random to 0, 2**(1-s), ..., 1/2 or 1: unbiased.
+
+    Payload: codes uint8[ceil(b * n / 8)], b = 1 + bits of s, the level's number and the sign in the top bit; scales
+    float32[m].
+    ``s``: levels but zero, 1 .. 127; 1, 3, 7 and so on leave no code unused.
+    ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
+    Horvath et al., "Natural Compression for Distributed Deep Learning", 2019, arXiv:1905.10988, on natural dithering.
+    The paper lets the norm be chosen; this is its infinity norm.
+    """
+
+    s: int = 7
+    block_size: int = 512
+    unbiased = True
+    memory = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.s <= 127:
+            raise ValueError(f"s={self.s!r} must lie in 1 .. 127 (codes of at most 8 bits)")
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code, its sign included."""
+        return 1 + self.s.bit_length()
+
+    def variance(self, n: int) -> float | None:
+        # Between powers of two it is at most x²/8. Below the lowest it is that of equal steps (see `blockint`), where
+        # the largest element, exact, is counted in; the worst vector has elements of one kind only.
+        n = max(1, min(n, self.block or n))
+        return max(1 / 8, ((1 + (n - 1) * 4.0 ** (1 - self.s)) ** 0.5 - 1) / 2)
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        xp, n = ctx.xp, ctx.size
+        rows = xp.abs(blocks.rows(xp, x, self.block))
+        scale = xp.max(rows, 1)
+        share = blocks.flat(xp, rows / blocks.divisor(xp, scale), n)
+        bits = xp.bitcast(share, "int32")
+        # The level below: by the exponent, or 0. And how far from it to the next, exactly.
+        level = xp.maximum(xp.shift_right(bits, 23) + (self.s - 127), 0)
+        mantissa = xp.cast(xp.bitwise_and(bits, 0x7FFFFF), "float32") * 2.0**-23
+        fraction = xp.where(level > 0, mantissa, share * 2.0 ** (self.s - 1))
+        up = xp.cast(ctx.rng("round").uniform(n) < fraction, "int32")
+        level = xp.minimum(level + up, self.s)
+        codes = level + xp.cast(x < 0, "int32") * (1 << (self.bits - 1))
+        return (pack(xp, self.bits, codes), scale), state
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        xp, n = ctx.xp, ctx.size
+        levels = [0.0, *(2.0 ** (level - self.s) for level in range(1, self.s + 1))]
+        levels += [0.0] * ((1 << (self.bits - 1)) - len(levels))  # codes that do not occur
+        table = xp.asarray([*levels, *(-level for level in levels)], "float32")
+        codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
+        return blocks.scaled(xp, xp.take(table, codes), payload[1], self.block)

@@ -1,0 +1,75 @@
+"""Integers that all workers scale alike, so that they can be summed on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace import blocks
+from grace.collectives import Reduce
+from grace.compressors.blockwise import Blockwise
+from grace.core import Array, Combine, Context, Payload, Program, State
+from grace.registry import register
+
+WIDE = 2**15  # levels of an int32: far below the noise of a batch, and enough for 65 535 workers
+
+
+@register("shared_int")
+@dataclass(frozen=True)
+class SharedInt(Blockwise):
+    """Round x / s * levels at random to integers, s the largest magnitude on any worker, and sum those on the wire.
+
+    Two rounds: each block's largest magnitudes float32[m] are gathered, then the integers summed; unbiased.
+    Payload: sums n of ``dtype``; scales float32[m]; this worker's own integers, which stay with it.
+    ``dtype``: "int8" or "int32".
+    ``levels``: integers are -levels .. levels; 1 is TernGrad with a common scale. 0: as many as the sum of all workers
+    has room for in int8, 127 / N; in int32 32768.
+    ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
+    Xin et al., "Global-QSGD", 2023, arXiv:2305.18627, with linear levels and the largest magnitude for a norm.
+    Mishchenko et al., "IntSGD", ICLR 2022, arXiv:2102.08374, takes the scale from the length of the last step instead.
+    """
+
+    dtype: str = "int8"
+    levels: int = 0
+    combine = Combine.AGREED
+    unbiased = True
+    memory = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype not in ("int8", "int32"):
+            raise ValueError(f"dtype={self.dtype!r}: choose 'int8' or 'int32'")
+        if not 0 <= self.levels <= 2**24:
+            raise ValueError(f"levels={self.levels!r} must lie in 1 .. 2**24 (float32 has no more), or be 0")
+
+    @property
+    def summed(self) -> tuple[str, int] | None:
+        return self.dtype, self.levels or (WIDE if self.dtype == "int32" else 1)
+
+    def top(self, ctx: Context) -> int:
+        """The largest integer that a worker sends."""
+        return self.levels or (WIDE if self.dtype == "int32" else max(1, 127 // ctx.world_size))
+
+    def variance(self, n: int) -> float | None:
+        # Of the mean, relative to the mean of the workers' |x|², which the common scale's square cannot exceed N times.
+        # 127 workers have one level each, if that is left to them.
+        n, levels = min(n, self.block or n), self.levels or (WIDE if self.dtype == "int32" else 1)
+        return min(n / (4 * levels**2), n**0.5 / levels)
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        xp, n, top = ctx.xp, ctx.size, float(self.top(ctx))
+        rows = blocks.rows(xp, x, self.block)
+        scale = yield from blocks.largest_of_all(xp, xp.max(xp.abs(rows), 1))
+        steps = blocks.flat(xp, rows / blocks.divisor(xp, scale) * top, n)
+        own = xp.cast(ctx.rng("round").rounded(steps, n), self.dtype)
+        (total,) = yield Reduce((own,), "sum")
+        return (total, scale, own), state
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        return self._values(payload[0], payload[1], ctx.world_size, ctx)
+
+    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
+        return x - self._values(payload[2], payload[1], 1, ctx)
+
+    def _values(self, total: Array, scale: Array, workers: int, ctx: Context) -> Array:
+        steps = ctx.xp.cast(total, "float32") / float(self.top(ctx) * workers)
+        return blocks.scaled(ctx.xp, steps, scale, self.block)

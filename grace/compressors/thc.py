@@ -1,0 +1,77 @@
+"""Codes that can be summed without decoding them: THC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from grace import blocks
+from grace.collectives import Reduce
+from grace.compressors.blockwise import Blockwise
+from grace.core import Array, Combine, Context, Payload, Program, State
+from grace.hadamard import check_width, hadamard, signs, width_of
+from grace.registry import register
+
+CUT = NormalDist().inv_cdf(1 - 1 / 64)  # what 1 in 32 numbers of a normal distribution exceeds
+
+
+@register("thc")
+@dataclass(frozen=True)
+class THC(Blockwise):
+    """Rotate each block at random, alike on all workers, round to equal steps at random, and sum on the wire.
+
+    Two rounds: each block's norms float32[m] are gathered, the largest counts; then the codes summed, one byte each
+    while N * (2**bits - 1) <= 255, else four. A block has d elements on the wire, filled up with zeros.
+    Payload: sums uint8[d * m] or int32[d * m]; norms float32[m]; this worker's own codes, which stay with it.
+    ``bits``: steps are 2**bits - 1, from -2.15 to 2.15 standard deviations; what lies beyond is cut. 2 .. 8.
+    ``block_size``: d, a power of two; tensors of fewer elements have the next power of two, at least 8.
+    Li et al., "THC", NSDI 2024, arXiv:2302.08545, with its uniform table: the paper also fits tables to the
+    normal distribution, and looks codes up in the switch or server, so that only ``bits`` travel.
+    """
+
+    bits: int = 4
+    block_size: int = 4096
+    combine = Combine.AGREED
+
+    def __post_init__(self) -> None:
+        check_width("block_size", self.block_size)
+        if not 2 <= self.bits <= 8:
+            raise ValueError(f"bits={self.bits!r} must lie in 2 .. 8")
+
+    @property
+    def top(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        xp, d = ctx.xp, width_of(ctx, self.block_size)
+        rows = blocks.rows(xp, x, d)
+        # Squares are taken relative to the largest element: neither 1e30 nor 1e-30 leaves float32's range.
+        largest = xp.max(xp.abs(rows), 1)
+        relative = rows / blocks.divisor(xp, largest)
+        norm = yield from blocks.largest_of_all(xp, largest * xp.sqrt(xp.sum(relative * relative, 1)))
+        # Of variance 1, for the worker with the largest norm.
+        normal = hadamard(xp, rows / blocks.divisor(xp, norm) * self._signs(norm, ctx))
+        steps = (xp.maximum(xp.minimum(normal, CUT), -CUT) + CUT) * (self.top / (2 * CUT))
+        steps = ctx.rng("round").rounded(xp.reshape(steps, (-1,)), xp.shape(norm)[0] * d)
+        dtype = "uint8" if self.top * ctx.world_size <= 255 else "int32"
+        own = xp.cast(xp.minimum(steps, float(self.top)), dtype)
+        (total,) = yield Reduce((own,), "sum")
+        return (total, norm, own), state
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        return self._values(payload[0], payload[1], ctx.world_size, ctx)
+
+    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
+        return x - self._values(payload[2], payload[1], 1, ctx)
+
+    def _signs(self, norm: Array, ctx: Context) -> Array:
+        d, m = width_of(ctx, self.block_size), ctx.xp.shape(norm)[0]
+        return signs(ctx.xp, ctx.shared_rng("rotation").bits(m * d), ctx.xp.zeros(m, "uint8"), d)
+
+    def _values(self, total: Array, norm: Array, workers: int, ctx: Context) -> Array:
+        xp, d = ctx.xp, width_of(ctx, self.block_size)
+        normal = xp.cast(total, "float32") * (2 * CUT / (self.top * workers)) - CUT
+        rows = hadamard(xp, xp.reshape(normal, (-1, d))) * self._signs(norm, ctx)
+        # The transform is its own inverse but for the factor d, and the norm that of d numbers of variance 1.
+        return blocks.flat(xp, rows / float(d) * xp.reshape(norm, (-1, 1)), ctx.size)

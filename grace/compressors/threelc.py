@@ -1,0 +1,91 @@
+"""Three levels, five in a byte, and runs of zeros: 3LC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grace import blocks
+from grace.compressors.blockwise import Blockwise
+from grace.core import Array, Context, Payload, State, Steps
+from grace.packing import pack_trits, packed_trits, unpack_trits
+from grace.registry import register
+
+ZEROS = 121  # the byte of five zeros
+FIRST = 243  # bytes from here on stand for runs of 2 .. 14 such bytes
+LONGEST = 14
+
+
+@register("3lc")
+@dataclass(frozen=True)
+class ThreeLC(Blockwise):
+    """Round to -s, 0 or s, s the largest magnitude times ``sparsity``, and write zeros shortly.
+
+    Payload: bytes uint8[K], five elements each or a run of up to 70 zeros; scales float32[m].
+    ``sparsity``: 1 or more, below 2. Elements below half of s become zero: a larger s sends fewer bytes.
+    ``zero_run``: write runs of zeros as one byte; then the length depends on the values and the scale is the tensor's.
+    False: K = ceil(n / 5), and blocks may have scales of their own.
+    ``block_size``: without runs, elements that share a scale, a multiple of 40; 0: the whole tensor.
+    Lim, Andersen and Kaminsky, "3LC", MLSys 2019, arXiv:1802.07389, section 3. There the first of five elements is the
+    highest digit of a byte; here it is the lowest.
+    """
+
+    sparsity: float = 1.0
+    zero_run: bool = True
+    family = "hybrid"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.sparsity < 2:
+            raise ValueError(f"sparsity={self.sparsity!r} must be 1 or more and below 2 (where all becomes zero)")
+        if self.block_size < 0 or self.block_size % 40:
+            raise ValueError(
+                f"block_size={self.block_size!r} must be a multiple of 40 (whole bytes of 5 elements), or 0 for the "
+                "whole tensor"
+            )
+        if self.block_size and self.zero_run:
+            raise ValueError("block_size needs zero_run=False: runs of zeros do not end where blocks do")
+
+    @property
+    def ragged(self) -> bool:  # type: ignore[override]
+        return self.zero_run
+
+    def contraction(self, n: int) -> float | None:
+        # No error exceeds its element, and that of the largest is sparsity - 1 of it.
+        return self.sparsity * (2 - self.sparsity) / max(1, min(n, self.block or n))
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        xp, n = ctx.xp, ctx.size
+        rows = blocks.rows(xp, x, self.block)
+        scale = xp.max(xp.abs(rows), 1) * float(self.sparsity)
+        share = blocks.flat(xp, rows / blocks.divisor(xp, scale), n)
+        # Halves become zero. Comparisons, not a cast: whatever x holds, these are -1, 0 and 1.
+        sent = pack_trits(xp, xp.cast(share > 0.5, "int32") - xp.cast(share < -0.5, "int32"))
+        return (_shorten(xp, sent) if self.zero_run and n else sent, scale), state
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        xp, n = ctx.xp, ctx.size
+        sent = _lengthen(xp, payload[0], packed_trits(n)) if self.zero_run and n else payload[0]
+        return blocks.scaled(xp, xp.cast(unpack_trits(xp, sent, n), "float32"), payload[1], self.block)
+
+
+def _shorten(xp: Any, sent: Array) -> Array:
+    # uint8[k] -> uint8[K]: runs of ZEROS as one byte.
+    size = xp.shape(sent)[0]
+    other = sent != ZEROS
+    # How far into its run each byte is: from the last position of another byte, -1 before the first.
+    borders = xp.concat([xp.full(1, -1, "int32"), xp.nonzero(other)])
+    into = xp.arange(size) - xp.take(borders, xp.cumsum(xp.cast(other, "int32"))) - 1
+    # A run is cut after LONGEST bytes. What begins at one such start lasts until the next.
+    starts = xp.nonzero(xp.where(other, True, into % LONGEST == 0))
+    lengths = xp.concat([starts[1:], xp.full(1, size, "int32")]) - starts
+    codes = xp.where(lengths > 1, lengths + (FIRST - 2), xp.cast(xp.take(sent, starts), "int32"))
+    return xp.cast(codes, "uint8")
+
+
+def _lengthen(xp: Any, sent: Array, size: int) -> Array:
+    # The inverse of _shorten.
+    codes = xp.cast(sent, "int32")
+    lengths = xp.where(codes >= FIRST, codes - (FIRST - 2), 1)
+    starts = xp.cumsum(lengths) - lengths
+    # Where a run begins is already what it consists of.
+    return xp.scatter(xp.full(size, ZEROS, "int32"), starts, xp.where(codes >= FIRST, ZEROS, codes))

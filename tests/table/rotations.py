@@ -1,0 +1,94 @@
+"""Blocks that are rotated at random first: eden."""
+
+import math
+
+import numpy as np
+
+from table.row import ANY, Row, hexes
+
+HALF_SETS = {
+    1: [1],
+    2: [0.45278, 1.5104176],
+    3: [0.2450942, 0.7560052, 1.3439093, 2.1519457],
+    4: [0.128395, 0.3880482, 0.656759, 0.9423403, 1.2562309, 1.6180461, 2.0690167, 2.7325888],
+}
+
+
+def transform(x):
+    """Walsh-Hadamard by its recursion, in x's own precision: codes depend on the last bit."""
+    if len(x) == 1:
+        return x
+    a, b = np.split(x, 2)
+    a, b = transform(a), transform(b)
+    return np.concatenate([a + b, a - b])
+
+
+def wide(n, block, offset=0):
+    """Elements of a block on the wire."""
+    d = 8
+    while d < min(n, block):
+        d *= 2
+    return block if offset else d
+
+
+def sent(n, block):
+    """Elements on the wire, and blocks."""
+    d = wide(n, block)
+    return math.ceil(n / d) * d, math.ceil(n / d)
+
+
+def turned(x, where, stream, block):
+    """For each block: its length, what it becomes in the rotated space (times sqrt(d)), and the signs."""
+    d = wide(len(x), block, where.offset)
+    total = math.ceil(len(x) / d) * d
+    sigma = 1 - 2 * ((where.shared_words("rotation", total) >> np.uint32(31 - stream)) & 1).astype(np.float32)
+    for start in range(0, len(x), d):
+        part = np.zeros(d, np.float32)
+        part[: len(x[start : start + d])] = x[start : start + d]
+        yield len(x[start : start + d]), part, sigma[start : start + d]
+
+
+def eden(bits, block, biased=False, golden=None):
+    """``bits`` for each element of a whole block, one scale and one byte for each block."""
+    half = np.array(HALF_SETS[bits], np.float32)
+    table = np.concatenate([-half[::-1], half])
+    exact = np.concatenate([np.negative(HALF_SETS[bits][::-1]), HALF_SETS[bits]])
+    middles = ((exact[1:] + exact[:-1]) / 2).astype(np.float32)
+
+    def total(x):
+        return np.float32(x.sum(dtype=np.float64))
+
+    def formula(x, where):
+        found = [np.zeros(0)]
+        for length, part, sigma in turned(x, where, where.rank % 32, block):
+            d, top = len(part), abs(part).max() or np.float32(1)
+            r = transform(part / top * sigma)
+            square, root = total((part / top) ** 2), np.float32(math.sqrt(d))
+            y = r / (np.sqrt(square) or np.float32(1))
+            c = table[(y[:, None] > middles).sum(1)] if bits > 1 else np.where(r >= 0, 1, -1).astype(np.float32)
+            # What is 0 in the second stage is a sum of levels that cancel: nothing may be rounded otherwise here.
+            scale = total(abs(r)) / np.float32(d**1.5) if biased else square / (total(r * c) or 1) * root
+            found.append((sigma * transform(c) * (scale * top / root))[:length])
+        return np.concatenate(found).astype(np.float32)
+
+    return Row(
+        {"compressor": "eden", "bits": bits, "block_size": block, "biased": biased},
+        (*ANY, "twostage"),
+        lambda x: sent(x.size, block)[0] * bits // 8 + 5 * sent(x.size, block)[1],
+        formula,
+        random=True,
+        contraction=(lambda n: 1 / wide(n, block)) if biased else None,
+        golden=golden,
+        loose=1e-5,
+    )
+
+
+ROWS = [
+    # Signs + - + + + + + -; r = .486 -.575 1.900 -1.282 .751 .398 -1.016 .751.
+    eden(1, 4096, golden=("b5", hexes(1.1370452, dtype="f4"), "00")),
+    eden(1, 64, biased=True),
+    # Levels 2 1 3 0 2 2 0 2 and 9 5 14 3 10 9 4 10.
+    eden(2, 64, golden=("368a", hexes(1.0596883, dtype="f4"), "00")),
+    eden(3, 1024),
+    eden(4, 64, golden=("593e9aa4", hexes(0.99192485, dtype="f4"), "00")),
+]

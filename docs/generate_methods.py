@@ -32,13 +32,29 @@ NOTES = {
 }
 
 WHEN = {
+    "adacomp": "Convolutional networks, where it sends few elements without a ratio to tune: it adapts to each bin. "
+    "Lower `bin_size` for layers that lose accuracy.",
+    "adaq": "As `topk`, with positions alone: two means stand for all values, half the bytes. Means blur large "
+    "elements, which the residual makes up for.",
+    "arctopk": "Many workers, and gradients whose large elements come in groups, as the rows of a matrix do: "
+    "traffic does not grow with the number of workers, and no position travels.",
     "bf16": "A safe first step: half the bytes, nearly no loss, and no overflow, for few workers or in two stages.",
+    "chain": "When the values of a sparsifier should take fewer bits as well, and `qsparse` or `stc` is not the "
+    "pair you want.",
+    "chunktopk": "Large models that communicate seldom: a quarter of a bit per element, exact selection without "
+    "sorting the whole tensor, and `twostage` for many workers.",
+    "cltk": "Top-k for many workers whose gradients resemble each other: one of them chooses, so the traffic does "
+    "not grow with their number.",
     "dettmers8": "Four times fewer bytes with small relative errors, also of elements far below the largest; with "
     "`nf4` eight times fewer. Works in two stages.",
+    "dgc": "Ratios of 0.001 in large tensors, where finding the exact top k is slow: a sample says where the threshold "
+    "lies.",
     "efsignsgd": "32 times fewer bits. Set `block_size` (512, say) when a tensor holds parts of different magnitude, "
     "and to be able to use `twostage`.",
     "fp16": "Half the bytes through a plain allreduce, for any number of workers. Scale the loss if gradients are "
     "tiny or huge.",
+    "gtopk": "When the mean itself must be sparse, with k elements whatever the number of workers: no optimizer "
+    "step touches the rest.",
     "natural": "Eight bits, unbiased, without a residual or a norm: the error is small for every element, large or "
     "tiny.",
     "none": "The baseline to compare with; also what every tensor below `min_numel` gets.",
@@ -47,16 +63,24 @@ WHEN = {
     "Vectors go dense.",
     "qsgd": "When no memory may be spent on a residual, or when an unbiased gradient is asked for. Fewer levels send "
     "fewer bits and add more noise.",
+    "qsparse": "As `topk` with fewer bits for the values, above all where positions are cheap "
+    '(`index_coding="elias_fano"`). Works with the gradients of several local steps too.',
     "randomk": "As cheap on the wire as top-k at half the ratio, and summable, but it does not choose large elements. "
     "A baseline for top-k, or for very many workers.",
     "signsgd": "One bit per element and no residual to keep. Every element moves by the learning rate in every step, "
     "so lower it; `efsignsgd` needs no such change.",
     "signum": "As `signsgd` with noisy gradients: the momentum is voted on. Use an optimizer without momentum.",
+    "sketch_sgd": "Many workers, and gradients with a few outstanding elements: sketches add up on the wire. The "
+    "table must have many more columns than elements are kept, so use it with small ratios.",
+    "stc": "The fewest bits at a given ratio: about 2 + log2(n / k) for each position and one for the sign. For slow "
+    "links, with the residual.",
     "terngrad": "Two bits and unbiased, without a residual. Set `block_size` to lower the noise, or `clip` for large "
     "tensors.",
     "threshold": "When the scale of the gradients is known and steady. What it sends varies with the step: look at the "
     "report, since a low threshold sends more than the dense gradient.",
     "topk": "Few, large elements carry most of the gradient, and workers are few: traffic grows with their number.",
+    "wangni": "When sparse gradients must be unbiased, or no memory may be spent on a residual: large elements are "
+    "always sent, small ones with a probability.",
     "momentum": "With `signum`, whose default it is. Use an optimizer without momentum of its own.",
     "residual": "With every method that is neither unbiased nor a vote; it is their default.",
     "allgather": "Any method, with few workers.",

@@ -28,6 +28,10 @@ from table import ROWS
 from table.row import Where, share
 
 from grace import grace_from_params
+from grace.compressors.chain import Chain
+from grace.compressors.qsgd import QSGD
+from grace.compressors.randomk import RandomK
+from grace.compressors.topk import TopK
 from grace.core import Combine, Method
 from grace.memories.none import NoMemory
 from grace.registry import communicators, compressors, memories
@@ -655,7 +659,7 @@ def check_formula(row, communicator, xp, size, n, steps=2):
 
 
 def test_every_method_has_a_formula_or_tests_of_its_own():
-    assert {row.name for row in ROWS if not (row.formula or row.agreed)} == {"powersgd"}
+    assert {row.name for row in ROWS if not (row.formula or row.agreed)} == {"powersgd", "adacomp"}
 
 
 @exchanges(lambda row, communicator: row.formula or row.agreed)
@@ -1010,3 +1014,36 @@ def test_momentum_is_a_running_mean(xp):
         v = np.float32(0.8) * v + np.float32(1.0 - 0.8) * g
         ((mean,),) = [worker.values() for worker in lockstep([grace], [{"w": xp.asarray(g.copy(), "float32")}])]
         np.testing.assert_allclose(xp.to_numpy(mean), v, rtol=1e-5, atol=1e-6)
+
+
+# -- chains --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sparsifier", ["topk", "randomk"])
+@pytest.mark.parametrize("quantizer", ["none", "fp16", "natural", "dettmers8", "efsignsgd", "qsgd", "randomk"])
+def test_a_chain_is_its_parts_one_after_the_other(xp, sparsifier, quantizer):
+    n, k = 1003, 300
+    second = method_of(compressor=quantizer).compressor
+    first = method_of(compressor=sparsifier, compress_ratio=0.3).compressor
+    method, ctx = Method(Chain(first, second), NoMemory()), context(xp, n, step=4, rank=2)
+    x = spread(n)
+    payload, _ = send(method, xp, x, ctx)
+    plain = Method(first, NoMemory())
+    positions = np.flatnonzero(receive(plain, xp, send(plain, xp, x, ctx)[0], ctx))
+    assert len(positions) == k
+    inner, alone_ = context(xp, k, name="w/values", step=4, rank=2), Method(second, NoMemory())
+    expected = np.zeros(n, np.float32)
+    expected[positions] = receive(alone_, xp, send(alone_, xp, x[positions], inner)[0], inner)
+    assert np.array_equal(receive(method, xp, payload, ctx), expected)
+
+
+def test_a_chain_may_have_three_stages(xp):
+    # Random positions that do not travel, the largest of those, and levels: as in CocktailSGD.
+    method = method_of(compressor="chain", sparsifier=RandomK(0.2), quantizer=Chain(TopK(0.25), QSGD(7, 24)))
+    x, ctx = spread(1000), context(xp, 1000)
+    payload, _ = send(method, xp, x, ctx)
+    assert [len(array) for array in host(xp, payload)] == [25, 3, 50]
+    found = receive(method, xp, payload, ctx)
+    drawn = np.sort(np.argsort(Where().shared_words("positions", 1000), kind="stable")[:200])
+    chosen = drawn[np.argsort(-abs(x[drawn]), kind="stable")[:50]]
+    assert set(np.flatnonzero(found)) <= set(chosen.tolist())
+    norm = np.linalg.norm(x[chosen])
+    assert (abs(found - x)[chosen] <= norm / 7 * (1 + 1e-6)).all()

@@ -41,8 +41,8 @@ WHEN = {
     "bf16": "A safe first step: half the bytes, nearly no loss, and no overflow, for few workers or in two stages.",
     "chain": "When the values of a sparsifier should take fewer bits as well, and `qsparse` or `stc` is not the "
     "pair you want.",
-    "chunktopk": "Large models that communicate seldom: a quarter of a bit per element, exact selection without "
-    "sorting the whole tensor, and `twostage` for many workers.",
+    "chunktopk": "Large models that communicate seldom: a quarter of a bit per element, largest elements "
+    "found chunk by chunk, and `twostage` for many workers.",
     "cltk": "Top-k for many workers whose gradients resemble each other: one of them chooses, so the traffic does "
     "not grow with their number.",
     "dettmers8": "Four times fewer bytes with small relative errors, also of elements far below the largest; with "

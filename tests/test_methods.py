@@ -519,6 +519,19 @@ def test_one_bad_element_is_seen_by_all_and_changes_no_state(row, communicator, 
         assert not unchanged(states(graces), before)
 
 
+@rows()
+def test_a_lone_bad_element_is_seen(row, xp):
+    # Among zeros, of which a sparse method need not send any.
+    method = parts(row)
+    for shape in MATRICES[2:] if row.matrix else ((603,), (5000,)):
+        for place, value in ((0, np.nan), (0.5, np.inf), (1, -np.inf)):
+            x, ctx = np.zeros(shape, np.float32), context(xp, shape)
+            x.reshape(-1)[int(place * (x.size - 1))] = value
+            with xp.quiet():
+                payload, _ = send(method, xp, x, ctx)
+                assert not np.isfinite(receive(method, xp, payload, ctx)).all()
+
+
 def cells(grace):
     return any(grace.state_dict()["tensors"].values())
 
@@ -1156,6 +1169,9 @@ def test_adacomp_follows_the_formula(xp, bins, communicator):
         expected = AdaComps(size, 1003, bins)
         for step in range(5):
             gradients = [spread(1003, seed=10 * step + rank) for rank in range(size)]
+            for g in gradients:
+                g[::5] = 0
+                g[256:512] = 0  # whole bins
             wanted = expected.step(gradients)
             for worker in lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in gradients]):
                 np.testing.assert_allclose(xp.to_numpy(worker["w"]), wanted, rtol=1e-5, atol=1e-5 * abs(wanted).max())

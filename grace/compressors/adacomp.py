@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace import blocks
-from grace.compressors.sparse import Scattered, poisoned
+from grace.compressors.sparse import Scattered
 from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
 
@@ -30,6 +30,7 @@ class AdaComp(Scattered):
     family = "sparsification"
     ragged = True
     memory = "none"
+    feedback = True
 
     def __post_init__(self) -> None:
         if not 2 <= self.bin_size <= 128:
@@ -46,7 +47,7 @@ class AdaComp(Scattered):
         bound = xp.reshape(largest, (-1, 1))
         # What is not finite is sent, and so is seen by every worker.
         chosen = blocks.flat(xp, (reach >= bound) & (bound > 0), n) | xp.invert(xp.isfinite(total))
-        scale = poisoned(xp, xp.sum(largest) / float(max(1, blocks.block_count(n, size))), total)
+        scale = xp.sum(largest) / float(max(1, blocks.block_count(n, size)))
         counts = xp.cast(xp.sum(blocks.rows(xp, xp.cast(chosen, "int32"), size), 1), "uint8")
         positions = xp.nonzero(chosen)
         places = positions % size + 128 * xp.cast(xp.take(total, positions) < 0, "int32")

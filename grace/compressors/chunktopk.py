@@ -55,11 +55,10 @@ class ChunkTopK(Scattered):
         return full * self.chunk_k + min(rest, self.chunk_k)
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
-        xp, n, k = ctx.xp, ctx.size, self.count(ctx.size)
+        xp, k = ctx.xp, self.count(ctx.size)
+        # The zeros that fill up the last chunk are the last of equals: their places are the highest, and are cut off.
         table = blocks.rows(xp, xp.abs(x), self.chunk_size)
-        # What fills up the last chunk must come last: its places are the highest, and they are cut off.
-        real = blocks.rows(xp, xp.full(n, 1.0), self.chunk_size) > 0
-        places = xp.reshape(xp.topk(xp.where(real, table, -1.0), self.chunk_k), (-1,))[:k]
+        places = xp.reshape(xp.topk(table, self.chunk_k), (-1,))[:k]
         values = xp.take(x, places + self._starts(k, ctx))
         sizes = blocks.rows(xp, xp.abs(values), self.chunk_k)
         mean = xp.sum(sizes, 1) / blocks.counts(xp, k, self.chunk_k)

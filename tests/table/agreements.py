@@ -141,4 +141,5 @@ ROWS = [
     arctopk(0.1, 16, 4),
     sketch_sgd(0.25, golden=PAIR),
     sketch_sgd(0.02, rows=3, columns=64, candidates=2),
+    sketch_sgd(0.02, rows=1, columns=16, candidates=1),
 ]

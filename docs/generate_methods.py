@@ -47,8 +47,7 @@ WHEN = {
     "not grow with their number.",
     "dettmers8": "Four times fewer bytes with small relative errors, also of elements far below the largest; with "
     "`nf4` eight times fewer. Works in two stages.",
-    "dgc": "Ratios of 0.001 in large tensors, where finding the exact top k is slow: a sample says where the threshold "
-    "lies.",
+    "dgc": "Ratios around 0.001 of large tensors: a sample finds the threshold, so that nothing large is sorted.",
     "efsignsgd": "32 times fewer bits. Set `block_size` (512, say) when a tensor holds parts of different magnitude, "
     "and to be able to use `twostage`.",
     "fp16": "Half the bytes through a plain allreduce, for any number of workers. Scale the loss if gradients are "

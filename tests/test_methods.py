@@ -1232,11 +1232,12 @@ def test_sketches_are_linear_and_find_heavy_hitters(xp):
     method = method_of(compressor="sketch_sgd", compress_ratio=0.008)
     ctx = context(xp, n, step=2)
     one, two = spread(n), heavy(n, positions)
-    sketches = [method.compressor.sketch(xp.asarray(x, "float32"), ctx) for x in (one, two, one + two)]
+    hashes = method.compressor.hashes(ctx)
+    sketches = [method.compressor.sketch(xp.asarray(x, "float32"), hashes, ctx) for x in (one, two, one + two)]
     tables = host(xp, sketches)
     assert tables[0].shape == (5 * 512,)
     np.testing.assert_allclose(tables[0] + tables[1], tables[2], rtol=1e-4, atol=1e-4)
-    estimate = np.array(xp.to_numpy(method.compressor.estimate(xp.asarray(tables[1], "float32"), ctx)))
+    estimate = np.array(xp.to_numpy(method.compressor.estimate(xp.asarray(tables[1], "float32"), hashes, ctx)))
     # Only where three of five rows hold another heavy one as well is an estimate far off.
     assert (abs(estimate - two) > 0.5).mean() < 0.02
     assert np.median(abs(estimate - two)) < 0.05

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from grace.collectives import Reduce
 from grace.compressors.sparse import AgreedSparsifier, kept, poisoned
@@ -44,30 +45,38 @@ class SketchSGD(AgreedSparsifier):
         """Columns of the table for n elements."""
         return self.columns or 1 << max(0, 10 * kept(self.compress_ratio, n) - 1).bit_length()
 
-    def sketch(self, x: Array, ctx: Context) -> Array:
+    def hashes(self, ctx: Context) -> list[Array]:
+        """int32[n] for each row, the same on every worker: the low bits are the column, the top bit is the sign."""
+        return [ctx.shared_rng(f"hash{row}").bits(ctx.size) for row in range(self.rows)]
+
+    def sketch(self, x: Array, hashes: list[Array], ctx: Context) -> Array:
         """float32[rows * columns]: each row holds sums of the elements, with random signs, of random groups."""
-        width = self.width(ctx.size)
-        hashes = [self._hash(row, ctx) for row in range(self.rows)]
-        return ctx.xp.concat([ctx.xp.segment_sum(sign * x, column, width) for column, sign in hashes])
+        xp, width = ctx.xp, self.width(ctx.size)
+        table = [xp.segment_sum(_signed(xp, x, word), xp.bitwise_and(word, width - 1), width) for word in hashes]
+        return xp.concat(table)
 
-    def estimate(self, table: Array, ctx: Context) -> Array:
+    def estimate(self, table: Array, hashes: list[Array], ctx: Context) -> Array:
         """float32[n]: the elements, as far as the table tells."""
-        xp, width, found = ctx.xp, self.width(ctx.size), []
-        for row in range(self.rows):
-            column, sign = self._hash(row, ctx)
-            found.append(xp.reshape(sign * xp.take(table, column + row * width), (-1, 1)))
-        return xp.sort(xp.concat(found, 1))[:, self.rows // 2]
-
-    def _hash(self, row: int, ctx: Context) -> tuple[Array, Array]:
-        # The low bits of a word are the column, its top bit is the sign; the same on every worker.
-        word = ctx.shared_rng(f"hash{row}").bits(ctx.size)
-        column = ctx.xp.bitwise_and(word, self.width(ctx.size) - 1)
-        return column, 1.0 - 2.0 * ctx.xp.cast(word < 0, "float32")
+        xp, width = ctx.xp, self.width(ctx.size)
+        found = [
+            _signed(xp, xp.take(table, xp.bitwise_and(word, width - 1) + row * width), word)
+            for row, word in enumerate(hashes)
+        ]
+        # The median, elementwise: the largest of those left goes to the end, until the middle one is there. This is
+        # much faster than to sort n times a few.
+        for end in range(self.rows - 1, self.rows // 2 - 1, -1):
+            for i in range(end):
+                found[i], found[i + 1] = xp.minimum(found[i], found[i + 1]), xp.maximum(found[i], found[i + 1])
+        return found[self.rows // 2]
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        xp, k = ctx.xp, self.count(ctx.size)
-        (table,) = yield Reduce((self.sketch(x, ctx),), "mean")
-        candidates = xp.topk(xp.abs(self.estimate(table, ctx)), min(ctx.size, self.candidates * k))
+        xp, k, hashes = ctx.xp, self.count(ctx.size), self.hashes(ctx)
+        (table,) = yield Reduce((self.sketch(x, hashes, ctx),), "mean")
+        candidates = xp.topk(xp.abs(self.estimate(table, hashes, ctx)), min(ctx.size, self.candidates * k))
         (values,) = yield Reduce((poisoned(xp, xp.take(x, candidates), x),), "mean")
         chosen = xp.topk(xp.abs(values), k)
         return (xp.take(values, chosen), xp.take(candidates, chosen)), state
+
+
+def _signed(xp: Any, x: Array, word: Array) -> Array:
+    return xp.where(word < 0, -x, x)

@@ -18,17 +18,15 @@ def sampled(ratio):
 
     def positions(x, where):
         n, size, k = len(x), abs(x), share(ratio, len(x))
-        sample = max(100, math.ceil(2 / ratio), math.ceil(n / 100))
+        sample = max(100, math.ceil(32 / ratio), math.ceil(n / 100))
         if sample >= n:
             largest = np.argsort(-size, kind="stable")[:k]
             return np.sort(largest[size[largest] > 0])
-        stride = n // sample
-        start = int(where.words("sample", 1)[0] & 0x7FFFFFFF) % stride
-        seen = sorted(size[start + stride * i] for i in range(sample))
+        seen = sorted(size[(where.words("sample", sample) & 0x7FFFFFFF) % n])
         threshold = seen[-math.ceil(ratio * sample)]
         most = math.ceil(1.3 * k)
         best, chosen = None, None
-        for j in range(100, -101, -1):
+        for j in range(32, -33, -1):
             bound = threshold * np.float32(1.03**j)
             found = np.flatnonzero(size > bound)
             miss = abs(min(len(found), most) - k)
@@ -158,7 +156,7 @@ def adacomp(size, golden=None):
 
 ROWS = [
     dgc(0.25, golden=(hexes(2, 1.5, dtype="f4"), hexes(5, 7, dtype="i4"))),
-    dgc(0.3, "bitmap"),
+    dgc(0.15, "bitmap"),
     dgc(0.002, random=False),
     adaq(0.5, golden=(hexes(1.75, -0.875, dtype="f4"), hexes(~1, 5, ~6, 7, dtype="i4"))),
     adaq(0.01),

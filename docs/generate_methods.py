@@ -34,11 +34,28 @@ NOTES = {
 WHEN = {
     "3lc": "Below two bits per element with a residual, and the fewer, the more elements are near zero. With "
     "`zero_run=False` and a `block_size` it works in two stages.",
+    "acpsgd": "As `powersgd` with half of its bytes and one round instead of two.",
+    "adacomp": "Convolutional networks, where it sends few elements without a ratio to tune: it adapts to each bin. "
+    "Lower `bin_size` for layers that lose accuracy.",
+    "adaq": "As `topk`, with positions alone: two means stand for all values, half the bytes. Means blur large "
+    "elements, which the residual makes up for.",
+    "arctopk": "Many workers, and gradients whose large elements come in groups, as the rows of a matrix do: "
+    "traffic does not grow with the number of workers, and no position travels.",
+    "atomo": "Low rank and unbiased, for small layers: each step decomposes every matrix.",
     "bf16": "A safe first step: half the bytes, nearly no loss, and no overflow, for few workers or in two stages.",
     "blockint": "The plain choice for few bits in two stages: 4 bits with a scale per block, cheap to compute. With "
     '`rounding="stochastic"` no residual is kept.',
+    "chain": "When the values of a sparsifier should take fewer bits as well, and `qsparse` or `stc` is not the "
+    "pair you want.",
+    "chunktopk": "Large models that communicate seldom: a quarter of a bit per element, largest elements "
+    "found chunk by chunk, and `twostage` for many workers.",
+    "cltk": "Top-k for many workers whose gradients resemble each other: one of them chooses, so the traffic does "
+    "not grow with their number.",
+    "demo": "Few bits for matrices whose neighbouring elements belong together. It transforms each chunk by two small "
+    "matrix products.",
     "dettmers8": "Four times fewer bytes with small relative errors, also of elements far below the largest; with "
     "`nf4` eight times fewer. Works in two stages.",
+    "dgc": "Ratios around 0.001 of large tensors: a sample finds the threshold, so that nothing large is sorted.",
     "eden": "The smallest error for 1 to 4 bits without a residual, however elements are distributed, for the price "
     "of a transform of each block. Works in two stages.",
     "efsignsgd": "32 times fewer bits. Set `block_size` (512, say) when a tensor holds parts of different magnitude, "
@@ -46,6 +63,9 @@ WHEN = {
     "fp16": "Half the bytes through a plain allreduce, for any number of workers. Scale the loss if gradients are "
     "tiny or huge.",
     "fp8": "Eight bits with small relative errors over a wide range of magnitudes, in a format that accelerators have.",
+    "gradzip": "As `powersgd`, with small solves where an orthogonalisation is slow.",
+    "gtopk": "When the mean itself must be sparse, with k elements whatever the number of workers: no optimizer "
+    "step touches the rest.",
     "inceptionn": "When an absolute error is asked for and the scale of the gradients is known. What it sends varies "
     "with the step.",
     "natural": "Eight bits, unbiased, without a residual or a norm: the error is small for every element, large or "
@@ -58,6 +78,8 @@ WHEN = {
     "Vectors go dense.",
     "qsgd": "When no memory may be spent on a residual, or when an unbiased gradient is asked for. Fewer levels send "
     "fewer bits and add more noise.",
+    "qsparse": "As `topk` with fewer bits for the values, above all where positions are cheap "
+    '(`index_coding="elias_fano"`). Works with the gradients of several local steps too.',
     "randomk": "As cheap on the wire as top-k at half the ratio, and summable, but it does not choose large elements. "
     "A baseline for top-k, or for very many workers.",
     "shared_int": "Quantisation through a plain allreduce, for many workers: integers are summed on the wire and no "
@@ -67,6 +89,10 @@ WHEN = {
     "signum": "As `signsgd` with noisy gradients: the momentum is voted on. Use an optimizer without momentum.",
     "sketch": "Six bits that follow the distribution of the elements, whatever it is, for the price of sorting them. "
     "Their sum is exact.",
+    "sketch_sgd": "Many workers, and gradients with a few outstanding elements: sketches add up on the wire. The "
+    "table must have many more columns than elements are kept, so use it with small ratios.",
+    "stc": "The fewest bits at a given ratio: about 2 + log2(n / k) for each position and one for the sign. For slow "
+    "links, with the residual.",
     "terngrad": "Two bits and unbiased, without a residual. Set `block_size` to lower the noise, or `clip` for large "
     "tensors.",
     "thc": "As `shared_int` where a tensor's elements are of very different sizes: they are rotated first, so that a "
@@ -74,11 +100,19 @@ WHEN = {
     "threshold": "When the scale of the gradients is known and steady. What it sends varies with the step: look at the "
     "report, since a low threshold sends more than the dense gradient.",
     "topk": "Few, large elements carry most of the gradient, and workers are few: traffic grows with their number.",
+    "wangni": "When sparse gradients must be unbiased, or no memory may be spent on a residual: large elements are "
+    "always sent, small ones with a probability.",
+    "decoupled_momentum": "With `demo`, whose default it is. Use an optimizer without momentum.",
+    "diana": "With unbiased methods, when the noise of compression and not that of the gradients is the limit.",
+    "ef21": "In the place of `residual` when gradients differ much between workers, or a residual grows too large.",
+    "lowpass": "In the place of `residual` with `cltk`, whose default it is, and with large batches.",
     "momentum": "With `signum`, whose default it is. Use an optimizer without momentum of its own.",
+    "onebit_adam": "Adam over slow links: `efsignsgd` with `block_size`, `twostage`, and SGD as the optimizer.",
     "residual": "With every method that is neither unbiased nor a vote; it is their default.",
     "allgather": "Any method, with few workers.",
     "allreduce": "Methods whose payloads may be summed, or are agreed on while compressing: it is their default.",
     "broadcast": "Where gathering is slow or absent; otherwise `allgather`: one message where this is one per worker.",
+    "hierarchical": "Several workers on each machine and a slow network between machines.",
     "twostage": "Blockwise methods with more than a few workers.",
 }
 """When to use what. A method that is not named here cannot be documented. Memory "none" needs no advice."""

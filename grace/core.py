@@ -116,6 +116,8 @@ class Compressor(ABC):
     """Every element is sent as it is or kept as it is: `residual` is x with zeros where it was sent."""
     vote: ClassVar[bool] = False
     """The result is a vote, not a mean: error feedback has nothing to subtract from."""
+    feedback: ClassVar[bool] = False
+    """It keeps what it did not send in a state of its own."""
     memory: ClassVar[str] = "residual"
     """The memory that a user should have with this method."""
 
@@ -237,6 +239,11 @@ class Method:
             raise ValueError(
                 f"memory {name_of(self.memory)!r} cannot feed back what a vote lost: use memory 'none' with {name!r}, "
                 "or compressor 'efsignsgd', which sends a scale with its signs"
+            )
+        if self.memory.feedback and compressor.feedback:
+            raise ValueError(
+                f"memory {name_of(self.memory)!r} would feed back twice: {name!r} keeps by itself what it did not "
+                "send. Use memory 'none'"
             )
         if self.memory.feedback and (compressor.variance(large) or 0) >= 1:
             raise ValueError(

@@ -74,6 +74,12 @@ ROWS = [
         "communicator": "twostage",
         **ALL,
     },
+    {"compressor": "stc", "compress_ratio": 0.05, **ALL},
+    {"compressor": "wangni", "compress_ratio": 0.1, **ALL},
+    {"compressor": "adacomp", **ALL},
+    {"compressor": "gtopk", "compress_ratio": 0.05, **ALL},
+    {"compressor": "cltk", "compress_ratio": 0.05, **ALL},
+    {"compressor": "chunktopk", "chunk_size": 256, "chunk_k": 16, "communicator": "twostage", **ALL},
 ]
 # Where four workers share few cores and every row is a graph of its own: each way that a payload can travel, once.
 FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24, 30, 33]

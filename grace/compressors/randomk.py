@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.compressors.sparse import Sparsifier, check_ratio, kept
+from grace.compressors.sparse import Sparsifier, check_ratio, kept, poisoned
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
 from grace.registry import register
 
@@ -54,6 +54,9 @@ class RandomK(Sparsifier):
     def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
         return ()
 
+    def arrays(self, n: int) -> int:
+        return 0
+
     def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
         # The same on every worker, other ones at every step.
         return ctx.shared_rng("positions").sample(ctx.size, kept(self.compress_ratio, ctx.size))
@@ -62,8 +65,7 @@ class RandomK(Sparsifier):
         values = ctx.xp.take(x, self.select(x, ctx))
         if self.unbiased_scale:
             values = values * (ctx.size / max(1, kept(self.compress_ratio, ctx.size)))
-        # A non-finite element that was not drawn must still be seen by every worker.
-        return (ctx.xp.where(ctx.xp.finite(x), values, float("nan")),), state
+        return (poisoned(ctx.xp, values, x),), state
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         return Compressor.residual(self, x, payload, ctx) if self.unbiased_scale else super().residual(x, payload, ctx)

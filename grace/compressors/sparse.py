@@ -6,12 +6,33 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from grace import indices
-from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
 
 
-class Sparsifier(Compressor):
+class Scattered(Compressor):
+    """Sends numbers for some elements, which are added up one payload after the other."""
+
+    @abstractmethod
+    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
+        """``total`` plus what a payload holds; total is spent."""
+
+    def applies(self, ctx: Context) -> bool:
+        return ctx.size < 2**31  # positions are int32
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        return self.add(ctx.xp.zeros(ctx.size), payload, ctx)
+
+    def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
+        total = ctx.xp.zeros(ctx.size)
+        for payload in payloads:
+            total = self.add(total, payload, ctx)
+        return total / len(payloads)
+
+
+class Sparsifier(Scattered):
     """Sends ``x[positions]`` and the positions. Subclasses choose them.
 
     Payload: values float32[K], positions int32[K], ascending.
@@ -36,28 +57,19 @@ class Sparsifier(Compressor):
         """int32[K]: the inverse of `write`."""
         return sent[0]
 
-    def applies(self, ctx: Context) -> bool:
-        return ctx.size < 2**31  # positions are int32
+    def arrays(self, n: int) -> int:
+        """How many arrays `write` makes."""
+        return 1
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         positions = self.select(x, ctx)
         return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state
 
-    def decompress(self, payload: Payload, ctx: Context) -> Array:
-        return self.add(ctx.xp.zeros(ctx.size), payload, ctx)
-
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         # Exact, bit for bit: what was not sent stays as it is.
         return ctx.xp.scatter(x, self.read(payload[1:], ctx), 0.0)
 
-    def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        total = ctx.xp.zeros(ctx.size)
-        for payload in payloads:
-            total = self.add(total, payload, ctx)
-        return total / len(payloads)
-
     def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
-        """``total`` plus what a payload holds; total is spent."""
         return ctx.xp.scatter_add(total, self.read(payload[1:], ctx), payload[0])
 
 
@@ -85,8 +97,50 @@ class CodedSparsifier(Sparsifier):
         k = self.count(ctx.size)
         return indices.read(ctx.xp, self._coding(ctx.size, k), sent, ctx.size, k)
 
+    def arrays(self, n: int) -> int:
+        k = self.count(n)
+        return 1 if k is None else indices.arrays(self._coding(n, k), n, k)
+
     def _coding(self, n: int, k: int | None) -> str:
         return self.index_coding if k is None else indices.choose(self.index_coding, n, k)
+
+
+@dataclass(frozen=True)
+class AgreedSparsifier(Sparsifier):
+    """A sparsifier whose workers agree, while they compress, on k elements and their mean."""
+
+    compress_ratio: float = 0.01
+    combine = Combine.AGREED
+
+    def __post_init__(self) -> None:
+        check_ratio(self.compress_ratio)
+
+    def count(self, n: int) -> int:
+        return kept(self.compress_ratio, n)
+
+    def select(self, x: Array, ctx: Context) -> Array:
+        return ctx.xp.topk(ctx.xp.abs(x), self.count(ctx.size))
+
+
+def poisoned(xp: Any, values: Array, x: Array) -> Array:
+    """The values, or NaN if any element of x is not finite: every worker must see it, also where x is not sent."""
+    return xp.where(xp.finite(x), values, float("nan"))
+
+
+def first(xp: Any, above: Array, band: Array, count: Array) -> Array:
+    """bool[n]: all that are ``above``, and of the ``band`` the first, ``count`` in all."""
+    room = count - xp.sum(xp.cast(above, "int32"))
+    return above | (band & (xp.cumsum(xp.cast(band, "int32")) <= room))
+
+
+def signed(xp: Any, positions: Array, negative: Array) -> Array:
+    """int32 positions with a sign: -1 - position where ``negative``."""
+    return xp.where(negative, -1 - positions, positions)
+
+
+def unsigned(xp: Any, sent: Array) -> tuple[Array, Array]:
+    """The inverse of `signed`: positions, and where they are negative."""
+    return xp.where(sent < 0, -1 - sent, sent), sent < 0
 
 
 def kept(ratio: float, n: int) -> int:

@@ -1,0 +1,66 @@
+"""Adaptive residual compression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace import blocks
+from grace.compressors.sparse import Scattered
+from grace.core import Array, Context, Payload, State, Steps
+from grace.registry import register
+
+
+@register("adacomp")
+@dataclass(frozen=True)
+class AdaComp(Scattered):
+    """In each bin, send what would exceed the bin's largest element if the last gradient were added once more.
+
+    With residual e, gradient g and G = e + g: an element is sent if the magnitude of G + g reaches the largest
+    magnitude of G in its bin. It is sent as the sign of G times the mean of the bins' largest magnitudes. How many are
+    sent adapts itself to the gradient.
+    Payload: counts uint8[m], one for each bin; uint8[K], the place in the bin and in the top bit the sign; scale
+    float32[1]. State: "residual", e; so use memory "none", which is its default.
+    ``bin_size``: elements of a bin, 2 .. 128, so that a place takes seven bits. (The paper has 500 for fully connected
+    layers, with two bytes for each element.)
+    Chen et al., "AdaComp: Adaptive Residual Gradient Compression for Data-Parallel Distributed Training", AAAI 2018,
+    arXiv:1712.02679, algorithm 2.
+    """
+
+    bin_size: int = 50
+    family = "sparsification"
+    ragged = True
+    memory = "none"
+    feedback = True
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bin_size <= 128:
+            raise ValueError(f"bin_size={self.bin_size!r} must lie in 2 .. 128")
+
+    def init(self, ctx: Context) -> State:
+        return {"residual": ctx.xp.zeros(ctx.size)}
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        xp, n, size = ctx.xp, ctx.size, self.bin_size
+        total = state["residual"] + x
+        largest = xp.max(xp.abs(blocks.rows(xp, total, size)), 1)
+        reach = blocks.rows(xp, xp.abs(total + x), size)
+        bound = xp.reshape(largest, (-1, 1))
+        # What is not finite is sent, and so is seen by every worker.
+        chosen = blocks.flat(xp, (reach >= bound) & (bound > 0), n) | xp.invert(xp.isfinite(total))
+        scale = xp.sum(largest) / float(max(1, blocks.block_count(n, size)))
+        counts = xp.cast(xp.sum(blocks.rows(xp, xp.cast(chosen, "int32"), size), 1), "uint8")
+        positions = xp.nonzero(chosen)
+        places = positions % size + 128 * xp.cast(xp.take(total, positions) < 0, "int32")
+        payload = (counts, xp.cast(places, "uint8"), xp.reshape(scale, (1,)))
+        return payload, {"residual": total - self.decompress(payload, ctx)}
+
+    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
+        xp = ctx.xp
+        counts, sent, scale = payload
+        # The r-th element sent lies in the first bin up to which r have been sent. One more ends in none, so that there
+        # is always one to look for.
+        sent = xp.cast(xp.concat([sent, xp.zeros(1, "uint8")]), "int32")
+        bins = xp.searchsorted(xp.cumsum(xp.cast(counts, "int32")), xp.cumsum(sent * 0 + 1))[:-1]
+        sent = sent[:-1]
+        positions = bins * self.bin_size + xp.bitwise_and(sent, 127)
+        return xp.scatter_add(total, positions, xp.where(sent >= 128, -scale, scale))

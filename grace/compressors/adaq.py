@@ -1,0 +1,63 @@
+"""Adaptive threshold quantisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grace.compressors.sparse import Scattered, check_ratio, first, poisoned, signed, unsigned
+from grace.core import Array, Context, Payload, State, Steps
+from grace.registry import register
+
+
+@register("adaq", "adaptive_threshold")
+@dataclass(frozen=True)
+class AdaQ(Scattered):
+    """Send the positions of the largest positive and of the largest negative elements, and the mean of each kind.
+
+    Payload: means float32[2], of the positive and the negative ones; positions int32[K], ascending, those of negative
+    elements as -1 - position. K = ceil(ratio * positives) + ceil(ratio * negatives).
+    ``compress_ratio``: the share of the elements of each sign to send, in (0, 1].
+    The paper finds the thresholds from a sample; here they are exact.
+    Dryden, Jacobs, Moon and Van Essen, "Communication Quantization for Data-parallel Training of Deep Neural Networks",
+    MLHPC 2016, doi:10.1109/MLHPC.2016.4, section III.
+    """
+
+    compress_ratio: float = 0.01
+    family = "hybrid"
+    ragged = True
+
+    def __post_init__(self) -> None:
+        check_ratio(self.compress_ratio)
+
+    def contraction(self, n: int) -> float | None:
+        # Of a sign's p elements the means keep at least 1 / p of the squares.
+        return 1 / max(n, 1)
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        xp, n = ctx.xp, ctx.size
+        # One zero more, so that there is an element to look at where x has none.
+        ascending = xp.sort(xp.concat([x, xp.zeros(1)]))
+        k = self._share(xp, x > 0)
+        bound = xp.take(ascending, xp.reshape(xp.minimum(n + 1 - k, n), (1,)))
+        positive = first(xp, x > bound, x == bound, k)
+        m = self._share(xp, x < 0)
+        bound = xp.take(ascending, xp.reshape(xp.maximum(m - 1, 0), (1,)))
+        negative = first(xp, x < bound, x == bound, m)
+        means = [
+            xp.reshape(xp.sum(xp.where(chosen, x, 0.0)) / xp.cast(xp.maximum(count, 1), "float32"), (1,))
+            for chosen, count in ((positive, k), (negative, m))
+        ]
+        # What is not finite is sent, and so is seen by every worker.
+        positions = xp.nonzero(positive | negative | xp.invert(xp.isfinite(x)))
+        sent = signed(xp, positions, xp.take(x, positions) < 0)
+        return (poisoned(xp, xp.concat(means), x), sent), state
+
+    def _share(self, xp: Any, mask: Array) -> Array:
+        # ceil(ratio * how many are true), in float64 as Python would.
+        found = xp.cast(xp.sum(xp.cast(mask, "int32")), "float64")
+        return xp.cast(-xp.floor(-self.compress_ratio * found), "int32")
+
+    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
+        positions, negative = unsigned(ctx.xp, payload[1])
+        return ctx.xp.scatter_add(total, positions, ctx.xp.where(negative, payload[0][1:], payload[0][:1]))

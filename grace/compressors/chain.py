@@ -1,0 +1,104 @@
+"""A quantiser on what a sparsifier keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from grace.compressors.qsgd import QSGD
+from grace.compressors.sparse import Scattered, Sparsifier
+from grace.compressors.topk import TopK
+from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, name_of, run
+from grace.registry import register
+
+
+@register("chain")
+@dataclass(frozen=True)
+class Chain(Scattered):
+    """Send some elements with their positions, and their values in fewer bits.
+
+    Payload: the quantiser's arrays for the k values, then the positions as the sparsifier writes them.
+    ``sparsifier``: a method that sends a known number of elements, such as "topk" or "randomk".
+    ``quantizer``: a method without state for the values, such as "qsgd", "natural" or "efsignsgd".
+    Keys of the two (``compress_ratio``, ``quantum_num``) are keys of this one. Both may be instances: a chain is a
+    quantiser too, so that there may be three stages.
+    Basu, Data, Karakus and Diggavi, "Qsparse-local-SGD", NeurIPS 2019, arXiv:1906.02367, section 2, for top-k with
+    random rounding; any two methods compose in the same way.
+    """
+
+    sparsifier: Compressor = field(default=TopK())
+    quantizer: Compressor = field(default=QSGD())
+    family = "hybrid"
+
+    def __post_init__(self) -> None:
+        first, second = self.sparsifier, self.quantizer
+        if not isinstance(first, Sparsifier) or first.ragged or first.combine is Combine.AGREED:
+            raise ValueError(
+                f"sparsifier={name_of(first)!r} does not send a known number of elements: use 'topk' or 'randomk'"
+            )
+        has_state = type(second).init is not Compressor.init
+        if second.ragged or second.vote or has_state or second.combine is Combine.AGREED:
+            raise ValueError(
+                f"quantizer={name_of(second)!r} is a vote, has a state, sends no fixed number of bytes or needs all "
+                "workers: use 'qsgd', 'natural', 'dettmers8' or 'efsignsgd'"
+            )
+        if first.unbiased and not second.unbiased:
+            raise ValueError(
+                f"a sparsifier that is scaled to be unbiased needs an unbiased quantizer, such as 'qsgd', and not "
+                f"{name_of(second)!r}; or leave unbiased_scale out"
+            )
+        noisy = second.variance(2**20) is not None and self._share(2**20) is None
+        if noisy and not self.unbiased:
+            raise ValueError(
+                f"quantizer={name_of(second)!r} as it is set can make an error larger than what it quantizes, which no "
+                "residual survives: use more levels or smaller buckets, or compressor 'qsparse', which scales it down"
+            )
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.sparsifier.unbiased and self.quantizer.unbiased
+
+    @property
+    def memory(self) -> str:  # type: ignore[override]
+        return "none" if self.unbiased else "residual"
+
+    def applies(self, ctx: Context) -> bool:
+        return self.sparsifier.applies(ctx) and self.quantizer.applies(self._values(ctx))
+
+    def contraction(self, n: int) -> float | None:
+        one, two = self.sparsifier.contraction(n), self._share(self._count(n))
+        return None if one is None or two is None else one * two
+
+    def variance(self, n: int) -> float | None:
+        one, two = self.sparsifier.variance(n), self.quantizer.variance(self._count(n))
+        return one + two + one * two if self.unbiased and one is not None and two is not None else None
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        sent, _ = yield from run(self.sparsifier.compress(x, {}, ctx))
+        values, _ = yield from run(self.quantizer.compress(sent[0], {}, self._values(ctx)))
+        return (*values, *sent[1:]), state
+
+    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
+        assert isinstance(self.sparsifier, Sparsifier)
+        values = len(payload) - self.sparsifier.arrays(ctx.size)
+        found = self.quantizer.decompress(payload[:values], self._values(ctx)) * self.scale(self._count(ctx.size))
+        return self.sparsifier.add(total, (found, *payload[values:]), ctx)
+
+    def scale(self, k: int) -> float:
+        """What k decoded values are multiplied by."""
+        return 1.0
+
+    def _share(self, k: int) -> float | None:
+        # The quantiser's contraction: its own, or that of a variance below 1.
+        w = self.quantizer.variance(k)
+        return self.quantizer.contraction(k) if w is None else 1 - w if w < 1 else None
+
+    def _count(self, n: int) -> int:
+        assert isinstance(self.sparsifier, Sparsifier)
+        k = self.sparsifier.count(n)
+        assert k is not None
+        return k
+
+    def _values(self, ctx: Context) -> Context:
+        # The k values are a vector of their own, with random numbers of its own.
+        k = self._count(ctx.size)
+        return replace(ctx.stage("values"), shape=(k,))

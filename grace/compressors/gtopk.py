@@ -1,0 +1,41 @@
+"""Global top-k sparsification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.collectives import Gather
+from grace.compressors.sparse import AgreedSparsifier
+from grace.core import Array, Context, Payload, Program, State
+from grace.registry import register
+
+
+@register("gtopk")
+@dataclass(frozen=True)
+class GTopK(AgreedSparsifier):
+    """Of the sum of all workers' largest elements, use the k largest: the mean has k elements, however many workers.
+
+    Payload: values of the mean float32[k], positions int32[k], ascending, agreed on by all workers; and this worker's
+    own positions int32[k]. What a worker sent that is not in the mean goes back to its residual.
+    ``compress_ratio``: the share of elements to send and to use, in (0, 1].
+    The paper merges pairs of workers in a tree and drops elements on the way; here all contributions are gathered and
+    merged at once, so that none is dropped that belongs to the result. Each worker therefore receives N k elements,
+    as with "topk", and not k log N.
+    Shi, Wang, Zhao, Tang, Wang, Huang and Chu, "A Distributed Synchronous SGD Algorithm with Global Top-k
+    Sparsification for Low Bandwidth Networks", ICDCS 2019, arXiv:1901.04359, algorithm 4.
+    """
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        xp = ctx.xp
+        own = self.select(x, ctx)
+        total = xp.zeros(ctx.size)
+        for payload in (yield Gather((xp.take(x, own), own))):
+            total = self.add(total, payload, ctx)
+        positions = self.select(total, ctx)
+        return (xp.take(total, positions) / ctx.world_size, positions, own), state
+
+    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
+        xp = ctx.xp
+        used = xp.scatter(xp.zeros(ctx.size, "uint8"), payload[1], 1)
+        own = payload[2]
+        return xp.scatter(x, own, xp.where(xp.take(used, own) != 0, 0.0, xp.take(x, own)))

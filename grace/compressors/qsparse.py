@@ -1,0 +1,42 @@
+"""Top-k elements, randomly rounded and scaled down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from grace.compressors.chain import Chain
+from grace.compressors.qsgd import QSGD
+from grace.core import Compressor, name_of
+from grace.registry import register
+
+
+@register("qsparse")
+@dataclass(frozen=True)
+class Qsparse(Chain):
+    """Send the elements of largest magnitude, rounded at random to a few levels, and shrink them by 1 / (1 + w).
+
+    Payload: as ``chain``: codes and norm of the k values, positions int32[k]. w is the quantiser's variance, which for
+    k values in one bucket is min(k / s², sqrt(k) / s). The factor makes it a contraction however few the levels are.
+    ``compress_ratio``: the share of elements to send. ``quantum_num``: levels s. ``bucket_size``: kept elements that
+    share a norm; 0: all of them, as in the paper.
+    The paper's local steps are not here: they are the training loop's, which then accumulates gradients and calls this
+    every few steps.
+    Basu, Data, Karakus and Diggavi, "Qsparse-local-SGD", NeurIPS 2019, arXiv:1906.02367, section 2 and algorithm 1.
+    """
+
+    quantizer: Compressor = field(default=QSGD(quantum_num=15, bucket_size=0))
+
+    def __post_init__(self) -> None:
+        if not self.quantizer.unbiased or self.sparsifier.unbiased:
+            raise ValueError(
+                f"'qsparse' scales an unbiased quantizer down after a sparsifier that is not scaled up; with "
+                f"sparsifier={name_of(self.sparsifier)!r} and quantizer={name_of(self.quantizer)!r} use "
+                "compressor 'chain'"
+            )
+        super().__post_init__()
+
+    def scale(self, k: int) -> float:
+        return 1 / (1 + (self.quantizer.variance(k) or 0.0))
+
+    def _share(self, k: int) -> float | None:
+        return self.scale(k)

@@ -1,0 +1,68 @@
+"""Unbiased sparsification with the fewest elements for a variance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.compressors.sparse import Scattered, check_ratio, signed, unsigned
+from grace.core import Array, Context, Payload, State, Steps
+from grace.registry import register
+
+
+@register("wangni")
+@dataclass(frozen=True)
+class Wangni(Scattered):
+    """Send large elements always, and others with a probability p proportional to them, as x / p: they are all equal.
+
+    Payload: positions int32[K1] and values float32[K1] of what is always sent; positions int32[K2] of the others, as
+    -1 - position where x < 0; their magnitude float32[1]. On average K1 + K2 is at most compress_ratio * n.
+    ``compress_ratio``: the share of elements to send on average, in (0, 1].
+    ``iterations``: how often probabilities are raised again after some have reached 1; without, fewer are sent.
+    Wangni, Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient Distributed Optimization",
+    NeurIPS 2018, arXiv:1710.09854, algorithm 3.
+    """
+
+    compress_ratio: float = 0.05
+    iterations: int = 2
+    family = "sparsification"
+    ragged = True
+    unbiased = True
+    memory = "none"
+
+    def __post_init__(self) -> None:
+        check_ratio(self.compress_ratio)
+        if self.iterations < 0:
+            raise ValueError(f"iterations={self.iterations!r} must be 0 or more")
+
+    def variance(self, n: int) -> float | None:
+        # p >= ratio * n * |x| / |x|_1 where p < 1, so the sum of x²/p there is at most |x|_1² / (ratio * n).
+        return 1 / self.compress_ratio
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        xp, wanted = ctx.xp, self.compress_ratio * ctx.size
+        largest = xp.max(xp.concat([xp.abs(x), xp.zeros(1)]))
+        # Relative to the largest element, so that sums stay in range.
+        relative = xp.abs(x) / xp.where(largest > 0, largest, 1.0)
+        unit = xp.maximum(xp.sum(relative) / max(wanted, 1.0e-30), TINY)  # from here on p = 1
+        for _ in range(self.iterations):
+            free = relative < unit
+            missing = wanted - xp.sum(xp.cast(relative >= unit, "float32"))
+            chances = xp.sum(xp.where(free, relative / unit, 0.0))
+            factor = xp.where(chances > 0, missing / xp.where(chances > 0, chances, 1.0), 1.0)
+            unit = xp.maximum(unit / xp.maximum(factor, 1.0), TINY)
+        # What is not finite is sent, and so is seen by every worker.
+        always = (relative >= unit) | xp.invert(xp.isfinite(x))
+        sometimes = (relative < unit) & (ctx.rng("keep").uniform(ctx.size) < relative / unit)
+        certain, drawn = xp.nonzero(always), xp.nonzero(sometimes)
+        drawn = signed(xp, drawn, xp.take(x, drawn) < 0)
+        return (certain, xp.take(x, certain), drawn, xp.reshape(largest * unit, (1,))), state
+
+    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
+        certain, values, drawn, magnitude = payload
+        drawn, negative = unsigned(ctx.xp, drawn)
+        total = ctx.xp.scatter_add(total, certain, values)
+        return ctx.xp.scatter_add(total, drawn, ctx.xp.where(negative, -magnitude, magnitude))
+
+
+TINY = 1e-30
+"""What is divided by is never smaller."""

@@ -25,6 +25,8 @@ class CLTopK(AgreedSparsifier):
     NeurIPS 2020, arXiv:2104.11125, section 2.
     """
 
+    memory = "lowpass"
+
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp = ctx.xp
         # The step may be known only when a graph runs, so the leader is no root: the others add zeros to its positions.

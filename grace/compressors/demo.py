@@ -32,6 +32,7 @@ class DeMo(Compressor):
     average: str = "workers"
     sign: bool = False
     family = "hybrid"
+    memory = "decoupled_momentum"
     shaped = True
 
     def __post_init__(self) -> None:

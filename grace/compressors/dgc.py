@@ -32,6 +32,7 @@ class DGC(CodedSparsifier):
 
     compress_ratio: float = 0.001
     ragged = True
+    memory = "dgc"
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)

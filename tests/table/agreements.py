@@ -55,7 +55,7 @@ def gtopk(ratio, golden=None):
 
 def cltk(ratio, golden=None):
     return Row(
-        {"compressor": "cltk", "compress_ratio": ratio},
+        {"compressor": "cltk", "compress_ratio": ratio, "memory": "residual"},
         ("allreduce",),
         lambda x: 8 * share(ratio, x.size),
         agreed=agreeing(lambda xs, where: top(abs(xs[where.step % len(xs)]), share(ratio, len(xs[0])))),

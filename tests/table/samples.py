@@ -45,7 +45,7 @@ def sampled(ratio):
 def dgc(ratio, coding="int32", golden=None, random=True):
     found = sampled(ratio)
     return Row(
-        {"compressor": "dgc", "compress_ratio": ratio, "index_coding": coding},
+        {"compressor": "dgc", "compress_ratio": ratio, "index_coding": coding, "memory": "residual"},
         ANY,
         lambda x: 4 * counted(found)(x) + coded(coding, x.size, counted(found)(x)),
         masked(found),

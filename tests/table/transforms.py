@@ -31,7 +31,7 @@ def demo(chunk, k, golden=None):
         return (found @ dct(columns)).reshape(-1)[: len(x)]
 
     return Row(
-        {"compressor": "demo", "chunk": chunk, "chunk_k": k},
+        {"compressor": "demo", "chunk": chunk, "chunk_k": k, "memory": "residual"},
         ANY,
         nbytes,
         formula,

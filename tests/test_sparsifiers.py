@@ -1,0 +1,319 @@
+"""What single sparsifiers and chains promise."""
+
+import math
+
+import numpy as np
+import pytest
+from methods import (
+    alone,
+    backend,
+    context,
+    host,
+    lockstep,
+    method_of,
+    normal,
+    receive,
+    send,
+    spread,
+    states,
+    workers,
+)
+from table.row import Where
+
+from grace.compressors.chain import Chain
+from grace.compressors.qsgd import QSGD
+from grace.compressors.randomk import RandomK
+from grace.compressors.topk import TopK
+from grace.core import Method
+from grace.memories.none import NoMemory
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.3, 0.9])
+def test_topk_loses_the_smallest_squares(xp, ratio):
+    x, n = spread(5000).astype(np.float32), 5000
+    method, ctx = method_of(compressor="topk", compress_ratio=ratio), context(xp, n)
+    error = x - receive(method, xp, send(method, xp, x, ctx)[0], ctx)
+    squares = sorted(v * v for v in x.tolist())
+    assert (error.astype(np.float64) ** 2).sum() == pytest.approx(math.fsum(squares[: n - int(ratio * n)]), rel=1e-9)
+
+
+def test_topk_takes_the_first_of_equal_elements(xp):
+    method = method_of(compressor="topk", compress_ratio=0.01)
+    x = np.where(np.arange(1003) % 3 == 1, np.float32(-2), np.float32(1))
+    payload, _ = send(method, xp, x, context(xp, 1003))
+    values, indices = host(xp, payload)
+    assert indices.tolist() == [1 + 3 * i for i in range(10)]
+    assert values.tolist() == [-2.0] * 10
+
+
+def test_threshold_looks_at_magnitudes(xp):
+    method = method_of(compressor="threshold", threshold=0.5)
+    x = -abs(spread(1003))
+    x[:3] = [-0.5, np.nextafter(np.float32(-0.5), np.float32(0)), 0.5]
+    values, indices = host(xp, send(method, xp, x, context(xp, 1003))[0])
+    expected = [i for i, v in enumerate(x.tolist()) if abs(v) >= 0.5]
+    assert indices.tolist() == expected
+    assert values.tolist() == x[expected].tolist()
+    assert [v.shape for v in host(xp, send(method, xp, x / 1e6, context(xp, 1003))[0])] == [(0,), (0,)]
+
+
+def test_randomk_covers_everything_in_time(xp):
+    # With error feedback every element is sent at last: no position is left out for ever.
+    method, n = method_of(compressor="randomk", compress_ratio=0.1), 100
+    seen = np.zeros(n, bool)
+    for step in range(100):
+        ctx = context(xp, n, step=step)
+        seen |= receive(method, xp, send(method, xp, np.ones(n, np.float32), ctx)[0], ctx) != 0
+    assert seen.all()
+
+
+# -- chains --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sparsifier", ["topk", "randomk"])
+@pytest.mark.parametrize("quantizer", ["none", "fp16", "natural", "dettmers8", "efsignsgd", "qsgd", "randomk"])
+def test_a_chain_is_its_parts_one_after_the_other(xp, sparsifier, quantizer):
+    n, k = 1003, 300
+    second = method_of(compressor=quantizer).compressor
+    first = method_of(compressor=sparsifier, compress_ratio=0.3).compressor
+    method, ctx = Method(Chain(first, second), NoMemory()), context(xp, n, step=4, rank=2)
+    x = spread(n)
+    payload, _ = send(method, xp, x, ctx)
+    plain = Method(first, NoMemory())
+    positions = np.flatnonzero(receive(plain, xp, send(plain, xp, x, ctx)[0], ctx))
+    assert len(positions) == k
+    inner, alone_ = context(xp, k, name="w/values", step=4, rank=2), Method(second, NoMemory())
+    expected = np.zeros(n, np.float32)
+    expected[positions] = receive(alone_, xp, send(alone_, xp, x[positions], inner)[0], inner)
+    assert np.array_equal(receive(method, xp, payload, ctx), expected)
+
+
+def test_a_chain_may_have_three_stages(xp):
+    # Random positions that do not travel, the largest of those, and levels: as in CocktailSGD.
+    method = method_of(compressor="chain", sparsifier=RandomK(0.2), quantizer=Chain(TopK(0.25), QSGD(7, 24)))
+    x, ctx = spread(1000), context(xp, 1000)
+    payload, _ = send(method, xp, x, ctx)
+    assert [len(array) for array in host(xp, payload)] == [25, 3, 50]
+    found = receive(method, xp, payload, ctx)
+    drawn = np.sort(np.argsort(Where().shared_words("positions", 1000), kind="stable")[:200])
+    chosen = drawn[np.argsort(-abs(x[drawn]), kind="stable")[:50]]
+    assert set(np.flatnonzero(found)) <= set(chosen.tolist())
+    norm = np.linalg.norm(x[chosen])
+    assert (abs(found - x)[chosen] <= norm / 7 * (1 + 1e-6)).all()
+
+
+# -- sampled, sketched and agreed ----------------------------------------------------------------------------------
+TAILS = {
+    "normal": lambda rng, n: rng.standard_normal(n),
+    "laplace": lambda rng, n: rng.laplace(size=n),
+    "heavy": lambda rng, n: rng.standard_t(1.5, n),
+    "mixed": lambda rng, n: rng.standard_normal(n) * np.where(np.arange(n) % 7, 1e-4, 1),
+}
+
+
+@pytest.mark.parametrize("kind", TAILS)
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
+def test_dgc_sends_nearly_as_many_as_asked_for(kind, ratio):
+    xp, n = backend("numpy"), 100_000
+    method, k = method_of(compressor="dgc", compress_ratio=ratio), int(100_000 * ratio)
+    for seed in range(20):
+        x = TAILS[kind](np.random.default_rng(seed), n).astype(np.float32)
+        values, positions = host(xp, send(method, xp, x, context(xp, n, step=seed))[0])
+        assert 0.5 * k <= len(positions) <= 1.3 * k
+        # They are the largest ones.
+        rest = np.delete(x, positions)
+        assert abs(values).min() >= abs(rest).max()
+        if kind != "heavy":  # where few elements reach the threshold, the sample is still good enough to get close
+            assert abs(len(positions) - k) <= 0.25 * k + 1
+
+
+def test_dgc_cuts_ties_and_sends_no_zeros(xp):
+    method, n = method_of(compressor="dgc", compress_ratio=0.01), 20_000
+    ctx = context(xp, n)
+    # All equal: as many as are allowed, from the front.
+    _, positions = host(xp, send(method, xp, np.full(n, -3, np.float32), ctx)[0])
+    assert positions.tolist() == list(range(260))
+    # A few large ones are all sent before the many that are equal.
+    x = np.full(n, 1e-3, np.float32)
+    x[-100:] = np.linspace(1, 2, 100)
+    _, positions = host(xp, send(method, xp, x, ctx)[0])
+    assert positions.tolist() == [*range(160), *range(n - 100, n)]
+    # Fewer than the sample can see: nothing but what is not zero.
+    x = np.zeros(n, np.float32)
+    x[[5, 777, 19_999]] = 1, -2, 1e-30
+    _, positions = host(xp, send(method, xp, x, ctx)[0])
+    assert positions.tolist() == [5, 777, 19_999]
+    for size in (n, 50):
+        values, positions = host(xp, send(method, xp, np.zeros(size, np.float32), context(xp, size))[0])
+        assert (len(values), len(positions)) == (0, 0)
+
+
+def test_adaq_keeps_the_sum_of_what_it_sends(xp):
+    method, x = method_of(compressor="adaq", compress_ratio=0.1), np.round(4 * spread(1003)) / 4  # with ties and zeros
+    payload, _ = send(method, xp, x, context(xp, 1003))
+    means, positions = host(xp, payload)
+    found = receive(method, xp, payload, context(xp, 1003))
+    plus, minus = positions[positions >= 0], ~positions[positions < 0]
+    assert (len(plus), len(minus)) == (math.ceil(0.1 * (x > 0).sum()), math.ceil(0.1 * (x < 0).sum()))
+    assert x[plus].min() >= np.delete(x, plus).max()
+    assert x[minus].max() <= np.delete(x, minus).min()
+    for side, mean in ((plus, means[0]), (minus, means[1])):
+        assert (found[side] == mean).all()
+        assert mean == pytest.approx(x[side].astype(np.float64).mean(), rel=1e-6)
+    for sign in (1, -1):  # one sign is missing
+        payload, _ = send(method, xp, sign * abs(x), context(xp, 1003))
+        assert host(xp, payload)[0][0 if sign < 0 else 1] == 0
+        assert ((host(xp, payload)[1] >= 0) == (sign > 0)).all()
+
+
+@pytest.mark.parametrize("iterations, share_", [(0, 0.85), (1, 0.98), (2, 0.999), (4, 0.9999)])
+def test_wangni_sends_as_many_as_asked_for_after_some_iterations(iterations, share_):
+    xp, n = backend("numpy"), 10_000
+    method = method_of(compressor="wangni", iterations=iterations)
+    x, counts = spread(n), []
+    for step in range(40):
+        payload = host(xp, send(method, xp, x, context(xp, n, step=step))[0])
+        counts.append(len(payload[0]) + len(payload[2]))
+        assert abs(x[payload[0]]).min() >= payload[3][0] * (1 - 1e-6)
+    noise = 4 * math.sqrt(0.05 * n / 40)
+    assert np.mean(counts) <= 0.05 * n + noise
+    assert np.mean(counts) >= share_ * 0.05 * n - noise
+
+
+class AdaComps:
+    """Workers of AdaComp, as the paper puts it."""
+
+    def __init__(self, size, n, bins):
+        self.bins, self.residuals = bins, np.zeros((size, n), np.float32)
+
+    def step(self, gradients):
+        means = []
+        for rank, g in enumerate(gradients):
+            total = self.residuals[rank] + g
+            largest = [abs(total[i : i + self.bins]).max() for i in range(0, len(g), self.bins)]
+            bound = np.repeat(np.array(largest, np.float32), self.bins)[: len(g)]
+            scale = np.float32(np.mean(np.array(largest, np.float64)))
+            sent = np.where((abs(total + g) >= bound) & (bound > 0), np.sign(total) * scale, 0)
+            self.residuals[rank] = total - sent
+            means.append(sent)
+        return np.mean(means, 0)
+
+
+@pytest.mark.parametrize("bins", [2, 50, 128])
+@pytest.mark.parametrize("communicator", ["allgather", "broadcast"])
+def test_adacomp_follows_the_formula(xp, bins, communicator):
+    for size in (1, 3):
+        graces = workers({"compressor": "adacomp", "bin_size": bins, "communicator": communicator}, size)
+        for grace in graces:
+            grace.build({"w": xp.zeros(1003)})
+        expected = AdaComps(size, 1003, bins)
+        for step in range(5):
+            gradients = [spread(1003, seed=10 * step + rank) for rank in range(size)]
+            for g in gradients:
+                g[::5] = 0
+                g[256:512] = 0  # whole bins
+            wanted = expected.step(gradients)
+            for worker in lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in gradients]):
+                np.testing.assert_allclose(xp.to_numpy(worker["w"]), wanted, rtol=1e-5, atol=1e-5 * abs(wanted).max())
+
+
+def test_adacomp_loses_nothing_in_fifty_steps(xp):
+    method, n = method_of(compressor="adacomp"), 603
+    state, carried, given = method.compressor.init(context(xp, n)), np.zeros(n), np.zeros(n)
+    for step in range(50):
+        g, ctx = spread(n, seed=step), context(xp, n, step=step)
+        payload, state = send(method, xp, g, ctx, state)
+        carried += receive(method, xp, payload, ctx)
+        given += g
+        kept = np.array(xp.to_numpy(state["residual"]))
+        assert abs(carried + kept - given).max() < 1e-5 * abs(given).max() * (step + 1)
+    assert abs(carried).max() > 0
+
+
+def test_gtopk_takes_back_what_is_not_used(xp):
+    # Two workers, two elements each; one of each pair is among the two largest sums.
+    graces = workers({"compressor": "gtopk", "compress_ratio": 0.25}, 2)
+    gradients = [np.array([8, 0, 3, 0, 0, 1, 0, 0], np.float32), np.array([0, -4, 0, 2, -1, 0, 0, 0], np.float32)]
+    for grace in graces:
+        grace.build({"w": xp.zeros(8)})
+    for worker in lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in gradients]):
+        assert xp.to_numpy(worker["w"]).tolist() == [4, -2, 0, 0, 0, 0, 0, 0]
+    kept = [state["w", "memory/residual"].tolist() for state in states(graces)]
+    assert kept == [[0, 0, 3, 0, 0, 1, 0, 0], [0, 0, 0, 2, -1, 0, 0, 0]]
+
+
+def test_gtopk_has_k_elements_however_many_workers(xp):
+    graces = workers({"compressor": "gtopk", "compress_ratio": 0.01}, 5)
+    for grace in graces:
+        grace.build({"w": xp.zeros(1003)})
+    for worker in lockstep(graces, [{"w": xp.asarray(spread(1003, seed=rank), "float32")} for rank in range(5)]):
+        assert (xp.to_numpy(worker["w"]) != 0).sum() == 10
+
+
+def test_cltk_has_another_leader_at_every_step(xp):
+    graces = workers({"compressor": "cltk", "compress_ratio": 0.01, "memory": "residual"}, 3)
+    spikes = [np.where(np.arange(1003) // 10 == rank, np.float32(5), np.float32(0.1)) for rank in range(3)]
+    for grace in graces:
+        grace.build({"w": xp.zeros(1003)})
+    for step in range(4):
+        for worker in lockstep(graces, [{"w": xp.asarray(x, "float32")} for x in spikes]):
+            chosen = np.flatnonzero(xp.to_numpy(worker["w"]))
+            assert set(chosen // 10) == {step % 3}
+
+
+def heavy(n, positions):
+    x = (normal(n) / 50).astype(np.float32)
+    x[positions] = np.linspace(3, 5, len(positions)) * np.where(np.arange(len(positions)) % 2, 1, -1)
+    return x
+
+
+def test_sketches_are_linear_and_find_heavy_hitters(xp):
+    n, positions = 5000, np.arange(40) * 123 + 7
+    method = method_of(compressor="sketch_sgd", compress_ratio=0.008)
+    ctx = context(xp, n, step=2)
+    one, two = spread(n), heavy(n, positions)
+    hashes = method.compressor.hashes(ctx)
+    sketches = [method.compressor.sketch(xp.asarray(x, "float32"), hashes, ctx) for x in (one, two, one + two)]
+    tables = host(xp, sketches)
+    assert tables[0].shape == (5 * 512,)
+    np.testing.assert_allclose(tables[0] + tables[1], tables[2], rtol=1e-4, atol=1e-4)
+    estimate = np.array(xp.to_numpy(method.compressor.estimate(xp.asarray(tables[1], "float32"), hashes, ctx)))
+    # Only where three of five rows hold another heavy one as well is an estimate far off.
+    assert (abs(estimate - two) > 0.5).mean() < 0.02
+    assert np.median(abs(estimate - two)) < 0.05
+    values, found = host(xp, send(method, xp, two, ctx)[0])
+    assert found.tolist() == positions.tolist()
+    assert np.array_equal(values, two[positions])
+
+
+def test_arctopk_finds_heavy_rows(xp):
+    n = 5000
+    method = method_of(compressor="arctopk", compress_ratio=0.05, row_size=16, sketch_size=4)
+    rows = np.arange(15) * 20 + 3
+    x = (normal(n) / 100).astype(np.float32)
+    x.reshape(-1)[(rows[:, None] * 16 + np.arange(16)).reshape(-1)[: 15 * 16]] += normal(15 * 16)
+    _, found = host(xp, send(method, xp, x, context(xp, n))[0])
+    assert found.tolist() == rows.tolist()
+
+
+def test_arctopk_sends_every_row_in_time(xp):
+    # With error feedback no row is left out for ever, small as it is.
+    method, n = method_of(compressor="arctopk", compress_ratio=0.25, row_size=8), 100
+    state, seen = method.init(context(xp, n)), np.zeros(n, bool)
+    g = np.linspace(0.1, 1, n).astype(np.float32)
+    for step in range(60):
+        ctx, before = context(xp, n, step=step), state
+        payload, state = alone(lambda ctx: method.encode(xp.asarray(g.copy(), "float32"), before, ctx), ctx)
+        seen |= receive(method, xp, payload, ctx) != 0
+    assert seen.all()
+
+
+def test_chunktopk_sends_the_largest_of_each_chunk(xp):
+    method, n = method_of(compressor="chunktopk", chunk_size=512, chunk_k=8), 512 * 3 + 5
+    x = spread(n)
+    payload, _ = send(method, xp, x, context(xp, n))
+    found = receive(method, xp, payload, context(xp, n))
+    for start in range(0, n, 512):
+        part, sent = x[start : start + 512], found[start : start + 512]
+        largest = np.sort(np.argsort(-abs(part), kind="stable")[:8])
+        assert np.flatnonzero(sent).tolist() == largest.tolist()
+        assert len(set(abs(sent[largest]).tolist())) == 2
+        assert np.array_equal(np.sign(sent[largest]), np.sign(part[largest]))

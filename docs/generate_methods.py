@@ -235,13 +235,14 @@ def section(name: str, registry: Registry) -> str:
     if registry is compressors:
         made, (memory, communicator) = cls(), usual(cls)
         note = f" ({NOTES[name]})" if name in NOTES else ""
+        cut = made.block and not made.ragged and made.combine is not Combine.AGREED
         block = f"blocks of {made.block}" if made.block else "the whole tensor"
         lines += [
             f"- **Bits per element**: {bits(name):.4g}{note}",
             f"- **Guarantee**: {guarantee(made)}",
             f"- **Default memory and communicator**: `{memory}`, `{communicator}` ({COMBINE[made.combine]})",
             f"- **Statistics per**: {'element' if made.block == 1 else block}"
-            + ("; blockwise, so `twostage` can carry it" if made.block and not made.ragged else ""),
+            + ("; blockwise, so `twostage` can carry it" if cut else ""),
         ]
     if citation:
         lines.append(f"- **Paper**: {linked(citation)}")

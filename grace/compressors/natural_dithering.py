@@ -20,8 +20,8 @@ class NaturalDithering(Blockwise):
     float32[m].
     ``s``: levels but zero, 1 .. 127; 1, 3, 7 and so on leave no code unused.
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
-    Horvath et al., "Natural Compression for Distributed Deep Learning", 2019, arXiv:1905.10988, on natural dithering.
-    The paper lets the norm be chosen; this is its infinity norm.
+    Horvath et al., "Natural Compression for Distributed Deep Learning", 2019, arXiv:1905.10988, on natural dithering,
+    where the norm may be chosen; this is the infinity norm.
     """
 
     s: int = 7

@@ -19,6 +19,7 @@ class SharedInt(Blockwise):
     """Round x / s * levels at random to integers, s the largest magnitude on any worker, and sum those on the wire.
 
     Two rounds: each block's largest magnitudes float32[m] are gathered, then the integers summed; unbiased.
+    The variance declared for ``levels=0`` in int8 is that of 127 workers, who have one level each.
     Payload: sums n of ``dtype``; scales float32[m]; this worker's own integers, which stay with it.
     ``dtype``: "int8" or "int32".
     ``levels``: integers are -levels .. levels; 1 is TernGrad with a common scale. 0: as many as the sum of all workers

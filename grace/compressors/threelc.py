@@ -23,8 +23,8 @@ class ThreeLC(Blockwise):
 
     Payload: bytes uint8[K], five elements each or a run of up to 70 zeros; scales float32[m].
     ``sparsity``: 1 or more, below 2. Elements below half of s become zero: a larger s sends fewer bytes.
-    ``zero_run``: write runs of zeros as one byte; then the length depends on the values and the scale is the tensor's.
-    False: K = ceil(n / 5), and blocks may have scales of their own.
+    ``zero_run``: write runs of zeros as one byte, so that K depends on the values, with one scale for the tensor;
+    if False, K = ceil(n / 5), and blocks may have scales of their own.
     ``block_size``: without runs, elements that share a scale, a multiple of 40; 0: the whole tensor.
     Lim, Andersen and Kaminsky, "3LC", MLSys 2019, arXiv:1802.07389, section 3. There the first of five elements is the
     highest digit of a byte; here it is the lowest.

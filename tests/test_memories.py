@@ -129,7 +129,7 @@ class OneBitAdam(Worker):
 
     def send(self, g, lr):
         self.u = 0.9 * self.u + 0.1 * g
-        x = self.u + self.e
+        x = self.update(self.u) + self.e
         self.e = x - largest(x)
         return largest(x)
 
@@ -158,8 +158,8 @@ def test_onebit_adam_is_adam_and_then_frozen(toolkit):
             exact = np.mean(mine, 0, dtype=np.float64)
             wanted, *_ = [worker.learn(exact, step + 1) for worker in expected]
         else:
-            mean = np.mean([worker.send(g.astype(np.float64), 0) for worker, g in zip(expected, mine, strict=True)], 0)
-            wanted = expected[0].update(mean)
+            pairs = zip(expected, mine, strict=True)
+            wanted = np.mean([worker.send(g.astype(np.float64), 0) for worker, g in pairs], 0)
         assert sent == (4 * N if step < 3 else 0) + 8 * (N // 10)
         assert all(same(found[:1], [other]) for other in found)
         np.testing.assert_allclose(found[0], wanted, rtol=1e-4, atol=1e-5 * abs(wanted).max())

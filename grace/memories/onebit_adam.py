@@ -20,7 +20,9 @@ class OneBitAdam(Memory):
     While it warms up, gradients are averaged exactly, in float32 and beside the payloads, which are not used yet. Then
     momentum and residual are compressed, best with compressor "efsignsgd" and its ``block_size``, over communicator
     "twostage", whose second compression has a residual of its own. The correction for the moments' start at zero is
-    kept as it was when they froze.
+    kept as it was when they froze. The paper compresses the momentum and divides by the root of the second moment
+    afterwards, which blows up the error where that moment is small, as in weights of inputs that are mostly zero; here
+    the quotient is compressed.
     State: momentum, residual, second float32[n], decay float32[2]; second and decay are equal on all workers.
     ``freeze_step``: how many steps to warm up; 15 to 20% of all. ``beta1``, ``beta2``, ``epsilon``: Adam's.
     Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, algorithm 1.
@@ -55,14 +57,15 @@ class OneBitAdam(Memory):
         learned = self._learn(mean, state, ctx)
         momentum = state["momentum"] * self.beta1 + x * (1.0 - self.beta1)
         momentum = xp.choose(warm, learned["momentum"], momentum)
-        return momentum + state["residual"], {**learned, "momentum": momentum, "residual": state["residual"]}
+        kept = {**learned, "momentum": momentum, "residual": state["residual"]}
+        return self._adam(momentum, kept, ctx) + state["residual"], kept
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         kept = compressor.residual(x, payload, ctx)
         return {**state, "residual": ctx.xp.choose(self.warm(ctx), state["residual"], kept)}
 
     def finish(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
-        return self._adam(ctx.xp.choose(self.warm(ctx), state["momentum"], mean), state, ctx), state
+        return ctx.xp.choose(self.warm(ctx), self._adam(state["momentum"], state, ctx), mean), state
 
     def init_dense(self, ctx: Context) -> State:
         zeros = ctx.xp.zeros(ctx.size, ctx.dtype)

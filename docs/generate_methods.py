@@ -6,26 +6,17 @@ python docs/generate_methods.py --check    # fail if it is not what would be wri
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from grace import Combine, simulate
+from grace import Combine
+from grace.catalog import SHAPE, bits, describe, docstring, guarantee, sent, usual
 from grace.registry import Registry, communicators, compressors, memories
 
 PAGE = Path(__file__).with_name("methods.md")
-SHAPE = (1024, 1024)
-N = 2**20
-
-SETTINGS: dict[str, dict[str, Any]] = {"threshold": {"threshold": 2.5758}}
-"""With what a method is measured, where its defaults make no sense for numbers of variance 1."""
-
 NOTES = {
     "threshold": "measured with `threshold=2.5758`, which 1% of such numbers reach",
     "powersgd": "measured on a matrix of 1024 x 1024; 32 r (a + b) / (a b) in general",
@@ -152,38 +143,6 @@ COMBINE = {
 }
 
 
-@cache
-def bits(name: str) -> float:
-    """Bits per element that a worker sends."""
-    return sent({"compressor": name, **SETTINGS.get(name, {})}, 2)[0]
-
-
-def sent(params: dict[str, Any], workers: int) -> tuple[float, float]:
-    """Bits per element that worker 0 sends and receives."""
-    draw = [np.random.default_rng(worker).standard_normal(SHAPE, dtype=np.float32) for worker in range(workers)]
-    report = simulate(params, [{"w": gradient} for gradient in draw]).report
-    return 8 * report.bytes_sent / N, 8 * report.bytes_received / N
-
-
-def usual(cls: Any) -> tuple[str, str]:
-    """Default memory and communicator of a compressor."""
-    made = cls()
-    return made.memory, "allgather" if made.combine is Combine.GATHER else "allreduce"
-
-
-def docstring(cls: type) -> tuple[str, list[str], str]:
-    """First line, statements, citation of a docstring."""
-    first, *rest = inspect.cleandoc(cls.__doc__ or "").replace("``", "`").split("\n")
-    statements: list[str] = []
-    for line in filter(None, rest):  # a statement ends with the line that ends in a full stop
-        if statements and not statements[-1].endswith("."):
-            statements[-1] += f" {line}"
-        else:
-            statements.append(line)
-    cited = [text for text in statements if re.match(r"[A-Z]\w+(,| and| et al)", text) and re.search(r"\d{4}", text)]
-    return first, [text for text in statements if text not in cited], " ".join(cited)
-
-
 def split(statements: list[str], names: set[str]) -> tuple[list[str], dict[str, str]]:
     """Statements apart from what is said about parameters."""
     plain, about = [], {}
@@ -200,20 +159,6 @@ def split(statements: list[str], names: set[str]) -> tuple[list[str], dict[str, 
 def linked(citation: str) -> str:
     """Links for arXiv's numbers."""
     return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", citation)
-
-
-def guarantee(made: Any) -> str:
-    """What a compressor declares of its error."""
-    if made.vote:
-        return "a vote: the result has the majority's signs, not the mean's magnitudes"
-    found = []
-    if (w := made.variance(N)) is not None:
-        found.append(f"unbiased, variance w = {w:.3g}" if w else "unbiased")
-    if (d := made.contraction(N)) is not None:
-        found.append(
-            "exact" if d == 1 else f"contraction d = {d:.3g}" if d < 0.9 else f"contraction 1 − d = {1 - d:.3g}"
-        )
-    return "; ".join(found) or "none declared"
 
 
 def section(name: str, registry: Registry) -> str:
@@ -239,7 +184,7 @@ def section(name: str, registry: Registry) -> str:
         block = f"blocks of {made.block}" if made.block else "the whole tensor"
         lines += [
             f"- **Bits per element**: {bits(name):.4g}{note}",
-            f"- **Guarantee**: {guarantee(made)}",
+            f"- **Guarantee**: {guarantee(describe(name, compressors))}",
             f"- **Default memory and communicator**: `{memory}`, `{communicator}` ({COMBINE[made.combine]})",
             f"- **Statistics per**: {'element' if made.block == 1 else block}"
             + ("; blockwise, so `twostage` can carry it" if cut else ""),
@@ -257,10 +202,14 @@ def section(name: str, registry: Registry) -> str:
 
 def overview() -> str:
     """The table of all compressors."""
-    lines = ["| compressor | bits per element | default memory | default communicator |", "|---|---|---|---|"]
+    lines = [
+        "| compressor | class | bits per element | allreduce | default memory | default communicator |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, cls in compressors.items():
         memory, communicator = usual(cls)
-        lines.append(f"| [{name}](#{name}) | {bits(name):.4g} | {memory} | {communicator} |")
+        summed = "yes" if communicator == "allreduce" else "no"
+        lines.append(f"| [{name}](#{name}) | {cls.family} | {bits(name):.4g} | {summed} | {memory} | {communicator} |")
     return "\n".join(lines) + "\n"
 
 

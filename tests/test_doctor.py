@@ -5,18 +5,16 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from enum import Enum
 from io import StringIO
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 pytest.importorskip("typer", reason="the grace command needs the extra [cli]")
 from rich.console import Console
 
-from grace.cli import doctor, methods
+from grace.cli import doctor
 from grace.cli.doctor import Status
 
 ROOT = Path(__file__).parents[1]
@@ -156,46 +154,95 @@ class Kind(Enum):
     MEAN = "mean"
 
 
-@dataclass(frozen=True)
-class Halve:
-    """Send ``half``.
-
-    More words.
-    """
-
-    ratio: float = 0.5
-    ragged: ClassVar[bool] = False
-    memory: ClassVar[str] = "none"
-
-    @property
-    def combine(self):
-        return Kind.MEAN
-
-
-def test_methods_describe_what_the_class_declares():
-    entry = methods.describe("halve", Halve, ["half"])
-    assert entry.to_dict() == {
-        "name": "halve",
-        "aliases": ["half"],
-        "summary": "Send `half`.",
-        "parameters": {"ratio": 0.5},
-        "combine": "mean",
-        "ragged": False,
-        "memory": "none",
-    }
-    console = Console(file=StringIO(), width=100)
-    methods.render({"compressors": [entry]}, console)
-    assert "ratio=0.5" in console.file.getvalue()
-
-
 def test_methods_lists_the_registry():
     done = grace_command("methods", "--json")
     assert done.returncode == 0, done.stderr
     listed = json.loads(done.stdout)
-    topk = next(entry for entry in listed["compressors"] if entry["name"] == "topk")
-    assert topk["parameters"]["compress_ratio"] == 0.01
-    assert topk["combine"] == "gather"
-    assert all(entry["summary"] for entries in listed.values() for entry in entries)
+    (topk,) = [entry for entry in listed["compressors"] if entry["name"] == "topk"]
+    assert topk["parameters"] == {"index_coding": "int32", "compress_ratio": 0.01}
+    assert (topk["family"], topk["memory"], topk["allreduce"]) == ("sparsification", "residual", False)
+    assert topk["communicators"] == ["allgather", "broadcast", "hierarchical"]
+    assert topk["citation"].startswith("Aji and Heafield, EMNLP 2017, arXiv:1704.05021")
+    assert topk["bits_per_element"] == pytest.approx(0.64, rel=1e-4)
+    assert (topk["unbiased"], topk["variance"]) == (False, None)
+    assert topk["contraction"] == pytest.approx(0.01, rel=1e-4)
+    for entries in listed.values():
+        assert all(entry["summary"] for entry in entries)
+    assert all(entry["citation"] for entry in listed["compressors"] if entry["name"] not in ("none", "fp16", "bf16"))
+    # Upstream's names, and at least twenty that it had not.
+    upstream = (
+        "none fp16 onebit signsgd signum efsignsgd qsgd terngrad natural u8bit inceptionn randomk topk threshold dgc "
+        "adaq sketch powersgd"
+    )
+    known = {name for entry in listed["compressors"] for name in (entry["name"], *entry["aliases"])}
+    assert set(upstream.split()) <= known
+    assert len(listed["compressors"]) >= 18 + 20
+
+
+def test_methods_prints_tables_and_single_methods():
+    done = grace_command("methods")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"topk +0.64 +residual +Send the elements of", done.stdout)
+    one = grace_command("methods", "u8bit").stdout
+    assert "dettmers8 (also u8bit)" in one
+    for part in ("block_size=4096", "8.008 (measured)", "contraction d =", "allgather, broadcast", "arXiv:1511.04561"):
+        assert part in one
+    assert "memories" not in one
+    unknown = grace_command("methods", "topkk")
+    assert unknown.returncode != 0
+    assert "nothing is registered under 'topkk'" in unknown.stderr
+
+
+BITS = {  # by methods' own formulas at 2^20 elements: ratios 0.01 (dgc, sketch_sgd 0.001), rank 4 of 1024 x 1024
+    "none": 32,
+    "fp16": 16,
+    "bf16": 16,
+    "fp8": 8 + 32 / 128,
+    "onebit": 1,
+    "signsgd": 1,
+    "signum": 1,
+    "efsignsgd": 1,
+    "qsgd": 8 + 32 / 512,
+    "terngrad": 2,
+    "natural": 8,
+    "natural_dithering": 4 + 32 / 512,
+    "dettmers8": 8 + 32 / 4096,
+    "blockint": 4 + 32 / 512,
+    "shared_int": 8,
+    "eden": 4,
+    "thc": 8,
+    "sketch": 6,
+    "randomk": 0.32,
+    "topk": 0.64,
+    "threshold": 0.64,
+    "dgc": 0.064,
+    "adaq": 0.32,
+    "gtopk": 0.64,
+    "cltk": 0.64,
+    "demo": 0.34,
+    "powersgd": 0.25,
+    "acpsgd": 0.125,
+    "gradzip": 0.25,
+    "atomo": 0.25,
+    "chunktopk": 64 / 4096 * 14 + 64 / 4096,
+    "stc": 0.01 * (6.64 + 2.5),
+    "qsparse": 0.01 * (32 + 5),
+    "chain": 0.01 * (32 + 8),
+}
+
+
+def test_measured_bits_are_those_of_the_formulas():
+    from grace.catalog import bits
+
+    for name, expected in BITS.items():
+        assert bits(name) == pytest.approx(expected, rel=0.15 if name in ("dgc", "stc", "atomo") else 0.02), name
+    for name, low, high in (
+        ("3lc", 1.6 / 14, 1.6),
+        ("inceptionn", 2, 34),
+        ("wangni", 0.5, 0.05 * 64),
+        ("adacomp", 0.3, 3),
+    ):
+        assert low <= bits(name) <= high, name
 
 
 def test_version():

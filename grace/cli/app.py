@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 import grace
+from grace import catalog
 from grace.cli import doctor as doctor_
 from grace.cli import methods as methods_
 
@@ -51,10 +52,22 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def methods(as_json: AsJson = False) -> None:
-    """List compressors, memories and communicators with their parameters."""
-    found = methods_.collect()
+def methods(
+    name: Annotated[str, typer.Argument(help="Show this one alone, with its parameters, guarantee and paper.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List compressors, memories and communicators, with measured bits per element."""
+    with Console(stderr=True).status("Measuring bits per element ..."):
+        found = catalog.collect()
+    if name:
+        found = {kind: [e for e in entries if name in (e.name, *e.aliases)] for kind, entries in found.items()}
+        if not any(found.values()):
+            raise typer.BadParameter(f"nothing is registered under {name!r}; `grace methods` lists what there is")
     if as_json:
         print(json.dumps({kind: [entry.to_dict() for entry in entries] for kind, entries in found.items()}, indent=2))
+    elif name:
+        for kind, entries in found.items():
+            for entry in entries:
+                methods_.render_one(kind, entry, Console())
     else:
         methods_.render(found, Console())

@@ -20,8 +20,8 @@ class AdaComp(Scattered):
     sent adapts itself to the gradient.
     Payload: counts uint8[m], one for each bin; uint8[K], the place in the bin and in the top bit the sign; scale
     float32[1]. State: "residual", e; so use memory "none", which is its default.
-    ``bin_size``: elements of a bin, 2 .. 128, so that a place takes seven bits. (The paper has 500 for fully connected
-    layers, with two bytes for each element.)
+    ``bin_size``: elements of a bin, 2 .. 128, so that a place takes seven bits; the paper has 500 for fully connected
+    layers, with two bytes for each element.
     Chen et al., "AdaComp: Adaptive Residual Gradient Compression for Data-Parallel Distributed Training", AAAI 2018,
     arXiv:1712.02679, algorithm 2.
     """

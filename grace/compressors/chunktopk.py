@@ -22,8 +22,8 @@ class ChunkTopK(Scattered):
     K = chunk_k for each chunk; of a short last chunk, no more than its elements.
     ``chunk_size``: elements of a chunk, a power of two, 8 .. 65536. ``chunk_k``: how many of them to send, a multiple
     of 8. Chunks are compressed apart, so it works in two stages.
-    After the manner of Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025,
-    arXiv:2508.15706, whose outer optimizer, error decay and quantiser are its own.
+    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv:2508.15706, after whose manner
+    it is; its outer optimizer, error decay and quantiser are others.
     """
 
     chunk_size: int = 4096

@@ -13,7 +13,8 @@ from grace.registry import register
 class Signum(SignSGD):
     """As signsgd, of each worker's momentum: signsgd with the memory "momentum".
 
-    Payload: as signsgd's. Bernstein et al., ICML 2018, arXiv:1802.04434, algorithm 2.
+    Payload: as signsgd's.
+    Bernstein et al., ICML 2018, arXiv:1802.04434, algorithm 2.
     """
 
     memory = "momentum"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from grace.backends import backend_of
 from grace.collectives import AllToAll, Gather, Reduce, arrays_of
 from grace.core import Communicator, Compressor, Context, Memory, Method, run
 from grace.pipeline import Grace, Options
@@ -112,11 +114,12 @@ def _answers(requests: list[Any]) -> list[Any]:
         rounds = [_answers(list(each)) for each in zip(*requests, strict=True)]
         return [tuple(answers[rank] for answers in rounds) for rank in everybody]
     if isinstance(first, Reduce):
-        assert first.op in ("mean", "sum"), f"{first.op!r} loses NaN on some libraries: gather the numbers instead"
         totals = []
         for total, *rest in zip(*(request.arrays for request in requests), strict=True):
+            xp = backend_of(total)
+            combine = {"min": xp.minimum, "max": xp.maximum}.get(first.op, operator.add)
             for other in rest:
-                total = total + other
+                total = combine(total, other)
             totals.append(total / len(requests) if first.op == "mean" else total)
         return [tuple(totals) for _ in everybody]
     if isinstance(first, Gather):

@@ -46,7 +46,27 @@ GOLDEN = [row for row in ROWS if row.golden]
 
 
 def test_every_method_has_golden_bytes():
-    assert {row.name for row in GOLDEN} | {"powersgd"} == set(compressors)
+    # The factors of matrices are unique up to signs; a cosine transform is not the same in its last bit everywhere.
+    assert {row.name for row in GOLDEN} | {"powersgd", "acpsgd", "gradzip", "atomo", "demo"} == set(compressors)
+
+
+def test_golden_coefficients_of_demo(xp):
+    # Two chunks of four: the transforms of the halves of X have their largest coefficients at 2, 3 and at 0, 3.
+    _, _, payload = sent(xp, {"compressor": "demo", "chunk": 4, "chunk_k": 2})
+    values, places = host(xp, payload)
+    np.testing.assert_allclose(values, [0.625, 0.95190088, 1.3125, -2.23624591], rtol=1e-6)
+    assert (places.tobytes().hex(), values.dtype) == ("02030003", np.float32)
+
+
+def test_golden_factors_of_low_rank(xp):
+    shapes = {"acpsgd": [(2, 1), (1, 4), (2, 1), (1, 4)], "gradzip": [(2, 1), (1, 4)]}
+    for name, expected in shapes.items():
+        _, _, payload = sent(xp, {"compressor": name, "compress_rank": 1, "min_rate": 0.5}, shape=(2, 4))
+        assert [(array.shape, array.dtype.name) for array in host(xp, payload)] == [(s, "float32") for s in expected]
+    _, _, payload = sent(xp, {"compressor": "atomo", "compress_rank": 2, "min_rate": 0.5}, shape=(2, 4))
+    values, left, right = host(xp, payload)  # rank 2 of 2: every singular value, for certain
+    assert [array.shape for array in (values, left, right)] == [(2,), (2, 2), (2, 4)]
+    np.testing.assert_allclose(values, np.linalg.svd(X.reshape(2, 4), compute_uv=False), rtol=1e-6)
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=str)

@@ -27,6 +27,13 @@ class BF16(Compressor):
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding={self.rounding!r}: choose 'nearest' or 'stochastic'")
 
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.rounding == "stochastic"
+
+    def variance(self, n: int) -> float | None:
+        return 2.0**-16 if self.unbiased else None
+
     def contraction(self, n: int) -> float | None:
         return 1 - 2.0**-16 if self.rounding == "nearest" else None
 

@@ -80,6 +80,22 @@ ROWS = [
     {"compressor": "gtopk", "compress_ratio": 0.05, **ALL},
     {"compressor": "cltk", "compress_ratio": 0.05, **ALL},
     {"compressor": "chunktopk", "chunk_size": 256, "chunk_k": 16, "communicator": "twostage", **ALL},
+    {"compressor": "fp8", "format": "e5m2", "communicator": "twostage", **ALL},
+    {"compressor": "blockint", "communicator": "twostage", **ALL},
+    {"compressor": "natural_dithering", **ALL},
+    {"compressor": "eden", "bits": 2, "block_size": 256, "communicator": "twostage", **ALL},
+    {"compressor": "shared_int", **ALL},
+    {"compressor": "shared_int", "dtype": "int32"},
+    {"compressor": "thc", **ALL},
+    {"compressor": "sketch", **ALL},
+    {"compressor": "3lc", **ALL},
+    {"compressor": "inceptionn", **ALL},
+    {"compressor": "dgc", "compress_ratio": 0.02, **ALL},
+    {"compressor": "adaq", "compress_ratio": 0.05, **ALL},
+    {"compressor": "arctopk", "compress_ratio": 0.1, **ALL},
+    {"compressor": "sketch_sgd", "compress_ratio": 0.01},
+    {"compressor": "chain", "sparsifier": "randomk", "compress_ratio": 0.1, "quantizer": "natural", **ALL},
+    {"compressor": "qsparse", "compress_ratio": 0.05, **ALL},
 ]
 # Where four workers share few cores and every row is a graph of its own: each way that a payload can travel, once.
 FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24, 30, 33]

@@ -1,13 +1,16 @@
 """Real workers find what `simulate` finds, and all of them the same bits."""
 
 from functools import cache
+from operator import attrgetter
 
 import numpy as np
 import pytest
 from exchanges import ROWS, SHAPES, STEPS, gradients, rows
 from launch import launch
 
-from grace import simulate
+from grace import grace_from_params, simulate
+from grace.core import name_of
+from grace.registry import communicators, compressors, memories
 
 LAUNCHES = [
     ("horovodrun", 2, "torch", "horovod"),
@@ -19,6 +22,14 @@ LAUNCHES = [
 ]
 
 pytestmark = pytest.mark.processes
+
+
+def test_every_part_is_exchanged_by_real_workers():
+    for kind, registry in (("compressor", compressors), ("memory", memories), ("communicator", communicators)):
+        graces = [grace_from_params({**row, "node_size": 1} if "node_size" in row else row, "local") for row in ROWS]
+        parts = {"compressor": "method.compressor", "memory": "method.memory", "communicator": "communicator"}[kind]
+        found = {name_of(attrgetter(parts)(grace)) for grace in graces}
+        assert set(registry) == found, f"no row has {set(registry) - found}"
 
 
 CASES = [(case, index) for case in LAUNCHES for index in rows(case[2], case[1])]

@@ -86,7 +86,8 @@ class FP8(Blockwise):
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, n, chosen = ctx.xp, ctx.size, FORMATS[self.format]
         rows = blocks.rows(xp, x, self.block)
-        scale = xp.max(xp.abs(rows), 1) / chosen.largest
+        # Times the reciprocal, which is what graphs make of a division by a constant.
+        scale = xp.max(xp.abs(rows), 1) * (1.0 / chosen.largest)
         magnitude = xp.abs(blocks.flat(xp, rows / blocks.divisor(xp, scale), n))
         # How many doublings above the first distance between neighbours the one at this magnitude is.
         doublings = xp.maximum(xp.shift_right(xp.bitcast(magnitude, "int32"), 23) - (128 - chosen.bias), 0)

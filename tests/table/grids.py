@@ -24,7 +24,7 @@ def fp8(kind, block, rounding="nearest", golden=None):
         u = where.uniform("round", len(x))
 
         def of_block(b, start):
-            scale = abs(b).max(initial=0) / np.float32(largest)
+            scale = abs(b).max(initial=0) * np.float32(1 / largest)
             y = b / (scale or np.float32(1))
             exponent = np.maximum(np.frexp(y)[1] - 1, lowest)
             steps = abs(y) / 2.0 ** (exponent - mantissa)

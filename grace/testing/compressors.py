@@ -77,6 +77,16 @@ def payloads_can_travel(compressor: Compressor, xp: Any) -> None:
 
 
 @LAWS.add
+def state_is_what_init_makes(compressor: Compressor, xp: Any) -> None:
+    """Compress gives back the keys, shapes and dtypes of ``init``: what else it keeps would be lost."""
+    for shape in shapes(compressor):
+        ctx = context(xp, shape)
+        made, (_, kept) = compressor.init(ctx), send(compressor, xp, spread(*shape), ctx)
+        one, two = ({k: (xp.shape(array), xp.dtype(array)) for k, array in s.items()} for s in (made, kept))
+        assert one == two, f"init makes {one}, but compress gives back {two}"
+
+
+@LAWS.add
 def any_worker_decodes_the_same_bits(compressor: Compressor, xp: Any) -> None:
     """Decompress sees the payload and what all workers know."""
     for shape in shapes(compressor):

@@ -40,7 +40,7 @@ def steady_gradients_come_through(memory: Memory, compressor: Compressor, xp: An
         total += xp.to_numpy(mean)
     target = np.mean(fixed, 0)
     cosine = (total * target).sum() / np.linalg.norm(total) / np.linalg.norm(target)
-    assert cosine > 0.95, f"what was applied points elsewhere: its cosine with the gradient is {cosine:.3f}"
+    assert cosine > 0.9, f"what was applied points elsewhere: its cosine with the gradient is {cosine:.3f}"
 
 
 def _over_the_usual_communicator(check: Callable[..., None]) -> None:

@@ -1,0 +1,365 @@
+"""The kit: its laws hold for every memory and communicator, and each of them is broken by something that breaks it."""
+
+import inspect
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from methods import BACKENDS, backend
+
+from grace import Combine, Compressor, Memory, registry
+from grace.catalog import carries
+from grace.collectives import Gather
+from grace.communicators.allgather import Allgather
+from grace.compressors.blockint import BlockInt
+from grace.compressors.powersgd import PowerSGD
+from grace.compressors.qsgd import QSGD
+from grace.compressors.randomk import RandomK
+from grace.compressors.topk import TopK
+from grace.memories.onebit_adam import OneBitAdam
+from grace.memories.residual import Residual
+from grace.testing import (
+    check_communicator,
+    check_compressor,
+    check_memory,
+    communicator_laws,
+    communicators,
+    compressors,
+    memories,
+    memory_laws,
+)
+
+MATES = {"diana": QSGD(), "momentum": TopK(compress_ratio=0.1), "none": QSGD()}
+MEMORIES = [
+    check
+    for name, cls in registry.memories.items()
+    for check in memory_laws(cls(freeze_step=2) if cls is OneBitAdam else cls(), MATES.get(name, TopK(0.1)))
+]
+
+
+@pytest.mark.parametrize("check", MEMORIES, ids=lambda check: f"{type(check.run.args[1][0]).__name__}-{check}")
+def test_memories_hold_their_laws(check):
+    check.run()
+
+
+CARRIED = [TopK(compress_ratio=0.1), RandomK(compress_ratio=0.1), BlockInt(block_size=64), PowerSGD(min_rate=1.0)]
+COMMUNICATORS = [
+    check
+    for cls in registry.communicators.values()
+    for compressor in CARRIED
+    if carries(cls(), compressor)
+    for check in communicator_laws(cls(), compressor)
+]
+
+
+@pytest.mark.parametrize(
+    "check", COMMUNICATORS, ids=lambda c: "-".join([*(type(part).__name__ for part in c.run.args[1]), str(c)])
+)
+def test_communicators_hold_their_laws(check):
+    check.run()
+
+
+# -- what breaks a law is caught -----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Plain(Compressor):
+    """Sends everything: the base of what is broken below.
+
+    Payload: float32[n].
+    """
+
+    family = "hybrid"
+    unbiased = True
+    memory = "none"
+
+    def compress(self, x, state, ctx):
+        return (x,), state
+
+    def decompress(self, payload, ctx):
+        return payload[0]
+
+
+@dataclass(frozen=True)
+class NotFrozenValues(Plain):
+    """A field that cannot be compared."""
+
+    made: object = field(default_factory=object, init=False)
+
+
+@dataclass(frozen=True)
+class WrongDtype(Plain):
+    """Sends int64 as bool."""
+
+    def compress(self, x, state, ctx):
+        return (x >= 0,), state
+
+    def decompress(self, payload, ctx):
+        return ctx.xp.cast(payload[0], "float32")
+
+
+@dataclass(frozen=True)
+class LooksAtRank(Plain):
+    """Decodes by its own rank."""
+
+    def decompress(self, payload, ctx):
+        return payload[0] + float(ctx.rank)
+
+
+@dataclass(frozen=True)
+class ChangesGradient(Plain):
+    """Writes into what it was given."""
+
+    def compress(self, x, state, ctx):
+        if ctx.xp.name == "numpy" and ctx.size:
+            x[0] = 7
+        return (x,), state
+
+
+@dataclass(frozen=True)
+class GlobalNumbers(Plain):
+    """Draws from NumPy's global generator."""
+
+    def compress(self, x, state, ctx):
+        np.random.standard_normal()  # noqa: NPY002
+        return (x,), state
+
+
+@dataclass(frozen=True)
+class NotLinear(Plain):
+    """Says that its payloads may be averaged, and squares them."""
+
+    combine = Combine.MEAN
+
+    def decompress(self, payload, ctx):
+        return payload[0] * ctx.xp.abs(payload[0])
+
+
+@dataclass(frozen=True)
+class WrongResidual(Plain):
+    """Keeps what it has sent."""
+
+    def residual(self, x, payload, ctx):
+        return x
+
+
+@dataclass(frozen=True)
+class ForgetsInTime(WrongResidual):
+    """Sends a half and keeps nothing."""
+
+    unbiased = False
+    memory = "residual"
+
+    def compress(self, x, state, ctx):
+        return (x * 0.5,), state
+
+    def residual(self, x, payload, ctx):
+        return x * 0.0
+
+
+@dataclass(frozen=True)
+class DividesByZero(Plain):
+    """Divides by the largest element, which may be zero."""
+
+    def compress(self, x, state, ctx):
+        xp = ctx.xp
+        return (x,) if not ctx.size else (x / xp.max(xp.abs(x)), xp.reshape(xp.max(xp.abs(x)), (1,))), state
+
+    def decompress(self, payload, ctx):
+        return payload[0] * payload[1] if len(payload) > 1 else payload[0]
+
+
+@dataclass(frozen=True)
+class ToolkitsDiffer(Plain):
+    """Rounds on one toolkit and not on another."""
+
+    def compress(self, x, state, ctx):
+        return (ctx.xp.round(x) if ctx.xp.name == "torch" else x,), state
+
+
+@dataclass(frozen=True)
+class NoContraction(Plain):
+    """Promises to contract, and doubles."""
+
+    unbiased = False
+
+    def contraction(self, n):
+        return 0.5
+
+    def decompress(self, payload, ctx):
+        return payload[0] * 2.0 + 0.0
+
+
+@dataclass(frozen=True)
+class Biased(Plain):
+    """Promises the mean, and is off by a tenth."""
+
+    def variance(self, n):
+        return 0.001
+
+    def decompress(self, payload, ctx):
+        return payload[0] * 1.1
+
+
+@dataclass(frozen=True)
+class NotInPieces(Plain):
+    """Promises blocks, and has one statistic for all."""
+
+    block = 8
+
+    def compress(self, x, state, ctx):
+        xp = ctx.xp
+        return (x, xp.reshape(xp.sum(x), (1,))), state
+
+
+@dataclass(frozen=True)
+class LosesNaN(Plain):
+    """Makes zeros of what is not finite."""
+
+    def compress(self, x, state, ctx):
+        return (ctx.xp.where(ctx.xp.isfinite(x), x, 0.0),), state
+
+
+@dataclass(frozen=True)
+class GrowsState(Plain):
+    """Has a state that init did not make."""
+
+    def compress(self, x, state, ctx):
+        return (x,), {"seen": x}
+
+
+@dataclass(frozen=True)
+class Shrinks(Plain):
+    """Keeps less after each step."""
+
+    def init(self, ctx):
+        return {"seen": ctx.xp.zeros(ctx.size)}
+
+    def compress(self, x, state, ctx):
+        return (x,), {"seen": x[1:]}
+
+
+@dataclass(frozen=True)
+class Steers(Plain):
+    """Looks at the step in Python."""
+
+    def compress(self, x, state, ctx):
+        return (x * float(int(ctx.step) % 2 + 1),), state
+
+
+@dataclass(frozen=True)
+class WorkersDiffer(Plain):
+    """Each worker decodes the gathered payloads in its own way."""
+
+    def aggregate(self, payloads, ctx):
+        return super().aggregate(payloads, ctx) + float(ctx.rank)
+
+
+@dataclass(frozen=True)
+class HiddenState(Plain):
+    """Keeps a number outside of the state."""
+
+    counts: list = field(default_factory=list, compare=False, repr=False)
+
+    def compress(self, x, state, ctx):
+        self.counts.append(1)
+        return (x * float(len(self.counts)),), state
+
+
+@dataclass(frozen=True)
+class AgreesAlone(Plain):
+    """Says that the workers agree, and asks nobody."""
+
+    combine = Combine.AGREED
+
+
+BROKEN = [
+    (NotFrozenValues, "declarations_make_sense"),
+    (WrongDtype, "payloads_can_travel"),
+    (AgreesAlone, "payloads_can_travel"),
+    (LooksAtRank, "any_worker_decodes_the_same_bits"),
+    (ChangesGradient, "arguments_are_left_alone_and_twice_is_the_same"),
+    (HiddenState, "arguments_are_left_alone_and_twice_is_the_same"),
+    (GlobalNumbers, "streams_are_keyed"),
+    (NotLinear, "averaged_payloads_are_linear"),
+    (WrongResidual, "what_is_sent_and_what_is_kept_add_up"),
+    (ForgetsInTime, "nothing_is_lost_in_fifty_steps"),
+    (DividesByZero, "finite_in_finite_out"),
+    (ToolkitsDiffer, "toolkits_agree_with_numpy"),
+    (NoContraction, "contractions_contract"),
+    (Biased, "unbiased_methods_are_unbiased_with_the_stated_variance"),
+    (NotInPieces, "pieces_of_whole_blocks_make_the_whole_payload"),
+    (LosesNaN, "one_bad_element_is_seen_by_all_and_changes_no_state"),
+    (WorkersDiffer, "shapes_and_dtypes_are_kept_and_all_workers_agree"),
+    (GrowsState, "state_is_what_init_makes"),
+    (Shrinks, "state_keeps_its_keys_shapes_and_dtypes"),
+    (HiddenState, "a_checkpoint_continues_bit_for_bit"),
+    (Steers, "a_step_is_traced_once"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cls, law", BROKEN, ids=lambda value: getattr(value, "__name__", value))
+def test_what_breaks_a_law_is_caught_by_it(cls, law):
+    name = {"toolkits_agree_with_numpy": "torch", "a_step_is_traced_once": "tensorflow"}.get(law, "numpy")
+    subject, xp = cls(), backend(name)
+    with pytest.raises(Exception):  # noqa: B017 - a graph raises an error of its own
+        compressors.LAWS[law](subject, xp)
+
+
+def test_every_law_is_broken_by_something():
+    assert {law for _, law in BROKEN} == set(compressors.LAWS)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_what_is_sound_passes(name):
+    backend(name)
+    check_compressor(Plain(), backends=[name])
+
+
+def test_the_law_the_toolkit_and_the_finding_are_named():
+    with pytest.raises(AssertionError, match=r"LooksAtRank breaks the law 'any_worker_\w+' on numpy: shape"):
+        check_compressor(LooksAtRank(), backends=["numpy"])
+
+
+@dataclass(frozen=True)
+class Leaky(Memory):
+    """Feeds back a tenth of the first element only."""
+
+    feedback = True
+
+    def init(self, ctx):
+        return {"kept": ctx.xp.zeros(ctx.size)}
+
+    def compensate(self, x, state, ctx):
+        return x + state["kept"], state
+
+    def update(self, x, payload, compressor, state, ctx):
+        return {"kept": compressor.residual(x, payload, ctx) * 0.1}
+
+
+def test_a_memory_that_forgets_is_caught():
+    check_memory(Residual(), backends=["numpy"])
+    with pytest.raises(AssertionError, match="Leaky breaks the law 'steady_gradients_come_through' on numpy"):
+        check_memory(Leaky(), TopK(compress_ratio=0.05), backends=["numpy"])
+
+
+@dataclass(frozen=True)
+class FirstOnly(Allgather):
+    """Takes worker 0's payload for the mean."""
+
+    def reduce(self, x, method, state, ctx):
+        payload, state = yield from method.encode(x, state, ctx)
+        payloads = yield Gather(payload, ragged=method.compressor.ragged)
+        return method.compressor.decompress(payloads[0], ctx), state
+
+
+def test_a_communicator_that_takes_no_mean_is_caught():
+    check_communicator(Allgather(), [TopK(compress_ratio=0.1)], backends=["numpy"])
+    with pytest.raises(AssertionError, match="FirstOnly with topk breaks the law"):
+        check_communicator(FirstOnly(), [TopK(compress_ratio=0.1)], backends=["numpy"])
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        communicators.LAWS["nothing_is_lost_without_compression"](FirstOnly(), TopK(0.1), backend("numpy"))
+
+
+def test_every_law_says_what_it_is():
+    for laws in (compressors.LAWS, memories.LAWS, communicators.LAWS):
+        assert all(inspect.getdoc(law) for law in laws.values())

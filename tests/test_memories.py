@@ -350,3 +350,71 @@ def test_masks_leave_momentum_where_nothing_was_sent(xp):
     u, sent = host(xp, [state["memory/momentum"]])[0], host(xp, payload)[1]
     assert (u[sent] == 0).all()
     assert np.array_equal(np.delete(u, sent), np.delete(g, sent))
+
+
+# -- what the toolkits' doors do for memories ----------------------------------------------------------------------
+EF = {"compressor": "efsignsgd", "memory": "efsignsgd", "min_numel": 0}
+
+
+def test_pytorch_tells_the_learning_rate_of_each_group():
+    backend("torch")
+    import torch
+
+    import grace
+
+    net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
+    groups = [{"params": net[0].parameters(), "lr": 0.5}, {"params": net[1].parameters()}]
+    grc = grace_from_params(EF, LocalTransport())
+    optimizer = grace.torch.DistributedOptimizer(
+        torch.optim.SGD(groups, lr=0.1), grace=grc, named_parameters=net.named_parameters()
+    )
+    for rate in (0.5, 0.25):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        net(torch.ones(3, 8)).square().mean().backward()
+        optimizer.step()
+        kept = grc.state_dict()["tensors"]
+        assert (kept["0.weight"]["memory/lr"].item(), kept["1.bias"]["memory/lr"].item()) == pytest.approx((rate, 0.1))
+
+
+def test_keras_tells_the_learning_rate_of_a_schedule_in_a_graph():
+    backend("tensorflow")
+    import keras
+    import tensorflow as tf
+
+    import grace
+
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, decay_steps=1, decay_rate=0.5)
+    grc = grace_from_params(EF, LocalTransport())
+    optimizer = grace.tensorflow.DistributedOptimizer(keras.optimizers.SGD(schedule), grace=grc)
+    variable = tf.Variable(np.ones(16, np.float32), name="w")
+    optimizer.build([variable])
+
+    @tf.function(autograph=False)
+    def step(g):
+        optimizer.apply([g], [variable])
+
+    for rate in (0.5, 0.25, 0.125):
+        step(tf.constant(normal(16)))
+        (kept,) = grc.state_dict()["tensors"].values()
+        assert float(kept["memory/lr"][0]) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("toolkit", ["torch", "tensorflow"])
+@pytest.mark.parametrize("memory", ["dgc", "residual"])
+def test_momentum_twice_is_warned_of(toolkit, memory, recwarn):
+    backend(toolkit)
+    import grace
+
+    grc = grace_from_params({**TOPK, "memory": memory}, LocalTransport())
+    if toolkit == "torch":
+        import torch
+
+        parameter = torch.nn.Parameter(torch.ones(4))
+        grace.torch.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1, momentum=0.9), grace=grc)
+    else:
+        import keras
+
+        grace.tensorflow.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), grace=grc)
+    warned = [str(w.message) for w in recwarn if "momentum of its own" in str(w.message)]
+    assert len(warned) == (memory == "dgc")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace import blocks
-from grace.compressors.blockwise import Blockwise
+from grace.compressors.blockwise import Rounded
 from grace.core import Array, Context, Payload, State, Steps
 from grace.packing import pack, unpack
 from grace.registry import register
@@ -13,7 +13,7 @@ from grace.registry import register
 
 @register("blockint")
 @dataclass(frozen=True)
-class BlockInt(Blockwise):
+class BlockInt(Rounded):
     """Round each element, relative to the largest magnitude of its block, to an integer of few bits.
 
     Payload: codes uint8[ceil(bits * n / 8)], two's complement, -L .. L with L = 2**(bits - 1) - 1; scales float32[m].
@@ -25,28 +25,17 @@ class BlockInt(Blockwise):
     """
 
     bits: int = 4
-    rounding: str = "nearest"
     block_size: int = 512
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits not in (2, 4, 8):
             raise ValueError(f"bits={self.bits!r}: choose 2, 4 or 8")
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"rounding={self.rounding!r}: choose 'nearest' or 'stochastic'")
 
     @property
     def top(self) -> int:
         """The largest code."""
         return (1 << (self.bits - 1)) - 1
-
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        return self.rounding == "stochastic"
-
-    @property
-    def memory(self) -> str:  # type: ignore[override]
-        return "none" if self.unbiased else "residual"
 
     def variance(self, n: int) -> float | None:
         # The largest element has none. The rest does most harm in the middle of the lowest step, each element at

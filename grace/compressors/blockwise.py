@@ -21,3 +21,23 @@ class Blockwise(Compressor):
     @property
     def block(self) -> int | None:
         return self.block_size or None
+
+
+@dataclass(frozen=True)
+class Rounded(Blockwise):
+    """Rounds to the "nearest" of its values, with a residual, or at random ("stochastic"), without bias."""
+
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"rounding={self.rounding!r}: choose 'nearest' or 'stochastic'")
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.rounding == "stochastic"
+
+    @property
+    def memory(self) -> str:  # type: ignore[override]
+        return "none" if self.unbiased else "residual"

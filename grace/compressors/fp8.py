@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from grace import blocks
-from grace.compressors.blockwise import Blockwise
+from grace.compressors.blockwise import Rounded
 from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
 
@@ -40,7 +40,7 @@ FORMATS = {"e4m3": Format(3, 7, 0x7E), "e5m2": Format(2, 15, 0x7B)}
 
 @register("fp8", "float8")
 @dataclass(frozen=True)
-class FP8(Blockwise):
+class FP8(Rounded):
     """Divide each block by a scale that takes its largest magnitude to the largest float of 8 bits, and round to those.
 
     Payload: uint8[n], the floats' bits; scales float32[m].
@@ -52,23 +52,12 @@ class FP8(Blockwise):
     """
 
     format: str = "e4m3"
-    rounding: str = "nearest"
     block_size: int = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.format not in FORMATS:
             raise ValueError(f"format={self.format!r}: choose one of {', '.join(map(repr, FORMATS))}")
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"rounding={self.rounding!r}: choose 'nearest' or 'stochastic'")
-
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        return self.rounding == "stochastic"
-
-    @property
-    def memory(self) -> str:  # type: ignore[override]
-        return "none" if self.unbiased else "residual"
 
     def _error(self, n: int) -> float:
         # Normal numbers lie at most 2**-mantissa of their own size apart; the subnormal ones by a fixed share of the

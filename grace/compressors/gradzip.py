@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.collectives import Reduce
-from grace.compressors.lowrank import LowRank
-from grace.core import Array, Combine, Context, Payload, Program, State
+from grace.compressors.lowrank import WarmStarted
+from grace.core import Array, Context, Payload, Program, State
 from grace.registry import register
 
 
 @register("gradzip")
 @dataclass(frozen=True)
-class GradZip(LowRank):
+class GradZip(WarmStarted):
     """Send the factors that regularised least squares finds, first for Q fixed, then for P; warm-started.
 
     P = M Qᵀ (Q Qᵀ + c I)⁻¹ and Q = (Pᵀ P + c I)⁻¹ Pᵀ M, each averaged over the workers. As PowerSGD, with small
@@ -24,15 +24,11 @@ class GradZip(LowRank):
     """
 
     ridge: float = 1e-3
-    combine = Combine.AGREED
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.ridge > 0:
             raise ValueError(f"ridge={self.ridge!r} must be positive: it keeps the solves regular")
-
-    def init(self, ctx: Context) -> State:
-        return {"q": self.directions(ctx, "q", self.sizes(ctx)[1])}
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp = ctx.xp
@@ -41,10 +37,6 @@ class GradZip(LowRank):
         (p,) = yield Reduce((self._fit(xp.transpose(matrix), self.revived(state["q"], ctx, "q"), ctx),), "mean")
         (q,) = yield Reduce((self._fit(matrix, p, ctx),), "mean")
         return (xp.transpose(p), q), {"q": q}
-
-    def decompress(self, payload: Payload, ctx: Context) -> Array:
-        p, q = payload
-        return ctx.xp.reshape(p @ q, (-1,))
 
     def _fit(self, matrix: Array, rows: Array, ctx: Context) -> Array:
         # [m, k], [r, m] -> [r, k], the combination of ``rows`` for each column. Rows at unit scale stay in range, and

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grace import blocks
-from grace.core import Array, Compressor, Context
+from grace.core import Array, Combine, Compressor, Context, Payload, State
 
 
 @dataclass(frozen=True)
@@ -51,3 +51,20 @@ class LowRank(Compressor):
         largest = xp.max(xp.abs(rows), 1)
         alive = xp.reshape(largest, (-1, 1)) > 0
         return xp.where(alive, rows / blocks.divisor(xp, largest), self.directions(ctx, label, xp.shape(rows)[1]))
+
+
+@dataclass(frozen=True)
+class WarmStarted(LowRank):
+    """Agrees on both factors in each step, starting from the last Q.
+
+    Payload: P float32[a, r], Q float32[r, b]. State: Q.
+    """
+
+    combine = Combine.AGREED
+
+    def init(self, ctx: Context) -> State:
+        return {"q": self.directions(ctx, "q", self.sizes(ctx)[1])}
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        p, q = payload
+        return ctx.xp.reshape(p @ q, (-1,))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.collectives import Reduce
-from grace.compressors.lowrank import LowRank
-from grace.core import Array, Combine, Context, Payload, Program, State
+from grace.compressors.lowrank import WarmStarted
+from grace.core import Array, Context, Payload, Program, State
 from grace.registry import register
 
 
 @register("powersgd")
 @dataclass(frozen=True)
-class PowerSGD(LowRank):
+class PowerSGD(WarmStarted):
     """Send the factors of a low-rank approximation of the mean gradient, warm-started from the last step.
 
     Two rounds: P = M Q and Q = Mᵀ orth(P), each averaged over the workers.
@@ -22,11 +22,6 @@ class PowerSGD(LowRank):
     PyTorch's convolutions and also right for Keras's, whose output channels come last.
     Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, arXiv:1905.13727, algorithm 1.
     """
-
-    combine = Combine.AGREED
-
-    def init(self, ctx: Context) -> State:
-        return {"q": self.directions(ctx, "q", self.sizes(ctx)[1])}
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp = ctx.xp
@@ -38,7 +33,3 @@ class PowerSGD(LowRank):
         # (Pᵀ M) rather than Mᵀ P: the same numbers, without a strided pass over M.
         (q,) = yield Reduce((xp.transpose(p) @ matrix,), "mean")
         return (p, q), {"q": q}
-
-    def decompress(self, payload: Payload, ctx: Context) -> Array:
-        p, q = payload
-        return ctx.xp.reshape(p @ q, (-1,))

@@ -36,15 +36,7 @@ class MessageTransport(Transport):
     def _part(self, ranks: list[int]) -> MessageTransport:
         if len(ranks) == self.size:
             return self
-        return self.alone() if len(ranks) == 1 else self.among(ranks)
-
-    def alone(self) -> MessageTransport:
-        """The transport of this worker by itself."""
-        from grace.transports.local import LocalTransport
-
-        part = LocalTransport()
-        part.xp = self.xp
-        return part
+        return Alone(self.xp) if len(ranks) == 1 else self.among(ranks)
 
     @abstractmethod
     def among(self, ranks: list[int]) -> MessageTransport:
@@ -203,6 +195,32 @@ class MessageTransport(Transport):
     def _skip_empty(self, buffer: Array, begin: Callable[[], Wait], result: Any) -> Wait:
         # Equal sizes everywhere: nobody sends an empty message.
         return (lambda: result) if self.xp.shape(buffer)[0] == 0 else begin()
+
+
+class Alone(MessageTransport):
+    """A group of one worker: what it sends is what it gets."""
+
+    def __init__(self, xp: Any):
+        self.xp = xp
+
+    def among(self, ranks: list[int]) -> MessageTransport:
+        return self
+
+    def reduce(self, buffer: Array, op: str, name: str) -> Wait:
+        return lambda: buffer
+
+    def gather(self, buffer: Array, name: str) -> Wait:
+        return lambda: [buffer]
+
+    gather_ragged = gather
+
+    def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
+        return lambda: buffer
+
+    broadcast_ragged = broadcast
+
+    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
+        return lambda: buffers
 
 
 def _kind(collective: Collective) -> tuple[Any, ...]:

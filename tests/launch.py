@@ -65,9 +65,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def launch(name: str, size: int, script: str, out: Path, *args: str) -> list[Any]:
+def launch(name: str, size: int, script: str, out: Path, *args: str, timeout: float = 240) -> list[Any]:
     """Run tests/workers/<script> on ``size`` workers; what each of them saved, in rank order."""
-    run(*launcher(name, size), TESTS / "workers" / script, out, *args, log=out / "output.txt")
+    run(*launcher(name, size), TESTS / "workers" / script, out, *args, log=out / "output.txt", timeout=timeout)
     return [pickle.loads((out / f"{rank}.pickle").read_bytes()) for rank in range(size)]
 
 

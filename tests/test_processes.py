@@ -21,7 +21,8 @@ LAUNCHES = [
     ("horovodrun", 4, "tensorflow", "horovod"),
 ]
 
-pytestmark = pytest.mark.processes
+# A launch exchanges by every method of the table, and the first test of a case waits for it.
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
 def test_every_part_is_exchanged_by_real_workers():
@@ -42,7 +43,7 @@ def launched(tmp_path_factory):
     @cache
     def of(case):
         name, size, toolkit, transport = case
-        return launch(name, size, "exchange.py", tmp_path_factory.mktemp("out"), toolkit, transport)
+        return launch(name, size, "exchange.py", tmp_path_factory.mktemp("out"), toolkit, transport, timeout=800)
 
     return of
 

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 from exchanges import ROWS, STEPS, gradients, rows
-from launch import save
+from launch import leave_gloo, save
 
 out, toolkit, transport = sys.argv[1:]
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # for the groups of hierarchical exchanges
@@ -60,6 +60,6 @@ for index in rows(toolkit, hvd.size() if transport == "horovod" else dist.get_wo
     found[index] = (means, report.bytes_sent, report.bytes_received, report.bytes_dense, report.steps)
 save(out, grc.rank, found)
 if transport == "torch":
-    dist.destroy_process_group()  # gloo's threads, still running when Python ends, would abort the worker
+    leave_gloo()
 else:
     grc.transport.exchange("done")  # the first worker that ends would shut Horovod down for groups still at work

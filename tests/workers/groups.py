@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import torch
 from exchanges import ROWS, SHAPES, gradients
-from launch import save
+from launch import leave_gloo, save
 
 import grace
 
@@ -54,4 +54,4 @@ save(out, rank, found)
 if transport == "horovod":
     hvd.barrier()  # the first worker that ends would shut Horovod down for the other group
 else:
-    dist.destroy_process_group()  # gloo's threads, still running when Python ends, would abort the worker
+    leave_gloo()

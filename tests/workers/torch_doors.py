@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import torch
-from launch import save
+from launch import leave_gloo, save
 
 out, transport = sys.argv[1:]
 torch.set_num_threads(1)
@@ -258,4 +258,4 @@ if transport == "torch":
 
 save(out, rank, found)
 if transport == "torch":
-    dist.destroy_process_group()  # gloo's threads, still running when Python ends, would abort the worker
+    leave_gloo()

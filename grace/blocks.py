@@ -48,6 +48,13 @@ def largest_of_all(xp: Any, statistic: Array) -> Program[Array]:
     return xp.max(xp.concat([xp.reshape(each, (1, -1)) for (each,) in gathered]), 0)
 
 
+def norms(xp: Any, table: Array) -> Array:
+    """[m, block] -> [m]: Euclidean norms. Relative to the largest, neither 1e30 nor 1e-30 leaves float32's range."""
+    largest = xp.max(xp.abs(table), 1)
+    relative = table / divisor(xp, largest)
+    return largest * xp.sqrt(xp.sum(relative * relative, 1))
+
+
 def scaled(xp: Any, values: Array, scale: Array, block: int | None) -> Array:
     """[n], [m] -> [n]: each value times the scale of its block."""
     return flat(xp, rows(xp, values, block) * xp.reshape(scale, (-1, 1)), xp.shape(values)[0])

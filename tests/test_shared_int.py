@@ -16,7 +16,7 @@ def test_sums_never_leave_their_dtype(xp, dtype, levels, size):
     made = compressor(compressor="shared_int", dtype=dtype, levels=levels)
     x = np.array([1, -1] * 4 + [0], np.float32)
     contexts = [context(xp, 9, rank=rank, world_size=size) for rank in range(size)]
-    found, _ = together([made.compress(xp.asarray(x, "float32"), {}, ctx) for ctx in contexts])
+    found, _ = together(xp, [made.compress(xp.asarray(x, "float32"), {}, ctx) for ctx in contexts])
     assert {xp.dtype(array) for array in (found[0][0][0], found[0][0][2])} == {dtype}
     np.testing.assert_allclose(xp.to_numpy(made.decompress(found[0][0], contexts[0])), x, rtol=1e-6)
 
@@ -53,7 +53,7 @@ def test_workers_round_independently_and_keep_what_they_did_not_send(xp, params)
     n, size = 4096, 16
     x, made = normal(n).clip(-2, 2), compressor(**params)
     contexts = [context(xp, n, rank=rank, world_size=size) for rank in range(size)]
-    found, _ = together([made.compress(xp.asarray(x, "float32"), {}, ctx) for ctx in contexts])
+    found, _ = together(xp, [made.compress(xp.asarray(x, "float32"), {}, ctx) for ctx in contexts])
     mean = np.array(xp.to_numpy(made.decompress(found[0][0], contexts[3])))
     left = [
         xp.to_numpy(made.residual(xp.asarray(x, "float32"), payload, ctx))
@@ -71,7 +71,7 @@ def test_a_weak_worker_is_not_lost(xp):
     gradients = np.ones(n, np.float32), np.full(n, 0.01, np.float32)
     contexts = [context(xp, n, rank=rank, world_size=2) for rank in range(2)]
     pairs = zip(gradients, contexts, strict=True)
-    found, _ = together([made.compress(xp.asarray(x, "float32"), {}, ctx) for x, ctx in pairs])
+    found, _ = together(xp, [made.compress(xp.asarray(x, "float32"), {}, ctx) for x, ctx in pairs])
     mean = xp.to_numpy(made.decompress(found[0][0], contexts[0]))
     assert mean.mean() == pytest.approx(0.505, abs=5 * 0.5 * 0.1 / n**0.5)
 

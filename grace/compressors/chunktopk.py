@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace import blocks
+from grace import blocks, indices
 from grace.compressors.sparse import Scattered
 from grace.core import Array, Context, Payload, State, Steps
 from grace.packing import pack, unpack
@@ -40,11 +40,6 @@ class ChunkTopK(Scattered):
     def block(self) -> int | None:
         return self.chunk_size
 
-    @property
-    def upper(self) -> int:
-        """Bits of a place beyond eight."""
-        return max(0, self.chunk_size.bit_length() - 9)
-
     def contraction(self, n: int) -> float | None:
         # The k kept of a chunk of s have k / s of its squares, and one mean already keeps 1 / k of those.
         return 1 / max(1, min(n, self.chunk_size))
@@ -69,18 +64,15 @@ class ChunkTopK(Scattered):
         below = xp.sum(xp.where(high, 0.0, sizes), 1) / xp.maximum(few, 1.0)
         magnitudes = xp.reshape(xp.concat([xp.reshape(below, (-1, 1)), xp.reshape(above, (-1, 1))], 1), (-1,))
         codes = xp.cast(blocks.flat(xp, high, k), "int32") + 2 * xp.cast(values < 0, "int32")
-        low = xp.cast(xp.bitwise_and(places, 0xFF), "uint8")
-        upper = (pack(xp, self.upper, xp.shift_right(places, 8)),) if self.upper else ()
-        return (low, *upper, pack(xp, 2, codes), magnitudes), state
+        return (*indices.narrow(xp, places, self.chunk_size), pack(xp, 2, codes), magnitudes), state
 
     def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
         xp, k = ctx.xp, self.count(ctx.size)
-        places = xp.cast(payload[0], "int32")
-        if self.upper:
-            places = places + 256 * xp.cast(unpack(xp, self.upper, payload[1], k), "int32")
-        codes = xp.cast(unpack(xp, 2, payload[-2], k), "int32")
+        *sent, codes, magnitudes = payload
+        places = indices.widen(xp, tuple(sent), self.chunk_size, k)
+        codes = xp.cast(unpack(xp, 2, codes, k), "int32")
         chunk = xp.arange(k) // self.chunk_k
-        size = xp.take(payload[-1], 2 * chunk + xp.bitwise_and(codes, 1))
+        size = xp.take(magnitudes, 2 * chunk + xp.bitwise_and(codes, 1))
         return xp.scatter_add(total, places + self._starts(k, ctx), xp.where(codes >= 2, -size, size))
 
     def _starts(self, k: int, ctx: Context) -> Array:

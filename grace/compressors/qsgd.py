@@ -47,10 +47,7 @@ class QSGD(Compressor):
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         table = blocks.rows(xp, x, self.block)
-        # Squares are taken relative to the largest element: neither 1e30 nor 1e-30 leaves float32's range.
-        largest = xp.max(xp.abs(table), 1)
-        relative = table / blocks.divisor(xp, largest)
-        norm = largest * xp.sqrt(xp.sum(relative * relative, 1))
+        norm = blocks.norms(xp, table)
         level = xp.abs(table) / blocks.divisor(xp, norm) * float(self.quantum_num)
         level = xp.floor(blocks.flat(xp, level, n) + ctx.rng("round").uniform(n))
         level = xp.minimum(level, float(self.quantum_num))

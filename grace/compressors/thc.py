@@ -46,10 +46,7 @@ class THC(Blockwise):
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp, d = ctx.xp, width_of(ctx, self.block_size)
         rows = blocks.rows(xp, x, d)
-        # Squares are taken relative to the largest element: neither 1e30 nor 1e-30 leaves float32's range.
-        largest = xp.max(xp.abs(rows), 1)
-        relative = rows / blocks.divisor(xp, largest)
-        norm = yield from blocks.largest_of_all(xp, largest * xp.sqrt(xp.sum(relative * relative, 1)))
+        norm = yield from blocks.largest_of_all(xp, blocks.norms(xp, rows))
         # Of variance 1, for the worker with the largest norm.
         normal = hadamard(xp, rows / blocks.divisor(xp, norm) * self._signs(norm, ctx))
         steps = (xp.maximum(xp.minimum(normal, CUT), -CUT) + CUT) * (self.top / (2 * CUT))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import operator
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from grace.backends import backend_of
-from grace.collectives import AllToAll, Gather, Reduce, arrays_of
+from grace.catalog import carries
+from grace.collectives import Collective, arrays_of
 from grace.core import Communicator, Compressor, Context, Memory, Method, run
+from grace.flight import Flight
 from grace.pipeline import Grace, Options
 from grace.registry import communicators, compressors, memories, usual_communicator
 from grace.transports.local import LocalTransport, World
@@ -86,47 +86,16 @@ def same(one: Any, two: Any) -> bool:
 
 
 # -- several workers in lockstep -----------------------------------------------------------------------------------
-def together(programs: list[Any]) -> tuple[list[Any], list[Any]]:
+def together(xp: Any, programs: list[Any]) -> tuple[list[Any], list[Collective]]:
     """Programs of several workers in lockstep: their results, and what worker 0 asked for."""
-    programs = [run(program) for program in programs]
-    answers: list[Any] = [None] * len(programs)
-    results: list[Any] = []
-    asked = []
-    while not results:
-        requests = []
-        for program, answer in zip(programs, answers, strict=True):
-            try:
-                requests.append(program.send(answer))
-            except StopIteration as stop:
-                results.append(stop.value)
-        assert not (results and requests), "one worker has finished, another asks for a collective"
-        if requests:
-            asked.append(requests[0])
-            answers = _answers(requests)
-    return results, asked
-
-
-def _answers(requests: list[Any]) -> list[Any]:
-    # What each worker gets back when the workers ask for this.
-    first, everybody = requests[0], range(len(requests))
-    assert len({type(request) for request in requests}) == 1, "workers ask for different collectives"
-    if isinstance(first, tuple):
-        rounds = [_answers(list(each)) for each in zip(*requests, strict=True)]
-        return [tuple(answers[rank] for answers in rounds) for rank in everybody]
-    if isinstance(first, Reduce):
-        totals = []
-        for total, *rest in zip(*(request.arrays for request in requests), strict=True):
-            xp = backend_of(total)
-            combine = {"min": xp.minimum, "max": xp.maximum}.get(first.op, operator.add)
-            for other in rest:
-                total = combine(total, other)
-            totals.append(total / len(requests) if first.op == "mean" else total)
-        return [tuple(totals) for _ in everybody]
-    if isinstance(first, Gather):
-        return [[request.arrays for request in requests] for _ in everybody]
-    if isinstance(first, AllToAll):
-        return [[request.parts[rank] for request in requests] for rank in everybody]
-    return [requests[first.root].arrays for _ in everybody]
+    world = World(len(programs))
+    flights = [
+        Flight("law", {"w": run(program)}, LocalTransport(world, rank).bind(xp), {"compute": 0.0, "wait": 0.0})
+        for rank, program in enumerate(programs)
+    ]
+    while [flight for flight in flights if not flight.advance()]:
+        pass
+    return [flight.results["w"] for flight in flights], [asked for _, asked, _ in flights[0].asked]
 
 
 def alone(make: Callable[[Context], Any], ctx: Context) -> Any:
@@ -136,14 +105,13 @@ def alone(make: Callable[[Context], Any], ctx: Context) -> Any:
         next(run(steps))
     except StopIteration as stop:
         return stop.value
-    return together([make(replace(ctx, rank=rank)) for rank in range(ctx.world_size)])[0][ctx.rank]
+    return together(ctx.xp, [make(replace(ctx, rank=rank)) for rank in range(ctx.world_size)])[0][ctx.rank]
 
 
 def handed_over(make: Callable[[Context], Any], ctx: Context) -> list[Any]:
     """The arrays that worker 0 hands over inside ``make(ctx)``."""
-    _, asked = together([make(replace(ctx, rank=rank)) for rank in range(ctx.world_size)])
-    rounds = [each if isinstance(each, tuple) else (each,) for each in asked]
-    return [array for each in rounds for collective in each for array in arrays_of(collective)]
+    _, asked = together(ctx.xp, [make(replace(ctx, rank=rank)) for rank in range(ctx.world_size)])
+    return [array for collective in asked for array in arrays_of(collective)]
 
 
 def send(compressor: Compressor, xp: Any, x: Any, ctx: Context, state: Any = None) -> Any:
@@ -215,28 +183,14 @@ def unchanged(one: Any, two: Any) -> bool:
     ]
 
 
-def fitting(compressor: Compressor) -> Iterator[Communicator]:
-    """The registered communicators that carry a compressor; the others must refuse it by ValueError."""
-    for cls in communicators.values():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                workers(compressor, communicator=cls(), size=2)
-            except ValueError:
-                continue
-        yield cls()
+def fitting(compressor: Compressor) -> list[Communicator]:
+    """The registered communicators that carry a compressor."""
+    return [cls() for cls in communicators.values() if carries(cls(), compressor)]
 
 
-def accepted(communicator: Communicator) -> Iterator[Compressor]:
-    """The registered compressors that a communicator carries; the others it must refuse by ValueError."""
-    for cls in compressors.values():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                workers(cls(), communicator=communicator, size=2)
-            except ValueError:
-                continue
-        yield cls()
+def accepted(communicator: Communicator) -> list[Compressor]:
+    """The registered compressors that a communicator carries."""
+    return [cls() for cls in compressors.values() if carries(communicator, cls())]
 
 
 BAD = {

@@ -8,9 +8,13 @@ function is the public-domain 32-bit finaliser of MurmurHash3.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 MASK32 = 0xFFFFFFFF
+NOISE = 2**16
+"""Elements that share an offset of the noise."""
 
 
 def fnv1a(text: str) -> int:
@@ -43,6 +47,35 @@ def fold(*values: Any) -> Any:
     return h
 
 
+def word(keys: tuple[int, int], j: int) -> int:
+    """Word j of a stream: mix(mix(lo(j) + key0) ^ (hi(j) + key1))."""
+    return mix(mix(((j & MASK32) + keys[0]) & MASK32) ^ (((j >> 32) + keys[1]) & MASK32))
+
+
+def noise_offset(keys: tuple[int, int], row: int) -> float:
+    """What the elements of a row of the noise have in common, a fraction of 1."""
+    return (word(keys, row) >> 16) / NOISE
+
+
+def noise_rows(start: int, n: int) -> Iterator[tuple[int, int, int, int]]:
+    """Rows of the noise from element ``start`` on: row, place of its first among the n, place in the table, count."""
+    at = 0
+    while at < n:
+        row, first = divmod(start + at, NOISE)
+        count = min(n - at, NOISE - first)
+        yield row, at, first, count
+        at += count
+
+
+def _keys(seed: int, label: str, name: str, step: Any, worker: int) -> tuple[Any, Any]:
+    # Of one stream.
+    h = fold(seed, fnv1a(label), fnv1a(name), step, worker)
+    return mix((h + mix(1)) & MASK32), mix((h + mix(2)) & MASK32)
+
+
+_known_keys = lru_cache(4096)(_keys)
+
+
 class Rng:
     """One stream of numbers, counted by position in the tensor.
 
@@ -51,9 +84,10 @@ class Rng:
     """
 
     def __init__(self, xp: Any, seed: int, label: str, name: str, step: Any, worker: int, offset: int = 0):
-        h = fold(seed, fnv1a(label), fnv1a(name), step, worker)
+        keys = _known_keys if isinstance(step, int) else _keys
         self._xp = xp
-        self._keys = (mix((h + mix(1)) & MASK32), mix((h + mix(2)) & MASK32))
+        self._keys = keys(seed, label, name, step, worker)
+        self._table = keys(seed, label, "", step, worker)  # the same for all tensors
         self._offset = offset
 
     def bits(self, n: int) -> Any:
@@ -64,13 +98,23 @@ class Rng:
         """float32[n] in [0, 1), multiples of 2**-24."""
         return self._xp.uniform(*self._keys, self._offset, n)
 
+    def noise(self, n: int) -> Any:
+        """float32[n] in (0, 1), odd multiples of 2**-17: to round with, for a fraction of the price of `uniform`.
+
+        Element j has the upper 16 bits of word j mod 2**16 of a table that all tensors of a step share, plus those of
+        word j // 2**16 of this stream, as a fraction. Any two elements are independent, so errors of rounding add up as
+        those of independent numbers do. A float32 of magnitude below 2**7 and this number add up without carrying an
+        integer over.
+        """
+        return self._xp.noise(self._table, self._keys, self._offset, n)
+
     def rounded(self, x: Any, n: int) -> Any:
         """The float32[n] ``x``, each element rounded at random to a neighbouring integer, so that its expectation is x.
 
-        floor(x + u), but added to the fraction alone: an integer stays what it is, however large.
+        floor(x + noise), but added to the fraction alone: an integer stays what it is, however large.
         """
         lower = self._xp.floor(x)
-        return lower + self._xp.cast((x - lower) + self.uniform(n) >= 1.0, "float32")
+        return lower + self._xp.cast((x - lower) + self.noise(n) >= 1.0, "float32")
 
     def normal(self, n: int) -> Any:
         """float32[n] of mean 0 and variance 1 (Box and Muller, 1958). Equal across toolkits up to rounding."""

@@ -47,3 +47,12 @@ def words(key0: int, key1: int, start: int, n: int) -> Any:
 def uniform(seed: int, label: str, name: str, step: int, worker: int, start: int, n: int) -> Any:
     """float64[n] in [0, 1): the upper 24 bits of each word."""
     return (words(*keys(seed, label, name, step, worker), start, n) >> 8) / 2.0**24
+
+
+def noise(seed: int, label: str, name: str, step: int, worker: int, start: int, n: int) -> Any:
+    """float64[n] in (0, 1): the upper halves of a word of all tensors and of one of this stream, added modulo 1."""
+    j = np.arange(start, start + n)
+    table = words(*keys(seed, label, "", step, worker), 0, 2**16).astype(np.int64) >> 16
+    own = keys(seed, label, name, step, worker)
+    offsets = np.array([int(words(*own, int(row), 1)[0]) >> 16 for row in np.unique(j // 2**16)])
+    return ((table[j % 2**16] + offsets[j // 2**16 - start // 2**16]) % 2**16 + 0.5) / 2**16

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import streams
 from methods import BACKENDS, backend
 
 from grace.backends import Backend, backend_of, get_backend
@@ -705,6 +706,16 @@ def test_words_and_uniform(ops):
     u = ops(lambda xp: xp.uniform(1, 2, 0, N))
     assert u.dtype == np.float32
     assert u.tolist() == [(word >> 8) / 2**24 for word in words.view(np.uint32).tolist()]
+
+
+def test_noise(ops):
+    noise = ops(lambda xp: xp.noise((1, 2), (3, 4), 65000, 20000))
+    assert noise.dtype == np.float32
+    table, own = (
+        streams.words(*keys, 0, count).astype(np.int64) >> 16 for keys, count in (((1, 2), 2**16), ((3, 4), 2))
+    )
+    places = np.arange(65000, 85000)
+    assert np.array_equal(noise, ((table[places % 2**16] + own[places // 2**16]) % 2**16 + 0.5) / 2**16)
 
 
 # -- bits ----------------------------------------------------------------------------------------------------------

@@ -145,6 +145,36 @@ def test_streams_are_not_correlated(other):
         assert not np.intersect1d(one[:1000], two[:1000]).size > 5
 
 
+@pytest.mark.parametrize(
+    "start, n", [(0, 9), (65530, 20), (3 * 65536 - 5, 140_000), (262144, 65536), (7, 0), (2**33 + 9, 70)]
+)
+def test_noise_is_the_same_bits_on_every_toolkit(xp, start, n):
+    for fields in ({}, {"name": "other"}, {"step": 12}, {"worker": 0}):
+        name = {"seed": 0, "label": "round", "name": "layer", "step": 3, "worker": 1, **fields}
+        found = xp.to_numpy(draw(xp, **fields, offset=start).noise(n))
+        assert found.dtype == np.float32
+        assert np.array_equal(found, streams.noise(**name, start=start, n=n) if n else [])
+
+
+def test_noise_of_any_two_elements_is_independent():
+    # Of neighbours, of the same place in another run of 65536 elements, and in another tensor.
+    shared = {"seed": 0, "label": "round", "step": 3, "worker": 1, "start": 0}
+    one, other = (streams.noise(name=name, n=2**18, **shared) for name in ("layer", "other"))
+    assert abs(one.mean() - 0.5) < 5 * math.sqrt(1 / 12 / 2**16)
+    assert np.abs(np.histogram(one, 64, (0, 1))[0] / 2**12 - 1).max() < 5 * math.sqrt(63 / 2**16)
+    errors = [(run < 0.3).mean() for run in (*one.reshape(-1, 2**16), *other.reshape(-1, 2**16))]
+    assert np.abs(np.array(errors) - 0.3).max() < 5 * math.sqrt(0.21 / 2**16)
+    assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 5 / math.sqrt(2**16)
+    # Two runs share their table, so one pair of them is a shift of the other; over many draws they are independent.
+    sums = []
+    for step in range(400):
+        u = streams.noise(0, "round", "layer", step, 1, 5, 1), streams.noise(0, "round", "other", step, 1, 5, 1)
+        far = streams.noise(0, "round", "layer", step, 1, 5 + 2**16, 1)
+        sums.append([u[0][0] - 0.5, u[1][0] - 0.5, far[0] - 0.5])
+    correlation = np.corrcoef(np.array(sums).T) - np.eye(3)
+    assert np.abs(correlation).max() < 4.5 / math.sqrt(400)
+
+
 def test_rounded_numbers_are_neighbours_and_right_on_average(xp):
     rng, n = draw(xp), 100_000
     for value, lower in ((0.25, 0), (-0.25, -1), (7.125, 7), (-99.5, -100)):
@@ -152,7 +182,7 @@ def test_rounded_numbers_are_neighbours_and_right_on_average(xp):
         assert set(found.tolist()) == {lower, lower + 1}
         assert found.mean() == pytest.approx(value, abs=5 * 0.5 / math.sqrt(n))
         # floor(x + u), where that can be had without rounding
-        assert np.array_equal(found, np.floor(value + xp.to_numpy(rng.uniform(n)).astype(np.float64)))
+        assert np.array_equal(found, np.floor(value + xp.to_numpy(rng.noise(n)).astype(np.float64)))
     for whole in (0.0, -3.0, 127.0, 2.0**24 - 1):
         assert (xp.to_numpy(rng.rounded(xp.full(n, whole), n)) == whole).all()
 

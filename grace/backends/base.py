@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from grace.rng import NOISE
+
 Array = Any
 ITEMSIZE = {
     "bool": 1,
@@ -25,6 +27,9 @@ ITEMSIZE = {
     "int64": 8,
     "float64": 8,
 }
+
+LARGE = 2**14
+"""Elements from which on a whole table of noise is made for the tensors of a step to share."""
 
 
 class Backend(ABC):
@@ -237,6 +242,31 @@ class Backend(ABC):
         """float32[n] in [0, 1): the upper 24 bits of each word."""
         upper = self.bitwise_and(self.shift_right(self.words(key0, key1, start, n), 8), 0xFFFFFF)
         return self.cast(upper, "float32") * 2.0**-24
+
+    def noise(self, table: tuple[Any, Any], keys: tuple[Any, Any], start: int, n: int) -> Array:
+        """float32[n] in (0, 1): `grace.rng.Rng.noise`, elements start .. start+n-1."""
+        first, rows = start % NOISE, -(-(start % NOISE + n) // NOISE)
+        if rows < 2:
+            sums = self._upper(table, first, n) + self._upper(keys, start // NOISE, 1)
+        else:
+            offsets = self.reshape(self._upper(keys, start // NOISE, rows), (-1, 1))
+            sums = self.reshape(offsets + self.reshape(self._upper(table, 0, NOISE), (1, -1)), (-1,))
+            sums = sums[first : first + n]
+        return sums - self.floor(sums) + 2.0**-17
+
+    def _whole_table(self, keys: tuple[Any, Any]) -> Array:
+        # For toolkits that run eagerly: the table of a step serves all its tensors. In the middle of steps of 2**-16.
+        known: dict[Any, Array] = self.__dict__.setdefault("_tables", {})
+        if keys not in known:
+            while len(known) >= 16:  # workers and labels of one step
+                known.pop(next(iter(known)))
+            known[keys] = self._upper(keys, 0, NOISE) + 2.0**-17
+        return known[keys]
+
+    def _upper(self, keys: tuple[Any, Any], start: int, n: int) -> Array:
+        # The upper 16 bits of words, as fractions of 1.
+        upper = self.bitwise_and(self.shift_right(self.words(*keys, start, n), 16), 0xFFFF)
+        return self.cast(upper, "float32") * 2.0**-16
 
     # -- bits -------------------------------------------------------------------------------------------------------
     def pack_bits(self, mask: Array) -> Array:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from grace.backends.base import Array, Backend, Cell
-from grace.rng import MASK32
+from grace.backends.base import LARGE, Array, Backend, Cell
+from grace.rng import MASK32, noise_offset, noise_rows
 
 
 class NumpyBackend(Backend):
@@ -186,6 +186,17 @@ class NumpyBackend(Backend):
         h = _mix(((counter + int(key0)) & MASK32).astype(np.uint32))
         h ^= (((counter >> 32) + int(key1)) & MASK32).astype(np.uint32)
         return _mix(h).view(np.int32)
+
+    def noise(self, table: tuple[Any, Any], keys: tuple[Any, Any], start: int, n: int) -> Array:
+        if n < LARGE:
+            return super().noise(table, keys, start, n)
+        whole = self._whole_table(table)
+        noise = np.empty(n, np.float32)
+        for row, at, first, count in noise_rows(start, n):
+            part = noise[at : at + count]
+            np.add(whole[first : first + count], np.float32(noise_offset(keys, row)), out=part)
+            np.subtract(part, np.floor(part), out=part)
+        return noise
 
     def pack_bits(self, mask: Array) -> Array:
         return np.packbits(mask, bitorder="little")

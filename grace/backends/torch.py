@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from grace.backends.base import Array, Backend, Cell
-from grace.rng import MASK32
+from grace.backends.base import LARGE, Array, Backend, Cell
+from grace.rng import MASK32, noise_offset, noise_rows
 
 DTYPES = {
     "bool": torch.bool,
@@ -227,6 +227,15 @@ class TorchBackend(Backend):
             pieces.append(_mix(h.bitwise_xor_(_signed(high + key1))))
             start, n = start + count, n - count
         return self.concat(pieces) if pieces else self.zeros(0, "int32")
+
+    def noise(self, table: tuple[Any, Any], keys: tuple[Any, Any], start: int, n: int) -> Array:
+        if n < LARGE:
+            return super().noise(table, keys, start, n)
+        whole = self._whole_table(table)
+        noise = torch.empty(n, device=self.device)
+        for row, at, first, count in noise_rows(start, n):
+            torch.add(whole[first : first + count], noise_offset(keys, row), out=noise[at : at + count])
+        return noise.frac_()
 
     def cell(self, value: Array) -> Any:
         return Cell(value)

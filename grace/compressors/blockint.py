@@ -53,7 +53,7 @@ class BlockInt(Rounded):
         rows = blocks.rows(xp, x, self.block)
         scale = xp.max(xp.abs(rows), 1)
         steps = blocks.flat(xp, rows / blocks.divisor(xp, scale) * float(self.top), n)
-        steps = ctx.rng("round").rounded(steps, n) if self.unbiased else xp.round(steps)
+        steps = xp.floor(steps + ctx.rng("round").noise(n)) if self.unbiased else xp.round(steps)
         codes = xp.bitwise_and(xp.cast(steps, "int32"), (1 << self.bits) - 1)
         return (pack(xp, self.bits, codes), scale), state
 

@@ -49,7 +49,7 @@ class QSGD(Compressor):
         table = blocks.rows(xp, x, self.block)
         norm = blocks.norms(xp, table)
         level = xp.abs(table) / blocks.divisor(xp, norm) * float(self.quantum_num)
-        level = xp.floor(blocks.flat(xp, level, n) + ctx.rng("round").uniform(n))
+        level = xp.floor(blocks.flat(xp, level, n) + ctx.rng("round").noise(n))
         level = xp.minimum(level, float(self.quantum_num))
         codes = xp.cast(level, "int32") + xp.cast(x < 0, "int32") * (1 << (self.bits - 1))
         return (pack(xp, self.bits, codes), norm), state

@@ -42,7 +42,7 @@ def chain(ratio, levels, bucket, bits, golden=None):
 
     def formula(x, where):
         chosen, found = largest(ratio, x), np.zeros(len(x))
-        found[chosen] = rounded(x[chosen], levels, bucket, stage(where).uniform("round", len(chosen)))
+        found[chosen] = rounded(x[chosen], levels, bucket, stage(where).noise("round", len(chosen)))
         return found
 
     def nbytes(x):
@@ -66,7 +66,7 @@ def drawn_chain(ratio, levels):
     def formula(x, where):
         chosen = np.sort(np.argsort(where.shared_words("positions", len(x)), kind="stable")[: share(ratio, len(x))])
         found, scaled = np.zeros(len(x)), x[chosen] * np.float32(len(x) / len(chosen))
-        found[chosen] = rounded(scaled, levels, 512, stage(where).uniform("round", len(chosen)))
+        found[chosen] = rounded(scaled, levels, 512, stage(where).noise("round", len(chosen)))
         return found
 
     def variance(n):
@@ -94,7 +94,7 @@ def qsparse(ratio, golden=None):
 
     def formula(x, where):
         chosen, found = largest(ratio, x), np.zeros(len(x))
-        values = rounded(x[chosen], 15, 0, stage(where).uniform("round", len(chosen)))
+        values = rounded(x[chosen], 15, 0, stage(where).noise("round", len(chosen)))
         found[chosen] = values / (1 + noise(15, len(chosen)))
         return found
 
@@ -129,7 +129,7 @@ def stc(ratio, golden=None):
 
 ROWS = [
     # 2 and 1.5 of norm 2.5: floor(101.6 + 0.18) and floor(76.2 + 0.78).
-    chain(0.25, 127, 512, 8, golden=("654c", hexes(2.5, dtype="f4"), hexes(5, 7, dtype="i4"))),
+    chain(0.25, 127, 512, 8, golden=("654d", hexes(2.5, dtype="f4"), hexes(5, 7, dtype="i4"))),
     chain(0.1, 15, 16, 5),
     drawn_chain(0.25, 15),
     # 12 of 15 and 9 of 15, five bits each.

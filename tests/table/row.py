@@ -33,6 +33,10 @@ class Where(NamedTuple):
         """float64[n] in [0, 1)."""
         return (self.words(label, n) >> 8) / 2.0**24
 
+    def noise(self, label: str, n: int) -> Any:
+        """float64[n] in (0, 1), to round with."""
+        return streams.noise(0, label, self.name, self.step, self.rank + 1, self.offset, n)
+
 
 @dataclass(frozen=True)
 class Row:

@@ -120,6 +120,8 @@ class Compressor(ABC):
     """It keeps what it did not send in a state of its own."""
     memory: ClassVar[str] = "residual"
     """The memory that a user should have with this method."""
+    marked: ClassVar[bool] = False
+    """NaN and infinity in x show as such in the payload's float32 arrays: nothing need be decoded to see them."""
 
     @property
     def summed(self) -> tuple[str, int] | None:
@@ -160,8 +162,8 @@ class Compressor(ABC):
         """Payload -> float32[n]. Sees only what every worker sees: any worker gets the same bits."""
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        """float32[n]: what of ``x`` the payload does not carry."""
-        return x - self.decompress(payload, ctx)
+        """float32[n]: what of ``x`` the payload does not carry. x is spent: its memory may be reused."""
+        return ctx.xp.subtract_from(x, self.decompress(payload, ctx))
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         """All workers' payloads, in rank order -> float32[n], the mean. One dense buffer, whatever their number."""
@@ -169,6 +171,22 @@ class Compressor(ABC):
         for payload in payloads[1:]:
             total = total + self.decompress(payload, ctx)
         return total / len(payloads)
+
+    def aggregate_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
+        """`aggregate`, written to float32[n] ``out``; for toolkits whose arrays can be written to."""
+        ctx.xp.write(out, self.aggregate(payloads, ctx))
+        return out
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        """``compress(x + residual)`` and what its payload does not carry, by ``ctx.xp.kernels``; None: no kernel.
+
+        The result is that of the plain functions. ``x`` is spent; without a residual what is left is not asked for.
+        """
+        return None
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        """`aggregate` by ``ctx.xp.kernels``, written to ``out`` if there is one; None: no kernel."""
+        return None
 
     def reduced(self, payload: Payload, ctx: Context) -> Array:
         """A payload reduced on the wire -> float32[n]. Floats come averaged, integers summed (combine MEAN)."""
@@ -184,6 +202,8 @@ class Memory(ABC):
     """The memory of a second compression, where a communicator has one; None: this one."""
     momentum_inside: ClassVar[bool] = False
     """Its results carry momentum: the optimizer should have none of its own."""
+    plain: ClassVar[bool] = False
+    """It compresses x plus its state "residual", if it has that, and keeps what was not sent: no more and no less."""
 
     def check(self, compressor: Compressor) -> None:  # noqa: B027 - most fit every compressor
         """Raise ValueError, naming the remedy, for a compressor that this memory cannot work with."""
@@ -194,11 +214,11 @@ class Memory(ABC):
 
     @abstractmethod
     def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
-        """float32[n] -> what to compress instead, and next state."""
+        """float32[n] -> what to compress instead, and next state. x is spent: its memory may be reused."""
 
     @abstractmethod
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
-        """Next state, from what was compressed (``x``) and the payload that leaves this worker."""
+        """Next state, from what was compressed (``x``, spent) and the payload that leaves this worker."""
 
     def finish(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
         """float32[n], the mean of what all workers sent -> the result, and next state. By default the mean."""
@@ -262,14 +282,28 @@ class Method:
         return join(memory=self.memory.init(ctx), compressor=self.compressor.init(ctx))
 
     def encode(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        """compensate -> compress -> update."""
+        """compensate -> compress -> update. x is spent: its memory may be reused, also for the next state."""
+        done = execution.encode(self, x, state, ctx)
+        if done is not None:
+            return done
         x, memory = yield from run(self.memory.compensate(x, scope(state, "memory"), ctx))
         payload, kept = yield from run(self.compressor.compress(x, scope(state, "compressor"), ctx))
+        payload = execution.apart(payload, x, ctx.xp)
         memory = self.memory.update(x, payload, self.compressor, memory, ctx)
         return payload, join(memory=memory, compressor=kept)
 
-    def finish(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
+    def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> execution.Mean:
+        """The mean of all workers' payloads, in rank order, or of the one payload that they ``agreed`` on.
+
+        It is not decoded yet: ``.array()`` gives float32[n], ``.into(out)`` writes it there.
+        """
+        return execution.Mean(self.compressor, payloads, ctx, agreed)
+
+    def finish(self, mean: Array | execution.Mean, state: State, ctx: Context) -> tuple[Any, State]:
         """What the memory makes of the mean of all workers' payloads."""
+        if type(self.memory).finish is Memory.finish:
+            return mean, state
+        mean = execution.as_array(mean)
         mean, memory = self.memory.finish(mean, self.compressor, scope(state, "memory"), ctx)
         return mean, join(memory=memory, compressor=scope(state, "compressor"))
 
@@ -299,8 +333,11 @@ class Communicator(ABC):
         return method.init(ctx)
 
     @abstractmethod
-    def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
-        """float32[n] -> float32[n], the mean over all workers, bit-equal on all of them; and next state."""
+    def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Any, State]]:
+        """float32[n] -> float32[n], the mean over all workers, bit-equal on all of them; and next state.
+
+        x is spent. The mean may be a `grace.execution.Mean`, to be decoded where it belongs.
+        """
 
 
 class Transport(ABC):
@@ -333,3 +370,6 @@ class Transport(ABC):
     def exchange(self, text: str) -> list[str]:
         """Every worker's text, in rank order (for start-up checks, not for the hot path)."""
         return [text]
+
+
+from grace import execution  # noqa: E402 - it is written with the vocabulary above

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from grace.backends import Backend, backend_of
 from grace.collectives import Reduce
 from grace.core import Array, Communicator, Context, Method, Program, State, Transport, name_of
+from grace.execution import Mean, as_array
 from grace.flight import Flight
 from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
@@ -86,7 +87,8 @@ class Grace:
 
     def _clear(self) -> None:
         self._gradients: dict[str, Array | None] = {}
-        self._flights: list[tuple[Flight, tuple[Unit, ...]]] = []
+        self._spent: set[str] = set()
+        self._flights: list[tuple[Flight, dict[Unit, Array]]] = []
         self._launched = 0
         self._means: dict[str, Array | None] = {}
 
@@ -159,7 +161,7 @@ class Grace:
             self._unit_of.update({tensor.name: unit for tensor in unit.tensors})
             ctx = self._context(unit, 0)
             state = self.method.memory.init_dense(ctx) if unit.dense else self.communicator.init(self.method, ctx)
-            self._cells[unit.name] = {key: xp.cell(value) for key, value in state.items()}
+            self._cells[unit.name] = {key: xp.cell(xp.copy(value)) for key, value in state.items()}
         self._meter.extend([unit.name for bucket in buckets for unit in bucket.units])
         if self._waiting is not None:
             self.load_state_dict(self._waiting)
@@ -199,13 +201,14 @@ class Grace:
         )
 
     # -- exchange ---------------------------------------------------------------------------------------------------
-    def start(self, name: str, gradient: Array | None) -> Job:
+    def start(self, name: str, gradient: Array | None, spent: bool = False) -> Job:
         """Hand in a gradient. Its bucket leaves as soon as it is complete and the buckets before it have left.
 
-        Buckets leave in one order on all workers, whatever the order of these calls. Raises KeyError for a name that
-        was not built and RuntimeError for a second gradient before `finish`.
+        Buckets leave in one order on all workers, whatever the order of these calls. ``spent``: its memory may be used
+        for the exchange and for the mean, where the toolkit can; read it no more. Raises KeyError for a name that was
+        not built and RuntimeError for a second gradient before `finish`.
         """
-        self._hand_in(name, gradient)
+        self._hand_in(name, gradient, spent)
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
             if any(tensor.name not in self._gradients for tensor in bucket.tensors):
@@ -239,13 +242,13 @@ class Grace:
         self.land()
         return {name: self._means.pop(name) for name in gradients}
 
-    def launch(self, gradients: Mapping[str, Array | None], together: str = "") -> None:
+    def launch(self, gradients: Mapping[str, Array | None], together: str = "", spent: bool = False) -> None:
         """Hand in gradients and let them leave now, one message for each bucket. `land` ends the step.
 
-        ``together``: a name under which they all leave as one message instead.
+        ``together``: a name under which they all leave as one message instead. ``spent``: as in `start`.
         """
         for name, gradient in gradients.items():
-            self._hand_in(name, gradient)
+            self._hand_in(name, gradient, spent)
         names = dict.fromkeys(self._unit_of[name].name for name in gradients)
         groups = [(bucket.name, [unit for unit in bucket.units if unit.name in names]) for bucket in self._buckets]
         if together:
@@ -261,8 +264,8 @@ class Grace:
                 pass
             means: dict[str, Array | None] = {}
             with self.xp.quiet():
-                for flight, units in self._flights:
-                    means.update(self._commit(flight, units))
+                for flight, flat in self._flights:
+                    means.update(self._commit(flight, flat))
         finally:
             self._clear()
         self._means = means
@@ -284,7 +287,7 @@ class Grace:
         """The mean of a gradient after `land`; asked for once."""
         return self._means.pop(name)
 
-    def _hand_in(self, name: str, gradient: Array | None) -> None:
+    def _hand_in(self, name: str, gradient: Array | None, spent: bool) -> None:
         tensor = self._tensors.get(name)
         if tensor is None:
             raise KeyError(
@@ -295,29 +298,36 @@ class Grace:
         if gradient is not None and self.xp.shape(gradient) != tensor.shape:
             raise ValueError(f"gradient of {name!r} has shape {self.xp.shape(gradient)}, but {tensor.shape} was built")
         self._gradients[name] = gradient
+        if spent:
+            self._spent.add(name)
 
     def _launch(self, name: str, units: tuple[Unit, ...]) -> None:
         programs: dict[str, Program[Any]] = {}
         step = self._step.read()
-        for unit in units:
+        flat = {unit: self._flatten(unit) for unit in units}
+        for unit, x in flat.items():
             state = {key: cell.read() for key, cell in self._cells[unit.name].items()}
-            programs[unit.name] = self._program(unit, self._flatten(unit), state, self._context(unit, step))
+            programs[unit.name] = self._program(unit, x, state, self._context(unit, step))
         if self.track_missing:
             programs[PRESENT] = self._presence(units)
         with self.xp.quiet():
-            self._flights.append((Flight(name, programs, self.transport, self._clock), units))
+            self._flights.append((Flight(name, programs, self.transport, self._clock), flat))
 
     def _flatten(self, unit: Unit) -> Array:
+        # What the exchange may write to, if the toolkit's arrays can be written to: the gradient itself if it is spent.
         xp = self.xp
-        parts = []
+        parts, owned = [], False
         for tensor in unit.tensors:
             gradient = self._gradients.get(tensor.name)
-            parts.append(
-                xp.zeros(tensor.size, unit.dtype)
-                if gradient is None
-                else xp.cast(xp.reshape(gradient, (-1,)), unit.dtype)
-            )
-        return xp.concat(parts)
+            if gradient is None:
+                parts.append(xp.zeros(tensor.size, unit.dtype))
+                owned = True
+            else:
+                flat = xp.cast(xp.reshape(gradient, (-1,)), unit.dtype)
+                owned = tensor.name in self._spent or (xp.mutable and not xp.same_memory(flat, gradient))
+                parts.append(flat)
+        owned = owned or len(parts) > 1 or unit.dense != ""
+        return xp.concat(parts) if owned else xp.copy(parts[0])
 
     def _program(self, unit: Unit, x: Array, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         if unit.dense:
@@ -330,35 +340,51 @@ class Grace:
         (count,) = yield Reduce((self.xp.asarray(here, "float32"),), "sum")
         return count
 
-    def _commit(self, flight: Flight, units: tuple[Unit, ...]) -> dict[str, Array | None]:
+    def _commit(self, flight: Flight, flat: Mapping[Unit, Array]) -> dict[str, Array | None]:
         # The one place where state is kept: not at all where the mean is not finite (the same decision on all workers,
         # since the mean is) or where no worker had a gradient.
         xp, policy = self.xp, self.options.nonfinite
-        counts = self._counts(flight, units)
+        counts = self._counts(flight, flat)
         means: dict[str, Array | None] = {}
-        for unit in units:
-            mean, state = flight.results[unit.name]
+        for unit, x in flat.items():
+            mean, state = flight.results.pop(unit.name)
             cells = self._cells[unit.name]
             absent = all(counts.get(tensor.name) == 0 for tensor in unit.tensors)
+            ok = None
             if (cells or policy != "poison") and not absent:
-                ok = xp.finite(mean)
+                ok = mean.finite() if isinstance(mean, Mean) else None
+                if ok is None:
+                    mean = as_array(mean)
+                    ok = xp.finite(mean)
                 if not xp.traced and self._on_host(ok) and not ok:
                     self._skipped += 1
                 if policy == "raise":
                     xp.require(ok, f"the mean gradient of {unit.name!r} is not finite on any worker")
-                if policy == "zero":
-                    mean = xp.choose(ok, mean, xp.zeros(xp.shape(mean), unit.dtype))
                 for key, cell in cells.items():
-                    cell.assign(xp.choose(ok, state[key], cell.read()))
+                    self._keep(cell, ok, state[key], x)
+            # Only now, since what was not sent may be where the mean belongs.
+            if isinstance(mean, Mean):
+                mean = mean.into(x) if xp.mutable else mean.array()
+            if policy == "zero" and ok is not None:
+                mean = xp.choose(ok, mean, xp.zeros(xp.shape(mean), unit.dtype))
             start = 0
             for tensor in unit.tensors:
                 part = xp.reshape(mean[start : start + tensor.size], tensor.shape)
                 means[tensor.name] = None if counts.get(tensor.name) == 0 else xp.cast(part, tensor.dtype)
                 start += tensor.size
-        self._meter.add(flight.results, flight.asked, self.transport.group_rank)
+        self._meter.add([*(unit.name for unit in flat), *flight.results], flight.asked, self.transport.group_rank)
         return means
 
-    def _counts(self, flight: Flight, units: tuple[Unit, ...]) -> dict[str, float]:
+    def _keep(self, cell: Any, ok: Array, new: Array, x: Array) -> None:
+        old = cell.read()
+        if new is old:
+            return
+        if self.xp.mutable and self.xp.same_memory(new, x):
+            self.xp.write(old, self.xp.choose(ok, new, old))  # x is wanted for the mean
+        else:
+            cell.assign(self.xp.choose(ok, new, old))
+
+    def _counts(self, flight: Flight, units: Iterable[Unit]) -> dict[str, float]:
         # How many workers had a gradient; looked at (a device waits) only for what this worker lacks.
         names = [tensor.name for unit in units for tensor in unit.tensors]
         missing = [name for name in names if self._gradients.get(name) is None]
@@ -430,7 +456,7 @@ class Grace:
                 raise ValueError(f"state of {unit!r} has {sorted(theirs[unit])}, but this method keeps {sorted(cells)}")
             for key, cell in cells.items():
                 old = cell.read()
-                array = self.xp.asarray(theirs[unit][key], self.xp.dtype(old))
+                array = self.xp.copy(self.xp.asarray(theirs[unit][key], self.xp.dtype(old)))
                 if self.xp.shape(array) != self.xp.shape(old):
                     shapes = f"{self.xp.shape(array)}, but the model needs {self.xp.shape(old)}"
                     raise ValueError(f"state {key!r} of {unit!r} has shape {shapes}")

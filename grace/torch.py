@@ -134,7 +134,7 @@ class _Driver:
             self._refuse_sum_with_means(p)
             self._synced = False
         if self._passes + 1 == self._passes_per_step:
-            self.grace.start(self._names[p], _dense(p.grad))
+            self.grace.start(self._names[p], _dense(p.grad), spent=True)
 
     def _begin_backward(self, task: int) -> None:
         if _inside_backward():
@@ -182,7 +182,7 @@ class _Driver:
         started = self.grace.started
         for name, p in self._parameters.items():
             if name not in started:
-                self.grace.start(name, _dense(p.grad))
+                self.grace.start(name, _dense(p.grad), spent=True)
         self.grace.flush()
         self._versions = {}
         for name, p in self._parameters.items():
@@ -191,7 +191,7 @@ class _Driver:
                 continue
             if p.grad is None or p.grad.is_sparse:
                 p.grad = mean.clone()  # the mean is a view of a whole message
-            else:
+            elif mean.data_ptr() != p.grad.data_ptr():
                 with torch.no_grad():
                     p.grad.copy_(mean)
             self._versions[name] = (p.grad, p.grad._version)
@@ -237,7 +237,7 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     names = [book.name(p) for p in bucket.parameters()]
     gradients = dict(zip(names, bucket.gradients(), strict=True))
     grace.build(gradients)
-    grace.launch(gradients, together=f"ddp{len(book.waiting)}")
+    grace.launch(gradients, together=f"ddp{len(book.waiting)}", spent=True)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     book.waiting.append((future, bucket.buffer(), gradients))
     if bucket.is_last():
@@ -245,7 +245,9 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         grace.land()
         for done, buffer, views in waiting:
             for name, view in views.items():
-                view.copy_(grace.mean(name))
+                mean = grace.mean(name)
+                if mean.data_ptr() != view.data_ptr():
+                    view.copy_(mean)
             done.set_result(buffer)
     return future
 

@@ -38,6 +38,15 @@ class Backend(ABC):
     name: str
     traced: bool = False
     """Values may be symbolic: the code runs once, when a graph is made."""
+    mutable: bool = False
+    """Arrays can be written to: `write`, `empty` and `same_memory` work."""
+    piece: int = 0
+    """Elements that stay in a cache, so that long vectors are worked on piece by piece; 0: whole is best."""
+
+    @property
+    def kernels(self) -> Any:
+        """Native forms of whole methods (`grace.kernels`); None where there are none."""
+        return None
 
     # -- making and reading arrays ------------------------------------------------------------------------------
     @abstractmethod
@@ -72,6 +81,30 @@ class Backend(ABC):
     def integers(self, x: Array) -> list[Any]:
         """The elements of an integer vector as numbers that may bound a slice (waits for a device)."""
 
+    def empty(self, shape: Any, dtype: str = "float32") -> Array:
+        """An array of any values, to be written to."""
+        return self.zeros(shape, dtype)
+
+    def copy(self, x: Array) -> Array:
+        """An array of its own with the values of x; x itself where arrays cannot be written to."""
+        if not self.mutable:
+            return x
+        out = self.empty(self.shape(x), self.dtype(x))
+        self.write(out, x)
+        return out
+
+    def same_memory(self, x: Array, y: Array) -> bool:
+        """Both arrays begin at the same place in memory."""
+        return False
+
+    def overlap(self, x: Array, y: Array) -> bool:
+        """Both arrays may have memory in common."""
+        return False
+
+    def write(self, out: Array, x: Any) -> None:
+        """Put x, an array or a number, into an existing array of a backend that is `mutable`."""
+        raise TypeError(f"arrays of {self.name} cannot be written to")
+
     # -- shape ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def reshape(self, x: Array, shape: Any) -> Array: ...
@@ -105,6 +138,18 @@ class Backend(ABC):
         return self.reshape(self.bitcast(x, dtype), shape)
 
     # -- elementwise ------------------------------------------------------------------------------------------------
+    def add_to(self, x: Array, y: Array) -> Array:
+        """x + y, but may reuse x's memory: x is spent."""
+        return x + y
+
+    def subtract_from(self, x: Array, y: Array) -> Array:
+        """x - y, but may reuse x's memory: x is spent."""
+        return x - y
+
+    def divide_in(self, x: Array, y: float) -> Array:
+        """x / y, but may reuse x's memory: x is spent."""
+        return x / y
+
     @abstractmethod
     def where(self, condition: Array, x: Any, y: Any) -> Array: ...
 
@@ -211,6 +256,10 @@ class Backend(ABC):
     @abstractmethod
     def scatter(self, x: Array, indices: Array, values: Any) -> Array:
         """A vector with ``values`` (an array or a number) put at ``indices``, which are distinct."""
+
+    def put(self, x: Array, indices: Array, values: Any) -> Array:
+        """As `scatter`, but may reuse x's memory: x is spent."""
+        return self.scatter(x, indices, values)
 
     @abstractmethod
     def scatter_add(self, x: Array, indices: Array, values: Array) -> Array:

@@ -16,6 +16,8 @@ class NumpyBackend(Backend):
     """NumPy arrays."""
 
     name = "numpy"
+    mutable = True
+    piece = 2**18
 
     def asarray(self, values: Any, dtype: str) -> Array:
         return np.asarray(values, dtype)
@@ -44,6 +46,18 @@ class NumpyBackend(Backend):
     def integers(self, x: Array) -> list[Any]:
         return x.tolist()
 
+    def empty(self, shape: Any, dtype: str = "float32") -> Array:
+        return np.empty(shape, dtype)
+
+    def same_memory(self, x: Array, y: Array) -> bool:
+        return x.__array_interface__["data"][0] == y.__array_interface__["data"][0]
+
+    def overlap(self, x: Array, y: Array) -> bool:
+        return np.may_share_memory(x, y)
+
+    def write(self, out: Array, x: Any) -> None:
+        out[...] = x
+
     def reshape(self, x: Array, shape: Any) -> Array:
         return x.reshape(shape)
 
@@ -66,6 +80,15 @@ class NumpyBackend(Backend):
 
     def bitcast(self, x: Array, dtype: str) -> Array:
         return np.ascontiguousarray(x).view(dtype)
+
+    def add_to(self, x: Array, y: Array) -> Array:
+        return np.add(x, y, out=x)
+
+    def subtract_from(self, x: Array, y: Array) -> Array:
+        return np.subtract(x, y, out=x)
+
+    def divide_in(self, x: Array, y: float) -> Array:
+        return np.divide(x, y, out=x)
 
     def where(self, condition: Array, x: Any, y: Any) -> Array:
         return np.where(condition, x, y)
@@ -161,6 +184,10 @@ class NumpyBackend(Backend):
 
     def scatter(self, x: Array, indices: Array, values: Any) -> Array:
         x = x.copy()
+        x[indices] = values
+        return x
+
+    def put(self, x: Array, indices: Array, values: Any) -> Array:
         x[indices] = values
         return x
 

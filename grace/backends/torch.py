@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from grace.backends.base import LARGE, Array, Backend, Cell
@@ -24,13 +28,56 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+class Pool:
+    """Host memory that is used again as soon as nothing refers to it any more.
+
+    The C library gives a large array back to the system at once, and fresh pages cost several times what is then done
+    with them. Whether an array is free is read off its reference count, so nobody has to hand anything back.
+    """
+
+    SMALL = 2**18  # bytes: what the C library keeps by itself
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arrays: list[Any] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
+        size = math.prod(shape) * dtype.itemsize
+        if size < self.SMALL:
+            return torch.empty(shape, dtype=dtype)
+        with self._lock:
+            whole = torch.from_numpy(self._find(size))
+        return whole[:size].view(dtype).view(shape)
+
+    def _find(self, size: int) -> Any:
+        # Three references are the list's, the loop's and the one that is made to count them.
+        free = [array for array in self._arrays if sys.getrefcount(array) <= FREE]
+        fitting = [array for array in free if size <= array.size <= 2 * size]
+        if fitting:
+            return min(fitting, key=lambda array: array.size)
+        wasted = sum(array.size for array in free)
+        if wasted > sum(array.size for array in self._arrays) // 2:
+            # More lies idle than is in use: sizes have changed.
+            gone = {id(array) for array in free}
+            self._arrays = [array for array in self._arrays if id(array) not in gone]
+        array = np.empty(size, np.uint8)
+        self._arrays.append(array)
+        return array
+
+
+FREE = 3
+POOL = Pool()
+
+
 class TorchBackend(Backend):
     """PyTorch tensors of one device."""
 
     name = "torch"
+    mutable = True
 
     def __init__(self, device: str = "cpu"):
         self.device = torch.device(device)
+        self.piece = 2**18 if self.device.type == "cpu" else 0
 
     def asarray(self, values: Any, dtype: str) -> Array:
         flags = getattr(values, "flags", None)
@@ -66,11 +113,34 @@ class TorchBackend(Backend):
     def integers(self, x: Array) -> list[Any]:
         return x.tolist()
 
+    def empty(self, shape: Any, dtype: str = "float32") -> Array:
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        if self.device.type != "cpu":
+            return torch.empty(shape, dtype=DTYPES[dtype], device=self.device)
+        return POOL.empty(shape, DTYPES[dtype])
+
+    def same_memory(self, x: Array, y: Array) -> bool:
+        return x.data_ptr() == y.data_ptr()
+
+    def overlap(self, x: Array, y: Array) -> bool:
+        return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and x.numel() > 0
+
+    def write(self, out: Array, x: Any) -> None:
+        if isinstance(x, torch.Tensor):
+            out.copy_(x)
+        else:
+            out.fill_(x)
+
     def reshape(self, x: Array, shape: Any) -> Array:
         return x.reshape(shape)
 
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
-        return arrays[0] if len(arrays) == 1 else torch.cat(list(arrays), axis)
+        if len(arrays) == 1:
+            return arrays[0]
+        if axis or self.device.type != "cpu" or sum(map(torch.Tensor.numel, arrays)) < 2**16:
+            return torch.cat(list(arrays), axis)
+        out = POOL.empty((sum(array.shape[0] for array in arrays), *arrays[0].shape[1:]), arrays[0].dtype)
+        return torch.cat(list(arrays), out=out)
 
     def pad(self, x: Array, n: int) -> Array:
         return x if x.shape[0] == n else torch.nn.functional.pad(x, (0, n - x.shape[0]))
@@ -89,6 +159,15 @@ class TorchBackend(Backend):
         if size > x.element_size() and (x.data_ptr() % size or x.storage_offset() * x.element_size() % size):
             x = x.clone()  # a view needs its bytes aligned
         return x.view(DTYPES[dtype])
+
+    def add_to(self, x: Array, y: Array) -> Array:
+        return x.add_(y)
+
+    def subtract_from(self, x: Array, y: Array) -> Array:
+        return x.sub_(y)
+
+    def divide_in(self, x: Array, y: float) -> Array:
+        return x.div_(y)
 
     def where(self, condition: Array, x: Any, y: Any) -> Array:
         return torch.where(condition, x, y)
@@ -199,6 +278,11 @@ class TorchBackend(Backend):
         if isinstance(values, torch.Tensor):
             return x.index_copy(0, indices.long(), values)
         return x.index_fill(0, indices.long(), values)
+
+    def put(self, x: Array, indices: Array, values: Any) -> Array:
+        if isinstance(values, torch.Tensor):
+            return x.index_copy_(0, indices.long(), values)
+        return x.index_fill_(0, indices.long(), values)
 
     def scatter_add(self, x: Array, indices: Array, values: Array) -> Array:
         return x.index_add_(0, indices, values)

@@ -33,4 +33,4 @@ class Allgather(Communicator):
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         payload, state = yield from method.encode(x, state, ctx)
         payloads = yield Gather(payload, ragged=method.compressor.ragged)
-        return method.finish(method.compressor.aggregate(payloads, ctx), state, ctx)
+        return method.finish(method.mean(payloads, ctx), state, ctx)

@@ -39,7 +39,7 @@ class Allreduce(Communicator):
         compressor = method.compressor
         payload, state = yield from method.encode(x, state, ctx)
         if compressor.combine is Combine.AGREED:
-            return method.finish(compressor.decompress(payload, ctx), state, ctx)
+            return method.finish(method.mean([payload], ctx, agreed=True), state, ctx)
         payload = yield Reduce(payload, "sum" if compressor.summed else "mean")
         return method.finish(compressor.reduced(payload, ctx), state, ctx)
 

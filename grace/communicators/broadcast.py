@@ -22,4 +22,4 @@ class Broadcast(Communicator):
         payload, state = yield from method.encode(x, state, ctx)
         ragged = method.compressor.ragged
         payloads = yield tuple(Send(payload, root, ragged) for root in range(ctx.world_size))
-        return method.finish(method.compressor.aggregate(payloads, ctx), state, ctx)
+        return method.finish(method.mean(payloads, ctx), state, ctx)

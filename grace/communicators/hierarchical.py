@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from grace.collectives import AllToAll, Gather
 from grace.core import Array, Communicator, Context, Method, Program, State, Transport
+from grace.execution import as_array
 from grace.registry import communicators, register, usual_communicator
 
 T = TypeVar("T")
@@ -66,6 +67,7 @@ class Hierarchical(Communicator):
         cross = self._cross(method, ctx, ctx.rank % self.node_size)
         program = self.outer.reduce(total / self.node_size, method, state, cross)
         mean, state = yield from _across(program)
+        mean = as_array(mean)
         shards = yield Gather((xp.pad(mean, sizes[0]),), group="node")  # the last shards are shorter than the first
         return xp.concat([shard[:size] for (shard,), size in zip(shards, sizes, strict=True)]), state
 

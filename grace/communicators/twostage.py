@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
 from grace.collectives import AllToAll, Gather
 from grace.communicators.allgather import refuse_agreed
@@ -20,9 +17,9 @@ from grace.core import (
     State,
     join,
     name_of,
-    run,
     scope,
 )
+from grace.execution import cut, unit
 from grace.registry import register
 
 
@@ -60,35 +57,30 @@ class TwoStage(Communicator):
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, compressor, workers = ctx.xp, method.compressor, range(ctx.world_size)
-        unit = _unit(compressor)
-        lengths = _lengths(compressor, ctx.xp)
         payload, worker = yield from method.encode(x, scope(state, "worker"), ctx)
 
-        # Shards of equal size, the last ones shorter: element bounds, and with them bounds in each payload array.
+        # Shards of equal size, the last ones shorter: element bounds, and with them parts of each payload array.
         full = self.shard_size(compressor, ctx)
         bounds = [min(w * full, ctx.size) for w in workers] + [ctx.size]
-        ends = [xp.shape(array)[0] for array in payload]
-        cuts = [ends if bound == ctx.size else [bound // unit * length for length in lengths] for bound in bounds]
-        parts = tuple(tuple(array[cuts[w][i] : cuts[w + 1][i]] for i, array in enumerate(payload)) for w in workers)
+        parts = tuple(cut(compressor, payload, bounds[w], bounds[w + 1], ctx) for w in workers)
         received = yield AllToAll(parts)
 
         shard = self.shard(compressor, ctx, ctx.rank)
-        mean = compressor.aggregate(received, shard)
+        mean = method.mean(received, shard).array()
         payload, server = yield from _server(method).encode(mean, scope(state, "server"), shard.stage("server"))
 
         # The last shards are shorter than the first: filled up for the exchange, and cut off again.
-        filled = tuple(xp.pad(array, cuts[1][i] - cuts[0][i]) for i, array in enumerate(payload))
+        sizes = [[xp.shape(array)[0] for array in part] for part in parts]
+        filled = tuple(xp.pad(array, size) for array, size in zip(payload, sizes[0], strict=True))
         shards = yield Gather(filled)
-        whole = tuple(
-            xp.concat([shards[w][i][: cuts[w + 1][i] - cuts[w][i]] for w in workers]) for i in range(len(payload))
-        )
-        mean, worker = method.finish(compressor.decompress(whole, ctx.stage("server")), worker, ctx)
+        whole = tuple(xp.concat([shards[w][i][: sizes[w][i]] for w in workers]) for i in range(len(payload)))
+        mean, worker = method.finish(method.mean([whole], ctx.stage("server"), agreed=True), worker, ctx)
         return mean, join(worker=worker, server=server)
 
     def shard_size(self, compressor: Compressor, ctx: Context) -> int:
         """Elements of a full shard: whole blocks and whole bytes."""
-        unit = _unit(compressor)
-        return -(-ctx.size // (unit * ctx.world_size)) * unit
+        whole = unit(compressor)
+        return -(-ctx.size // (whole * ctx.world_size)) * whole
 
     def shard(self, compressor: Compressor, ctx: Context, worker: int) -> Context:
         """The context of the shard that a worker owns."""
@@ -100,20 +92,3 @@ class TwoStage(Communicator):
 def _server(method: Method) -> Method:
     # What the owner of a shard compresses its mean with.
     return method if method.memory.server is None else replace(method, memory=method.memory.server)
-
-
-def _unit(compressor: Compressor) -> int:
-    # Elements whose codes fill whole bytes and whole blocks.
-    return math.lcm(8, compressor.block or 1)
-
-
-@cache
-def _lengths(compressor: Compressor, xp: Any) -> tuple[int, ...]:
-    # How long each payload array is for one unit of elements; blockwise methods are linear in it.
-    ctx = Context(xp=xp, name="unit", shape=(_unit(compressor),))
-    program = run(compressor.compress(xp.zeros(ctx.size), compressor.init(ctx), ctx))
-    try:
-        next(program)
-    except StopIteration as stop:
-        return tuple(xp.shape(array)[0] for array in stop.value[0])
-    raise ValueError(f"{name_of(compressor)!r} asks for collectives inside compress, so its payload cannot be cut")

@@ -38,4 +38,4 @@ class GTopK(AgreedSparsifier):
         xp = ctx.xp
         used = xp.scatter(xp.zeros(ctx.size, "uint8"), payload[1], 1)
         own = payload[2]
-        return xp.scatter(x, own, xp.where(xp.take(used, own) != 0, 0.0, xp.take(x, own)))
+        return xp.put(x, own, xp.where(xp.take(used, own) != 0, 0.0, xp.take(x, own)))

@@ -29,7 +29,17 @@ class Scattered(Compressor):
         total = ctx.xp.zeros(ctx.size)
         for payload in payloads:
             total = self.add(total, payload, ctx)
-        return total / len(payloads)
+        return ctx.xp.divide_in(total, len(payloads))
+
+    def aggregate_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
+        ctx.xp.write(out, 0.0)
+        total = out
+        for payload in payloads:
+            total = self.add(total, payload, ctx)
+        total = ctx.xp.divide_in(total, len(payloads))
+        if not ctx.xp.same_memory(total, out):
+            ctx.xp.write(out, total)
+        return out
 
 
 class Sparsifier(Scattered):
@@ -67,7 +77,7 @@ class Sparsifier(Scattered):
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         # Exact, bit for bit: what was not sent stays as it is.
-        return ctx.xp.scatter(x, self.read(payload[1:], ctx), 0.0)
+        return ctx.xp.put(x, self.read(payload[1:], ctx), 0.0)
 
     def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
         return ctx.xp.scatter_add(total, self.read(payload[1:], ctx), payload[0])

@@ -21,6 +21,7 @@ class LowPass(Residual):
     """
 
     rate: float = 0.3
+    plain = False
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:

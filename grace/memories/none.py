@@ -13,6 +13,8 @@ from grace.registry import register
 class NoMemory(Memory):
     """Keep nothing: what compression loses is lost. Right for unbiased methods and for votes."""
 
+    plain = True
+
     def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
         return x, state
 

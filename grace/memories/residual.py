@@ -23,6 +23,10 @@ class Residual(Memory):
     gamma: float = 1.0
     feedback = True
 
+    @property
+    def plain(self) -> bool:  # type: ignore[override]
+        return self.beta == self.gamma == 1.0
+
     def init(self, ctx: Context) -> State:
         return {"residual": ctx.xp.zeros(ctx.size)}
 
@@ -32,7 +36,7 @@ class Residual(Memory):
             kept = kept * self.beta
         if self.gamma != 1.0:
             x = x * self.gamma
-        return x + kept, state
+        return ctx.xp.add_to(x, kept), state
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         return {"residual": compressor.residual(x, payload, ctx)}

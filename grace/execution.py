@@ -1,0 +1,156 @@
+"""How a method is carried out: by a native kernel, in pieces that stay in a cache, or whole. The result is the same.
+
+A gradient that is handed to a method is *spent*: its memory may take what was not sent, and in the end the mean.
+So a step needs no second array of the gradient's size, whose fresh pages cost more than all arithmetic.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from grace.core import Array, Combine, Compressor, Context, Method, Payload, State, name_of, run
+
+RESIDUAL = "memory/residual"
+
+
+def encode(method: Method, x: Array, state: State, ctx: Context) -> tuple[Payload, State] | None:
+    """`Method.encode` at once: payload and next state. None if there is no way but step by step. x is spent."""
+    compressor, memory = method.compressor, method.memory
+    if not memory.plain or ctx.size == 0:
+        return None
+    residual = state.get(RESIDUAL)
+    done = compressor.fused(x, residual, ctx) if ctx.xp.kernels else None
+    if done is None and _in_pieces(compressor, ctx):
+        done = _encode_pieces(compressor, x, residual, ctx)
+    if done is None:
+        return None
+    payload, left = done
+    return payload, state if residual is None else {**state, RESIDUAL: left}
+
+
+def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array]:
+    xp = ctx.xp
+    payloads = []
+    for start, stop in pieces(compressor, ctx):
+        here, part = ctx.piece(start, stop - start), x[start:stop]
+        if residual is not None:
+            part = xp.add_to(part, residual[start:stop])
+        payload, _ = compressor.compress(part, {}, here)  # type: ignore[misc]
+        payload = apart(payload, part, xp)
+        if residual is not None:
+            left = compressor.residual(part, payload, here)
+            if not xp.same_memory(left, x[start:stop]):
+                xp.write(x[start:stop], left)
+        payloads.append(payload)
+    return tuple(xp.concat(list(arrays)) for arrays in zip(*payloads, strict=True)), x
+
+
+def apart(payload: Payload, x: Array, xp: Any) -> Payload:
+    """The payload in memory of its own: that of x is spent."""
+    return tuple(xp.copy(array) if xp.overlap(array, x) else array for array in payload)
+
+
+class Mean:
+    """The mean of payloads, not decoded yet: it may be written to where it belongs, piece by piece."""
+
+    def __init__(self, compressor: Compressor, payloads: Sequence[Payload], ctx: Context, agreed: bool = False):
+        self._compressor, self._payloads, self._ctx, self._agreed = compressor, payloads, ctx, agreed
+
+    def finite(self) -> Array | None:
+        """Whether every element is finite, a bool scalar; None if only the decoded mean can tell."""
+        xp = self._ctx.xp
+        if not self._compressor.marked:
+            return None
+        floats = [array for payload in self._payloads for array in payload if xp.dtype(array) == "float32"]
+        return xp.finite(xp.concat([xp.reshape(array, (-1,)) for array in floats]))
+
+    def array(self) -> Array:
+        """float32[n]."""
+        xp, ctx = self._ctx.xp, self._ctx
+        if xp.mutable and (xp.kernels or _in_pieces(self._compressor, ctx)):
+            return self.into(xp.empty(ctx.size))
+        found = self._compressor.fused_mean(self._payloads, None, ctx) if xp.kernels and ctx.size else None
+        return self._decode(self._payloads, ctx) if found is None else found
+
+    def into(self, out: Array) -> Array:
+        """As `array`, written to float32[n] ``out``."""
+        xp, ctx, compressor = self._ctx.xp, self._ctx, self._compressor
+        if ctx.size == 0:
+            return out
+        if xp.kernels and compressor.fused_mean(self._payloads, out, ctx) is not None:
+            return out
+        if not _in_pieces(compressor, ctx):
+            return compressor.aggregate_into(out, self._payloads, ctx) if not self._agreed else self._whole(out)
+        for start, stop in pieces(compressor, ctx):
+            parts = [cut(compressor, payload, start, stop, ctx) for payload in self._payloads]
+            xp.write(out[start:stop], self._decode(parts, ctx.piece(start, stop - start)))
+        return out
+
+    def _whole(self, out: Array) -> Array:
+        self._ctx.xp.write(out, self._decode(self._payloads, self._ctx))
+        return out
+
+    def _decode(self, payloads: Sequence[Payload], ctx: Context) -> Array:
+        return (
+            self._compressor.decompress(payloads[0], ctx) if self._agreed else self._compressor.aggregate(payloads, ctx)
+        )
+
+
+def as_array(mean: Array | Mean) -> Array:
+    """A mean as float32[n], decoded if it is not yet."""
+    return mean.array() if isinstance(mean, Mean) else mean
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+def unit(compressor: Compressor) -> int:
+    """Elements whose codes fill whole bytes and whole blocks."""
+    return math.lcm(8, compressor.block or 1)
+
+
+def pieces(compressor: Compressor, ctx: Context) -> list[tuple[int, int]]:
+    """Where pieces that stay in a cache begin and end: whole units, the last one short."""
+    size = max(1, ctx.xp.piece // unit(compressor)) * unit(compressor)
+    return [(start, min(start + size, ctx.size)) for start in range(0, ctx.size, size)]
+
+
+def cut(compressor: Compressor, payload: Payload, start: int, stop: int, ctx: Context) -> Payload:
+    """The part of a blockwise method's payload that holds elements ``start .. stop``, at whole units or the end."""
+    units = unit(compressor)
+    parts = []
+    for array, length in zip(payload, lengths(compressor, ctx.xp), strict=True):
+        end = ctx.xp.shape(array)[0]
+        first, last = (end if bound >= ctx.size else bound // units * length for bound in (start, stop))
+        parts.append(array[first:last])
+    return tuple(parts)
+
+
+@cache
+def lengths(compressor: Compressor, xp: Any) -> tuple[int, ...]:
+    """How long each payload array is for one unit of elements; blockwise methods are linear in it."""
+    ctx = Context(xp=xp, name="unit", shape=(unit(compressor),))
+    program = run(compressor.compress(xp.zeros(ctx.size), compressor.init(ctx), ctx))
+    try:
+        next(program)
+    except StopIteration as stop:
+        return tuple(xp.shape(array)[0] for array in stop.value[0])
+    raise ValueError(f"{name_of(compressor)!r} asks for collectives inside compress, so its payload cannot be cut")
+
+
+def _in_pieces(compressor: Compressor, ctx: Context) -> bool:
+    return 0 < ctx.xp.piece < ctx.size and _divisible(compressor)
+
+
+@cache
+def _divisible(compressor: Compressor) -> bool:
+    # Blocks may be compressed apart, by plain functions without state.
+    return (
+        compressor.block is not None
+        and not compressor.ragged
+        and compressor.combine is Combine.GATHER
+        and type(compressor).init is Compressor.init
+        and not inspect.isgeneratorfunction(type(compressor).compress)
+    )

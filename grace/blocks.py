@@ -56,8 +56,8 @@ def norms(xp: Any, table: Array) -> Array:
 
 
 def scaled(xp: Any, values: Array, scale: Array, block: int | None) -> Array:
-    """[n], [m] -> [n]: each value times the scale of its block."""
-    return flat(xp, rows(xp, values, block) * xp.reshape(scale, (-1, 1)), xp.shape(values)[0])
+    """[n], [m] -> [n]: each value times the scale of its block. The values are spent."""
+    return flat(xp, xp.multiply_in(rows(xp, values, block), xp.reshape(scale, (-1, 1))), xp.shape(values)[0])
 
 
 def check_block(key: str, block: int) -> None:

@@ -167,10 +167,10 @@ class Compressor(ABC):
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         """All workers' payloads, in rank order -> float32[n], the mean. One dense buffer, whatever their number."""
-        total = self.decompress(payloads[0], ctx)
+        (total,) = execution.apart((self.decompress(payloads[0], ctx),), payloads[0], ctx.xp)
         for payload in payloads[1:]:
-            total = total + self.decompress(payload, ctx)
-        return total / len(payloads)
+            total = ctx.xp.add_to(total, self.decompress(payload, ctx))
+        return ctx.xp.divide_in(total, len(payloads)) if len(payloads) > 1 else total
 
     def aggregate_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
         """`aggregate`, written to float32[n] ``out``; for toolkits whose arrays can be written to."""
@@ -288,7 +288,7 @@ class Method:
             return done
         x, memory = yield from run(self.memory.compensate(x, scope(state, "memory"), ctx))
         payload, kept = yield from run(self.compressor.compress(x, scope(state, "compressor"), ctx))
-        payload = execution.apart(payload, x, ctx.xp)
+        payload = execution.apart(payload, (x,), ctx.xp)
         memory = self.memory.update(x, payload, self.compressor, memory, ctx)
         return payload, join(memory=memory, compressor=kept)
 

@@ -40,7 +40,7 @@ def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx
         if residual is not None:
             part = xp.add_to(part, residual[start:stop])
         payload, _ = compressor.compress(part, {}, here)  # type: ignore[misc]
-        payload = apart(payload, part, xp)
+        payload = apart(payload, (part,), xp)
         if residual is not None:
             left = compressor.residual(part, payload, here)
             if not xp.same_memory(left, x[start:stop]):
@@ -49,9 +49,9 @@ def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx
     return tuple(xp.concat(list(arrays)) for arrays in zip(*payloads, strict=True)), x
 
 
-def apart(payload: Payload, x: Array, xp: Any) -> Payload:
-    """The payload in memory of its own: that of x is spent."""
-    return tuple(xp.copy(array) if xp.overlap(array, x) else array for array in payload)
+def apart(arrays: Payload, others: Payload, xp: Any) -> Payload:
+    """The arrays in memory of their own, copied where they share some of the others'."""
+    return tuple(xp.copy(x) if any(xp.overlap(x, other) for other in others) else x for x in arrays)
 
 
 class Mean:

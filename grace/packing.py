@@ -10,6 +10,9 @@ from typing import Any
 
 from grace.core import Array
 
+WORDS = {2: "int16", 4: "int32"}
+"""Integers of as many bytes."""
+
 
 def packed_size(bits: int, n: int) -> int:
     """Bytes that ``n`` codes of ``bits`` bits take."""
@@ -17,19 +20,25 @@ def packed_size(bits: int, n: int) -> int:
 
 
 def pack(xp: Any, bits: int, codes: Array) -> Array:
-    """Integer codes in 0 .. 2**bits - 1, any integer dtype, [n] -> uint8[`packed_size`(bits, n)]; bits = 1 .. 8."""
+    """Integer codes, of which the lower bits are taken, [n] -> uint8[`packed_size`(bits, n)]; bits = 1 .. 8.
+
+    Codes are in 0 .. 2**bits - 1 in any integer dtype, or int8 with a sign.
+    """
     n = xp.shape(codes)[0]
+    if xp.dtype(codes) == "int8":  # in two's complement
+        codes = xp.bitcast(codes, "uint8")
+        codes = codes if bits == 8 else xp.bitwise_and(codes, (1 << bits) - 1)
     if bits == 8:
         return xp.cast(codes, "uint8")
     if bits == 1:
         return xp.pack_bits(codes != 0)
-    if 8 % bits == 0:  # whole codes in a byte
+    if 8 % bits == 0:  # whole codes in a byte: those of a word of as many bytes are moved into its first
         each = 8 // bits
-        codes = xp.pad(xp.cast(codes, "uint8"), packed_size(bits, n) * each)
-        packed = codes[0::each]
+        words = xp.bitcast(xp.pad(xp.cast(codes, "uint8"), packed_size(bits, n) * each), WORDS[each])
+        packed = words
         for i in range(1, each):
-            packed = xp.bitwise_or(packed, xp.shift_left(codes[i::each], i * bits))
-        return packed
+            packed = xp.bitwise_or(packed, xp.shift_right(words, i * (8 - bits)))
+        return xp.cast(xp.bitwise_and(packed, 0xFF), "uint8")
     codes = xp.pad(xp.cast(codes, "int64"), -(-n // 8) * 8)
     word = codes[0::8]
     for i in range(1, 8):
@@ -46,15 +55,18 @@ def unpack(xp: Any, bits: int, packed: Array, n: int) -> Array:
         return xp.cast(xp.unpack_bits(packed, n), "uint8")
     mask = (1 << bits) - 1
     if 8 % bits == 0:
-        words, each = packed, 8 // bits
-    else:
-        rows = xp.cast(xp.reshape(packed, (-1, bits)), "int64")
-        words, each = rows[:, 0], 8
-        for i in range(1, bits):
-            words = xp.bitwise_or(words, xp.shift_left(rows[:, i], 8 * i))
+        each = 8 // bits
+        words = xp.cast(packed, WORDS[each])
+        spread = words
+        for i in range(1, each):
+            spread = xp.bitwise_or(spread, xp.shift_left(words, i * (8 - bits)))
+        return xp.bitcast(xp.bitwise_and(spread, sum(mask << 8 * i for i in range(each))), "uint8")[:n]
+    rows = xp.cast(xp.reshape(packed, (-1, bits)), "int64")
+    words = rows[:, 0]
+    for i in range(1, bits):
+        words = xp.bitwise_or(words, xp.shift_left(rows[:, i], 8 * i))
     columns = [
-        xp.reshape(xp.cast(xp.bitwise_and(xp.shift_right(words, i * bits), mask), "uint8"), (-1, 1))
-        for i in range(each)
+        xp.reshape(xp.cast(xp.bitwise_and(xp.shift_right(words, i * bits), mask), "uint8"), (-1, 1)) for i in range(8)
     ]
     return xp.reshape(xp.concat(columns, 1), (-1,))[:n]
 

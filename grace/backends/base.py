@@ -1,6 +1,6 @@
 """What each array function means. Methods use these and the operators + - * / // % @ == != < <= > >= and slices.
 
-dtypes are strings: "float16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool" (and "bfloat16"
+dtypes are strings: "float16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool" (and "bfloat16"
 where the toolkit has it). Nothing here promotes dtypes by itself: cast first. No function changes its argument
 unless it says so. A function with a body has that body as its definition; a backend may override it with something
 faster that gives the same bits.
@@ -16,10 +16,13 @@ from typing import Any
 from grace.rng import NOISE
 
 Array = Any
+PIECE = 2**18
+"""Elements that stay in a core's cache with a few temporaries: larger pieces leave it, smaller ones cost more calls."""
 ITEMSIZE = {
     "bool": 1,
     "uint8": 1,
     "int8": 1,
+    "int16": 2,
     "float16": 2,
     "bfloat16": 2,
     "int32": 4,
@@ -146,6 +149,10 @@ class Backend(ABC):
         """x - y, but may reuse x's memory: x is spent."""
         return x - y
 
+    def multiply_in(self, x: Array, y: Any) -> Array:
+        """x * y, but may reuse x's memory: x is spent, and no smaller than y."""
+        return x * y
+
     def divide_in(self, x: Array, y: float) -> Array:
         """x / y, but may reuse x's memory: x is spent."""
         return x / y
@@ -200,6 +207,10 @@ class Backend(ABC):
     def max(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
         """NaN if any element is NaN. x must not be empty along the axis."""
 
+    def max_abs(self, x: Array) -> Array:
+        """[m, n] -> [m]: each row's largest magnitude; NaN if it has NaN."""
+        return self.max(self.abs(x), 1)
+
     @abstractmethod
     def all(self, x: Array) -> Array:
         """bool scalar; true for an empty array."""
@@ -236,6 +247,10 @@ class Backend(ABC):
 
         Of a matrix [m, n]: int32[m, k], for each row by itself.
         """
+
+    def topk_abs(self, x: Array, k: int) -> Array:
+        """`topk` of a vector's magnitudes."""
+        return self.topk(self.abs(x), k)
 
     @abstractmethod
     def sort(self, x: Array) -> Array:
@@ -325,6 +340,14 @@ class Backend(ABC):
         # Byte i of the word is moved to bit 56 + i by one multiplication: sum of 2**(56 - 7i).
         gathered = self.shift_right(octets * 0x0102040810204080, 56)
         return self.cast(self.bitwise_and(gathered, 0xFF), "uint8")
+
+    def pack_signs(self, x: Array) -> Array:
+        """float32[n] -> uint8[ceil(n/8)]: `pack_bits` of x >= 0, which NaN is not."""
+        return self.pack_bits(x >= 0)
+
+    def unpack_signs(self, packed: Array, n: int) -> Array:
+        """uint8[ceil(n/8)] -> float32[n]: 1 where a bit is set, else -1."""
+        return self.cast(self.unpack_bits(packed, n), "float32") * 2.0 - 1.0
 
     def unpack_bits(self, packed: Array, n: int) -> Array:
         """uint8[ceil(n/8)] -> bool[n]."""

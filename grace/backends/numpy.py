@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from grace.backends.base import LARGE, Array, Backend, Cell
+from grace.backends.base import LARGE, PIECE, Array, Backend, Cell
 from grace.rng import MASK32, noise_offset, noise_rows
 
 
@@ -17,7 +17,7 @@ class NumpyBackend(Backend):
 
     name = "numpy"
     mutable = True
-    piece = 2**18
+    piece = PIECE
 
     def asarray(self, values: Any, dtype: str) -> Array:
         return np.asarray(values, dtype)
@@ -86,6 +86,9 @@ class NumpyBackend(Backend):
 
     def subtract_from(self, x: Array, y: Array) -> Array:
         return np.subtract(x, y, out=x)
+
+    def multiply_in(self, x: Array, y: Any) -> Array:
+        return np.multiply(x, y, out=x)
 
     def divide_in(self, x: Array, y: float) -> Array:
         return np.divide(x, y, out=x)
@@ -170,6 +173,9 @@ class NumpyBackend(Backend):
         ties = np.flatnonzero(x == bound)[: k - len(above)]
         return np.sort(np.concatenate([above, ties])).astype(np.int32)
 
+    def topk_abs(self, x: Array, k: int) -> Array:
+        return largest_magnitudes(x, k) if len(x) > 65536 and 0 < k <= len(x) // 8 else self.topk(np.abs(x), k)
+
     def sort(self, x: Array) -> Array:
         return np.sort(x)
 
@@ -225,6 +231,15 @@ class NumpyBackend(Backend):
             np.subtract(part, np.floor(part), out=part)
         return noise
 
+    def pack_signs(self, x: Array) -> Array:
+        return np.packbits(np.greater_equal(x, 0), bitorder="little")
+
+    def unpack_signs(self, packed: Array, n: int) -> Array:
+        signs = np.unpackbits(packed, count=n, bitorder="little").astype(np.float32)
+        signs *= 2.0
+        signs -= 1.0
+        return signs
+
     def pack_bits(self, mask: Array) -> Array:
         return np.packbits(mask, bitorder="little")
 
@@ -253,3 +268,41 @@ def _mix(h: Array) -> Array:
     h *= np.uint32(0xC2B2AE35)
     h ^= h >> np.uint32(16)
     return h
+
+
+def largest_magnitudes(x: Array, k: int) -> Array:
+    """int32[k]: the positions of the k largest |x|, ascending; NaN is infinite, of equals the first. 0 < k < len(x).
+
+    A bound from a sample leaves few candidates, and the exact choice is made among them. No array of x's size is made.
+    A bound that turns out wrong is dropped, so the answer is exact whatever the sample.
+    """
+    n = len(x)
+    sample = np.abs(x[:: max(1, n // 65536)])
+    sample[np.isnan(sample)] = np.inf
+    want = k / n * len(sample)
+    rank = min(len(sample), int(want + 4 * want**0.5) + 1)
+    bound = np.partition(sample, len(sample) - rank)[len(sample) - rank]
+    magnitude, below = np.empty(min(n, PIECE), np.float32), np.empty(min(n, PIECE), bool)
+    found, total = [], 0
+    for start in range(0, n, PIECE):
+        part = x[start : start + PIECE]
+        size, mask = magnitude[: len(part)], below[: len(part)]
+        np.abs(part, out=size)
+        np.less(size, bound, out=mask)  # not "at least": NaN is a candidate
+        places = np.flatnonzero(np.logical_not(mask, out=mask))
+        places += start
+        found.append(places)
+        total += len(places)
+        if total > n // 4:
+            break
+    if not k <= total <= n // 4:
+        values, candidates = np.abs(x), None
+    else:
+        candidates = np.concatenate(found)
+        values = np.abs(x[candidates])
+    values[np.isnan(values)] = np.inf
+    least = np.partition(values, len(values) - k)[len(values) - k]
+    above = np.flatnonzero(values > least)
+    ties = np.flatnonzero(values == least)[: k - len(above)]
+    chosen = np.sort(np.concatenate([above, ties]))
+    return (chosen if candidates is None else candidates[chosen]).astype(np.int32)

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from grace.backends.base import LARGE, Array, Backend, Cell
+from grace.backends.base import LARGE, PIECE, Array, Backend, Cell
+from grace.backends.numpy import largest_magnitudes
 from grace.rng import MASK32, noise_offset, noise_rows
 
 DTYPES = {
     "bool": torch.bool,
     "uint8": torch.uint8,
     "int8": torch.int8,
+    "int16": torch.int16,
     "int32": torch.int32,
     "int64": torch.int64,
     "float16": torch.float16,
@@ -77,7 +79,8 @@ class TorchBackend(Backend):
 
     def __init__(self, device: str = "cpu"):
         self.device = torch.device(device)
-        self.piece = 2**18 if self.device.type == "cpu" else 0
+        self.on_host = self.device.type == "cpu"
+        self.piece = PIECE if self.on_host else 0
 
     def asarray(self, values: Any, dtype: str) -> Array:
         flags = getattr(values, "flags", None)
@@ -115,7 +118,7 @@ class TorchBackend(Backend):
 
     def empty(self, shape: Any, dtype: str = "float32") -> Array:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        if self.device.type != "cpu":
+        if not self.on_host:
             return torch.empty(shape, dtype=DTYPES[dtype], device=self.device)
         return POOL.empty(shape, DTYPES[dtype])
 
@@ -137,7 +140,7 @@ class TorchBackend(Backend):
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
         if len(arrays) == 1:
             return arrays[0]
-        if axis or self.device.type != "cpu" or sum(map(torch.Tensor.numel, arrays)) < 2**16:
+        if axis or not self.on_host or sum(map(torch.Tensor.numel, arrays)) < 2**16:
             return torch.cat(list(arrays), axis)
         out = POOL.empty((sum(array.shape[0] for array in arrays), *arrays[0].shape[1:]), arrays[0].dtype)
         return torch.cat(list(arrays), out=out)
@@ -165,6 +168,9 @@ class TorchBackend(Backend):
 
     def subtract_from(self, x: Array, y: Array) -> Array:
         return x.sub_(y)
+
+    def multiply_in(self, x: Array, y: Any) -> Array:
+        return x.mul_(y)
 
     def divide_in(self, x: Array, y: float) -> Array:
         return x.div_(y)
@@ -204,7 +210,12 @@ class TorchBackend(Backend):
         return torch.logical_not(mask)
 
     def isfinite(self, x: Array) -> Array:
+        if self.on_host and x.dtype == torch.float32:
+            return torch.from_numpy(np.asarray(np.isfinite(x.numpy())))
         return torch.isfinite(x)
+
+    def max_abs(self, x: Array) -> Array:
+        return torch.maximum(x.amax(1), x.amin(1).neg_())  # no temporary; NaN wins in all three
 
     def sum(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
         wide = torch.float64 if x.is_floating_point() else x.dtype
@@ -254,13 +265,22 @@ class TorchBackend(Backend):
             return torch.zeros(0, dtype=torch.int32, device=x.device)
         if x.is_floating_point():
             x = torch.where(torch.isnan(x), torch.inf, x)
-        if x.device.type == "cpu":
-            return _topk_host(x, k)
+        if self.on_host:
+            values = x.numpy()
+            bound = np.partition(values, n - k)[n - k]
+            above = np.flatnonzero(values > bound)
+            ties = np.flatnonzero(values == bound)[: k - len(above)]
+            return torch.from_numpy(np.sort(np.concatenate([above, ties])).astype(np.int32))
         # Without waiting for the device: the k-th largest, then ties from the front.
         bound = torch.topk(x, k, sorted=False).values.min()
         above, ties = x > bound, x == bound
         chosen = above | (ties & (torch.cumsum(ties, 0) <= k - above.sum()))
         return torch.nonzero_static(chosen, size=k).flatten().to(torch.int32)
+
+    def topk_abs(self, x: Array, k: int) -> Array:
+        if self.on_host and len(x) > 65536 and 0 < k <= len(x) // 8:
+            return torch.from_numpy(largest_magnitudes(x.numpy(), k))
+        return self.topk(torch.abs(x), k)
 
     def sort(self, x: Array) -> Array:
         return torch.sort(x).values
@@ -321,6 +341,28 @@ class TorchBackend(Backend):
             torch.add(whole[first : first + count], noise_offset(keys, row), out=noise[at : at + count])
         return noise.frac_()
 
+    # On the host NumPy works on the same memory, and turns numbers into bits many times faster than PyTorch.
+    def pack_bits(self, mask: Array) -> Array:
+        if not self.on_host:
+            return super().pack_bits(mask)
+        return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
+
+    def unpack_bits(self, packed: Array, n: int) -> Array:
+        if not self.on_host:
+            return super().unpack_bits(packed, n)
+        return torch.from_numpy(np.unpackbits(packed.numpy(), count=n, bitorder="little").view(bool))
+
+    def pack_signs(self, x: Array) -> Array:
+        if not self.on_host:
+            return super().pack_signs(x)
+        return torch.from_numpy(np.packbits(np.greater_equal(x.numpy(), 0), bitorder="little"))
+
+    def unpack_signs(self, packed: Array, n: int) -> Array:
+        if not self.on_host:
+            return super().unpack_signs(packed, n)
+        bits = torch.from_numpy(np.unpackbits(packed.numpy(), count=n, bitorder="little"))
+        return bits.float().mul_(2.0).sub_(1.0)
+
     def cell(self, value: Array) -> Any:
         return Cell(value)
 
@@ -348,24 +390,3 @@ def _mix(h: Array) -> Array:
     h *= _signed(0xC2B2AE35)
     h ^= (h >> 16) & 0xFFFF
     return h
-
-
-def _topk_host(x: Array, k: int) -> Array:
-    # On the host a bound from a sample leaves few candidates; the exact choice is made among them. A bound that
-    # turns out too high is dropped, so that the answer is exact whatever the sample.
-    n = x.shape[0]
-    candidates = None
-    if n > 65536 and k <= n // 8:
-        sample = x[:: max(1, n // 65536)]
-        want = k / n * sample.shape[0]
-        rank = min(sample.shape[0], int(want + 4 * want**0.5) + 1)
-        bound = torch.topk(sample, rank).values[-1]
-        candidates = torch.nonzero(x >= bound).flatten()
-        if not k <= candidates.shape[0] <= n // 4:
-            candidates = None
-    values = x if candidates is None else x[candidates]
-    bound = torch.topk(values, k).values[-1]
-    above = torch.nonzero(values > bound).flatten()
-    ties = torch.nonzero(values == bound).flatten()[: k - above.shape[0]]
-    chosen = torch.cat([above, ties]).sort().values
-    return (chosen if candidates is None else candidates[chosen]).to(torch.int32)

@@ -26,6 +26,7 @@ class BlockInt(Rounded):
 
     bits: int = 4
     block_size: int = 512
+    marked = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,14 +52,16 @@ class BlockInt(Rounded):
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         rows = blocks.rows(xp, x, self.block)
-        scale = xp.max(xp.abs(rows), 1)
-        steps = blocks.flat(xp, rows / blocks.divisor(xp, scale) * float(self.top), n)
-        steps = xp.floor(steps + ctx.rng("round").noise(n)) if self.unbiased else xp.round(steps)
-        codes = xp.bitwise_and(xp.cast(steps, "int32"), (1 << self.bits) - 1)
-        return (pack(xp, self.bits, codes), scale), state
+        scale = xp.max_abs(rows)
+        steps = blocks.flat(xp, xp.multiply_in(rows / blocks.divisor(xp, scale), float(self.top)), n)
+        steps = xp.floor(xp.add_to(steps, ctx.rng("round").noise(n))) if self.unbiased else xp.round(steps)
+        return (pack(xp, self.bits, xp.cast(steps, "int8")), scale), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
-        codes = codes - xp.cast(codes > self.top, "int32") * (1 << self.bits)
-        return blocks.scaled(xp, xp.cast(codes, "float32") / float(self.top), payload[1], self.block)
+        codes = xp.bitcast(unpack(xp, self.bits, payload[0], n), "int8")
+        if self.bits < 8:  # the upper half is negative
+            half = 1 << (self.bits - 1)
+            codes = xp.bitwise_xor(codes, half) - half
+        values = xp.divide_in(xp.cast(codes, "float32"), float(self.top))
+        return blocks.scaled(xp, values, payload[1], self.block)

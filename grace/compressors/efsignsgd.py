@@ -20,15 +20,16 @@ class EFSignSGD(Blockwise):
     Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019, arXiv:1901.09847, algorithm 1.
     """
 
+    marked = True
+
     def contraction(self, n: int) -> float | None:
         return 1 / max(1, min(n, self.block or n))
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         total = xp.sum(blocks.rows(xp, xp.abs(x), self.block), 1)
-        return (xp.pack_bits(x >= 0), total / blocks.counts(xp, n, self.block)), state
+        return (xp.pack_signs(x), total / blocks.counts(xp, n, self.block)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        signs = xp.cast(xp.unpack_bits(payload[0], n), "float32") * 2.0 - 1.0
-        return blocks.scaled(xp, signs, payload[1], self.block)
+        return blocks.scaled(xp, xp.unpack_signs(payload[0], n), payload[1], self.block)

@@ -21,6 +21,8 @@ class OneBit(Blockwise):
     Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent", Interspeech 2014, section 3.
     """
 
+    marked = True
+
     def contraction(self, n: int) -> float | None:
         return 1 / max(1, min(n, self.block or n))
 

@@ -25,6 +25,7 @@ class QSGD(Compressor):
     family = "quantisation"
     unbiased = True
     memory = "none"
+    marked = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.quantum_num <= 127:

@@ -40,15 +40,14 @@ class SignSGD(Compressor):
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp = ctx.xp
-        plus = x >= 0
         if not self.packed:
-            return (xp.cast(plus, "int8") * 2 - 1, xp.cast(_flags(xp, x), "int8")), state
-        return (xp.pack_bits(plus), _flags(xp, x)), state
+            return (xp.cast(x >= 0, "int8") * 2 - 1, xp.cast(_flags(xp, x), "int8")), state
+        return (xp.pack_signs(x), _flags(xp, x)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
         if self.packed:
-            signs = xp.cast(xp.unpack_bits(payload[0], n), "float32") * 2.0 - 1.0
+            signs = xp.unpack_signs(payload[0], n)
         else:
             signs = xp.cast(payload[0], "float32")
         poison = xp.where(payload[1] != 0, float("nan"), xp.zeros(xp.shape(payload[1])))

@@ -35,4 +35,4 @@ class TopK(CodedSparsifier):
         return kept(self.compress_ratio, n) / n if n else 1.0
 
     def select(self, x: Array, ctx: Context) -> Array:
-        return ctx.xp.topk(ctx.xp.abs(x), kept(self.compress_ratio, ctx.size))
+        return ctx.xp.topk_abs(x, kept(self.compress_ratio, ctx.size))

@@ -1,0 +1,224 @@
+"""Kernels in C++ for the few operations that cost most on a CPU: optional, and the same bits as the plain code.
+
+``library()`` gives them, or None: where they are not built (``python -m grace.kernels.build``) or the environment says
+GRACE_KERNELS=off. GRACE_KERNELS=avx512, avx2, neon or scalar asks for one instruction set. Nothing is loaded before the
+first call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+__all__ = ["ISAS", "Library", "library"]
+
+ISAS = ("avx512", "avx2", "neon", "scalar")
+"""Names of instruction sets; "neon" and "scalar" are the same plain code, compiled for AArch64 and for other machines."""
+
+Address = int | None
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+def library(isa: str | None = None) -> Library | None:
+    """The kernels of an instruction set, by default the best of this machine; None: not built, off, or not for it."""
+    if isa is None:
+        isa = os.environ.get("GRACE_KERNELS", "").lower()
+        if isa in ("off", "0"):
+            return None
+        isa = "" if isa in ("on", "1") else isa
+    if isa and isa not in ISAS:
+        raise ValueError(f"GRACE_KERNELS={isa!r}: choose one of {', '.join(ISAS)} or off")
+    return _library(isa)
+
+
+@cache
+def _library(isa: str) -> Library | None:
+    from grace.kernels import build  # not above: it is run as a program, too
+
+    path = build.find(build.library_name())
+    if path is None:
+        return None
+    shared = ctypes.CDLL(str(path))
+    shared.grace_loops.restype, shared.grace_loops.argtypes = _P, [ctypes.c_char_p]
+    handle = shared.grace_loops(isa.encode())
+    return Library(shared, handle) if handle else None
+
+
+class Library:
+    """The kernels of one instruction set.
+
+    They take raw addresses as integers, None or 0 for what is absent, and check nothing: arrays must be contiguous, of
+    the dtypes and sizes given, and not change meanwhile. Any address will do, aligned or not. ``n`` is a number of
+    elements, 0 too; ``block`` how many share a scale, a multiple of 8, or 0 for all; m = ceil(n / block), of 0 elements
+    none. ``residual`` is added to ``x``, if it is given, and v is their sum; ``out`` takes what the payload does not
+    carry of v, if it is given, and may be ``x`` or ``residual``. Beyond 262,144 elements the work is split over
+    ``threads``; the results do not depend on their number. The interpreter's lock is released meanwhile.
+    """
+
+    def __init__(self, shared: Any, handle: int):
+        def bind(name: str, *types: Any, result: Any = None) -> Any:
+            function = shared[f"grace_{name}"]  # an object of its own for each Library
+            function.restype, function.argtypes = result, [_P, *types]
+            return function
+
+        self._handle = handle
+        self.isa: str = bind("name", result=ctypes.c_char_p)(handle).decode()
+        self.path: str = shared._name
+        self._signs_encode = bind("signs_encode", _P, _P, _P, _P, _P, _I, _I, _I)
+        self._signs_mean = bind("signs_mean", _P, _P, _I, _P, _I, _I, _I)
+        self._ints_encode = bind("ints_encode", _P, _P, _P, _P, _P, _I, _I, _I, _P, _P, _I, _I)
+        self._ints_mean = bind("ints_mean", _P, _P, _I, _P, _I, _I, _I, _I)
+        self._topk_encode = bind("topk_encode", _P, _P, _P, _P, _P, _I, _I, _I, result=_I)
+        self._threshold_encode = bind("threshold_encode", _P, _P, _P, _F, _P, _P, _I, _I, _I, result=_I)
+        self._sparse_mean = bind("sparse_mean", _P, _P, _P, _I, _P, _I, _I, result=_I)
+        self._words = bind("words", _I, _I, _I, _I, _P, _I)
+        self._noise_table = bind("noise_table", _I, _I, _I, _P, _I)
+
+    def signs_encode(
+        self,
+        x: int,
+        residual: Address,
+        out: Address,
+        bits: int,
+        scales: int,
+        n: int,
+        block: int,
+        threads: int = 1,
+    ) -> None:
+        """Signs and mean magnitudes, as `grace.compressors.efsignsgd` has them.
+
+        x, residual, out: float32[n]; bits: uint8[ceil(n/8)], v >= 0; scales: float32[m]; out = v - (+-scale).
+        """
+        self._signs_encode(self._handle, x, residual, out, bits, scales, n, block, threads)
+
+    def signs_mean(
+        self,
+        bits_ptrs: Sequence[int],
+        scales_ptrs: Sequence[int],
+        workers: int,
+        out: int,
+        n: int,
+        block: int,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[n]: the mean of what the workers sent, each bits and scales as of `signs_encode`, in order."""
+        pointers = _P * workers
+        bits, scales = pointers(*bits_ptrs), pointers(*scales_ptrs)
+        self._signs_mean(self._handle, bits, scales, workers, out, n, block, threads)
+
+    def ints_encode(
+        self,
+        x: int,
+        residual: Address,
+        out: Address,
+        codes: int,
+        scales: int,
+        n: int,
+        block: int,
+        bits: int,
+        table: Address = None,
+        offsets: Address = None,
+        start: int = 0,
+        threads: int = 1,
+    ) -> None:
+        """Integers relative to each block's largest magnitude, as `grace.compressors.blockint` has them.
+
+        x, residual, out: float32[n]; codes: uint8[ceil(n * bits / 8)], bits = 8, 4 or 2; scales: float32[m].
+        Rounds to nearest without a ``table``, uint16[65536]; with it floor(steps + u), u = (noise + 0.5) / 65536 where
+        noise = (table[p % 65536] + offsets[p // 65536 - start // 65536]) % 65536 for the element at p = start + j.
+        """
+        self._ints_encode(
+            self._handle, x, residual, out, codes, scales, n, block, bits, table, offsets, start, threads
+        )
+
+    def ints_mean(
+        self,
+        codes_ptrs: Sequence[int],
+        scales_ptrs: Sequence[int],
+        workers: int,
+        out: int,
+        n: int,
+        block: int,
+        bits: int,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[n]: the mean of what the workers sent, each codes and scales as of `ints_encode`, in order."""
+        pointers = _P * workers
+        codes, scales = pointers(*codes_ptrs), pointers(*scales_ptrs)
+        self._ints_mean(self._handle, codes, scales, workers, out, n, block, bits, threads)
+
+    def topk_encode(
+        self,
+        x: int,
+        residual: Address,
+        out: int,
+        values: int,
+        positions: int,
+        n: int,
+        k: int,
+        threads: int = 1,
+    ) -> None:
+        """The k <= n elements of largest magnitude: exactly those of ``xp.topk(xp.abs(v), k)``.
+
+        x, residual, out: float32[n], out is needed; values: float32[k]; positions: int32[k], ascending.
+        """
+        if self._topk_encode(self._handle, x, residual, out, values, positions, n, k, threads):
+            raise MemoryError("top-k needs memory for about 2 k elements")
+
+    def threshold_encode(
+        self,
+        x: int,
+        residual: Address,
+        out: Address,
+        bound: float,
+        values: int,
+        positions: int,
+        capacity: int,
+        n: int,
+        threads: int = 1,
+    ) -> int:
+        """How many elements have a magnitude of at least float32(``bound``), or are not finite.
+
+        x, residual, out: float32[n]; values: float32[capacity]; positions: int32[capacity], ascending.
+        If there are more than ``capacity``, values and positions hold nothing of use and out, where given, holds all of
+        v: call again with out as x, no residual, and more room. (Without out: the same again.)
+        """
+        return self._threshold_encode(
+            self._handle, x, residual, out, bound, values, positions, capacity, n, threads
+        )
+
+    def sparse_mean(
+        self,
+        values_ptrs: Sequence[int],
+        positions_ptrs: Sequence[int],
+        counts: Sequence[int],
+        workers: int,
+        out: int,
+        n: int,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[n]: the mean of vectors that have float32 values at int32 positions, zeros elsewhere.
+
+        ValueError if a worker's positions do not ascend or are not in 0 .. n-1; out is then unfinished, and nothing is
+        written outside it.
+        """
+        pointers = _P * workers
+        values, positions = pointers(*values_ptrs), pointers(*positions_ptrs)
+        wrong = self._sparse_mean(
+            self._handle, values, positions, (_I * workers)(*counts), workers, out, n, threads
+        )
+        if wrong == -2:
+            raise MemoryError("no memory to add up sparse vectors")
+        if wrong >= 0:
+            raise ValueError(f"worker {wrong} sent positions that do not ascend within 0 .. {n - 1}")
+
+    def words(self, key0: int, key1: int, start: int, n: int, out: int, threads: int = 1) -> None:
+        """out, int32[n]: the random words of `grace.backends.base.Backend.words`."""
+        self._words(self._handle, key0, key1, start, n, out, threads)
+
+    def noise_table(self, key0: int, key1: int, n: int, out: int, threads: int = 1) -> None:
+        """out, uint16[n]: the upper halves of the words 0 .. n-1."""
+        self._noise_table(self._handle, key0, key1, n, out, threads)

@@ -1,0 +1,504 @@
+// The C interface: what is split over threads and blocks, and what looks at single elements. The loops are in loops.cc.
+//
+// Every function takes the instruction set first (grace_loops), raw addresses, and the number of threads last. Nothing
+// is checked but what comes from the network. Results do not depend on the number of threads nor, except for NaN's
+// bits, on the instruction set.
+#include "kernels.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#define API extern "C" __attribute__((visibility("default")))
+
+using grace::Found;
+using grace::Loops;
+using grace::Noise;
+
+namespace {
+
+constexpr int64_t PIECE = 65536;             // elements of a large block that are summed together
+constexpr int64_t ALONE = 262144;            // below this many elements threads cost more than they bring
+constexpr int64_t STREAMED = int64_t(4) << 20;  // from this many elements on, results do not stay in a cache
+constexpr int32_t INFINITE = 0x7f800000;     // the bits of infinity
+constexpr int32_t MAGNITUDE = 0x7fffffff;
+
+// work(begin, end, index) for parts of 0 .. n that begin at multiples of `unit`.
+template <class Work>
+void split(int64_t n, int64_t unit, int64_t threads, const Work& work) {
+  const int64_t units = (n + unit - 1) / unit;
+  threads = n > ALONE ? std::max<int64_t>(1, std::min(threads, units)) : 1;
+  if (threads == 1) return work(int64_t(0), n, int64_t(0));
+  const auto begin = [&](int64_t t) { return std::min(n, units * t / threads * unit); };
+  std::vector<std::thread> others;
+  others.reserve(size_t(threads));
+  for (int64_t t = 1; t < threads; t++) {
+    try {
+      others.emplace_back([&work, begin, t] { work(begin(t), begin(t + 1), t); });
+    } catch (const std::system_error&) {  // no thread to be had
+      work(begin(t), begin(t + 1), t);
+    }
+  }
+  work(int64_t(0), begin(1), int64_t(0));
+  for (auto& other : others) other.join();
+}
+
+template <class T>
+T* at(T* p, int64_t offset) {
+  return p ? p + offset : nullptr;
+}
+
+template <class T>
+T get(const T* p, int64_t i) {
+  T value;
+  memcpy(&value, reinterpret_cast<const char*>(p) + i * int64_t(sizeof(T)), sizeof(T));
+  return value;
+}
+
+template <class T>
+void set(T* p, int64_t i, T value) {
+  memcpy(reinterpret_cast<char*>(p) + i * int64_t(sizeof(T)), &value, sizeof(T));
+}
+
+int32_t bits_of(float x) {
+  int32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+float float_of(int32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+int32_t key(float x) { return std::min(bits_of(x) & MAGNITUDE, INFINITE); }
+
+// Writing past the caches pays where the results are many and their lines have not just been read.
+bool streams(const float* x, const float* residual, const float* out, int64_t n) {
+  return out && out != x && out != residual && n >= STREAMED && reinterpret_cast<uintptr_t>(out) % 16 == 0;
+}
+
+// Pieces of a block larger than one: statistic(begin, size) of all, then, with what `scale` makes of them,
+// emit(begin, size, scale) of all, the last piece first: it may still be in a cache.
+template <class Statistic, class Scale, class Emit>
+void in_pieces(int64_t n, int64_t threads, const Statistic& statistic, const Scale& scale, const Emit& emit) {
+  using Value = decltype(statistic(int64_t(0), int64_t(0)));
+  std::vector<Value> found(size_t((n + PIECE - 1) / PIECE));
+  split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t i = begin; i < end; i += PIECE) found[size_t(i / PIECE)] = statistic(i, std::min(PIECE, end - i));
+  });
+  const float whole = scale(found);
+  split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t i = (end - 1) / PIECE * PIECE; i >= begin; i -= PIECE) emit(i, std::min(PIECE, end - i), whole);
+  });
+}
+
+}  // namespace
+
+// The instruction set of that name, the best of this machine for "" - null if the machine lacks it.
+API const Loops* grace_loops(const char* isa) {
+  const auto wanted = [isa](const Loops& loops) { return !*isa || !strcmp(isa, loops.name); };
+#ifdef GRACE_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && wanted(grace::loops_avx512)) return &grace::loops_avx512;
+  if (avx2 && wanted(grace::loops_avx2)) return &grace::loops_avx2;
+#endif
+  return wanted(grace::loops_baseline) || !strcmp(isa, "scalar") ? &grace::loops_baseline : nullptr;
+}
+
+API const char* grace_name(const Loops* loops) { return loops->name; }
+
+API void grace_signs_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* bits,
+                            float* scales, int64_t n, int64_t block, int64_t threads) {
+  if (n <= 0) return;
+  if (block <= 0 || block > n) block = n;
+  const bool stream = streams(x, residual, out, n);
+  if (block <= PIECE)
+    return split(n, block, threads, [=](int64_t begin, int64_t end, int64_t) {
+      loops->signs_blocks(x + begin, at(residual, begin), at(out, begin), bits + begin / 8, scales + begin / block,
+                          end - begin, block, stream);
+    });
+  for (int64_t start = 0, b = 0; start < n; start += block, b++) {
+    const int64_t size = std::min(block, n - start);
+    in_pieces(
+        size, threads,
+        [=](int64_t i, int64_t count) { return loops->signs_total(x + start + i, at(residual, start + i), count); },
+        [=](const std::vector<double>& totals) {
+          double total = 0;
+          for (const double each : totals) total += each;
+          const float scale = float(total) / float(size);
+          set(scales, b, scale);
+          return scale;
+        },
+        [=](int64_t i, int64_t count, float scale) {
+          loops->signs_emit(x + start + i, at(residual, start + i), at(out, start + i), bits + (start + i) / 8, scale,
+                            count, stream);
+        });
+  }
+}
+
+API void grace_signs_mean(const Loops* loops, const uint8_t* const* bits, const float* const* scales, int64_t workers,
+                          float* out, int64_t n, int64_t block, int64_t threads) {
+  if (n <= 0) return;
+  if (block <= 0 || block > n) block = n;
+  const bool stream = streams(nullptr, nullptr, out, n);
+  split(n, block == n ? PIECE : block, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->signs_sum(bits, scales, workers, out, begin, end, block, stream);
+  });
+}
+
+API void grace_ints_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
+                           float* scales, int64_t n, int64_t block, int64_t bits, const uint16_t* table,
+                           const uint16_t* offsets, int64_t start, int64_t threads) {
+  if (n <= 0) return;
+  if (block <= 0 || block > n) block = n;
+  const bool stream = streams(x, residual, out, n);
+  const Noise noise = {table, offsets, start / 65536, start};
+  const int width = int(bits);
+  if (block <= PIECE)
+    return split(n, block, threads, [=](int64_t begin, int64_t end, int64_t) {
+      loops->ints_blocks(x + begin, at(residual, begin), at(out, begin), codes + begin * width / 8,
+                         scales + begin / block, end - begin, block, width, &noise, begin, stream);
+    });
+  for (int64_t from = 0, b = 0; from < n; from += block, b++) {
+    in_pieces(
+        std::min(block, n - from), threads,
+        [=](int64_t i, int64_t count) { return loops->ints_largest(x + from + i, at(residual, from + i), count); },
+        [=](const std::vector<int32_t>& largest) {
+          const float scale = float_of(*std::max_element(largest.begin(), largest.end()));
+          set(scales, b, scale);
+          return scale;
+        },
+        [=](int64_t i, int64_t count, float scale) {
+          loops->ints_emit(x + from + i, at(residual, from + i), at(out, from + i), codes + (from + i) * width / 8,
+                           scale, count, width, &noise, from + i, stream);
+        });
+  }
+}
+
+API void grace_ints_mean(const Loops* loops, const uint8_t* const* codes, const float* const* scales, int64_t workers,
+                         float* out, int64_t n, int64_t block, int64_t bits, int64_t threads) {
+  if (n <= 0) return;
+  if (block <= 0 || block > n) block = n;
+  const bool stream = streams(nullptr, nullptr, out, n);
+  split(n, block == n ? PIECE : block, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->ints_sum(codes, scales, workers, out, begin, end, block, int(bits), stream);
+  });
+}
+
+// ---- top-k -----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Candidates in ascending order of position. Not a std::vector: growing must not write zeros first.
+struct Candidates {
+  float* values = nullptr;
+  int32_t* positions = nullptr;
+  int64_t count = 0, capacity = 0;
+
+  Candidates() = default;
+  Candidates(const Candidates&) = delete;
+  Candidates& operator=(const Candidates&) = delete;
+  ~Candidates() { release(); }
+  void release() {
+    free(values);
+    free(positions);
+    values = nullptr, positions = nullptr, count = capacity = 0;
+  }
+  bool reserve(int64_t size) {
+    if (size <= capacity) return true;
+    float* v = static_cast<float*>(realloc(values, size_t(size) * 4));
+    if (v) values = v;
+    int32_t* p = static_cast<int32_t*>(realloc(positions, size_t(size) * 4));
+    if (p) positions = p;
+    if (v && p) capacity = size;
+    return v && p;
+  }
+};
+
+constexpr int64_t MOST_KEPT = int64_t(4) << 20;  // candidates that a thread's scratch may hold between calls
+
+// The k-th largest key of the candidates, 1 <= k <= count: bins of the keys' range, then of the bin it lies in.
+int32_t kth_key(const Candidates& all, int64_t k) {
+  constexpr int BINS = 2048;
+  int32_t low = INT32_MAX, high = 0;
+  for (int64_t i = 0; i < all.count; i++) {
+    const int32_t each = key(all.values[i]);
+    low = std::min(low, each), high = std::max(high, each);
+  }
+  while (low < high) {
+    int shift = 0;
+    while ((uint32_t(high - low) >> shift) >= uint32_t(BINS)) shift++;
+    int64_t bins[BINS] = {};
+    const uint32_t range = uint32_t(high - low);
+    for (int64_t i = 0; i < all.count; i++) {
+      const uint32_t above = uint32_t(key(all.values[i])) - uint32_t(low);
+      if (above <= range) bins[above >> shift]++;
+    }
+    int bin = BINS - 1;
+    while (bins[bin] < k) k -= bins[bin--];
+    low += int32_t(uint32_t(bin) << shift);
+    high = std::min(high, low + int32_t((1u << shift) - 1));
+  }
+  return low;
+}
+
+// Keeps the k largest, the lower positions of equal ones, and puts the others back to out. Returns the least key kept.
+int32_t keep_largest(Candidates& all, int64_t k, float* out) {
+  if (all.count == 0 || k == 0) return 0;
+  k = std::min(k, all.count);
+  const int32_t bound = kth_key(all, k);
+  int64_t ties = k, kept = 0;
+  for (int64_t i = 0; i < all.count; i++) ties -= key(all.values[i]) > bound;
+  for (int64_t i = 0; i < all.count; i++) {
+    const float value = all.values[i];
+    const int32_t position = all.positions[i], each = key(value);
+    if (each > bound || (each == bound && ties-- > 0)) {
+      all.values[kept] = value;
+      all.positions[kept++] = position;
+    } else {
+      set(out, position, value);
+    }
+  }
+  all.count = kept;
+  return bound;
+}
+
+// out = x + residual with zeros where there are candidates: elements begin .. end whose key reaches the bound, but at
+// most those k that may belong to the k largest. False: no memory.
+bool collect(const Loops* loops, const float* x, const float* residual, float* out, int64_t begin, int64_t end,
+             int32_t bound, int64_t k, int64_t expected, bool stream, Candidates& all) {
+  const int64_t limit = 2 * k + 4096;
+  all.count = 0;
+  if (!all.reserve(std::min(limit, expected + expected / 4 + 1024))) return false;
+  while (begin < end) {
+    const Found found =
+        loops->select(x + begin, at(residual, begin), out + begin, end - begin, bound, INFINITE,
+                      all.values + all.count, all.positions + all.count, all.capacity - all.count, int32_t(begin), stream);
+    begin += found.read;
+    all.count += found.count;
+    if (begin >= end) break;
+    if (all.capacity < limit) {
+      if (!all.reserve(std::min(limit, 2 * all.capacity))) return false;
+    } else {  // later elements must beat the least of these: among equals the first wins
+      bound = keep_largest(all, k, out) + 1;
+    }
+  }
+  return true;
+}
+
+// Keys of a sample spread over x + residual, descending.
+std::vector<int32_t> sample(const float* x, const float* residual, int64_t n) {
+  const int64_t size = std::min<int64_t>(n, std::clamp<int64_t>(n / 64, 1024, 65536));
+  std::vector<int32_t> keys;
+  keys.resize(size_t(size));
+  uint32_t state = 0x9E3779B9;
+  for (int64_t i = 0; i < size; i++) {
+    const int64_t from = n * i / size, width = n * (i + 1) / size - from;
+    state = state * 1664525u + 1013904223u;
+    const int64_t j = from + int64_t((uint64_t(state) * uint64_t(width)) >> 32);
+    keys[size_t(i)] = key(residual ? get(x, j) + get(residual, j) : get(x, j));
+  }
+  return keys;
+}
+
+}  // namespace
+
+// 0, or -2 if there is no memory.
+API int64_t grace_topk_encode(const Loops* loops, const float* x, const float* residual, float* out, float* values,
+                              int32_t* positions, int64_t n, int64_t k, int64_t threads) try {
+  if (n <= 0) return 0;
+  k = std::clamp<int64_t>(k, 0, n);
+  bool stream = streams(x, residual, out, n);
+  threads = n > ALONE && threads > 1 ? std::min<int64_t>(threads, 64) : 1;
+  static thread_local Candidates kept_scratch;
+  std::vector<Candidates> own(size_t(threads - 1));
+  const auto scratch = [&](int64_t t) -> Candidates& { return t ? own[size_t(t - 1)] : kept_scratch; };
+
+  std::vector<int32_t> keys = sample(x, residual, n);
+  const double share = double(k) / double(n), expected_rank = share * double(keys.size());
+  double rank = expected_rank + 3 * std::max(1.0, __builtin_sqrt(expected_rank * (1 - share))) + 1;
+  for (;; rank *= 2) {
+    int32_t bound = 0;
+    int64_t expected = n;
+    if (k == 0) {
+      bound = INT32_MAX, expected = 0;
+    } else if (rank < double(keys.size())) {
+      std::nth_element(keys.begin(), keys.begin() + int64_t(rank), keys.end(), std::greater<int32_t>());
+      bound = keys[size_t(rank)];
+      expected = int64_t(rank / double(keys.size()) * double(n));
+    }
+    bool failed[64] = {};
+    split(n, 4096, threads, [&](int64_t begin, int64_t end, int64_t t) {
+      failed[t] = !collect(loops, x, residual, out, begin, end, bound, k, expected / threads, stream, scratch(t));
+    });
+    for (const bool each : failed)
+      if (each) return -2;
+    int64_t count = kept_scratch.count;
+    for (const auto& each : own) count += each.count;
+    if (count >= k || bound == 0) {
+      if (!kept_scratch.reserve(count)) return -2;
+      for (const auto& each : own) {
+        if (!each.count) continue;
+        memcpy(kept_scratch.values + kept_scratch.count, each.values, size_t(each.count) * 4);
+        memcpy(kept_scratch.positions + kept_scratch.count, each.positions, size_t(each.count) * 4);
+        kept_scratch.count += each.count;
+      }
+      keep_largest(kept_scratch, k, out);
+      if (k) {
+        memcpy(values, kept_scratch.values, size_t(k) * 4);
+        memcpy(positions, kept_scratch.positions, size_t(k) * 4);
+      }
+      if (kept_scratch.capacity > MOST_KEPT) kept_scratch.release();
+      return 0;
+    }
+    // Too few: everything goes back, and from now on out is what is read.
+    for (int64_t t = 0; t < threads; t++)
+      for (int64_t i = 0; i < scratch(t).count; i++) set(out, scratch(t).positions[i], scratch(t).values[i]);
+    x = out, residual = nullptr, stream = false;
+  }
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
+// ---- threshold -------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// How many of begin .. end are chosen. The first `capacity` are written; if there are more, out has them all back.
+int64_t choose(const Loops* loops, const float* x, const float* residual, float* out, int64_t begin, int64_t end,
+               int32_t bound, float* values, int32_t* positions, int64_t capacity, bool stream) {
+  constexpr int64_t CHUNK = 4096;
+  float chosen[CHUNK + 16];
+  int32_t where[CHUNK + 16];
+  int64_t count = 0;
+  for (int64_t i = begin; i < end; i += CHUNK) {
+    const int64_t found = loops->select(x + i, at(residual, i), at(out, i), std::min(CHUNK, end - i), bound, MAGNITUDE,
+                                        chosen, where, CHUNK + 16, int32_t(i), stream).count;
+    const int64_t fit = std::clamp<int64_t>(capacity - count, 0, found);
+    if (fit) {
+      memcpy(reinterpret_cast<char*>(values) + 4 * count, chosen, size_t(fit) * 4);
+      memcpy(reinterpret_cast<char*>(positions) + 4 * count, where, size_t(fit) * 4);
+    }
+    for (int64_t j = fit; out && j < found; j++) set(out, where[j], chosen[j]);
+    count += found;
+  }
+  return count;
+}
+
+void put_back(float* out, const float* values, const int32_t* positions, int64_t count) {
+  for (int64_t i = 0; out && i < count; i++) set(out, get(positions, i), get(values, i));
+}
+
+}  // namespace
+
+API int64_t grace_threshold_encode(const Loops* loops, const float* x, const float* residual, float* out, float bound,
+                                   float* values, int32_t* positions, int64_t capacity, int64_t n, int64_t threads) {
+  if (n <= 0) return 0;
+  const int32_t least = bound > 0 ? bits_of(bound) : 0;
+  const bool stream = streams(x, residual, out, n);
+  if (threads > 1 && n > ALONE && capacity >= 4096) {  // each thread fills its share of the capacity
+    threads = std::min<int64_t>(threads, 64);
+    const int64_t share = capacity / threads;
+    int64_t counts[64] = {};
+    split(n, 4096, threads, [&](int64_t begin, int64_t end, int64_t t) {
+      counts[t] = choose(loops, x, residual, out, begin, end, least, values + t * share, positions + t * share, share,
+                         stream);
+    });
+    int64_t count = 0;
+    const bool fits = *std::max_element(counts, counts + threads) <= share;
+    for (int64_t t = 0; t < threads; t++) {
+      if (fits) {
+        memmove(values + count, values + t * share, size_t(counts[t]) * 4);
+        memmove(positions + count, positions + t * share, size_t(counts[t]) * 4);
+      } else {
+        put_back(out, values + t * share, positions + t * share, std::min(share, counts[t]));
+      }
+      count += counts[t];
+    }
+    if (fits || count > capacity) return count;
+    if (out) x = out, residual = nullptr;  // they fit, but unevenly: once more, one after the other
+  }
+  const int64_t count = choose(loops, x, residual, out, 0, n, least, values, positions, capacity, stream);
+  if (count > capacity) put_back(out, values, positions, capacity);
+  return count;
+}
+
+// ---- sparse mean -----------------------------------------------------------------------------------------------------
+
+// -1, or the first worker whose positions are not within 0 .. n-1 and ascending (out is then unfinished); -2: no memory.
+API int64_t grace_sparse_mean(const Loops* loops, const float* const* values, const int32_t* const* positions,
+                              const int64_t* counts, int64_t workers, float* out, int64_t n, int64_t threads) try {
+  constexpr int64_t TILE = 4096;
+  const bool stream = streams(nullptr, nullptr, out, n);
+  threads = n > ALONE && threads > 1 ? std::min<int64_t>(threads, 64) : 1;
+  const auto position = [=](int64_t w, int64_t i) { return uint32_t(get(positions[w], i)); };  // negative: far too large
+  if (n <= 0) {
+    for (int64_t w = 0; w < workers; w++)
+      if (counts[w] > 0) return w;
+    return -1;
+  }
+  const int64_t tiles = (n + TILE - 1) / TILE;
+  threads = std::min(threads, tiles);
+  std::vector<int64_t> cuts(size_t((threads + 1) * workers));  // where the positions of each thread's part begin
+  for (int64_t t = 0; t <= threads; t++) {
+    for (int64_t w = 0; w < workers; w++) {
+      int64_t low = t == threads ? counts[w] : 0, high = t == 0 ? 0 : counts[w];
+      const int64_t bound = tiles * t / threads * TILE;
+      while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        if (int64_t(position(w, middle)) < bound)
+          low = middle + 1;
+        else
+          high = middle;
+      }
+      cuts[size_t(t * workers + w)] = low;
+    }
+  }
+  std::vector<int64_t> reached = cuts;
+  split(n, TILE, threads, [&](int64_t begin, int64_t end, int64_t t) {
+    alignas(64) float tile[TILE];
+    int64_t* next = &reached[size_t(t * workers)];
+    for (int64_t from = begin; from < end; from += TILE) {
+      const int64_t size = std::min(TILE, end - from);
+      memset(tile, 0, size_t(size) * 4);
+      for (int64_t w = 0; w < workers; w++) {
+        int64_t i = next[w], previous = -1;
+        for (const int64_t count = counts[w]; i < count; i++) {
+          const int64_t j = int64_t(position(w, i)) - from;
+          if (j >= size || j <= previous) break;  // of a later tile; or not ascending, and then it stays here for good
+          tile[j] += get(values[w], i);
+          previous = j;
+        }
+        next[w] = i;
+      }
+      loops->divide(tile, out + from, size, float(workers), stream);
+    }
+  });
+  for (int64_t w = 0; w < workers; w++)
+    for (int64_t t = 0; t < threads; t++)
+      if (reached[size_t(t * workers + w)] != cuts[size_t((t + 1) * workers + w)]) return w;
+  return -1;
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
+API void grace_words(const Loops* loops, int64_t key0, int64_t key1, int64_t start, int64_t n, int32_t* out,
+                     int64_t threads) {
+  split(std::max<int64_t>(n, 0), 4096, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->words(uint32_t(key0), uint32_t(key1), start + begin, end - begin, out + begin);
+  });
+}
+
+API void grace_noise_table(const Loops* loops, int64_t key0, int64_t key1, int64_t n, uint16_t* out, int64_t) {
+  loops->noise(uint32_t(key0), uint32_t(key1), std::max<int64_t>(n, 0), out);
+}

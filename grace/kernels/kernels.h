@@ -1,0 +1,56 @@
+// The loops that are compiled once per instruction set (loops.cc), and the table through which kernels.cc calls them.
+#pragma once
+
+#include <cstdint>
+
+namespace grace {
+
+// Where the noise of stochastic rounding comes from; table == nullptr: round to nearest, halves to even.
+struct Noise {
+  const uint16_t* table;    // [65536]
+  const uint16_t* offsets;  // one per 65536 positions, the first for the segment `origin`
+  int64_t origin;           // start / 65536
+  int64_t start;            // the position of element 0
+};
+
+// The finished part of a pass that compacts what is large.
+struct Found {
+  int64_t read;   // elements looked at
+  int64_t count;  // of these written to values and positions
+};
+
+// x, residual, out: float32; residual may be null. `stream`: write past the caches. Ranges of elements and pointers to
+// packed bytes begin at whole bytes. No alignment is assumed.
+struct Loops {
+  const char* name;
+  double (*signs_total)(const float* x, const float* residual, int64_t n);
+  void (*signs_emit)(const float* x, const float* residual, float* out, uint8_t* bits, float scale, int64_t n,
+                     bool stream);
+  void (*signs_blocks)(const float* x, const float* residual, float* out, uint8_t* bits, float* scales, int64_t n,
+                       int64_t block, bool stream);
+  void (*signs_sum)(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out, int64_t begin,
+                    int64_t end, int64_t block, bool stream);
+  int32_t (*ints_largest)(const float* x, const float* residual, int64_t n);
+  void (*ints_emit)(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n, int bits,
+                    const Noise* noise, int64_t first, bool stream);
+  void (*ints_blocks)(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
+                      int64_t block, int bits, const Noise* noise, int64_t first, bool stream);
+  void (*ints_sum)(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out, int64_t begin,
+                   int64_t end, int64_t block, int bits, bool stream);
+  // Elements whose key, the bits of their magnitude as an integer but at most `cap`, reaches `bound`: to values and
+  // positions (first + index), and a zero in their place in out (may be null). Stops when fewer than 16 places are free.
+  Found (*select)(const float* x, const float* residual, float* out, int64_t n, int32_t bound, int32_t cap, float* values,
+                  int32_t* positions, int64_t capacity, int32_t first, bool stream);
+  void (*divide)(const float* x, float* out, int64_t n, float divisor, bool stream);
+  void (*words)(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* out);
+  void (*noise)(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out);
+};
+
+// Non-temporal stores are weakly ordered: a fence ends every loop that made some.
+extern const Loops loops_baseline;
+#ifdef GRACE_X86
+extern const Loops loops_avx2;
+extern const Loops loops_avx512;
+#endif
+
+}  // namespace grace

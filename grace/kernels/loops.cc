@@ -1,0 +1,406 @@
+// The kernels' loops. Compiled once per instruction set, with -DGRACE_AVX512 or -DGRACE_AVX2 or neither.
+//
+// Only what is inlined may be called here: a function of the standard library, compiled for AVX-512 in this file, could
+// be linked into code that older processors run.
+#include "kernels.h"
+#include "vectors.h"
+
+#if defined(GRACE_AVX512)
+#define TABLE loops_avx512
+#define NAME "avx512"
+#elif defined(GRACE_AVX2)
+#define TABLE loops_avx2
+#define NAME "avx2"
+#else
+#define TABLE loops_baseline
+#if defined(__aarch64__)
+#define NAME "neon"
+#else
+#define NAME "scalar"
+#endif
+#endif
+
+namespace {
+
+using grace::Found;
+using grace::Noise;
+
+enum Out { NONE, KEPT, STREAMED };
+
+template <bool RESIDUAL>
+INLINE F value(const float* x, const float* residual, int64_t i) {
+  if constexpr (RESIDUAL) return load(x + i) + load(residual + i);
+  return load(x + i);
+}
+
+template <bool RESIDUAL>
+INLINE F value_some(const float* x, const float* residual, int64_t i, int64_t count) {
+  if constexpr (RESIDUAL) return load_some(x + i, count) + load_some(residual + i, count);
+  return load_some(x + i, count);
+}
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Calls f<RESIDUAL, OUT>(...) for what is given.
+#define FORMS(f, ...)                                                      \
+  (!residual                                                               \
+       ? (!out ? f<false, NONE>(__VA_ARGS__)                               \
+               : stream ? f<false, STREAMED>(__VA_ARGS__) : f<false, KEPT>(__VA_ARGS__)) \
+       : (!out ? f<true, NONE>(__VA_ARGS__)                                \
+               : stream ? f<true, STREAMED>(__VA_ARGS__) : f<true, KEPT>(__VA_ARGS__)))
+
+// ---- signs -----------------------------------------------------------------------------------------------------------
+
+template <bool RESIDUAL>
+INLINE double signs_total_of(const float* x, const float* residual, int64_t n) {
+  D sum = zeros();
+  int64_t i = 0;
+  for (; i + W <= n; i += W) add_magnitude(sum, value<RESIDUAL>(x, residual, i));
+  if (i < n) add_magnitude(sum, value_some<RESIDUAL>(x, residual, i, n - i));
+  return total(sum);
+}
+
+template <bool RESIDUAL, Out OUT>
+INLINE void signs_emit_to(const float* x, const float* residual, float* out, uint8_t* bits, float scale, int64_t n) {
+  const F plus = fill(scale), minus = fill(-scale);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const F v = value<RESIDUAL>(x, residual, i);
+    const M m = not_below_zero(v);
+    write(reinterpret_cast<uint16_t*>(bits + i / 8), 0, uint16_t(bits_of(m)));
+    if constexpr (OUT != NONE) put<OUT == STREAMED>(out + i, v - pick(m, plus, minus));
+  }
+  if (i < n) {
+    const F v = value_some<RESIDUAL>(x, residual, i, n - i);
+    const M m = not_below_zero(v);
+    const uint32_t some = bits_of(m) & ((1u << (n - i)) - 1);
+    bits[i / 8] = uint8_t(some);
+    if (n - i > 8) bits[i / 8 + 1] = uint8_t(some >> 8);
+    if constexpr (OUT != NONE) store_some(out + i, v - pick(m, plus, minus), n - i);
+  }
+}
+
+template <bool RESIDUAL, Out OUT>
+void signs_blocks_to(const float* x, const float* residual, float* out, uint8_t* bits, float* scales, int64_t n,
+                     int64_t block) {
+  for (int64_t at = 0, b = 0; at < n; at += block, b++) {
+    const int64_t size = least(block, n - at);
+    const float* r = RESIDUAL ? residual + at : nullptr;
+    const float scale = float(signs_total_of<RESIDUAL>(x + at, r, size)) / float(size);
+    write(scales, b, scale);
+    signs_emit_to<RESIDUAL, OUT>(x + at, r, OUT == NONE ? nullptr : out + at, bits + at / 8, scale, size);
+  }
+  if (OUT == STREAMED) fence();
+}
+
+double signs_total(const float* x, const float* residual, int64_t n) {
+  return residual ? signs_total_of<true>(x, residual, n) : signs_total_of<false>(x, residual, n);
+}
+
+void signs_emit(const float* x, const float* residual, float* out, uint8_t* bits, float scale, int64_t n, bool stream) {
+  FORMS(signs_emit_to, x, residual, out, bits, scale, n);
+  if (stream) fence();
+}
+
+void signs_blocks(const float* x, const float* residual, float* out, uint8_t* bits, float* scales, int64_t n,
+                  int64_t block, bool stream) {
+  FORMS(signs_blocks_to, x, residual, out, bits, scales, n, block);
+}
+
+// The sum over workers of N vectors that lie in block b, divided by their number; `at` is a multiple of 8.
+template <int N, bool STREAM>
+INLINE void signs_tile(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out, int64_t at,
+                       int64_t b, F divisor) {
+  F sum[N];
+  for (int64_t w = 0; w < workers; w++) {
+    const float scale = read(scales[w], b);
+    const F plus = fill(scale), minus = fill(-scale);
+    const uint8_t* from = bits[w] + at / 8;
+    for (int i = 0; i < N; i++) {
+      const F v = pick(mask_of(read(reinterpret_cast<const uint16_t*>(from), i)), plus, minus);
+      sum[i] = w ? sum[i] + v : v;
+    }
+  }
+  for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, sum[i] / divisor);
+}
+
+template <bool STREAM>
+INLINE void signs_sum_to(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out,
+                         int64_t begin, int64_t end, int64_t block) {
+  const F divisor = fill(float(workers));
+  int64_t b = begin / block;
+  for (int64_t at = begin; at < end; at += block, b++) {  // begin is where a block begins, or all is one block
+    const int64_t stop = least(at + block, end);
+    int64_t i = at;
+    for (; i + TILE * W <= stop; i += TILE * W) signs_tile<TILE, STREAM>(bits, scales, workers, out, i, b, divisor);
+    for (; i + W <= stop; i += W) signs_tile<1, STREAM>(bits, scales, workers, out, i, b, divisor);
+    if (i < stop) {
+      F sum = fill(0);
+      for (int64_t w = 0; w < workers; w++) {
+        const float scale = read(scales[w], b);
+        uint32_t some = bits[w][i / 8];
+        if (stop - i > 8) some |= uint32_t(bits[w][i / 8 + 1]) << 8;
+        const F v = pick(mask_of(some), fill(scale), fill(-scale));
+        sum = w ? sum + v : v;
+      }
+      store_some(out + i, sum / divisor, stop - i);
+    }
+  }
+  if (STREAM) fence();
+}
+
+void signs_sum(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out, int64_t begin,
+               int64_t end, int64_t block, bool stream) {
+  if (stream)
+    signs_sum_to<true>(bits, scales, workers, out, begin, end, block);
+  else
+    signs_sum_to<false>(bits, scales, workers, out, begin, end, block);
+}
+
+// ---- integers --------------------------------------------------------------------------------------------------------
+
+// Magnitudes compare as integers, and NaN is above infinity: the largest is NaN if any element is.
+template <bool RESIDUAL>
+INLINE int32_t ints_largest_of(const float* x, const float* residual, int64_t n) {
+  I most = fill_int(0);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) most = larger(most, magnitude_bits(value<RESIDUAL>(x, residual, i)));
+  if (i < n) most = larger(most, magnitude_bits(value_some<RESIDUAL>(x, residual, i, n - i)));
+  return largest(most);
+}
+
+INLINE F noise_at(const Noise& noise, int64_t position, int64_t count) {
+  const int64_t index = position & 65535;
+  if (__builtin_expect(index <= 65536 - W, 1))
+    return uniform(noise.table + index, read(noise.offsets, (position >> 16) - noise.origin));
+  uint16_t mixed[W] = {};
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t p = position + i;
+    mixed[i] = uint16_t(read(noise.table, p & 65535) + read(noise.offsets, (p >> 16) - noise.origin));
+  }
+  return uniform(mixed, 0);
+}
+
+template <bool RESIDUAL, Out OUT, int BITS, bool RANDOM>
+INLINE void ints_emit_as(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
+                         const Noise& noise, int64_t first) {
+  constexpr int top = (1 << (BITS - 1)) - 1;
+  const F tops = fill(float(top)), inverse = fill(1.0f / float(top));
+  const F scales = fill(scale), divisor = fill(scale == 0.0f ? 1.0f : scale);
+  const int64_t start = noise.start + first;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const F v = value<RESIDUAL>(x, residual, i);
+    const F steps = v / divisor * tops;
+    const I code = RANDOM ? down(steps + noise_at(noise, start + i, W)) : nearest(steps);
+    to_codes<BITS>(codes + i * BITS / 8, code);
+    if constexpr (OUT != NONE) {
+      const F c = to_float(code);
+      put<OUT == STREAMED>(out + i, v - (BITS == 2 ? c : quotient(c, tops, inverse)) * scales);
+    }
+  }
+  if (i < n) {
+    const int64_t count = n - i;
+    const F v = value_some<RESIDUAL>(x, residual, i, count);
+    const F steps = v / divisor * tops;
+    const I code = RANDOM ? down(steps + noise_at(noise, start + i, count)) : nearest(steps);
+    uint8_t bytes[W];
+    to_codes<BITS>(bytes, code);
+    const int64_t size = (count * BITS + 7) / 8;  // what is missing is 0 / divisor, code 0
+    __builtin_memcpy(codes + i * BITS / 8, bytes, size_t(size));
+    if constexpr (OUT != NONE) {
+      const F c = to_float(code);
+      store_some(out + i, v - (BITS == 2 ? c : quotient(c, tops, inverse)) * scales, count);
+    }
+  }
+}
+
+template <bool RESIDUAL, Out OUT>
+INLINE void ints_emit_to(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
+                         int bits, const Noise& noise, int64_t first) {
+#define AS(BITS, RANDOM) ints_emit_as<RESIDUAL, OUT, BITS, RANDOM>(x, residual, out, codes, scale, n, noise, first)
+  if (noise.table)
+    bits == 8 ? AS(8, true) : bits == 4 ? AS(4, true) : AS(2, true);
+  else
+    bits == 8 ? AS(8, false) : bits == 4 ? AS(4, false) : AS(2, false);
+#undef AS
+}
+
+INLINE float as_float(int32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+template <bool RESIDUAL, Out OUT>
+void ints_blocks_to(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
+                    int64_t block, int bits, const Noise& noise, int64_t first) {
+  for (int64_t at = 0, b = 0; at < n; at += block, b++) {
+    const int64_t size = least(block, n - at);
+    const float* r = RESIDUAL ? residual + at : nullptr;
+    const float scale = as_float(ints_largest_of<RESIDUAL>(x + at, r, size));
+    write(scales, b, scale);
+    ints_emit_to<RESIDUAL, OUT>(x + at, r, OUT == NONE ? nullptr : out + at, codes + at * bits / 8, scale, size, bits,
+                                noise, first + at);
+  }
+  if (OUT == STREAMED) fence();
+}
+
+int32_t ints_largest(const float* x, const float* residual, int64_t n) {
+  return residual ? ints_largest_of<true>(x, residual, n) : ints_largest_of<false>(x, residual, n);
+}
+
+void ints_emit(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n, int bits,
+               const Noise* noise, int64_t first, bool stream) {
+  FORMS(ints_emit_to, x, residual, out, codes, scale, n, bits, *noise, first);
+  if (stream) fence();
+}
+
+void ints_blocks(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
+                 int64_t block, int bits, const Noise* noise, int64_t first, bool stream) {
+  FORMS(ints_blocks_to, x, residual, out, codes, scales, n, block, bits, *noise, first);
+}
+
+template <int BITS>
+INLINE I codes_at(const uint8_t* p) {
+  if constexpr (BITS == 8) return from_bytes(p);
+  else return from_codes<BITS>(p);
+}
+
+template <int N, int BITS, bool STREAM>
+INLINE void ints_tile(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out, int64_t at,
+                      int64_t b, F divisor) {
+  constexpr int top = (1 << (BITS - 1)) - 1;
+  const F tops = fill(float(top)), inverse = fill(1.0f / float(top));
+  F sum[N];
+  for (int64_t w = 0; w < workers; w++) {
+    const F scale = fill(read(scales[w], b));
+    const uint8_t* from = codes[w] + at * BITS / 8;
+    for (int i = 0; i < N; i++) {
+      const F c = to_float(codes_at<BITS>(from + i * W * BITS / 8));
+      const F v = (BITS == 2 ? c : quotient(c, tops, inverse)) * scale;
+      sum[i] = w ? sum[i] + v : v;
+    }
+  }
+  for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, sum[i] / divisor);
+}
+
+template <int BITS, bool STREAM>
+INLINE void ints_sum_to(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out,
+                        int64_t begin, int64_t end, int64_t block) {
+  constexpr int top = (1 << (BITS - 1)) - 1;
+  const F divisor = fill(float(workers)), tops = fill(float(top)), inverse = fill(1.0f / float(top));
+  int64_t b = begin / block;
+  for (int64_t at = begin; at < end; at += block, b++) {
+    const int64_t stop = least(at + block, end);
+    int64_t i = at;
+    for (; i + TILE * W <= stop; i += TILE * W) ints_tile<TILE, BITS, STREAM>(codes, scales, workers, out, i, b, divisor);
+    for (; i + W <= stop; i += W) ints_tile<1, BITS, STREAM>(codes, scales, workers, out, i, b, divisor);
+    if (i < stop) {
+      F sum = fill(0);
+      for (int64_t w = 0; w < workers; w++) {
+        uint8_t bytes[W] = {};
+        memcpy(bytes, codes[w] + i * BITS / 8, size_t(((stop - i) * BITS + 7) / 8));
+        const F c = to_float(codes_at<BITS>(bytes));
+        const F v = (BITS == 2 ? c : quotient(c, tops, inverse)) * fill(read(scales[w], b));
+        sum = w ? sum + v : v;
+      }
+      store_some(out + i, sum / divisor, stop - i);
+    }
+  }
+  if (STREAM) fence();
+}
+
+void ints_sum(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out, int64_t begin,
+              int64_t end, int64_t block, int bits, bool stream) {
+#define AS(BITS)                                                                      \
+  (stream ? ints_sum_to<BITS, true>(codes, scales, workers, out, begin, end, block)   \
+          : ints_sum_to<BITS, false>(codes, scales, workers, out, begin, end, block))
+  bits == 8 ? AS(8) : bits == 4 ? AS(4) : AS(2);
+#undef AS
+}
+
+// ---- sparse ----------------------------------------------------------------------------------------------------------
+
+template <bool RESIDUAL, Out OUT>
+INLINE Found select_to(const float* x, const float* residual, float* out, int64_t n, int32_t bound, int32_t cap,
+                       float* values, int32_t* positions, int64_t capacity, int32_t first) {
+  const I bounds = fill_int(bound), caps = fill_int(cap);
+  int64_t i = 0, count = 0;
+  for (; i + W <= n && capacity - count >= W; i += W) {
+    const F v = value<RESIDUAL>(x, residual, i);
+    const M m = at_least(smaller(magnitude_bits(v), caps), bounds);
+    if constexpr (OUT != NONE) put<OUT == STREAMED>(out + i, clear(m, v));
+    count += compact(m, v, first + int32_t(i), values + count, positions + count);
+  }
+  if (i + W > n && capacity - count >= W) {
+    for (; i < n; i++) {
+      float v = read(x, i);
+      if (RESIDUAL) v += read(residual, i);
+      int32_t key;
+      memcpy(&key, &v, 4);
+      key &= ABS;
+      const bool chosen = (key < cap ? key : cap) >= bound;
+      if (chosen) {
+        write(values, count, v);
+        write(positions, count++, first + int32_t(i));
+      }
+      if constexpr (OUT != NONE) write(out, i, chosen ? 0.0f : v);
+    }
+  }
+  if (OUT == STREAMED) fence();
+  return {i, count};
+}
+
+Found select(const float* x, const float* residual, float* out, int64_t n, int32_t bound, int32_t cap, float* values,
+             int32_t* positions, int64_t capacity, int32_t first, bool stream) {
+  return FORMS(select_to, x, residual, out, n, bound, cap, values, positions, capacity, first);
+}
+
+template <bool STREAM>
+INLINE void divide_to(const float* x, float* out, int64_t n, float divisor) {
+  const F divisors = fill(divisor);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) put<STREAM>(out + i, load(x + i) / divisors);
+  if (i < n) store_some(out + i, load_some(x + i, n - i) / divisors, n - i);
+  if (STREAM) fence();
+}
+
+void divide(const float* x, float* out, int64_t n, float divisor, bool stream) {
+  stream ? divide_to<true>(x, out, n, divisor) : divide_to<false>(x, out, n, divisor);
+}
+
+// ---- random bits -----------------------------------------------------------------------------------------------------
+
+INLINE uint32_t mix(uint32_t h) {  // MurmurHash3's finaliser, as in grace/rng.py
+  h ^= h >> 16;
+  h *= 0x85EBCA6B;
+  h ^= h >> 13;
+  h *= 0xC2B2AE35;
+  return h ^ (h >> 16);
+}
+
+template <class T, int SHIFT>
+INLINE void words_as(uint32_t key0, uint32_t key1, int64_t start, int64_t n, T* out) {
+  while (n > 0) {  // where the upper half of the counter stays the same
+    const uint32_t low = uint32_t(start), high = uint32_t(uint64_t(start) >> 32) + key1;
+    const int64_t size = least(n, (int64_t(1) << 32) - int64_t(low));
+    for (int64_t j = 0; j < size; j++) out[j] = T(mix(mix(low + uint32_t(j) + key0) ^ high) >> SHIFT);
+    start += size, n -= size, out += size;
+  }
+}
+
+void words(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* out) {
+  words_as<int32_t, 0>(key0, key1, start, n, out);
+}
+
+void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<uint16_t, 16>(key0, key1, 0, n, out); }
+
+}  // namespace
+
+namespace grace {
+
+extern const Loops TABLE = {NAME,         signs_total, signs_emit, signs_blocks, signs_sum, ints_largest, ints_emit,
+                            ints_blocks,  ints_sum,    select,     divide,       words,     noise};
+
+}  // namespace grace

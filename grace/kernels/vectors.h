@@ -1,0 +1,404 @@
+// Sixteen floats at a time, on AVX-512, AVX2, or whatever the compiler makes of its generic vectors (NEON, SSE2).
+//
+// All instruction sets work on sixteen, so that every kernel is written once and sums have the same order everywhere.
+// Everything here is in an unnamed namespace: the linker must not take one instruction set's copy for another's.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(GRACE_AVX512) || defined(GRACE_AVX2)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int64_t W = 16;
+constexpr int32_t ABS = 0x7fffffff;
+
+template <class T>
+INLINE T read(const T* p, int64_t i = 0) {
+  T value;
+  memcpy(&value, reinterpret_cast<const char*>(p) + i * int64_t(sizeof(T)), sizeof(T));
+  return value;
+}
+
+template <class T>
+INLINE void write(T* p, int64_t i, T value) {
+  memcpy(reinterpret_cast<char*>(p) + i * int64_t(sizeof(T)), &value, sizeof(T));
+}
+
+#if defined(GRACE_AVX512)
+
+constexpr int TILE = 4;  // vectors that are summed over workers at once
+struct F { __m512 v; };
+struct I { __m512i v; };
+struct D { __m512d a, b; };
+using M = __mmask16;
+
+INLINE F fill(float x) { return {_mm512_set1_ps(x)}; }
+INLINE I fill_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
+INLINE F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+INLINE M first(int64_t count) { return M((1u << count) - 1); }
+INLINE F load_some(const float* p, int64_t count) { return {_mm512_maskz_loadu_ps(first(count), p)}; }
+INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x.v); }
+INLINE void store_some(float* p, F x, int64_t count) { _mm512_mask_storeu_ps(p, first(count), x.v); }
+INLINE void stream(float* p, F x) {
+  if ((reinterpret_cast<uintptr_t>(p) & 63) == 0) return _mm512_stream_ps(p, x.v);
+  _mm_stream_ps(p, _mm512_castps512_ps128(x.v));
+  _mm_stream_ps(p + 4, _mm512_extractf32x4_ps(x.v, 1));
+  _mm_stream_ps(p + 8, _mm512_extractf32x4_ps(x.v, 2));
+  _mm_stream_ps(p + 12, _mm512_extractf32x4_ps(x.v, 3));
+}
+INLINE void fence() { _mm_sfence(); }
+INLINE F operator+(F x, F y) { return {_mm512_add_ps(x.v, y.v)}; }
+INLINE F operator-(F x, F y) { return {_mm512_sub_ps(x.v, y.v)}; }
+INLINE F operator*(F x, F y) { return {_mm512_mul_ps(x.v, y.v)}; }
+INLINE F operator/(F x, F y) { return {_mm512_div_ps(x.v, y.v)}; }
+INLINE M not_below_zero(F x) { return _mm512_cmp_ps_mask(x.v, _mm512_setzero_ps(), _CMP_GE_OQ); }
+INLINE M at_least(I x, I y) { return _mm512_cmpge_epi32_mask(x.v, y.v); }
+INLINE uint32_t bits_of(M m) { return m; }
+INLINE M mask_of(uint32_t bits) { return M(bits); }
+INLINE F pick(M m, F yes, F no) { return {_mm512_mask_blend_ps(m, no.v, yes.v)}; }
+INLINE F clear(M m, F x) { return {_mm512_maskz_mov_ps(_knot_mask16(m), x.v)}; }
+INLINE I magnitude_bits(F x) { return {_mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(ABS))}; }
+INLINE I larger(I x, I y) { return {_mm512_max_epi32(x.v, y.v)}; }
+INLINE I smaller(I x, I y) { return {_mm512_min_epi32(x.v, y.v)}; }
+INLINE int32_t largest(I x) { return _mm512_reduce_max_epi32(x.v); }
+INLINE D zeros() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+INLINE void add_magnitude(D& sum, F x) {
+  const __m512 m = _mm512_castsi512_ps(magnitude_bits(x).v);
+  sum.a = _mm512_add_pd(sum.a, _mm512_cvtps_pd(_mm512_castps512_ps256(m)));
+  sum.b = _mm512_add_pd(sum.b, _mm512_cvtps_pd(_mm512_extractf32x8_ps(m, 1)));
+}
+INLINE double total(D sum) {  // halves onto each other, the order of all instruction sets
+  const __m512d h = _mm512_add_pd(sum.a, sum.b);
+  const __m256d q = _mm256_add_pd(_mm512_castpd512_pd256(h), _mm512_extractf64x4_pd(h, 1));
+  const __m128d e = _mm_add_pd(_mm256_castpd256_pd128(q), _mm256_extractf128_pd(q, 1));
+  return _mm_cvtsd_f64(e) + _mm_cvtsd_f64(_mm_unpackhi_pd(e, e));
+}
+INLINE I nearest(F x) { return {_mm512_cvt_roundps_epi32(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+INLINE I down(F x) { return {_mm512_cvt_roundps_epi32(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
+INLINE F to_float(I x) { return {_mm512_cvtepi32_ps(x.v)}; }
+INLINE __m128i to_bytes(I x) { return _mm512_cvtepi32_epi8(x.v); }
+INLINE I from_bytes(const uint8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+template <int BITS>
+INLINE I from_codes(const uint8_t* p) {
+  if constexpr (BITS == 4) {
+    const uint64_t word = read(reinterpret_cast<const uint64_t*>(p));
+    const __m512i shifts = _mm512_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
+    const __m512i halves = _mm512_inserti64x4(_mm512_set1_epi32(int32_t(word)), _mm256_set1_epi32(int32_t(word >> 32)), 1);
+    return {_mm512_srai_epi32(_mm512_sllv_epi32(halves, shifts), 28)};
+  } else {
+    const int32_t word = read(reinterpret_cast<const int32_t*>(p));
+    const __m512i shifts = _mm512_setr_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    return {_mm512_srai_epi32(_mm512_sllv_epi32(_mm512_set1_epi32(word), shifts), 30)};
+  }
+}
+INLINE F uniform(const uint16_t* table, uint16_t offset) {
+  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(table));
+  const __m256i noise = _mm256_add_epi16(words, _mm256_set1_epi16(int16_t(offset)));
+  const __m512 x = _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(noise));
+  return {_mm512_mul_ps(_mm512_add_ps(x, _mm512_set1_ps(0.5f)), _mm512_set1_ps(0x1p-16f))};
+}
+// x / y for small integers x and y, with reciprocal = 1 / y: the remainder is exact, so the result is rounded once.
+INLINE F quotient(F x, F y, F reciprocal) {
+  const __m512 q = _mm512_mul_ps(x.v, reciprocal.v);
+  return {_mm512_fmadd_ps(_mm512_fnmadd_ps(q, y.v, x.v), reciprocal.v, q)};
+}
+// Writes up to 16 of each from `values` and `positions` on; returns how many count.
+INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* positions) {
+  const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  _mm512_storeu_ps(values, _mm512_maskz_compress_ps(m, x.v));
+  _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(m, _mm512_add_epi32(count, _mm512_set1_epi32(position))));
+  return __builtin_popcount(m);
+}
+
+#elif defined(GRACE_AVX2)
+
+constexpr int TILE = 2;
+struct F { __m256 a, b; };
+struct I { __m256i a, b; };
+struct D { __m256d a, b, c, d; };
+struct M { __m256 a, b; };
+
+INLINE F fill(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+INLINE I fill_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+INLINE F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
+INLINE F load_some(const float* p, int64_t count) {
+  float all[16] = {};
+  memcpy(all, p, size_t(count) * 4);
+  return load(all);
+}
+INLINE void store_some(float* p, F x, int64_t count) {
+  float all[16];
+  store(all, x);
+  memcpy(p, all, size_t(count) * 4);
+}
+INLINE void stream(float* p, F x) {
+  if ((reinterpret_cast<uintptr_t>(p) & 31) == 0) return _mm256_stream_ps(p, x.a), _mm256_stream_ps(p + 8, x.b);
+  _mm_stream_ps(p, _mm256_castps256_ps128(x.a));
+  _mm_stream_ps(p + 4, _mm256_extractf128_ps(x.a, 1));
+  _mm_stream_ps(p + 8, _mm256_castps256_ps128(x.b));
+  _mm_stream_ps(p + 12, _mm256_extractf128_ps(x.b, 1));
+}
+INLINE void fence() { _mm_sfence(); }
+INLINE F operator+(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+INLINE F operator-(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+INLINE F operator*(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+INLINE F operator/(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+INLINE M not_below_zero(F x) {
+  const __m256 zero = _mm256_setzero_ps();
+  return {_mm256_cmp_ps(x.a, zero, _CMP_GE_OQ), _mm256_cmp_ps(x.b, zero, _CMP_GE_OQ)};
+}
+INLINE M at_least(I x, I y) {
+  const __m256i ones = _mm256_set1_epi32(-1);
+  return {_mm256_castsi256_ps(_mm256_xor_si256(_mm256_cmpgt_epi32(y.a, x.a), ones)),
+          _mm256_castsi256_ps(_mm256_xor_si256(_mm256_cmpgt_epi32(y.b, x.b), ones))};
+}
+INLINE uint32_t bits_of(M m) { return uint32_t(_mm256_movemask_ps(m.a) | (_mm256_movemask_ps(m.b) << 8)); }
+INLINE M mask_of(uint32_t bits) {
+  const __m256i one = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), two = _mm256_slli_epi32(one, 8);
+  const __m256i all = _mm256_set1_epi32(int32_t(bits));
+  return {_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, one), one)),
+          _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, two), two))};
+}
+INLINE F pick(M m, F yes, F no) { return {_mm256_blendv_ps(no.a, yes.a, m.a), _mm256_blendv_ps(no.b, yes.b, m.b)}; }
+INLINE F clear(M m, F x) { return {_mm256_andnot_ps(m.a, x.a), _mm256_andnot_ps(m.b, x.b)}; }
+INLINE I magnitude_bits(F x) {
+  const __m256i mask = _mm256_set1_epi32(ABS);
+  return {_mm256_and_si256(_mm256_castps_si256(x.a), mask), _mm256_and_si256(_mm256_castps_si256(x.b), mask)};
+}
+INLINE I larger(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+INLINE I smaller(I x, I y) { return {_mm256_min_epi32(x.a, y.a), _mm256_min_epi32(x.b, y.b)}; }
+INLINE int32_t largest(I x) {
+  const __m256i h = _mm256_max_epi32(x.a, x.b);
+  __m128i q = _mm_max_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+  q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
+}
+INLINE D zeros() { return {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()}; }
+INLINE void add_magnitude(D& sum, F x) {
+  const I m = magnitude_bits(x);
+  const __m256 a = _mm256_castsi256_ps(m.a), b = _mm256_castsi256_ps(m.b);
+  sum.a = _mm256_add_pd(sum.a, _mm256_cvtps_pd(_mm256_castps256_ps128(a)));
+  sum.b = _mm256_add_pd(sum.b, _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)));
+  sum.c = _mm256_add_pd(sum.c, _mm256_cvtps_pd(_mm256_castps256_ps128(b)));
+  sum.d = _mm256_add_pd(sum.d, _mm256_cvtps_pd(_mm256_extractf128_ps(b, 1)));
+}
+INLINE double total(D sum) {
+  const __m256d q = _mm256_add_pd(_mm256_add_pd(sum.a, sum.c), _mm256_add_pd(sum.b, sum.d));
+  const __m128d e = _mm_add_pd(_mm256_castpd256_pd128(q), _mm256_extractf128_pd(q, 1));
+  return _mm_cvtsd_f64(e) + _mm_cvtsd_f64(_mm_unpackhi_pd(e, e));
+}
+INLINE I nearest(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+INLINE I down(F x) { return {_mm256_cvtps_epi32(_mm256_floor_ps(x.a)), _mm256_cvtps_epi32(_mm256_floor_ps(x.b))}; }
+INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+INLINE __m128i to_bytes(I x) {  // the low byte of each
+  const __m256i low = _mm256_set1_epi32(0xff);
+  const __m256i pairs = _mm256_packs_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
+  const __m256i order = _mm256_permute4x64_epi64(pairs, 0xd8);
+  return _mm_packus_epi16(_mm256_castsi256_si128(order), _mm256_extracti128_si256(order, 1));
+}
+INLINE I from_bytes(const uint8_t* p) {
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi8_epi32(all), _mm256_cvtepi8_epi32(_mm_srli_si128(all, 8))};
+}
+template <int BITS>
+INLINE I from_codes(const uint8_t* p) {
+  if constexpr (BITS == 4) {
+    const uint64_t word = read(reinterpret_cast<const uint64_t*>(p));
+    const __m256i shifts = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);
+    return {_mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(int32_t(word)), shifts), 28),
+            _mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(int32_t(word >> 32)), shifts), 28)};
+  } else {
+    const __m256i word = _mm256_set1_epi32(read(reinterpret_cast<const int32_t*>(p)));
+    const __m256i low = _mm256_setr_epi32(30, 28, 26, 24, 22, 20, 18, 16);
+    const __m256i high = _mm256_setr_epi32(14, 12, 10, 8, 6, 4, 2, 0);
+    return {_mm256_srai_epi32(_mm256_sllv_epi32(word, low), 30), _mm256_srai_epi32(_mm256_sllv_epi32(word, high), 30)};
+  }
+}
+INLINE F uniform(const uint16_t* table, uint16_t offset) {
+  const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(table));
+  const __m256i noise = _mm256_add_epi16(words, _mm256_set1_epi16(int16_t(offset)));
+  const __m256 a = _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(noise)));
+  const __m256 b = _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(noise, 1)));
+  return (F{a, b} + fill(0.5f)) * fill(0x1p-16f);
+}
+INLINE F quotient(F x, F y, F reciprocal) {
+  const F q = x * reciprocal;
+  return {_mm256_fmadd_ps(_mm256_fnmadd_ps(q.a, y.a, x.a), reciprocal.a, q.a),
+          _mm256_fmadd_ps(_mm256_fnmadd_ps(q.b, y.b, x.b), reciprocal.b, q.b)};
+}
+
+#else  // the compiler's vectors: SSE2 on x86-64, NEON on AArch64
+
+constexpr int TILE = 1;
+typedef float f4 __attribute__((vector_size(16)));
+typedef int32_t i4 __attribute__((vector_size(16)));
+typedef double d4 __attribute__((vector_size(32)));
+struct F { f4 v[4]; };
+struct I { i4 v[4]; };
+struct D { double v[16]; };
+using M = I;
+
+#define EACH for (int i = 0; i < 4; i++)
+INLINE F fill(float x) { F r; EACH r.v[i] = f4{x, x, x, x}; return r; }
+INLINE I fill_int(int32_t x) { I r; EACH r.v[i] = i4{x, x, x, x}; return r; }
+INLINE F load(const float* p) { F r; memcpy(&r, p, 64); return r; }
+INLINE void store(float* p, F x) { memcpy(p, &x, 64); }
+INLINE F load_some(const float* p, int64_t count) {
+  float all[16] = {};
+  memcpy(all, p, size_t(count) * 4);
+  return load(all);
+}
+INLINE void store_some(float* p, F x, int64_t count) { memcpy(p, &x, size_t(count) * 4); }
+INLINE void stream(float* p, F x) { store(p, x); }
+INLINE void fence() {}
+INLINE F operator+(F x, F y) { EACH x.v[i] += y.v[i]; return x; }
+INLINE F operator-(F x, F y) { EACH x.v[i] -= y.v[i]; return x; }
+INLINE F operator*(F x, F y) { EACH x.v[i] *= y.v[i]; return x; }
+INLINE F operator/(F x, F y) { EACH x.v[i] /= y.v[i]; return x; }
+INLINE M not_below_zero(F x) { M r; EACH r.v[i] = (i4)(x.v[i] >= f4{}); return r; }
+INLINE M at_least(I x, I y) { M r; EACH r.v[i] = (i4)(x.v[i] >= y.v[i]); return r; }
+INLINE uint32_t bits_of(M m) {
+  i4 sum = {};
+  EACH sum |= m.v[i] & (i4{1, 2, 4, 8} << (4 * i));
+  return uint32_t(sum[0] | sum[1] | sum[2] | sum[3]);
+}
+INLINE M mask_of(uint32_t bits) {
+  M r;
+  const int32_t b = int32_t(bits);
+  EACH {
+    const i4 one = i4{1, 2, 4, 8} << (4 * i);
+    r.v[i] = (i4)((i4{b, b, b, b} & one) == one);
+  }
+  return r;
+}
+INLINE F pick(M m, F yes, F no) {
+  EACH yes.v[i] = (f4)((m.v[i] & (i4)yes.v[i]) | (~m.v[i] & (i4)no.v[i]));
+  return yes;
+}
+INLINE F clear(M m, F x) { EACH x.v[i] = (f4)(~m.v[i] & (i4)x.v[i]); return x; }
+INLINE I magnitude_bits(F x) { I r; EACH r.v[i] = (i4)x.v[i] & ABS; return r; }
+INLINE I larger(I x, I y) { EACH { const i4 m = x.v[i] > y.v[i]; x.v[i] = (m & x.v[i]) | (~m & y.v[i]); } return x; }
+INLINE I smaller(I x, I y) { EACH { const i4 m = x.v[i] < y.v[i]; x.v[i] = (m & x.v[i]) | (~m & y.v[i]); } return x; }
+INLINE int32_t largest(I x) {
+  int32_t r = INT32_MIN;
+  EACH for (int j = 0; j < 4; j++) r = x.v[i][j] > r ? x.v[i][j] : r;
+  return r;
+}
+INLINE D zeros() { return {}; }
+INLINE void add_magnitude(D& sum, F x) {
+  float m[16];
+  EACH { const i4 v = (i4)x.v[i] & ABS; memcpy(m + 4 * i, &v, 16); }
+  for (int i = 0; i < 16; i++) sum.v[i] += double(m[i]);
+}
+INLINE double total(D sum) {
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) sum.v[i] += sum.v[i + width];
+  return sum.v[0];
+}
+INLINE F round_to_float(F x) {  // |x| < 2^22; NaN and infinities stay
+  const float big = 0x1.8p23f;
+  EACH x.v[i] = (x.v[i] + big) - big;
+  return x;
+}
+INLINE I to_int(F x) { I r; EACH r.v[i] = __builtin_convertvector(x.v[i], i4); return r; }
+INLINE I nearest(F x) { return to_int(round_to_float(x)); }
+INLINE I down(F x) {
+  const F r = round_to_float(x);
+  I whole = to_int(r);
+  EACH whole.v[i] += (i4)(r.v[i] > x.v[i]);  // true is -1
+  return whole;
+}
+INLINE F to_float(I x) { F r; EACH r.v[i] = __builtin_convertvector(x.v[i], f4); return r; }
+INLINE I from_bytes(const uint8_t* p) {
+  I r;
+  for (int j = 0; j < 16; j++) reinterpret_cast<int32_t*>(&r)[j] = int8_t(p[j]);
+  return r;
+}
+template <int BITS>
+INLINE I from_codes(const uint8_t* p) {
+  I r;
+  constexpr int each = 8 / BITS;
+  for (int j = 0; j < 16; j++) {
+    const int8_t high = int8_t(uint8_t(p[j / each] << (8 - BITS - BITS * (j % each))));
+    reinterpret_cast<int32_t*>(&r)[j] = high >> (8 - BITS);
+  }
+  return r;
+}
+INLINE F uniform(const uint16_t* table, uint16_t offset) {
+  uint16_t words[16];
+  I noise;
+  memcpy(words, table, 32);
+  for (int j = 0; j < 16; j++) reinterpret_cast<int32_t*>(&noise)[j] = uint16_t(words[j] + offset);
+  return (to_float(noise) + fill(0.5f)) * fill(0x1p-16f);
+}
+INLINE F quotient(F x, F y, F) { return x / y; }
+#undef EACH
+
+#endif
+
+#if defined(GRACE_AVX512) || defined(GRACE_AVX2)
+template <int BITS>
+INLINE void to_codes(uint8_t* p, I x) {
+  __m128i bytes = to_bytes(x);
+  if constexpr (BITS == 8) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  } else if constexpr (BITS == 4) {
+    bytes = _mm_and_si128(bytes, _mm_set1_epi8(15));
+    const __m128i pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x1001));  // low + 16 * high
+    write(reinterpret_cast<int64_t*>(p), 0, int64_t(_mm_cvtsi128_si64(_mm_packus_epi16(pairs, pairs))));
+  } else {
+    bytes = _mm_and_si128(bytes, _mm_set1_epi8(3));
+    const __m128i pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi32(0x40100401));
+    const __m128i fours = _mm_madd_epi16(pairs, _mm_set1_epi16(1));
+    const __m128i low = _mm_packs_epi32(fours, fours);
+    write(reinterpret_cast<int32_t*>(p), 0, _mm_cvtsi128_si32(_mm_packus_epi16(low, low)));
+  }
+}
+#else
+template <int BITS>
+INLINE void to_codes(uint8_t* p, I x) {
+  constexpr int each = 8 / BITS, mask = (1 << BITS) - 1;
+  int32_t codes[16];
+  memcpy(codes, &x, 64);
+  for (int j = 0; j < 16 / each; j++) {
+    int32_t byte = 0;
+    for (int i = 0; i < each; i++) byte |= (codes[j * each + i] & mask) << (BITS * i);
+    p[j] = uint8_t(byte);
+  }
+}
+#endif
+
+#if !defined(GRACE_AVX512)
+INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* positions) {
+  uint32_t bits = bits_of(m);
+  if (__builtin_expect(!bits, 1)) return 0;
+  float all[16];
+  store(all, x);
+  int64_t count = 0;
+  for (; bits; bits &= bits - 1, count++) {
+    const int j = __builtin_ctz(bits);
+    write(values, count, all[j]);
+    write(positions, count, position + j);
+  }
+  return count;
+}
+#endif
+
+template <bool STREAM>
+INLINE void put(float* p, F x) {
+  if constexpr (STREAM)
+    stream(p, x);
+  else
+    store(p, x);
+}
+
+}  // namespace

@@ -1,0 +1,530 @@
+"""The C++ kernels, each instruction set of this machine, against NumPy and against the plain compressors."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from grace.backends import get_backend
+from grace.compressors.blockint import BlockInt
+from grace.compressors.efsignsgd import EFSignSGD
+from grace.compressors.threshold import Threshold
+from grace.compressors.topk import TopK
+from grace.core import Context
+from grace.kernels import ISAS, build, library
+
+XP = get_backend("numpy")
+GUARD = 64
+SIZES = (0, 1, 7, 8, 9, 511, 512, 513, 4096 + 5, 70001, 600_011)
+BLOCKS = (0, 8, 512, 4096)
+BITS = (8, 4, 2)
+PLAIN = "neon" if platform.machine() in ("aarch64", "arm64") else "scalar"
+
+
+def built():
+    """The library exists, or is built now; without a compiler these tests skip."""
+    if build.compiler() is None and build.find(build.library_name()) is None:
+        pytest.skip("no C++ compiler on this machine")
+    assert build.build() is not None
+
+
+@pytest.fixture(params=("avx512", "avx2", PLAIN))
+def lib(request):
+    built()
+    found = library(request.param)
+    if found is None:
+        pytest.skip(f"this processor has no {request.param}")
+    assert found.isa == request.param
+    return found
+
+
+class Memory:
+    """An array of undefined contents at an odd address, between guard bytes that must not change."""
+
+    def __init__(self, n, dtype, odd=0):
+        dtype = np.dtype(dtype)
+        size = n * dtype.itemsize
+        self.raw = np.full(size + 2 * GUARD + 64, 0xA5, np.uint8)
+        shift = -self.raw.ctypes.data % 64 + odd
+        self.begin, self.end = shift + (GUARD - 64 if shift >= GUARD else GUARD), 0
+        self.end = self.begin + size
+        self.array = self.raw[self.begin : self.end].view(dtype)
+        assert len(self.array) == n
+
+    @classmethod
+    def of(cls, array, odd=0):
+        memory = cls(len(array), array.dtype, odd)
+        memory.array[:] = array
+        return memory
+
+    @property
+    def address(self):
+        return self.raw.ctypes.data + self.begin
+
+    def check(self):
+        assert np.all(self.raw[: self.begin] == 0xA5)
+        assert np.all(self.raw[self.end :] == 0xA5)
+        return self.array
+
+
+def equal(a, b):
+    """The same bits, but any NaN for a NaN."""
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.dtype == b.dtype
+    assert a.shape == b.shape
+    if a.dtype.kind == "f":
+        assert np.array_equal(np.isnan(a), np.isnan(b))
+        a, b = (np.where(np.isnan(each), 0, each).view(f"u{each.itemsize}") for each in (a, b))
+    np.testing.assert_array_equal(a, b)
+
+
+def vector(n, seed=0, kind="normal"):
+    """float32[n] of several scales; kinds add what is special."""
+    rng = np.random.default_rng(seed)
+    x = rng.laplace(size=n) * np.exp(rng.normal(size=n))
+    if kind == "tiny":
+        x *= 1e-41
+    x = x.astype(np.float32)
+    if kind == "ties":
+        x = np.round(x * 2).astype(np.float32) / 2
+    if kind == "zeros":
+        x[:] = np.where(rng.integers(0, 2, n) > 0, np.float32(0), np.float32(-0.0))
+    if kind == "special":
+        for each in (np.nan, np.inf, -np.inf, -np.nan, 0.0, -0.0, 1e-42, 3e38):
+            x[rng.integers(0, n, max(1, n // 3000))] = each
+    return x
+
+
+KINDS = ("normal", "tiny", "ties", "zeros", "special")
+
+
+def cases():
+    """(n, kind, threads): every size, and what is special at one size in the midst."""
+    for n in SIZES:
+        yield n, "normal", 2 if n > 500_000 else 1
+    for kind in KINDS[1:]:
+        yield 5001, kind, 1
+
+
+CASES = pytest.mark.parametrize("n, kind, threads", list(cases()), ids=lambda each: str(each))
+
+
+def blocks_of(x, block):
+    return [x[i : i + (block or len(x))] for i in range(0, len(x), block or len(x) or 1)]
+
+
+def aliases(x, residual, n):
+    """Memories (x, residual, out) with every way that out may lie."""
+    for residual_, way in ((residual, "x"), (residual, "residual"), (residual, "own"), (None, "x"), (None, "own")):
+        if n > 10_000 and (residual_ is None) == (way == "x"):
+            continue  # two of the five ways for what takes long
+        odd = 4 * (n % 5)
+        a = Memory.of(x, odd)
+        b = None if residual_ is None else Memory.of(residual_, 8)
+        out = {"x": a, "residual": b}.get(way) or Memory(n, np.float32, 4)
+        yield a, b, out, x if residual_ is None else x + residual_
+
+
+def address(memory):
+    return None if memory is None else memory.address
+
+
+# -- signs -------------------------------------------------------------------------------------------------------------
+def signs_oracle(v, block):
+    scales = []
+    for part in blocks_of(v, block):
+        scales.append(np.float32(np.abs(part.astype(np.float64)).sum()) / np.float32(len(part)))
+    scales = np.array(scales, np.float32)
+    return np.packbits(v >= 0, bitorder="little"), scales
+
+
+def ulps(a, b):
+    a, b = np.asarray(a), np.asarray(b)
+    finite = np.isfinite(b)
+    equal(np.where(finite, 0, a).astype(np.float32), np.where(finite, 0, b).astype(np.float32))
+    gap = np.abs(a.view(np.int32).astype(np.int64) - b.view(np.int32))[finite]
+    assert gap.size == 0 or gap.max() <= 1
+
+
+@CASES
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_signs_encode(lib, n, kind, threads, block):
+    for x, residual, out, v in aliases(vector(n, 1, kind), vector(n, 2), n):
+        expected_bits, expected_scales = signs_oracle(v, block)
+        bits, scales = Memory(-(-n // 8), np.uint8, 3), Memory(len(expected_scales), np.float32, 4)
+        lib.signs_encode(
+            x.address, address(residual), out.address, bits.address, scales.address, n, block, threads=threads
+        )
+        equal(bits.check(), expected_bits)
+        ulps(scales.check(), expected_scales)
+        each = np.repeat(scales.array, [len(part) for part in blocks_of(v, block)]) if n else v
+        equal(out.check(), v - np.where(v >= 0, each, -each).astype(np.float32))
+        x.check()
+
+        compressor, ctx = EFSignSGD(block_size=block), Context(XP, "w", (n,))
+        with XP.quiet():
+            payload, _ = compressor.compress(v, {}, ctx)
+            equal(bits.array, payload[0])
+            ulps(scales.array, payload[1])
+            equal(out.array, compressor.residual(v, (payload[0], scales.array), ctx))
+
+        again = Memory(-(-n // 8), np.uint8, 1)
+        before = None if out is x or out is residual else v.copy()
+        if before is not None:  # without out
+            lib.signs_encode(x.address, address(residual), None, again.address, scales.address, n, block, threads)
+            equal(again.check(), expected_bits)
+
+
+@CASES
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("workers", [1, 3, 4])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_signs_mean(lib, n, kind, threads, block, workers):
+    compressor, ctx = EFSignSGD(block_size=block), Context(XP, "w", (n,))
+    with XP.quiet():
+        payloads = [compressor.compress(vector(n, 10 + w, kind), {}, ctx)[0] for w in range(workers)]
+        expected = compressor.aggregate(payloads, ctx)
+    bits = [Memory.of(payload[0], 1 + w) for w, payload in enumerate(payloads)]
+    scales = [Memory.of(payload[1], 4) for payload in payloads]
+    out = Memory(n, np.float32, 4)
+    lib.signs_mean([b.address for b in bits], [s.address for s in scales], workers, out.address, n, block, threads)
+    equal(out.check(), expected)
+
+
+# -- integers ----------------------------------------------------------------------------------------------------------
+def noise_of(n, start, table, offsets):
+    p = start + np.arange(n, dtype=np.int64)
+    return table[p % 65536] + offsets[p // 65536 - start // 65536]
+
+
+def ints_oracle(v, block, bits, noise):
+    top = np.float32((1 << (bits - 1)) - 1)
+    codes, scales, kept = [], [], []
+    at = 0
+    for part in blocks_of(v, block):
+        scale = np.max(np.abs(part))
+        steps = part / (np.float32(1) if scale == 0 else scale) * top
+        if noise is None:
+            whole = np.rint(steps)
+        else:
+            u = (noise[at : at + len(part)].astype(np.float32) + np.float32(0.5)) * np.float32(2**-16)
+            whole = np.floor(steps + u)
+        kept.append(part - ((whole + np.float32(0)) / top) * scale)  # an integer has no -0
+        scales.append(scale)
+        codes.append(np.where(np.isfinite(whole), whole, 0).astype(np.int64) & ((1 << bits) - 1))
+        at += len(part)
+    each = 8 // bits
+    codes = np.concatenate([*codes, np.zeros(-len(v) % each, np.int64)]).reshape(-1, each)
+    packed = (codes << (bits * np.arange(each))).sum(1).astype(np.uint8)
+    return packed, np.array(scales, np.float32), np.concatenate([*kept, np.zeros(0, np.float32)]).astype(np.float32)
+
+
+@CASES
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_ints_encode(lib, n, kind, threads, block, bits, stochastic):
+    start = (0, 65536, 65529, 123_457)[n % 4]
+    rng = np.random.default_rng(3)
+    table, offsets = rng.integers(0, 65536, 65536).astype(np.uint16), rng.integers(0, 65536, 16).astype(np.uint16)
+    segments = (start + max(n, 1) - 1) // 65536 - start // 65536 + 1
+    tables = (Memory.of(table, 2), Memory.of(offsets[:segments], 6)) if stochastic else (None, None)
+    noise = noise_of(n, start, table, offsets) if stochastic else None
+    for x, residual, out, v in aliases(vector(n, 1, kind), vector(n, 2), n):
+        expected = ints_oracle(v, block, bits, noise)
+        codes, scales = Memory(-(-n * bits // 8), np.uint8, 3), Memory(len(expected[1]), np.float32, 4)
+        lib.ints_encode(
+            x.address, address(residual), out.address, codes.address, scales.address, n, block, bits,
+            *map(address, tables), start, threads,
+        )  # fmt: skip
+        equal(scales.check(), expected[1])
+        codes.check(), out.check(), x.check()
+        finite = np.repeat(np.isfinite(expected[1]), [len(part) for part in blocks_of(v, block)])
+        if not n or finite.all():
+            equal(codes.array, expected[0])
+            equal(out.array, expected[2])
+        else:
+            equal(out.array[finite], expected[2][finite])
+            assert not np.isfinite(out.array[~np.isfinite(expected[2])]).any()
+        if not stochastic:
+            compressor, ctx = BlockInt(bits=bits, block_size=block), Context(XP, "w", (n,))
+            with XP.quiet():
+                payload, _ = compressor.compress(v, {}, ctx)
+                plain = compressor.residual(v, payload, ctx)
+            equal(scales.array, payload[1])
+            if not n or finite.all():
+                equal(codes.array, payload[0])
+                equal(out.array, plain)
+
+
+@CASES
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_ints_mean(lib, n, kind, threads, block, bits, workers):
+    compressor, ctx = BlockInt(bits=bits, block_size=block), Context(XP, "w", (n,))
+    with XP.quiet():
+        payloads = [compressor.compress(vector(n, 10 + w, kind), {}, ctx)[0] for w in range(workers)]
+        expected = compressor.aggregate(payloads, ctx)
+    codes = [Memory.of(payload[0], 1 + w) for w, payload in enumerate(payloads)]
+    scales = [Memory.of(payload[1], 4) for payload in payloads]
+    out = Memory(n, np.float32, 4)
+    lib.ints_mean(
+        [c.address for c in codes], [s.address for s in scales], workers, out.address, n, block, bits, threads
+    )
+    equal(out.check(), expected)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_every_code_is_divided_exactly(lib, bits):
+    each, top = 8 // bits, np.float32((1 << (bits - 1)) - 1)
+    packed = Memory.of(np.arange(256, dtype=np.uint8))
+    codes = (packed.array[:, None] >> (bits * np.arange(each))).ravel() & ((1 << bits) - 1)
+    codes = np.where(codes > top, codes - (1 << bits), codes).astype(np.float32)
+    for scale in np.float32([1, 0.3, 1e-40]):
+        scales, out = Memory.of(np.array([scale])), Memory(256 * each, np.float32)
+        lib.ints_mean([packed.address], [scales.address], 1, out.address, 256 * each, 0, bits)
+        equal(out.check(), codes / top * scale)
+
+
+# -- sparse ------------------------------------------------------------------------------------------------------------
+def topk_oracle(v, k):
+    magnitude = np.where(np.isnan(v), np.inf, np.abs(v))
+    return np.sort(np.lexsort((np.arange(len(v)), -magnitude))[:k]).astype(np.int32)
+
+
+@CASES
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_topk_encode(lib, n, kind, threads, share):
+    k = int(n * share)
+    for x, residual, out, v in aliases(vector(n, 1, kind), vector(n, 2, "zeros" if kind == "ties" else "normal"), n):
+        values, positions = Memory(k, np.float32, 4), Memory(k, np.int32, 8)
+        lib.topk_encode(x.address, address(residual), out.address, values.address, positions.address, n, k, threads)
+        expected = topk_oracle(v, k)
+        equal(positions.check(), expected)
+        equal(values.check(), v[expected])
+        rest = v.copy()
+        rest[expected] = 0
+        equal(out.check(), rest)
+        equal(positions.array, XP.topk(XP.abs(v), k))
+        x.check()
+        if share == 0.01 and n >= 100:
+            payload, _ = TopK(compress_ratio=k / n).compress(v, {}, Context(XP, "w", (n,)))
+            equal(values.array, payload[0])
+            equal(positions.array, payload[1])
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "large last", "equal"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_topk_of_what_a_sample_misjudges(lib, order, threads):
+    n, k = 300_000, 900
+    v = np.sort(np.abs(vector(n, 5)))
+    if order == "descending":
+        v = v[::-1].copy()
+    elif order == "large last":  # more candidates than room, and then a sample that has none
+        v[:] = np.float32(1e-3)
+        v[-k - 30_000 :] = np.arange(k + 30_000)
+    elif order == "equal":
+        v[:] = 1
+    x, values, positions = Memory.of(v), Memory(k, np.float32), Memory(k, np.int32)
+    lib.topk_encode(x.address, None, x.address, values.address, positions.address, n, k, threads)
+    expected = topk_oracle(v, k)
+    equal(positions.check(), expected)
+    rest = v.copy()
+    rest[expected] = 0
+    equal(x.check(), rest)
+
+
+def test_topk_of_what_a_sample_overrates(lib):
+    # The sample sees far more large elements than there are, and the bound from it lets too few pass.
+    n, k = 40_000, 50
+    state, seen = 0x9E3779B9, []
+    for i in range(1024):
+        begin, width = n * i // 1024, n * (i + 1) // 1024 - n * i // 1024
+        state = (state * 1664525 + 1013904223) % 2**32
+        seen.append(begin + ((state * width) >> 32))
+    v = np.arange(n, dtype=np.float32) / n
+    v[seen[:45]] = 10
+    x, values, positions = Memory.of(v), Memory(k, np.float32), Memory(k, np.int32)
+    residual, out = Memory.of(np.ones(n, np.float32)), Memory(n, np.float32)
+    lib.topk_encode(x.address, residual.address, out.address, values.address, positions.address, n, k)
+    expected = topk_oracle(v + 1, k)
+    equal(positions.check(), expected)
+    equal(values.check(), (v + 1)[expected])
+    equal(np.flatnonzero(out.check() == 0).astype(np.int32), expected)
+
+
+@CASES
+@pytest.mark.parametrize("bound", [0.0, 0.5, 3.0, 1e39])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_threshold_encode(lib, n, kind, threads, bound):
+    for x, residual, out, v in aliases(vector(n, 1, kind), vector(n, 2), n):
+        with np.errstate(over="ignore"):
+            chosen = ~(np.abs(v) < np.float32(bound))
+        expected = np.flatnonzero(chosen | ~np.isfinite(v)).astype(np.int32)
+        rest = v.copy()
+        rest[expected] = 0
+        where, what, size = x.address, address(residual), len(expected)
+        for capacity in sorted({0, size // 2, size - 1, size} - {-1}):
+            values, positions = Memory(capacity, np.float32, 4), Memory(capacity, np.int32, 4)
+            count = lib.threshold_encode(
+                where, what, out.address, bound, values.address, positions.address, capacity, n, threads
+            )
+            assert count == size
+            values.check(), positions.check(), x.check()
+            if capacity < size:
+                equal(out.check(), v)
+                where, what = out.address, None
+        equal(positions.array, expected)
+        equal(values.array, v[expected])
+        equal(out.check(), rest)
+        if 0 < bound < 1e38:
+            payload, _ = Threshold(threshold=bound).compress(v, {}, Context(XP, "w", (n,)))
+            equal(values.array, payload[0])
+            equal(positions.array, payload[1])
+    if n:
+        values, positions = Memory(n, np.float32), Memory(n, np.int32)
+        x = Memory.of(v)
+        count = lib.threshold_encode(x.address, None, None, bound, values.address, positions.address, n, n, threads)
+        equal(positions.check()[:count], expected)
+        equal(x.check(), v)
+
+
+@CASES
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("share", [0.01, 1.0])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_sparse_mean(lib, n, kind, threads, workers, share):
+    rng = np.random.default_rng(4)
+    positions, values = [], []
+    for w in range(workers):
+        positions.append(np.sort(rng.choice(n, int(share * n), replace=False)).astype(np.int32) if n else np.zeros(0, "i4"))
+        values.append(vector(n, 20 + w, kind)[: len(positions[-1])])
+    payloads = list(zip(values, positions, strict=True))
+    with XP.quiet():
+        expected = TopK().aggregate(payloads, Context(XP, "w", (n,)))
+    a, b = [Memory.of(v, 4) for v in values], [Memory.of(p, 8) for p in positions]
+    out = Memory(n, np.float32, 4)
+    lib.sparse_mean(
+        [m.address for m in a], [m.address for m in b], [len(p) for p in positions], workers, out.address, n, threads
+    )
+    equal(out.check(), expected)
+
+
+@pytest.mark.parametrize("n", [10, 9000, 600_000])
+@pytest.mark.parametrize("wrong", ["negative", "n", "huge", "descending", "twice"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_corrupt_positions_are_refused(lib, n, wrong, threads):
+    for at in range(3):
+        good = np.array([1, n // 2, n - 2], np.int32)
+        bad = good.copy()
+        bad[at] = {
+            "negative": -1,
+            "n": n,
+            "huge": 2**31 - 1,
+            "descending": good[(at + 1) % 3] + (1 if at < 2 else -1),
+            "twice": good[at - 1],
+        }[wrong]
+        if np.all(np.diff(bad) > 0) and bad[0] >= 0 and bad[-1] < n:
+            continue
+        values, out = Memory.of(np.ones(3, np.float32)), Memory(n, np.float32)
+        positions = [Memory.of(good), Memory.of(bad)]
+        with pytest.raises(ValueError, match="worker 1 sent positions"):
+            lib.sparse_mean(
+                [values.address] * 2, [p.address for p in positions], [3, 3], 2, out.address, n, threads
+            )
+        out.check()
+
+
+def test_positions_of_an_empty_vector_are_refused(lib):
+    values, positions = Memory.of(np.ones(1, np.float32)), Memory.of(np.zeros(1, np.int32))
+    with pytest.raises(ValueError, match="worker 0"):
+        lib.sparse_mean([values.address], [positions.address], [1], 1, Memory(0, np.float32).address, 0)
+
+
+# -- random bits -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("start", [0, 12345, 2**32 - 300, 2**33 + 7])
+def test_words(lib, n, start):
+    out = Memory(n, np.int32, 4)
+    lib.words(0xDEADBEEF, 0x12345678, start, n, out.address, 2)
+    equal(out.check(), XP.words(0xDEADBEEF, 0x12345678, start, n))
+
+
+@pytest.mark.parametrize("n", [0, 1, 17, 65536])
+def test_noise_table(lib, n):
+    out = Memory(n, np.uint16, 2)
+    lib.noise_table(0xDEADBEEF, 0x12345678, n, out.address)
+    equal(out.check(), (XP.words(0xDEADBEEF, 0x12345678, 0, n).view(np.uint32) >> 16).astype(np.uint16))
+
+
+# -- all together ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("block", [0, 512])
+def test_instruction_sets_and_threads_agree(block):
+    built()
+    n, v = 600_011, vector(600_011, 7)
+    results = set()
+    for lib in filter(None, map(library, ISAS)):
+        for threads in (1, 2, 3):
+            bits, scales = np.zeros(-(-n // 8), np.uint8), np.zeros(-(-n // (block or n)), np.float32)
+            out = np.zeros(n, np.float32)
+            lib.signs_encode(
+                v.ctypes.data, None, out.ctypes.data, bits.ctypes.data, scales.ctypes.data, n, block, threads
+            )
+            results.add((bits.tobytes(), scales.tobytes(), out.tobytes()))
+    assert len(results) == 1
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_the_environment_chooses():
+    built()
+    code = "from grace.kernels import library; found = library(); print(found and found.isa)"
+    assert run(code, GRACE_KERNELS="off") == "None"
+    assert run(code, GRACE_KERNELS="0") == "None"
+    assert run(code, GRACE_KERNELS=PLAIN) == PLAIN
+    with pytest.raises(ValueError, match="choose one of"):
+        library("mmx")
+
+
+def test_nothing_is_loaded_before_it_is_asked_for():
+    built()
+    code = "import grace, grace.kernels; print('kernels-' in open('/proc/self/maps').read())"
+    if not os.path.exists("/proc/self/maps"):
+        pytest.skip("this system does not show what is loaded")
+    assert run(code) == "False"
+    assert run(code.replace("; print", "; grace.kernels.library(); print")) == "True"
+
+
+def test_a_machine_without_compiler_is_told_so(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    monkeypatch.setattr(build, "folders", lambda: [tmp_path])
+    assert build.main() == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_compiler_that_fails_is_told_of(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(build, "compiler", lambda: sys.executable)
+    monkeypatch.setattr(build, "folders", lambda: [tmp_path])
+    assert build.build() is None
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_sources_have_another_name(monkeypatch):
+    name = build.library_name()
+    build.library_name.cache_clear()
+    monkeypatch.setattr(build, "SOURCES", build.SOURCES[:-1])
+    assert build.library_name() != name
+    build.library_name.cache_clear()

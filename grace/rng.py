@@ -86,17 +86,17 @@ class Rng:
     def __init__(self, xp: Any, seed: int, label: str, name: str, step: Any, worker: int, offset: int = 0):
         keys = _known_keys if isinstance(step, int) else _keys
         self._xp = xp
-        self._keys = keys(seed, label, name, step, worker)
-        self._table = keys(seed, label, "", step, worker)  # the same for all tensors
-        self._offset = offset
+        self.keys = keys(seed, label, name, step, worker)
+        self.table = keys(seed, label, "", step, worker)  # of the noise: the same for all tensors
+        self.offset = offset
 
     def bits(self, n: int) -> Any:
         """int32[n]: 32 random bits each."""
-        return self._xp.words(*self._keys, self._offset, n)
+        return self._xp.words(*self.keys, self.offset, n)
 
     def uniform(self, n: int) -> Any:
         """float32[n] in [0, 1), multiples of 2**-24."""
-        return self._xp.uniform(*self._keys, self._offset, n)
+        return self._xp.uniform(*self.keys, self.offset, n)
 
     def noise(self, n: int) -> Any:
         """float32[n] in (0, 1), odd multiples of 2**-17: to round with, for a fraction of the price of `uniform`.
@@ -106,7 +106,7 @@ class Rng:
         those of independent numbers do. A float32 of magnitude below 2**7 and this number add up without carrying an
         integer over.
         """
-        return self._xp.noise(self._table, self._keys, self._offset, n)
+        return self._xp.noise(self.table, self.keys, self.offset, n)
 
     def rounded(self, x: Any, n: int) -> Any:
         """The float32[n] ``x``, each element rounded at random to a neighbouring integer, so that its expectation is x.
@@ -118,7 +118,7 @@ class Rng:
 
     def normal(self, n: int) -> Any:
         """float32[n] of mean 0 and variance 1 (Box and Muller, 1958). Equal across toolkits up to rounding."""
-        u = self._xp.uniform(*self._keys, 2 * self._offset, 2 * n)
+        u = self._xp.uniform(*self.keys, 2 * self.offset, 2 * n)
         radius = self._xp.sqrt(-2.0 * self._xp.log(1.0 - u[0::2]))
         return radius * self._xp.cos((2.0 * math.pi) * u[1::2])
 

@@ -22,7 +22,7 @@ class RawRng(Rng):
     """The stream of keys (1, 2), whatever its name."""
 
     def __init__(self, xp, offset):
-        self._xp, self._keys, self._table, self._offset = xp, (1, 2), (1, 2), offset
+        self._xp, self.keys, self.table, self.offset = xp, (1, 2), (1, 2), offset
 
 
 @dataclass(frozen=True)

@@ -405,7 +405,9 @@ def test_sparse_mean(lib, n, kind, threads, workers, share):
     rng = np.random.default_rng(4)
     positions, values = [], []
     for w in range(workers):
-        positions.append(np.sort(rng.choice(n, int(share * n), replace=False)).astype(np.int32) if n else np.zeros(0, "i4"))
+        positions.append(
+            np.sort(rng.choice(n, int(share * n), replace=False)).astype(np.int32) if n else np.zeros(0, "i4")
+        )
         values.append(vector(n, 20 + w, kind)[: len(positions[-1])])
     payloads = list(zip(values, positions, strict=True))
     with XP.quiet():
@@ -437,9 +439,7 @@ def test_corrupt_positions_are_refused(lib, n, wrong, threads):
         values, out = Memory.of(np.ones(3, np.float32)), Memory(n, np.float32)
         positions = [Memory.of(good), Memory.of(bad)]
         with pytest.raises(ValueError, match="worker 1 sent positions"):
-            lib.sparse_mean(
-                [values.address] * 2, [p.address for p in positions], [3, 3], 2, out.address, n, threads
-            )
+            lib.sparse_mean([values.address] * 2, [p.address for p in positions], [3, 3], 2, out.address, n, threads)
         out.check()
 
 

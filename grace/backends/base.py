@@ -48,8 +48,13 @@ class Backend(ABC):
 
     @property
     def kernels(self) -> Any:
-        """Native forms of whole methods (`grace.kernels`); None where there are none."""
+        """Native forms of whole methods (`grace.kernels.host`); None where there are none."""
         return None
+
+    @property
+    def threads(self) -> int:
+        """How many threads a kernel may use."""
+        return 1
 
     # -- making and reading arrays ------------------------------------------------------------------------------
     @abstractmethod
@@ -99,6 +104,14 @@ class Backend(ABC):
     def same_memory(self, x: Array, y: Array) -> bool:
         """Both arrays begin at the same place in memory."""
         return False
+
+    def contiguous(self, x: Array) -> Array:
+        """The same values, one after the other in memory."""
+        return x
+
+    def address(self, x: Array | None) -> int:
+        """Where an array of the host begins in memory; 0 for None."""
+        raise TypeError(f"arrays of {self.name} have no address")
 
     def overlap(self, x: Array, y: Array) -> bool:
         """Both arrays may have memory in common."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from grace.backends.base import LARGE, PIECE, Array, Backend, Cell
+from grace.kernels.host import host_kernels
 from grace.rng import MASK32, noise_offset, noise_rows
 
 
@@ -18,6 +19,10 @@ class NumpyBackend(Backend):
     name = "numpy"
     mutable = True
     piece = PIECE
+
+    @property
+    def kernels(self) -> Any:
+        return host_kernels(self)
 
     def asarray(self, values: Any, dtype: str) -> Array:
         return np.asarray(values, dtype)
@@ -51,6 +56,12 @@ class NumpyBackend(Backend):
 
     def same_memory(self, x: Array, y: Array) -> bool:
         return x.__array_interface__["data"][0] == y.__array_interface__["data"][0]
+
+    def contiguous(self, x: Array) -> Array:
+        return np.ascontiguousarray(x)
+
+    def address(self, x: Array | None) -> int:
+        return 0 if x is None else x.__array_interface__["data"][0]
 
     def overlap(self, x: Array, y: Array) -> bool:
         return np.may_share_memory(x, y)
@@ -215,6 +226,8 @@ class NumpyBackend(Backend):
         return np.linalg.solve(a, b)
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
+        if self.kernels:
+            return self.kernels.words(key0, key1, start, n)
         counter = np.arange(start, start + n, dtype=np.int64)
         h = _mix(((counter + int(key0)) & MASK32).astype(np.uint32))
         h ^= (((counter >> 32) + int(key1)) & MASK32).astype(np.uint32)

@@ -13,6 +13,7 @@ import torch
 
 from grace.backends.base import LARGE, PIECE, Array, Backend, Cell
 from grace.backends.numpy import largest_magnitudes
+from grace.kernels.host import host_kernels
 from grace.rng import MASK32, noise_offset, noise_rows
 
 DTYPES = {
@@ -82,6 +83,14 @@ class TorchBackend(Backend):
         self.on_host = self.device.type == "cpu"
         self.piece = PIECE if self.on_host else 0
 
+    @property
+    def kernels(self) -> Any:
+        return host_kernels(self) if self.on_host else None
+
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
     def asarray(self, values: Any, dtype: str) -> Array:
         flags = getattr(values, "flags", None)
         if flags is not None and not flags.writeable:  # PyTorch knows no read-only memory
@@ -124,6 +133,12 @@ class TorchBackend(Backend):
 
     def same_memory(self, x: Array, y: Array) -> bool:
         return x.data_ptr() == y.data_ptr()
+
+    def contiguous(self, x: Array) -> Array:
+        return x.contiguous()
+
+    def address(self, x: Array | None) -> int:
+        return 0 if x is None else x.data_ptr()
 
     def overlap(self, x: Array, y: Array) -> bool:
         return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() and x.numel() > 0
@@ -322,6 +337,8 @@ class TorchBackend(Backend):
         return torch.linalg.solve(a, b)
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
+        if self.kernels:
+            return self.kernels.words(key0, key1, start, n)
         pieces = []
         while n > 0:  # a piece ends where the upper half of the counter changes
             low, high = start & MASK32, start >> 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace import blocks
@@ -65,3 +66,11 @@ class BlockInt(Rounded):
             codes = xp.bitwise_xor(codes, half) - half
         values = xp.divide_in(xp.cast(codes, "float32"), float(self.top))
         return blocks.scaled(xp, values, payload[1], self.block)
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        rng = ctx.rng("round") if self.unbiased else None
+        codes, scales, left = ctx.xp.kernels.ints_encode(x, residual, self.block_size, self.bits, rng)
+        return (codes, scales), left
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        return ctx.xp.kernels.ints_mean(payloads, out, ctx.size, self.block_size, self.bits)

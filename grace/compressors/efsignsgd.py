@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace import blocks
@@ -33,3 +34,10 @@ class EFSignSGD(Blockwise):
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
         return blocks.scaled(xp, xp.unpack_signs(payload[0], n), payload[1], self.block)
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        bits, scales, left = ctx.xp.kernels.signs_encode(x, residual, self.block_size)
+        return (bits, scales), left
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        return ctx.xp.kernels.signs_mean(payloads, out, ctx.size, self.block_size)

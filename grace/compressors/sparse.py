@@ -50,6 +50,7 @@ class Sparsifier(Scattered):
 
     family = "sparsification"
     mask = True
+    marked = True
 
     @abstractmethod
     def select(self, x: Array, ctx: Context) -> Array:
@@ -81,6 +82,12 @@ class Sparsifier(Scattered):
 
     def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
         return ctx.xp.scatter_add(total, self.read(payload[1:], ctx), payload[0])
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if type(self).add is not Sparsifier.add or type(self).aggregate is not Scattered.aggregate:
+            return None
+        pairs = [(payload[0], self.read(payload[1:], ctx)) for payload in payloads]
+        return ctx.xp.kernels.sparse_mean(pairs, out, ctx.size)
 
 
 @dataclass(frozen=True)

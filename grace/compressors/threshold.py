@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grace.compressors.sparse import CodedSparsifier
-from grace.core import Array, Context
+from grace.core import Array, Context, Payload
 from grace.registry import register
 
 
@@ -33,3 +33,7 @@ class Threshold(CodedSparsifier):
         magnitude = ctx.xp.abs(x)
         # What is not finite is sent, and so is seen by every worker.
         return ctx.xp.nonzero((magnitude >= self.threshold) | ctx.xp.invert(ctx.xp.isfinite(x)))
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        values, positions, left = ctx.xp.kernels.threshold_encode(x, residual, self.threshold)
+        return (values, *self.write(positions, ctx)), left

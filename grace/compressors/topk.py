@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.compressors.sparse import CodedSparsifier, check_ratio, kept
-from grace.core import Array, Context
+from grace.core import Array, Context, Payload
 from grace.registry import register
 
 
@@ -36,3 +36,7 @@ class TopK(CodedSparsifier):
 
     def select(self, x: Array, ctx: Context) -> Array:
         return ctx.xp.topk_abs(x, kept(self.compress_ratio, ctx.size))
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        values, positions, left = ctx.xp.kernels.topk_encode(x, residual, kept(self.compress_ratio, ctx.size))
+        return (values, *self.write(positions, ctx)), left

@@ -130,9 +130,7 @@ class Library:
         Rounds to nearest without a ``table``, uint16[65536]; with it floor(steps + u), u = (noise + 0.5) / 65536 where
         noise = (table[p % 65536] + offsets[p // 65536 - start // 65536]) % 65536 for the element at p = start + j.
         """
-        self._ints_encode(
-            self._handle, x, residual, out, codes, scales, n, block, bits, table, offsets, start, threads
-        )
+        self._ints_encode(self._handle, x, residual, out, codes, scales, n, block, bits, table, offsets, start, threads)
 
     def ints_mean(
         self,
@@ -186,9 +184,7 @@ class Library:
         If there are more than ``capacity``, values and positions hold nothing of use and out, where given, holds all of
         v: call again with out as x, no residual, and more room. (Without out: the same again.)
         """
-        return self._threshold_encode(
-            self._handle, x, residual, out, bound, values, positions, capacity, n, threads
-        )
+        return self._threshold_encode(self._handle, x, residual, out, bound, values, positions, capacity, n, threads)
 
     def sparse_mean(
         self,
@@ -207,9 +203,7 @@ class Library:
         """
         pointers = _P * workers
         values, positions = pointers(*values_ptrs), pointers(*positions_ptrs)
-        wrong = self._sparse_mean(
-            self._handle, values, positions, (_I * workers)(*counts), workers, out, n, threads
-        )
+        wrong = self._sparse_mean(self._handle, values, positions, (_I * workers)(*counts), workers, out, n, threads)
         if wrong == -2:
             raise MemoryError("no memory to add up sparse vectors")
         if wrong >= 0:

@@ -14,6 +14,7 @@ from grace.core import Combine, Compressor, Method, name_of
 from grace.memories.residual import Residual
 from grace.testing import exchanges
 from grace.testing.cases import (
+    BAD,
     WIRE,
     Laws,
     alone,
@@ -24,6 +25,7 @@ from grace.testing.cases import (
     host,
     memory_of,
     patterns,
+    poisoned,
     receive,
     same,
     send,
@@ -84,6 +86,19 @@ def state_is_what_init_makes(compressor: Compressor, xp: Any) -> None:
         made, (_, kept) = compressor.init(ctx), send(compressor, xp, spread(*shape), ctx)
         one, two = ({k: (xp.shape(array), xp.dtype(array)) for k, array in s.items()} for s in (made, kept))
         assert one == two, f"init makes {one}, but compress gives back {two}"
+
+
+@LAWS.add
+def marks_show_what_is_not_finite(compressor: Compressor, xp: Any) -> None:
+    """``marked`` promises that NaN and infinity show in the payload's numbers, and that nothing else does."""
+    if not compressor.marked:
+        return
+    shape = shape_of(compressor, 1000)
+    for name in (None, *BAD):
+        x = spread(*shape) if name is None else poisoned(shape, name, 0)
+        payload = host(xp, send(compressor, xp, x, context(xp, shape))[0])
+        shown = not all(np.isfinite(array).all() for array in payload if array.dtype == np.float32)
+        assert shown == (name is not None), f"a gradient with {name or 'finite numbers'}: marked payload is {shown}"
 
 
 @LAWS.add

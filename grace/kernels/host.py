@@ -1,0 +1,134 @@
+"""The kernels on arrays of the host: NumPy's, and PyTorch's on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grace.kernels import Library, library
+from grace.rng import NOISE, Rng, word
+
+Array = Any
+Pairs = Sequence[tuple[Array, ...]]
+TABLES = 16  # of noise that are kept: those of the labels and workers of a step
+
+
+def host_kernels(xp: Any) -> HostKernels | None:
+    """The kernels for a backend of the host; None where they are not built, or off."""
+    found = library()
+    if found is None:
+        return None
+    kernels: HostKernels | None = xp.__dict__.get("_kernels")
+    if kernels is None or kernels.library is not found:
+        kernels = xp.__dict__["_kernels"] = HostKernels(xp, found)
+    return kernels
+
+
+class HostKernels:
+    """A `Library` for a backend's arrays. x is spent: what is left, where it is asked for, lies in its memory."""
+
+    def __init__(self, xp: Any, library: Library):
+        self._xp, self.library = xp, library
+        self._tables: dict[Any, Array] = {}
+
+    def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, Array, Array]:
+        """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left (if there is a residual)."""
+        xp, at = self._xp, self._xp.address
+        (n,) = xp.shape(x)
+        bits, scales = xp.empty(-(-n // 8), "uint8"), xp.empty(_count(n, block))
+        left = None if residual is None else at(x)
+        self.library.signs_encode(at(x), at(residual), left, at(bits), at(scales), n, block, xp.threads)
+        return bits, scales, x
+
+    def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
+        """Each worker's bits and scales -> float32[n], in ``out`` if it is given."""
+        out, kept = self._out(out, n), [self._ready(*payload) for payload in payloads]
+        self.library.signs_mean(*self._columns(kept), len(kept), self._xp.address(out), n, block, self._xp.threads)
+        return out
+
+    def ints_encode(
+        self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
+    ) -> tuple[Array, Array, Array]:
+        """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], what is left. ``rng``: rounds at random."""
+        xp, at = self._xp, self._xp.address
+        (n,) = xp.shape(x)
+        codes, scales = xp.empty(-(-n * bits // 8), "uint8"), xp.empty(_count(n, block))
+        left = None if residual is None else at(x)
+        table = offsets = None
+        start = 0
+        if rng is not None:
+            table, start = self._table(rng.table), rng.offset
+            rows = range(start // NOISE, -(-(start + n) // NOISE))
+            # int16 has the bits that a uint16 is made of
+            offsets = xp.asarray([_signed(word(rng.keys, row) >> 16) for row in rows], "int16")
+        self.library.ints_encode(
+            at(x), at(residual), left, at(codes), at(scales), n, block, bits, at(table), at(offsets), start, xp.threads
+        )
+        return codes, scales, x
+
+    def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
+        """Each worker's codes and scales -> float32[n], in ``out`` if it is given."""
+        out, kept = self._out(out, n), [self._ready(*payload) for payload in payloads]
+        self.library.ints_mean(*self._columns(kept), len(kept), self._xp.address(out), n, block, bits, self._xp.threads)
+        return out
+
+    def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[Array, Array, Array]:
+        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
+        xp, at = self._xp, self._xp.address
+        (n,) = xp.shape(x)
+        values, positions = xp.empty(k), xp.empty(k, "int32")
+        self.library.topk_encode(at(x), at(residual), at(x), at(values), at(positions), n, k, xp.threads)
+        return values, positions, x
+
+    def threshold_encode(self, x: Array, residual: Array | None, bound: float) -> tuple[Array, Array, Array]:
+        """float32[n] -> values and positions of all that reach the bound or are not finite, and what is left."""
+        xp, at = self._xp, self._xp.address
+        (n,) = xp.shape(x)
+        room = min(n, max(1024, n // 16))
+        while True:
+            values, positions = xp.empty(room), xp.empty(room, "int32")
+            count = self.library.threshold_encode(
+                at(x), at(residual), at(x), bound, at(values), at(positions), room, n, xp.threads
+            )
+            if count <= room:
+                return values[:count], positions[:count], x
+            residual, room = None, count  # x holds the sum by now
+
+    def sparse_mean(self, payloads: Pairs, out: Array | None, n: int) -> Array:
+        """Each worker's values and ascending positions -> float32[n]; ValueError names a worker whose are wrong."""
+        out, kept = self._out(out, n), [self._ready(*payload) for payload in payloads]
+        counts = [self._xp.shape(values)[0] for values, _ in kept]
+        self.library.sparse_mean(*self._columns(kept), counts, len(kept), self._xp.address(out), n, self._xp.threads)
+        return out
+
+    def words(self, key0: int, key1: int, start: int, n: int) -> Array:
+        """int32[n]: `grace.backends.base.Backend.words`."""
+        out = self._xp.empty(n, "int32")
+        self.library.words(key0, key1, start, n, self._xp.address(out), self._xp.threads)
+        return out
+
+    def _table(self, keys: tuple[int, int]) -> Array:
+        if keys not in self._tables:
+            while len(self._tables) >= TABLES:
+                self._tables.pop(next(iter(self._tables)), None)
+            table = self._xp.empty(NOISE, "int16")
+            self.library.noise_table(*keys, NOISE, self._xp.address(table))
+            self._tables[keys] = table
+        return self._tables[keys]
+
+    def _out(self, out: Array | None, n: int) -> Array:
+        return self._xp.empty(n) if out is None else out
+
+    def _ready(self, *arrays: Array) -> tuple[Array, ...]:
+        return tuple(self._xp.contiguous(array) for array in arrays)
+
+    def _columns(self, payloads: Sequence[tuple[Array, ...]]) -> list[list[int]]:
+        return [[self._xp.address(array) for array in arrays] for arrays in zip(*payloads, strict=True)]
+
+
+def _count(n: int, block: int) -> int:
+    return -(-n // block) if block else min(n, 1)
+
+
+def _signed(half: int) -> int:
+    return half - 2**16 if half >= 2**15 else half

@@ -1,0 +1,141 @@
+"""Native kernels and pieces give what the plain functions give; gradients that are spent hold residual and mean."""
+
+import numpy as np
+import pytest
+from methods import alone, backend, context, host, spread
+from table import ROWS
+
+from grace import grace_from_params, kernels
+from grace.backends import get_backend
+from grace.core import Method
+from grace.execution import pieces
+from grace.memories.none import NoMemory
+from grace.memories.residual import Residual
+from grace.transports.local import LocalTransport
+
+N = 20_003
+HOSTS = ["numpy", "torch"]
+VECTORS = [row for row in ROWS if not row.matrix]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    from grace.kernels import build
+
+    if build.build() is None:
+        pytest.skip("there is no C++ compiler to build the kernels with")
+
+
+def made(row):
+    return grace_from_params({**row.params, "memory": "none"}, LocalTransport()).method.compressor
+
+
+def exchanged(xp, method, ctx, steps=3):
+    """Payloads, residuals and means of some steps, in NumPy."""
+    found, state = [], method.init(ctx)
+    for step in range(steps):
+        ctx = context(xp, N, rank=ctx.rank, step=step)
+        x = xp.asarray(spread(N, seed=step), "float32")
+        payload, state = alone(lambda ctx, x=x, state=state: method.encode(xp.copy(x), state, ctx), ctx)
+        state = {key: xp.copy(value) for key, value in state.items()}
+        mean = method.mean([payload] * 3, ctx).into(xp.zeros(N))
+        assert np.array_equal(xp.to_numpy(method.mean([payload] * 3, ctx).array()), xp.to_numpy(mean))
+        found.append((host(xp, payload), host(xp, state.values()), xp.to_numpy(mean).copy()))
+    return found
+
+
+def assert_same(one, two):
+    for (payload, state, mean), (payload2, state2, mean2) in zip(one, two, strict=True):
+        for a, b in zip(payload, payload2, strict=True):
+            assert a.dtype == b.dtype
+            # Sums are of float64 numbers, but in another order: scales may differ in their last bit.
+            np.testing.assert_array_max_ulp(a, b, 2) if a.dtype == np.float32 else np.testing.assert_array_equal(a, b)
+        for a, b in zip([*state, mean], [*state2, mean2], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * abs(b).max(initial=0))
+
+
+@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize("feedback", [True, False], ids=["residual", "none"])
+@pytest.mark.parametrize("row", [row for row in VECTORS if made(row).combine.value == "gather"], ids=str)
+def test_kernels_and_pieces_equal_the_plain_functions(row, feedback, name, monkeypatch):
+    xp, compressor = backend(name), made(row)
+    if feedback and (compressor.vote or compressor.feedback):
+        feedback = False
+    method = Method(compressor, Residual() if feedback else NoMemory())
+    monkeypatch.setenv("GRACE_KERNELS", "off")
+    monkeypatch.setattr(xp, "piece", 0)
+    whole = exchanged(xp, method, context(xp, N, rank=1))
+    monkeypatch.setattr(xp, "piece", 4096)
+    assert_same(exchanged(xp, method, context(xp, N, rank=1)), whole)
+    monkeypatch.setenv("GRACE_KERNELS", "on")
+    assert xp.kernels is not None
+    assert_same(exchanged(xp, method, context(xp, N, rank=1)), whole)
+
+
+def test_pieces_are_whole_blocks():
+    xp = get_backend("numpy")
+    compressor = grace_from_params({"compressor": "blockint", "block_size": 1000}, LocalTransport()).method.compressor
+    bounds = pieces(compressor, context(xp, 600_001))
+    assert bounds[0] == (0, 262_000)
+    assert bounds[-1][1] == 600_001
+    assert all(start % 1000 == 0 for start, _ in bounds)
+
+
+@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize(
+    "params", [{"compressor": "topk"}, {"compressor": "efsignsgd"}, {"compressor": "none"}], ids=str
+)
+def test_spent_gradients_hold_the_mean_and_others_are_left_alone(params, name):
+    xp = backend(name)
+    grc = grace_from_params({**params, "memory": "residual"}, LocalTransport())
+    first = spread(5000)
+    mine, given = xp.asarray(first.copy(), "float32"), xp.asarray(first.copy(), "float32")
+    grc.build({"w": mine})
+    mean = xp.to_numpy(grc.step({"w": mine})["w"]).copy()
+    assert np.array_equal(xp.to_numpy(mine), first)
+    again = grace_from_params({**params, "memory": "residual"}, LocalTransport())
+    again.build({"w": given})
+    again.start("w", given, spent=True)
+    again.flush()
+    found = again.mean("w")
+    assert np.array_equal(xp.to_numpy(found), mean)
+    if params["compressor"] != "none":
+        assert xp.same_memory(found, given)
+    residual = xp.to_numpy(grc._cells["w"]["memory/residual"].read())
+    np.testing.assert_allclose(residual + mean, first, atol=1e-6)
+    assert not xp.overlap(again._cells["w"]["memory/residual"].read(), given), "the state lies in the gradient"
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_mean_that_is_not_finite_leaves_the_residual_bit_for_bit(name, monkeypatch):
+    xp = backend(name)
+    for kernel in ("on", "off"):
+        monkeypatch.setenv("GRACE_KERNELS", kernel)
+        for params in (
+            {"compressor": "efsignsgd", "block_size": 64},
+            {"compressor": "topk"},
+            {"compressor": "blockint"},
+        ):
+            grc = grace_from_params({**params, "memory": "residual"}, LocalTransport())
+            grc.build({"w": xp.zeros(5000)})
+            grc.step({"w": xp.asarray(spread(5000), "float32")})
+            before = grc.state_dict()["tensors"]
+            bad = spread(5000, seed=1)
+            bad[4000] = np.nan
+            given = xp.asarray(bad, "float32")
+            grc.start("w", given, spent=True)
+            grc.flush()
+            assert not np.isfinite(xp.to_numpy(grc.mean("w"))).all()
+            after = grc.state_dict()["tensors"]
+            assert np.array_equal(np.asarray(before["w"]["memory/residual"]), np.asarray(after["w"]["memory/residual"]))
+            assert grc.report().skipped == 1
+
+
+def test_positions_out_of_range_are_refused():
+    xp = get_backend("numpy")
+    if kernels.library() is None:
+        pytest.skip("kernels are off")
+    method = grace_from_params({"compressor": "topk"}, LocalTransport()).method
+    payloads = [(np.ones(2, np.float32), np.array(places, np.int32)) for places in ([0, 4], [3, 99])]
+    with pytest.raises(ValueError, match="worker 1 sent positions"):
+        method.mean(payloads, context(xp, 10)).array()

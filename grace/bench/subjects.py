@@ -1,0 +1,361 @@
+"""GRACE's methods as things to time: refill, encode, commit, decode; one small function for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from grace.backends import Backend
+from grace.backends.base import ITEMSIZE
+from grace.bench.plan import SCALE, SEVERAL, WORKERS, Case, Config, method_of, shapes
+from grace.core import Array, Combine, Context, Method, Payload, State, run
+from grace.flight import Flight
+from grace.meter import Meter
+from grace.pipeline import Options
+from grace.registry import grace_from_params
+from grace.transports.local import LocalTransport, World
+
+
+class Subject(Protocol):
+    """What the clock is held against. Each is called outside the clock unless it says that it is timed."""
+
+    label: str
+    bytes: int
+    """Of the payload that one worker sends, dense tensors of the model included."""
+    workers: int
+    """How many payloads are decoded."""
+    state_bytes: int
+    note: str
+
+    def several(self, repeated: bool) -> None:
+        """Make the payloads of all workers; ``repeated``: one stands for all, encoding takes too long."""
+
+    def refill(self) -> None:
+        """Put the next gradient where the method expects it."""
+
+    def encode(self) -> None:
+        """Timed: memory compensate, compress, memory update, of all tensors."""
+
+    def commit(self) -> None:
+        """Timed: keep the new state."""
+
+    def decode(self) -> None:
+        """Timed: the payloads of several workers to their mean, of all tensors."""
+
+    def step(self) -> None:
+        """Timed: from gradients to means in their place, one worker."""
+
+    def release(self) -> None:
+        """Let go of what a call made."""
+
+
+class Bench:
+    """What all subjects of a process share: gradients, which are read only, and buffers."""
+
+    def __init__(self, xp: Backend, config: Config):
+        self.xp, self.config = xp, config
+        self.n = sum(math.prod(shape) for shape in shapes(config, False).values())
+        hosts = [gradient(self.n, seed) for seed in range(SEVERAL)]
+        self.gradients = [own(xp, host) for host in hosts]
+        self.staging = own(xp, hosts[0])
+        """Refilled before each call: methods may spend it."""
+        self.out = own(xp, hosts[0])
+        self._target, self._source = (np.empty_like(hosts[0]), hosts[1]) if xp.traced else (self.out, self.staging)
+
+    def memcpy(self) -> None:
+        """Copy as many bytes as the gradient has, between arrays that are there. TensorFlow has none: NumPy's."""
+        if self.xp.name == "torch":
+            self._target.copy_(self._source)
+        else:
+            np.copyto(self._target, self._source)
+
+    def refill(self, turn: int) -> None:
+        """The staging buffer becomes one of the gradients."""
+        if self.xp.name == "torch":
+            self.staging.copy_(self.gradients[turn % SEVERAL])
+        elif not self.xp.traced:
+            np.copyto(self.staging, self.gradients[turn % SEVERAL])
+
+    def x(self, turn: int) -> Array:
+        """The vector to encode: the staging buffer, or where arrays cannot change, the gradient."""
+        return self.gradients[turn % SEVERAL] if self.xp.traced else self.staging
+
+    def wait(self) -> None:
+        """Until the device has done what it was asked to."""
+        device = getattr(self.xp, "device", None)
+        if device is not None and device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(device)
+
+
+def gradient(n: int, seed: int) -> Any:
+    """float32[n] of a Laplace distribution, on the host."""
+    rng = np.random.default_rng(seed)
+    size = rng.standard_exponential(n, dtype=np.float32)
+    signs = np.unpackbits(rng.integers(0, 256, -(-n // 8), np.uint8), count=n).astype(np.float32)
+    signs *= 2 * SCALE
+    signs -= SCALE
+    size *= signs
+    return size
+
+
+def own(xp: Backend, host: Any) -> Array:
+    """A copy of a NumPy array in memory of the backend's own."""
+    return xp.asarray(host.copy(), "float32")
+
+
+class Part:
+    """One tensor of a model on its way: where it lies in the flat vector, its state, the payloads of all workers."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], start: int):
+        self.name, self.shape, self.start, self.size = name, shape, start, math.prod(shape)
+        self.answers: list[Any] = []
+        """What the collectives inside encode gave the first worker."""
+        self.cells: dict[str, Any] = {}
+        self.payloads: list[Payload] = []
+
+    def of(self, x: Array) -> Array:
+        """This tensor's elements of the flat vector; the vector itself, if it has no others."""
+        return x if self.size == x.shape[0] else x[self.start : self.start + self.size]
+
+
+class Ours:
+    """A compressor and memory of GRACE, eagerly or in a graph."""
+
+    def __init__(self, case: Case, bench: Bench, mode: str):
+        self.label, self.bench, self.mode = case.label, bench, mode
+        self.method = method_of(case.params)
+        self.agreed = self.method.compressor.combine is Combine.AGREED
+        self.workers = 1 if self.agreed else WORKERS
+        self.note = ""
+        self.turn = 0
+        self._params = case.params
+        self._grace: Any = None
+        self.parts: list[Part] = []
+        dense, start = 0, 0
+        for name, shape in shapes(bench.config, self.method.compressor.shaped).items():
+            part = Part(name, shape, start)
+            start += part.size
+            if part.size and self.method.compressor.applies(self._context(part)) and self._large(part):
+                self.parts.append(part)
+            else:
+                dense += part.size
+        if not self.parts:
+            raise ValueError(f"does not apply to {list(shape)}: these tensors go dense")
+        self.bytes = 4 * dense
+        self._ok = bench.xp.all(bench.xp.asarray([True], "bool"))
+        for part in self.parts:
+            self._begin(part)
+        self.state_bytes = sum(nbytes(bench.xp, cell.read()) for part in self.parts for cell in part.cells.values())
+        self._encoders = [self._encoder(part) for part in self.parts]
+        self._decoders = [self._decoder(part) for part in self.parts]
+        self._inputs: list[tuple[State, Context, list[Any]]] = []
+        self._results: list[tuple[Payload, State]] = []
+
+    def _large(self, part: Part) -> bool:
+        return self.bench.config.tensors == "flat" or part.size >= Options().min_numel
+
+    def _context(self, part: Part, rank: int = 0, world_size: int = WORKERS) -> Context:
+        step: Any = self.turn
+        if self.bench.xp.traced:
+            step = self.bench.xp.asarray(step, "int64")
+        return Context(self.bench.xp, part.name, part.shape, "float32", rank, world_size, step, lr=lambda: 0.1)
+
+    def _begin(self, part: Part) -> None:
+        # All workers once, in lockstep where they exchange: what the first one heard is what it hears when it is timed.
+        xp, contexts = self.bench.xp, [self._context(part, rank) for rank in range(WORKERS)]
+
+        def program(rank: int) -> Any:
+            x = copied(xp, part.of(self.bench.gradients[rank]))
+            return run(self.method.encode(x, self.method.init(contexts[rank]), contexts[rank]))
+
+        if exchanges(program(0)):
+            world = World(WORKERS)
+            programs = [listening(program(0), part.answers, xp), *map(program, range(1, WORKERS))]
+            flights = [
+                Flight("bench", {"w": each}, LocalTransport(world, rank).bind(xp), {"compute": 0.0, "wait": 0.0})
+                for rank, each in enumerate(programs)
+            ]
+            while [flight for flight in flights if not flight.advance()]:
+                pass
+            first, state = flights[0].results["w"]
+            meter = Meter(xp)
+            meter.extend(["w"])
+            meter.add(["w"], flights[0].asked, lambda group: 0)
+            self.bytes += meter.read()["w"][0]
+        else:
+            first, state = drive(program(0), [])
+        part.payloads = [copied(xp, tuple(first))]
+        part.cells = {key: xp.cell(copied(xp, value)) for key, value in state.items()}
+        if not self.agreed:
+            self.bytes += sum(nbytes(xp, array) for array in part.payloads[0])
+
+    def several(self, repeated: bool) -> None:
+        xp = self.bench.xp
+        for part in self.parts:
+            for rank in range(1, self.workers):
+                if repeated:
+                    part.payloads.append(copied(xp, part.payloads[0]))
+                    continue
+                ctx = self._context(part, rank)
+                x = copied(xp, part.of(self.bench.gradients[rank]))
+                payload, _ = drive(run(self.method.encode(x, self.method.init(ctx), ctx)), copied(xp, part.answers))
+                part.payloads.append(copied(xp, tuple(payload)))
+        if repeated and self.workers > 1:
+            self.note = "one payload stands for those of all workers"
+
+    # -- what is timed ----------------------------------------------------------------------------------------------
+    def refill(self) -> None:
+        self.turn += 1
+        self.bench.refill(self.turn)
+        self._results = []
+        self._inputs = [
+            (
+                {key: cell.read() for key, cell in part.cells.items()},
+                self._context(part),
+                copied(self.bench.xp, part.answers),
+            )
+            for part in self.parts
+        ]
+
+    def encode(self) -> None:
+        x = self.bench.x(self.turn)
+        for part, encoder, inputs in zip(self.parts, self._encoders, self._inputs, strict=True):
+            self._results.append(encoder(part.of(x), *inputs))
+
+    def commit(self) -> None:
+        for part, (_, state) in zip(self.parts, self._results, strict=True):
+            commit(self.bench, part.cells, state, self._ok)
+
+    def decode(self) -> None:
+        for part, decoder in zip(self.parts, self._decoders, strict=True):
+            decoder(part.payloads, part.of(self.bench.out))
+
+    def step(self) -> None:
+        xp, x = self.bench.xp, self.bench.x(self.turn)
+        tensors = shapes(self.bench.config, self.method.compressor.shaped)
+        gradients, start = {}, 0
+        for name, shape in tensors.items():
+            gradients[name] = xp.reshape(x[start : start + math.prod(shape)], shape)
+            start += math.prod(shape)
+        if self._grace is None:
+            grace = grace_from_params(self._params, "local")
+            grace.build(gradients)
+            self._grace = _graph(grace.step) if self.mode == "graph" else grace.step
+        means = self._grace(gradients)
+        if xp.name == "torch":  # as the optimizer's door does
+            for name, mean in means.items():
+                gradients[name].copy_(mean)
+
+    def release(self) -> None:
+        self._results, self._inputs = [], []
+
+    def _encoder(self, part: Part) -> Callable[..., tuple[Payload, State]]:
+        def encoder(x: Array, state: State, ctx: Context, answers: list[Any]) -> tuple[Payload, State]:
+            return drive(run(self.method.encode(x, state, ctx)), answers)
+
+        if self.mode != "graph":
+            return encoder
+        from dataclasses import replace
+
+        fixed, answers = self._context(part), part.answers
+        traced = _graph(lambda x, state, step: encoder(x, state, replace(fixed, step=step), answers))
+        return lambda x, state, ctx, _: traced(x, state, ctx.step)
+
+    def _decoder(self, part: Part) -> Callable[..., Any]:
+        ctx = self._context(part)
+        if self.mode != "graph":
+            return lambda payloads, out: mean(self.method, payloads, ctx, None if self.bench.xp.traced else out)
+        traced = _graph(lambda payloads: mean(self.method, payloads, ctx, None))
+        return lambda payloads, out: traced(payloads)
+
+
+def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array | None) -> Array:
+    """Payloads in rank order -> float32[n], their mean; in ``out``, where there is one and the method can."""
+    if method.compressor.combine is Combine.AGREED:
+        return method.compressor.decompress(payloads[0], ctx)
+    if not hasattr(method, "mean"):
+        return method.compressor.aggregate(payloads, ctx)
+    found = method.mean(payloads, ctx)
+    return found.array() if out is None else found.into(out)
+
+
+def commit(bench: Bench, cells: dict[str, Any], state: State, ok: Array) -> None:
+    """Keep new state as the pipeline does: what lies in the spent gradient's memory moves to the state's own."""
+    xp = bench.xp
+    for key, cell in cells.items():
+        old, new = cell.read(), state[key]
+        if not xp.traced and new is not old and shares(xp, new, bench.staging):
+            if xp.name == "torch":
+                old.copy_(new)
+            else:
+                np.copyto(old, new)
+        else:
+            cell.assign(xp.choose(ok, new, old))
+
+
+def shares(xp: Backend, one: Array, two: Array) -> bool:
+    """Whether two arrays lie in the same memory."""
+    if xp.name == "torch":
+        return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
+    return bool(np.may_share_memory(one, two))
+
+
+def drive(program: Generator[Any, Any, Any], answers: Iterable[Any]) -> Any:
+    """What a program returns when its collectives give these answers."""
+    answer = None
+    try:
+        program.send(None)
+        for answer in answers:
+            program.send(answer)
+    except StopIteration as stop:
+        return stop.value
+    raise RuntimeError("the program asks for more collectives than it did the first time")
+
+
+def exchanges(program: Generator[Any, Any, Any]) -> bool:
+    """Whether a program asks for a collective before it returns."""
+    try:
+        program.send(None)
+    except StopIteration:
+        return False
+    program.close()
+    return True
+
+
+def listening(program: Generator[Any, Any, Any], answers: list[Any], xp: Backend) -> Generator[Any, Any, Any]:
+    """The program, with what it hears written down."""
+    answer = None
+    while True:
+        try:
+            asked = program.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        answer = yield asked
+        answers.append(copied(xp, answer))
+
+
+def copied(xp: Backend, arrays: Any) -> Any:
+    """Arrays, and lists and tuples of them, in memory of their own."""
+    if isinstance(arrays, (list, tuple)):
+        return type(arrays)(copied(xp, each) for each in arrays)
+    if xp.name == "torch" and hasattr(arrays, "clone"):
+        return arrays.clone()
+    if xp.name == "numpy" and isinstance(arrays, (np.ndarray, np.generic)):
+        return arrays.copy()
+    return arrays
+
+
+def nbytes(xp: Backend, array: Array) -> int:
+    """Of one array."""
+    return int(math.prod(int(length) for length in xp.shape(array))) * ITEMSIZE[xp.dtype(array)]
+
+
+def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    import tensorflow as tf
+
+    return tf.function(function, autograph=False)

@@ -152,10 +152,9 @@ def _record(case: Case, config: Config, batch: int, found: dict[str, Any], memcp
     parameters = {key: value for key, value in case.params.items() if key not in ("name", "memory")}
     if case.source == "grace":
         method = method_of(case.params)
-        settings = {"compressor": name_of(method.compressor), "memory": name_of(method.memory)}
-        parameters = {
-            f.name: repr_of(getattr(method.compressor, f.name)) for f in dataclasses.fields(method.compressor)
-        }  # type: ignore[arg-type]
+        compressor: Any = method.compressor
+        settings = {"compressor": name_of(compressor), "memory": name_of(method.memory)}
+        parameters = {f.name: repr_of(getattr(compressor, f.name)) for f in dataclasses.fields(compressor)}
     return {
         "label": case.label,
         "source": case.source,

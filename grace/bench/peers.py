@@ -11,14 +11,12 @@ import torch
 from torch import distributed
 
 from grace.bench.plan import UPSTREAM, WORKERS, Case, shapes
-from grace.bench.subjects import Bench, Ours, Part, Subject
+from grace.bench.subjects import Bench, Part, Subject
 from grace.pipeline import Options
 
 
-def subject(case: Case, bench: Bench, mode: str, peer: str) -> Subject:
-    """What measures a case. ``peer``: the checkout of upstream GRACE."""
-    if case.source == "grace":
-        return Ours(case, bench, mode)
+def subject(case: Case, bench: Bench, peer: str) -> Subject:
+    """What measures another implementation. ``peer``: the checkout of upstream GRACE."""
     if not distributed.is_initialized():  # PowerSGD reduces inside compress, here and there
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     return Upstream(case, bench, peer) if case.source == "upstream" else Hook(case, bench)
@@ -91,8 +89,10 @@ class Upstream:
     def release(self) -> None:
         pass  # what it made is what it keeps, and `several` takes the payload
 
-    def commit(self) -> None:
-        pass  # its memory keeps by itself
+    def look(self) -> None:
+        pass
+
+    commit = look  # its memory keeps by itself
 
     def decode(self) -> None:
         for kept in self._decoded:
@@ -140,7 +140,7 @@ class Hook:
     def release(self) -> None:
         pass
 
-    encode = decode = commit = step
+    encode = decode = commit = look = step
 
 
 class Bucket:

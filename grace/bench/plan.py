@@ -149,7 +149,7 @@ UPSTREAM: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 HOOK = "torch powerSGD_hook"
 PAIRS: dict[str, tuple[str, ...]] = {
-    "topk": ("topk:compress_ratio=0.01", "chunktopk:chunk_size=4096,chunk_k=41"),
+    "topk": ("topk:compress_ratio=0.01", "chunktopk:chunk_size=4096,chunk_k=40"),
     "randomk": ("randomk:compress_ratio=0.01",),
     "dgc": ("dgc:compress_ratio=0.01,memory=residual",),
     "threshold": ("threshold:threshold=0.0046",),
@@ -174,30 +174,38 @@ def upstream(name: str, memory: str) -> Case:
     return Case(f"upstream {name} + {memory}", {"name": name, "memory": memory}, "upstream")
 
 
-def pairs(names: Iterable[str]) -> list[Case]:
-    """Upstream's methods of these names with residual memory, ours that do the same, and upstream's as ours have it."""
+def pairs(names: Iterable[str]) -> tuple[list[Case], dict[str, str]]:
+    """Upstream's methods with residual memory, and ours that do the same; where ours has no memory, upstream's without.
+
+    Also why some of ours cannot be set that way.
+    """
     cases: dict[str, Case] = {}
+    left_out = {}
     for name in names:
         residual = upstream(name, "residual")
         cases[residual.label] = residual
         for spec in PAIRS[name]:
             try:
                 ours = parse(spec)
-            except ValueError:  # this version of the class does not allow it
+            except ValueError as error:
+                left_out[spec] = str(error)
                 continue
             peer = upstream(name, "residual" if method_of(ours.params).memory.feedback else "none")
             cases[peer.label] = peer
             against: tuple[str, ...] = (peer.label,)
             if name == "powersgd":
-                cases[HOOK] = Case(HOOK, {"rank": 4}, "torch")
+                cases[HOOK] = Case(HOOK, {"name": "powersgd", "rank": 4}, "torch")
                 against += (HOOK,)
             cases[ours.label] = Case(ours.label, ours.params, form=ours.form, against=against)
-    return list(cases.values())
+    return list(cases.values()), left_out
 
 
 def merged(*lists: Sequence[Case]) -> list[Case]:
-    """Cases by label; what a later list says of one counts."""
-    return list({case.label: case for cases in lists for case in cases}.values())
+    """Cases, each once however it is written; what a later list says of one counts."""
+    cases: dict[Any, Case] = {}
+    for case in (case for each in lists for case in each):
+        cases[method_of(case.params) if case.source == "grace" else case.label] = case
+    return list(cases.values())
 
 
 # -- what the issue asks for ------------------------------------------------------------------------------------
@@ -245,7 +253,11 @@ def target_cases(tensors: str, with_peers: bool) -> list[Case]:
         cases[target.spec] = Case(ours.label, ours.params, form=ours.form, against=tuple(peers) if with_peers else ())
         if with_peers:
             name = target.peer.split()[1]
-            peer = Case(HOOK, {"rank": 4}, "torch") if target.peer == HOOK else upstream(name, "residual")
+            peer = (
+                Case(HOOK, {"name": "powersgd", "rank": 4}, "torch")
+                if target.peer == HOOK
+                else upstream(name, "residual")
+            )
             cases[target.peer] = peer
     return list(cases.values())
 

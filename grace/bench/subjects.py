@@ -39,6 +39,9 @@ class Subject(Protocol):
     def encode(self) -> None:
         """Timed: memory compensate, compress, memory update, of all tensors."""
 
+    def look(self) -> None:
+        """Where the new state lies."""
+
     def commit(self) -> None:
         """Timed: keep the new state."""
 
@@ -155,6 +158,7 @@ class Ours:
         self._decoders = [self._decoder(part) for part in self.parts]
         self._inputs: list[tuple[State, Context, list[Any]]] = []
         self._results: list[tuple[Payload, State]] = []
+        self._moves: list[tuple[Any, Array, Array, bool]] = []
 
     def _large(self, part: Part) -> bool:
         return self.bench.config.tensors == "flat" or part.size >= Options().min_numel
@@ -227,9 +231,16 @@ class Ours:
         for part, encoder, inputs in zip(self.parts, self._encoders, self._inputs, strict=True):
             self._results.append(encoder(part.of(x), *inputs))
 
+    def look(self) -> None:
+        self._moves = [
+            (cell, cell.read(), state[key], lies_in(self.bench, state[key], cell.read()))
+            for part, (_, state) in zip(self.parts, self._results, strict=True)
+            for key, cell in part.cells.items()
+        ]
+
     def commit(self) -> None:
-        for part, (_, state) in zip(self.parts, self._results, strict=True):
-            commit(self.bench, part.cells, state, self._ok)
+        for cell, old, new, spent in self._moves:
+            commit(self.bench.xp, cell, old, new, spent, self._ok)
 
     def decode(self) -> None:
         for part, decoder in zip(self.parts, self._decoders, strict=True):
@@ -252,7 +263,7 @@ class Ours:
                 gradients[name].copy_(mean)
 
     def release(self) -> None:
-        self._results, self._inputs = [], []
+        self._results, self._inputs, self._moves = [], [], []
 
     def _encoder(self, part: Part) -> Callable[..., tuple[Payload, State]]:
         def encoder(x: Array, state: State, ctx: Context, answers: list[Any]) -> tuple[Payload, State]:
@@ -284,18 +295,19 @@ def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array |
     return found.array() if out is None else found.into(out)
 
 
-def commit(bench: Bench, cells: dict[str, Any], state: State, ok: Array) -> None:
+def commit(xp: Backend, cell: Any, old: Array, new: Array, spent: bool, ok: Array) -> None:
     """Keep new state as the pipeline does: what lies in the spent gradient's memory moves to the state's own."""
-    xp = bench.xp
-    for key, cell in cells.items():
-        old, new = cell.read(), state[key]
-        if not xp.traced and new is not old and shares(xp, new, bench.staging):
-            if xp.name == "torch":
-                old.copy_(new)
-            else:
-                np.copyto(old, new)
-        else:
-            cell.assign(xp.choose(ok, new, old))
+    if not spent:
+        cell.assign(xp.choose(ok, new, old))
+    elif xp.name == "torch":
+        old.copy_(new)
+    else:
+        np.copyto(old, new)
+
+
+def lies_in(bench: Bench, new: Array, old: Array) -> bool:
+    """Whether new state lies in the memory of the gradient, which the next one overwrites."""
+    return not bench.xp.traced and new is not old and shares(bench.xp, new, bench.staging)
 
 
 def shares(xp: Backend, one: Array, two: Array) -> bool:

@@ -133,7 +133,8 @@ def _chosen(specs: list[str], with_peers: bool) -> tuple[list[plan.Case], dict[s
         wanted = [
             name for name, ours in plan.PAIRS.items() if compressors & {spec.partition(":")[0] for spec in ours[:1]}
         ]
-        peers = plan.pairs(wanted)
+        peers, refused = plan.pairs(wanted)
+        left_out.update(refused)
     return plan.merged(named, peers), left_out
 
 

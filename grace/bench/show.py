@@ -180,8 +180,9 @@ def plot(results: Results, path: str) -> None:
     from matplotlib import pyplot
 
     threads = min(r["threads"] for r in results.records)
-    size = max((r["size"], r["tensors"]) for r in results.records)
-    shown = [r for r in results.records if r["threads"] == threads and (r["size"], r["tensors"]) == size]
+    tensors = min(r["tensors"] for r in results.records)  # flat, if there is a choice
+    size = max(r["size"] for r in results.records if r["tensors"] == tensors)
+    shown = [r for r in results.records if (r["threads"], r["tensors"], r["size"]) == (threads, tensors, size)]
     panels = sorted({(r["backend"], r["mode"], r["kernels"]) for r in shown})
     tallest = max(len({r["label"] for r in shown if (r["backend"], r["mode"], r["kernels"]) == p}) for p in panels)
     figure, axes = pyplot.subplots(
@@ -189,6 +190,7 @@ def plot(results: Results, path: str) -> None:
     )
     for row, panel in zip(axes, panels, strict=True):
         records = [r for r in shown if (r["backend"], r["mode"], r["kernels"]) == panel]
+        ours = {r["label"] for r in records if r["source"] == "grace"}
         for axis, operation in zip(row, ("encode", "decode"), strict=True):
             found = [r for r in records if r[operation]]
             labels = list(dict.fromkeys(r["label"] for r in sorted(found, key=lambda r: -multiple(r, operation))))
@@ -200,12 +202,15 @@ def plot(results: Results, path: str) -> None:
                 axis.barh(places, list(bars.values()), height, label=f"allocator {NAMES[allocator]}")
             axis.axvline(1, color="black", linewidth=1, linestyle="--")
             axis.set_yticks(range(len(labels)), labels, fontsize=7)
+            for label, tick in zip(labels, axis.get_yticklabels(), strict=True):
+                tick.set_color("black" if label in ours else "tab:red")
+            axis.margins(y=0.01)
             axis.set_xscale("log")
             axis.set_xlabel(f"{operation}{' with commit' * (operation == 'encode')}, times a memcpy of the gradient")
             backend, mode, kernels = panel
             axis.set_title(f"{backend} {mode}{', kernels off' * (kernels == 'off')}", fontsize=9)
             axis.legend(fontsize=7)
-    what = "ResNet-50" if size[1] == "resnet50" else f"{size[0]:,} elements"
+    what = "ResNet-50" if tensors == "resnet50" else f"{size:,} elements"
     figure.suptitle(f"{what}, {threads} thread{'s'[: threads > 1]}, {results.machine['cpu']}", fontsize=10)
     figure.savefig(path)
     pyplot.close(figure)

@@ -54,18 +54,20 @@ class Results:
 
 
 def measure(
+    results: Results,
     cases: Mapping[str, Sequence[Case]],
     configs: Iterable[Config],
     limits: Limits,
     peer: str = "",
     memory: bool = True,
     progress: Progress = lambda text: None,
-) -> Results:
-    """Measure ``cases`` (by kind of tensors) in all configurations.
+    save: Callable[[Results], None] = lambda results: None,
+) -> None:
+    """Measure ``cases`` (by kind of tensors) in all configurations, and add to ``results`` what is found.
 
     ``peer``: a checkout of upstream GRACE, for the cases that need one. ``memory``: also count the memory of a step.
+    ``save``: called after each configuration with what there is, since all of it may take hours.
     """
-    results = Results(machine())
     hopeless: dict[tuple[Any, ...], str] = {}
     configs = list(configs)
     for config in configs:
@@ -81,9 +83,9 @@ def measure(
             else:
                 results.omit(case.label, "peers are measured on torch only", config)
         _configuration(config, mine, limits, peer, results, hopeless, progress)
+        save(results)
     if memory:
         _memory(cases, configs, limits, results, hopeless, progress)
-    return results
 
 
 def _kind(config: Config) -> tuple[Any, ...]:

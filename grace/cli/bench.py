@@ -97,22 +97,26 @@ def kernels(
     console = Console(stderr=True)
     total = sum(len(cases[config.tensors]) for config in configs)
     console.print(f"{len(configs)} processes, {total} measurements of at most about {budget:g} s each, and set-up")
-    with console.status("") as status:
-        results = bench.measure(cases, configs, limits, str(peer or ""), memory and not targets, status.update)
-    for label, reason in left_out.items():
-        results.omit(label, reason)
+
+    def save(results: bench.Results) -> None:
+        found = {**results.to_dict(), **({"targets": show.check(results)} if targets else {})}
+        if json_file is not None:
+            json_file.write_text(json.dumps(found, indent=1) + "\n")
+
+    results = bench.Results(bench.machine())
     # The path of a peer is the user's own business.
     results.options = {**plan.to_dict(limits), "peer": peer is not None}
+    for label, reason in left_out.items():
+        results.omit(label, reason)
+    with console.status("") as status:
+        bench.measure(results, cases, configs, limits, str(peer or ""), memory and not targets, status.update, save)
+    save(results)
     wide = Console() if sys.stdout.isatty() else Console(width=WIDE)
     show.render(results, wide)
-    found = results.to_dict()
     if targets:
-        found["targets"] = show.check(results)
         if not bench.native():
-            wide.print("native kernels are not built: what ran with kernels on is the portable code")
-        show.render_check(found["targets"], wide)
-    if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
+            wide.print("native kernels are not built: there is nothing to measure with them on")
+        show.render_check(show.check(results), wide)
     if plot_file is not None and results.records:
         show.plot(results, str(plot_file))
     if not results.records:

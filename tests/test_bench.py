@@ -239,7 +239,7 @@ def test_rounds_end_with_the_budget():
         clock = worker.Clock(subject, [("encode", subject.encode)], lambda: None)
         clock.warm_up(1.0)
         config = plan.Config("numpy", 1, "asis", 1)
-        fake = SimpleNamespace(memcpy=lambda: None, n=1)
+        fake = SimpleNamespace(memcpy=lambda: None, n=1, xp=SimpleNamespace(kernels=None))
         limits = plan.Limits(rounds=100, budget=budget)
         worker.rounds(config, limits, [(subject, "sleeps", "eager", [clock])], fake, lambda **m: said.append(m))
         return said[-1]["records"][0]["encode"]["samples"]
@@ -331,7 +331,7 @@ def test_a_peer_is_measured_in_the_same_run(bench, tmp_path):
 
 def test_tensorflow_is_measured_eagerly_and_in_a_graph(bench):
     pytest.importorskip("tensorflow")
-    found, _ = bench("powersgd", "--backend", "tensorflow", "--allocator", "asis", *QUICK)
+    found, _ = bench("powersgd", "--backend", "tensorflow", "--allocator", "asis", *QUICK, "--budget", "0.1")
     assert [(record["mode"], record["bytes"]) for record in found["records"]] == [("eager", 3200), ("graph", 3200)]
     assert {record["workers_decoded"] for record in found["records"]} == {1}
 
@@ -344,7 +344,7 @@ def test_memory_of_a_step_is_told_apart_from_what_is_kept(bench):
     assert extra["none"]["state_bytes"] == 0
     assert extra["topk"]["state_share"] == 1
     assert extra["topk"]["step_bytes"] == extra["topk"]["peak_bytes"] - extra["topk"]["state_bytes"]
-    assert 0 <= extra["none"]["step_share"] <= 4
+    assert -0.1 <= extra["none"]["step_share"] <= 4  # pages of something else may have gone meanwhile
     assert 0 <= extra["topk"]["step_share"] <= 12
 
 

@@ -139,7 +139,7 @@ def _configuration(
             continue
         for label, reason, mode in omitted:
             results.omit(label, reason, config, mode)
-        found = [_record(known[each["label"]], config, batch, each, done["memcpy"]) for each in done["records"]]
+        found = [_record(known[each["label"]], config, batch, each, done) for each in done["records"]]
         _compare(found)
         results.records += found
         if len(postponed) == len(left):  # not even one fits
@@ -149,7 +149,7 @@ def _configuration(
         left, batch = postponed, batch + 1
 
 
-def _record(case: Case, config: Config, batch: int, found: dict[str, Any], memcpy: dict[str, Any]) -> dict[str, Any]:
+def _record(case: Case, config: Config, batch: int, found: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"compressor": case.params.get("name", ""), "memory": case.params.get("memory", "")}
     parameters = {key: value for key, value in case.params.items() if key not in ("name", "memory")}
     if case.source == "grace":
@@ -166,7 +166,8 @@ def _record(case: Case, config: Config, batch: int, found: dict[str, Any], memcp
         "against": list(case.against),
         **to_dict(config),
         "batch": batch,
-        "memcpy": memcpy,
+        "native": done["native"],
+        "memcpy": done["memcpy"],
         "encode": None,
         "commit": None,
         "decode": None,
@@ -322,15 +323,21 @@ def environment(config: Config, environ: Mapping[str, str]) -> dict[str, str]:
         found["GLIBC_TUNABLES"] = ":".join(tunables)
     for name in ("OMP", "MKL", "OPENBLAS"):
         found[f"{name}_NUM_THREADS"] = str(config.threads)
-    found.pop("GRACE_KERNELS", None)
     if config.kernels == "off":
         found["GRACE_KERNELS"] = "off"
+    elif found.get("GRACE_KERNELS", "").lower() in ("off", "0"):
+        del found["GRACE_KERNELS"]
     return {**found, "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
-def native() -> bool:
-    """Whether native kernels are there."""
-    return importlib.util.find_spec("grace.kernels") is not None
+def native() -> str:
+    """The instruction set of the native kernels, if they are built for this machine; else nothing."""
+    try:
+        from grace.kernels import library  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return ""
+    found = library("")
+    return found.isa if found else ""
 
 
 def machine() -> dict[str, Any]:

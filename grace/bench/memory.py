@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.bench.plan import Case, Config, method_of, shapes
-from grace.bench.subjects import gradient, own
+from grace.bench.subjects import gradient, own, stepper
 from grace.bench.worker import backend
 from grace.registry import grace_from_params
 
@@ -18,7 +18,7 @@ STEPS = 3
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Bytes beyond parameters and gradients that `Grace.step` takes at most, and those of the state that it keeps."""
+    """Bytes beyond parameters and gradients that a step takes at most, and those of the state that it keeps."""
     config, case = Config(**job["config"]), Case(**job["case"])
     if not Path("/proc/self/clear_refs").exists():
         return {"left_out": "a process's largest size is only told, and reset, in Linux's /proc"}
@@ -60,14 +60,9 @@ def run(xp: Any, case: Case, models: list[dict[str, Any]], mode: str) -> int:
     grace = grace_from_params({**case.params, "min_numel": 1024}, "local")
     grace.learning_rate = lambda name: 0.1
     grace.build(models[0])
-    step = grace.step
-    if mode == "graph":
-        import tensorflow as tf
-
-        step = tf.function(grace.step, autograph=False)
+    step = stepper(grace, mode)
     for number in range(STEPS):
-        means = step(models[number % len(models)])
-        del means
+        step(models[number % len(models)])
     return sum(array.nbytes for arrays in grace.state_dict()["tensors"].values() for array in arrays.values())
 
 

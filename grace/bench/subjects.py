@@ -14,7 +14,7 @@ from grace.bench.plan import SCALE, SEVERAL, WORKERS, Case, Config, method_of, s
 from grace.core import Array, Combine, Context, Method, Payload, State, run
 from grace.flight import Flight
 from grace.meter import Meter
-from grace.pipeline import Options
+from grace.pipeline import Grace, Options
 from grace.registry import grace_from_params
 from grace.transports.local import LocalTransport, World
 
@@ -66,25 +66,23 @@ class Bench:
         self.staging = own(xp, hosts[0])
         """Refilled before each call: methods may spend it."""
         self.out = own(xp, hosts[0])
-        self._target, self._source = (np.empty_like(hosts[0]), hosts[1]) if xp.traced else (self.out, self.staging)
+        self._target, self._source = (self.out, self.staging) if xp.mutable else (np.empty_like(hosts[0]), hosts[1])
 
     def memcpy(self) -> None:
         """Copy as many bytes as the gradient has, between arrays that are there. TensorFlow has none: NumPy's."""
-        if self.xp.name == "torch":
-            self._target.copy_(self._source)
+        if self.xp.mutable:
+            self.xp.write(self._target, self._source)
         else:
             np.copyto(self._target, self._source)
 
     def refill(self, turn: int) -> None:
         """The staging buffer becomes one of the gradients."""
-        if self.xp.name == "torch":
-            self.staging.copy_(self.gradients[turn % SEVERAL])
-        elif not self.xp.traced:
-            np.copyto(self.staging, self.gradients[turn % SEVERAL])
+        if self.xp.mutable:
+            self.xp.write(self.staging, self.gradients[turn % SEVERAL])
 
     def x(self, turn: int) -> Array:
         """The vector to encode: the staging buffer, or where arrays cannot change, the gradient."""
-        return self.gradients[turn % SEVERAL] if self.xp.traced else self.staging
+        return self.staging if self.xp.mutable else self.gradients[turn % SEVERAL]
 
     def wait(self) -> None:
         """Until the device has done what it was asked to."""
@@ -137,7 +135,7 @@ class Ours:
         self.note = ""
         self.turn = 0
         self._params = case.params
-        self._grace: Any = None
+        self._step: Any = None
         self.parts: list[Part] = []
         dense, start = 0, 0
         for name, shape in shapes(bench.config, self.method.compressor.shaped).items():
@@ -232,8 +230,9 @@ class Ours:
             self._results.append(encoder(part.of(x), *inputs))
 
     def look(self) -> None:
+        x = self.bench.x(self.turn)
         self._moves = [
-            (cell, cell.read(), state[key], lies_in(self.bench, state[key], cell.read()))
+            (cell, cell.read(), state[key], self.bench.xp.same_memory(state[key], part.of(x)))
             for part, (_, state) in zip(self.parts, self._results, strict=True)
             for key, cell in part.cells.items()
         ]
@@ -253,14 +252,11 @@ class Ours:
         for name, shape in tensors.items():
             gradients[name] = xp.reshape(x[start : start + math.prod(shape)], shape)
             start += math.prod(shape)
-        if self._grace is None:
+        if self._step is None:
             grace = grace_from_params(self._params, "local")
             grace.build(gradients)
-            self._grace = _graph(grace.step) if self.mode == "graph" else grace.step
-        means = self._grace(gradients)
-        if xp.name == "torch":  # as the optimizer's door does
-            for name, mean in means.items():
-                gradients[name].copy_(mean)
+            self._step = stepper(grace, self.mode)
+        self._step(gradients)
 
     def release(self) -> None:
         self._results, self._inputs, self._moves = [], [], []
@@ -280,41 +276,41 @@ class Ours:
     def _decoder(self, part: Part) -> Callable[..., Any]:
         ctx = self._context(part)
         if self.mode != "graph":
-            return lambda payloads, out: mean(self.method, payloads, ctx, None if self.bench.xp.traced else out)
+            return lambda payloads, out: mean(self.method, payloads, ctx, out if self.bench.xp.mutable else None)
         traced = _graph(lambda payloads: mean(self.method, payloads, ctx, None))
         return lambda payloads, out: traced(payloads)
 
 
 def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array | None) -> Array:
-    """Payloads in rank order -> float32[n], their mean; in ``out``, where there is one and the method can."""
-    if method.compressor.combine is Combine.AGREED:
-        return method.compressor.decompress(payloads[0], ctx)
-    if not hasattr(method, "mean"):
-        return method.compressor.aggregate(payloads, ctx)
-    found = method.mean(payloads, ctx)
+    """All workers' payloads, or the one that they agreed on -> float32[n], their mean; in ``out``, if there is one."""
+    found = method.mean(payloads, ctx, agreed=method.compressor.combine is Combine.AGREED)
     return found.array() if out is None else found.into(out)
 
 
+def stepper(grace: Grace, mode: str) -> Callable[[dict[str, Array]], Any]:
+    """Whole steps as the toolkit's door takes them: a mean comes where its gradient was, if arrays can be written to."""
+    if mode == "graph":
+        return _graph(grace.step)
+
+    def step(gradients: dict[str, Array]) -> None:
+        grace.launch(gradients, spent=True)
+        grace.land()
+        for name, gradient in gradients.items():
+            mean = grace.mean(name)
+            if grace.xp.mutable and not grace.xp.same_memory(mean, gradient):
+                grace.xp.write(gradient, mean)
+
+    return step
+
+
 def commit(xp: Backend, cell: Any, old: Array, new: Array, spent: bool, ok: Array) -> None:
-    """Keep new state as the pipeline does: what lies in the spent gradient's memory moves to the state's own."""
-    if not spent:
-        cell.assign(xp.choose(ok, new, old))
-    elif xp.name == "torch":
-        old.copy_(new)
+    """Keep new state as `Grace` does: what lies in the spent gradient's memory moves to the state's own."""
+    if new is old:
+        return
+    if spent:
+        xp.write(old, xp.choose(ok, new, old))
     else:
-        np.copyto(old, new)
-
-
-def lies_in(bench: Bench, new: Array, old: Array) -> bool:
-    """Whether new state lies in the memory of the gradient, which the next one overwrites."""
-    return not bench.xp.traced and new is not old and shares(bench.xp, new, bench.staging)
-
-
-def shares(xp: Backend, one: Array, two: Array) -> bool:
-    """Whether two arrays lie in the same memory."""
-    if xp.name == "torch":
-        return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
-    return bool(np.may_share_memory(one, two))
+        cell.assign(xp.choose(ok, new, old))
 
 
 def drive(program: Generator[Any, Any, Any], answers: Iterable[Any]) -> Any:
@@ -355,11 +351,7 @@ def copied(xp: Backend, arrays: Any) -> Any:
     """Arrays, and lists and tuples of them, in memory of their own."""
     if isinstance(arrays, (list, tuple)):
         return type(arrays)(copied(xp, each) for each in arrays)
-    if xp.name == "torch" and hasattr(arrays, "clone"):
-        return arrays.clone()
-    if xp.name == "numpy" and isinstance(arrays, (np.ndarray, np.generic)):
-        return arrays.copy()
-    return arrays
+    return xp.copy(arrays)
 
 
 def nbytes(xp: Backend, array: Array) -> int:

@@ -212,7 +212,7 @@ def rounds(config: Config, limits: Limits, clocks: list[Any], bench: Any, say: C
                 **found,
             }
         )
-    say(records=records, memcpy=memcpy)
+    say(records=records, memcpy=memcpy, native=getattr(bench.xp.kernels, "isa", ""))
 
 
 def backend(config: Config) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -152,8 +153,9 @@ class Ours:
         for part in self.parts:
             self._begin(part)
         self.state_bytes = sum(nbytes(bench.xp, cell.read()) for part in self.parts for cell in part.cells.values())
-        self._encoders = [self._encoder(part) for part in self.parts]
-        self._decoders = [self._decoder(part) for part in self.parts]
+        self._traced_encode: Any = None
+        self._traced_decode: Any = None
+        self._trace()
         self._inputs: list[tuple[State, Context, list[Any]]] = []
         self._results: list[tuple[Payload, State]] = []
         self._moves: list[tuple[Any, Array, Array, bool]] = []
@@ -225,9 +227,18 @@ class Ours:
         ]
 
     def encode(self) -> None:
+        states, contexts, answers = zip(*self._inputs, strict=True)
         x = self.bench.x(self.turn)
-        for part, encoder, inputs in zip(self.parts, self._encoders, self._inputs, strict=True):
-            self._results.append(encoder(part.of(x), *inputs))
+        if self._traced_encode is not None:
+            self._results = self._traced_encode(x, list(states), contexts[0].step)
+        else:
+            self._results = self._encode(x, states, contexts, answers)
+
+    def _encode(self, x: Array, states: Any, contexts: Any, answers: Any) -> list[tuple[Payload, State]]:
+        return [
+            drive(run(self.method.encode(part.of(x), state, ctx)), heard)
+            for part, state, ctx, heard in zip(self.parts, states, contexts, answers, strict=True)
+        ]
 
     def look(self) -> None:
         x = self.bench.x(self.turn)
@@ -242,8 +253,16 @@ class Ours:
             commit(self.bench.xp, cell, old, new, spent, self._ok)
 
     def decode(self) -> None:
-        for part, decoder in zip(self.parts, self._decoders, strict=True):
-            decoder(part.payloads, part.of(self.bench.out))
+        payloads = [part.payloads for part in self.parts]
+        if self._traced_decode is not None:
+            self._traced_decode(payloads)
+        else:
+            self._decode(payloads)
+
+    def _decode(self, payloads: list[list[Payload]]) -> list[Array]:
+        outs = [part.of(self.bench.out) if self.bench.xp.mutable else None for part in self.parts]
+        contexts = map(self._context, self.parts)
+        return [mean(self.method, *each) for each in zip(payloads, contexts, outs, strict=True)]
 
     def step(self) -> None:
         xp, x = self.bench.xp, self.bench.x(self.turn)
@@ -261,24 +280,15 @@ class Ours:
     def release(self) -> None:
         self._results, self._inputs, self._moves = [], [], []
 
-    def _encoder(self, part: Part) -> Callable[..., tuple[Payload, State]]:
-        def encoder(x: Array, state: State, ctx: Context, answers: list[Any]) -> tuple[Payload, State]:
-            return drive(run(self.method.encode(x, state, ctx)), answers)
-
+    def _trace(self) -> None:
+        # All tensors in one graph, as the doors do; what collectives gave is in it from the start.
         if self.mode != "graph":
-            return encoder
-        from dataclasses import replace
-
-        fixed, answers = self._context(part), part.answers
-        traced = _graph(lambda x, state, step: encoder(x, state, replace(fixed, step=step), answers))
-        return lambda x, state, ctx, _: traced(x, state, ctx.step)
-
-    def _decoder(self, part: Part) -> Callable[..., Any]:
-        ctx = self._context(part)
-        if self.mode != "graph":
-            return lambda payloads, out: mean(self.method, payloads, ctx, out if self.bench.xp.mutable else None)
-        traced = _graph(lambda payloads: mean(self.method, payloads, ctx, None))
-        return lambda payloads, out: traced(payloads)
+            return
+        fixed, answers = [self._context(part) for part in self.parts], [part.answers for part in self.parts]
+        self._traced_encode = _graph(
+            lambda x, states, step: self._encode(x, states, [replace(ctx, step=step) for ctx in fixed], answers)
+        )
+        self._traced_decode = _graph(self._decode)
 
 
 def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array | None) -> Array:
@@ -288,7 +298,7 @@ def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array |
 
 
 def stepper(grace: Grace, mode: str) -> Callable[[dict[str, Array]], Any]:
-    """Whole steps as the toolkit's door takes them: a mean comes where its gradient was, if arrays can be written to."""
+    """Whole steps as the toolkit's door takes them: a mean comes where its gradient was, where arrays can change."""
     if mode == "graph":
         return _graph(grace.step)
 

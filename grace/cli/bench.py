@@ -108,8 +108,17 @@ def kernels(
     results.options = {**plan.to_dict(limits), "peer": peer is not None}
     for label, reason in left_out.items():
         results.omit(label, reason)
+    said = [""]
     with console.status("") as status:
-        bench.measure(results, cases, configs, limits, str(peer or ""), memory and not targets, status.update, save)
+
+        def progress(text: str) -> None:
+            status.update(text)
+            config = text.partition(": ")[0]
+            if config != said[0] and not console.is_terminal:  # a log has one line for each process
+                console.print(config)
+            said[0] = config
+
+        bench.measure(results, cases, configs, limits, str(peer or ""), memory and not targets, progress, save)
     save(results)
     wide = Console() if sys.stdout.isatty() else Console(width=WIDE)
     show.render(results, wide)

@@ -248,6 +248,22 @@ def test_rounds_end_with_the_budget():
     assert plan.LEAST < samples(0.1) <= 10
 
 
+def test_cases_for_which_there_is_no_room_are_put_off_to_another_process(monkeypatch):
+    def messages(job, config, limits):
+        said = []
+        worker.measure(job, lambda **message: said.append(message))
+        return said
+
+    monkeypatch.setattr(kernels, "messages", messages)
+    monkeypatch.setattr(worker, "free_bytes", lambda: 0)
+    results = kernels.Results({})
+    cases = [plan.parse(name) for name in ("topk", "none", "qsgd")]
+    config, limits = plan.Config("numpy", 1, "asis", 2000), plan.Limits(rounds=3, budget=0.1)
+    kernels.measure(results, {"flat": cases}, [config], limits, memory=False)
+    assert [(record["label"], record["batch"]) for record in results.records] == [("topk", 0), ("none", 1), ("qsgd", 2)]
+    assert results.left_out == []
+
+
 def test_allocator_threads_and_kernels_are_settled_before_a_process_starts():
     mine = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=2:glibc.rtld.nns=4", "MALLOC_TRIM_THRESHOLD_": "1", "HOME": "h"}
     mine["GRACE_KERNELS"] = "off"

@@ -102,7 +102,10 @@ def _configuration(
     progress: Progress,
 ) -> None:
     known = {case.label: case for case in cases}
-    left, batch = [case.label for case in cases], 0
+    # What took longest at another size comes first: if it is given up now, little has to be made anew.
+    mine = [r for r in results.records if r["backend"] == config.backend and r["encode"]]
+    seen = {r["label"]: -r["encode"]["us"] / r["elements"] for r in mine}
+    left, batch = sorted((case.label for case in cases), key=lambda label: seen.get(label, 0.0)), 0
     while left:
         job = {
             "task": "kernels",

@@ -179,19 +179,22 @@ def rounds(config: Config, limits: Limits, clocks: list[Any], bench: Any, say: C
     copy = Loop(bench.memcpy)
     gc.collect()
     gc.disable()  # its pauses would fall on whoever is next
-    for number in range(limits.rounds_of(config)):
-        turn: list[Any] = []
-        for _, _, _, mine in clocks:
-            spent = sum(clock.seconds for clock in mine)
-            turn += [c for c in mine if not c.once and (number < LEAST or spent * (1 + 1 / number) < limits.budget)]
-        if not turn and number >= LEAST:
-            break
-        turn += [copy] * (1 + len(turn) // 8)
-        random.shuffle(turn)
-        for each in turn:
-            say(begin=f"round {number + 1}")
-            each.sample()
-        gc.collect()
+    try:
+        for number in range(limits.rounds_of(config)):
+            turn: list[Any] = []
+            for _, _, _, mine in clocks:
+                spent = sum(clock.seconds for clock in mine)
+                turn += [c for c in mine if not c.once and (number < LEAST or spent * (1 + 1 / number) < limits.budget)]
+            if not turn and number >= LEAST:
+                break
+            turn += [copy] * (1 + len(turn) // 8)
+            random.shuffle(turn)
+            for each in turn:
+                say(begin=f"round {number + 1}")
+                each.sample()
+            gc.collect()
+    finally:
+        gc.enable()
     memcpy = spread(copy.samples)
     records = []
     for subject, label, mode, mine in clocks:

@@ -365,8 +365,9 @@ def test_memory_of_a_step_is_told_apart_from_what_is_kept(bench):
 
 
 def test_targets_are_checked_against_what_was_measured():
-    def record(label, tensors, operation, us, on="off", speedup=None):
+    def record(label, tensors, operation, us, on="off", speedup=None, native=""):
         rest = {"label": label, "tensors": tensors, "kernels": on, "allocator": "asis", "memcpy": {"us": 10.0}}
+        rest["native"] = native
         times = {"encode": None, "commit": None, "decode": None, "step": None}
         return {**rest, **times, operation: {"us": us}, "speedup": speedup or {}}
 
@@ -375,6 +376,8 @@ def test_targets_are_checked_against_what_was_measured():
     results.records = [
         record("topk:compress_ratio=0.01", "flat", "encode", 80.0, speedup=peer),
         record("efsignsgd:block_size=512", "flat", "encode", 61.0),
+        record("efsignsgd:block_size=512", "flat", "encode", 17.0, "on", native="avx2"),
+        record("efsignsgd:block_size=4096", "flat", "encode", 17.0, "on"),  # as if they were not built
     ]
     lines = show.check(results)
     met = {(line["spec"], line["how"]): line["met"] for line in lines if line["met"] is not None}
@@ -382,6 +385,7 @@ def test_targets_are_checked_against_what_was_measured():
         ("topk:compress_ratio=0.01", "portable, as it comes"): True,
         ("topk:compress_ratio=0.01", "portable, as it comes, against upstream topk + residual"): False,
         ("efsignsgd:block_size=512", "portable, as it comes"): False,
+        ("efsignsgd:block_size=512", "native, as it comes"): True,
     }
     console = Console(file=StringIO(), width=200)
     show.render_check(lines, console)

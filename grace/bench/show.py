@@ -149,8 +149,8 @@ def _line(target: Target, how: str, value: float | None, limit: float, unit: str
 def _find(results: Results, target: Target, label: str, kernels: str, allocator: str) -> Record | None:
     for record in results.records:
         key = (record["label"], record["kernels"], record["allocator"], record["tensors"])
-        if key == (label, kernels, allocator, target.tensors):
-            return record
+        if key == (label, kernels, allocator, target.tensors) and (kernels == "off" or record["native"]):
+            return record  # what ran with kernels on but had none says nothing of them
     return None
 
 

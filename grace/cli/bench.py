@@ -124,7 +124,9 @@ def kernels(
     show.render(results, wide)
     if targets:
         if not bench.native():
-            wide.print("native kernels are not built: there is nothing to measure with them on")
+            wide.print("native kernels are not built for this machine: python -m grace.kernels.build")
+        elif not any(record["native"] for record in results.records):
+            wide.print("native kernels are built, but nothing that was measured used them")
         show.render_check(show.check(results), wide)
     if plot_file is not None and results.records:
         show.plot(results, str(plot_file))

@@ -10,6 +10,7 @@ from rich.console import Console
 
 import grace
 from grace import catalog
+from grace.cli import bench as bench_
 from grace.cli import doctor as doctor_
 from grace.cli import methods as methods_
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_.app)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -1,0 +1,374 @@
+"""Starts one process for each configuration, watches it, and joins what the processes found."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grace
+from grace.bench.plan import MODES, Case, Config, Limits, method_of, to_dict
+from grace.core import name_of
+
+FORMAT = 1  # of the JSON
+VISIBLE = 10**6  # elements from which a step's memory stands out from that of the process
+START = 120.0  # seconds that a toolkit may take to be imported, and gradients to be drawn
+REMEDIES = {
+    "torch": "pip install 'grace-compression[torch]'",
+    "tensorflow": "pip install 'grace-compression[tensorflow]'",
+}
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Results:
+    """What was measured, and what was not."""
+
+    machine: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[dict[str, Any]] = field(default_factory=list)
+
+    def omit(self, label: str, reason: str, config: Config | None = None, mode: str = "") -> None:
+        """Say what was left out and why."""
+        settings = {} if config is None else to_dict(config)
+        self.left_out.append({"label": label, "reason": reason, "mode": mode, **settings})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON. Times are in microseconds; ``x`` is a time as a multiple of memcpy's."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+
+def measure(
+    results: Results,
+    cases: Mapping[str, Sequence[Case]],
+    configs: Iterable[Config],
+    limits: Limits,
+    peer: str = "",
+    memory: bool = True,
+    progress: Progress = lambda text: None,
+    save: Callable[[Results], None] = lambda results: None,
+) -> None:
+    """Measure ``cases`` (by kind of tensors) in all configurations, and add to ``results`` what is found.
+
+    ``peer``: a checkout of upstream GRACE, for the cases that need one. ``memory``: also count the memory of a step.
+    ``save``: called after each configuration with what there is, since all of it may take hours.
+    """
+    hopeless: dict[tuple[Any, ...], str] = {}
+    configs = list(configs)
+    for config in configs:
+        if importlib.util.find_spec(config.backend) is None:
+            results.omit("everything", f"{config.backend} is missing: {REMEDIES[config.backend]}", config)
+            continue
+        mine = []
+        for case in cases[config.tensors]:
+            if reason := hopeless.get((case.label, *_kind(config))):
+                results.omit(case.label, reason, config)
+            elif case.source == "grace" or config.backend == "torch":
+                mine.append(case)
+            else:
+                results.omit(case.label, "peers are measured on torch only", config)
+        _configuration(config, mine, limits, peer, results, hopeless, progress)
+        save(results)
+    if memory:
+        _memory(cases, configs, limits, results, hopeless, progress)
+
+
+def _kind(config: Config) -> tuple[Any, ...]:
+    return config.backend, config.size, config.tensors
+
+
+def _configuration(
+    config: Config,
+    cases: list[Case],
+    limits: Limits,
+    peer: str,
+    results: Results,
+    hopeless: dict[tuple[Any, ...], str],
+    progress: Progress,
+) -> None:
+    known = {case.label: case for case in cases}
+    # What took longest at another size comes first: if it is given up now, little has to be made anew.
+    mine = [r for r in results.records if r["backend"] == config.backend and r["encode"]]
+    seen = {r["label"]: -r["encode"]["us"] / r["elements"] for r in mine}
+    left, batch = sorted((case.label for case in cases), key=lambda label: seen.get(label, 0.0)), 0
+    while left:
+        job = {
+            "task": "kernels",
+            "config": to_dict(config),
+            "limits": to_dict(limits),
+            "cases": [to_dict(known[label]) for label in left],
+            "peer": peer,
+            "seed": batch,
+        }
+        postponed: list[str] = []
+        omitted: list[tuple[str, str, str]] = []
+        done: dict[str, Any] = {}
+        at = ""
+        try:
+            for message in messages(job, config, limits):
+                if "begin" in message:
+                    at = message.get("case", "")
+                    progress(f"{config}: {message['begin']}")
+                elif "left_out" in message:
+                    omitted.append((message["left_out"], message["reason"], message["mode"]))
+                elif "postponed" in message:
+                    postponed = message["postponed"]
+                else:
+                    done = message
+        except Ended as end:
+            if not at:
+                for label in left:
+                    results.omit(label, str(end), config)
+                return
+            results.omit(at, str(end), config)
+            if end.slow:
+                hopeless[(at, *_kind(config))] = f"{end} (seen before, not tried again)"
+            left.remove(at)  # the others are measured anew, with one another
+            continue
+        for label, reason, mode in omitted:
+            results.omit(label, reason, config, mode)
+        found = [_record(known[each["label"]], config, batch, each, done) for each in done["records"]]
+        _compare(found)
+        results.records += found
+        if len(postponed) == len(left):  # not even one fits
+            for label in postponed:
+                results.omit(label, "too little memory is free", config)
+            return
+        left, batch = postponed, batch + 1
+
+
+def _record(case: Case, config: Config, batch: int, found: dict[str, Any], done: dict[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = {"compressor": case.params.get("name", ""), "memory": case.params.get("memory", "")}
+    parameters = {key: value for key, value in case.params.items() if key not in ("name", "memory")}
+    if case.source == "grace":
+        method = method_of(case.params)
+        compressor: Any = method.compressor
+        settings = {"compressor": name_of(compressor), "memory": name_of(method.memory)}
+        parameters = {f.name: repr_of(getattr(compressor, f.name)) for f in dataclasses.fields(compressor)}
+    return {
+        "label": case.label,
+        "source": case.source,
+        **settings,
+        "parameters": parameters,
+        "form": case.form,
+        "against": list(case.against),
+        **to_dict(config),
+        "batch": batch,
+        "native": done["native"],
+        "memcpy": done["memcpy"],
+        "encode": None,
+        "commit": None,
+        "decode": None,
+        "step": None,
+        **found,
+        "speedup": {},
+        "extra_memory": None,
+    }
+
+
+def repr_of(value: Any) -> Any:
+    """A parameter as plain data."""
+    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
+
+
+def _compare(records: list[dict[str, Any]]) -> None:
+    # Peers keep what they lost inside encode, so ours is held against it with its commit.
+    by_label = {record["label"]: record for record in records}
+    for record in records:
+        for label in record["against"]:
+            peer = by_label.get(label)
+            if peer is None:
+                continue
+            ratios = {}
+            for operation in ("encode", "decode", "step"):
+                if record[operation] and peer[operation] and seconds(record, operation):
+                    ratios[operation] = seconds(peer, operation) / seconds(record, operation)
+            record["speedup"][label] = ratios
+
+
+def seconds(record: Mapping[str, Any], operation: str) -> float:
+    """Microseconds of an operation; of encode, with its commit."""
+    found = record[operation]["us"]
+    return found + record["commit"]["us"] if operation == "encode" and record["commit"] else found
+
+
+def multiple(record: Mapping[str, Any], operation: str) -> float:
+    """`seconds` as a multiple of memcpy's."""
+    return seconds(record, operation) / record["memcpy"]["us"]
+
+
+def _memory(
+    cases: Mapping[str, Sequence[Case]],
+    configs: list[Config],
+    limits: Limits,
+    results: Results,
+    hopeless: dict[tuple[Any, ...], str],
+    progress: Progress,
+) -> None:
+    # Once for each backend, with the allocator as it comes, at the largest size: it is a share of the model.
+    largest: dict[tuple[str, str], Config] = {}
+    for config in configs:
+        key = (config.backend, config.tensors)
+        if key not in largest or config.size > largest[key].size:
+            largest[key] = config
+    for (backend, tensors), config in largest.items():
+        alone = dataclasses.replace(config, threads=1, allocator="asis")
+        labels = {(record["label"], record["mode"]) for record in results.records if record["backend"] == backend}
+        for case, mode in itertools.product(cases[tensors], MODES[backend]):
+            if case.source != "grace" or (case.label, mode) not in labels:
+                continue
+            if config.size < VISIBLE and tensors == "flat":
+                results.omit(case.label, f"memory of a step: not seen below {VISIBLE:,} elements", alone, mode)
+                continue
+            progress(f"{alone}: memory of {case.label} ({mode})")
+            job = {"task": "memory", "config": to_dict(alone), "case": to_dict(case), "mode": mode}
+            try:
+                found = next(
+                    m["memory"] for m in messages(job, alone, limits, START + 4 * limits.call) if "memory" in m
+                )
+            except Ended as end:
+                found = {"left_out": str(end)}
+            if "left_out" in found:
+                results.omit(case.label, f"memory of a step: {found['left_out']}", alone, mode)
+                continue
+            for record in results.records:
+                same = (record["label"], record["mode"], record["backend"], record["size"], record["tensors"])
+                if same == (case.label, mode, backend, config.size, tensors):
+                    record["extra_memory"] = found
+
+
+# -- processes ----------------------------------------------------------------------------------------------------
+class Ended(Exception):
+    """A process ended, or was ended, before it was done."""
+
+    def __init__(self, reason: str, slow: bool = False):
+        super().__init__(reason)
+        self.slow = slow
+
+
+def messages(job: dict[str, Any], config: Config, limits: Limits, patience: float = 0.0) -> Iterable[dict[str, Any]]:
+    """What a process says, line by line. Raises Ended where it says nothing for too long, or ends."""
+    home = str(Path(grace.__file__).parents[1])  # last on the path: it must not come before anything of the user's
+    code = f"import sys; sys.path.append({home!r}); from grace.bench.worker import main; main()"
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment(config, os.environ),
+        )
+        assert process.stdin
+        assert process.stdout
+        lines: queue.Queue[str] = queue.Queue()
+        reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
+        reader.start()
+        try:
+            try:
+                process.stdin.write(json.dumps(job))
+                process.stdin.close()
+            except BrokenPipeError:
+                pass  # its last words say why
+            wait, done = patience or START, False
+            while not done:
+                try:
+                    line = lines.get(timeout=wait)
+                except queue.Empty:
+                    raise Ended(f"given up after {wait:.0f} s in one call (--call-limit)", slow=True) from None
+                if not line:
+                    process.wait()
+                    errors.seek(0)
+                    words = errors.read().strip().splitlines()[-1:] or [""]
+                    raise Ended(f"the process ended with status {process.returncode}. {words[0]}".strip())
+                message = json.loads(line)
+                wait = START if message.get("begin") == "gradients" else patience or limits.call
+                done = "records" in message or "memory" in message
+                yield message
+        finally:
+            process.kill()
+            process.wait()
+            reader.join()
+            process.stdout.close()
+
+
+def _read(stream: Any, lines: queue.Queue[str]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put("")
+
+
+MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "THP_MEM_ALLOC_ENABLE")
+
+
+def environment(config: Config, environ: Mapping[str, str]) -> dict[str, str]:
+    """What must be set before a process starts: threads, allocator, kernels."""
+    found = {key: value for key, value in environ.items() if key not in MALLOC}
+    tunables = [each for each in found.pop("GLIBC_TUNABLES", "").split(":") if each and "malloc" not in each]
+    if config.allocator == "tuned":
+        tunables.append("glibc.malloc.hugetlb=1")
+    if tunables:
+        found["GLIBC_TUNABLES"] = ":".join(tunables)
+    for name in ("OMP", "MKL", "OPENBLAS"):
+        found[f"{name}_NUM_THREADS"] = str(config.threads)
+    if config.kernels == "off":
+        found["GRACE_KERNELS"] = "off"
+    elif found.get("GRACE_KERNELS", "").lower() in ("off", "0"):
+        del found["GRACE_KERNELS"]
+    return {**found, "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def native() -> str:
+    """The instruction set of the native kernels, if they are built for this machine; else nothing."""
+    try:
+        from grace.kernels import library  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return ""
+    found = library("")
+    return found.isa if found else ""
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on. Nothing that names the machine."""
+    versions = {}
+    for name in ("numpy", "torch", "tensorflow", "tensorflow-cpu", "horovod"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu": _first(r"model name\s*: (.*)", "/proc/cpuinfo") or platform.processor(),
+        "cores": cores,
+        "memory_gib": round(int(_first(r"MemTotal: +(\d+)", "/proc/meminfo") or 0) / 2**20, 1) or None,
+        "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
+        "huge_pages": _first(r"\[(\w+)\]", "/sys/kernel/mm/transparent_hugepage/enabled"),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "python": platform.python_version(),
+        "grace": grace.__version__,
+        "kernels": native(),
+        **versions,
+    }
+
+
+def _first(pattern: str, path: str) -> str:
+    try:
+        match = re.search(pattern, Path(path).read_text())
+    except OSError:
+        return ""
+    return match[1] if match else ""

@@ -1,0 +1,80 @@
+"""One process that counts: the largest size that it reaches in a few whole steps of one worker."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from grace.bench.plan import Case, Config, method_of, shapes
+from grace.bench.subjects import gradient, own, stepper
+from grace.bench.worker import backend
+from grace.registry import grace_from_params
+
+STEPS = 3
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Bytes beyond parameters and gradients that a step takes at most, and those of the state that it keeps."""
+    config, case = Config(**job["config"]), Case(**job["case"])
+    if not Path("/proc/self/clear_refs").exists():
+        return {"left_out": "a process's largest size is only told, and reset, in Linux's /proc"}
+    xp = backend(config)
+    tensors = shapes(config, method_of(case.params).compressor.shaped)
+    n = sum(math.prod(shape) for shape in tensors.values())
+    # What is loaded and started by a first step is no memory of the method.
+    small = {"w": xp.reshape(own(xp, gradient(128 * 128, 0)), (128, 128))}
+    run(xp, case, [small], job["mode"])
+    parameters = own(xp, gradient(n, 9))
+    flats = [own(xp, gradient(n, seed)) for seed in range(2)]
+    models = []
+    for flat in flats:
+        model, start = {}, 0
+        for name, shape in tensors.items():
+            model[name] = xp.reshape(flat[start : start + math.prod(shape)], shape)
+            start += math.prod(shape)
+        models.append(model)
+    del flats, flat
+    gc.collect()
+    trim()
+    Path("/proc/self/clear_refs").write_text("5")  # the largest size so far becomes the present one
+    before = size("VmRSS")
+    state_bytes = run(xp, case, models, job["mode"])
+    peak = size("VmHWM") - before
+    del parameters
+    return {
+        "peak_bytes": peak,
+        "state_bytes": state_bytes,
+        "step_bytes": peak - state_bytes,
+        "step_share": (peak - state_bytes) / (4 * n),
+        "state_share": state_bytes / (4 * n),
+        "elements": n,
+    }
+
+
+def run(xp: Any, case: Case, models: list[dict[str, Any]], mode: str) -> int:
+    """A few steps; bytes of the state that is kept between them."""
+    grace = grace_from_params({**case.params, "min_numel": 1024}, "local")
+    grace.learning_rate = lambda name: 0.1
+    grace.build(models[0])
+    step = stepper(grace, mode)
+    for number in range(STEPS):
+        step(models[number % len(models)])
+    return sum(array.nbytes for arrays in grace.state_dict()["tensors"].values() for array in arrays.values())
+
+
+def size(key: str) -> int:
+    """Bytes, from the system's page about this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
+
+
+def trim() -> None:
+    """Give back to the system what was freed, so that it is not taken again unseen."""
+    if os.name == "posix":
+        release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if release is not None:
+            release(0)

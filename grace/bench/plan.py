@@ -1,0 +1,300 @@
+"""What is measured: cases (a method with its parameters) in configurations (a process with its settings)."""
+
+from __future__ import annotations
+
+import ast
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from grace.core import Method, name_of
+from grace.registry import compressors, grace_from_params
+
+WORKERS = 4  # whose payloads are decoded
+SCALE = 1e-3  # of the Laplace distribution that gradients are drawn from
+SEVERAL = 4  # different gradients, so that error feedback meets fresh ones
+SETTINGS = {"threshold": "threshold:threshold=0.0046"}
+"""With what a method is measured where its default makes no sense for these gradients: 1% of them exceed this one."""
+
+BACKENDS = ("torch", "numpy", "tensorflow")
+ALLOCATORS = ("asis", "tuned")
+MODES = {"torch": ("eager",), "numpy": ("eager",), "tensorflow": ("eager", "graph")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure in every configuration."""
+
+    label: str
+    params: dict[str, Any] = field(default_factory=dict)
+    """For `grace_from_params`; of a peer, its name and its memory."""
+    source: str = "grace"
+    """"grace", "upstream", or "torch" for torch's PowerSGD hook."""
+    form: str = ""
+    """What its statistics are of: "per tensor" or "blockwise"; empty where that tells nothing."""
+    against: tuple[str, ...] = ()
+    """Labels of the peers it is compared with."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One process: what must be settled before it starts."""
+
+    backend: str
+    threads: int
+    allocator: str
+    size: int
+    tensors: str = "flat"
+    """"flat", one tensor of ``size`` elements, or "resnet50"."""
+    kernels: str = "on"
+
+    def __str__(self) -> str:
+        what = "ResNet-50" if self.tensors == "resnet50" else f"n = {self.size:,}"
+        off = "" if self.kernels == "on" else ", kernels off"
+        return f"{self.backend}, {self.threads} thread{'s'[: self.threads > 1]}, {what}, {self.allocator}{off}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long measuring may take."""
+
+    rounds: int = 0
+    """At most so many interleaved rounds; 0: by size."""
+    budget: float = 6.0
+    """Seconds of measuring for each case in each configuration."""
+    call: float = 60.0
+    """Seconds after which a single call is given up, with its process."""
+
+    def rounds_of(self, config: Config) -> int:
+        """Rounds where the budget allows them: more where calls are short."""
+        return self.rounds or (7 if config.size >= 10**7 else 15 if config.size >= 10**6 else 21)
+
+    @property
+    def long(self) -> float:
+        """Seconds of a call that is not repeated: three rounds of it would exceed the budget."""
+        return self.budget / LEAST
+
+
+LEAST = 3  # rounds of every case that is not marked
+
+
+def parse(spec: str) -> Case:
+    """``topk:compress_ratio=0.001,memory=none`` as a case. Raises ValueError, naming the remedy."""
+    name, _, rest = spec.partition(":")
+    params: dict[str, Any] = {"compressor": name}
+    for pair in filter(None, rest.split(",")):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{spec!r}: write a parameter as key=value, such as {name}:{key}=0.01")
+        params[key] = _value(value)
+    try:
+        method = method_of(params)
+    except TypeError as error:  # a compressor of somebody's own, with fields that have no default
+        raise ValueError(f"{spec!r}: {error}. Give what is missing as {name}:key=value") from error
+    except ValueError as error:
+        raise ValueError(f"{error}. `grace methods` lists what there is, and its parameters") from error
+    registered = name_of(method.compressor)
+    return Case(registered + spec[len(name) :], {**params, "compressor": registered}, form=form_of(method))
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def method_of(params: dict[str, Any]) -> Method:
+    """The compressor and memory of a dictionary of parameters."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a method without its memory may be what one wants to time
+        return grace_from_params(params, "local").method
+
+
+def form_of(method: Method) -> str:
+    """Whether a quantiser's statistics are of the tensor or of blocks."""
+    if method.compressor.family != "quantisation" or method.compressor.block == 1:
+        return ""
+    return "blockwise" if method.compressor.block else "per tensor"
+
+
+def everything() -> tuple[list[Case], dict[str, str]]:
+    """A case for every registered compressor, with its default memory; and why some have none."""
+    cases, left_out = [], {}
+    for name in compressors:
+        try:
+            cases.append(parse(SETTINGS.get(name, name)))
+        except Exception as error:  # other people's methods: the rest is still measured
+            left_out[name] = str(error)
+    return cases, left_out
+
+
+# -- peers ---------------------------------------------------------------------------------------------------------
+UPSTREAM: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "topk": ("topk", "TopKCompressor", {"compress_ratio": 0.01}),
+    "randomk": ("randomk", "RandomKCompressor", {"compress_ratio": 0.01}),
+    "dgc": ("dgc", "DgcCompressor", {"compress_ratio": 0.01}),
+    "threshold": ("threshold", "ThresholdCompressor", {"threshold": 0.0046}),
+    "qsgd": ("qsgd", "QSGDCompressor", {"quantum_num": 127, "bucket_size": 128}),
+    "terngrad": ("terngrad", "TernGradCompressor", {}),
+    "signsgd": ("signsgd", "SignSGDCompressor", {}),
+    "efsignsgd": ("efsignsgd", "EFSignSGDCompressor", {"lr": 0.1}),
+    "onebit": ("onebit", "OneBitCompressor", {}),
+    "fp16": ("fp16", "FP16Compressor", {}),
+    "powersgd": ("powersgd", "PowerSGDCompressor", {"rank": 4, "use_memory": True, "world_size": 1}),
+}
+"""Upstream's module, class and arguments, by method."""
+
+HOOK = "torch powerSGD_hook"
+PAIRS: dict[str, tuple[str, ...]] = {
+    "topk": ("topk:compress_ratio=0.01", "chunktopk:chunk_size=4096,chunk_k=40"),
+    "randomk": ("randomk:compress_ratio=0.01",),
+    "dgc": ("dgc:compress_ratio=0.01,memory=residual",),
+    "threshold": ("threshold:threshold=0.0046",),
+    "qsgd": (
+        "qsgd:bucket_size=128,memory=residual",
+        "qsgd:bucket_size=512,memory=residual",
+        "blockint:bits=8,rounding=stochastic,memory=residual",
+        "blockint:bits=8,rounding=stochastic,block_size=0,memory=none",
+    ),
+    "terngrad": ("terngrad:clip=2.5", "terngrad:clip=2.5,block_size=512"),
+    "signsgd": ("signsgd",),
+    "efsignsgd": ("efsignsgd:block_size=0", "efsignsgd:block_size=512", "efsignsgd:block_size=4096"),
+    "onebit": ("onebit:block_size=0", "onebit:block_size=512"),
+    "fp16": ("fp16", "fp16:memory=residual"),
+    "powersgd": ("powersgd:compress_rank=4",),
+}
+"""Ours beside upstream's: the same algorithm first, then blockwise forms of it."""
+
+
+def upstream(name: str, memory: str) -> Case:
+    """Upstream's method with its memory "residual" or "none"."""
+    return Case(f"upstream {name} + {memory}", {"name": name, "memory": memory}, "upstream")
+
+
+def pairs(names: Iterable[str]) -> tuple[list[Case], dict[str, str]]:
+    """Upstream's methods with residual memory, and ours that do the same; where ours has no memory, upstream's without.
+
+    Also why some of ours cannot be set that way.
+    """
+    cases: dict[str, Case] = {}
+    left_out = {}
+    for name in names:
+        residual = upstream(name, "residual")
+        cases[residual.label] = residual
+        for spec in PAIRS[name]:
+            try:
+                ours = parse(spec)
+            except ValueError as error:
+                left_out[spec] = str(error)
+                continue
+            peer = upstream(name, "residual" if method_of(ours.params).memory.feedback else "none")
+            cases[peer.label] = peer
+            against: tuple[str, ...] = (peer.label,)
+            if name == "powersgd":
+                cases[HOOK] = Case(HOOK, {"name": "powersgd", "rank": 4}, "torch")
+                against += (HOOK,)
+            cases[ours.label] = Case(ours.label, ours.params, form=ours.form, against=against)
+    return list(cases.values()), left_out
+
+
+def merged(*lists: Sequence[Case]) -> list[Case]:
+    """Cases, each once however it is written; what a later list says of one counts."""
+    cases: dict[Any, Case] = {}
+    for case in (case for each in lists for case in each):
+        cases[method_of(case.params) if case.source == "grace" else case.label] = case
+    return list(cases.values())
+
+
+# -- what the issue asks for ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Target:
+    """A line of the table of targets. Times are multiples of a memcpy of the gradient."""
+
+    what: str
+    spec: str
+    operation: str
+    """"encode" (with its commit), "decode" or "step"."""
+    portable: float | None
+    native: float | None
+    peer: str
+    speedup: tuple[float, float]
+    """Least ratio of the peer's time to ours, with the allocator as it comes and tuned."""
+    tensors: str = "flat"
+
+
+SIGN, INT8 = "efsignsgd:block_size={}", "blockint:bits=8,rounding=stochastic,memory=residual"
+EF, QSGD = "upstream efsignsgd + residual", "upstream qsgd + residual"
+POWERSGD = "powersgd:compress_rank=4"
+TARGETS = [
+    *(Target("1-bit sign + scale", SIGN.format(block), "encode", 6, 1.8, EF, (30, 6)) for block in (512, 4096, 0)),
+    Target("int8 stochastic", INT8, "encode", 6, 1.8, QSGD, (80, 40)),
+    *(
+        Target("decode 4 workers, 1-bit", SIGN.format(block), "decode", 5, 1.5, EF, (100, 100))
+        for block in (512, 4096, 0)
+    ),
+    Target("decode 4 workers, int8", INT8, "decode", 5, 1.5, QSGD, (100, 100)),
+    Target("exact top-k 1%", "topk:compress_ratio=0.01", "encode", 8, 3, "upstream topk + residual", (30, 12)),
+    Target("PowerSGD rank 4", POWERSGD, "encode", 6, None, "upstream powersgd + residual", (4, 4), "resnet50"),
+    Target("PowerSGD rank 4, to the mean", POWERSGD, "step", None, None, HOOK, (4, 4), "resnet50"),
+]
+
+
+def target_cases(tensors: str, with_peers: bool) -> list[Case]:
+    """What the targets on these tensors need."""
+    cases: dict[str, Case] = {}
+    for target in TARGETS:
+        if target.tensors != tensors:
+            continue
+        ours = cases.get(target.spec) or parse(target.spec)
+        peers = dict.fromkeys((*ours.against, target.peer))
+        cases[target.spec] = Case(ours.label, ours.params, form=ours.form, against=tuple(peers) if with_peers else ())
+        if with_peers:
+            name = target.peer.split()[1]
+            peer = (
+                Case(HOOK, {"name": "powersgd", "rank": 4}, "torch")
+                if target.peer == HOOK
+                else upstream(name, "residual")
+            )
+            cases[target.peer] = peer
+    return list(cases.values())
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------
+def shapes(config: Config, shaped: bool) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a configuration; ``shaped``: the method wants a matrix."""
+    if config.tensors == "resnet50":
+        return resnet50()
+    if not shaped:
+        return {"w": (config.size,)}
+    a = next(a for a in range(math.isqrt(config.size), 0, -1) if config.size % a == 0)
+    return {"w": (a, config.size // a)}
+
+
+def resnet50() -> dict[str, tuple[int, ...]]:
+    """The 161 parameters of ResNet-50 (25,557,032 numbers), in the order of a forward pass."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def convolution(name: str, out: int, into: int, side: int) -> None:
+        found[f"{name}.weight"] = (out, into, side, side)
+        found[f"{name}.norm.weight"] = found[f"{name}.norm.bias"] = (out,)
+
+    convolution("stem", 64, 3, 7)
+    into = 64
+    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), 1):
+        for block in range(blocks):
+            name = f"stage{stage}.{block}"
+            convolution(f"{name}.reduce", width, into, 1)
+            convolution(f"{name}.middle", width, width, 3)
+            convolution(f"{name}.expand", 4 * width, width, 1)
+            if block == 0:
+                convolution(f"{name}.shortcut", 4 * width, into, 1)
+            into = 4 * width
+    return {**found, "head.weight": (1000, into), "head.bias": (1000,)}
+
+
+def to_dict(thing: Any) -> dict[str, Any]:
+    """A case, configuration or set of limits as plain data."""
+    return asdict(thing)

@@ -1,0 +1,375 @@
+"""GRACE's methods as things to time: refill, encode, commit, decode; one small function for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from grace.backends import Backend
+from grace.backends.base import ITEMSIZE
+from grace.bench.plan import SCALE, SEVERAL, WORKERS, Case, Config, method_of, shapes
+from grace.core import Array, Combine, Context, Method, Payload, State, run
+from grace.flight import Flight
+from grace.meter import Meter
+from grace.pipeline import Grace, Options
+from grace.registry import grace_from_params
+from grace.transports.local import LocalTransport, World
+
+
+class Subject(Protocol):
+    """What the clock is held against. Each is called outside the clock unless it says that it is timed."""
+
+    label: str
+    bytes: int
+    """Of the payload that one worker sends, dense tensors of the model included."""
+    workers: int
+    """How many payloads are decoded."""
+    state_bytes: int
+    note: str
+
+    def several(self, repeated: bool) -> None:
+        """Make the payloads of all workers; ``repeated``: one stands for all, encoding takes too long."""
+
+    def refill(self) -> None:
+        """Put the next gradient where the method expects it."""
+
+    def encode(self) -> None:
+        """Timed: memory compensate, compress, memory update, of all tensors."""
+
+    def look(self) -> None:
+        """Where the new state lies."""
+
+    def commit(self) -> None:
+        """Timed: keep the new state."""
+
+    def decode(self) -> None:
+        """Timed: the payloads of several workers to their mean, of all tensors."""
+
+    def step(self) -> None:
+        """Timed: from gradients to means in their place, one worker."""
+
+    def release(self) -> None:
+        """Let go of what a call made."""
+
+
+class Bench:
+    """What all subjects of a process share: gradients, which are read only, and buffers."""
+
+    def __init__(self, xp: Backend, config: Config):
+        self.xp, self.config = xp, config
+        self.n = sum(math.prod(shape) for shape in shapes(config, False).values())
+        hosts = [gradient(self.n, seed) for seed in range(SEVERAL)]
+        self.gradients = [own(xp, host) for host in hosts]
+        self.staging = own(xp, hosts[0])
+        """Refilled before each call: methods may spend it."""
+        self.out = own(xp, hosts[0])
+        self._target, self._source = (self.out, self.staging) if xp.mutable else (np.empty_like(hosts[0]), hosts[1])
+
+    def memcpy(self) -> None:
+        """Copy as many bytes as the gradient has, between arrays that are there. TensorFlow has none: NumPy's."""
+        if self.xp.mutable:
+            self.xp.write(self._target, self._source)
+        else:
+            np.copyto(self._target, self._source)
+
+    def refill(self, turn: int) -> None:
+        """The staging buffer becomes one of the gradients."""
+        if self.xp.mutable:
+            self.xp.write(self.staging, self.gradients[turn % SEVERAL])
+
+    def x(self, turn: int) -> Array:
+        """The vector to encode: the staging buffer, or where arrays cannot change, the gradient."""
+        return self.staging if self.xp.mutable else self.gradients[turn % SEVERAL]
+
+    def wait(self) -> None:
+        """Until the device has done what it was asked to."""
+        device = getattr(self.xp, "device", None)
+        if device is not None and device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(device)
+
+
+def gradient(n: int, seed: int) -> Any:
+    """float32[n] of a Laplace distribution, on the host."""
+    rng = np.random.default_rng(seed)
+    size = rng.standard_exponential(n, dtype=np.float32)
+    signs = np.unpackbits(rng.integers(0, 256, -(-n // 8), np.uint8), count=n).astype(np.float32)
+    signs *= 2 * SCALE
+    signs -= SCALE
+    size *= signs
+    return size
+
+
+def own(xp: Backend, host: Any) -> Array:
+    """A copy of a NumPy array in memory of the backend's own."""
+    return xp.asarray(host.copy(), "float32")
+
+
+class Part:
+    """One tensor of a model on its way: where it lies in the flat vector, its state, the payloads of all workers."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], start: int):
+        self.name, self.shape, self.start, self.size = name, shape, start, math.prod(shape)
+        self.answers: list[Any] = []
+        """What the collectives inside encode gave the first worker."""
+        self.cells: dict[str, Any] = {}
+        self.payloads: list[Payload] = []
+
+    def of(self, x: Array) -> Array:
+        """This tensor's elements of the flat vector; the vector itself, if it has no others."""
+        return x if self.size == x.shape[0] else x[self.start : self.start + self.size]
+
+
+class Ours:
+    """A compressor and memory of GRACE, eagerly or in a graph."""
+
+    def __init__(self, case: Case, bench: Bench, mode: str):
+        self.label, self.bench, self.mode = case.label, bench, mode
+        self.method = method_of(case.params)
+        self.agreed = self.method.compressor.combine is Combine.AGREED
+        self.workers = 1 if self.agreed else WORKERS
+        self.note = ""
+        self.turn = 0
+        self._params = case.params
+        self._step: Any = None
+        self.parts: list[Part] = []
+        dense, start = 0, 0
+        for name, shape in shapes(bench.config, self.method.compressor.shaped).items():
+            part = Part(name, shape, start)
+            start += part.size
+            if part.size and self.method.compressor.applies(self._context(part)) and self._large(part):
+                self.parts.append(part)
+            else:
+                dense += part.size
+        if not self.parts:
+            raise ValueError(f"does not apply to {list(shape)}: these tensors go dense")
+        self.bytes = 4 * dense
+        self._ok = bench.xp.all(bench.xp.asarray([True], "bool"))
+        for part in self.parts:
+            self._begin(part)
+        self.state_bytes = sum(nbytes(bench.xp, cell.read()) for part in self.parts for cell in part.cells.values())
+        self._traced_encode: Any = None
+        self._traced_decode: Any = None
+        self._trace()
+        self._inputs: list[tuple[State, Context, list[Any]]] = []
+        self._results: list[tuple[Payload, State]] = []
+        self._moves: list[tuple[Any, Array, Array, bool]] = []
+
+    def _large(self, part: Part) -> bool:
+        return self.bench.config.tensors == "flat" or part.size >= Options().min_numel
+
+    def _context(self, part: Part, rank: int = 0, world_size: int = WORKERS) -> Context:
+        step: Any = self.turn
+        if self.bench.xp.traced:
+            step = self.bench.xp.asarray(step, "int64")
+        return Context(self.bench.xp, part.name, part.shape, "float32", rank, world_size, step, lr=lambda: 0.1)
+
+    def _begin(self, part: Part) -> None:
+        # All workers once, in lockstep where they exchange: what the first one heard is what it hears when it is timed.
+        xp, contexts = self.bench.xp, [self._context(part, rank) for rank in range(WORKERS)]
+
+        def program(rank: int) -> Any:
+            x = copied(xp, part.of(self.bench.gradients[rank]))
+            return run(self.method.encode(x, self.method.init(contexts[rank]), contexts[rank]))
+
+        if exchanges(program(0)):
+            world = World(WORKERS)
+            programs = [listening(program(0), part.answers, xp), *map(program, range(1, WORKERS))]
+            flights = [
+                Flight("bench", {"w": each}, LocalTransport(world, rank).bind(xp), {"compute": 0.0, "wait": 0.0})
+                for rank, each in enumerate(programs)
+            ]
+            while [flight for flight in flights if not flight.advance()]:
+                pass
+            first, state = flights[0].results["w"]
+            meter = Meter(xp)
+            meter.extend(["w"])
+            meter.add(["w"], flights[0].asked, lambda group: 0)
+            self.bytes += meter.read()["w"][0]
+        else:
+            first, state = drive(program(0), [])
+        part.payloads = [copied(xp, tuple(first))]
+        part.cells = {key: xp.cell(copied(xp, value)) for key, value in state.items()}
+        if not self.agreed:
+            self.bytes += sum(nbytes(xp, array) for array in part.payloads[0])
+
+    def several(self, repeated: bool) -> None:
+        xp = self.bench.xp
+        for part in self.parts:
+            for rank in range(1, self.workers):
+                if repeated:
+                    part.payloads.append(copied(xp, part.payloads[0]))
+                    continue
+                ctx = self._context(part, rank)
+                x = copied(xp, part.of(self.bench.gradients[rank]))
+                payload, _ = drive(run(self.method.encode(x, self.method.init(ctx), ctx)), copied(xp, part.answers))
+                part.payloads.append(copied(xp, tuple(payload)))
+        if repeated and self.workers > 1:
+            self.note = "one payload stands for those of all workers"
+
+    # -- what is timed ----------------------------------------------------------------------------------------------
+    def refill(self) -> None:
+        self.turn += 1
+        self.bench.refill(self.turn)
+        self._results = []
+        self._inputs = [
+            (
+                {key: cell.read() for key, cell in part.cells.items()},
+                self._context(part),
+                copied(self.bench.xp, part.answers),
+            )
+            for part in self.parts
+        ]
+
+    def encode(self) -> None:
+        states, contexts, answers = zip(*self._inputs, strict=True)
+        x = self.bench.x(self.turn)
+        if self._traced_encode is not None:
+            self._results = self._traced_encode(x, list(states), contexts[0].step)
+        else:
+            self._results = self._encode(x, states, contexts, answers)
+
+    def _encode(self, x: Array, states: Any, contexts: Any, answers: Any) -> list[tuple[Payload, State]]:
+        return [
+            drive(run(self.method.encode(part.of(x), state, ctx)), heard)
+            for part, state, ctx, heard in zip(self.parts, states, contexts, answers, strict=True)
+        ]
+
+    def look(self) -> None:
+        x = self.bench.x(self.turn)
+        self._moves = [
+            (cell, cell.read(), state[key], self.bench.xp.same_memory(state[key], part.of(x)))
+            for part, (_, state) in zip(self.parts, self._results, strict=True)
+            for key, cell in part.cells.items()
+        ]
+
+    def commit(self) -> None:
+        for cell, old, new, spent in self._moves:
+            commit(self.bench.xp, cell, old, new, spent, self._ok)
+
+    def decode(self) -> None:
+        payloads = [part.payloads for part in self.parts]
+        if self._traced_decode is not None:
+            self._traced_decode(payloads)
+        else:
+            self._decode(payloads)
+
+    def _decode(self, payloads: list[list[Payload]]) -> list[Array]:
+        outs = [part.of(self.bench.out) if self.bench.xp.mutable else None for part in self.parts]
+        contexts = map(self._context, self.parts)
+        return [mean(self.method, *each) for each in zip(payloads, contexts, outs, strict=True)]
+
+    def step(self) -> None:
+        xp, x = self.bench.xp, self.bench.x(self.turn)
+        tensors = shapes(self.bench.config, self.method.compressor.shaped)
+        gradients, start = {}, 0
+        for name, shape in tensors.items():
+            gradients[name] = xp.reshape(x[start : start + math.prod(shape)], shape)
+            start += math.prod(shape)
+        if self._step is None:
+            grace = grace_from_params(self._params, "local")
+            grace.build(gradients)
+            self._step = stepper(grace, self.mode)
+        self._step(gradients)
+
+    def release(self) -> None:
+        self._results, self._inputs, self._moves = [], [], []
+
+    def _trace(self) -> None:
+        # All tensors in one graph, as the doors do; what collectives gave is in it from the start.
+        if self.mode != "graph":
+            return
+        fixed, answers = [self._context(part) for part in self.parts], [part.answers for part in self.parts]
+        self._traced_encode = _graph(
+            lambda x, states, step: self._encode(x, states, [replace(ctx, step=step) for ctx in fixed], answers)
+        )
+        self._traced_decode = _graph(self._decode)
+
+
+def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array | None) -> Array:
+    """All workers' payloads, or the one that they agreed on -> float32[n], their mean; in ``out``, if there is one."""
+    found = method.mean(payloads, ctx, agreed=method.compressor.combine is Combine.AGREED)
+    return found.array() if out is None else found.into(out)
+
+
+def stepper(grace: Grace, mode: str) -> Callable[[dict[str, Array]], Any]:
+    """Whole steps as the toolkit's door takes them: a mean comes where its gradient was, where arrays can change."""
+    if mode == "graph":
+        return _graph(grace.step)
+
+    def step(gradients: dict[str, Array]) -> None:
+        grace.launch(gradients, spent=True)
+        grace.land()
+        for name, gradient in gradients.items():
+            mean = grace.mean(name)
+            if grace.xp.mutable and not grace.xp.same_memory(mean, gradient):
+                grace.xp.write(gradient, mean)
+
+    return step
+
+
+def commit(xp: Backend, cell: Any, old: Array, new: Array, spent: bool, ok: Array) -> None:
+    """Keep new state as `Grace` does: what lies in the spent gradient's memory moves to the state's own."""
+    if new is old:
+        return
+    if spent:
+        xp.write(old, xp.choose(ok, new, old))
+    else:
+        cell.assign(xp.choose(ok, new, old))
+
+
+def drive(program: Generator[Any, Any, Any], answers: Iterable[Any]) -> Any:
+    """What a program returns when its collectives give these answers."""
+    answer = None
+    try:
+        program.send(None)
+        for answer in answers:
+            program.send(answer)
+    except StopIteration as stop:
+        return stop.value
+    raise RuntimeError("the program asks for more collectives than it did the first time")
+
+
+def exchanges(program: Generator[Any, Any, Any]) -> bool:
+    """Whether a program asks for a collective before it returns."""
+    try:
+        program.send(None)
+    except StopIteration:
+        return False
+    program.close()
+    return True
+
+
+def listening(program: Generator[Any, Any, Any], answers: list[Any], xp: Backend) -> Generator[Any, Any, Any]:
+    """The program, with what it hears written down."""
+    answer = None
+    while True:
+        try:
+            asked = program.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        answer = yield asked
+        answers.append(copied(xp, answer))
+
+
+def copied(xp: Backend, arrays: Any) -> Any:
+    """Arrays, and lists and tuples of them, in memory of their own."""
+    if isinstance(arrays, (list, tuple)):
+        return type(arrays)(copied(xp, each) for each in arrays)
+    return xp.copy(arrays)
+
+
+def nbytes(xp: Backend, array: Array) -> int:
+    """Of one array."""
+    return int(math.prod(int(length) for length in xp.shape(array))) * ITEMSIZE[xp.dtype(array)]
+
+
+def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    import tensorflow as tf
+
+    return tf.function(function, autograph=False)

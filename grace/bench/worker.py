@@ -1,0 +1,266 @@
+"""One process that measures: every case of one configuration in interleaved, shuffled rounds.
+
+Reads a job as JSON from standard input and writes one JSON object per line: "begin" before anything that may take long
+or end the process (the parent watches), "left_out", "postponed" and at last "records".
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grace.bench.plan import LEAST, MODES, Case, Config, Limits
+
+SHORTEST = 2e-3  # seconds of one sample: shorter calls are repeated
+FIRST = 3  # times what a call may take, a first one may, which also starts and loads things
+ROOM = 6  # gradients' worth of memory that stays free
+Operation = tuple[str, Callable[[], None]]
+
+
+class Clock:
+    """Samples of one group of operations that follow each other, such as encode and commit."""
+
+    def __init__(self, subject: Any, operations: list[Operation], wait: Callable[[], None]):
+        self.seconds, self.once = 0.0, False
+        self.samples: dict[str, list[float]] = {name: [] for name, _ in operations if name}
+        self.calls = 1
+        """Of each sample: so many make one last long enough."""
+        self._subject, self._operations, self._wait = subject, operations, wait
+
+    def call(self) -> dict[str, float]:
+        """Seconds of one call of each operation."""
+        self._subject.refill()
+        self._wait()
+        found = {}
+        for name, operation in self._operations:
+            if not name:  # what the clock must not see
+                operation()
+                continue
+            began = time.perf_counter()
+            operation()
+            self._wait()
+            found[name] = time.perf_counter() - began
+        self._subject.release()
+        return found
+
+    def warm_up(self, long: float) -> None:
+        """Two calls, of which the second decides how many make a sample. One longer than ``long`` is not repeated."""
+        first = self.call()
+        if sum(first.values()) > FIRST * long:  # a second one, without what only a first costs, would take too long
+            self._keep(first)
+            self.once = True
+            return
+        again = self.call()
+        least = min(again.values())
+        if sum(again.values()) > long:
+            self._keep(again)
+            self.once = True
+            return
+        self.calls = 1 if least >= SHORTEST else min(1000, int(SHORTEST / max(sum(again.values()), 1e-6)) + 1)
+        for _ in range(min(20, self.calls)):
+            self.call()
+
+    def sample(self) -> None:
+        """One sample of each operation: the mean of ``calls`` calls."""
+        totals: dict[str, float] = {}
+        for _ in range(self.calls):
+            for name, seconds in self.call().items():
+                totals[name] = totals.get(name, 0.0) + seconds
+        self._keep({name: total / self.calls for name, total in totals.items()}, self.calls)
+
+    def _keep(self, found: dict[str, float], calls: int = 1) -> None:
+        self.seconds += calls * sum(found.values())
+        for name, seconds in found.items():
+            self.samples[name].append(seconds)
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """For each operation its median and quartiles in microseconds."""
+        return {name: {**spread(found), "calls": self.calls, "once": self.once} for name, found in self.samples.items()}
+
+
+class Loop:
+    """memcpy: copies in a loop of their own, so that the clock is not what is timed."""
+
+    def __init__(self, copy: Callable[[], None], least: float = SHORTEST):
+        self.copy, self.samples = copy, [0.0]
+        self._calls = 1
+        while self._time() < least and self._calls < 100_000:
+            self._calls *= 2
+        self.samples = []
+
+    def _time(self) -> float:
+        began = time.perf_counter()
+        for _ in range(self._calls):
+            self.copy()
+        return time.perf_counter() - began
+
+    def sample(self) -> None:
+        """One sample: the mean of many copies."""
+        self.samples.append(self._time() / self._calls)
+
+
+def spread(samples: list[float]) -> dict[str, Any]:
+    """Median and quartiles of seconds, in microseconds."""
+    quarters = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
+    names = ("q1_us", "us", "q3_us")
+    return {**{name: 1e6 * each for name, each in zip(names, quarters, strict=True)}, "samples": len(samples)}
+
+
+def measure(job: dict[str, Any], say: Callable[..., None]) -> None:
+    """Measure a job's cases; ``say`` tells the parent."""
+    config, limits = Config(**job["config"]), Limits(**job["limits"])
+    xp = backend(config)
+    from grace.bench.subjects import Bench
+
+    say(begin="gradients")
+    bench = Bench(xp, config)
+    clocks: list[tuple[Any, str, str, list[Clock]]] = []
+    tasks = [(Case(**case), mode) for case in job["cases"] for mode in MODES[config.backend]]
+    random.seed(job["seed"])
+    for number, (case, mode) in enumerate(tasks):
+        if clocks and free_bytes() < ROOM * 4 * bench.n + 5 * 10**8:
+            say(postponed=list(dict.fromkeys(each.label for each, _ in tasks[number:])))
+            break
+        say(begin=f"{case.label} ({mode})", case=case.label)
+        try:
+            clocks.append(prepared(case, mode, bench, limits, job["peer"], say))
+        except Exception as error:
+            say(left_out=case.label, mode=mode, reason=f"{type(error).__name__}: {error}"[:500])
+    say(begin="rounds")
+    rounds(config, limits, clocks, bench, say)
+
+
+def prepared(
+    case: Case, mode: str, bench: Any, limits: Limits, peer: str, say: Callable[..., None]
+) -> tuple[Any, str, str, list[Clock]]:
+    """A case, made and warmed up, with its clocks."""
+    if case.source == "grace":
+        from grace.bench.subjects import Ours
+
+        subject: Any = Ours(case, bench, mode)
+    else:
+        from grace.bench.peers import subject as of_peer
+
+        subject = of_peer(case, bench, peer)
+    groups: list[list[Operation]] = [
+        [("encode", subject.encode), ("", subject.look), ("commit", subject.commit)],
+        [("decode", subject.decode)],
+        [("step", subject.step)],
+    ]
+    if case.source == "torch":
+        groups = groups[2:]
+    if case.source == "upstream":
+        groups[0] = groups[0][:1]  # its memory keeps by itself
+    if case.source != "torch" and bench.config.tensors == "flat":
+        groups = groups[:2]
+    clocks = [Clock(subject, operations, bench.wait) for operations in groups]
+    for number, clock in enumerate(clocks):
+        if number == 0 and case.source == "torch":
+            subject.several(False)
+        say(begin=f"{case.label} ({mode})", case=case.label)
+        clock.warm_up(limits.long)
+        say(begin=f"{case.label} ({mode})", case=case.label)
+        if number == 0 and case.source != "torch":
+            subject.several(clock.once)
+    return subject, case.label, mode, clocks
+
+
+def rounds(config: Config, limits: Limits, clocks: list[Any], bench: Any, say: Callable[..., None]) -> None:
+    """All cases in every round in a new order, with memcpy among them, until the rounds or the budgets are spent."""
+    copy = Loop(bench.memcpy)
+    gc.collect()
+    gc.disable()  # its pauses would fall on whoever is next
+    try:
+        for number in range(limits.rounds_of(config)):
+            turn: list[Any] = []
+            for _, _, _, mine in clocks:
+                spent = sum(clock.seconds for clock in mine)
+                turn += [c for c in mine if not c.once and (number < LEAST or spent * (1 + 1 / number) < limits.budget)]
+            if not turn and number >= LEAST:
+                break
+            turn += [copy] * (1 + len(turn) // 8)
+            random.shuffle(turn)
+            for each in turn:
+                say(begin=f"round {number + 1}")
+                each.sample()
+            gc.collect()
+    finally:
+        gc.enable()
+    memcpy = spread(copy.samples)
+    records = []
+    for subject, label, mode, mine in clocks:
+        found = {name: result for clock in mine for name, result in clock.results().items()}
+        for result in found.values():
+            result["x"] = result["us"] / memcpy["us"]
+        records.append(
+            {
+                "label": label,
+                "mode": mode,
+                "elements": bench.n,
+                "bytes": subject.bytes,
+                "bits_per_element": 8 * subject.bytes / bench.n,
+                "state_bytes": subject.state_bytes,
+                "workers_decoded": subject.workers,
+                "note": subject.note,
+                "seconds": sum(clock.seconds for clock in mine),
+                **found,
+            }
+        )
+    say(records=records, memcpy=memcpy, native=getattr(bench.xp.kernels, "isa", ""))
+
+
+def backend(config: Config) -> Any:
+    """The backend, with its number of threads."""
+    from grace.backends import get_backend
+
+    if config.backend == "torch":
+        import torch
+
+        torch.set_num_threads(config.threads)
+    if config.backend == "tensorflow":
+        import tensorflow as tf
+
+        tf.config.threading.set_intra_op_parallelism_threads(config.threads)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+    return get_backend(config.backend)
+
+
+def free_bytes() -> float:
+    """Memory that a process may still take, where the system tells."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return float("inf")
+    return 1024 * int(re.search(r"MemAvailable: +(\d+)", text)[1])  # type: ignore[index]
+
+
+def main() -> None:
+    """Read a job, do it, tell about it."""
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a toolkit prints must not come between
+
+    def say(**message: Any) -> None:
+        channel.write(json.dumps(message) + "\n")
+
+    job = json.load(sys.stdin)
+    if job["task"] == "memory":
+        from grace.bench.memory import measure as count
+
+        say(memory=count(job))
+    else:
+        measure(job, say)
+    channel.flush()
+    os._exit(0)  # a toolkit's threads have nothing to finish
+
+
+if __name__ == "__main__":
+    main()

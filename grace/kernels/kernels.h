@@ -41,7 +41,7 @@ struct Loops {
   // positions (first + index), and a zero in their place in out (may be null). Stops when fewer than 16 places are free.
   Found (*select)(const float* x, const float* residual, float* out, int64_t n, int32_t bound, int32_t cap, float* values,
                   int32_t* positions, int64_t capacity, int32_t first, bool stream);
-  void (*divide)(const float* x, float* out, int64_t n, float divisor, bool stream);
+  void (*divide)(const float* x, float* out, int64_t n, int64_t divisor, bool stream);
   void (*words)(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* out);
   void (*noise)(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out);
 };

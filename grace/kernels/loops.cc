@@ -110,7 +110,7 @@ void signs_blocks(const float* x, const float* residual, float* out, uint8_t* bi
 // The sum over workers of N vectors that lie in block b, divided by their number; `at` is a multiple of 8.
 template <int N, bool STREAM>
 INLINE void signs_tile(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out, int64_t at,
-                       int64_t b, F divisor) {
+                       int64_t b, const Divisor& divisor) {
   F sum[N];
   for (int64_t w = 0; w < workers; w++) {
     const float scale = read(scales[w], b);
@@ -121,13 +121,13 @@ INLINE void signs_tile(const uint8_t* const* bits, const float* const* scales, i
       sum[i] = w ? sum[i] + v : v;
     }
   }
-  for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, sum[i] / divisor);
+  for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, divisor.divided(sum[i]));
 }
 
 template <bool STREAM>
 INLINE void signs_sum_to(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out,
                          int64_t begin, int64_t end, int64_t block) {
-  const F divisor = fill(float(workers));
+  const Divisor divisor(workers);
   int64_t b = begin / block;
   for (int64_t at = begin; at < end; at += block, b++) {  // begin is where a block begins, or all is one block
     const int64_t stop = least(at + block, end);
@@ -143,7 +143,7 @@ INLINE void signs_sum_to(const uint8_t* const* bits, const float* const* scales,
         const F v = pick(mask_of(some), fill(scale), fill(-scale));
         sum = w ? sum + v : v;
       }
-      store_some(out + i, sum / divisor, stop - i);
+      store_some(out + i, divisor.divided(sum), stop - i);
     }
   }
   if (STREAM) fence();
@@ -181,38 +181,56 @@ INLINE F noise_at(const Noise& noise, int64_t position, int64_t count) {
   return uniform(mixed, 0);
 }
 
-template <bool RESIDUAL, Out OUT, int BITS, bool RANDOM>
-INLINE void ints_emit_as(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
+// v / scale as it decides a code. FAST: with the inverse rounded to nearest and a quotient that is off by less than its
+// last place, one more step rounds as a division does (Markstein, IBM J. Res. Dev. 1990); the step before sees to the
+// latter. Remainders are exact while v is above 2^-100; what is below 2^-40 of the scale is no step however rounded.
+template <bool FAST>
+INLINE F ratio(F v, F scale, F inverse) {
+#if defined(GRACE_AVX512) || defined(GRACE_AVX2)
+  if constexpr (FAST) {
+    F q = v * inverse;
+    q = fused(fused_rest(q, scale, v), inverse, q);
+    return fused(fused_rest(q, scale, v), inverse, q);
+  }
+#endif
+  return v / scale;
+}
+
+template <bool RESIDUAL, Out OUT, int BITS, bool RANDOM, bool FAST>
+OUTLINE void ints_emit_by(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
                          const Noise& noise, int64_t first) {
-  constexpr int top = (1 << (BITS - 1)) - 1;
-  const F tops = fill(float(top)), inverse = fill(1.0f / float(top));
-  const F scales = fill(scale), divisor = fill(scale == 0.0f ? 1.0f : scale);
+  const float by = scale == 0.0f ? 1.0f : scale;
+  const F tops = fill(float((1 << (BITS - 1)) - 1)), scales = fill(scale), divisor = fill(by), inverse = fill(1.0f / by);
   const int64_t start = noise.start + first;
   int64_t i = 0;
   for (; i + W <= n; i += W) {
     const F v = value<RESIDUAL>(x, residual, i);
-    const F steps = v / divisor * tops;
+    const F steps = ratio<FAST>(v, divisor, inverse) * tops;
     const I code = RANDOM ? down(steps + noise_at(noise, start + i, W)) : nearest(steps);
     to_codes<BITS>(codes + i * BITS / 8, code);
-    if constexpr (OUT != NONE) {
-      const F c = to_float(code);
-      put<OUT == STREAMED>(out + i, v - (BITS == 2 ? c : quotient(c, tops, inverse)) * scales);
-    }
+    if constexpr (OUT != NONE) put<OUT == STREAMED>(out + i, v - relative<BITS>(to_float(code)) * scales);
   }
   if (i < n) {
     const int64_t count = n - i;
     const F v = value_some<RESIDUAL>(x, residual, i, count);
-    const F steps = v / divisor * tops;
+    const F steps = ratio<FAST>(v, divisor, inverse) * tops;
     const I code = RANDOM ? down(steps + noise_at(noise, start + i, count)) : nearest(steps);
     uint8_t bytes[W];
     to_codes<BITS>(bytes, code);
-    const int64_t size = (count * BITS + 7) / 8;  // what is missing is 0 / divisor, code 0
-    __builtin_memcpy(codes + i * BITS / 8, bytes, size_t(size));
-    if constexpr (OUT != NONE) {
-      const F c = to_float(code);
-      store_some(out + i, v - (BITS == 2 ? c : quotient(c, tops, inverse)) * scales, count);
-    }
+    memcpy(codes + i * BITS / 8, bytes, size_t((count * BITS + 7) / 8));  // what is missing is 0 / scale, code 0
+    if constexpr (OUT != NONE) store_some(out + i, v - relative<BITS>(to_float(code)) * scales, count);
   }
+}
+
+template <bool RESIDUAL, Out OUT, int BITS, bool RANDOM>
+INLINE void ints_emit_as(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
+                         const Noise& noise, int64_t first) {
+  // What is rare, or no faster, is compiled once for streamed and other results.
+  if (HAS_FMA && scale > 0x1p-50f && scale < 0x1p100f)
+    ints_emit_by<RESIDUAL, OUT, BITS, RANDOM, HAS_FMA>(x, residual, out, codes, scale, n, noise, first);
+  else
+    ints_emit_by<RESIDUAL, OUT == NONE ? NONE : KEPT, BITS, RANDOM, false>(x, residual, out, codes, scale, n, noise,
+                                                                           first);
 }
 
 template <bool RESIDUAL, Out OUT>
@@ -233,7 +251,7 @@ INLINE float as_float(int32_t bits) {
 }
 
 template <bool RESIDUAL, Out OUT>
-void ints_blocks_to(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
+INLINE void ints_blocks_to(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
                     int64_t block, int bits, const Noise& noise, int64_t first) {
   for (int64_t at = 0, b = 0; at < n; at += block, b++) {
     const int64_t size = least(block, n - at);
@@ -261,35 +279,25 @@ void ints_blocks(const float* x, const float* residual, float* out, uint8_t* cod
   FORMS(ints_blocks_to, x, residual, out, codes, scales, n, block, bits, *noise, first);
 }
 
-template <int BITS>
-INLINE I codes_at(const uint8_t* p) {
-  if constexpr (BITS == 8) return from_bytes(p);
-  else return from_codes<BITS>(p);
-}
-
 template <int N, int BITS, bool STREAM>
 INLINE void ints_tile(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out, int64_t at,
-                      int64_t b, F divisor) {
-  constexpr int top = (1 << (BITS - 1)) - 1;
-  const F tops = fill(float(top)), inverse = fill(1.0f / float(top));
+                      int64_t b, const Divisor& divisor) {
   F sum[N];
   for (int64_t w = 0; w < workers; w++) {
-    const F scale = fill(read(scales[w], b));
+    const Scaled<BITS> scaled(read(scales[w], b));
     const uint8_t* from = codes[w] + at * BITS / 8;
     for (int i = 0; i < N; i++) {
-      const F c = to_float(codes_at<BITS>(from + i * W * BITS / 8));
-      const F v = (BITS == 2 ? c : quotient(c, tops, inverse)) * scale;
+      const F v = scaled.at(from + i * W * BITS / 8);
       sum[i] = w ? sum[i] + v : v;
     }
   }
-  for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, sum[i] / divisor);
+  for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, divisor.divided(sum[i]));
 }
 
 template <int BITS, bool STREAM>
 INLINE void ints_sum_to(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out,
                         int64_t begin, int64_t end, int64_t block) {
-  constexpr int top = (1 << (BITS - 1)) - 1;
-  const F divisor = fill(float(workers)), tops = fill(float(top)), inverse = fill(1.0f / float(top));
+  const Divisor divisor(workers);
   int64_t b = begin / block;
   for (int64_t at = begin; at < end; at += block, b++) {
     const int64_t stop = least(at + block, end);
@@ -301,11 +309,10 @@ INLINE void ints_sum_to(const uint8_t* const* codes, const float* const* scales,
       for (int64_t w = 0; w < workers; w++) {
         uint8_t bytes[W] = {};
         memcpy(bytes, codes[w] + i * BITS / 8, size_t(((stop - i) * BITS + 7) / 8));
-        const F c = to_float(codes_at<BITS>(bytes));
-        const F v = (BITS == 2 ? c : quotient(c, tops, inverse)) * fill(read(scales[w], b));
+        const F v = Scaled<BITS>(read(scales[w], b)).at(bytes);
         sum = w ? sum + v : v;
       }
-      store_some(out + i, sum / divisor, stop - i);
+      store_some(out + i, divisor.divided(sum), stop - i);
     }
   }
   if (STREAM) fence();
@@ -358,15 +365,15 @@ Found select(const float* x, const float* residual, float* out, int64_t n, int32
 }
 
 template <bool STREAM>
-INLINE void divide_to(const float* x, float* out, int64_t n, float divisor) {
-  const F divisors = fill(divisor);
+INLINE void divide_to(const float* x, float* out, int64_t n, int64_t divisor) {
+  const Divisor by(divisor);
   int64_t i = 0;
-  for (; i + W <= n; i += W) put<STREAM>(out + i, load(x + i) / divisors);
-  if (i < n) store_some(out + i, load_some(x + i, n - i) / divisors, n - i);
+  for (; i + W <= n; i += W) put<STREAM>(out + i, by.divided(load(x + i)));
+  if (i < n) store_some(out + i, by.divided(load_some(x + i, n - i)), n - i);
   if (STREAM) fence();
 }
 
-void divide(const float* x, float* out, int64_t n, float divisor, bool stream) {
+void divide(const float* x, float* out, int64_t n, int64_t divisor, bool stream) {
   stream ? divide_to<true>(x, out, n, divisor) : divide_to<false>(x, out, n, divisor);
 }
 

@@ -169,68 +169,50 @@ INLINE int32_t ints_largest_of(const float* x, const float* residual, int64_t n)
   return largest(most);
 }
 
-INLINE F noise_at(const Noise& noise, int64_t position, int64_t count) {
-  const int64_t index = position & 65535;
-  if (__builtin_expect(index <= 65536 - W, 1))
-    return uniform(noise.table + index, read(noise.offsets, (position >> 16) - noise.origin));
-  uint16_t mixed[W] = {};
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t p = position + i;
-    mixed[i] = uint16_t(read(noise.table, p & 65535) + read(noise.offsets, (p >> 16) - noise.origin));
-  }
-  return uniform(mixed, 0);
+// The noise at `count` positions, where the table may begin anew.
+OUTLINE void mix_noise(uint16_t* mixed, const Noise& noise, int64_t position, int64_t count) {
+  for (int64_t p = position; p < position + count; p++)
+    *mixed++ = uint16_t(read(noise.table, p & 65535) + read(noise.offsets, (p >> 16) - noise.origin));
 }
 
-// v / scale as it decides a code. FAST: with the inverse rounded to nearest and a quotient that is off by less than its
-// last place, one more step rounds as a division does (Markstein, IBM J. Res. Dev. 1990); the step before sees to the
-// latter. Remainders are exact while v is above 2^-100; what is below 2^-40 of the scale is no step however rounded.
-template <bool FAST>
-INLINE F ratio(F v, F scale, F inverse) {
-#if defined(GRACE_AVX512) || defined(GRACE_AVX2)
-  if constexpr (FAST) {
-    F q = v * inverse;
-    q = fused(fused_rest(q, scale, v), inverse, q);
-    return fused(fused_rest(q, scale, v), inverse, q);
-  }
-#endif
-  return v / scale;
-}
-
-template <bool RESIDUAL, Out OUT, int BITS, bool RANDOM, bool FAST>
-OUTLINE void ints_emit_by(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
+template <bool RESIDUAL, Out OUT, int BITS, bool RANDOM>
+OUTLINE void ints_emit_as(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
                          const Noise& noise, int64_t first) {
-  const float by = scale == 0.0f ? 1.0f : scale;
-  const F tops = fill(float((1 << (BITS - 1)) - 1)), scales = fill(scale), divisor = fill(by), inverse = fill(1.0f / by);
+  const F tops = fill(float((1 << (BITS - 1)) - 1)), scales = fill(scale), divisor = fill(scale == 0.0f ? 1.0f : scale);
   const int64_t start = noise.start + first;
-  int64_t i = 0;
-  for (; i + W <= n; i += W) {
+  const auto emit = [&](int64_t i, const uint16_t* table, uint16_t offset) __attribute__((always_inline)) {
     const F v = value<RESIDUAL>(x, residual, i);
-    const F steps = ratio<FAST>(v, divisor, inverse) * tops;
-    const I code = RANDOM ? down(steps + noise_at(noise, start + i, W)) : nearest(steps);
+    const F steps = v / divisor * tops;
+    const I code = RANDOM ? down(steps + uniform(table, offset)) : nearest(steps);
     to_codes<BITS>(codes + i * BITS / 8, code);
     if constexpr (OUT != NONE) put<OUT == STREAMED>(out + i, v - relative<BITS>(to_float(code)) * scales);
+  };
+  int64_t i = 0;
+  while (i + W <= n) {  // as far as one offset reaches
+    const int64_t index = (start + i) & 65535, whole = RANDOM ? least(n - i, 65536 - index) / W : (n - i) / W;
+    if (RANDOM && !whole) {
+      uint16_t mixed[W];
+      mix_noise(mixed, noise, start + i, W);
+      emit(i, mixed, 0);
+      i += W;
+      continue;
+    }
+    const uint16_t offset = RANDOM ? read(noise.offsets, ((start + i) >> 16) - noise.origin) : uint16_t(0);
+    for (const int64_t from = i, stop = i + whole * W; i < stop; i += W)
+      emit(i, RANDOM ? noise.table + index + (i - from) : nullptr, offset);
   }
   if (i < n) {
     const int64_t count = n - i;
     const F v = value_some<RESIDUAL>(x, residual, i, count);
-    const F steps = ratio<FAST>(v, divisor, inverse) * tops;
-    const I code = RANDOM ? down(steps + noise_at(noise, start + i, count)) : nearest(steps);
+    const F steps = v / divisor * tops;
+    uint16_t mixed[W] = {};
+    if (RANDOM) mix_noise(mixed, noise, start + i, count);
+    const I code = RANDOM ? down(steps + uniform(mixed, 0)) : nearest(steps);
     uint8_t bytes[W];
     to_codes<BITS>(bytes, code);
     memcpy(codes + i * BITS / 8, bytes, size_t((count * BITS + 7) / 8));  // what is missing is 0 / scale, code 0
     if constexpr (OUT != NONE) store_some(out + i, v - relative<BITS>(to_float(code)) * scales, count);
   }
-}
-
-template <bool RESIDUAL, Out OUT, int BITS, bool RANDOM>
-INLINE void ints_emit_as(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
-                         const Noise& noise, int64_t first) {
-  // What is rare, or no faster, is compiled once for streamed and other results.
-  if (HAS_FMA && scale > 0x1p-50f && scale < 0x1p100f)
-    ints_emit_by<RESIDUAL, OUT, BITS, RANDOM, HAS_FMA>(x, residual, out, codes, scale, n, noise, first);
-  else
-    ints_emit_by<RESIDUAL, OUT == NONE ? NONE : KEPT, BITS, RANDOM, false>(x, residual, out, codes, scale, n, noise,
-                                                                           first);
 }
 
 template <bool RESIDUAL, Out OUT>

@@ -19,11 +19,6 @@ namespace {
 
 constexpr int64_t W = 16;
 constexpr int32_t ABS = 0x7fffffff;
-#if defined(GRACE_AVX512) || defined(GRACE_AVX2)
-constexpr bool HAS_FMA = true;
-#else
-constexpr bool HAS_FMA = false;
-#endif
 
 template <class T>
 INLINE T read(const T* p, int64_t i = 0) {
@@ -114,7 +109,6 @@ INLINE F uniform(const uint16_t* table, uint16_t offset) {
   return {_mm512_fmadd_ps(x, _mm512_set1_ps(0x1p-16f), _mm512_set1_ps(0x1p-17f))};  // exact
 }
 INLINE F fused(F x, F y, F z) { return {_mm512_fmadd_ps(x.v, y.v, z.v)}; }           // x * y + z
-INLINE F fused_rest(F x, F y, F z) { return {_mm512_fnmadd_ps(x.v, y.v, z.v)}; }     // z - x * y
 // Writes up to 16 of each from `values` and `positions` on; returns how many count.
 INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* positions) {
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -237,7 +231,6 @@ INLINE F uniform(const uint16_t* table, uint16_t offset) {
   return {_mm256_fmadd_ps(a, step, half), _mm256_fmadd_ps(b, step, half)};  // exact
 }
 INLINE F fused(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
-INLINE F fused_rest(F x, F y, F z) { return {_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b)}; }
 
 #else  // the compiler's vectors: SSE2 on x86-64, NEON on AArch64
 
@@ -326,33 +319,15 @@ INLINE I from_bytes(const uint8_t* p) {
   for (int j = 0; j < 16; j++) reinterpret_cast<int32_t*>(&r)[j] = int8_t(p[j]);
   return r;
 }
-// Codes to bytes in whole words, with 8 or 2 added to each so that none is negative.
-template <int BITS>
-INLINE uint64_t spread(uint64_t x) {
-  if constexpr (BITS == 4) {
-    x = (x | (x << 16)) & 0x0000FFFF0000FFFF;
-    x = (x | (x << 8)) & 0x00FF00FF00FF00FF;
-    return ((x | (x << 4)) & 0x0F0F0F0F0F0F0F0F) ^ 0x0808080808080808;
-  } else {
-    x = (x | (x << 24)) & 0x000000FF000000FF;
-    x = (x | (x << 12)) & 0x000F000F000F000F;
-    return ((x | (x << 6)) & 0x0303030303030303) ^ 0x0202020202020202;
-  }
-}
 template <int BITS>
 INLINE I from_codes(const uint8_t* p) {
-  uint64_t words[2];
-  if constexpr (BITS == 4) {
-    words[0] = spread<4>(read(reinterpret_cast<const uint32_t*>(p)));
-    words[1] = spread<4>(read(reinterpret_cast<const uint32_t*>(p), 1));
-  } else {
-    words[0] = spread<2>(read(reinterpret_cast<const uint16_t*>(p)));
-    words[1] = spread<2>(read(reinterpret_cast<const uint16_t*>(p), 1));
+  uint64_t word = 0;
+  memcpy(&word, p, 2 * BITS);
+  I r;
+  EACH {
+    const int32_t four = int32_t(word >> (4 * i * BITS));
+    r.v[i] = (i4{four, four >> BITS, four >> 2 * BITS, four >> 3 * BITS} << (32 - BITS)) >> (32 - BITS);
   }
-  uint8_t bytes[16];
-  memcpy(bytes, words, 16);
-  I r = from_bytes(bytes);
-  EACH r.v[i] -= 1 << (BITS - 1);
   return r;
 }
 INLINE F uniform(const uint16_t* table, uint16_t offset) {

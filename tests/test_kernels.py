@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from methods import backend
 
 from grace.backends import get_backend
 from grace.compressors.blockint import BlockInt
@@ -431,7 +432,9 @@ def test_sparse_mean(lib, n, kind, threads, workers, share):
     rng = np.random.default_rng(4)
     positions, values = [], []
     for w in range(workers):
-        positions.append(np.sort(rng.choice(n, int(share * n), replace=False)).astype(np.int32) if n else np.zeros(0, "i4"))
+        positions.append(
+            np.sort(rng.choice(n, int(share * n), replace=False)).astype(np.int32) if n else np.zeros(0, "i4")
+        )
         values.append(vector(n, 20 + w, kind)[: len(positions[-1])])
     payloads = list(zip(values, positions, strict=True))
     with XP.quiet():
@@ -463,9 +466,7 @@ def test_corrupt_positions_are_refused(lib, n, wrong, threads):
         values, out = Memory.of(np.ones(3, np.float32)), Memory(n, np.float32)
         positions = [Memory.of(good), Memory.of(bad)]
         with pytest.raises(ValueError, match="worker 1 sent positions"):
-            lib.sparse_mean(
-                [values.address] * 2, [p.address for p in positions], [3, 3], 2, out.address, n, threads
-            )
+            lib.sparse_mean([values.address] * 2, [p.address for p in positions], [3, 3], 2, out.address, n, threads)
         out.check()
 
 
@@ -554,3 +555,144 @@ def test_other_sources_have_another_name(monkeypatch):
     monkeypatch.setattr(build, "SOURCES", build.SOURCES[:-1])
     assert build.library_name() != name
     build.library_name.cache_clear()
+
+
+# -- TensorFlow --------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def tensorflow():
+    """The module of TensorFlow operations, and TensorFlow."""
+    backend("tensorflow")
+    built()
+    assert build.build_tensorflow() is not None
+    import tensorflow as tf
+
+    from grace.kernels import tensorflow as ops
+
+    assert ops.available()
+    return ops, tf
+
+
+@pytest.fixture(params=["eager", "graph"])
+def run_op(request, tensorflow):
+    """Runs a function of tensors as it is, or in a graph; its results as NumPy arrays, and in a graph their shapes."""
+    _, tf = tensorflow
+
+    def call(function, *args):
+        tensors = [None if arg is None else tf.constant(arg) for arg in args]
+        if request.param == "eager":
+            results = function(*tensors)
+        else:
+            traced = tf.function(function)
+            results = traced(*tensors)
+            shapes = traced.get_concrete_function(*tensors).structured_outputs
+            for result, known in zip(tf.nest.flatten(results), tf.nest.flatten(shapes), strict=True):
+                assert known.shape == result.shape
+        for arg, tensor in zip(args, tensors, strict=True):  # what the caller holds is not written to
+            if arg is not None:
+                equal(tensor.numpy(), arg)
+        return [result.numpy() for result in tf.nest.flatten(results)]
+
+    return call
+
+
+TF_SIZES = pytest.mark.parametrize("n", [0, 1, 9, 5001, 70001])
+
+
+@TF_SIZES
+@pytest.mark.parametrize("block", [0, 512])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_tensorflow_signs(tensorflow, run_op, n, block, feedback):
+    (ops, _), lib, x = tensorflow, library(), vector(n, 1, "tiny" if n == 5001 else "normal")
+    residual = vector(n, 2) * np.float32(1e-30 if n == 5001 else 1) if feedback else None
+    m = len(blocks_of(x, block))
+    bits, scales, out = np.zeros(-(-n // 8), np.uint8), np.zeros(m, np.float32), np.zeros(n, np.float32)
+    lib.signs_encode(*(pointer(a) for a in (x, residual, out, bits, scales)), n, block)
+    got = run_op(lambda x, residual=None: ops.signs_encode(x, residual, block), x, *([residual] if feedback else []))
+    for each, expected in zip(got, (bits, scales, out), strict=True):
+        equal(each, expected)
+    mean = np.zeros(n, np.float32)
+    lib.signs_mean([pointer(bits)] * 3, [pointer(scales)] * 3, 3, pointer(mean), n, block)
+    equal(run_op(lambda b, s: ops.signs_mean([b] * 3, [s] * 3, n, block), bits, scales)[0], mean)
+
+
+@TF_SIZES
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_tensorflow_ints(tensorflow, run_op, n, bits, stochastic):
+    (ops, _), lib, x, residual = tensorflow, library(), vector(n, 1), vector(n, 2)
+    rng, start, block = np.random.default_rng(3), 65000, 512
+    tables = [rng.integers(0, 65536, size).astype(np.uint16) for size in (65536, 4)] if stochastic else []
+    codes, out = np.zeros(-(-n * bits // 8), np.uint8), np.zeros(n, np.float32)
+    scales = np.zeros(len(blocks_of(x, block)), np.float32)
+    arrays = (pointer(a) for a in (x, residual, out, codes, scales))
+    lib.ints_encode(*arrays, n, block, bits, *(map(pointer, tables) if tables else (None, None)), start)
+    got = run_op(
+        lambda x, residual, *tables: ops.ints_encode(x, residual, block, bits, *(tables or (None, None)), start),
+        x, residual, *tables,
+    )  # fmt: skip
+    for each, expected in zip(got, (codes, scales, out), strict=True):
+        equal(each, expected)
+    mean = np.zeros(n, np.float32)
+    lib.ints_mean([pointer(codes)] * 2, [pointer(scales)] * 2, 2, pointer(mean), n, block, bits)
+    equal(run_op(lambda c, s: ops.ints_mean([c] * 2, [s] * 2, n, block, bits), codes, scales)[0], mean)
+
+
+@TF_SIZES
+@pytest.mark.parametrize("feedback", [False, True])
+def test_tensorflow_topk(tensorflow, run_op, n, feedback):
+    (ops, _), x, residual = tensorflow, vector(n, 1), vector(n, 2) if feedback else None
+    v, k = x if residual is None else x + residual, n // 100
+    values, positions, out = run_op(
+        lambda x, residual=None: ops.topk_encode(x, residual, k), x, *([residual] if feedback else [])
+    )
+    equal(positions, topk_oracle(v, k))
+    equal(values, v[positions])
+    rest = v.copy()
+    rest[positions] = 0
+    equal(out, rest)
+    mean = run_op(lambda v, p: ops.sparse_mean([v, v], [p, p], n), values, positions)[0]
+    with XP.quiet():
+        equal(mean, TopK().aggregate([(values, positions)] * 2, Context(XP, "w", (n,))))
+
+
+def pointer(array):
+    return None if array is None else array.ctypes.data
+
+
+def test_tensorflow_reuses_memory_that_nobody_else_needs(tensorflow):
+    ops, tf = tensorflow
+
+    @tf.function
+    def step(x, residual):
+        x = tf.identity(x) * 2.0
+        return ops.signs_encode(x, residual, 512)
+
+    x, residual = vector(70001, 1), vector(70001, 2)
+    bits, _, out = step(tf.constant(x), tf.constant(residual))
+    expected_bits, expected_scales = signs_oracle(x * 2 + residual, 512)
+    equal(bits.numpy(), expected_bits)
+    assert np.abs(out.numpy()).max() < np.abs(x * 3).max() + expected_scales.max()
+
+
+def test_tensorflow_refuses_what_does_not_fit(tensorflow):
+    ops, tf = tensorflow
+    wrong = tf.errors.InvalidArgumentError
+    x, byte, one = tf.ones(1000), tf.zeros(10, tf.uint8), tf.ones(1)
+    with pytest.raises(wrong, match="worker 1 sent a payload"):
+        ops.signs_mean([tf.zeros(125, tf.uint8), byte], [one, one], 1000, 0)
+    with pytest.raises(wrong, match="worker 0 sent a payload"):
+        ops.ints_mean([byte], [one], 1000, 0, 8)
+    with pytest.raises(wrong, match="worker 1 sent positions"):
+        ops.sparse_mean([one, one], [tf.constant([999]), tf.constant([1000])], 1000)
+    with pytest.raises(wrong, match="worker 0"):
+        ops.sparse_mean([one], [tf.constant([1, 2])], 1000)
+    with pytest.raises(wrong, match="as long as x"):
+        ops.signs_encode(x, tf.ones(999), 0)
+    with pytest.raises(wrong, match="must be a vector"):
+        ops.signs_encode(tf.ones((10, 10)), None, 0)
+    with pytest.raises(wrong, match="table of 65536"):
+        ops.ints_encode(x, None, 512, 8, tf.zeros(10, tf.uint16), tf.zeros(1, tf.uint16))
+    with pytest.raises(wrong, match="k=1001"):
+        ops.topk_encode(x, None, 1001)
+    with pytest.raises(wrong, match="multiple of 8"):
+        ops.signs_encode(x, None, 12)

@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["ISAS", "Library", "library"]
 
 ISAS = ("avx512", "avx2", "neon", "scalar")
-"""Names of instruction sets; "neon" and "scalar" are the same plain code, compiled for AArch64 and for other machines."""
+"""Names of instruction sets; "neon" and "scalar" are the same plain code, compiled for AArch64 and for the others."""
 
 Address = int | None
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

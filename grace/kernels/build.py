@@ -24,8 +24,8 @@ SOURCES = ("kernels.h", "vectors.h", "loops.cc", "kernels.cc")
 TENSORFLOW_SOURCES = ("kernels.h", "tensorflow_ops.cc")
 TENSORFLOW_FLAGS = ("-O2", "-fPIC", "-w", "-shared", "-pthread")
 # Results are exact: no -ffast-math, and no product is fused with a sum unless the source says so.
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-fPIC", "-pthread")
-FLAGS += ("-fvisibility=hidden", "-w")
+FLAGS: tuple[str, ...] = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing")
+FLAGS = (*FLAGS, "-fPIC", "-pthread", "-fvisibility=hidden", "-w")
 X86 = ("-mfma", "-mbmi", "-mbmi2", "-mpopcnt")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 ISAS: dict[str, tuple[str, ...]] = {
@@ -111,7 +111,7 @@ def _tensorflow_version() -> str | None:
 
 def _compile_kernels(cxx: str, scratch: Path) -> Path:
     objects, x86 = [], on_x86()
-    units = [("kernels.cc", "driver", ()), ("loops.cc", "baseline", ())]
+    units: list[tuple[str, str, tuple[str, ...]]] = [("kernels.cc", "driver", ()), ("loops.cc", "baseline", ())]
     units += [("loops.cc", isa, flags) for isa, flags in ISAS.items() if x86]
     for source, name, flags in units:
         objects.append(str(scratch / f"{name}.o"))

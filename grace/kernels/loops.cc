@@ -41,6 +41,16 @@ INLINE F value_some(const float* x, const float* residual, int64_t i, int64_t co
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// While one block is worked on in the nearest cache, memory would wait: this asks for what comes next.
+template <bool RESIDUAL>
+INLINE void prefetch(const float* x, const float* residual, int64_t i) {
+  __builtin_prefetch(x + i);
+  if constexpr (RESIDUAL) __builtin_prefetch(residual + i);
+}
+
+// How far ahead, for blocks of n; large ones leave that cache before they are needed.
+INLINE int64_t distance(int64_t n) { return n > 8192 ? 0 : n > 2048 ? n : 2048; }
+
 // Calls f<RESIDUAL, OUT>(...) for what is given.
 #define FORMS(f, ...)                                                      \
   (!residual                                                               \
@@ -63,8 +73,10 @@ INLINE double signs_total_of(const float* x, const float* residual, int64_t n) {
 template <bool RESIDUAL, Out OUT>
 INLINE void signs_emit_to(const float* x, const float* residual, float* out, uint8_t* bits, float scale, int64_t n) {
   const F plus = fill(scale), minus = fill(-scale);
+  const int64_t ahead = distance(n);
   int64_t i = 0;
   for (; i + W <= n; i += W) {
+    prefetch<RESIDUAL>(x, residual, i + ahead);
     const F v = value<RESIDUAL>(x, residual, i);
     const M m = not_below_zero(v);
     write(reinterpret_cast<uint16_t*>(bits + i / 8), 0, uint16_t(bits_of(m)));
@@ -180,7 +192,9 @@ OUTLINE void ints_emit_as(const float* x, const float* residual, float* out, uin
                          const Noise& noise, int64_t first) {
   const F tops = fill(float((1 << (BITS - 1)) - 1)), scales = fill(scale), divisor = fill(scale == 0.0f ? 1.0f : scale);
   const int64_t start = noise.start + first;
+  const int64_t ahead = distance(n);
   const auto emit = [&](int64_t i, const uint16_t* table, uint16_t offset) __attribute__((always_inline)) {
+    prefetch<RESIDUAL>(x, residual, i + ahead);
     const F v = value<RESIDUAL>(x, residual, i);
     const F steps = v / divisor * tops;
     const I code = RANDOM ? down(steps + uniform(table, offset)) : nearest(steps);

@@ -15,7 +15,12 @@ ARGS ?=
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(VENV)/.installed ## make .venv with PyTorch, TensorFlow, Horovod and GRACE (minutes the first time)
+install: $(VENV)/.kernels ## make .venv with PyTorch, TensorFlow, Horovod and GRACE (minutes the first time)
+
+# Optional: where there is no compiler this says so, and GRACE works without.
+$(VENV)/.kernels: $(VENV)/.installed $(wildcard grace/kernels/*.py grace/kernels/*.h grace/kernels/*.cc)
+	$(BIN)/python -m grace.kernels.build
+	@touch $@
 
 # Horovod is not an extra here: it is compiled against the toolkits that the line above it installs.
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt scripts/build_horovod.py

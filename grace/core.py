@@ -161,6 +161,11 @@ class Compressor(ABC):
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         """Payload -> float32[n]. Sees only what every worker sees: any worker gets the same bits."""
 
+    def decompress_into(self, out: Array, payload: Payload, ctx: Context) -> Array:
+        """`decompress`, written to float32[n] ``out``; for toolkits whose arrays can be written to."""
+        ctx.xp.write(out, self.decompress(payload, ctx))
+        return out
+
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         """float32[n]: what of ``x`` the payload does not carry. x is spent: its memory may be reused."""
         return ctx.xp.subtract_from(x, self.decompress(payload, ctx))

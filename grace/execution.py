@@ -84,14 +84,12 @@ class Mean:
         if xp.kernels and compressor.fused_mean(self._payloads, out, ctx) is not None:
             return out
         if not _in_pieces(compressor, ctx):
-            return compressor.aggregate_into(out, self._payloads, ctx) if not self._agreed else self._whole(out)
+            if self._agreed:
+                return compressor.decompress_into(out, self._payloads[0], ctx)
+            return compressor.aggregate_into(out, self._payloads, ctx)
         for start, stop in pieces(compressor, ctx):
             parts = [cut(compressor, payload, start, stop, ctx) for payload in self._payloads]
             xp.write(out[start:stop], self._decode(parts, ctx.piece(start, stop - start)))
-        return out
-
-    def _whole(self, out: Array) -> Array:
-        self._ctx.xp.write(out, self._decode(self._payloads, self._ctx))
         return out
 
     def _decode(self, payloads: Sequence[Payload], ctx: Context) -> Array:

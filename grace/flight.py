@@ -7,27 +7,30 @@ from typing import Any
 
 from grace.collectives import Collective
 from grace.core import Program, Transport
+from grace.trace import Trace
 
 
 class Flight:
     """Programs of several units in lockstep: the collectives that they ask for in one round travel as one message."""
 
-    def __init__(self, name: str, programs: dict[str, Program[Any]], transport: Transport, clock: dict[str, float]):
+    def __init__(self, name: str, programs: dict[str, Program[Any]], transport: Transport, trace: Trace):
         self.results: dict[str, Any] = {}
         self.asked: list[tuple[str, Collective, Any]] = []
         """Unit, collective and result of everything that was exchanged."""
-        self._name, self._programs, self._transport, self._clock = name, programs, transport, clock
+        self.name, self._programs, self._transport, self._trace = name, programs, transport, trace
         self._round = 0
         self._requests: list[tuple[str, tuple[Collective, ...], bool]] = []
         self._wait: Any = None
+        self._sent = 0.0
         self._resume(dict.fromkeys(programs))
 
     def advance(self) -> bool:
         """Wait for this round and begin the next one. True when all programs have returned."""
         if self._requests:
-            began = time.perf_counter()
-            results = iter(self._wait())
-            self._clock["wait"] += time.perf_counter() - began
+            message = f"{self.name}.{self._round - 1}"
+            with self._trace.span("wait", message):
+                results = iter(self._wait())
+            self._trace.add("communicate", message, self._sent)
             answers: dict[str, Any] = {}
             for unit, collectives, single in self._requests:
                 answer = tuple(next(results) for _ in collectives)
@@ -42,19 +45,19 @@ class Flight:
             self._wait()
 
     def _resume(self, answers: dict[str, Any]) -> None:
-        began = time.perf_counter()
         self._requests = []
-        for unit, answer in answers.items():
-            try:
-                asked = self._programs[unit].send(answer)
-            except StopIteration as stop:
-                self.results[unit] = stop.value
-            else:
-                single = not isinstance(asked, tuple)
-                collectives = (asked,) if not isinstance(asked, tuple) else asked
-                self._requests.append((unit, collectives, single))
-        if self._requests:
-            everything = [collective for _, asked, _ in self._requests for collective in asked]
-            self._wait = self._transport.start(everything, f"{self._name}.{self._round}")
-            self._round += 1
-        self._clock["compute"] += time.perf_counter() - began
+        with self._trace.span("compress", f"{self.name}.{self._round}"):
+            for unit, answer in answers.items():
+                try:
+                    asked = self._programs[unit].send(answer)
+                except StopIteration as stop:
+                    self.results[unit] = stop.value
+                else:
+                    single = not isinstance(asked, tuple)
+                    collectives = (asked,) if not isinstance(asked, tuple) else asked
+                    self._requests.append((unit, collectives, single))
+            if self._requests:
+                everything = [collective for _, asked, _ in self._requests for collective in asked]
+                self._wait = self._transport.start(everything, f"{self.name}.{self._round}")
+                self._sent = time.perf_counter()
+                self._round += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from grace.flight import Flight
 from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
 from grace.report import Report, TensorReport
+from grace.trace import Trace
 
 FORMAT = 1  # of state_dict
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -80,7 +82,8 @@ class Grace:
         self._cells: dict[str, dict[str, Any]] = {}
         self._step: Any = None
         self._meter: Any = None
-        self._clock = {"compute": 0.0, "wait": 0.0}
+        self.trace = Trace()
+        """Where the time goes; the toolkits' doors note what they know."""
         self._skipped = 0
         self._waiting: Mapping[str, Any] | None = None  # a checkpoint that came before the tensors
         self._clear()
@@ -265,7 +268,8 @@ class Grace:
             means: dict[str, Array | None] = {}
             with self.xp.quiet():
                 for flight, flat in self._flights:
-                    means.update(self._commit(flight, flat))
+                    with self.trace.span("decompress", flight.name):
+                        means.update(self._commit(flight, flat))
         finally:
             self._clear()
         self._means = means
@@ -311,7 +315,7 @@ class Grace:
         if self.track_missing:
             programs[PRESENT] = self._presence(units)
         with self.xp.quiet():
-            self._flights.append((Flight(name, programs, self.transport, self._clock), flat))
+            self._flights.append((Flight(name, programs, self.transport, self.trace), flat))
 
     def _flatten(self, unit: Unit) -> Array:
         # What the exchange may write to, if the toolkit's arrays can be written to: the gradient itself if it is spent.
@@ -468,8 +472,16 @@ class Grace:
         self._waiting = None
 
     # -- report -----------------------------------------------------------------------------------------------------
-    def report(self) -> Report:
-        """What was sent since this object was made (or loaded), in total and for every tensor."""
+    def report(self, trace: str | os.PathLike[str] | None = None) -> Report:
+        """What was sent since this object was made (or loaded), in total and for every tensor.
+
+        ``trace``: a file for the last steps in Chrome's trace format: backward pass, compression, messages under way,
+        waiting, decompression. ValueError for TensorFlow, whose graphs run by themselves: use its own profiler.
+        """
+        if trace is not None:
+            if self._xp is not None and self._xp.traced:
+                raise ValueError("a graph runs by itself and cannot be traced from here: use tf.profiler.experimental")
+            self.trace.save(trace, self.rank)
         name = name_of(self.method.compressor)
         method = f"{name} + {name_of(self.method.memory)} + {name_of(self.communicator)}"
         if self._xp is None:
@@ -497,7 +509,7 @@ class Grace:
             bytes_received=sum(counts[1] for counts in traffic.values()),
             bytes_dense=sum(tensor.bytes_dense for tensor in tensors),
             tensors=tensors,
-            times={} if self.xp.traced else dict(self._clock),
+            times={} if self.xp.traced else dict(self.trace.totals),
             skipped=self._skipped,
         )
 

@@ -40,7 +40,7 @@ class Report:
     """What the gradients themselves would have been, in their own dtypes."""
     tensors: list[TensorReport] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)
-    """Seconds: "compute" in methods, "wait" for the transport. Empty where a graph runs both."""
+    """Seconds: "compress", "wait" for the transport, "decompress". Empty where a graph runs all of them."""
     skipped: int = 0
     """Steps of tensors whose mean was not finite, so that their state was left as it was (0 inside graphs)."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -89,6 +90,7 @@ class _Driver:
         self._passes = 0
         self._task = -1  # the backward pass that is under way
         self._nested = -1  # the last one inside another
+        self._began = 0.0
         self._synced = False
         self._versions: dict[str, tuple[Any, int]] = {}
         self._parameters: dict[str, torch.Tensor] = {}
@@ -155,6 +157,7 @@ class _Driver:
             warnings.warn("the backward pass before this one failed: what it sent is dropped", stacklevel=2)
             self.grace.abandon()
         self._task = task
+        self._began = time.perf_counter()
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
     def _refuse_sum_with_means(self, p: torch.Tensor) -> None:
@@ -170,6 +173,7 @@ class _Driver:
 
     def _after_backward(self) -> None:
         self._task = self._nested = -1
+        self.grace.trace.add("backward", "from the first gradient on", self._began)
         self._passes += 1
         if self._passes == self._passes_per_step:
             self.synchronize()

@@ -117,6 +117,120 @@ def test_unknown_backends_and_arrays_are_named():
         backend_of([1.0])
 
 
+# -- memory --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_memory_of_arrays_that_can_be_written_to(name):
+    xp = backend(name)
+    assert xp.mutable
+    for dtype in ("float32", "uint8", "int32"):
+        assert (xp.shape(xp.empty((3, 4), dtype)), xp.dtype(xp.empty(5, dtype))) == ((3, 4), dtype)
+    x = xp.asarray(mixed(special=False), "float32")
+    own = xp.copy(x)
+    assert np.array_equal(xp.to_numpy(own), xp.to_numpy(x))
+    assert xp.same_memory(x, x[:5])
+    assert not xp.same_memory(x, x[5:])
+    assert not xp.same_memory(x, own)
+    assert xp.overlap(x, x[5:])
+    assert not xp.overlap(x, own)
+    assert (xp.address(x[3:]) - xp.address(x), xp.address(None)) == (12, 0)
+    strided = xp.contiguous(x[::2])
+    assert np.array_equal(xp.to_numpy(strided), mixed(special=False)[::2])
+    xp.write(own[:7], 2.5)
+    xp.write(own[7:9], x[:2])
+    assert xp.to_numpy(own)[:9].tolist() == [2.5] * 7 + mixed(special=False)[:2].tolist()
+
+
+def test_tensors_of_graphs_have_no_memory_of_their_own():
+    xp = backend("tensorflow")
+    x = xp.zeros(3)
+    assert xp.copy(x) is x
+    assert not xp.mutable
+    for call in (lambda: xp.write(x, 0.0), lambda: xp.address(x)):
+        with pytest.raises(TypeError, match="tensorflow"):
+            call()
+
+
+def test_a_pool_gives_memory_out_again_only_when_nobody_has_it():
+    from grace.backends.torch import Pool
+
+    xp, pool = backend("torch"), Pool()
+    import torch
+
+    n = 2**18
+    one = pool.empty((n,), torch.float32)
+    view = one.view(torch.uint8)[8:]
+    place = xp.address(one)
+    del one
+    other = pool.empty((n,), torch.float32)
+    assert xp.address(other) != place, "a view still refers to it"
+    del view
+    again = pool.empty((n - 5,), torch.float32)
+    assert xp.address(again) == place
+    sizes = [pool.empty((n + 5000 * i,), torch.float32) for i in range(4)]
+    assert len({xp.address(array) for array in [*sizes, again, other]}) == 6
+
+
+def test_spent_arguments(ops):
+    x, y = mixed(), mixed(seed=1)
+    own = lambda xp, x: x if xp.traced else xp.copy(x)  # noqa: E731
+    with np.errstate(all="ignore"):
+        assert equal(ops(lambda xp, x, y: xp.add_to(own(xp, x), y), x, y), x + y)
+        assert equal(ops(lambda xp, x, y: xp.subtract_from(own(xp, x), y), x, y), x - y)
+        assert equal(ops(lambda xp, x, y: xp.multiply_in(own(xp, x), y), x, y), x * y)
+        assert equal(ops(lambda xp, x: xp.divide_in(own(xp, x), 3.0), x), x / np.float32(3))
+    places = np.array([4, 0, 77], np.int32)
+    expected = x.copy()
+    expected[places] = 0
+    assert equal(ops(lambda xp, x, i: xp.put(own(xp, x), i, 0.0), x, places), expected)
+    expected[places] = [1, 2, 3]
+    assert equal(ops(lambda xp, x, i, v: xp.put(own(xp, x), i, v), x, places, f32([1, 2, 3])), expected)
+
+
+def test_products_of_factors(ops):
+    p, q = mixed(30, special=False).reshape(10, 3), mixed(21, seed=1, special=False).reshape(3, 7)
+    x = mixed(70, seed=2, special=False)
+    own = lambda xp, x: x if xp.traced else xp.copy(x)  # noqa: E731
+    found = ops(lambda xp, x, p, q: xp.subtract_product(own(xp, x), p, q), x, p, q)
+    np.testing.assert_allclose(found, x - (p @ q).reshape(-1), atol=1e-5)
+    if not ops.xp.traced:
+        found = ops(lambda xp, p, q: xp.product_into(xp.empty(70), p, q), p, q)
+        np.testing.assert_allclose(found, (p @ q).reshape(-1), atol=1e-5)
+
+
+def test_mended(ops):
+    x, y = f32([[1, 2], [3, 4]]), f32([[5, 6], [7, 8]])
+    for ok in ([True, True], [True, False]):
+        found = ops(lambda xp, ok, x, y: xp.mended(ok, x, lambda: y), np.array(ok).reshape(2, 1), x, y)
+        assert np.array_equal(found, np.where(np.array(ok).reshape(2, 1), x, y))
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 9, N])
+def test_signs_as_bits(ops, n):
+    x = mixed()[:n]
+    packed = ops(lambda xp, x: xp.pack_signs(x), x)
+    assert np.array_equal(packed, np.packbits(x >= 0, bitorder="little"))
+    assert np.array_equal(ops(lambda xp, p: xp.unpack_signs(p, n), packed), np.where(x >= 0, 1.0, -1.0))
+
+
+def test_max_abs(ops):
+    x = mixed()[:1000].reshape(50, 20)
+    assert equal(ops(lambda xp, x: xp.max_abs(x), x), [NAN if np.isnan(row).any() else abs(row).max() for row in x])
+
+
+@pytest.mark.parametrize("n, k", [(N, 10), (N, 1), (N, N), (200_000, 2000), (200_000, 24_999), (200_000, 150_000)])
+@pytest.mark.parametrize("kind", ["mixed", "equal", "one heavy place"])
+def test_topk_abs(ops, kind, n, k):
+    x = mixed(n)
+    if kind == "equal":
+        x = np.full(n, -2.0, np.float32)
+    if kind == "one heavy place":  # the sample misses what is large, or sees nothing else
+        x = np.zeros(n, np.float32)
+        x[:: max(1, n // 65536)] = 1 + np.arange(len(x[:: max(1, n // 65536)]))
+    size = np.where(np.isnan(x), INF, abs(x))
+    expected = np.sort(np.argsort(-size, kind="stable")[:k])
+    assert ops(lambda xp, x: xp.topk_abs(x, k), x).tolist() == expected.tolist()
+
+
 # -- making and reading --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [name for name in ITEMSIZE if name != "bfloat16"])
 def test_arrays_are_made_and_read(xp, dtype):

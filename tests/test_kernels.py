@@ -1,5 +1,6 @@
 """The C++ kernels, each instruction set of this machine, against NumPy and against the plain compressors."""
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from methods import backend
 
 from grace.backends import get_backend
 from grace.compressors.blockint import BlockInt
@@ -29,6 +31,19 @@ def built():
     if build.compiler() is None and build.find(build.library_name()) is None:
         pytest.skip("no C++ compiler on this machine")
     assert build.build() is not None
+
+
+@pytest.fixture(autouse=True)
+def streamed(request):
+    """Results are written past the caches from 4097 elements on, not from millions."""
+    if "lib" not in request.fixturenames:
+        yield
+        return
+    function = ctypes.CDLL(request.getfixturevalue("lib").path).grace_stream_from
+    function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_int64
+    before = function(4097)
+    yield
+    function(before)
 
 
 @pytest.fixture(params=("avx512", "avx2", PLAIN))
@@ -119,8 +134,8 @@ def blocks_of(x, block):
 def aliases(x, residual, n):
     """Memories (x, residual, out) with every way that out may lie."""
     for residual_, way in ((residual, "x"), (residual, "residual"), (residual, "own"), (None, "x"), (None, "own")):
-        if n > 10_000 and (residual_ is None) == (way == "x"):
-            continue  # two of the five ways for what takes long
+        if n > 10_000 and (residual_ is None or way != ("x" if n > 100_000 else "own")):
+            continue  # one of the five ways for what takes long
         odd = 4 * (n % 5)
         a = Memory.of(x, odd)
         b = None if residual_ is None else Memory.of(residual_, 8)
@@ -134,10 +149,8 @@ def address(memory):
 
 # -- signs -------------------------------------------------------------------------------------------------------------
 def signs_oracle(v, block):
-    scales = []
-    for part in blocks_of(v, block):
-        scales.append(np.float32(np.abs(part.astype(np.float64)).sum()) / np.float32(len(part)))
-    scales = np.array(scales, np.float32)
+    sums = np.add.reduceat(np.abs(v.astype(np.float64)), np.arange(0, len(v), block or len(v))) if len(v) else v
+    scales = sums.astype(np.float32) / np.array([len(part) for part in blocks_of(v, block)], np.float32)
     return np.packbits(v >= 0, bitorder="little"), scales
 
 
@@ -202,25 +215,20 @@ def noise_of(n, start, table, offsets):
 
 
 def ints_oracle(v, block, bits, noise):
-    top = np.float32((1 << (bits - 1)) - 1)
-    codes, scales, kept = [], [], []
-    at = 0
-    for part in blocks_of(v, block):
-        scale = np.max(np.abs(part))
-        steps = part / (np.float32(1) if scale == 0 else scale) * top
-        if noise is None:
-            whole = np.rint(steps)
-        else:
-            u = (noise[at : at + len(part)].astype(np.float32) + np.float32(0.5)) * np.float32(2**-16)
-            whole = np.floor(steps + u)
-        kept.append(part - ((whole + np.float32(0)) / top) * scale)  # an integer has no -0
-        scales.append(scale)
-        codes.append(np.where(np.isfinite(whole), whole, 0).astype(np.int64) & ((1 << bits) - 1))
-        at += len(part)
+    top, n = np.float32((1 << (bits - 1)) - 1), len(v)
+    scales = np.maximum.reduceat(np.abs(v), np.arange(0, n, block or n)) if n else v
+    scale = np.repeat(scales, [len(part) for part in blocks_of(v, block)]) if n else v
+    steps = v / np.where(scale == 0, np.float32(1), scale) * top
+    if noise is None:
+        whole = np.rint(steps)
+    else:
+        whole = np.floor(steps + (noise.astype(np.float32) + np.float32(0.5)) * np.float32(2**-16))
+    kept = v - ((whole + np.float32(0)) / top) * scale  # an integer has no -0
+    codes = np.where(np.isfinite(whole), whole, 0).astype(np.int64) & ((1 << bits) - 1)
     each = 8 // bits
-    codes = np.concatenate([*codes, np.zeros(-len(v) % each, np.int64)]).reshape(-1, each)
+    codes = np.concatenate([codes, np.zeros(-n % each, np.int64)]).reshape(-1, each)
     packed = (codes << (bits * np.arange(each))).sum(1).astype(np.uint8)
-    return packed, np.array(scales, np.float32), np.concatenate([*kept, np.zeros(0, np.float32)]).astype(np.float32)
+    return packed, scales, kept
 
 
 @CASES
@@ -279,6 +287,25 @@ def test_ints_mean(lib, n, kind, threads, block, bits, workers):
         [c.address for c in codes], [s.address for s in scales], workers, out.address, n, block, bits, threads
     )
     equal(out.check(), expected)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_ratios_are_rounded_as_a_division_is(lib, bits):
+    # Random numerators and denominators, and those next to where rounding to nearest turns.
+    rng = np.random.default_rng(6)
+    n, block, top = 200_000, 8, np.float32((1 << (bits - 1)) - 1)
+    v = rng.uniform(0.01, 1, n).astype(np.float32)
+    v[::8] = rng.uniform(1, 2, n // 8).astype(np.float32) * np.float32(2) ** rng.integers(-60, 110, n // 8)
+    scale = np.repeat(v[::8], 8)
+    turn = (rng.integers(0, int(top), n) + np.float32(0.5)) / top * scale
+    near = np.nextafter(turn.astype(np.float32), rng.choice([0, np.inf], n).astype(np.float32))
+    v = np.where(np.arange(n) % 8 == 0, v, np.where(np.arange(n) % 2, near, turn)).astype(np.float32)
+    codes, scales, out = Memory(n * bits // 8, np.uint8), Memory(n // 8, np.float32), Memory(n, np.float32)
+    x = Memory.of(v)
+    lib.ints_encode(x.address, None, out.address, codes.address, scales.address, n, block, bits)
+    expected = ints_oracle(v, block, bits, None)
+    equal(codes.check(), expected[0])
+    equal(out.check(), expected[2])
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -528,3 +555,144 @@ def test_other_sources_have_another_name(monkeypatch):
     monkeypatch.setattr(build, "SOURCES", build.SOURCES[:-1])
     assert build.library_name() != name
     build.library_name.cache_clear()
+
+
+# -- TensorFlow --------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def tensorflow():
+    """The module of TensorFlow operations, and TensorFlow."""
+    backend("tensorflow")
+    built()
+    assert build.build_tensorflow() is not None
+    import tensorflow as tf
+
+    from grace.kernels import tensorflow as ops
+
+    assert ops.available()
+    return ops, tf
+
+
+@pytest.fixture(params=["eager", "graph"])
+def run_op(request, tensorflow):
+    """Runs a function of tensors as it is, or in a graph; its results as NumPy arrays, and in a graph their shapes."""
+    _, tf = tensorflow
+
+    def call(function, *args):
+        tensors = [None if arg is None else tf.constant(arg) for arg in args]
+        if request.param == "eager":
+            results = function(*tensors)
+        else:
+            traced = tf.function(function)
+            results = traced(*tensors)
+            shapes = traced.get_concrete_function(*tensors).structured_outputs
+            for result, known in zip(tf.nest.flatten(results), tf.nest.flatten(shapes), strict=True):
+                assert known.shape == result.shape
+        for arg, tensor in zip(args, tensors, strict=True):  # what the caller holds is not written to
+            if arg is not None:
+                equal(tensor.numpy(), arg)
+        return [result.numpy() for result in tf.nest.flatten(results)]
+
+    return call
+
+
+TF_SIZES = pytest.mark.parametrize("n", [0, 1, 9, 5001, 70001])
+
+
+@TF_SIZES
+@pytest.mark.parametrize("block", [0, 512])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_tensorflow_signs(tensorflow, run_op, n, block, feedback):
+    (ops, _), lib, x = tensorflow, library(), vector(n, 1, "tiny" if n == 5001 else "normal")
+    residual = vector(n, 2) * np.float32(1e-30 if n == 5001 else 1) if feedback else None
+    m = len(blocks_of(x, block))
+    bits, scales, out = np.zeros(-(-n // 8), np.uint8), np.zeros(m, np.float32), np.zeros(n, np.float32)
+    lib.signs_encode(*(pointer(a) for a in (x, residual, out, bits, scales)), n, block)
+    got = run_op(lambda x, residual=None: ops.signs_encode(x, residual, block), x, *([residual] if feedback else []))
+    for each, expected in zip(got, (bits, scales, out), strict=True):
+        equal(each, expected)
+    mean = np.zeros(n, np.float32)
+    lib.signs_mean([pointer(bits)] * 3, [pointer(scales)] * 3, 3, pointer(mean), n, block)
+    equal(run_op(lambda b, s: ops.signs_mean([b] * 3, [s] * 3, n, block), bits, scales)[0], mean)
+
+
+@TF_SIZES
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_tensorflow_ints(tensorflow, run_op, n, bits, stochastic):
+    (ops, _), lib, x, residual = tensorflow, library(), vector(n, 1), vector(n, 2)
+    rng, start, block = np.random.default_rng(3), 65000, 512
+    tables = [rng.integers(0, 65536, size).astype(np.uint16) for size in (65536, 4)] if stochastic else []
+    codes, out = np.zeros(-(-n * bits // 8), np.uint8), np.zeros(n, np.float32)
+    scales = np.zeros(len(blocks_of(x, block)), np.float32)
+    arrays = (pointer(a) for a in (x, residual, out, codes, scales))
+    lib.ints_encode(*arrays, n, block, bits, *(map(pointer, tables) if tables else (None, None)), start)
+    got = run_op(
+        lambda x, residual, *tables: ops.ints_encode(x, residual, block, bits, *(tables or (None, None)), start),
+        x, residual, *tables,
+    )  # fmt: skip
+    for each, expected in zip(got, (codes, scales, out), strict=True):
+        equal(each, expected)
+    mean = np.zeros(n, np.float32)
+    lib.ints_mean([pointer(codes)] * 2, [pointer(scales)] * 2, 2, pointer(mean), n, block, bits)
+    equal(run_op(lambda c, s: ops.ints_mean([c] * 2, [s] * 2, n, block, bits), codes, scales)[0], mean)
+
+
+@TF_SIZES
+@pytest.mark.parametrize("feedback", [False, True])
+def test_tensorflow_topk(tensorflow, run_op, n, feedback):
+    (ops, _), x, residual = tensorflow, vector(n, 1), vector(n, 2) if feedback else None
+    v, k = x if residual is None else x + residual, n // 100
+    values, positions, out = run_op(
+        lambda x, residual=None: ops.topk_encode(x, residual, k), x, *([residual] if feedback else [])
+    )
+    equal(positions, topk_oracle(v, k))
+    equal(values, v[positions])
+    rest = v.copy()
+    rest[positions] = 0
+    equal(out, rest)
+    mean = run_op(lambda v, p: ops.sparse_mean([v, v], [p, p], n), values, positions)[0]
+    with XP.quiet():
+        equal(mean, TopK().aggregate([(values, positions)] * 2, Context(XP, "w", (n,))))
+
+
+def pointer(array):
+    return None if array is None else array.ctypes.data
+
+
+def test_tensorflow_reuses_memory_that_nobody_else_needs(tensorflow):
+    ops, tf = tensorflow
+
+    @tf.function
+    def step(x, residual):
+        x = tf.identity(x) * 2.0
+        return ops.signs_encode(x, residual, 512)
+
+    x, residual = vector(70001, 1), vector(70001, 2)
+    bits, _, out = step(tf.constant(x), tf.constant(residual))
+    expected_bits, expected_scales = signs_oracle(x * 2 + residual, 512)
+    equal(bits.numpy(), expected_bits)
+    assert np.abs(out.numpy()).max() < np.abs(x * 3).max() + expected_scales.max()
+
+
+def test_tensorflow_refuses_what_does_not_fit(tensorflow):
+    ops, tf = tensorflow
+    wrong = tf.errors.InvalidArgumentError
+    x, byte, one = tf.ones(1000), tf.zeros(10, tf.uint8), tf.ones(1)
+    with pytest.raises(wrong, match="worker 1 sent a payload"):
+        ops.signs_mean([tf.zeros(125, tf.uint8), byte], [one, one], 1000, 0)
+    with pytest.raises(wrong, match="worker 0 sent a payload"):
+        ops.ints_mean([byte], [one], 1000, 0, 8)
+    with pytest.raises(wrong, match="worker 1 sent positions"):
+        ops.sparse_mean([one, one], [tf.constant([999]), tf.constant([1000])], 1000)
+    with pytest.raises(wrong, match="worker 0"):
+        ops.sparse_mean([one], [tf.constant([1, 2])], 1000)
+    with pytest.raises(wrong, match="as long as x"):
+        ops.signs_encode(x, tf.ones(999), 0)
+    with pytest.raises(wrong, match="must be a vector"):
+        ops.signs_encode(tf.ones((10, 10)), None, 0)
+    with pytest.raises(wrong, match="table of 65536"):
+        ops.ints_encode(x, None, 512, 8, tf.zeros(10, tf.uint16), tf.zeros(1, tf.uint16))
+    with pytest.raises(wrong, match="k=1001"):
+        ops.topk_encode(x, None, 1001)
+    with pytest.raises(wrong, match="multiple of 8"):
+        ops.signs_encode(x, None, 12)

@@ -1,6 +1,7 @@
 """PyTorch's doors with one worker: what needs no second process."""
 
 import copy
+import json
 import pickle
 import warnings
 
@@ -243,3 +244,25 @@ def test_training_makes_no_warning():
             optimizer.zero_grad()
             net(inputs(seed)).square().sum().backward()
             optimizer.step()
+
+
+def test_a_trace_shows_what_overlaps(tmp_path):
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    grc, optimizer = distribute(net, {"compressor": "powersgd", "min_numel": 0, "bucket_mb": 0.001})
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.ones(4, 64)).square().sum().backward()
+        optimizer.step()
+    path = tmp_path / "step.json"
+    report = grc.report(trace=path)
+    assert set(report.times) == {"compress", "wait", "decompress"}
+    assert report.times["compress"] > 0
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["cat"] for event in events} == {"backward", "compress", "communicate", "wait", "decompress"}
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events)
+    backward = next(event for event in events if event["cat"] == "backward")
+    # The first bucket left before the backward pass was over.
+    first = min(event["ts"] for event in events if event["cat"] == "communicate")
+    assert first < backward["ts"] + backward["dur"]
+    # Three rounds: P, Q, and none is left.
+    assert len({event["name"] for event in events if event["cat"] == "communicate"}) >= 4

@@ -9,7 +9,7 @@ faster that gives the same bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -173,6 +173,10 @@ class Backend(ABC):
     @abstractmethod
     def where(self, condition: Array, x: Any, y: Any) -> Array: ...
 
+    def mended(self, ok: Array, x: Array, other: Callable[[], Array]) -> Array:
+        """``where(ok, x, other())``; other() is made only if it is wanted, where that is known without waiting."""
+        return self.where(ok, x, other())
+
     @abstractmethod
     def abs(self, x: Array) -> Array: ...
 
@@ -301,6 +305,15 @@ class Backend(ABC):
     @abstractmethod
     def qr(self, x: Array) -> Array:
         """The orthonormal factor Q[a, r] of a tall matrix x[a, r]; completed arbitrarily where x lacks rank."""
+
+    def product_into(self, out: Array, p: Array, q: Array) -> Array:
+        """Write the product p[a, r] q[r, b] to the vector ``out``, of a backend that is `mutable`; gives out."""
+        self.write(out, self.reshape(p @ q, (-1,)))
+        return out
+
+    def subtract_product(self, x: Array, p: Array, q: Array) -> Array:
+        """The vector x minus the product p[a, r] q[r, b], but may reuse x's memory: x is spent."""
+        return self.subtract_from(x, self.reshape(p @ q, (-1,)))
 
     @abstractmethod
     def svd(self, x: Array) -> tuple[Array, Array, Array]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -106,6 +106,9 @@ class NumpyBackend(Backend):
 
     def where(self, condition: Array, x: Any, y: Any) -> Array:
         return np.where(condition, x, y)
+
+    def mended(self, ok: Array, x: Array, other: Callable[[], Array]) -> Array:
+        return x if ok.all() else np.where(ok, x, other())
 
     def abs(self, x: Array) -> Array:
         return np.abs(x)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +18,16 @@ class TensorflowBackend(Backend):
 
     name = "tensorflow"
     traced = True
+
+    @property
+    def kernels(self) -> Any:
+        from grace.kernels import tensorflow  # looks for what is built, so not before it is asked for
+
+        return tensorflow.TensorflowKernels(self) if tensorflow.available() and not _on_device() else None
+
+    @property
+    def threads(self) -> int:
+        return tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1
 
     def asarray(self, values: Any, dtype: str) -> Array:
         return tf.convert_to_tensor(values, dtype)
@@ -71,6 +83,9 @@ class TensorflowBackend(Backend):
 
     def where(self, condition: Array, x: Any, y: Any) -> Array:
         return tf.where(condition, x, y)
+
+    def mended(self, ok: Array, x: Array, other: Callable[[], Array]) -> Array:
+        return tf.cond(tf.reduce_all(ok), lambda: x, lambda: tf.where(ok, x, other()))
 
     def abs(self, x: Array) -> Array:
         return tf.abs(x)
@@ -218,6 +233,12 @@ class VariableCell:
 
     def assign(self, value: Array) -> None:
         self.variable.assign(value)
+
+
+@cache
+def _on_device() -> bool:
+    # The kernels are for CPUs.
+    return bool(tf.config.list_physical_devices("GPU"))
 
 
 def _word(word: Any) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -193,6 +193,9 @@ class TorchBackend(Backend):
     def where(self, condition: Array, x: Any, y: Any) -> Array:
         return torch.where(condition, x, y)
 
+    def mended(self, ok: Array, x: Array, other: Callable[[], Array]) -> Array:
+        return x if self.on_host and bool(ok.all()) else torch.where(ok, x, other())
+
     def abs(self, x: Array) -> Array:
         return torch.abs(x)
 
@@ -328,6 +331,14 @@ class TorchBackend(Backend):
 
     def qr(self, x: Array) -> Array:
         return torch.linalg.qr(x).Q
+
+    def product_into(self, out: Array, p: Array, q: Array) -> Array:
+        torch.mm(p, q, out=out.view(p.shape[0], q.shape[1]))
+        return out
+
+    def subtract_product(self, x: Array, p: Array, q: Array) -> Array:
+        x.view(p.shape[0], q.shape[1]).addmm_(p, q, alpha=-1)
+        return x
 
     def svd(self, x: Array) -> tuple[Array, Array, Array]:
         u, s, vt = torch.linalg.svd(x, full_matrices=False)

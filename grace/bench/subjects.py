@@ -17,6 +17,7 @@ from grace.flight import Flight
 from grace.meter import Meter
 from grace.pipeline import Grace, Options
 from grace.registry import grace_from_params
+from grace.trace import Trace
 from grace.transports.local import LocalTransport, World
 
 
@@ -181,7 +182,7 @@ class Ours:
             world = World(WORKERS)
             programs = [listening(program(0), part.answers, xp), *map(program, range(1, WORKERS))]
             flights = [
-                Flight("bench", {"w": each}, LocalTransport(world, rank).bind(xp), {"compute": 0.0, "wait": 0.0})
+                Flight("bench", {"w": each}, LocalTransport(world, rank).bind(xp), Trace())
                 for rank, each in enumerate(programs)
             ]
             while [flight for flight in flights if not flight.advance()]:

@@ -54,7 +54,7 @@ class ACPSGD(LowRank):
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         # Against what this worker put in, not against the mean.
-        return x - ctx.xp.reshape(payload[2] @ payload[3], (-1,))
+        return ctx.xp.subtract_product(x, payload[2], payload[3])
 
     def _factor(self, matrix: Array, basis: Array, even: bool, room: int, xp: Any) -> Array:
         # P = M Qᵀ or Q = Pᵀ M, flat, lengthened to the longer one's size.

@@ -50,7 +50,8 @@ class LowRank(Compressor):
         xp = ctx.xp
         largest = xp.max(xp.abs(rows), 1)
         alive = xp.reshape(largest, (-1, 1)) > 0
-        return xp.where(alive, rows / blocks.divisor(xp, largest), self.directions(ctx, label, xp.shape(rows)[1]))
+        scaled = rows / blocks.divisor(xp, largest)
+        return xp.mended(alive, scaled, lambda: self.directions(ctx, label, xp.shape(rows)[1]))
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,9 @@ class WarmStarted(LowRank):
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         p, q = payload
         return ctx.xp.reshape(p @ q, (-1,))
+
+    def decompress_into(self, out: Array, payload: Payload, ctx: Context) -> Array:
+        return ctx.xp.product_into(out, *payload)
+
+    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
+        return ctx.xp.subtract_product(x, *payload)

@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["ISAS", "Library", "library"]
 
 ISAS = ("avx512", "avx2", "neon", "scalar")
-"""Names of instruction sets; "neon" and "scalar" are the same plain code, compiled for AArch64 and for other machines."""
+"""Names of instruction sets; "neon" and "scalar" are the same plain code, compiled for AArch64 and for the others."""
 
 Address = int | None
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -64,7 +64,7 @@ class Library:
             function.restype, function.argtypes = result, [_P, *types]
             return function
 
-        self._handle = handle
+        self.handle = handle
         self.isa: str = bind("name", result=ctypes.c_char_p)(handle).decode()
         self.path: str = shared._name
         self._signs_encode = bind("signs_encode", _P, _P, _P, _P, _P, _I, _I, _I)
@@ -92,7 +92,7 @@ class Library:
 
         x, residual, out: float32[n]; bits: uint8[ceil(n/8)], v >= 0; scales: float32[m]; out = v - (+-scale).
         """
-        self._signs_encode(self._handle, x, residual, out, bits, scales, n, block, threads)
+        self._signs_encode(self.handle, x, residual, out, bits, scales, n, block, threads)
 
     def signs_mean(
         self,
@@ -107,7 +107,7 @@ class Library:
         """out, float32[n]: the mean of what the workers sent, each bits and scales as of `signs_encode`, in order."""
         pointers = _P * workers
         bits, scales = pointers(*bits_ptrs), pointers(*scales_ptrs)
-        self._signs_mean(self._handle, bits, scales, workers, out, n, block, threads)
+        self._signs_mean(self.handle, bits, scales, workers, out, n, block, threads)
 
     def ints_encode(
         self,
@@ -130,7 +130,7 @@ class Library:
         Rounds to nearest without a ``table``, uint16[65536]; with it floor(steps + u), u = (noise + 0.5) / 65536 where
         noise = (table[p % 65536] + offsets[p // 65536 - start // 65536]) % 65536 for the element at p = start + j.
         """
-        self._ints_encode(self._handle, x, residual, out, codes, scales, n, block, bits, table, offsets, start, threads)
+        self._ints_encode(self.handle, x, residual, out, codes, scales, n, block, bits, table, offsets, start, threads)
 
     def ints_mean(
         self,
@@ -146,7 +146,7 @@ class Library:
         """out, float32[n]: the mean of what the workers sent, each codes and scales as of `ints_encode`, in order."""
         pointers = _P * workers
         codes, scales = pointers(*codes_ptrs), pointers(*scales_ptrs)
-        self._ints_mean(self._handle, codes, scales, workers, out, n, block, bits, threads)
+        self._ints_mean(self.handle, codes, scales, workers, out, n, block, bits, threads)
 
     def topk_encode(
         self,
@@ -163,7 +163,7 @@ class Library:
 
         x, residual, out: float32[n], out is needed; values: float32[k]; positions: int32[k], ascending.
         """
-        if self._topk_encode(self._handle, x, residual, out, values, positions, n, k, threads):
+        if self._topk_encode(self.handle, x, residual, out, values, positions, n, k, threads):
             raise MemoryError("top-k needs memory for about 2 k elements")
 
     def threshold_encode(
@@ -184,7 +184,7 @@ class Library:
         If there are more than ``capacity``, values and positions hold nothing of use and out, where given, holds all of
         v: call again with out as x, no residual, and more room. (Without out: the same again.)
         """
-        return self._threshold_encode(self._handle, x, residual, out, bound, values, positions, capacity, n, threads)
+        return self._threshold_encode(self.handle, x, residual, out, bound, values, positions, capacity, n, threads)
 
     def sparse_mean(
         self,
@@ -203,7 +203,7 @@ class Library:
         """
         pointers = _P * workers
         values, positions = pointers(*values_ptrs), pointers(*positions_ptrs)
-        wrong = self._sparse_mean(self._handle, values, positions, (_I * workers)(*counts), workers, out, n, threads)
+        wrong = self._sparse_mean(self.handle, values, positions, (_I * workers)(*counts), workers, out, n, threads)
         if wrong == -2:
             raise MemoryError("no memory to add up sparse vectors")
         if wrong >= 0:
@@ -211,8 +211,8 @@ class Library:
 
     def words(self, key0: int, key1: int, start: int, n: int, out: int, threads: int = 1) -> None:
         """out, int32[n]: the random words of `grace.backends.base.Backend.words`."""
-        self._words(self._handle, key0, key1, start, n, out, threads)
+        self._words(self.handle, key0, key1, start, n, out, threads)
 
     def noise_table(self, key0: int, key1: int, n: int, out: int, threads: int = 1) -> None:
         """out, uint16[n]: the upper halves of the words 0 .. n-1."""
-        self._noise_table(self._handle, key0, key1, n, out, threads)
+        self._noise_table(self.handle, key0, key1, n, out, threads)

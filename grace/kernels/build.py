@@ -6,20 +6,26 @@ A library's name carries a hash of its sources, flags and machine, so that one o
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = ("kernels.h", "vectors.h", "loops.cc", "kernels.cc")
+TENSORFLOW_SOURCES = ("kernels.h", "tensorflow_ops.cc")
+TENSORFLOW_FLAGS = ("-O2", "-fPIC", "-w", "-shared", "-pthread")
 # Results are exact: no -ffast-math, and no product is fused with a sum unless the source says so.
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-fPIC", "-pthread")
-FLAGS += ("-fvisibility=hidden", "-w")
+FLAGS: tuple[str, ...] = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing")
+FLAGS = (*FLAGS, "-fPIC", "-pthread", "-fvisibility=hidden", "-w")
 X86 = ("-mfma", "-mbmi", "-mbmi2", "-mpopcnt")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 ISAS: dict[str, tuple[str, ...]] = {
@@ -42,8 +48,14 @@ def folders() -> list[Path]:
 @cache
 def library_name() -> str:
     """File name of the library that fits these sources and this machine."""
-    content = [(HERE / name).read_bytes() for name in SOURCES]
-    return f"kernels-{_digest(*content, repr((FLAGS, ISAS)).encode())}.so"
+    return f"kernels-{_digest(SOURCES, FLAGS, ISAS)}.so"
+
+
+@cache
+def tensorflow_name() -> str | None:
+    """File name of TensorFlow's operations that fit these sources and the TensorFlow installed; None without one."""
+    version = _tensorflow_version()
+    return version and f"tensorflow-{_digest(TENSORFLOW_SOURCES, TENSORFLOW_FLAGS, version)}.so"
 
 
 def find(name: str) -> Path | None:
@@ -62,24 +74,44 @@ def build() -> Path | None:
     return find(library_name()) or _make(library_name(), _compile_kernels)
 
 
+def build_tensorflow() -> Path | None:
+    """The built operations for TensorFlow, likewise; None, without a line, where TensorFlow is not installed."""
+    name = tensorflow_name()
+    return name and (find(name) or _make(name, _compile_tensorflow))  # type: ignore[return-value]
+
+
 def main() -> int:
     """Build what can be built; having no compiler is no error."""
     path = build()
     if path:
         print(f"kernels: {path}")
+        path = build_tensorflow()
+        if path:
+            print(f"kernels: {path}")
     return 0
 
 
-def _digest(*contents: bytes) -> str:
-    digest = hashlib.sha256(repr((sys.platform, platform.machine())).encode())
-    for content in contents:
-        digest.update(hashlib.sha256(content).digest())
+def _digest(sources: tuple[str, ...], *settings: object) -> str:
+    digest = hashlib.sha256(repr((sys.platform, platform.machine(), *settings)).encode())
+    for name in sources:
+        digest.update(hashlib.sha256((HERE / name).read_bytes()).digest())
     return digest.hexdigest()[:16]
+
+
+def _tensorflow_version() -> str | None:
+    if importlib.util.find_spec("tensorflow") is None:
+        return None
+    for distribution in ("tensorflow", "tensorflow-cpu", "tf-nightly", "tensorflow-macos"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
 
 
 def _compile_kernels(cxx: str, scratch: Path) -> Path:
     objects, x86 = [], on_x86()
-    units = [("kernels.cc", "driver", ()), ("loops.cc", "baseline", ())]
+    units: list[tuple[str, str, tuple[str, ...]]] = [("kernels.cc", "driver", ()), ("loops.cc", "baseline", ())]
     units += [("loops.cc", isa, flags) for isa, flags in ISAS.items() if x86]
     for source, name, flags in units:
         objects.append(str(scratch / f"{name}.o"))
@@ -89,7 +121,18 @@ def _compile_kernels(cxx: str, scratch: Path) -> Path:
     return made
 
 
-def _make(name: str, compile: object) -> Path | None:
+def _compile_tensorflow(cxx: str, scratch: Path) -> Path:
+    # Asked in a process of its own: TensorFlow takes long to import, and whoever builds may not want it here.
+    code = "import json, tensorflow.sysconfig as s; print(json.dumps([s.get_compile_flags(), s.get_link_flags()]))"
+    quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    answer = subprocess.run([sys.executable, "-c", code], env=quiet, check=True, capture_output=True, text=True)
+    compiled, linked = json.loads(answer.stdout.splitlines()[-1])
+    made = scratch / "tensorflow.so"
+    _run(cxx, *compiled, *TENSORFLOW_FLAGS, str(HERE / "tensorflow_ops.cc"), "-o", str(made), *linked, "-ldl")
+    return made
+
+
+def _make(name: str, compile: Callable[[str, Path], Path]) -> Path | None:
     """What ``compile(cxx, scratch)`` makes, put under that name in the first folder that takes it."""
     cxx = compiler()
     if cxx is None:
@@ -97,10 +140,10 @@ def _make(name: str, compile: object) -> Path | None:
         return None
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            made = compile(cxx, Path(scratch))  # type: ignore[operator]
+            made = compile(cxx, Path(scratch))
         except subprocess.CalledProcessError as error:
             lines = (error.stderr or "").strip().splitlines()
-            reason = next((line for line in lines if "error" in line), lines[-1] if lines else str(error))
+            reason = next((line for line in lines if "rror" in line), lines[-1] if lines else str(error))
             print(f"kernels: {cxx} failed, GRACE works without, only slower: {reason}")
             return None
         for folder in folders():

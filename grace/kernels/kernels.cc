@@ -24,7 +24,7 @@ namespace {
 
 constexpr int64_t PIECE = 65536;             // elements of a large block that are summed together
 constexpr int64_t ALONE = 262144;            // below this many elements threads cost more than they bring
-constexpr int64_t STREAMED = int64_t(4) << 20;  // from this many elements on, results do not stay in a cache
+int64_t streamed = int64_t(4) << 20;         // from this many elements on, results do not stay in a cache
 constexpr int32_t INFINITE = 0x7f800000;     // the bits of infinity
 constexpr int32_t MAGNITUDE = 0x7fffffff;
 
@@ -81,7 +81,7 @@ int32_t key(float x) { return std::min(bits_of(x) & MAGNITUDE, INFINITE); }
 
 // Writing past the caches pays where the results are many and their lines have not just been read.
 bool streams(const float* x, const float* residual, const float* out, int64_t n) {
-  return out && out != x && out != residual && n >= STREAMED && reinterpret_cast<uintptr_t>(out) % 16 == 0;
+  return out && out != x && out != residual && n >= streamed && reinterpret_cast<uintptr_t>(out) % 16 == 0;
 }
 
 // Pieces of a block larger than one: statistic(begin, size) of all, then, with what `scale` makes of them,
@@ -113,6 +113,12 @@ API const Loops* grace_loops(const char* isa) {
   if (avx2 && wanted(grace::loops_avx2)) return &grace::loops_avx2;
 #endif
   return wanted(grace::loops_baseline) || !strcmp(isa, "scalar") ? &grace::loops_baseline : nullptr;
+}
+
+// For tests: from how many elements on results are written past the caches. Returns what it was.
+API int64_t grace_stream_from(int64_t n) {
+  std::swap(n, streamed);
+  return n;
 }
 
 API const char* grace_name(const Loops* loops) { return loops->name; }
@@ -481,7 +487,7 @@ API int64_t grace_sparse_mean(const Loops* loops, const float* const* values, co
         }
         next[w] = i;
       }
-      loops->divide(tile, out + from, size, float(workers), stream);
+      loops->divide(tile, out + from, size, workers, stream);
     }
   });
   for (int64_t w = 0; w < workers; w++)

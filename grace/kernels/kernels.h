@@ -41,7 +41,7 @@ struct Loops {
   // positions (first + index), and a zero in their place in out (may be null). Stops when fewer than 16 places are free.
   Found (*select)(const float* x, const float* residual, float* out, int64_t n, int32_t bound, int32_t cap, float* values,
                   int32_t* positions, int64_t capacity, int32_t first, bool stream);
-  void (*divide)(const float* x, float* out, int64_t n, float divisor, bool stream);
+  void (*divide)(const float* x, float* out, int64_t n, int64_t divisor, bool stream);
   void (*words)(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* out);
   void (*noise)(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out);
 };
@@ -54,3 +54,20 @@ extern const Loops loops_avx512;
 #endif
 
 }  // namespace grace
+
+// Of the C interface (kernels.cc, described in __init__.py), what tensorflow_ops.cc uses.
+extern "C" {
+void grace_signs_encode(const grace::Loops* loops, const float* x, const float* residual, float* out, uint8_t* bits,
+                        float* scales, int64_t n, int64_t block, int64_t threads);
+void grace_signs_mean(const grace::Loops* loops, const uint8_t* const* bits, const float* const* scales,
+                      int64_t workers, float* out, int64_t n, int64_t block, int64_t threads);
+void grace_ints_encode(const grace::Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
+                       float* scales, int64_t n, int64_t block, int64_t bits, const uint16_t* table,
+                       const uint16_t* offsets, int64_t start, int64_t threads);
+void grace_ints_mean(const grace::Loops* loops, const uint8_t* const* codes, const float* const* scales,
+                     int64_t workers, float* out, int64_t n, int64_t block, int64_t bits, int64_t threads);
+int64_t grace_topk_encode(const grace::Loops* loops, const float* x, const float* residual, float* out, float* values,
+                          int32_t* positions, int64_t n, int64_t k, int64_t threads);
+int64_t grace_sparse_mean(const grace::Loops* loops, const float* const* values, const int32_t* const* positions,
+                          const int64_t* counts, int64_t workers, float* out, int64_t n, int64_t threads);
+}

@@ -41,6 +41,16 @@ INLINE F value_some(const float* x, const float* residual, int64_t i, int64_t co
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// While one block is worked on in the nearest cache, memory would wait: this asks for what comes next.
+template <bool RESIDUAL>
+INLINE void prefetch(const float* x, const float* residual, int64_t i) {
+  __builtin_prefetch(x + i);
+  if constexpr (RESIDUAL) __builtin_prefetch(residual + i);
+}
+
+// How far ahead, for blocks of n; large ones leave that cache before they are needed.
+INLINE int64_t distance(int64_t n) { return n > 8192 ? 0 : n > 2048 ? n : 2048; }
+
 // Calls f<RESIDUAL, OUT>(...) for what is given.
 #define FORMS(f, ...)                                                      \
   (!residual                                                               \
@@ -63,8 +73,10 @@ INLINE double signs_total_of(const float* x, const float* residual, int64_t n) {
 template <bool RESIDUAL, Out OUT>
 INLINE void signs_emit_to(const float* x, const float* residual, float* out, uint8_t* bits, float scale, int64_t n) {
   const F plus = fill(scale), minus = fill(-scale);
+  const int64_t ahead = distance(n);
   int64_t i = 0;
   for (; i + W <= n; i += W) {
+    prefetch<RESIDUAL>(x, residual, i + ahead);
     const F v = value<RESIDUAL>(x, residual, i);
     const M m = not_below_zero(v);
     write(reinterpret_cast<uint16_t*>(bits + i / 8), 0, uint16_t(bits_of(m)));
@@ -110,7 +122,7 @@ void signs_blocks(const float* x, const float* residual, float* out, uint8_t* bi
 // The sum over workers of N vectors that lie in block b, divided by their number; `at` is a multiple of 8.
 template <int N, bool STREAM>
 INLINE void signs_tile(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out, int64_t at,
-                       int64_t b, F divisor) {
+                       int64_t b, const Divisor& divisor) {
   F sum[N];
   for (int64_t w = 0; w < workers; w++) {
     const float scale = read(scales[w], b);
@@ -121,13 +133,13 @@ INLINE void signs_tile(const uint8_t* const* bits, const float* const* scales, i
       sum[i] = w ? sum[i] + v : v;
     }
   }
-  for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, sum[i] / divisor);
+  for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, divisor.divided(sum[i]));
 }
 
 template <bool STREAM>
 INLINE void signs_sum_to(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out,
                          int64_t begin, int64_t end, int64_t block) {
-  const F divisor = fill(float(workers));
+  const Divisor divisor(workers);
   int64_t b = begin / block;
   for (int64_t at = begin; at < end; at += block, b++) {  // begin is where a block begins, or all is one block
     const int64_t stop = least(at + block, end);
@@ -143,7 +155,7 @@ INLINE void signs_sum_to(const uint8_t* const* bits, const float* const* scales,
         const F v = pick(mask_of(some), fill(scale), fill(-scale));
         sum = w ? sum + v : v;
       }
-      store_some(out + i, sum / divisor, stop - i);
+      store_some(out + i, divisor.divided(sum), stop - i);
     }
   }
   if (STREAM) fence();
@@ -169,49 +181,51 @@ INLINE int32_t ints_largest_of(const float* x, const float* residual, int64_t n)
   return largest(most);
 }
 
-INLINE F noise_at(const Noise& noise, int64_t position, int64_t count) {
-  const int64_t index = position & 65535;
-  if (__builtin_expect(index <= 65536 - W, 1))
-    return uniform(noise.table + index, read(noise.offsets, (position >> 16) - noise.origin));
-  uint16_t mixed[W] = {};
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t p = position + i;
-    mixed[i] = uint16_t(read(noise.table, p & 65535) + read(noise.offsets, (p >> 16) - noise.origin));
-  }
-  return uniform(mixed, 0);
+// The noise at `count` positions, where the table may begin anew.
+OUTLINE void mix_noise(uint16_t* mixed, const Noise& noise, int64_t position, int64_t count) {
+  for (int64_t p = position; p < position + count; p++)
+    *mixed++ = uint16_t(read(noise.table, p & 65535) + read(noise.offsets, (p >> 16) - noise.origin));
 }
 
 template <bool RESIDUAL, Out OUT, int BITS, bool RANDOM>
-INLINE void ints_emit_as(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
+OUTLINE void ints_emit_as(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
                          const Noise& noise, int64_t first) {
-  constexpr int top = (1 << (BITS - 1)) - 1;
-  const F tops = fill(float(top)), inverse = fill(1.0f / float(top));
-  const F scales = fill(scale), divisor = fill(scale == 0.0f ? 1.0f : scale);
+  const F tops = fill(float((1 << (BITS - 1)) - 1)), scales = fill(scale), divisor = fill(scale == 0.0f ? 1.0f : scale);
   const int64_t start = noise.start + first;
-  int64_t i = 0;
-  for (; i + W <= n; i += W) {
+  const int64_t ahead = distance(n);
+  const auto emit = [&](int64_t i, const uint16_t* table, uint16_t offset) __attribute__((always_inline)) {
+    prefetch<RESIDUAL>(x, residual, i + ahead);
     const F v = value<RESIDUAL>(x, residual, i);
     const F steps = v / divisor * tops;
-    const I code = RANDOM ? down(steps + noise_at(noise, start + i, W)) : nearest(steps);
+    const I code = RANDOM ? down(steps + uniform(table, offset)) : nearest(steps);
     to_codes<BITS>(codes + i * BITS / 8, code);
-    if constexpr (OUT != NONE) {
-      const F c = to_float(code);
-      put<OUT == STREAMED>(out + i, v - (BITS == 2 ? c : quotient(c, tops, inverse)) * scales);
+    if constexpr (OUT != NONE) put<OUT == STREAMED>(out + i, v - relative<BITS>(to_float(code)) * scales);
+  };
+  int64_t i = 0;
+  while (i + W <= n) {  // as far as one offset reaches
+    const int64_t index = (start + i) & 65535, whole = RANDOM ? least(n - i, 65536 - index) / W : (n - i) / W;
+    if (RANDOM && !whole) {
+      uint16_t mixed[W];
+      mix_noise(mixed, noise, start + i, W);
+      emit(i, mixed, 0);
+      i += W;
+      continue;
     }
+    const uint16_t offset = RANDOM ? read(noise.offsets, ((start + i) >> 16) - noise.origin) : uint16_t(0);
+    for (const int64_t from = i, stop = i + whole * W; i < stop; i += W)
+      emit(i, RANDOM ? noise.table + index + (i - from) : nullptr, offset);
   }
   if (i < n) {
     const int64_t count = n - i;
     const F v = value_some<RESIDUAL>(x, residual, i, count);
     const F steps = v / divisor * tops;
-    const I code = RANDOM ? down(steps + noise_at(noise, start + i, count)) : nearest(steps);
+    uint16_t mixed[W] = {};
+    if (RANDOM) mix_noise(mixed, noise, start + i, count);
+    const I code = RANDOM ? down(steps + uniform(mixed, 0)) : nearest(steps);
     uint8_t bytes[W];
     to_codes<BITS>(bytes, code);
-    const int64_t size = (count * BITS + 7) / 8;  // what is missing is 0 / divisor, code 0
-    __builtin_memcpy(codes + i * BITS / 8, bytes, size_t(size));
-    if constexpr (OUT != NONE) {
-      const F c = to_float(code);
-      store_some(out + i, v - (BITS == 2 ? c : quotient(c, tops, inverse)) * scales, count);
-    }
+    memcpy(codes + i * BITS / 8, bytes, size_t((count * BITS + 7) / 8));  // what is missing is 0 / scale, code 0
+    if constexpr (OUT != NONE) store_some(out + i, v - relative<BITS>(to_float(code)) * scales, count);
   }
 }
 
@@ -233,7 +247,7 @@ INLINE float as_float(int32_t bits) {
 }
 
 template <bool RESIDUAL, Out OUT>
-void ints_blocks_to(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
+INLINE void ints_blocks_to(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
                     int64_t block, int bits, const Noise& noise, int64_t first) {
   for (int64_t at = 0, b = 0; at < n; at += block, b++) {
     const int64_t size = least(block, n - at);
@@ -261,35 +275,25 @@ void ints_blocks(const float* x, const float* residual, float* out, uint8_t* cod
   FORMS(ints_blocks_to, x, residual, out, codes, scales, n, block, bits, *noise, first);
 }
 
-template <int BITS>
-INLINE I codes_at(const uint8_t* p) {
-  if constexpr (BITS == 8) return from_bytes(p);
-  else return from_codes<BITS>(p);
-}
-
 template <int N, int BITS, bool STREAM>
 INLINE void ints_tile(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out, int64_t at,
-                      int64_t b, F divisor) {
-  constexpr int top = (1 << (BITS - 1)) - 1;
-  const F tops = fill(float(top)), inverse = fill(1.0f / float(top));
+                      int64_t b, const Divisor& divisor) {
   F sum[N];
   for (int64_t w = 0; w < workers; w++) {
-    const F scale = fill(read(scales[w], b));
+    const Scaled<BITS> scaled(read(scales[w], b));
     const uint8_t* from = codes[w] + at * BITS / 8;
     for (int i = 0; i < N; i++) {
-      const F c = to_float(codes_at<BITS>(from + i * W * BITS / 8));
-      const F v = (BITS == 2 ? c : quotient(c, tops, inverse)) * scale;
+      const F v = scaled.at(from + i * W * BITS / 8);
       sum[i] = w ? sum[i] + v : v;
     }
   }
-  for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, sum[i] / divisor);
+  for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, divisor.divided(sum[i]));
 }
 
 template <int BITS, bool STREAM>
 INLINE void ints_sum_to(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out,
                         int64_t begin, int64_t end, int64_t block) {
-  constexpr int top = (1 << (BITS - 1)) - 1;
-  const F divisor = fill(float(workers)), tops = fill(float(top)), inverse = fill(1.0f / float(top));
+  const Divisor divisor(workers);
   int64_t b = begin / block;
   for (int64_t at = begin; at < end; at += block, b++) {
     const int64_t stop = least(at + block, end);
@@ -301,11 +305,10 @@ INLINE void ints_sum_to(const uint8_t* const* codes, const float* const* scales,
       for (int64_t w = 0; w < workers; w++) {
         uint8_t bytes[W] = {};
         memcpy(bytes, codes[w] + i * BITS / 8, size_t(((stop - i) * BITS + 7) / 8));
-        const F c = to_float(codes_at<BITS>(bytes));
-        const F v = (BITS == 2 ? c : quotient(c, tops, inverse)) * fill(read(scales[w], b));
+        const F v = Scaled<BITS>(read(scales[w], b)).at(bytes);
         sum = w ? sum + v : v;
       }
-      store_some(out + i, sum / divisor, stop - i);
+      store_some(out + i, divisor.divided(sum), stop - i);
     }
   }
   if (STREAM) fence();
@@ -358,15 +361,15 @@ Found select(const float* x, const float* residual, float* out, int64_t n, int32
 }
 
 template <bool STREAM>
-INLINE void divide_to(const float* x, float* out, int64_t n, float divisor) {
-  const F divisors = fill(divisor);
+INLINE void divide_to(const float* x, float* out, int64_t n, int64_t divisor) {
+  const Divisor by(divisor);
   int64_t i = 0;
-  for (; i + W <= n; i += W) put<STREAM>(out + i, load(x + i) / divisors);
-  if (i < n) store_some(out + i, load_some(x + i, n - i) / divisors, n - i);
+  for (; i + W <= n; i += W) put<STREAM>(out + i, by.divided(load(x + i)));
+  if (i < n) store_some(out + i, by.divided(load_some(x + i, n - i)), n - i);
   if (STREAM) fence();
 }
 
-void divide(const float* x, float* out, int64_t n, float divisor, bool stream) {
+void divide(const float* x, float* out, int64_t n, int64_t divisor, bool stream) {
   stream ? divide_to<true>(x, out, n, divisor) : divide_to<false>(x, out, n, divisor);
 }
 

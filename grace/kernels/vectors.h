@@ -12,6 +12,8 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define OUTLINE static __attribute__((noinline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace {
 
@@ -86,30 +88,27 @@ INLINE __m128i to_bytes(I x) { return _mm512_cvtepi32_epi8(x.v); }
 INLINE I from_bytes(const uint8_t* p) {
   return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
+// The table's entry for each of sixteen codes of 4 or 2 bits; the table is repeated where there are but four.
 template <int BITS>
-INLINE I from_codes(const uint8_t* p) {
+INLINE F looked_up(F table, const uint8_t* p) {
+  const int32_t* words = reinterpret_cast<const int32_t*>(p);
+  __m512i all = _mm512_set1_epi32(read(words));
   if constexpr (BITS == 4) {
-    const uint64_t word = read(reinterpret_cast<const uint64_t*>(p));
-    const __m512i shifts = _mm512_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
-    const __m512i halves = _mm512_inserti64x4(_mm512_set1_epi32(int32_t(word)), _mm256_set1_epi32(int32_t(word >> 32)), 1);
-    return {_mm512_srai_epi32(_mm512_sllv_epi32(halves, shifts), 28)};
+    const __m512i shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+    all = _mm512_srlv_epi32(_mm512_mask_set1_epi32(all, 0xff00, read(words, 1)), shifts);
   } else {
-    const int32_t word = read(reinterpret_cast<const int32_t*>(p));
-    const __m512i shifts = _mm512_setr_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    return {_mm512_srai_epi32(_mm512_sllv_epi32(_mm512_set1_epi32(word), shifts), 30)};
+    const __m512i shifts = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    all = _mm512_srlv_epi32(all, shifts);
   }
+  return {_mm512_permutexvar_ps(all, table.v)};  // by the lowest four bits
 }
 INLINE F uniform(const uint16_t* table, uint16_t offset) {
   const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(table));
   const __m256i noise = _mm256_add_epi16(words, _mm256_set1_epi16(int16_t(offset)));
   const __m512 x = _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(noise));
-  return {_mm512_mul_ps(_mm512_add_ps(x, _mm512_set1_ps(0.5f)), _mm512_set1_ps(0x1p-16f))};
+  return {_mm512_fmadd_ps(x, _mm512_set1_ps(0x1p-16f), _mm512_set1_ps(0x1p-17f))};  // exact
 }
-// x / y for small integers x and y, with reciprocal = 1 / y: the remainder is exact, so the result is rounded once.
-INLINE F quotient(F x, F y, F reciprocal) {
-  const __m512 q = _mm512_mul_ps(x.v, reciprocal.v);
-  return {_mm512_fmadd_ps(_mm512_fnmadd_ps(q, y.v, x.v), reciprocal.v, q)};
-}
+INLINE F fused(F x, F y, F z) { return {_mm512_fmadd_ps(x.v, y.v, z.v)}; }           // x * y + z
 // Writes up to 16 of each from `values` and `positions` on; returns how many count.
 INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* positions) {
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -228,13 +227,10 @@ INLINE F uniform(const uint16_t* table, uint16_t offset) {
   const __m256i noise = _mm256_add_epi16(words, _mm256_set1_epi16(int16_t(offset)));
   const __m256 a = _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(noise)));
   const __m256 b = _mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(noise, 1)));
-  return (F{a, b} + fill(0.5f)) * fill(0x1p-16f);
+  const __m256 step = _mm256_set1_ps(0x1p-16f), half = _mm256_set1_ps(0x1p-17f);
+  return {_mm256_fmadd_ps(a, step, half), _mm256_fmadd_ps(b, step, half)};  // exact
 }
-INLINE F quotient(F x, F y, F reciprocal) {
-  const F q = x * reciprocal;
-  return {_mm256_fmadd_ps(_mm256_fnmadd_ps(q.a, y.a, x.a), reciprocal.a, q.a),
-          _mm256_fmadd_ps(_mm256_fnmadd_ps(q.b, y.b, x.b), reciprocal.b, q.b)};
-}
+INLINE F fused(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 
 #else  // the compiler's vectors: SSE2 on x86-64, NEON on AArch64
 
@@ -325,11 +321,12 @@ INLINE I from_bytes(const uint8_t* p) {
 }
 template <int BITS>
 INLINE I from_codes(const uint8_t* p) {
+  uint64_t word = 0;
+  memcpy(&word, p, 2 * BITS);
   I r;
-  constexpr int each = 8 / BITS;
-  for (int j = 0; j < 16; j++) {
-    const int8_t high = int8_t(uint8_t(p[j / each] << (8 - BITS - BITS * (j % each))));
-    reinterpret_cast<int32_t*>(&r)[j] = high >> (8 - BITS);
+  EACH {
+    const int32_t four = int32_t(word >> (4 * i * BITS));
+    r.v[i] = (i4{four, four >> BITS, four >> 2 * BITS, four >> 3 * BITS} << (32 - BITS)) >> (32 - BITS);
   }
   return r;
 }
@@ -340,7 +337,6 @@ INLINE F uniform(const uint16_t* table, uint16_t offset) {
   for (int j = 0; j < 16; j++) reinterpret_cast<int32_t*>(&noise)[j] = uint16_t(words[j] + offset);
   return (to_float(noise) + fill(0.5f)) * fill(0x1p-16f);
 }
-INLINE F quotient(F x, F y, F) { return x / y; }
 #undef EACH
 
 #endif
@@ -392,6 +388,56 @@ INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* posit
   return count;
 }
 #endif
+
+// Codes divided by the largest of them: what is exactly (float) code / (float) top.
+template <int BITS>
+INLINE F relative(F code) {
+  constexpr int top = (1 << (BITS - 1)) - 1;
+  if constexpr (top == 1) return code;
+#if defined(GRACE_AVX512) || defined(GRACE_AVX2)
+  // 1 / top in two floats: the sum is rounded once. A test goes through all codes.
+  constexpr float high = 1.0f / float(top), low = float(1.0 / top - double(high));
+  return fused(code, fill(high), code * fill(low));
+#else
+  return code / fill(float(top));
+#endif
+}
+
+// What codes stand for in a block of that scale.
+template <int BITS>
+struct Scaled {
+  F scale;
+#if defined(GRACE_AVX512)
+  F table;
+  INLINE_MEMBER explicit Scaled(float s) : scale(fill(s)) {
+    constexpr int32_t top = (1 << (BITS - 1)) - 1;
+    if constexpr (BITS < 8) {
+      float codes[16];
+      for (int i = 0; i < 16; i++) codes[i] = float(int32_t(uint32_t(i) << (32 - BITS)) >> (32 - BITS)) / float(top);
+      table = load(codes) * scale;
+    }
+  }
+  INLINE_MEMBER F at(const uint8_t* p) const {
+    if constexpr (BITS < 8) return looked_up<BITS>(table, p);
+    return relative<8>(to_float(from_bytes(p))) * scale;
+  }
+#else
+  INLINE_MEMBER explicit Scaled(float s) : scale(fill(s)) {}
+  INLINE_MEMBER F at(const uint8_t* p) const {
+    if constexpr (BITS < 8) return relative<BITS>(to_float(from_codes<BITS>(p))) * scale;
+    return relative<8>(to_float(from_bytes(p))) * scale;
+  }
+#endif
+};
+
+// Division of many by one, rounded as `/` is.
+struct Divisor {
+  F by, inverse;
+  bool power;  // of two: a product with the inverse is the same
+  INLINE_MEMBER explicit Divisor(int64_t n)
+      : by(fill(float(n))), inverse(fill(1.0f / float(n))), power((n & (n - 1)) == 0 && n < (1 << 24)) {}
+  INLINE_MEMBER F divided(F x) const { return power ? x * inverse : x / by; }
+};
 
 template <bool STREAM>
 INLINE void put(float* p, F x) {

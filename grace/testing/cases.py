@@ -16,6 +16,7 @@ from grace.core import Communicator, Compressor, Context, Memory, Method, run
 from grace.flight import Flight
 from grace.pipeline import Grace, Options
 from grace.registry import communicators, compressors, memories, usual_communicator
+from grace.trace import Trace
 from grace.transports.local import LocalTransport, World
 
 SIZES = (0, 1, 7, 8, 9, 1000, 5000)
@@ -90,7 +91,7 @@ def together(xp: Any, programs: list[Any]) -> tuple[list[Any], list[Collective]]
     """Programs of several workers in lockstep: their results, and what worker 0 asked for."""
     world = World(len(programs))
     flights = [
-        Flight("law", {"w": run(program)}, LocalTransport(world, rank).bind(xp), {"compute": 0.0, "wait": 0.0})
+        Flight("law", {"w": run(program)}, LocalTransport(world, rank).bind(xp), Trace())
         for rank, program in enumerate(programs)
     ]
     while [flight for flight in flights if not flight.advance()]:

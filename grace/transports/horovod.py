@@ -112,7 +112,7 @@ class TorchHorovod(_BoundHorovod):
         return lambda: self._hvd.synchronize(handle)
 
     def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:
-        return self._begin(self._hvd.allreduce_async, buffer, name=name, op=self._ops[op])
+        return self._begin(self._hvd.allreduce_async_, buffer, name=name, op=self._ops[op])
 
     def gather(self, buffer: Array, name: str) -> Wait:
         wait = self._begin(self._hvd.allgather_async, buffer, name=name)

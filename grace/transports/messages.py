@@ -47,7 +47,7 @@ class MessageTransport(Transport):
 
     @abstractmethod
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
-        """Wait gives the elementwise "sum", "min" or "max". Must not change ``buffer``."""
+        """Wait gives the elementwise "sum", "min" or "max". The buffer is spent: it may become the result."""
 
     @abstractmethod
     def gather(self, buffer: Array, name: str) -> Wait:
@@ -112,7 +112,8 @@ class MessageTransport(Transport):
         waits: dict[str, Wait] = {}
         for dtype in dict.fromkeys(map(xp.dtype, arrays)):
             parts = [xp.reshape(array, (-1,)) for array in arrays if xp.dtype(array) == dtype]
-            waits[dtype] = self._reduce_buffer(xp.concat(parts), items[0].op, f"{tag}.{dtype}")
+            buffer = xp.concat(parts) if len(parts) > 1 else xp.copy(parts[0])
+            waits[dtype] = self._reduce_buffer(buffer, items[0].op, f"{tag}.{dtype}")
 
         def finish() -> list[Any]:
             rest = {dtype: wait() for dtype, wait in waits.items()}
@@ -134,9 +135,9 @@ class MessageTransport(Transport):
         if op != "mean":
             return self.reduce(buffer, op, tag)
         if ITEMSIZE[xp.dtype(buffer)] == 2:  # half precision overflows in the sum: divide first
-            return self.reduce(buffer / size, "sum", tag)
+            return self.reduce(xp.divide_in(buffer, size), "sum", tag)
         wait = self.reduce(buffer, "sum", tag)
-        return lambda: wait() / size
+        return lambda: xp.divide_in(wait(), size)
 
     def _start_gather(self, items: list[Gather], tag: str) -> Wait:
         buffer, layout = self._pack(array for item in items for array in item.arrays)

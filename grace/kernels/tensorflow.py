@@ -1,0 +1,163 @@
+"""The kernels as TensorFlow operations on CPU, eager and inside ``tf.function``; built with the kernels, optional too.
+
+What each computes is said in `grace.kernels.Library`. x, residual and out are float32[n]; ``residual`` None: there is
+none. ``out`` takes the memory of x or of the residual where nobody else needs it. What does not fit, such as a payload
+of another size, is an ``InvalidArgumentError``. Shapes are known in a graph where those of the arguments are. There are
+no gradients.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import tensorflow as tf
+
+from grace.kernels import library
+from grace.rng import NOISE, Rng
+
+__all__ = [
+    "TensorflowKernels",
+    "available",
+    "ints_encode",
+    "ints_mean",
+    "signs_encode",
+    "signs_mean",
+    "sparse_mean",
+    "topk_encode",
+]
+
+Tensor = Any
+
+
+def available() -> bool:
+    """The operations are built, and GRACE_KERNELS does not say off."""
+    return library() is not None and _operations() is not None
+
+
+def signs_encode(x: Tensor, residual: Tensor | None, block: int, threads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """(bits uint8[ceil(n/8)], scales float32[m], out)."""
+    return _ops().grace_signs_encode(x=x, residual=_or_empty(residual), block=block, threads=threads)
+
+
+def signs_mean(bits: Sequence[Tensor], scales: Sequence[Tensor], n: int, block: int, threads: int = 1) -> Tensor:
+    """float32[n], the mean of what the workers sent."""
+    return _ops().grace_signs_mean(bits=bits, scales=scales, n=n, block=block, threads=threads)
+
+
+def ints_encode(
+    x: Tensor,
+    residual: Tensor | None,
+    block: int,
+    bits: int,
+    table: Tensor | None = None,
+    offsets: Tensor | None = None,
+    start: int = 0,
+    threads: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes uint8[ceil(n * bits / 8)], scales float32[m], out); stochastic with a table uint16[65536] and offsets."""
+    nothing = tf.zeros(0, tf.uint16) if table is None else None
+    return _ops().grace_ints_encode(
+        x=x,
+        residual=_or_empty(residual),
+        table=nothing if table is None else table,
+        offsets=nothing if table is None else offsets,
+        block=block,
+        bits=bits,
+        stochastic=table is not None,
+        start=start,
+        threads=threads,
+    )
+
+
+def ints_mean(
+    codes: Sequence[Tensor], scales: Sequence[Tensor], n: int, block: int, bits: int, threads: int = 1
+) -> Tensor:
+    """float32[n], the mean of what the workers sent."""
+    return _ops().grace_ints_mean(codes=codes, scales=scales, n=n, block=block, bits=bits, threads=threads)
+
+
+def topk_encode(x: Tensor, residual: Tensor | None, k: int, threads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """(values float32[k], positions int32[k], ascending, out)."""
+    return _ops().grace_topk_encode(x=x, residual=_or_empty(residual), k=k, threads=threads)
+
+
+def sparse_mean(values: Sequence[Tensor], positions: Sequence[Tensor], n: int, threads: int = 1) -> Tensor:
+    """float32[n], the mean of what the workers sent; positions that do not ascend within 0 .. n-1 are refused."""
+    return _ops().grace_sparse_mean(values=values, positions=positions, n=n, threads=threads)
+
+
+def _or_empty(residual: Tensor | None) -> Tensor:
+    return tf.zeros(0, tf.float32) if residual is None else residual
+
+
+@cache
+def _operations() -> Any:
+    from grace.kernels import build
+
+    name, kernels = build.tensorflow_name(), library()
+    path = name and build.find(name)
+    if path is None or kernels is None:
+        return None
+    operations = tf.load_op_library(str(path))
+    use = ctypes.CDLL(str(path)).grace_tensorflow_use
+    use.restype, use.argtypes = ctypes.c_int, [ctypes.c_char_p, ctypes.c_void_p]
+    if use(kernels.path.encode(), kernels.handle):
+        raise RuntimeError(f"{kernels.path} lacks what {path} needs: remove both and build again")
+    return operations
+
+
+def _ops() -> Any:
+    operations = _operations()
+    if operations is None:
+        raise RuntimeError("TensorFlow's kernels are not built: python -m grace.kernels.build")
+    return operations
+
+
+class TensorflowKernels:
+    """As `grace.kernels.host.HostKernels`, of TensorFlow's tensors on the CPU."""
+
+    threshold_encode = None
+
+    def __init__(self, xp: Any):
+        self._xp = xp
+
+    def signs_encode(self, x: Tensor, residual: Tensor | None, block: int) -> tuple[Tensor, Tensor, Tensor]:
+        """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left."""
+        return signs_encode(x, residual, block, self._xp.threads)
+
+    def signs_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int, block: int) -> Tensor:
+        """Each worker's bits and scales -> float32[n]."""
+        bits, scales = zip(*payloads, strict=True)
+        return signs_mean(bits, scales, n, block, self._xp.threads)
+
+    def ints_encode(
+        self, x: Tensor, residual: Tensor | None, block: int, bits: int, rng: Rng | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], what is left. ``rng``: rounds at random."""
+        if rng is None:
+            return ints_encode(x, residual, block, bits, threads=self._xp.threads)
+        rows = range(rng.offset // NOISE, -(-(rng.offset + x.shape[0]) // NOISE))
+        table, offsets = self._upper(rng.table, 0, NOISE), self._upper(rng.keys, rows.start, len(rows))
+        return ints_encode(x, residual, block, bits, table, offsets, rng.offset, self._xp.threads)
+
+    def ints_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int, block: int, bits: int) -> Tensor:
+        """Each worker's codes and scales -> float32[n]."""
+        codes, scales = zip(*payloads, strict=True)
+        return ints_mean(codes, scales, n, block, bits, self._xp.threads)
+
+    def topk_encode(self, x: Tensor, residual: Tensor | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
+        return topk_encode(x, residual, k, self._xp.threads)
+
+    def sparse_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int) -> Tensor:
+        """Each worker's values and ascending positions -> float32[n]."""
+        values, positions = zip(*payloads, strict=True)
+        return sparse_mean(values, positions, n, self._xp.threads)
+
+    def _upper(self, keys: tuple[Any, Any], start: int, n: int) -> Tensor:
+        # The upper halves of words.
+        words = tf.bitcast(self._xp.words(*keys, start, n), tf.uint32)
+        return tf.cast(tf.bitwise.right_shift(words, tf.constant(16, tf.uint32)), tf.uint16)

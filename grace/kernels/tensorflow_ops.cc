@@ -1,0 +1,328 @@
+// The kernels as TensorFlow operations on CPU. `out` takes the memory of x or of the residual where nobody else needs it.
+//
+// Sizes are checked here: a graph's mistake must be an error, and payloads come from the network.
+#include <dlfcn.h>
+
+#include <vector>
+
+#include "kernels.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/platform/denormal.h"
+
+namespace {
+
+using namespace tensorflow;
+using shape_inference::DimensionHandle;
+using shape_inference::InferenceContext;
+using shape_inference::ShapeHandle;
+
+#define FUNCTIONS(each) \
+  each(signs_encode) each(signs_mean) each(ints_encode) each(ints_mean) each(topk_encode) each(sparse_mean)
+#define POINTER(name) decltype(&grace_##name) name = nullptr;
+struct {
+  const grace::Loops* loops = nullptr;
+  FUNCTIONS(POINTER)
+} kernels;
+
+int64_t blocks(int64_t n, int64_t block) { return n == 0 ? 0 : block <= 0 ? 1 : (n + block - 1) / block; }
+
+// The shapes of (bytes, scales, out) for x of any rank 1.
+Status encoded(InferenceContext* c, int64_t bits) {
+  ShapeHandle x, residual;
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &x));
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(1), 1, &residual));
+  int64_t block;
+  TF_RETURN_IF_ERROR(c->GetAttr("block", &block));
+  const DimensionHandle n = c->Dim(x, 0);
+  if (c->ValueKnown(n)) {
+    const int64_t size = c->Value(n);
+    c->set_output(0, c->Vector((size * bits + 7) / 8));
+    c->set_output(1, c->Vector(blocks(size, block)));
+  } else {
+    c->set_output(0, c->Vector(c->UnknownDim()));
+    c->set_output(1, c->Vector(c->UnknownDim()));
+  }
+  c->set_output(2, c->Vector(n));
+  return OkStatus();
+}
+
+Status mean_of(InferenceContext* c) {
+  int64_t n;
+  TF_RETURN_IF_ERROR(c->GetAttr("n", &n));
+  c->set_output(0, c->Vector(n));
+  return OkStatus();
+}
+
+Status ints_shape(InferenceContext* c) {
+  int64_t bits;
+  TF_RETURN_IF_ERROR(c->GetAttr("bits", &bits));
+  return encoded(c, bits);
+}
+
+Status topk_shape(InferenceContext* c) {
+  int64_t k;
+  ShapeHandle x;
+  TF_RETURN_IF_ERROR(c->GetAttr("k", &k));
+  TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &x));
+  c->set_output(0, c->Vector(k));
+  c->set_output(1, c->Vector(k));
+  c->set_output(2, x);
+  return OkStatus();
+}
+
+REGISTER_OP("GraceSignsEncode")
+    .Input("x: float")
+    .Input("residual: float")
+    .Output("bits: uint8")
+    .Output("scales: float")
+    .Output("out: float")
+    .Attr("block: int >= 0")
+    .Attr("threads: int >= 1 = 1")
+    .SetShapeFn([](InferenceContext* c) { return encoded(c, 1); });
+
+REGISTER_OP("GraceSignsMean")
+    .Input("bits: N * uint8")
+    .Input("scales: N * float")
+    .Output("out: float")
+    .Attr("N: int >= 1")
+    .Attr("n: int >= 0")
+    .Attr("block: int >= 0")
+    .Attr("threads: int >= 1 = 1")
+    .SetShapeFn(mean_of);
+
+REGISTER_OP("GraceIntsEncode")
+    .Input("x: float")
+    .Input("residual: float")
+    .Input("table: uint16")
+    .Input("offsets: uint16")
+    .Output("codes: uint8")
+    .Output("scales: float")
+    .Output("out: float")
+    .Attr("block: int >= 0")
+    .Attr("bits: int")
+    .Attr("stochastic: bool")
+    .Attr("start: int >= 0 = 0")
+    .Attr("threads: int >= 1 = 1")
+    .SetShapeFn(ints_shape);
+
+REGISTER_OP("GraceIntsMean")
+    .Input("codes: N * uint8")
+    .Input("scales: N * float")
+    .Output("out: float")
+    .Attr("N: int >= 1")
+    .Attr("n: int >= 0")
+    .Attr("block: int >= 0")
+    .Attr("bits: int")
+    .Attr("threads: int >= 1 = 1")
+    .SetShapeFn(mean_of);
+
+REGISTER_OP("GraceTopkEncode")
+    .Input("x: float")
+    .Input("residual: float")
+    .Output("values: float")
+    .Output("positions: int32")
+    .Output("out: float")
+    .Attr("k: int >= 0")
+    .Attr("threads: int >= 1 = 1")
+    .SetShapeFn(topk_shape);
+
+REGISTER_OP("GraceSparseMean")
+    .Input("values: N * float")
+    .Input("positions: N * int32")
+    .Output("out: float")
+    .Attr("N: int >= 1")
+    .Attr("n: int >= 0")
+    .Attr("threads: int >= 1 = 1")
+    .SetShapeFn(mean_of);
+
+template <class T>
+const T* data(const Tensor& x) {
+  return x.NumElements() ? x.flat<T>().data() : nullptr;
+}
+
+class GraceOp : public OpKernel {
+ public:
+  explicit GraceOp(OpKernelConstruction* c) : OpKernel(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("threads", &threads_));
+    if (c->HasAttr("block")) OP_REQUIRES_OK(c, c->GetAttr("block", &block_));
+    OP_REQUIRES(c, block_ % 8 == 0, errors::InvalidArgument("block=", block_, " must be a multiple of 8"));
+    if (c->HasAttr("n")) OP_REQUIRES_OK(c, c->GetAttr("n", &n_));
+    if (c->HasAttr("k")) OP_REQUIRES_OK(c, c->GetAttr("k", &k_));
+    if (!c->HasAttr("bits")) return;
+    OP_REQUIRES_OK(c, c->GetAttr("bits", &bits_));
+    OP_REQUIRES(c, bits_ == 8 || bits_ == 4 || bits_ == 2, errors::InvalidArgument("bits=", bits_));
+  }
+
+  void Compute(OpKernelContext* c) override {
+    OP_REQUIRES(c, kernels.loops, errors::FailedPrecondition("grace.kernels.tensorflow has not been loaded"));
+    // TensorFlow's threads may take subnormal numbers for zero; other toolkits would get other bits.
+    const port::ScopedDontFlushDenormal subnormals_count;
+    Run(c);
+  }
+
+ protected:
+  virtual void Run(OpKernelContext* c) = 0;
+
+  // x, the residual (null where it is empty), and out, which may be one of them; null if an error has been set.
+  float* Open(OpKernelContext* c, int index) {
+    const Tensor &x = c->input(0), &residual = c->input(1);
+    const auto refuse = [c](const char* why) -> float* {
+      c->SetStatus(errors::InvalidArgument(why));
+      return nullptr;
+    };
+    if (!TensorShapeUtils::IsVector(x.shape())) return refuse("x must be a vector");
+    if (residual.NumElements() != 0 && residual.NumElements() != x.NumElements())
+      return refuse("the residual must be empty or as long as x");
+    Tensor* out = nullptr;
+    const Status status = c->forward_input_or_allocate_output({0, 1}, index, x.shape(), &out);
+    if (!status.ok()) {
+      c->SetStatus(status);
+      return nullptr;
+    }
+    return out->flat<float>().data();
+  }
+
+  int64_t threads_ = 1, block_ = 0, n_ = 0, k_ = 0, bits_ = 1;
+};
+
+template <bool INTS>
+class Encode : public GraceOp {
+ public:
+  explicit Encode(OpKernelConstruction* c) : GraceOp(c) {
+    if (!INTS) return;
+    OP_REQUIRES_OK(c, c->GetAttr("stochastic", &stochastic_));
+    OP_REQUIRES_OK(c, c->GetAttr("start", &start_));
+  }
+
+ protected:
+  void Run(OpKernelContext* c) override {
+    float* out = Open(c, 2);
+    if (!c->status().ok()) return;
+    const int64_t n = c->input(0).NumElements();
+    Tensor *bytes = nullptr, *scales = nullptr;
+    OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({(n * bits_ + 7) / 8}), &bytes));
+    OP_REQUIRES_OK(c, c->allocate_output(1, TensorShape({blocks(n, block_)}), &scales));
+    const float *x = data<float>(c->input(0)), *residual = data<float>(c->input(1));
+    uint8_t* packed = bytes->flat<uint8>().data();
+    float* scale = scales->flat<float>().data();
+    if constexpr (INTS) {
+      const uint16_t *table = nullptr, *offsets = nullptr;
+      if (stochastic_ && n) {
+        const int64_t segments = (start_ + n - 1) / 65536 - start_ / 65536 + 1;
+        OP_REQUIRES(c, c->input(2).NumElements() == 65536 && c->input(3).NumElements() >= segments,
+                    errors::InvalidArgument("stochastic rounding needs a table of 65536 and ", segments, " offsets"));
+        table = data<uint16>(c->input(2)), offsets = data<uint16>(c->input(3));
+      }
+      kernels.ints_encode(kernels.loops, x, residual, out, packed, scale, n, block_, bits_, table, offsets, start_,
+                          threads_);
+    } else {
+      kernels.signs_encode(kernels.loops, x, residual, out, packed, scale, n, block_, threads_);
+    }
+  }
+
+ private:
+  bool stochastic_ = false;
+  int64_t start_ = 0;
+};
+
+template <bool INTS>
+class Mean : public GraceOp {
+ public:
+  using GraceOp::GraceOp;
+
+ protected:
+  void Run(OpKernelContext* c) override {
+    OpInputList bytes, scales;
+    OP_REQUIRES_OK(c, c->input_list(INTS ? "codes" : "bits", &bytes));
+    OP_REQUIRES_OK(c, c->input_list("scales", &scales));
+    std::vector<const uint8_t*> packed;
+    std::vector<const float*> scale;
+    for (int w = 0; w < bytes.size(); w++) {
+      OP_REQUIRES(c, bytes[w].NumElements() == (n_ * bits_ + 7) / 8 && scales[w].NumElements() == blocks(n_, block_),
+                  errors::InvalidArgument("worker ", w, " sent a payload of another size"));
+      packed.push_back(data<uint8>(bytes[w]));
+      scale.push_back(data<float>(scales[w]));
+    }
+    Tensor* out = nullptr;
+    OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({n_}), &out));
+    float* mean = out->flat<float>().data();
+    const int64_t workers = bytes.size();
+    if constexpr (INTS)
+      kernels.ints_mean(kernels.loops, packed.data(), scale.data(), workers, mean, n_, block_, bits_, threads_);
+    else
+      kernels.signs_mean(kernels.loops, packed.data(), scale.data(), workers, mean, n_, block_, threads_);
+  }
+};
+
+class TopkEncode : public GraceOp {
+ public:
+  using GraceOp::GraceOp;
+
+ protected:
+  void Run(OpKernelContext* c) override {
+    const int64_t n = c->input(0).NumElements();
+    OP_REQUIRES(c, k_ <= n, errors::InvalidArgument("k=", k_, " of ", n, " elements"));
+    float* out = Open(c, 2);
+    if (!c->status().ok()) return;
+    Tensor *values = nullptr, *positions = nullptr;
+    OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({k_}), &values));
+    OP_REQUIRES_OK(c, c->allocate_output(1, TensorShape({k_}), &positions));
+    OP_REQUIRES(c,
+                !kernels.topk_encode(kernels.loops, data<float>(c->input(0)), data<float>(c->input(1)), out,
+                                     values->flat<float>().data(), positions->flat<int32>().data(), n, k_, threads_),
+                errors::ResourceExhausted("top-k needs memory for about 2 k elements"));
+  }
+};
+
+class SparseMean : public GraceOp {
+ public:
+  using GraceOp::GraceOp;
+
+ protected:
+  void Run(OpKernelContext* c) override {
+    OpInputList values, positions;
+    OP_REQUIRES_OK(c, c->input_list("values", &values));
+    OP_REQUIRES_OK(c, c->input_list("positions", &positions));
+    std::vector<const float*> numbers;
+    std::vector<const int32_t*> places;
+    std::vector<int64_t> counts;
+    for (int w = 0; w < values.size(); w++) {
+      OP_REQUIRES(c, values[w].NumElements() == positions[w].NumElements(),
+                  errors::InvalidArgument("worker ", w, " sent more values than positions, or fewer"));
+      numbers.push_back(data<float>(values[w]));
+      places.push_back(data<int32>(positions[w]));
+      counts.push_back(values[w].NumElements());
+    }
+    Tensor* out = nullptr;
+    OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({n_}), &out));
+    const int64_t wrong = kernels.sparse_mean(kernels.loops, numbers.data(), places.data(), counts.data(),
+                                              values.size(), out->flat<float>().data(), n_, threads_);
+    OP_REQUIRES(c, wrong != -2, errors::ResourceExhausted("no memory to add up sparse vectors"));
+    OP_REQUIRES(c, wrong < 0,
+                errors::InvalidArgument("worker ", wrong, " sent positions that do not ascend within 0 .. ", n_ - 1));
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("GraceSignsEncode").Device(DEVICE_CPU), Encode<false>);
+REGISTER_KERNEL_BUILDER(Name("GraceSignsMean").Device(DEVICE_CPU), Mean<false>);
+REGISTER_KERNEL_BUILDER(Name("GraceIntsEncode").Device(DEVICE_CPU), Encode<true>);
+REGISTER_KERNEL_BUILDER(Name("GraceIntsMean").Device(DEVICE_CPU), Mean<true>);
+REGISTER_KERNEL_BUILDER(Name("GraceTopkEncode").Device(DEVICE_CPU), TopkEncode);
+REGISTER_KERNEL_BUILDER(Name("GraceSparseMean").Device(DEVICE_CPU), SparseMean);
+
+}  // namespace
+
+// The library of the kernels, and which of them to use. 0, or 1 if it lacks one.
+extern "C" __attribute__((visibility("default"))) int grace_tensorflow_use(const char* path, const void* loops) {
+  void* library = dlopen(path, RTLD_NOW);
+  if (!library) return 1;
+#define FIND(name)                                                                       \
+  kernels.name = reinterpret_cast<decltype(kernels.name)>(dlsym(library, "grace_" #name)); \
+  if (!kernels.name) return 1;
+  FUNCTIONS(FIND)
+  kernels.loops = static_cast<const grace::Loops*>(loops);
+  return 0;
+}

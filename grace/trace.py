@@ -1,0 +1,80 @@
+"""Where a step's time goes: totals for the report, and the last events as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+KINDS = ("compress", "wait", "decompress")
+EVENTS = 20_000  # that are kept: some hundred steps
+
+
+class Event(NamedTuple):
+    """Something that took a while, in seconds of `time.perf_counter`."""
+
+    name: str
+    kind: str
+    began: float
+    ended: float
+
+
+class Trace:
+    """What happened when. Kinds: "backward", "compress", "communicate", "wait" and "decompress"."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        self._events: deque[Event] = deque(maxlen=EVENTS)
+
+    def add(self, kind: str, name: str, began: float, ended: float | None = None) -> None:
+        """Note what began then and ends now, or at ``ended``."""
+        ended = time.perf_counter() if ended is None else ended
+        if kind in self.totals:
+            self.totals[kind] += ended - began
+        self._events.append(Event(name, kind, began, ended))
+
+    @contextmanager
+    def span(self, kind: str, name: str) -> Iterator[None]:
+        """Note the time that a block takes."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(kind, name, began)
+
+    def save(self, path: str | os.PathLike[str], rank: int) -> None:
+        """Write the last events in Chrome's trace format, for chrome://tracing or ui.perfetto.dev.
+
+        One process for each worker; tracks "backward", "worker" (compress, wait, decompress) and one for the messages
+        of each bucket, which overlap with the others.
+        """
+        first = min((event.began for event in self._events), default=0.0)
+        tracks: dict[str, int] = {"backward": 0, "worker": 1}
+        rows = []
+        for event in self._events:
+            track = event.kind if event.kind == "backward" else "worker"
+            if event.kind == "communicate":
+                track = f"messages of {event.name.rsplit('.', 1)[0]}"
+            rows.append(
+                {
+                    "name": f"{event.kind} {event.name}".strip(),
+                    "cat": event.kind,
+                    "ph": "X",
+                    "ts": (event.began - first) * 1e6,
+                    "dur": (event.ended - event.began) * 1e6,
+                    "pid": rank,
+                    "tid": tracks.setdefault(track, len(tracks)),
+                }
+            )
+        names = [_meta("process_name", rank, 0, f"worker {rank}")]
+        names += [_meta("thread_name", rank, number, track) for track, number in tracks.items()]
+        Path(path).write_text(json.dumps({"traceEvents": [*names, *rows], "displayTimeUnit": "ms"}))
+
+
+def _meta(kind: str, rank: int, track: int, name: str) -> dict[str, object]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}

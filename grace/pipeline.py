@@ -179,6 +179,8 @@ class Grace:
             "compressor": repr(self.method.compressor),
             "memory": repr(self.method.memory),
             "communicator": repr(self.communicator),
+            # Both decode the same numbers, but a graph may round a constant division otherwise than a kernel.
+            "the use of native kernels": "on" if self.xp.kernels else "off",
             **asdict(self.options),
         }
         mine = json.dumps([settings, [asdict(tensor) for tensor in tensors]])

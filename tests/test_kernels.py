@@ -124,7 +124,13 @@ def cases():
         yield 5001, kind, 1
 
 
-CASES = pytest.mark.parametrize("n, kind, threads", list(cases()), ids=lambda each: str(each))
+def with_blocks():
+    """The same with each size of blocks; of small vectors with those that make a difference."""
+    return [(*case, block) for case in cases() for block in BLOCKS if block in (0, 8) or block < 2 * case[0]]
+
+
+CASES = pytest.mark.parametrize("n, kind, threads", list(cases()), ids=str)
+BLOCK_CASES = pytest.mark.parametrize("n, kind, threads, block", with_blocks(), ids=str)
 
 
 def blocks_of(x, block):
@@ -162,8 +168,7 @@ def ulps(a, b):
     assert gap.size == 0 or gap.max() <= 1
 
 
-@CASES
-@pytest.mark.parametrize("block", BLOCKS)
+@BLOCK_CASES
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_signs_encode(lib, n, kind, threads, block):
     for x, residual, out, v in aliases(vector(n, 1, kind), vector(n, 2), n):
@@ -192,8 +197,7 @@ def test_signs_encode(lib, n, kind, threads, block):
             equal(again.check(), expected_bits)
 
 
-@CASES
-@pytest.mark.parametrize("block", BLOCKS)
+@BLOCK_CASES
 @pytest.mark.parametrize("workers", [1, 3, 4])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_signs_mean(lib, n, kind, threads, block, workers):
@@ -231,8 +235,7 @@ def ints_oracle(v, block, bits, noise):
     return packed, scales, kept
 
 
-@CASES
-@pytest.mark.parametrize("block", BLOCKS)
+@BLOCK_CASES
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -270,8 +273,7 @@ def test_ints_encode(lib, n, kind, threads, block, bits, stochastic):
                 equal(out.array, plain)
 
 
-@CASES
-@pytest.mark.parametrize("block", BLOCKS)
+@BLOCK_CASES
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -33,20 +33,27 @@ def encode(method: Method, x: Array, state: State, ctx: Context) -> tuple[Payloa
 
 
 def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array]:
-    xp = ctx.xp
-    payloads = []
+    xp, units = ctx.xp, -(-ctx.size // unit(compressor))
+    # Arrays of the whole payload, a little too long: parts that are put together in the end would be copied once more.
+    whole: list[Array] = []
+    ends: list[int] = []
     for start, stop in pieces(compressor, ctx):
         here, part = ctx.piece(start, stop - start), x[start:stop]
         if residual is not None:
             part = xp.add_to(part, residual[start:stop])
         payload, _ = compressor.compress(part, {}, here)  # type: ignore[misc]
-        payload = apart(payload, (part,), xp)
+        if not whole:
+            each = lengths(compressor, xp)
+            whole = [xp.empty(units * size, xp.dtype(array)) for size, array in zip(each, payload, strict=True)]
+            ends = [0] * len(whole)
+        for index, array in enumerate(payload):
+            first, ends[index] = ends[index], ends[index] + xp.shape(array)[0]
+            xp.write(whole[index][first : ends[index]], array)
         if residual is not None:
             left = compressor.residual(part, payload, here)
             if not xp.same_memory(left, x[start:stop]):
                 xp.write(x[start:stop], left)
-        payloads.append(payload)
-    return tuple(xp.concat(list(arrays)) for arrays in zip(*payloads, strict=True)), x
+    return tuple(array[:end] for array, end in zip(whole, ends, strict=True)), x
 
 
 def apart(arrays: Payload, others: Payload, xp: Any) -> Payload:

@@ -212,6 +212,13 @@ def test_signs_as_bits(ops, n):
     assert np.array_equal(ops(lambda xp, p: xp.unpack_signs(p, n), packed), np.where(x >= 0, 1.0, -1.0))
 
 
+@pytest.mark.parametrize("rows", [1, 50])
+def test_sum_abs(ops, rows):
+    x = mixed(special=False)[:1000].reshape(rows, -1)
+    np.testing.assert_allclose(ops(lambda xp, x: xp.sum_abs(x), x), abs(x.astype(np.float64)).sum(1), rtol=3e-7)
+    assert np.isnan(ops(lambda xp, x: xp.sum_abs(x), f32([[1, NAN], [1, 2]]))).tolist() == [True, False]
+
+
 def test_max_abs(ops):
     x = mixed()[:1000].reshape(50, 20)
     assert equal(ops(lambda xp, x: xp.max_abs(x), x), [NAN if np.isnan(row).any() else abs(row).max() for row in x])

@@ -16,7 +16,7 @@ from typing import Any
 from grace.rng import NOISE
 
 Array = Any
-PIECE = 2**18
+PIECE = 2**19
 """Elements that stay in a core's cache with a few temporaries: larger pieces leave it, smaller ones cost more calls."""
 ITEMSIZE = {
     "bool": 1,
@@ -166,8 +166,8 @@ class Backend(ABC):
         """x * y, but may reuse x's memory: x is spent, and no smaller than y."""
         return x * y
 
-    def divide_in(self, x: Array, y: float) -> Array:
-        """x / y, but may reuse x's memory: x is spent."""
+    def divide_in(self, x: Array, y: Any) -> Array:
+        """x / y, but may reuse x's memory: x is spent, and no smaller than y."""
         return x / y
 
     @abstractmethod
@@ -223,6 +223,10 @@ class Backend(ABC):
     @abstractmethod
     def max(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
         """NaN if any element is NaN. x must not be empty along the axis."""
+
+    def sum_abs(self, x: Array) -> Array:
+        """[m, n] -> [m]: each row's sum of magnitudes; right but for its last bits, however long the row is."""
+        return self.sum(self.abs(x), 1)
 
     def max_abs(self, x: Array) -> Array:
         """[m, n] -> [m]: each row's largest magnitude; NaN if it has NaN."""

@@ -101,7 +101,7 @@ class NumpyBackend(Backend):
     def multiply_in(self, x: Array, y: Any) -> Array:
         return np.multiply(x, y, out=x)
 
-    def divide_in(self, x: Array, y: float) -> Array:
+    def divide_in(self, x: Array, y: Any) -> Array:
         return np.divide(x, y, out=x)
 
     def where(self, condition: Array, x: Any, y: Any) -> Array:

@@ -38,13 +38,13 @@ class Pool:
     with them. Whether an array is free is read off its reference count, so nobody has to hand anything back.
     """
 
-    SMALL = 2**18  # bytes: what the C library keeps by itself
+    SMALL = 2**17  # bytes: what the C library keeps by itself
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._arrays: list[Any] = []
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Array:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
         size = math.prod(shape) * dtype.itemsize
         if size < self.SMALL:
             return torch.empty(shape, dtype=dtype)
@@ -167,7 +167,9 @@ class TorchBackend(Backend):
         return x.permute(tuple(axes))
 
     def cast(self, x: Array, dtype: str) -> Array:
-        return x.to(DTYPES[dtype])
+        if x.dtype == DTYPES[dtype] or not self.on_host:
+            return x.to(DTYPES[dtype])
+        return POOL.empty(x.shape, DTYPES[dtype]).copy_(x)
 
     def bitcast(self, x: Array, dtype: str) -> Array:
         x = x.contiguous()
@@ -187,7 +189,7 @@ class TorchBackend(Backend):
     def multiply_in(self, x: Array, y: Any) -> Array:
         return x.mul_(y)
 
-    def divide_in(self, x: Array, y: float) -> Array:
+    def divide_in(self, x: Array, y: Any) -> Array:
         return x.div_(y)
 
     def where(self, condition: Array, x: Any, y: Any) -> Array:
@@ -197,16 +199,16 @@ class TorchBackend(Backend):
         return x if self.on_host and bool(ok.all()) else torch.where(ok, x, other())
 
     def abs(self, x: Array) -> Array:
-        return torch.abs(x)
+        return torch.abs(x, out=self._room(x))
 
     def sign(self, x: Array) -> Array:
         return torch.sign(x)
 
     def floor(self, x: Array) -> Array:
-        return torch.floor(x)
+        return torch.floor(x, out=self._room(x))
 
     def round(self, x: Array) -> Array:
-        return torch.round(x)
+        return torch.round(x, out=self._room(x))
 
     def sqrt(self, x: Array) -> Array:
         # PyTorch's vectorised float32 root is off by one bit at times; the other toolkits' are not.
@@ -231,6 +233,16 @@ class TorchBackend(Backend):
         if self.on_host and x.dtype == torch.float32:
             return torch.from_numpy(np.asarray(np.isfinite(x.numpy())))
         return torch.isfinite(x)
+
+    def sum_abs(self, x: Array) -> Array:
+        # Short rows need no float64: PyTorch adds up in a tree, and a wide copy costs more than the sum.
+        return torch.sum(self.abs(x), 1) if self.on_host and x.shape[1] <= 4096 else self.sum(self.abs(x), 1)
+
+    def _room(self, x: Array) -> Array | None:
+        # For a result as large as x. None: PyTorch finds some itself.
+        if not self.on_host or x.nbytes < POOL.SMALL or x.requires_grad:
+            return None
+        return POOL.empty(x.shape, x.dtype)
 
     def max_abs(self, x: Array) -> Array:
         return torch.maximum(x.amax(1), x.amin(1).neg_())  # no temporary; NaN wins in all three
@@ -364,7 +376,7 @@ class TorchBackend(Backend):
         if n < LARGE:
             return super().noise(table, keys, start, n)
         whole = self._whole_table(table)
-        noise = torch.empty(n, device=self.device)
+        noise = self.empty(n)
         for row, at, first, count in noise_rows(start, n):
             torch.add(whole[first : first + count], noise_offset(keys, row), out=noise[at : at + count])
         return noise.frac_()
@@ -389,7 +401,7 @@ class TorchBackend(Backend):
         if not self.on_host:
             return super().unpack_signs(packed, n)
         bits = torch.from_numpy(np.unpackbits(packed.numpy(), count=n, bitorder="little"))
-        return bits.float().mul_(2.0).sub_(1.0)
+        return self.cast(bits.view(torch.int8).mul_(2).sub_(1), "float32")  # bytes, as long as that is possible
 
     def cell(self, value: Array) -> Any:
         return Cell(value)

@@ -54,7 +54,8 @@ class BlockInt(Rounded):
         xp, n = ctx.xp, ctx.size
         rows = blocks.rows(xp, x, self.block)
         scale = xp.max_abs(rows)
-        steps = blocks.flat(xp, xp.multiply_in(rows / blocks.divisor(xp, scale), float(self.top)), n)
+        relative = xp.divide_in(xp.copy(rows), blocks.divisor(xp, scale))
+        steps = blocks.flat(xp, xp.multiply_in(relative, float(self.top)), n)
         steps = xp.floor(xp.add_to(steps, ctx.rng("round").noise(n))) if self.unbiased else xp.round(steps)
         return (pack(xp, self.bits, xp.cast(steps, "int8")), scale), state
 

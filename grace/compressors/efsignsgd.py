@@ -28,7 +28,7 @@ class EFSignSGD(Blockwise):
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
-        total = xp.sum(blocks.rows(xp, xp.abs(x), self.block), 1)
+        total = xp.sum_abs(blocks.rows(xp, x, self.block))
         return (xp.pack_signs(x), total / blocks.counts(xp, n, self.block)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:

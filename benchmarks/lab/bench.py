@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ class Options:
     """Seconds in which a job must end."""
     peer: str = ""
     """A checkout of upstream GRACE."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment of every launch."""
 
 
 def measure(
@@ -72,6 +74,7 @@ def measure(
                         "reached": reached,
                         "repeat": repeat,
                         "burst": options.burst,
+                        "env": options.env,
                         "load": os.getloadavg()[0],
                         "time": time.time(),
                         **row,
@@ -135,7 +138,7 @@ def _launch(lab: Lab, jobs: Sequence[tuple[Case, str]], options: Options) -> tup
         def alive() -> int:
             return sum(path.stat().st_size for path in folder.glob("*.jsonl"))
 
-        launch, env = LAUNCHERS[jobs[0][0].launcher], jobs[0][0].env
+        launch, env = LAUNCHERS[jobs[0][0].launcher], {**options.env, **jobs[0][0].env}
         command = (sys.executable, "-m", "benchmarks.lab.train", folder / "plan.json", folder)
         outcome = launch(lab, *command, env=env, timeout=options.timeout, alive=alive)
         ranks: dict[int, dict[int, Row]] = {}

@@ -63,6 +63,7 @@ def run(
     burst: Burst = 0,
     isolated: Annotated[bool, typer.Option(help="A launch of its own for every job.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds in which a job must end.")] = 240.0,
+    env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the workers; may be repeated.")] = None,
     seed: int = 0,
 ) -> None:
     """Train by every case, and show seconds per step, bytes on the wire and loss."""
@@ -71,8 +72,19 @@ def run(
             raise LabError(f"no model is named {sorted(unknown)[0]!r}: choose of mlp, cnn, lm")
         if peer is not None and not (peer / "grace_dl").is_dir():
             raise LabError(f"{peer} is no checkout of upstream GRACE: it has no folder grace_dl")
+        if bad := [pair for pair in env or () if "=" not in pair]:
+            raise LabError(f"--env {bad[0]!r}: write NAME=VALUE")
         options = bench.Options(
-            steps, budget, repeats, seed, losses, burst or None, isolated, timeout, str(peer.resolve()) if peer else ""
+            steps=steps,
+            budget=budget,
+            repeats=repeats,
+            seed=seed,
+            losses=losses,
+            burst=burst or None,
+            isolated=isolated,
+            timeout=timeout,
+            peer=str(peer.resolve()) if peer else "",
+            env=dict(pair.split("=", 1) for pair in env or ()),
         )
         names = _words(cases)
         select(names)

@@ -12,7 +12,10 @@ from benchmarks.lab.bench import Row
 from benchmarks.lab.network import bits_per_second
 
 EMULATED = "emulated network"
-HEAD = ("case", "s/step", "spread", "x dense", "MB on wire", "MB sent", "compute s", "wait s", "bound s", "held", "loss")
+HEAD = (
+    *("case", "s/step", "spread", "x dense", "MB on wire", "MB sent"),
+    *("cpu s", "compute s", "wait s", "bound s", "held", "loss"),
+)
 DENSE = ("ddp-fp32", "hvd-fp32")
 
 
@@ -30,7 +33,7 @@ def groups(lines: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
 def cells(line: Row, dense: float | None) -> tuple[str, ...]:
     """One line of a table, as `HEAD` names it."""
     if "seconds" not in line:
-        return (line["case"], "failed", "", "", "", "", "", "", "", "", line.get("error", ""))
+        return (line["case"], "failed", *[""] * (len(HEAD) - 3), line.get("error", ""))
     times = line.get("times", {})
     return (
         line["case"],
@@ -39,6 +42,7 @@ def cells(line: Row, dense: float | None) -> tuple[str, ...]:
         f"{dense / line['seconds']:.1f}" if dense else "",
         f"{line['wire'] / 1e6:.2f}",
         f"{line['sent'] / 1e6:.2f}" if "sent" in line else "",
+        f"{line['cpu']:.3f}",
         f"{times['compute']:.3f}" if "compute" in times else "",
         f"{times['wait']:.3f}" if "wait" in times else "",
         f"{line['bound']:.3f}" if "bound" in line else "",

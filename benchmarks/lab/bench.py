@@ -105,17 +105,17 @@ def _batches(lab: Lab, jobs: list[tuple[Case, str]], options: Options, tell: Tel
         todo = [job for job in jobs if launch_of(job) == key]
         while todo:
             part = todo[:1] if options.isolated else todo
-            rows, reason = _launch(lab, part, options)
+            rows, reason = _launch(lab, part, options, tell)
             for row in rows:
-                where = row.get("error") or f"{row['seconds']:.3f} s per step, {row['steps']} steps"
-                tell(f"  {row['case']['name']} {row['model']}: {where}")
+                if "error" in row:
+                    tell(f"  {row['case']['name']} {row['model']}: {row['error']}")
                 yield row
             if not rows:  # nothing began: what stops one job would stop them all
                 raise RuntimeError(f"{key[0]} did not start: {reason}")
             todo = todo[len(rows) :]
 
 
-def _launch(lab: Lab, jobs: Sequence[tuple[Case, str]], options: Options) -> tuple[list[Row], str]:
+def _launch(lab: Lab, jobs: Sequence[tuple[Case, str]], options: Options, tell: Tell) -> tuple[list[Row], str]:
     # The rows of the jobs that ended, the last of them perhaps with an error; and what went wrong.
     with tempfile.TemporaryDirectory(prefix="jobs-", dir=lab.folder) as name:
         folder = Path(name)
@@ -135,7 +135,17 @@ def _launch(lab: Lab, jobs: Sequence[tuple[Case, str]], options: Options) -> tup
         }
         (folder / "plan.json").write_text(json.dumps(plan))
 
+        told = 0
+
         def alive() -> int:
+            nonlocal told
+            first = folder / "0.jsonl"
+            lines = first.read_text().splitlines()[told:] if first.exists() else []
+            for found in map(json.loads, lines):
+                if "job" in found:
+                    case, model = jobs[found["job"]]
+                    tell(f"  {case.name} {model}: {found['seconds']:.3f} s per step, {found['steps']} steps")
+            told += len(lines)
             return sum(path.stat().st_size for path in folder.glob("*.jsonl"))
 
         launch, env = LAUNCHERS[jobs[0][0].launcher], {**options.env, **jobs[0][0].env}
@@ -167,7 +177,10 @@ def joined(ranks: Sequence[Row]) -> Row:
     """One row out of what every rank told: the slowest one's time, the busiest link's bytes."""
     slowest = max(ranks, key=lambda found: found["seconds"])
     row = {key: ranks[0][key] for key in ("steps", "complete", "loss", "losses", "parameters")}
-    row |= {key: max(found[key] for found in ranks) for key in ("seconds", "seconds_mean", "cpu", "peak_rss")}
+    row |= {
+        key: max(found[key] for found in ranks)
+        for key in ("seconds", "seconds_mean", "cpu", "kernel", "faults", "peak_rss")
+    }
     row |= {key: max(found[key] for found in ranks) for key in ("tx", "rx")}
     row |= {key: max(found[key] for found in ranks) for key in ("sent", "received") if key in ranks[0]}
     row["seconds_all"] = slowest["seconds_all"]
@@ -196,7 +209,7 @@ def summary(rows: Iterable[Row]) -> list[Row]:
             line["error"] = group[0]["error"].splitlines()[-1]
             out.append(line)
             continue
-        for key in ("seconds", "cpu", "tx", "rx", "sent", "received"):
+        for key in ("seconds", "cpu", "kernel", "faults", "tx", "rx", "sent", "received"):
             if key in good[0]:
                 line[key] = statistics.median(row[key] for row in good)
         line["spread"] = max(row["seconds"] for row in good) / min(row["seconds"] for row in good)

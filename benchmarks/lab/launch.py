@@ -115,6 +115,8 @@ def _run(
                     )
             reason = _watch(processes, timeout, alive)
         finally:
+            for process in processes:
+                process.kill()
             lab.stop()
             for process in processes:
                 process.wait()

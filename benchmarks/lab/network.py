@@ -92,6 +92,7 @@ class Host:
         self.name = f"{lab}-h{index}"
         self.address = f"10.77.0.{index + 1}"
         self.sshd: subprocess.Popen[bytes] | None = None
+        self.started: list[subprocess.Popen[bytes]] = []
 
     def command(self, *words: Any) -> list[str]:
         """The command line that runs a command on this host."""
@@ -99,13 +100,15 @@ class Host:
 
     def popen(self, *words: Any, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
         """Start a command on this host."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             self.command(*words),
             env={**os.environ, **(env or {})},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             **options,
         )
+        self.started = [earlier for earlier in self.started if earlier.poll() is None] + [process]
+        return process
 
     def processes(self) -> set[int]:
         """All that runs on this host, except its sshd."""
@@ -165,10 +168,12 @@ class Lab:
 
     def close(self) -> None:
         """Stop all that runs on the hosts, and remove them."""
+        started = [process for host in self.hosts for process in host.started]
+        for process in started:  # some may not have reached their host yet
+            process.kill()
         _remove(self.name)
-        for host in self.hosts:
-            if host.sshd is not None:
-                host.sshd.wait()
+        for process in started:
+            process.wait()
 
     def stop(self) -> None:
         """Kill all that runs on the hosts, except their sshd."""

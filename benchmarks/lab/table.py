@@ -14,7 +14,7 @@ from benchmarks.lab.network import bits_per_second
 EMULATED = "emulated network"
 HEAD = (
     *("case", "s/step", "spread", "x dense", "MB on wire", "MB sent"),
-    *("cpu s", "compute s", "wait s", "bound s", "held", "loss"),
+    *("cpu s", "kernel s", "compute s", "wait s", "bound s", "held", "loss"),
 )
 DENSE = ("ddp-fp32", "hvd-fp32")
 
@@ -43,6 +43,7 @@ def cells(line: Row, dense: float | None) -> tuple[str, ...]:
         f"{line['wire'] / 1e6:.2f}",
         f"{line['sent'] / 1e6:.2f}" if "sent" in line else "",
         f"{line['cpu']:.3f}",
+        f"{line['kernel']:.3f}",
         f"{times['compute']:.3f}" if "compute" in times else "",
         f"{times['wait']:.3f}" if "wait" in times else "",
         f"{line['bound']:.3f}" if "bound" in line else "",

@@ -84,7 +84,7 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
     steps = world.agree(max(min(job["steps"], fit), LEAST))
     seconds.clear()
     before, report = traffic(), joined.grc and joined.grc.report()
-    cpu, began = time.process_time(), time.perf_counter()
+    usage, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     paused = 0.0
     for index in range(steps):
         step(WARM_UP + index)
@@ -93,7 +93,7 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
             losses.append((WARM_UP + index + 1, task.held_out_loss(model)))
             paused += time.perf_counter() - pause
     wall = time.perf_counter() - began - paused
-    cpu = time.process_time() - cpu
+    used = resource.getrusage(resource.RUSAGE_SELF)
     world.agree(0)
     after = traffic()
     found = {
@@ -103,13 +103,15 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
         "seconds": statistics.median(seconds),
         "seconds_all": [round(s, 5) for s in seconds[:200]],
         "seconds_mean": wall / steps,
-        "cpu": cpu / steps,
+        "cpu": (used.ru_utime - usage.ru_utime + used.ru_stime - usage.ru_stime) / steps,
+        "kernel": (used.ru_stime - usage.ru_stime) / steps,
+        "faults": (used.ru_minflt - usage.ru_minflt) / steps,
         "tx": (after[0] - before[0]) / steps,
         "rx": (after[1] - before[1]) / steps,
         "losses": losses,
         "loss": task.held_out_loss(model) if world.rank == 0 else None,
         "complete": steps == job["steps"],
-        "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss": used.ru_maxrss * 1024,
     }
     if joined.grc:
         now = joined.grc.report()

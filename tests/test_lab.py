@@ -156,7 +156,7 @@ def test_summary_takes_medians_and_compares_with_the_bound():
     assert not dense["held"]
     assert topk["held"]
     assert topk["times"] == times
-    assert failed["error"] == "two"
+    assert failed["error"] == "one"
     assert "seconds" not in failed
 
 

@@ -206,7 +206,7 @@ def summary(rows: Iterable[Row]) -> list[Row]:
         good = [row for row in group if "error" not in row]
         line["failed"] = len(group) - len(good)
         if not good:
-            line["error"] = group[0]["error"].splitlines()[-1]
+            line["error"] = group[0]["error"].splitlines()[0][:50]
             out.append(line)
             continue
         for key in ("seconds", "cpu", "kernel", "faults", "tx", "rx", "sent", "received"):

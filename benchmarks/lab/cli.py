@@ -176,7 +176,7 @@ def _show(rows: list[Any], plot: Path | None, markdown: bool = False) -> None:
     if markdown:
         print(table.markdown(lines))
     else:
-        console = Console() if sys.stdout.isatty() else Console(width=150)
+        console = Console() if sys.stdout.isatty() else Console(width=170)
         for found in table.tables(lines):
             console.print(found)
     if plot is not None:

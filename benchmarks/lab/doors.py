@@ -35,14 +35,14 @@ def horovod(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str
     return Joined(model, hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression))
 
 
-def _ddp(model: nn.Module) -> Any:
-    # torch's PowerSGD hook was seen to abort with default buckets; with their default size given explicitly it runs.
-    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=25)
+def _ddp(model: nn.Module, bucket_mb: float = 25) -> Any:
+    # DDP's default, given explicitly: without it the first bucket has another size, and torch's PowerSGD hook aborts.
+    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
 
 
 def ddp(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Any], peer: str) -> Joined:
     """DistributedDataParallel, with one of torch's own hooks or none."""
-    wrapped = _ddp(model)
+    wrapped = _ddp(model, params.get("bucket_mb", 25))
     if params.get("hook") == "fp16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 

@@ -10,7 +10,7 @@ JOBS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs clean
+.PHONY: help install demo test check format docs lab clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ docs: $(VENV)/.docs ## build the documentation into site/
 $(VENV)/.docs: $(VENV)/.installed
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[docs]'
 	@touch $@
+
+# The lab says what it lacks (root, openssh-server, iproute2) and how to get it; it installs nothing.
+lab: install ## train across an emulated network and compare with others (about 10 minutes; needs root)
+	$(BIN)/python -m benchmarks.lab run $(ARGS)
 
 clean: ## remove what was built; .venv and the cache of Horovod wheels stay
 	rm -rf build dist site out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,231 @@
+"""Run cases in the lab, interleaved and repeated, and keep what every one of them gave as a line of JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lab.cases import Case
+from benchmarks.lab.launch import LAUNCHERS
+from benchmarks.lab.network import Lab, bits_per_second, parse_topology
+from benchmarks.lab.probe import probe
+
+Row = dict[str, Any]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is common to all jobs."""
+
+    steps: int = 20
+    budget: float = 8.0
+    """Seconds of timed steps per job, beyond which it makes fewer steps; 0: always all of them."""
+    repeats: int = 2
+    seed: int = 0
+    losses: int = 0
+    """How often the held-out loss is looked at on the way."""
+    burst: int | None = None
+    isolated: bool = False
+    """A launch of its own for every job."""
+    timeout: float = 240.0
+    """Seconds in which a job must end."""
+    peer: str = ""
+    """A checkout of upstream GRACE."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment of every launch."""
+
+
+def measure(
+    topologies: Sequence[str],
+    rates: Sequence[str],
+    models: Sequence[str],
+    cases_of: Callable[[int], list[Case]],
+    options: Options,
+    tell: Tell = print,
+) -> Iterator[Row]:
+    """All combinations, in shuffled order within each repeat. ``cases_of(workers_per_host)`` gives the cases."""
+    order = random.Random(options.seed)
+    for text in topologies:
+        hosts, workers = parse_topology(text)
+        with Lab(hosts, rates[0], workers, options.burst) as lab:
+            for repeat, rate in itertools.product(range(options.repeats), rates):
+                lab.shape(rate, options.burst)
+                reached = probe(lab) if hosts > 1 else None
+                tell(f"{lab.topology} hosts at {rate}: a probe reaches {(reached or 0) / 1e6:.0f} Mbit/s")
+                jobs = list(itertools.product(cases_of(workers), models))
+                order.shuffle(jobs)
+                for row in _batches(lab, jobs, options, tell):
+                    yield {
+                        "hosts": lab.topology,
+                        "workers": lab.size,
+                        "rate": rate,
+                        "reached": reached,
+                        "repeat": repeat,
+                        "burst": options.burst,
+                        "env": options.env,
+                        "load": os.getloadavg()[0],
+                        "time": time.time(),
+                        **row,
+                    }
+
+
+def machine() -> Row:
+    """What the figures were measured on."""
+    import torch
+
+    info = Path("/proc/cpuinfo").read_text()
+    name = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "")
+    return {
+        "cpu": name,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load": os.getloadavg()[0],
+    }
+
+
+def _batches(lab: Lab, jobs: list[tuple[Case, str]], options: Options, tell: Tell) -> Iterator[Row]:
+    # Jobs that one launch can run, for each launcher and environment.
+    def launch_of(job: tuple[Case, str]) -> tuple[Any, ...]:
+        return job[0].launcher, tuple(sorted(job[0].env.items()))
+
+    for key in dict.fromkeys(map(launch_of, jobs)):
+        todo = [job for job in jobs if launch_of(job) == key]
+        while todo:
+            part = todo[:1] if options.isolated else todo
+            rows, reason = _launch(lab, part, options, tell)
+            for row in rows:
+                if "error" in row:
+                    tell(f"  {row['case']['name']} {row['model']}: {row['error']}")
+                yield row
+            if not rows:  # nothing began: what stops one job would stop them all
+                raise RuntimeError(f"{key[0]} did not start: {reason}")
+            todo = todo[len(rows) :]
+
+
+def _launch(lab: Lab, jobs: Sequence[tuple[Case, str]], options: Options, tell: Tell) -> tuple[list[Row], str]:
+    # The rows of the jobs that ended, the last of them perhaps with an error; and what went wrong.
+    with tempfile.TemporaryDirectory(prefix="jobs-", dir=lab.folder) as name:
+        folder = Path(name)
+        plan = {
+            "peer": options.peer,
+            "jobs": [
+                {
+                    "case": case.to_dict(),
+                    "model": model,
+                    "seed": options.seed,
+                    "steps": options.steps,
+                    "budget": options.budget,
+                    "losses": options.losses,
+                }
+                for case, model in jobs
+            ],
+        }
+        (folder / "plan.json").write_text(json.dumps(plan))
+
+        told = 0
+
+        def alive() -> int:
+            nonlocal told
+            first = folder / "0.jsonl"
+            lines = first.read_text().splitlines()[told:] if first.exists() else []
+            for found in map(json.loads, lines):
+                if "job" in found:
+                    case, model = jobs[found["job"]]
+                    tell(f"  {case.name} {model}: {found['seconds']:.3f} s per step, {found['steps']} steps")
+            told += len(lines)
+            return sum(path.stat().st_size for path in folder.glob("*.jsonl"))
+
+        launch, env = LAUNCHERS[jobs[0][0].launcher], {**options.env, **jobs[0][0].env}
+        command = (sys.executable, "-m", "benchmarks.lab.train", folder / "plan.json", folder)
+        outcome = launch(lab, *command, env=env, timeout=options.timeout, alive=alive)
+        ranks: dict[int, dict[int, Row]] = {}
+        begun: set[int] = set()
+        for path in folder.glob("*.jsonl"):
+            for line in path.read_text().splitlines():
+                found = json.loads(line)
+                if "begins" in found:
+                    begun.add(found["begins"])
+                else:
+                    ranks.setdefault(found["job"], {})[found["rank"]] = found
+    rows = []
+    for index, (case, model) in enumerate(jobs):
+        head = {"case": case.to_dict(), "model": model}
+        if len(ranks.get(index, {})) == lab.size:
+            rows.append({**head, **joined([ranks[index][rank] for rank in range(lab.size)])})
+        elif index in begun:
+            rows.append({**head, "error": str(outcome)})
+            break
+        else:
+            break
+    return rows, str(outcome)
+
+
+def joined(ranks: Sequence[Row]) -> Row:
+    """One row out of what every rank told: the slowest one's time, the busiest link's bytes."""
+    slowest = max(ranks, key=lambda found: found["seconds"])
+    row = {key: ranks[0][key] for key in ("steps", "complete", "loss", "losses", "parameters")}
+    row |= {
+        key: max(found[key] for found in ranks)
+        for key in ("seconds", "seconds_mean", "cpu", "kernel", "faults", "peak_rss")
+    }
+    row |= {key: max(found[key] for found in ranks) for key in ("tx", "rx")}
+    row |= {key: max(found[key] for found in ranks) for key in ("sent", "received") if key in ranks[0]}
+    row["seconds_all"] = slowest["seconds_all"]
+    if "times" in slowest:
+        row["times"] = slowest["times"]
+    return row
+
+
+def bound(alone: float, wire: float, rate: str, rounds: int) -> float:
+    """What a step may take: 1.3 x (step without communication + bytes on the wire / link rate) + 15 ms per round."""
+    return 1.3 * (alone + 8 * wire / bits_per_second(rate)) + 0.015 * rounds
+
+
+def summary(rows: Iterable[Row]) -> list[Row]:
+    """Medians over repeats, in the order of the rows, with the bound where there is what it needs."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["hosts"], row["model"], row["rate"], row["case"]["name"]), []).append(row)
+    out = []
+    for (hosts, model, rate, name), group in groups.items():
+        case = group[0]["case"]
+        line: Row = {"hosts": hosts, "model": model, "rate": rate, "case": name, "ours": case["door"][:5] == "grace"}
+        good = [row for row in group if "error" not in row]
+        line["failed"] = len(group) - len(good)
+        if not good:
+            line["error"] = group[0]["error"].splitlines()[0][:50]
+            out.append(line)
+            continue
+        for key in ("seconds", "cpu", "kernel", "faults", "tx", "rx", "sent", "received"):
+            if key in good[0]:
+                line[key] = statistics.median(row[key] for row in good)
+        line["spread"] = max(row["seconds"] for row in good) / min(row["seconds"] for row in good)
+        line["repeats"] = len(good)
+        line["steps"] = good[0]["steps"]
+        line["wire"] = max(line["tx"], line["rx"])
+        if all(row["complete"] for row in good):
+            line["loss"] = statistics.median(row["loss"] for row in good)
+            line["losses"] = good[0]["losses"]
+        if "times" in good[0]:
+            keys = good[0]["times"]
+            line["times"] = {key: statistics.median(row["times"].get(key, 0.0) for row in good) for key in keys}
+        quiet = [row["seconds"] for row in groups.get((hosts, model, rate, "alone"), []) if "error" not in row]
+        if quiet and name != "alone":
+            line["alone"] = statistics.median(quiet)
+            line["bound"] = bound(line["alone"], line["wire"], rate, case["rounds"])
+            line["held"] = line["seconds"] <= line["bound"]
+        out.append(line)
+    return out

@@ -1,0 +1,133 @@
+"""What is compared: one row for each way to average gradients. Add a row to measure another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from benchmarks.lab.network import LabError
+
+TORCHRUN, HOROVODRUN = "torchrun", "horovodrun"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train."""
+
+    name: str
+    door: str
+    """Who exchanges the gradients: a function of doors.py."""
+    launcher: str
+    params: dict[str, Any] = field(default_factory=dict)
+    """What the door is told; for ours, the dictionary of ``grace_from_params``."""
+    rounds: int = 1
+    """Exchanges that must follow one another in a step; the bound allows 15 ms for each."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment of the launch."""
+    nodes: bool = False
+    """Needs several workers on each host."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether GRACE exchanges."""
+        return self.door.startswith("grace")
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+# Name, parameters, rounds.
+METHODS: list[tuple[str, dict[str, Any], int]] = [
+    ("none", {"compressor": "none"}, 1),
+    ("fp16", {"compressor": "fp16"}, 1),
+    ("topk", {"compressor": "topk", "compress_ratio": 0.01}, 1),
+    ("topk-ef", {"compressor": "topk", "compress_ratio": 0.01, "index_coding": "elias_fano"}, 1),
+    ("dgc", {"compressor": "dgc", "memory": "dgc", "compress_ratio": 0.01}, 2),
+    ("sign", {"compressor": "efsignsgd", "block_size": 512, "communicator": "allgather"}, 1),
+    ("sign-2stage", {"compressor": "efsignsgd", "block_size": 512, "communicator": "twostage"}, 2),
+    ("onebit", {"compressor": "onebit"}, 1),
+    ("int8", {"compressor": "blockint", "bits": 8, "communicator": "allgather"}, 1),
+    ("int8-2stage", {"compressor": "blockint", "bits": 8, "communicator": "twostage"}, 2),
+    ("int4", {"compressor": "blockint", "bits": 4, "communicator": "allgather"}, 1),
+    ("int4-2stage", {"compressor": "blockint", "bits": 4, "communicator": "twostage"}, 2),
+    ("qsgd", {"compressor": "qsgd", "communicator": "allgather"}, 1),
+    ("qsgd-2stage", {"compressor": "qsgd", "communicator": "twostage"}, 2),
+    ("powersgd", {"compressor": "powersgd", "compress_rank": 4}, 2),
+]
+
+BASELINES = [
+    Case("alone", "alone", TORCHRUN, rounds=0),
+    Case("hvd-fp32", "horovod", HOROVODRUN),
+    Case("hvd-fp16", "horovod", HOROVODRUN, {"compression": "fp16"}),
+    Case("ddp-fp32", "ddp", TORCHRUN),
+    Case("ddp-fp16", "ddp", TORCHRUN, {"hook": "fp16"}),
+    Case("ddp-powersgd", "ddp", TORCHRUN, {"hook": "powersgd", "rank": 4}, rounds=3),
+    # With several buckets this hook was seen to abort in gloo (its callbacks begin collectives in different orders).
+    Case("ddp-powersgd-1bucket", "ddp", TORCHRUN, {"hook": "powersgd", "rank": 4, "bucket_mb": 1000}, rounds=3),
+]
+
+# Needs --peer. efsignsgd adds workers up and divides by lr: with their number as lr, and the residual, it is a mean.
+UPSTREAM = [
+    Case("upstream-topk", "upstream", TORCHRUN, {"compressor": "topk", "compress_ratio": 0.01}),
+    Case("upstream-sign", "upstream", TORCHRUN, {"compressor": "efsignsgd", "lr": "world_size"}),
+    Case("upstream-qsgd", "upstream", TORCHRUN, {"compressor": "qsgd", "quantum_num": 127, "memory": "none"}),
+]
+
+OURS = [
+    Case(f"{prefix}-{name}", door, launcher, params, rounds)
+    for prefix, door, launcher in (
+        ("grace-hvd", "grace", HOROVODRUN),
+        ("grace-torch", "grace", TORCHRUN),
+        ("grace-ddp", "grace_ddp", TORCHRUN),
+    )
+    for name, params, rounds in METHODS
+]
+
+NODES = [
+    Case(
+        f"grace-{label}-node-{name}",
+        "grace",
+        launcher,
+        {**params, "communicator": "hierarchical", "outer": outer},
+        rounds + 2,
+        {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if label == "hvd" else {},
+        nodes=True,
+    )
+    for label, launcher in (("hvd", HOROVODRUN), ("torch", TORCHRUN))
+    for name, params, rounds, outer in (
+        ("fp16", {"compressor": "fp16"}, 1, "allreduce"),
+        ("topk", {"compressor": "topk", "compress_ratio": 0.01}, 1, "allgather"),
+        ("sign", {"compressor": "efsignsgd", "block_size": 512}, 1, "allgather"),
+        ("powersgd", {"compressor": "powersgd", "compress_rank": 4}, 2, "allreduce"),
+    )
+]
+
+CASES = [*BASELINES, *UPSTREAM, *OURS, *NODES]
+
+SETS = {
+    "all": ["*"],
+    "baselines": [case.name for case in BASELINES],
+    "upstream": [case.name for case in UPSTREAM],
+    "ours": ["grace-*"],
+    "quick": [
+        *("alone", "hvd-fp32", "hvd-fp16", "ddp-*", "upstream-*"),
+        *(f"grace-{door}-{name}" for door in ("hvd", "torch") for name in ("topk", "sign", "int8", "powersgd")),
+    ],
+}
+
+
+def select(patterns: Sequence[str], workers_per_host: int = 1, peer: bool = True) -> list[Case]:
+    """The cases that the patterns (names, with * and ?, or names of `SETS`) name, as far as they fit.
+
+    ``alone`` is always among them: the bound needs it. Left out are those for several workers on a host where there is
+    one, and upstream's where there is no checkout.
+    """
+    globs = [glob for pattern in patterns for glob in SETS.get(pattern, [pattern])]
+    for glob in globs:
+        if not any(fnmatchcase(case.name, glob) for case in CASES):
+            raise LabError(f"no case is named {glob!r}: see `cases` for names, or choose a set: {', '.join(SETS)}")
+    named = [case for case in CASES if case.name == "alone" or any(fnmatchcase(case.name, glob) for glob in globs)]
+    return [c for c in named if (workers_per_host > 1 or not c.nodes) and (peer or c.door != "upstream")]

@@ -1,0 +1,184 @@
+"""The commands of ``python -m benchmarks.lab``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.lab import bench, network, table
+from benchmarks.lab.cases import CASES, SETS, select
+from benchmarks.lab.network import Lab, LabError
+from benchmarks.lab.probe import probe as probe_
+
+app = typer.Typer(
+    help="Training across an emulated network on one machine: hosts are network namespaces, links are shaped.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Rates = Annotated[str, typer.Option(help="Link rates, as tc writes them, or 'unshaped'; separated by commas.")]
+Hosts = Annotated[str, typer.Option(help="Numbers of hosts; 2x2 is 2 hosts with 2 workers each.")]
+Burst = Annotated[int, typer.Option(help="Bytes an idle link may send at once; 0: 4.2 ms of its rate.")]
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    # A lab must be taken down when its process is asked to end, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    except LabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def run(
+    rates: Rates = "100mbit,1gbit",
+    hosts: Hosts = "4",
+    models: Annotated[str, typer.Option(help="mlp, cnn, lm.")] = "mlp",
+    cases: Annotated[str, typer.Option(help=f"Names (with * and ?) or sets: {', '.join(SETS)}.")] = "quick",
+    steps: Annotated[int, typer.Option(help="Timed steps of each job.")] = 20,
+    budget: Annotated[float, typer.Option(help="Seconds after which a job makes fewer steps; 0: never.")] = 8.0,
+    repeats: Annotated[int, typer.Option(help="Repeats, interleaved; medians are shown.")] = 1,
+    losses: Annotated[int, typer.Option(help="Look at the held-out loss so many times on the way.")] = 0,
+    peer: Annotated[Path | None, typer.Option(help="A checkout of upstream GRACE, for the upstream-* cases.")] = None,
+    out: Annotated[Path, typer.Option("--json", help="Lines of JSON are added to this file.")] = Path("out/lab.jsonl"),
+    plot: Annotated[Path | None, typer.Option(help="Draw seconds per step against rate.")] = None,
+    burst: Burst = 0,
+    isolated: Annotated[bool, typer.Option(help="A launch of its own for every job.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds in which a job must end.")] = 240.0,
+    env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the workers; may be repeated.")] = None,
+    seed: int = 0,
+) -> None:
+    """Train by every case, and show seconds per step, bytes on the wire and loss."""
+    with _plain_errors():
+        if unknown := set(_words(models)) - {"mlp", "cnn", "lm"}:
+            raise LabError(f"no model is named {sorted(unknown)[0]!r}: choose of mlp, cnn, lm")
+        if peer is not None and not (peer / "grace_dl").is_dir():
+            raise LabError(f"{peer} is no checkout of upstream GRACE: it has no folder grace_dl")
+        if bad := [pair for pair in env or () if "=" not in pair]:
+            raise LabError(f"--env {bad[0]!r}: write NAME=VALUE")
+        options = bench.Options(
+            steps=steps,
+            budget=budget,
+            repeats=repeats,
+            seed=seed,
+            losses=losses,
+            burst=burst or None,
+            isolated=isolated,
+            timeout=timeout,
+            peer=str(peer.resolve()) if peer else "",
+            env=dict(pair.split("=", 1) for pair in env or ()),
+        )
+        names = _words(cases)
+        select(names)
+        if peer is None:
+            _tell("the upstream-* cases are left out: --peer PATH names a checkout")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        rows: list[bench.Row] = []
+        head = bench.machine()
+        with out.open("a") as lines:
+            for row in bench.measure(
+                _words(hosts),
+                _words(rates),
+                _words(models),
+                lambda workers: select(names, workers, peer is not None),
+                options,
+                _tell,
+            ):
+                rows.append(row)
+                print(json.dumps({**row, "machine": head}), file=lines, flush=True)
+        _show(rows, plot)
+
+
+@app.command()
+def show(
+    files: Annotated[list[Path], typer.Argument(help="What `run` wrote.")],
+    plot: Annotated[Path | None, typer.Option(help="Draw seconds per step against rate.")] = None,
+    markdown: Annotated[bool, typer.Option(help="Print tables for a page.")] = False,
+) -> None:
+    """Show earlier measurements again, also of several files together."""
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    _show(rows, plot, markdown)
+
+
+@app.command()
+def cases() -> None:
+    """List the cases that can be compared."""
+    listed = Table("case", "launcher", "exchange", "parameters", "rounds")
+    for case in CASES:
+        listed.add_row(case.name, case.launcher, case.door, json.dumps(case.params), str(case.rounds))
+    Console().print(listed)
+
+
+@app.command()
+def probe(rates: Rates = "50mbit,100mbit,200mbit,500mbit,1gbit", hosts: Hosts = "2", burst: Burst = 0) -> None:
+    """Measure what one TCP connection between two hosts carries at each rate."""
+    with _plain_errors(), Lab(network.parse_topology(hosts)[0], burst=burst or None) as lab:
+        found = Table("rate", "Mbit/s", "share", title=table.EMULATED)
+        for rate in _words(rates):
+            lab.shape(rate, burst or None)
+            reached = probe_(lab)
+            share = "" if rate == network.UNSHAPED else f"{reached / network.bits_per_second(rate):.1%}"
+            found.add_row(rate, f"{reached / 1e6:.1f}", share)
+        Console().print(found)
+
+
+@app.command()
+def shell(
+    rate: Annotated[str, typer.Option(help="Link rate.")] = "100mbit", hosts: Hosts = "2", burst: Burst = 0
+) -> None:
+    """Open a shell on host 0 of a new lab; it is taken down when the shell ends."""
+    with _plain_errors():
+        count, workers = network.parse_topology(hosts)
+        with Lab(count, rate, workers, burst or None) as lab:
+            slots = ",".join(f"{host.address}:{workers}" for host in lab.hosts)
+            print(f"hosts: {' '.join(host.address for host in lab.hosts)}; ssh -i {lab.key} ADDRESS reaches the others")
+            print(
+                f"horovodrun --gloo -np {lab.size} -H {slots} --network-interface eth0 "
+                f"--ssh-identity-file {lab.key} python train.py"
+            )
+            subprocess.run(lab.hosts[0].command(os.environ.get("SHELL", "/bin/sh")))
+
+
+@app.command()
+def clean(
+    everything: Annotated[bool, typer.Option("--all", help="Also labs that are in use.")] = False,
+) -> None:
+    """Remove labs whose process has gone."""
+    with _plain_errors():
+        removed = network.clean(everything)
+        print("removed " + ", ".join(removed) if removed else "nothing to remove")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _show(rows: list[Any], plot: Path | None, markdown: bool = False) -> None:
+    lines = bench.summary(rows)
+    if markdown:
+        print(table.markdown(lines))
+    else:
+        console = Console() if sys.stdout.isatty() else Console(width=170)
+        for found in table.tables(lines):
+            console.print(found)
+    if plot is not None:
+        table.plot(lines, plot)
+        _tell(f"{table.EMULATED}: plot in {plot}")

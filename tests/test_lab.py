@@ -1,0 +1,318 @@
+"""The network lab: its links hold their rate, the launchers run across it, and nothing of it is left behind."""
+
+# ruff: noqa: E402 - benchmarks is no installed package
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.lab import Lab, LabError, network
+from benchmarks.lab.bench import bound, joined, summary
+from benchmarks.lab.cases import CASES, SETS, select
+from benchmarks.lab.launch import LAUNCHERS, Outcome
+from benchmarks.lab.probe import probe
+from benchmarks.lab.table import HEAD, markdown, plot, tables
+
+SCRIPT = """
+import os, sys
+import torch
+
+if "HOROVOD_RANK" in os.environ:
+    import horovod.torch as hvd
+
+    hvd.init()
+    rank, mean = hvd.rank(), hvd.allreduce(torch.tensor([float(hvd.rank())]), name="x")
+    hvd.shutdown()
+else:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank, mean = dist.get_rank(), torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    dist.destroy_process_group()
+print("mean", mean.item(), os.environ["CARRIED"], flush=True)
+os._exit(7 if rank == 1 and os.environ["CARRIED"] == "fail" else 0)
+"""
+
+# -- without root -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, bits", [("100mbit", 1e8), ("1gbit", 1e9), ("2.5gbit", 2.5e9), ("64kbit", 64e3), ("unshaped", float("inf"))]
+)
+def test_rates(text, bits):
+    assert network.bits_per_second(text) == bits
+
+
+@pytest.mark.parametrize("text", ["100", "100mbps", "fast", "0mbit", "-1mbit", ""])
+def test_a_rate_that_is_none(text):
+    with pytest.raises(LabError, match="100mbit"):
+        network.bits_per_second(text)
+
+
+def test_burst_is_a_time_at_the_rate():
+    assert network.burst_bytes("1gbit") == 525_000
+    assert network.burst_bytes("100mbit") == 52_500
+    assert network.burst_bytes("1mbit") == 16 * 1024
+
+
+def test_topologies():
+    assert network.parse_topology("4") == (4, 1)
+    assert network.parse_topology("2x3") == (2, 3)
+    assert network.topology(2, 3) == "2x3"
+    assert network.topology(4, 1) == "4"
+    with pytest.raises(LabError, match="2x2"):
+        network.parse_topology("two")
+
+
+@pytest.mark.parametrize("wrong", [{"hosts": 0}, {"workers_per_host": 0}, {"rate": "100"}, {"hosts": 251}])
+def test_a_lab_that_cannot_be(wrong):
+    with pytest.raises(LabError):
+        Lab(**wrong)
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(network, "find", lambda tool: None if tool in ("sshd", "tc") else f"/bin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.raises(LabError, match=r"root.*tc, sshd: apt-get install iproute2 openssh-server"), Lab(2):
+        pass
+    assert len(network.missing()) == 2
+
+
+def test_cases_have_names_of_their_own_and_ours_are_valid():
+    from grace import grace_from_params
+
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names))
+    for case in CASES:
+        json.dumps(case.to_dict())
+        if case.ours:
+            one = {"node_size": 1} if case.nodes else {}
+            grace_from_params({**case.params, **one}, transport="local")
+
+
+def test_selection():
+    assert [case.name for case in select(["hvd-*"])] == ["alone", "hvd-fp32", "hvd-fp16"]
+    assert not any(case.door == "upstream" for case in select(["all"], peer=False))
+    assert not any(case.nodes for case in select(["all"]))
+    assert any(case.nodes for case in select(["all"], workers_per_host=2))
+    assert all(select([name]) for name in SETS)
+    with pytest.raises(LabError, match="ddp-fp23"):
+        select(["ddp-fp23"])
+
+
+def test_bound():
+    assert bound(0.1, 1.25e6, "100mbit", 2) == pytest.approx(1.3 * (0.1 + 0.1) + 0.03)
+    assert bound(0.1, 1.25e6, "unshaped", 0) == pytest.approx(0.13)
+
+
+def rank(number, **changed):
+    found = {"rank": number, "parameters": 10, "steps": 5, "seconds": 0.1, "seconds_all": [0.1], "seconds_mean": 0.1}
+    found |= {
+        "cpu": 0.05,
+        "kernel": 0.01,
+        "faults": 3,
+        "tx": 100,
+        "rx": 200,
+        "losses": [],
+        "loss": None,
+        "complete": True,
+        "peak_rss": 1,
+    }
+    return found | changed
+
+
+def row(name, seconds, **changed):
+    case = next(case for case in CASES if case.name == name)
+    head = {"hosts": "4", "model": "mlp", "rate": "100mbit", "case": case.to_dict()}
+    return head | joined([rank(0, seconds=seconds, loss=1.5), rank(1, seconds=seconds)]) | changed
+
+
+def test_the_slowest_rank_and_the_busiest_link_count():
+    found = joined([rank(0, loss=2.0), rank(1, seconds=0.3, seconds_all=[0.3], tx=900)])
+    assert (found["seconds"], found["seconds_all"], found["tx"], found["rx"]) == (0.3, [0.3], 900, 200)
+    assert found["loss"] == 2.0
+    assert "times" not in found
+
+
+def test_summary_takes_medians_and_compares_with_the_bound():
+    times = {"compute": 0.01, "wait": 0.02}
+    rows = [row("alone", seconds) for seconds in (0.1, 0.2, 0.4)]
+    rows += [row("ddp-fp32", seconds, rx=12.5e6) for seconds in (1.0, 2.0, 3.0)]
+    rows += [row("grace-torch-topk", 0.2, rx=125e3, sent=1.0, received=3.0, times=times)]
+    rows += [{**row("hvd-fp32", 1.0), "error": "one\ntwo"}]
+    alone, dense, topk, failed = summary(rows)
+    assert (alone["seconds"], dense["seconds"], dense["spread"]) == (0.2, 2.0, 3.0)
+    assert "bound" not in alone
+    assert dense["bound"] == pytest.approx(1.3 * 1.2 + 0.015)
+    assert not dense["held"]
+    assert topk["held"]
+    assert topk["times"] == times
+    assert failed["error"] == "one"
+    assert "seconds" not in failed
+
+
+def test_a_loss_is_shown_only_after_all_steps():
+    whole, cut = summary([row("alone", 0.1), row("ddp-fp32", 1.0, complete=False)])
+    assert whole["loss"] == 1.5
+    assert "loss" not in cut
+
+
+def test_tables_and_plot_say_that_the_network_is_emulated(tmp_path):
+    lines = summary([row("alone", 0.1), row("ddp-fp32", 1.0), {**row("hvd-fp32", 1.0), "error": "aborted"}])
+    (table,) = tables(lines)
+    assert "emulated" in table.title
+    assert len(table.columns) == len(HEAD)
+    assert table.row_count == 3
+    text = markdown(lines)
+    assert "emulated" in text
+    assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {len(HEAD) + 1}
+    assert "| ddp-fp32 | 1.000 | 1.00 | 1.0 |" in text
+    assert "aborted" in text
+    plot(lines, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_an_outcome_shows_what_failed():
+    good = Outcome("torchrun", {0: 0, 1: 0}, {0: "a", 1: "b"}, "log")
+    assert good.check() is good
+    bad = Outcome("torchrun", {0: 0, 1: 3}, {0: "fine", 1: "no such file"}, "log")
+    with pytest.raises(LabError, match="no such file") as error:
+        bad.check()
+    assert "fine" not in str(error.value)
+
+
+def test_only_labs_of_processes_that_are_gone_are_left_over(monkeypatch, tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    names = [f"grace-lab-{gone.pid}-0-h0", f"grace-lab-{gone.pid}-0-sw (id: 3)", f"grace-lab-{os.getpid()}-0-h1", "x"]
+    monkeypatch.setattr(network, "run", lambda *words, check=True: "\n".join(names))
+    monkeypatch.setattr(network, "NETNS", tmp_path)
+    monkeypatch.setattr(network.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert network.leftovers() == [f"grace-lab-{gone.pid}-0"]
+    assert len(network.leftovers(everything=True)) == 2
+
+
+def test_tasks_are_the_same_for_every_case():
+    import torch
+
+    from benchmarks.lab.tasks import HELD_OUT, TASKS
+
+    for name, kind in TASKS.items():
+        task, again = kind(), kind()
+        inputs, targets = task.batch(1, 2, 4)
+        assert torch.equal(inputs, again.batch(1, 2, 4)[0])
+        for other in ((0, 2, 4), (1, 3, 4), (HELD_OUT, 2, 4)):
+            assert not torch.equal(inputs, task.batch(*other)[0])
+        model = task.model()
+        assert sum(p.numel() for p in model.parameters()) > (8e6 if name == "mlp" else 1e7)
+        assert task.loss(model, (inputs, targets)).item() > 0
+
+
+# -- with a lab -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lab():
+    if lacks := network.missing():
+        pytest.skip("the network lab needs " + "; and ".join(lacks))
+    with Lab(2, "50mbit") as lab:
+        yield lab
+
+
+def left(lab):
+    """What of a lab is still there."""
+    listed = network.run("ip", "netns", "list")
+    return lab.name in listed or lab.folder.exists() or any(network.NETNS.glob(f"{lab.name}*"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("rate", ["50mbit", "200mbit"])
+def test_a_link_holds_its_rate(lab, rate):
+    lab.shape(rate)
+    for ends in ((1, 0), (0, 1)):
+        assert 0.85 < probe(lab, *ends, seconds=1.5) / network.bits_per_second(rate) <= 1.0
+    lab.shape("50mbit")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers_run_across_hosts(lab, launcher):
+    outcome = LAUNCHERS[launcher](lab, sys.executable, "-c", SCRIPT, env={"CARRIED": "it is"}, timeout=120).check()
+    assert outcome.codes == {0: 0, 1: 0}
+    assert all("mean 0.5 it is" in text for text in outcome.outputs.values())
+    assert not any(host.processes() for host in lab.hosts)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_fails_ends_the_launch(lab, launcher):
+    outcome = LAUNCHERS[launcher](lab, sys.executable, "-c", SCRIPT, env={"CARRIED": "fail"}, timeout=120)
+    assert outcome.failed
+    assert outcome.codes[1] == 7
+    assert not any(host.processes() for host in lab.hosts)
+
+
+@pytest.mark.processes
+def test_a_launch_that_hangs_is_stopped(lab):
+    outcome = LAUNCHERS["torchrun"](lab, "sleep", "600", timeout=8)
+    assert "nothing happened for 8 seconds" in outcome.reason
+    assert not any(host.processes() for host in lab.hosts)
+
+
+@pytest.mark.processes
+def test_a_lab_is_gone_after_an_exception(lab):
+    started = []
+
+    def fail():
+        with other:
+            assert left(other)
+            started.append(other.hosts[0].popen("sleep", "600"))
+            raise ZeroDivisionError
+
+    other = Lab(2, "1gbit", workers_per_host=2)
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert started[0].returncode == -9
+    assert not left(other)
+    assert left(lab)
+
+
+@pytest.mark.processes
+def test_a_lab_whose_process_was_killed_is_cleaned_up(lab):
+    script = "import os\nfrom benchmarks.lab import Lab\nlab = Lab(2).__enter__()\nprint(lab.name)\nos._exit(1)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    name = done.stdout.strip()
+    assert name in network.leftovers()
+    assert name in network.clean()
+    assert name not in network.run("ip", "netns", "list")
+    assert left(lab)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_the_benchmark_runs(tmp_path):
+    if lacks := network.missing():
+        pytest.skip("the network lab needs " + "; and ".join(lacks))
+    out, drawn = tmp_path / "rows.jsonl", tmp_path / "plot.png"
+    command = [sys.executable, "-m", "benchmarks.lab", "run", "--hosts", "2", "--rates", "500mbit", "--steps", "3"]
+    command += ["--cases", "grace-torch-powersgd,grace-hvd-topk,ddp-fp32", "--budget", "0", "--json", out]
+    done = subprocess.run([*command, "--plot", drawn], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "emulated network" in done.stdout
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {row["case"]["name"] for row in rows} == {"alone", "grace-torch-powersgd", "grace-hvd-topk", "ddp-fp32"}
+    found = {row["case"]["name"]: row for row in rows}
+    assert all(row["steps"] == 3 and "error" not in row for row in rows)
+    assert found["ddp-fp32"]["tx"] > 33e6  # two workers exchange what 8.4 million parameters take
+    assert found["grace-hvd-topk"]["tx"] < 2e6
+    assert found["alone"]["tx"] < 1e5
+    assert drawn.exists()

@@ -87,10 +87,11 @@ def layout(
 
 
 def _groups(tensors: list[Tensor], options: Any) -> list[list[Tensor]]:
+    # A bucket is closed when it is full, so that none is small but the last: each costs a message.
     groups: list[list[Tensor]] = []
     room = 0.0
     for tensor in tensors:
-        if not groups or (tensor.nbytes > room and options.fuse != "model"):
+        if not groups or (room <= 0 and options.fuse != "model"):
             room = 2**20 * (options.bucket_mb if groups else min(FIRST_BUCKET_MB, options.bucket_mb))
             groups.append([])
         groups[-1].append(tensor)

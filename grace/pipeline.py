@@ -34,7 +34,7 @@ class Options:
     fuse: str = "tensor"
     """What a method sees as one tensor: "tensor", "bucket" (all of a bucket, flat) or "model"."""
     bucket_mb: float = 25.0
-    """Gradients that travel together, in MiB; the first bucket is smaller."""
+    """Gradients that travel together: a bucket is closed once it holds so many MiB, the first one once it holds 1."""
     nonfinite: str = "poison"
     """When a mean is not finite, the tensor's state stays as it was, and the mean is handed on ("poison": every
     worker's loss scaler sees it), replaced by zeros ("zero"), or FloatingPointError is raised on all workers ("raise").

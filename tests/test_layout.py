@@ -27,8 +27,8 @@ def names(found):
 
 def test_buckets_go_backwards_and_the_first_is_small():
     named = tensors(a=MB, b=20 * MB, c=10 * MB, d=3 * MB, e=MB // 2, f=MB // 4)
-    # From the back: up to 1 MiB first, then up to 25 MiB each.
-    assert names(buckets(named)) == [["f", "e"], ["d", "c"], ["b", "a"]]
+    # From the back: a bucket is closed once it holds 1 MiB, the others once they hold 25 MiB.
+    assert names(buckets(named)) == [["f", "e", "d"], ["c", "b"], ["a"]]
     assert [bucket.name for bucket in buckets(named)] == ["bucket0", "bucket1", "bucket2"]
     more = layout(named[:2], "topk", compressors["topk"]().applies, Options(), None, first=7)
     assert [bucket.name for bucket in more] == ["bucket7", "bucket8"]

@@ -293,7 +293,7 @@ def largest_magnitudes(x: Array, k: int) -> Array:
     A bound that turns out wrong is dropped, so the answer is exact whatever the sample.
     """
     n = len(x)
-    sample = np.abs(x[:: max(1, n // 65536)])
+    sample = np.abs(x[:: n // 65536 | 1])  # odd: a step that divides the length of rows would see few of the columns
     sample[np.isnan(sample)] = np.inf
     want = k / n * len(sample)
     rank = min(len(sample), int(want + 4 * want**0.5) + 1)

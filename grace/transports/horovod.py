@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 from abc import abstractmethod
 from typing import Any
 
@@ -52,6 +53,7 @@ class HorovodTransport(Transport):
         raise RuntimeError("bind the transport to a backend first: HorovodTransport().bind(xp)")
 
 
+POLL_SECONDS = 0.0005
 SETS: dict[tuple[int, ...], Any] = {}
 """Process sets that were made here, by their workers: Horovod refuses to make one twice."""
 
@@ -109,7 +111,14 @@ class TorchHorovod(_BoundHorovod):
 
     def _begin(self, operation: Any, *args: Any, name: str, **options: Any) -> Wait:
         handle = operation(*args, name=name, process_set=self._process_set, **options)
-        return lambda: self._hvd.synchronize(handle)
+
+        def wait() -> Any:
+            # synchronize spins: sleeping leaves the cores to Horovod's own threads and to the other workers.
+            while not self._hvd.poll(handle):
+                time.sleep(POLL_SECONDS)
+            return self._hvd.synchronize(handle)
+
+        return wait
 
     def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:
         return self._begin(self._hvd.allreduce_async_, buffer, name=name, op=self._ops[op])

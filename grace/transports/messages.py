@@ -106,38 +106,41 @@ class MessageTransport(Transport):
 
     # -- one kind of collective each: pack and begin; wait gives the result of each item ------------------------------
     def _start_reduce(self, items: list[Reduce], tag: str) -> Wait:
-        # One message for each dtype, whatever the operation is called: mean is a sum with one division.
+        # One message for each dtype: a mean is a sum with a division.
         xp = self.xp
-        arrays = [array for item in items for array in item.arrays]
+        arrays = [(array, item.op == "mean") for item in items for array in item.arrays]
         waits: dict[str, Wait] = {}
-        for dtype in dict.fromkeys(map(xp.dtype, arrays)):
-            parts = [xp.reshape(array, (-1,)) for array in arrays if xp.dtype(array) == dtype]
+        for dtype in dict.fromkeys(xp.dtype(array) for array, _ in arrays):
+            mine = [(xp.reshape(array, (-1,)), mean) for array, mean in arrays if xp.dtype(array) == dtype]
+            if ITEMSIZE[dtype] == 2:  # half precision overflows in the sum: divide first
+                mine = [(array / self.size if mean else array, False) for array, mean in mine]
+            parts = [array for array, _ in mine]
             buffer = xp.concat(parts) if len(parts) > 1 else xp.copy(parts[0])
-            waits[dtype] = self._reduce_buffer(buffer, items[0].op, f"{tag}.{dtype}")
+            op = "sum" if items[0].op == "mean" else items[0].op
+            waits[dtype] = self._reduce_buffer(buffer, op, all(mean for _, mean in mine), f"{tag}.{dtype}")
 
         def finish() -> list[Any]:
             rest = {dtype: wait() for dtype, wait in waits.items()}
+            divided = {dtype for dtype in rest if all(mean for array, mean in arrays if xp.dtype(array) == dtype)}
             reduced = []
-            for array in arrays:
+            for array, mean in arrays:
                 dtype, shape = xp.dtype(array), xp.shape(array)
                 # A graph may know the length of a vector only when it runs; it is the same on all workers.
                 (size,) = xp.integers(xp.lengths([array])) if None in shape else (math.prod(shape),)
-                reduced.append(xp.reshape(rest[dtype][:size], (-1,) if None in shape else shape))
+                found = rest[dtype][:size]
                 rest[dtype] = rest[dtype][size:]
+                if mean and dtype not in divided and ITEMSIZE[dtype] > 2:
+                    found = xp.divide_in(found, self.size)
+                reduced.append(xp.reshape(found, (-1,) if None in shape else shape))
             return [tuple(reduced[part]) for part in _slices(items)]
 
         return finish
 
-    def _reduce_buffer(self, buffer: Array, op: str, tag: str) -> Wait:
-        xp, size = self.xp, self.size
-        if xp.shape(buffer)[0] == 0:
+    def _reduce_buffer(self, buffer: Array, op: str, mean: bool, tag: str) -> Wait:
+        if self.xp.shape(buffer)[0] == 0:
             return lambda: buffer
-        if op != "mean":
-            return self.reduce(buffer, op, tag)
-        if ITEMSIZE[xp.dtype(buffer)] == 2:  # half precision overflows in the sum: divide first
-            return self.reduce(xp.divide_in(buffer, size), "sum", tag)
-        wait = self.reduce(buffer, "sum", tag)
-        return lambda: xp.divide_in(wait(), size)
+        wait = self.reduce(buffer, op, tag)
+        return (lambda: self.xp.divide_in(wait(), self.size)) if mean else wait
 
     def _start_gather(self, items: list[Gather], tag: str) -> Wait:
         buffer, layout = self._pack(array for item in items for array in item.arrays)
@@ -227,7 +230,7 @@ class Alone(MessageTransport):
 def _kind(collective: Collective) -> tuple[Any, ...]:
     # What may share a message: the name of the _start_ method, and what else must be equal.
     if isinstance(collective, Reduce):
-        return ("reduce", collective.op)
+        return ("reduce", "sum" if collective.op == "mean" else collective.op)
     if isinstance(collective, Gather):
         return ("gather_ragged",) if collective.ragged else ("gather",)
     if isinstance(collective, Broadcast):

@@ -197,6 +197,13 @@ def test_products_of_factors(ops):
         np.testing.assert_allclose(found, (p @ q).reshape(-1), atol=1e-5)
 
 
+def test_factors_of_matrices(ops):
+    m, p, q = mixed(70, special=False).reshape(10, 7), mixed(30).reshape(10, 3), mixed(21, seed=1).reshape(3, 7)
+    p, q = np.nan_to_num(p, posinf=1, neginf=-1), np.nan_to_num(q, posinf=1, neginf=-1)
+    np.testing.assert_allclose(ops(lambda xp, m, q: xp.left_factor(m, q), m, q), m @ q.T, atol=1e-5)
+    np.testing.assert_allclose(ops(lambda xp, p, m: xp.right_factor(p, m), p, m), p.T @ m, atol=1e-5)
+
+
 def test_mended(ops):
     x, y = f32([[1, 2], [3, 4]]), f32([[5, 6], [7, 8]])
     for ok in ([True, True], [True, False]):

@@ -478,6 +478,44 @@ def test_positions_of_an_empty_vector_are_refused(lib):
         lib.sparse_mean([values.address], [positions.address], [1], 1, Memory(0, np.float32).address, 0)
 
 
+# -- products of low rank ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "a, b, r, threads",
+    [(1, 1, 1, 1), (3, 5, 2, 1), (7, 1023, 4, 1), (64, 576, 3, 1), (40, 2050, 9, 1), (900, 1000, 17, 2)],
+)
+def test_product(lib, a, b, r, threads):
+    x, p, q = vector(a * b), vector(a * r, 1), vector(r * b, 2)
+    exact = p.reshape(a, r).astype(np.float64) @ q.reshape(r, b)
+    room = 1e-6 * r * (abs(p.reshape(a, r)).astype(np.float64) @ abs(q.reshape(r, b)) + abs(x.reshape(a, b)))
+    left, right = Memory.of(p, 4), Memory.of(q, 12)
+    for given, way in ((True, "x"), (True, "own"), (False, "own")):
+        of, own = Memory.of(x, 8), Memory(a * b, np.float32, 4)
+        out = of if way == "x" else own
+        lib.product(of.address if given else None, left.address, right.address, out.address, a, b, r, threads)
+        found = out.check().reshape(a, b)
+        assert (abs(found - (x.reshape(a, b) - exact if given else exact)) <= room).all()
+        equal(left.check(), p)
+        equal(right.check(), q)
+        if way == "own":
+            equal(of.check(), x)
+
+
+@pytest.mark.parametrize(
+    "a, b, r, threads",
+    [(1, 1, 1, 1), (3, 5, 2, 1), (7, 1023, 4, 1), (65, 577, 3, 1), (40, 2050, 9, 1), (901, 1000, 6, 2)],
+)
+def test_factors(lib, a, b, r, threads):
+    m, p, q = vector(a * b), vector(a * r, 1), vector(r * b, 2)
+    wide = [each.reshape(shape).astype(np.float64) for each, shape in ((m, (a, b)), (p, (a, r)), (q, (r, b)))]
+    matrix, left, right = Memory.of(m, 4), Memory.of(p, 8), Memory.of(q, 12)
+    found = Memory(a * r, np.float32, 4)
+    lib.left(matrix.address, right.address, found.address, a, b, r, threads)
+    assert (abs(found.check().reshape(a, r) - wide[0] @ wide[2].T) <= 3e-6 * (abs(wide[0]) @ abs(wide[2].T))).all()
+    found = Memory(r * b, np.float32, 4)
+    lib.right(matrix.address, left.address, found.address, a, b, r, threads)
+    assert (abs(found.check().reshape(r, b) - wide[1].T @ wide[0]) <= 3e-6 * (abs(wide[1].T) @ abs(wide[0]))).all()
+
+
 # -- random bits -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("start", [0, 12345, 2**32 - 300, 2**33 + 7])

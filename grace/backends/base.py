@@ -310,6 +310,14 @@ class Backend(ABC):
     def qr(self, x: Array) -> Array:
         """The orthonormal factor Q[a, r] of a tall matrix x[a, r]; completed arbitrarily where x lacks rank."""
 
+    def left_factor(self, matrix: Array, q: Array) -> Array:
+        """matrix[a, b] qᵀ for q[r, b]: float32[a, r]."""
+        return matrix @ self.transpose(q)
+
+    def right_factor(self, p: Array, matrix: Array) -> Array:
+        """pᵀ matrix[a, b] for p[a, r]: float32[r, b]."""
+        return self.transpose(p) @ matrix
+
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
         """Write the product p[a, r] q[r, b] to the vector ``out``, of a backend that is `mutable`; gives out."""
         self.write(out, self.reshape(p @ q, (-1,)))

@@ -221,6 +221,18 @@ class NumpyBackend(Backend):
     def qr(self, x: Array) -> Array:
         return np.linalg.qr(x)[0]
 
+    def left_factor(self, matrix: Array, q: Array) -> Array:
+        return self.kernels.left_factor(matrix, q) if self.kernels else super().left_factor(matrix, q)
+
+    def right_factor(self, p: Array, matrix: Array) -> Array:
+        return self.kernels.right_factor(p, matrix) if self.kernels else super().right_factor(p, matrix)
+
+    def product_into(self, out: Array, p: Array, q: Array) -> Array:
+        return self.kernels.product(None, p, q, out) if self.kernels else super().product_into(out, p, q)
+
+    def subtract_product(self, x: Array, p: Array, q: Array) -> Array:
+        return self.kernels.product(x, p, q, x) if self.kernels else super().subtract_product(x, p, q)
+
     def svd(self, x: Array) -> tuple[Array, Array, Array]:
         u, s, vt = np.linalg.svd(x, full_matrices=False)
         return u, s, vt.T

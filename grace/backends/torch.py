@@ -344,11 +344,21 @@ class TorchBackend(Backend):
     def qr(self, x: Array) -> Array:
         return torch.linalg.qr(x).Q
 
+    def left_factor(self, matrix: Array, q: Array) -> Array:
+        return self.kernels.left_factor(matrix, q) if self.kernels else super().left_factor(matrix, q)
+
+    def right_factor(self, p: Array, matrix: Array) -> Array:
+        return self.kernels.right_factor(p, matrix) if self.kernels else super().right_factor(p, matrix)
+
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
+        if self.kernels:
+            return self.kernels.product(None, p, q, out)
         torch.mm(p, q, out=out.view(p.shape[0], q.shape[1]))
         return out
 
     def subtract_product(self, x: Array, p: Array, q: Array) -> Array:
+        if self.kernels:
+            return self.kernels.product(x, p, q, x)
         x.view(p.shape[0], q.shape[1]).addmm_(p, q, alpha=-1)
         return x
 

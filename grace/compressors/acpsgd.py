@@ -58,5 +58,5 @@ class ACPSGD(LowRank):
 
     def _factor(self, matrix: Array, basis: Array, even: bool, room: int, xp: Any) -> Array:
         # P = M Qᵀ or Q = Pᵀ M, flat, lengthened to the longer one's size.
-        factor = matrix @ xp.transpose(basis) if even else xp.transpose(basis) @ matrix
+        factor = xp.left_factor(matrix, basis) if even else xp.right_factor(basis, matrix)
         return xp.pad(xp.reshape(factor, (-1,)), room)

@@ -62,6 +62,7 @@ class WarmStarted(LowRank):
     """
 
     combine = Combine.AGREED
+    marked = True
 
     def init(self, ctx: Context) -> State:
         return {"q": self.directions(ctx, "q", self.sizes(ctx)[1])}

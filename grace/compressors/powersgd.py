@@ -28,8 +28,8 @@ class PowerSGD(WarmStarted):
         a, b, _ = self.sizes(ctx)
         matrix = xp.reshape(x, (a, b))
         # Only directions count: unit scale keeps the products in range.
-        (p,) = yield Reduce((matrix @ xp.transpose(self.revived(state["q"], ctx, "q")),), "mean")
+        (p,) = yield Reduce((xp.left_factor(matrix, self.revived(state["q"], ctx, "q")),), "mean")
         p = xp.qr(p)
         # (Pᵀ M) rather than Mᵀ P: the same numbers, without a strided pass over M.
-        (q,) = yield Reduce((xp.transpose(p) @ matrix,), "mean")
+        (q,) = yield Reduce((xp.right_factor(p, matrix),), "mean")
         return (p, q), {"q": q}

@@ -75,6 +75,9 @@ class Library:
         self._threshold_encode = bind("threshold_encode", _P, _P, _P, _F, _P, _P, _I, _I, _I, result=_I)
         self._sparse_mean = bind("sparse_mean", _P, _P, _P, _I, _P, _I, _I, result=_I)
         self._words = bind("words", _I, _I, _I, _I, _P, _I)
+        self._product = bind("product", _P, _P, _P, _P, _I, _I, _I, _I)
+        self._left = bind("left", _P, _P, _P, _I, _I, _I, _I)
+        self._right = bind("right", _P, _P, _P, _I, _I, _I, _I)
         self._noise_table = bind("noise_table", _I, _I, _I, _P, _I)
 
     def signs_encode(
@@ -216,3 +219,15 @@ class Library:
     def noise_table(self, key0: int, key1: int, n: int, out: int, threads: int = 1) -> None:
         """out, uint16[n]: the upper halves of the words 0 .. n-1."""
         self._noise_table(self.handle, key0, key1, n, out, threads)
+
+    def product(self, x: Address, p: int, q: int, out: int, a: int, b: int, r: int, threads: int = 1) -> None:
+        """out, float32[a, b]: x minus the product of p[a, r] and q[r, b]; without x that product. r >= 1."""
+        self._product(self.handle, x, p, q, out, a, b, r, threads)
+
+    def left(self, m: int, q: int, p: int, a: int, b: int, r: int, threads: int = 1) -> None:
+        """p, float32[a, r]: m[a, b] times the transpose of q[r, b]."""
+        self._left(self.handle, m, q, p, a, b, r, threads)
+
+    def right(self, m: int, p: int, q: int, a: int, b: int, r: int, threads: int = 1) -> None:
+        """q, float32[r, b]: the transpose of p[a, r] times m[a, b]."""
+        self._right(self.handle, m, p, q, a, b, r, threads)

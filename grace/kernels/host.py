@@ -101,6 +101,29 @@ class HostKernels:
         self.library.sparse_mean(*self._columns(kept), counts, len(kept), self._xp.address(out), n, self._xp.threads)
         return out
 
+    def product(self, x: Array | None, p: Array, q: Array, out: Array) -> Array:
+        """The vector x minus p[a, r] q[r, b], without x the product, written to ``out``, which may be x."""
+        xp, (p, q) = self._xp, self._ready(p, q)
+        at, (a, r), (_, b) = xp.address, xp.shape(p), xp.shape(q)
+        self.library.product(at(x), at(p), at(q), at(out), a, b, r, xp.threads)
+        return out
+
+    def left_factor(self, matrix: Array, q: Array) -> Array:
+        """m[a, b], q[r, b] -> m qᵀ, float32[a, r]."""
+        xp, (matrix, q) = self._xp, self._ready(matrix, q)
+        at, (a, b), (r, _) = xp.address, xp.shape(matrix), xp.shape(q)
+        p = xp.empty((a, r))
+        self.library.left(at(matrix), at(q), at(p), a, b, r, xp.threads)
+        return p
+
+    def right_factor(self, p: Array, matrix: Array) -> Array:
+        """p[a, r], m[a, b] -> pᵀ m, float32[r, b]."""
+        xp, (p, matrix) = self._xp, self._ready(p, matrix)
+        at, (a, b), (_, r) = xp.address, xp.shape(matrix), xp.shape(p)
+        q = xp.empty((r, b))
+        self.library.right(at(matrix), at(p), at(q), a, b, r, xp.threads)
+        return q
+
     def words(self, key0: int, key1: int, start: int, n: int) -> Array:
         """int32[n]: `grace.backends.base.Backend.words`."""
         out = self._xp.empty(n, "int32")

@@ -2,7 +2,7 @@
 //
 // Every function takes the instruction set first (grace_loops), raw addresses, and the number of threads last. Nothing
 // is checked but what comes from the network. Results do not depend on the number of threads nor, except for NaN's
-// bits, on the instruction set.
+// bits and the last bits of left and right, on the instruction set.
 #include "kernels.h"
 
 #include <algorithm>
@@ -507,4 +507,28 @@ API void grace_words(const Loops* loops, int64_t key0, int64_t key1, int64_t sta
 
 API void grace_noise_table(const Loops* loops, int64_t key0, int64_t key1, int64_t n, uint16_t* out, int64_t) {
   loops->noise(uint32_t(key0), uint32_t(key1), std::max<int64_t>(n, 0), out);
+}
+
+API void grace_product(const Loops* loops, const float* x, const float* p, const float* q, float* out, int64_t a,
+                       int64_t b, int64_t r, int64_t threads) {
+  if (a <= 0 || b <= 0 || r <= 0) return;
+  split(a * b, b, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->product(at(x, begin), p + begin / b * r, q, out + begin, (end - begin) / b, b, r);
+  });
+}
+
+API void grace_left(const Loops* loops, const float* m, const float* q, float* p, int64_t a, int64_t b, int64_t r,
+                    int64_t threads) {
+  if (a <= 0 || b <= 0 || r <= 0) return;
+  split(a * b, 2 * b, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->left(m + begin, q, p + begin / b * r, (end - begin) / b, b, r);
+  });
+}
+
+API void grace_right(const Loops* loops, const float* m, const float* p, float* q, int64_t a, int64_t b, int64_t r,
+                     int64_t threads) {
+  if (a <= 0 || b <= 0 || r <= 0) return;
+  split(a * b, 1024 * a, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->right(m, p, q, a, b, r, begin / a, end / a);
+  });
 }

@@ -373,6 +373,142 @@ void divide(const float* x, float* out, int64_t n, int64_t divisor, bool stream)
   stream ? divide_to<true>(x, out, n, divisor) : divide_to<false>(x, out, n, divisor);
 }
 
+// ---- products of low rank --------------------------------------------------------------------------------------------
+
+constexpr int64_t COLUMNS = 1024;  // of q that stay in the innermost cache while rows go by
+constexpr int64_t RANKS = 8;       // factors that are held in registers
+
+// x (or zeros) minus (or plus) the product of p[a, r] and q[r, b], the columns begin .. end of `count` factors of them.
+template <bool MINUS, bool STREAM>
+INLINE void product_row(const float* x, const float* p, const float* q, float* out, int64_t b, int64_t begin,
+                        int64_t end, int64_t count) {
+  F factors[RANKS];
+  for (int64_t k = 0; k < count; k++) factors[k] = fill(read(p, k));
+  int64_t j = begin;
+  for (; j + W <= end; j += W) {
+    F sum = factors[0] * load(q + j);
+    for (int64_t k = 1; k < count; k++) sum = sum + factors[k] * load(q + k * b + j);
+    if (x) sum = MINUS ? load(x + j) - sum : load(x + j) + sum;
+    put<STREAM>(out + j, sum);
+  }
+  if (j < end) {
+    F sum = factors[0] * load_some(q + j, end - j);
+    for (int64_t k = 1; k < count; k++) sum = sum + factors[k] * load_some(q + k * b + j, end - j);
+    if (x) sum = MINUS ? load_some(x + j, end - j) - sum : load_some(x + j, end - j) + sum;
+    store_some(out + j, sum, end - j);
+  }
+}
+
+INLINE F accumulated(F x, F y, F sum) {  // rounded once where the machine can
+#if defined(GRACE_AVX512) || defined(GRACE_AVX2)
+  return fused(x, y, sum);
+#else
+  return x * y + sum;
+#endif
+}
+
+INLINE float total_of(F x) {
+  float lanes[W], sum = 0;
+  store(lanes, x);
+  for (int64_t i = 0; i < W; i++) sum += lanes[i];
+  return sum;
+}
+
+// p[rows, r] = m[rows, b] times the transpose of q[r, b], for `count` of the r and two rows at a time.
+template <int64_t ROWS>
+INLINE void left_rows(const float* m, const float* q, float* p, int64_t b, int64_t r, int64_t count) {
+  F sums[ROWS][RANKS];
+  for (int64_t i = 0; i < ROWS; i++)
+    for (int64_t k = 0; k < RANKS; k++) sums[i][k] = fill(0);
+  int64_t j = 0;
+  for (; j + W <= b; j += W) {
+    F values[ROWS];
+    for (int64_t i = 0; i < ROWS; i++) values[i] = load(m + i * b + j);
+    for (int64_t k = 0; k < count; k++) {
+      const F each = load(q + k * b + j);
+      for (int64_t i = 0; i < ROWS; i++) sums[i][k] = accumulated(values[i], each, sums[i][k]);
+    }
+  }
+  for (int64_t i = 0; i < ROWS; i++) {
+    for (int64_t k = 0; k < count; k++) {
+      F sum = sums[i][k];
+      if (j < b) sum = accumulated(load_some(m + i * b + j, b - j), load_some(q + k * b + j, b - j), sum);
+      write(p, i * r + k, total_of(sum));
+    }
+  }
+}
+
+template <int64_t COUNT>
+INLINE void left_some(const float* m, const float* q, float* p, int64_t rows, int64_t b, int64_t r) {
+  int64_t i = 0;
+  for (; i + 2 <= rows; i += 2) left_rows<2>(m + i * b, q, p + i * r, b, r, COUNT);
+  if (i < rows) left_rows<1>(m + i * b, q, p + i * r, b, r, COUNT);
+}
+
+void left(const float* m, const float* q, float* p, int64_t rows, int64_t b, int64_t r) {
+  int64_t k = 0;
+  for (; k + 4 <= r; k += 4) left_some<4>(m, q + k * b, p + k, rows, b, r);
+  for (; k < r; k++) left_some<1>(m, q + k * b, p + k, rows, b, r);
+}
+
+// q[r, b], columns begin .. end = the transpose of p[rows, r] times m[rows, b], for COUNT of the r.
+template <int64_t COUNT>
+INLINE void right_some(const float* m, const float* p, float* q, int64_t rows, int64_t b, int64_t r, int64_t begin,
+                       int64_t end) {
+  float sums[COUNT * COLUMNS];
+  for (; begin < end; begin += COLUMNS) {
+    const int64_t size = least(COLUMNS, end - begin), whole = size / W * W;
+    memset(sums, 0, sizeof sums);
+    for (int64_t i = 0; i < rows; i++) {
+      const float* from = m + i * b + begin;
+      F factors[COUNT];
+      for (int64_t k = 0; k < COUNT; k++) factors[k] = fill(read(p, i * r + k));
+      for (int64_t j = 0; j < whole; j += W) {
+        const F values = load(from + j);
+        for (int64_t k = 0; k < COUNT; k++) {
+          float* to = sums + k * COLUMNS + j;
+          store(to, accumulated(factors[k], values, load(to)));
+        }
+      }
+      if (whole < size) {
+        const F values = load_some(from + whole, size - whole);
+        for (int64_t k = 0; k < COUNT; k++) {
+          float* to = sums + k * COLUMNS + whole;
+          store(to, accumulated(factors[k], values, load(to)));
+        }
+      }
+    }
+    for (int64_t k = 0; k < COUNT; k++)
+      memcpy(reinterpret_cast<char*>(q) + (k * b + begin) * int64_t(sizeof(float)), sums + k * COLUMNS,
+             size_t(size) * sizeof(float));
+  }
+}
+
+void right(const float* m, const float* p, float* q, int64_t rows, int64_t b, int64_t r, int64_t begin, int64_t end) {
+  int64_t k = 0;
+  for (; k + 4 <= r; k += 4) right_some<4>(m, p + k, q + k * b, rows, b, r, begin, end);
+  for (; k < r; k++) right_some<1>(m, p + k, q + k * b, rows, b, r, begin, end);
+}
+
+void product(const float* x, const float* p, const float* q, float* out, int64_t rows, int64_t b, int64_t r) {
+  for (int64_t begin = 0; begin < b; begin += COLUMNS) {
+    const int64_t end = least(begin + COLUMNS, b);
+    for (int64_t i = 0; i < rows; i++) {
+      float* to = out + i * b;
+      const float* from = x ? x + i * b : nullptr;
+      for (int64_t k = 0; k < r; k += RANKS) {  // what is left of the first factors is where the next ones begin
+        const int64_t count = least(RANKS, r - k);
+        const float *left = p + i * r + k, *right = q + k * b;
+        if (x) {
+          product_row<true, false>(k ? to : from, left, right, to, b, begin, end, count);
+        } else {
+          product_row<false, false>(k ? to : nullptr, left, right, to, b, begin, end, count);
+        }
+      }
+    }
+  }
+}
+
 // ---- random bits -----------------------------------------------------------------------------------------------------
 
 INLINE uint32_t mix(uint32_t h) {  // MurmurHash3's finaliser, as in grace/rng.py
@@ -404,6 +540,6 @@ void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<ui
 namespace grace {
 
 extern const Loops TABLE = {NAME,         signs_total, signs_emit, signs_blocks, signs_sum, ints_largest, ints_emit,
-                            ints_blocks,  ints_sum,    select,     divide,       words,     noise};
+                            ints_blocks,  ints_sum,    select,     divide,       words,     noise,        product, left, right};
 
 }  // namespace grace

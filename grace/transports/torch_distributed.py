@@ -68,30 +68,34 @@ class TorchDistributedTransport(MessageTransport):
         return finish
 
     def gather(self, buffer: Array, name: str) -> Wait:
-        gathered = self.xp.empty(self.size * buffer.shape[0], "uint8")
-        rows = list(gathered.view(self.size, -1))
+        buffer = buffer.contiguous()
         if self.size > 1 and buffer.device.type == "cpu" and buffer.shape[0] > POINT_TO_POINT:
-            works = self._exchange_rows(buffer.contiguous(), rows)
-        else:
-            works = [ALL_GATHER(gathered, buffer.contiguous(), self._group, async_op=True)]
+            return self._gather_directly(buffer)
+        gathered = self.xp.empty(self.size * buffer.shape[0], "uint8")
+        work = ALL_GATHER(gathered, buffer, self._group, async_op=True)
+
+        def finish() -> list[Array]:
+            work.wait()
+            return list(gathered.view(self.size, -1))
+
+        return finish
+
+    def _gather_directly(self, buffer: Array) -> Wait:
+        # Everybody sends to everybody at once. gloo's own gather passes large messages on from worker to worker, which
+        # takes about three times as long on a fast network.
+        rows, works = {self.rank: buffer}, []
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            rows[source] = self.xp.empty(buffer.shape[0], "uint8")
+            works.append(dist.irecv(rows[source], self._global(source), self._group))
+            works.append(dist.isend(buffer, self._global(to), self._group))
 
         def finish() -> list[Array]:
             for work in works:
                 work.wait()
-            return rows
+            return [rows[rank] for rank in range(self.size)]
 
         return finish
-
-    def _exchange_rows(self, buffer: Array, rows: list[Array]) -> list[Any]:
-        # Everybody sends to everybody at once. gloo's own gather passes large messages on from worker to worker, which
-        # takes about three times as long.
-        works = []
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            works.append(dist.irecv(rows[source], self._global(source), self._group))
-            works.append(dist.isend(buffer, self._global(to), self._group))
-        rows[self.rank].copy_(buffer)
-        return works
 
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)

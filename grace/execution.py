@@ -41,7 +41,8 @@ def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx
         here, part = ctx.piece(start, stop - start), x[start:stop]
         if residual is not None:
             part = xp.add_to(part, residual[start:stop])
-        payload, _ = compressor.compress(part, {}, here)  # type: ignore[misc]
+        found: Any = compressor.compress(part, {}, here)
+        payload: Payload = found[0]
         if not whole:
             each = lengths(compressor, xp)
             whole = [xp.empty(units * size, xp.dtype(array)) for size, array in zip(each, payload, strict=True)]

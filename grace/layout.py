@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from grace.backends.base import ITEMSIZE
@@ -59,6 +60,11 @@ class Bucket:
     @property
     def tensors(self) -> list[Tensor]:
         return [tensor for unit in self.units for tensor in unit.tensors]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of its tensors."""
+        return frozenset(tensor.name for tensor in self.tensors)
 
 
 def layout(

@@ -216,7 +216,7 @@ class Grace:
         self._hand_in(name, gradient, spent)
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
-            if any(tensor.name not in self._gradients for tensor in bucket.tensors):
+            if not bucket.names <= self._gradients.keys():
                 break
             self._launched += 1
             self._launch(bucket.name, bucket.units)

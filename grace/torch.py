@@ -250,7 +250,7 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         for done, buffer, views in waiting:
             for name, view in views.items():
                 mean = grace.mean(name)
-                if mean.data_ptr() != view.data_ptr():
+                if mean is not None and mean.data_ptr() != view.data_ptr():
                     view.copy_(mean)
             done.set_result(buffer)
     return future

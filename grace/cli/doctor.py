@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import grace
 from grace.cli.probes import PROBES
+from grace.kernels import library
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +32,7 @@ REMEDIES = {
     "tensorflow": "pip install 'grace-compression[tensorflow]', or [tensorflow-cpu]",
     "keras": "pip install 'keras>=3'",
     "horovod": "python scripts/build_horovod.py, in GRACE's source tree",
+    "kernels": "python -m grace.kernels.build, with a C++ compiler: methods are several times faster with them",
 }
 
 
@@ -78,7 +80,7 @@ class Report:
     @property
     def healthy(self) -> bool:
         """NumPy works, and so does everything else that is installed."""
-        optional = ("torch", "tensorflow", "keras", "horovod")
+        optional = ("torch", "tensorflow", "keras", "horovod", "kernels")
         return all(f.status is Status.OK or (f.status is Status.MISSING and f.name in optional) for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,12 +94,21 @@ def examine() -> Report:
         packages = list(pool.map(lambda name: judge(name, probe(name)), PROBES))
     return Report(
         grace=grace.__version__,
-        findings=[judge("python", {"version": platform.python_version()}), *packages],
+        findings=[judge("python", {"version": platform.python_version()}), *packages, native_kernels()],
         cores=_cores(),
         memory_gib=_memory_gib(),
         gpus=next((found.gpus for found in packages if found.gpus), []),
         allocator=allocator(os.environ, platform.libc_ver(), _huge_pages()),
     )
+
+
+def native_kernels() -> Finding:
+    """Whether GRACE's own kernels are built, and for which instruction set."""
+    found = library()
+    if found is not None:
+        return Finding("kernels", Status.OK, found.isa, "native kernels of GRACE")
+    off = os.environ.get("GRACE_KERNELS", "").lower() in ("off", "0")
+    return Finding("kernels", Status.MISSING, "", "GRACE_KERNELS says off" if off else "", REMEDIES["kernels"])
 
 
 def probe(name: str, timeout: float = 120) -> dict[str, Any]:

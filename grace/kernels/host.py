@@ -43,7 +43,8 @@ class HostKernels:
     def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
         """Each worker's bits and scales -> float32[n], in ``out`` if it is given."""
         out, kept = self._out(out, n), [self._ready(*payload) for payload in payloads]
-        self.library.signs_mean(*self._columns(kept), len(kept), self._xp.address(out), n, block, self._xp.threads)
+        bits, scales = self._columns(kept)
+        self.library.signs_mean(bits, scales, len(kept), self._xp.address(out), n, block, self._xp.threads)
         return out
 
     def ints_encode(
@@ -69,7 +70,8 @@ class HostKernels:
     def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
         """Each worker's codes and scales -> float32[n], in ``out`` if it is given."""
         out, kept = self._out(out, n), [self._ready(*payload) for payload in payloads]
-        self.library.ints_mean(*self._columns(kept), len(kept), self._xp.address(out), n, block, bits, self._xp.threads)
+        codes, scales = self._columns(kept)
+        self.library.ints_mean(codes, scales, len(kept), self._xp.address(out), n, block, bits, self._xp.threads)
         return out
 
     def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[Array, Array, Array]:
@@ -98,7 +100,8 @@ class HostKernels:
         """Each worker's values and ascending positions -> float32[n]; ValueError names a worker whose are wrong."""
         out, kept = self._out(out, n), [self._ready(*payload) for payload in payloads]
         counts = [self._xp.shape(values)[0] for values, _ in kept]
-        self.library.sparse_mean(*self._columns(kept), counts, len(kept), self._xp.address(out), n, self._xp.threads)
+        values, positions = self._columns(kept)
+        self.library.sparse_mean(values, positions, counts, len(kept), self._xp.address(out), n, self._xp.threads)
         return out
 
     def product(self, x: Array | None, p: Array, q: Array, out: Array) -> Array:

@@ -144,7 +144,7 @@ def test_the_slowest_rank_and_the_busiest_link_count():
 
 
 def test_summary_takes_medians_and_compares_with_the_bound():
-    times = {"compute": 0.01, "wait": 0.02}
+    times = {"compress": 0.0, "decompress": 0.01, "wait": 0.02}
     rows = [row("alone", seconds) for seconds in (0.1, 0.2, 0.4)]
     rows += [row("ddp-fp32", seconds, rx=12.5e6) for seconds in (1.0, 2.0, 3.0)]
     rows += [row("grace-torch-topk", 0.2, rx=125e3, sent=1.0, received=3.0, times=times)]

@@ -44,7 +44,7 @@ def cells(line: Row, dense: float | None) -> tuple[str, ...]:
         f"{line['sent'] / 1e6:.2f}" if "sent" in line else "",
         f"{line['cpu']:.3f}",
         f"{line['kernel']:.3f}",
-        f"{times['compute']:.3f}" if "compute" in times else "",
+        f"{times['compress'] + times['decompress']:.3f}" if times else "",
         f"{times['wait']:.3f}" if "wait" in times else "",
         f"{line['bound']:.3f}" if "bound" in line else "",
         ("yes" if line["held"] else "NO") if "held" in line else "",

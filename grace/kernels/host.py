@@ -28,7 +28,7 @@ class HostKernels:
     """A `Library` for a backend's arrays. x is spent: what is left, where it is asked for, lies in its memory."""
 
     def __init__(self, xp: Any, library: Library):
-        self._xp, self.library = xp, library
+        self._xp, self.library, self.isa = xp, library, library.isa
         self._tables: dict[Any, Array] = {}
 
     def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, Array, Array]:

@@ -122,7 +122,8 @@ class TensorflowKernels:
     threshold_encode = None
 
     def __init__(self, xp: Any):
-        self._xp = xp
+        found = library()
+        self._xp, self.isa = xp, found.isa if found else ""
 
     def signs_encode(self, x: Tensor, residual: Tensor | None, block: int) -> tuple[Tensor, Tensor, Tensor]:
         """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from grace.backends.base import ITEMSIZE, Array, Backend
@@ -25,10 +25,17 @@ class Meter:
             self._segments.append((names, self._xp.cell(self._xp.zeros((len(names), 3), "int64"))))
 
     def add(
-        self, units: Iterable[str], exchanged: Iterable[tuple[str, Collective, Any]], rank_in: Callable[[str], int]
+        self,
+        units: Iterable[str],
+        exchanged: Iterable[tuple[str, Collective, Any]],
+        rank_in: Callable[[str], int],
+        dense: Mapping[str, int],
     ) -> None:
-        """Count one exchange of these units, from what each asked for and got. ``rank_in``: the rank in a group."""
-        counts: dict[str, list[Any]] = {unit: [0, 0, 1] for unit in units}
+        """Count one exchange of these units, from what each asked for and got. ``rank_in``: the rank in a group.
+
+        ``dense``: bytes of units that were averaged as they are.
+        """
+        counts: dict[str, list[Any]] = {unit: [dense.get(unit, 0), dense.get(unit, 0), 1] for unit in units}
         for unit, collective, result in exchanged:
             rank = rank_in(collective.group)
             counts[unit][0] += self._sent(collective, rank)

@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from grace.backends import Backend, backend_of
+from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
-from grace.core import Array, Communicator, Context, Method, Program, State, Transport, name_of
+from grace.core import Array, Communicator, Context, Memory, Method, Program, Transport, name_of
 from grace.execution import Mean, as_array
 from grace.flight import Flight
 from grace.layout import Bucket, Tensor, Unit, layout
@@ -23,6 +24,7 @@ FORMAT = 1  # of state_dict
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MOMENTUM_TWICE = "memory {!r} has momentum of its own: set the optimizer's momentum to 0"
 PRESENT = "(present)"  # the program that counts who has a gradient
+DENSE = "(dense)"  # the program of all tensors of a bucket that go dense
 
 
 @dataclass(frozen=True)
@@ -312,8 +314,11 @@ class Grace:
         step = self._step.read()
         flat = {unit: self._flatten(unit) for unit in units}
         for unit, x in flat.items():
-            state = {key: cell.read() for key, cell in self._cells[unit.name].items()}
-            programs[unit.name] = self._program(unit, x, state, self._context(unit, step))
+            if not unit.dense:
+                state = {key: cell.read() for key, cell in self._cells[unit.name].items()}
+                programs[unit.name] = self.communicator.reduce(x, self.method, state, self._context(unit, step))
+        if dense := tuple(x for unit, x in flat.items() if unit.dense):
+            programs[DENSE] = _averaged(dense)
         if self.track_missing:
             programs[PRESENT] = self._presence(units)
         with self.xp.quiet():
@@ -335,12 +340,6 @@ class Grace:
         owned = owned or len(parts) > 1 or unit.dense != ""
         return xp.concat(parts) if owned else xp.copy(parts[0])
 
-    def _program(self, unit: Unit, x: Array, state: State, ctx: Context) -> Program[tuple[Array, State]]:
-        if unit.dense:
-            (mean,) = yield Reduce((x,), "mean")
-            return self.method.memory.finish_dense(mean, state, ctx)
-        return (yield from self.communicator.reduce(x, self.method, state, ctx))
-
     def _presence(self, units: tuple[Unit, ...]) -> Program[Array]:
         here = [float(self._gradients.get(t.name) is not None) for unit in units for t in unit.tensors]
         (count,) = yield Reduce((self.xp.asarray(here, "float32"),), "sum")
@@ -352,9 +351,13 @@ class Grace:
         xp, policy = self.xp, self.options.nonfinite
         counts = self._counts(flight, flat)
         means: dict[str, Array | None] = {}
+        dense = iter(flight.results.pop(DENSE, ()))
         for unit, x in flat.items():
-            mean, state = flight.results.pop(unit.name)
             cells = self._cells[unit.name]
+            mean, state = (next(dense), {}) if unit.dense else flight.results.pop(unit.name)
+            if unit.dense and (cells or type(self.method.memory).finish_dense is not Memory.finish_dense):
+                state = {key: cell.read() for key, cell in cells.items()}
+                mean, state = self.method.memory.finish_dense(mean, state, self._context(unit, self._step.read()))
             absent = all(counts.get(tensor.name) == 0 for tensor in unit.tensors)
             ok = None
             if (cells or policy != "poison") and not absent:
@@ -378,7 +381,9 @@ class Grace:
                 part = xp.reshape(mean[start : start + tensor.size], tensor.shape)
                 means[tensor.name] = None if counts.get(tensor.name) == 0 else xp.cast(part, tensor.dtype)
                 start += tensor.size
-        self._meter.add([*(unit.name for unit in flat), *flight.results], flight.asked, self.transport.group_rank)
+        sizes = {unit.name: sum(t.size for t in unit.tensors) * ITEMSIZE[unit.dtype] for unit in flat if unit.dense}
+        asked = [(name, *rest) for name, *rest in flight.asked if name != DENSE]
+        self._meter.add([*(unit.name for unit in flat), *flight.results], asked, self.transport.group_rank, sizes)
         return means
 
     def _keep(self, cell: Any, ok: Array, new: Array, x: Array) -> None:
@@ -520,6 +525,11 @@ class Grace:
         if not arrays:
             return None
         return sum(float(self.xp.to_numpy(self.xp.sum(array * array))) for array in arrays) ** 0.5
+
+
+def _averaged(arrays: tuple[Array, ...]) -> Program[tuple[Array, ...]]:
+    means = yield Reduce(arrays, "mean")
+    return means
 
 
 class Counter:

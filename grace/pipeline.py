@@ -13,7 +13,7 @@ from grace.backends import Backend, backend_of
 from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
 from grace.core import Array, Communicator, Context, Memory, Method, Program, Transport, name_of
-from grace.execution import Mean, as_array
+from grace.execution import Mean, apart, as_array
 from grace.flight import Flight
 from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
@@ -166,7 +166,10 @@ class Grace:
             self._unit_of.update({tensor.name: unit for tensor in unit.tensors})
             ctx = self._context(unit, 0)
             state = self.method.memory.init_dense(ctx) if unit.dense else self.communicator.init(self.method, ctx)
-            self._cells[unit.name] = {key: xp.cell(xp.copy(value)) for key, value in state.items()}
+            self._cells[unit.name] = {}
+            for number, (key, value) in enumerate(state.items()):  # each in memory of its own: it is written to
+                (own,) = apart((value,), tuple(state.values())[:number], xp)
+                self._cells[unit.name][key] = xp.cell(own)
         self._meter.extend([unit.name for bucket in buckets for unit in bucket.units])
         if self._waiting is not None:
             self.load_state_dict(self._waiting)

@@ -42,8 +42,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     trim()
     Path("/proc/self/clear_refs").write_text("5")  # the largest size so far becomes the present one
     before = size("VmRSS")
-    state_bytes = run(xp, case, models, job["mode"])
-    peak = size("VmHWM") - before
+    largest, state_bytes = run(xp, case, models, job["mode"])
+    peak = largest - before
     del parameters
     return {
         "peak_bytes": peak,
@@ -55,15 +55,16 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(xp: Any, case: Case, models: list[dict[str, Any]], mode: str) -> int:
-    """A few steps; bytes of the state that is kept between them."""
+def run(xp: Any, case: Case, models: list[dict[str, Any]], mode: str) -> tuple[int, int]:
+    """A few steps: the process's largest size so far, and bytes of the state that is kept between them."""
     grace = grace_from_params({**case.params, "min_numel": 1024}, "local")
     grace.learning_rate = lambda name: 0.1
     grace.build(models[0])
     step = stepper(grace, mode)
     for number in range(STEPS):
         step(models[number % len(models)])
-    return sum(array.nbytes for arrays in grace.state_dict()["tensors"].values() for array in arrays.values())
+    largest = size("VmHWM")  # before the state is asked for, which makes a copy
+    return largest, sum(array.nbytes for arrays in grace.state_dict()["tensors"].values() for array in arrays.values())
 
 
 def size(key: str) -> int:

@@ -337,7 +337,7 @@ class Grace:
                 parts.append(xp.zeros(tensor.size, unit.dtype))
                 owned = True
             else:
-                flat = xp.cast(xp.reshape(gradient, (-1,)), unit.dtype)
+                flat = xp.contiguous(xp.cast(xp.reshape(gradient, (-1,)), unit.dtype))
                 owned = tensor.name in self._spent or (xp.mutable and not xp.same_memory(flat, gradient))
                 parts.append(flat)
         owned = owned or len(parts) > 1 or unit.dense != ""

@@ -143,3 +143,21 @@ def test_positions_out_of_range_are_refused():
     payloads = [(np.ones(2, np.float32), np.array(places, np.int32)) for places in ([0, 4], [3, 99])]
     with pytest.raises(ValueError, match="worker 1 sent positions"):
         method.mean(payloads, context(xp, 10)).array()
+    payloads = [(np.ones(2, np.float32), np.array([1], np.int32))]
+    with pytest.raises(ValueError, match="worker 0 sent 2 values for 1 positions"):
+        method.mean(payloads, context(xp, 10)).array()
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_spent_gradient_may_lie_scattered_in_memory(name):
+    xp = backend(name)
+    means = []
+    for scattered in (True, False):
+        grc = grace_from_params({"compressor": "efsignsgd", "block_size": 64}, LocalTransport())
+        whole = xp.asarray(spread(8000), "float32")
+        given = whole[::2] if scattered else xp.copy(whole[::2])
+        grc.build({"w": given})
+        grc.start("w", given, spent=True)
+        grc.flush()
+        means.append(xp.to_numpy(grc.mean("w")).copy())
+    assert np.array_equal(*means)

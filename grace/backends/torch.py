@@ -53,8 +53,7 @@ class Pool:
         return whole[:size].view(dtype).view(shape)
 
     def _find(self, size: int) -> Any:
-        # Three references are the list's, the loop's and the one that is made to count them.
-        free = [array for array in self._arrays if sys.getrefcount(array) <= FREE]
+        free = [array for array, count in zip(self._arrays, _references(self._arrays), strict=True) if count <= FREE]
         fitting = [array for array in free if size <= array.size <= 2 * size]
         if fitting:
             return min(fitting, key=lambda array: array.size)
@@ -68,7 +67,12 @@ class Pool:
         return array
 
 
-FREE = 3
+def _references(arrays: list[Any]) -> list[int]:
+    return [sys.getrefcount(array) for array in arrays]
+
+
+(FREE,) = _references([np.empty(1)])
+"""References to an array that only a list has: how many counting adds is the interpreter's affair."""
 POOL = Pool()
 
 

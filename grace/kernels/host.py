@@ -100,6 +100,11 @@ class HostKernels:
         """Each worker's values and ascending positions -> float32[n]; ValueError names a worker whose are wrong."""
         out, kept = self._out(out, n), [self._ready(*payload) for payload in payloads]
         counts = [self._xp.shape(values)[0] for values, _ in kept]
+        for worker, (_, places) in enumerate(kept):
+            if self._xp.shape(places)[0] != counts[worker]:
+                raise ValueError(
+                    f"worker {worker} sent {counts[worker]} values for {self._xp.shape(places)[0]} positions"
+                )
         values, positions = self._columns(kept)
         self.library.sparse_mean(values, positions, counts, len(kept), self._xp.address(out), n, self._xp.threads)
         return out

@@ -288,7 +288,8 @@ def test_a_lab_is_gone_after_an_exception(lab):
 
 @pytest.mark.processes
 def test_a_lab_whose_process_was_killed_is_cleaned_up(lab):
-    script = "import os\nfrom benchmarks.lab import Lab\nlab = Lab(2).__enter__()\nprint(lab.name)\nos._exit(1)"
+    made = "import os\nfrom benchmarks.lab import Lab\nlab = Lab(2).__enter__()"
+    script = f"{made}\nprint(lab.name, flush=True)\nos._exit(1)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     name = done.stdout.strip()
     assert name in network.leftovers()

@@ -110,6 +110,7 @@ class MessageTransport(Transport):
         xp = self.xp
         arrays = [(array, item.op == "mean") for item in items for array in item.arrays]
         waits: dict[str, Wait] = {}
+        divided: set[str] = set()  # dtypes whose buffers hold means already, or are divided as a whole
         for dtype in dict.fromkeys(xp.dtype(array) for array, _ in arrays):
             mine = [(xp.reshape(array, (-1,)), mean) for array, mean in arrays if xp.dtype(array) == dtype]
             if ITEMSIZE[dtype] == 2:  # half precision overflows in the sum: divide first
@@ -117,11 +118,13 @@ class MessageTransport(Transport):
             parts = [array for array, _ in mine]
             buffer = xp.concat(parts) if len(parts) > 1 else xp.copy(parts[0])
             op = "sum" if items[0].op == "mean" else items[0].op
-            waits[dtype] = self._reduce_buffer(buffer, op, all(mean for _, mean in mine), f"{tag}.{dtype}")
+            whole = all(mean for _, mean in mine)
+            waits[dtype] = self._reduce_buffer(buffer, op, whole, f"{tag}.{dtype}")
+            if whole or ITEMSIZE[dtype] == 2:
+                divided.add(dtype)
 
         def finish() -> list[Any]:
             rest = {dtype: wait() for dtype, wait in waits.items()}
-            divided = {dtype for dtype in rest if all(mean for array, mean in arrays if xp.dtype(array) == dtype)}
             reduced = []
             for array, mean in arrays:
                 dtype, shape = xp.dtype(array), xp.shape(array)
@@ -129,7 +132,7 @@ class MessageTransport(Transport):
                 (size,) = xp.integers(xp.lengths([array])) if None in shape else (math.prod(shape),)
                 found = rest[dtype][:size]
                 rest[dtype] = rest[dtype][size:]
-                if mean and dtype not in divided and ITEMSIZE[dtype] > 2:
+                if mean and dtype not in divided:
                     found = xp.divide_in(found, self.size)
                 reduced.append(xp.reshape(found, (-1,) if None in shape else shape))
             return [tuple(reduced[part]) for part in _slices(items)]

@@ -319,6 +319,9 @@ class Communicator(ABC):
     It owns the order, so it may compress after an exact step, twice, or not at all.
     """
 
+    scattered: ClassVar[bool] = False
+    """A tensor's first dimension is the workers: the result is the mean of this worker's row, and no other's."""
+
     def check(self, method: Method, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
         """Raise ValueError, naming the remedy, when this method cannot travel this way."""
 
@@ -341,7 +344,8 @@ class Communicator(ABC):
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Any, State]]:
         """float32[n] -> float32[n], the mean over all workers, bit-equal on all of them; and next state.
 
-        x is spent. The mean may be a `grace.execution.Mean`, to be decoded where it belongs.
+        Of a ``scattered`` communicator, float32[n / world_size]. x is spent. The mean may be a `grace.execution.Mean`,
+        to be decoded where it belongs.
         """
 
 

@@ -71,6 +71,11 @@ class Grace:
         method.check()
         communicator = communicator.fitted(method, transport)
         communicator.check(method, transport.size)
+        if communicator.scattered and options.fuse != "tensor":
+            raise ValueError(
+                f"communicator {name_of(communicator)!r} needs the rows of each tensor apart: use fuse='tensor', not "
+                f"{options.fuse!r}"
+            )
         self.method, self.communicator, self.options = method, communicator, options
         self.transport = transport
         self.track_missing = False
@@ -145,6 +150,12 @@ class Grace:
             if tensor.dtype not in FLOATS:
                 raise TypeError(
                     f"{name!r} has dtype {tensor.dtype}: only {', '.join(FLOATS)} gradients can be averaged"
+                )
+            if self.communicator.scattered and tensor.shape[:1] != (self.world_size,):
+                raise ValueError(
+                    f"communicator {name_of(self.communicator)!r} hands each of {self.world_size} workers its own row "
+                    f"of a tensor, but {name!r} has shape {list(tensor.shape)}. It is for grace.torch.fsdp: take "
+                    "another one for whole gradients"
                 )
             if name in new or self._tensors.get(name, tensor) != tensor:
                 raise ValueError(f"two tensors are named {name!r}: names must be unique, and shapes must not change")
@@ -267,8 +278,11 @@ class Grace:
             if units:
                 self._launch(label, tuple(units))
 
-    def land(self) -> None:
-        """Wait for all that was launched, bucket by bucket and round by round, and keep the new state."""
+    def land(self, last: bool = True) -> None:
+        """Wait for all that was launched, bucket by bucket and round by round, and keep the new state.
+
+        ``last``: the step ends here; otherwise more of its tensors are to come.
+        """
         try:
             while not self.advance():
                 pass
@@ -280,7 +294,8 @@ class Grace:
         finally:
             self._clear()
         self._means = means
-        self._step.assign(self._step.read() + 1)
+        if last:
+            self._step.assign(self._step.read() + 1)
 
     def abandon(self) -> None:
         """Drop a step that was begun: wait for what is under way, and keep neither means nor state."""
@@ -381,9 +396,13 @@ class Grace:
                 mean = xp.choose(ok, mean, xp.zeros(xp.shape(mean), unit.dtype))
             start = 0
             for tensor in unit.tensors:
-                part = xp.reshape(mean[start : start + tensor.size], tensor.shape)
+                size, shape = tensor.size, tensor.shape
+                if self.communicator.scattered:
+                    size, shape = size // self.world_size, shape[1:]
+                    start = self.rank * size if unit.dense else 0
+                part = xp.reshape(mean[start : start + size], shape)
                 means[tensor.name] = None if counts.get(tensor.name) == 0 else xp.cast(part, tensor.dtype)
-                start += tensor.size
+                start += size
         sizes = {unit.name: sum(t.size for t in unit.tensors) * ITEMSIZE[unit.dtype] for unit in flat if unit.dense}
         asked = [(name, *rest) for name, *rest in flight.asked if name != DENSE]
         self._meter.add([*(unit.name for unit in flat), *flight.results], asked, self.transport.group_rank, sizes)
@@ -393,7 +412,7 @@ class Grace:
         old = cell.read()
         if new is old:
             return
-        if self.xp.mutable and self.xp.same_memory(new, x):
+        if self.xp.mutable and self.xp.overlap(new, x):
             self.xp.write(old, self.xp.choose(ok, new, old))  # x is wanted for the mean
         else:
             cell.assign(self.xp.choose(ok, new, old))

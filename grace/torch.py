@@ -1,4 +1,4 @@
-"""PyTorch's doors: DistributedOptimizer, a DDP communication hook, and broadcasts of the initial state."""
+"""PyTorch's doors: DistributedOptimizer, a DDP communication hook, FSDP2, and broadcasts of the initial state."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from grace.backends import backend_of
 from grace.collectives import Broadcast, Reduce
 from grace.core import Transport, name_of
+from grace.fsdp import fsdp
 from grace.pipeline import MOMENTUM_TWICE, Grace
 from grace.transports import get_transport
 
@@ -24,6 +25,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ddp_hook",
+    "fsdp",
     "name_parameters",
 ]
 

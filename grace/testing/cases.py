@@ -185,8 +185,8 @@ def unchanged(one: Any, two: Any) -> bool:
 
 
 def fitting(compressor: Compressor) -> list[Communicator]:
-    """The registered communicators that carry a compressor."""
-    return [cls() for cls in communicators.values() if carries(cls(), compressor)]
+    """The registered communicators that carry a compressor, of whole gradients."""
+    return [cls() for cls in communicators.values() if not cls.scattered and carries(cls(), compressor)]
 
 
 def accepted(communicator: Communicator) -> list[Compressor]:

@@ -59,8 +59,11 @@ class Hierarchical(Communicator):
     def applies(self, method: Method, ctx: Context) -> bool:
         return all(method.compressor.applies(self._cross(method, ctx, place)) for place in range(self.node_size))
 
-    def init(self, method: Method, ctx: Context) -> State:
-        return self.outer.init(method, self._cross(method, ctx, ctx.rank % self.node_size))
+    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+        points: dict[str, tuple[Method, Context]] = self.outer.points(
+            method, self._cross(method, ctx, ctx.rank % self.node_size)
+        )
+        return points
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, bounds = ctx.xp, self._bounds(method, ctx)

@@ -20,7 +20,7 @@ def complete(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             f"these are the states of workers {ranks}, but the run had {first['world_size']}: give those of all of them"
         )
     for state in ordered:
-        for key in ("format", "step", "world_size", "method", "communicator"):
+        for key in ("format", "step", "world_size", "method"):
             if state[key] != first[key]:
                 raise ValueError(
                     f"worker {state['rank']}'s state has {key} {state[key]!r} where worker 0's has {first[key]!r}: "

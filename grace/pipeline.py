@@ -491,6 +491,11 @@ class Grace:
                     f"this is the state of worker {whose[0][0]} of {whose[0][1]}, but this is worker {self.rank} of "
                     f"{self.world_size}: load each worker's own, or give the states of all {whose[0][1]} workers"
                 )
+            if self.communicator.scattered:
+                raise ValueError(
+                    f"communicator {name_of(self.communicator)!r} cuts tensors into other rows for another number of "
+                    f"workers: this is the state of {whose[0][1]}, so go on with as many"
+                )
             states = tuple(complete(states))
         step = states[0]["step"]
         if self._xp is None:

@@ -91,6 +91,21 @@ def test_every_backends_state_comes_back(xp, tmp_path):
     assert np.abs(one).sum() > 0
 
 
+def test_a_tensorflow_checkpoint_holds_it_too(tmp_path):
+    tf = pytest.importorskip("tensorflow")
+    import grace
+
+    graces = [grace_from_params({"compressor": "topk", "min_numel": 0}, "local") for _ in range(2)]
+    for each in graces:
+        each.build({"a": tf.zeros((40, 50))})
+    graces[0].step({"a": tf.random.stateless_normal((40, 50), (1, 2))})
+    path = tf.train.Checkpoint(grace=grace.tensorflow.CheckpointState(graces[0])).write(str(tmp_path / "here"))
+    tf.train.Checkpoint(grace=grace.tensorflow.CheckpointState(graces[1])).read(path).assert_consumed()
+    one, two = (each.state_dict()["tensors"]["a"]["memory/residual"] for each in graces)
+    assert np.array_equal(one, two)
+    assert np.any(one)
+
+
 # -- another number of workers -----------------------------------------------------------------------------------------
 def sums(graces):
     """What is kept of each tensor over all workers, by the rule of its key: what must not change."""
@@ -179,6 +194,14 @@ def test_states_that_were_not_saved_together_are_refused(tmp_path):
         alone.load_state_dict(states[0], {**states[1], "step": 7}, states[2])
     alone.load_state_dict(*states)
     assert alone.report().steps == 2
+
+
+def test_rows_of_sharded_training_do_not_follow():
+    params, tensors = {"compressor": "topk", "communicator": "reducescatter"}, {"w": np.zeros((2, 300), np.float32)}
+    states = [grace.state_dict() for grace in made(params, 2, tensors)]
+    (alone,) = made(params, 1, {"w": np.zeros((1, 600), np.float32)})
+    with pytest.raises(ValueError, match="go on with as many"):
+        alone.load_state_dict(*states)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -374,6 +374,8 @@ class Transport(ABC):
 
     rank: int = 0
     size: int = 1
+    timeout: float = 600.0
+    """Seconds after which a wait for other workers raises TimeoutError, where the library lets us look."""
 
     @property
     def node_size(self) -> int:

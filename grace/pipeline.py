@@ -44,6 +44,9 @@ class Options:
     """
     seed: int = 0
     """Of all random numbers. The same on every worker."""
+    timeout: float = 600.0
+    """Seconds that a worker waits for the others before it raises TimeoutError; float("inf"): for ever. Horovod inside
+    TensorFlow graphs, and NCCL, have time limits of their own."""
 
     def __post_init__(self) -> None:
         for key, choices in (("fuse", ("tensor", "bucket", "model")), ("nonfinite", ("poison", "zero", "raise"))):
@@ -53,6 +56,8 @@ class Options:
             raise ValueError(f"min_numel={self.min_numel!r} must be 0 or more")
         if not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb={self.bucket_mb!r} must be positive")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout!r} must be positive, in seconds")
 
 
 class Job(NamedTuple):
@@ -142,6 +147,7 @@ class Grace:
             if self._xp is None:
                 self._xp = xp
                 self.transport = self.transport.bind(xp)
+                self.transport.timeout = self.options.timeout
                 self.communicator.prepare(self.transport)
             elif xp is not self._xp:
                 raise ValueError(

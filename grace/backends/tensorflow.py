@@ -105,8 +105,17 @@ class TensorflowBackend(Backend):
     def log(self, x: Array) -> Array:
         return tf.math.log(x)
 
+    def exp(self, x: Array) -> Array:
+        return tf.exp(x)
+
     def cos(self, x: Array) -> Array:
         return tf.cos(x)
+
+    def lgamma(self, x: Array) -> Array:
+        return tf.math.lgamma(x)
+
+    def igammac(self, a: Array, x: Array) -> Array:
+        return tf.math.igammac(a, x)
 
     def minimum(self, x: Array, y: Any) -> Array:
         return tf.minimum(x, y)
@@ -208,6 +217,11 @@ class TensorflowBackend(Backend):
             pieces.append(_mix(tf.bitwise.bitwise_xor(h, _word(high + key1))))
             start, n = start + count, n - count
         return tf.bitcast(self.concat(pieces), tf.int32) if pieces else tf.zeros(0, tf.int32)
+
+    def loop(
+        self, more: Callable[..., Array], body: Callable[..., tuple[Array, ...]], values: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        return tf.while_loop(lambda *values: tf.reshape(more(*values), ()), body, values)
 
     def cell(self, value: Array) -> Any:
         return VariableCell(value)

@@ -28,10 +28,9 @@ def pareto(xp: Any, mean: Array, variance: Array, share: Array) -> Array:
     """Numbers of a generalised Pareto law. Its shape is held in -5 .. 0.499: there are no such moments beyond."""
     shape = pareto_shape(xp, mean, variance)
     scale = mean * (1.0 - shape)
-    near = abs_below(xp, shape, 1e-6)  # where the formula divides nothing by nothing
-    divisor = xp.where(near, 1.0, shape)
-    far = scale * (xp.exp(-shape * share) - 1.0) / divisor
-    return xp.where(near, -scale * share * (1.0 - 0.5 * shape * share), far)
+    curved = (shape > 1e-6) | (shape < -1e-6)  # else the formula divides nothing by nothing
+    far = scale * (xp.exp(-shape * share) - 1.0) / xp.where(curved, shape, 1.0)
+    return xp.where(curved, far, -scale * share * (1.0 - 0.5 * shape * share))
 
 
 def pareto_shape(xp: Any, mean: Array, variance: Array) -> Array:
@@ -87,8 +86,3 @@ def gamma_quantile(xp: Any, shape: Array, share: Array) -> Array:
         step = step / (1.0 - 0.5 * xp.minimum(step * (less / x - 1.0), 1.0))
         x = xp.maximum(x - step, 0.5 * x)
     return x
-
-
-def abs_below(xp: Any, x: Array, bound: float) -> Array:
-    """bool: |x| < bound."""
-    return (x < bound) & (x > -bound)

@@ -258,7 +258,8 @@ class Backend(ABC):
     def excess(self, x: Array, bound: Array) -> Array:
         """float64[3]: by how much magnitudes of a vector exceed a bound: their number, their sum, their sum of squares.
 
-        ``bound``: float32[1], >= 0. Right but for the last bits of float32. x must be finite, and must not be empty.
+        ``bound``: float32[1], >= 0. Right but for the last bits of float32; of x that is not finite, any numbers. x
+        must not be empty.
         """
         over = self.maximum(self.abs(x) - bound, 0.0)
         largest = self.max(over)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.backends.base import ITEMSIZE, Array, Backend
+from grace.backends.base import ITEMSIZE, PIECE, Array, Backend
 from grace.rng import MASK32
 
 
@@ -147,6 +147,20 @@ class TensorflowBackend(Backend):
     def cumsum(self, x: Array) -> Array:
         return tf.cumsum(x)
 
+    def excess(self, x: Array, bound: Array) -> Array:
+        # In pieces that stay in a cache: a temporary as large as x costs more than what is done with it.
+        n = x.shape[0]
+        full = n // PIECE * PIECE
+        found = _excess(x[full:], bound) if full < n else tf.zeros(3, tf.float64)
+        if full:
+            _, found = tf.while_loop(
+                lambda start, found: start < full,
+                lambda start, found: (start + PIECE, found + _excess(x[start : start + PIECE], bound)),
+                (0, found),
+                parallel_iterations=1,
+            )
+        return found
+
     def bitwise_and(self, x: Array, y: Any) -> Array:
         return tf.bitwise.bitwise_and(x, tf.cast(y, x.dtype))
 
@@ -234,6 +248,17 @@ class TensorflowBackend(Backend):
             tf.debugging.Assert(ok, [message])
         elif not ok:
             raise FloatingPointError(message)
+
+
+def _excess(x: Array, bound: Array) -> Array:
+    over = tf.nn.relu(tf.abs(x) - bound)
+    number, total, half = tf.reduce_sum(tf.cast(over > 0, tf.float32)), tf.reduce_sum(over), tf.nn.l2_loss(over)
+    squares = tf.cond(
+        (half > 1e-20) & (half < 1e30),
+        lambda: 2 * tf.cast(half, tf.float64),
+        lambda: tf.reduce_sum(tf.square(tf.cast(over, tf.float64))),  # out of float32's range, or near its ends
+    )
+    return tf.stack([tf.cast(number, tf.float64), tf.cast(total, tf.float64), squares])
 
 
 class VariableCell:

@@ -324,7 +324,7 @@ def test_every_module_is_imported_by_its_package():
             "lowrank",
             "selectors",
             "sparse",
-        }  # what several methods share, without a name of its own
+        }  # parts of several methods, without a name
         assert modules - shared == found
         for name, cls in registry.items():
             assert cls.registered_name == name

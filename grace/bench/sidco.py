@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,7 +80,7 @@ class Worker:
             Context(get_backend("numpy"), "model", (n,), seed=seed),
         )
         self._state = self._method.init(self._ctx)
-        self._n, self._step = n, 0
+        self._step = 0
 
     @property
     def stages(self) -> int | None:
@@ -165,7 +168,7 @@ class Training:
 
 
 class Digits:
-    """A network of 64, 256, 256 and 10 units and scikit-learn's handwritten digits: 1347 to learn from, 450 to judge by.
+    """A network of 64, 256, 256 and 10 units and scikit-learn's digits: 1347 to learn from, 450 to judge by.
 
     Its 85,002 parameters are one vector, and so are its gradients.
     """
@@ -178,7 +181,7 @@ class Digits:
         order = self._rng.permutation(len(data.target))
         self._images = (data.images.reshape(-1, 64) / 16).astype(np.float32)[order]
         self._labels = data.target[order]
-        self._shapes = [shape for one, two in zip(LAYERS, LAYERS[1:], strict=False) for shape in ((one, two), (two,))]
+        self._shapes = [shape for one, two in pairwise(LAYERS) for shape in ((one, two), (two,))]
         self.size = sum(map(math.prod, self._shapes))
         self._vector = np.zeros(self.size, np.float32)
         for part in self._parts(self._vector)[::2]:
@@ -252,7 +255,7 @@ def train(
 
 def training(epochs: int, seeds: int, progress: Progress = lambda text: None) -> list[Record]:
     """Every method in a training of its own, and all of them on the gradients of the training with exact top-k."""
-    records = []
+    records: list[Record] = []
     dense = [train(None, 1.0, seed, epochs).accuracy for seed in range(seeds)]
     records.append({"method": "dense", "ratio": None, "accuracy": float(np.mean(dense))})
     for ratio in RATIOS:
@@ -298,6 +301,7 @@ def _same_gradients(ratio: float, epochs: int, progress: Progress) -> dict[str, 
 # -- the clock ---------------------------------------------------------------------------------------------------------
 def speed(backend: str, sizes: Sequence[int], rounds: int = 7, progress: Progress = lambda text: None) -> list[Record]:
     """Medians of compress without a memory on one thread, beside the toolkit's own top-k, in interleaved rounds."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     xp, own = get_backend(backend), _own_topk(backend)
     records = []
     for n in sizes:
@@ -305,7 +309,7 @@ def speed(backend: str, sizes: Sequence[int], rounds: int = 7, progress: Progres
         ctx = Context(xp, "w", (n,))
         for ratio in RATIOS:
             progress(f"{backend}, n = {n:,}, {ratio}")
-            calls = {"the toolkit's top-k": _call(xp, lambda x, k=math.floor(ratio * n): own(x, k))}
+            calls = {"the toolkit's top-k": _call(xp, partial(own, math.floor(ratio * n)))}
             for sid in ("e", "p", "gp"):
                 calls[f"SIDCo-{sid.upper()}, 2 stages"] = _compress(xp, SIDCo(ratio, sid, stages=2), ctx)
             kept = {label: c for label, c in methods(ratio).items() if not isinstance(c, SIDCo)}
@@ -335,19 +339,20 @@ def speed(backend: str, sizes: Sequence[int], rounds: int = 7, progress: Progres
     return records
 
 
-def _own_topk(backend: str) -> Callable[[Any, int], Any]:
+def _own_topk(backend: str) -> Callable[[int, Any], Any]:
     if backend == "torch":
         import torch
 
         torch.set_num_threads(1)
-        return lambda x, k: torch.topk(x.abs(), k, sorted=False)
+        return lambda k, x: torch.topk(x.abs(), k, sorted=False)
     if backend == "tensorflow":
         import tensorflow as tf
 
+        tf.get_logger().setLevel("ERROR")  # each method is traced for each ratio, as is meant
         tf.config.threading.set_intra_op_parallelism_threads(1)
         tf.config.threading.set_inter_op_parallelism_threads(1)
-        return lambda x, k: tf.math.top_k(tf.abs(x), k, sorted=False)
-    return lambda x, k: np.argpartition(abs(x), len(x) - k)[len(x) - k :]
+        return lambda k, x: tf.math.top_k(tf.abs(x), k, sorted=False)
+    return lambda k, x: np.argpartition(abs(x), len(x) - k)[len(x) - k :]
 
 
 def _compress(xp: Any, compressor: Compressor, ctx: Context) -> Callable[[Any], Any]:
@@ -391,9 +396,7 @@ def measure(
 ) -> None:
     """Trainings of ``epochs`` (0: none) with each of ``seeds``, laws of ``size`` elements (0: none), times."""
     if epochs and importlib.util.find_spec("sklearn") is None:
-        results.left_out.append(
-            "the training: scikit-learn, which has the digits, is missing: pip install scikit-learn"
-        )
+        results.left_out.append("the training, since scikit-learn with the digits is missing: pip install scikit-learn")
     elif epochs:
         results.training = training(epochs, seeds, progress)
     if size:

@@ -39,7 +39,8 @@ class TensorflowBackend(Backend):
         return tf.zeros(shape, dtype)
 
     def full(self, shape: Any, value: Any, dtype: str = "float32") -> Array:
-        return tf.fill((shape,) if isinstance(shape, int) else shape, tf.cast(value, dtype))
+        value = tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)  # a cast is from float32
+        return tf.fill((shape,) if isinstance(shape, int) else shape, value)
 
     def arange(self, n: int, dtype: str = "int32") -> Array:
         return tf.range(n, dtype=dtype)

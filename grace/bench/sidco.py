@@ -75,12 +75,9 @@ class Worker:
     """One worker's method with its state, on NumPy."""
 
     def __init__(self, compressor: Compressor, n: int, seed: int = 0):
-        self._method, self._ctx = (
-            Method(compressor, Residual()),
-            Context(get_backend("numpy"), "model", (n,), seed=seed),
-        )
-        self._state = self._method.init(self._ctx)
-        self._step = 0
+        self._method = Method(compressor, Residual())
+        self._ctx = Context(get_backend("numpy"), "model", (n,), seed=seed)
+        self._state, self._step = self._method.init(self._ctx), 0
 
     @property
     def stages(self) -> int | None:

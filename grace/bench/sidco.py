@@ -233,11 +233,20 @@ def train(
     compressor: Compressor | None, ratio: float, seed: int, epochs: int, watch: Callable[[Any], None] | None = None
 ) -> Training:
     """Train with error feedback; None: without compression. ``watch`` sees what is compressed at each step."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _trained(compressor, ratio, seed, epochs, watch)
+
+
+def _trained(
+    compressor: Compressor | None, ratio: float, seed: int, epochs: int, watch: Callable[[Any], None] | None
+) -> Training:
     task = Digits(seed)
     found, k = Training(0.0), math.floor(ratio * task.size)
     worker = None if compressor is None else Worker(compressor, task.size, seed)
     for rows in task.batches(epochs):
         g = task.gradient(rows)
+        if not np.isfinite(g).all():  # it diverged, as with one stage it may
+            break
         if worker is not None:
             if watch is not None:
                 watch(g + worker.residual)

@@ -443,3 +443,24 @@ def test_selectors_serve_every_sparsifier_that_takes_them():
             assert (made.ragged, made.count(1000) is None) == (not cls(0.1).fixed, not cls(0.1).fixed)
     assert method(compressor="chain", selector="chunk").compressor.sparsifier.selector == "chunk"
     assert method(compressor="dgc").compressor.selector == "sampled"
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+def test_the_command_measures_and_shows():
+    pytest.importorskip("typer", reason="the grace command needs the extra [cli]")
+    from rich.console import Console
+    from typer.testing import CliRunner
+
+    from grace.cli.app import app
+
+    results = bench.Results()
+    bench.measure(results, epochs=0, seeds=1, size=5000, backends=["numpy"], sizes=[5000])
+    assert len(results.laws) == len(bench.LAWS) * 3 * 6
+    assert len(results.speed) == 3 * 11
+    assert all(record["faster"] > 0 for record in results.speed)
+    console = Console(width=160, record=True)
+    bench.render(results, console)
+    shown = console.export_text()
+    assert all(name in shown for name in (*bench.LAWS, "P robust", "SIDCo-E, 2 stages"))
+    refused = CliRunner().invoke(app, ["bench", "sidco", "--epochs", "0", "--plot", "x.png"])
+    assert refused.exit_code == 2

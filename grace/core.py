@@ -63,6 +63,8 @@ class Resize(Enum):
     """The sum over the workers is kept, and every worker has an equal part of it: nothing is lost."""
     MEAN = "mean"
     """Every worker gets the mean."""
+    OWN = "own"
+    """A worker's own affair: each takes one of the old workers' over, as they come."""
 
 
 @dataclass(frozen=True)

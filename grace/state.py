@@ -62,6 +62,9 @@ def _follow(
     start, stop = ctx.offset, ctx.offset + ctx.size
     old = [(state["points"][unit].get(point), state["tensors"].get(unit, {}).get(key)) for state in states]
     held = [(place, array) for place, array in old if place is not None and array is not None]
+    if rule is Resize.OWN:
+        theirs = [array for place, array in held if tuple(place) == (start, ctx.size)]
+        return host(theirs[rank % len(theirs)] if theirs else value)
     if rule is Resize.SAME:
         return next((host(array) for place, array in held if tuple(place) == (start, ctx.size)), host(value))
     reach = max([stop, *(first + count for (first, count), _ in held)])

@@ -215,6 +215,13 @@ class TensorflowBackend(Backend):
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
         return tf.where(ok, new, old)
 
+    @property
+    def tracing(self) -> bool:
+        return tf.inside_function()
+
+    def switch(self, index: Array, branches: Sequence[Callable[[], Any]]) -> Any:
+        return tf.switch_case(index, list(branches))
+
     def require(self, ok: Array, message: str) -> None:
         if tf.inside_function():
             tf.debugging.Assert(ok, [message])
@@ -233,6 +240,9 @@ class VariableCell:
 
     def assign(self, value: Array) -> None:
         self.variable.assign(value)
+
+    def add(self, value: Array) -> None:
+        self.variable.assign_add(value)
 
 
 @cache

@@ -12,6 +12,7 @@ from grace.policies.base import Decision, Level, Policy, level_of, own_level
 from grace.registry import register
 
 LOW, HIGH = 0, 1  # the levels, named after how much they compress
+MODEL = "(model)"  # whose norm is that over all tensors
 
 
 def critical(before: float | None, now: float, eta: float) -> bool:
@@ -89,11 +90,11 @@ class Accordion(Detector):
         self, decision: Decision, epoch: int, lr: float | None, next_lr: float | None, norms: Mapping[str, float]
     ) -> Decision:
         if self.watches(epoch, decision):
-            if self.together:
-                norms = dict.fromkeys(norms, _norm(norms))
+            now = {MODEL: _norm(norms)} if self.together else dict(norms)
             before = decision.memo.get("norms", {})
-            levels = {name: LOW if critical(before.get(name), now, self.eta) else HIGH for name, now in norms.items()}
-            decision = replace(decision, levels={**decision.levels, **levels}, memo={"norms": dict(norms)})
+            found = {name: LOW if critical(before.get(name), norm, self.eta) else HIGH for name, norm in now.items()}
+            levels = {name: found[MODEL if self.together else name] for name in decision.levels}
+            decision = replace(decision, levels=levels, memo={"norms": now})
         if self.falls(lr, next_lr):
             decision = replace(decision, levels=dict.fromkeys(decision.levels, LOW))
         return decision

@@ -10,6 +10,14 @@ import numpy as np
 STEPS, EPOCHS = 2, 8
 SHAPES = {"jumps": (40, 30), "calm": (50, 40)}
 
+BASES: dict[str, dict[str, Any]] = {
+    "topk": {"compressor": "topk", "compress_ratio": 0.01, "k_low": 0.1},
+    "powersgd": {"compressor": "powersgd", "compress_rank": 1, "k_low": 4},
+    "twostage": {"compressor": "qsgd", "quantum_num": 7, "k_low": 127, "communicator": "twostage"},
+}
+RUNS = [(name, granularity, "rank0") for name in BASES for granularity in ("layer", "model")]
+RUNS += [("topk", "layer", "mean"), ("topk", "layer", "aggregated")]
+
 
 @cache
 def sequence(size: int) -> list[list[dict[str, Any]]]:

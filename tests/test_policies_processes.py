@@ -3,19 +3,12 @@
 import numpy as np
 import pytest
 from launch import launch
-from policies import EPOCHS, STEPS, levels_of, sequence
+from policies import BASES, EPOCHS, RUNS, STEPS, levels_of, sequence
 
 from grace import simulate
 
 pytestmark = pytest.mark.processes
 
-BASES = {
-    "topk": {"compressor": "topk", "compress_ratio": 0.01, "k_low": 0.1},
-    "powersgd": {"compressor": "powersgd", "compress_rank": 1, "k_low": 4},
-    "twostage": {"compressor": "qsgd", "quantum_num": 7, "k_low": 127, "communicator": "twostage"},
-}
-RUNS = [(name, "layer", source) for name in BASES for source in ("rank0", "mean", "aggregated")]
-RUNS += [(name, "model", "rank0") for name in BASES]
 LOW, HIGH = 0, 1
 
 

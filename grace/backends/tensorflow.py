@@ -18,6 +18,8 @@ class TensorflowBackend(Backend):
 
     name = "tensorflow"
     traced = True
+    switching = False
+    """A branch of a `switch` is being made."""
 
     @property
     def kernels(self) -> Any:
@@ -220,7 +222,17 @@ class TensorflowBackend(Backend):
         return tf.inside_function()
 
     def switch(self, index: Array, branches: Sequence[Callable[[], Any]]) -> Any:
-        return tf.switch_case(index, list(branches))
+        def inside(branch: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                outer, self.switching = self.switching, True
+                try:
+                    return branch()
+                finally:
+                    self.switching = outer
+
+            return run
+
+        return tf.switch_case(index, [inside(branch) for branch in branches])
 
     def require(self, ok: Array, message: str) -> None:
         if tf.inside_function():

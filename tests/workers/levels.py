@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 from launch import leave_gloo, save
-from policies import EPOCHS, STEPS, levels_of, sequence
+from policies import BASES, EPOCHS, RUNS, STEPS, levels_of, sequence
 
 out, transport = sys.argv[1:]
 if transport == "tensorflow":
@@ -36,11 +36,6 @@ else:
 import grace
 
 found = {}
-BASES = {
-    "topk": {"compressor": "topk", "compress_ratio": 0.01, "k_low": 0.1},
-    "powersgd": {"compressor": "powersgd", "compress_rank": 1, "k_low": 4},
-    "twostage": {"compressor": "qsgd", "quantum_num": 7, "k_low": 127, "communicator": "twostage"},
-}
 
 
 def made(params):
@@ -71,20 +66,10 @@ def go(grc, step, first, last, spoil=None):
 
 
 LAST = STEPS * EPOCHS
-for name, base in BASES.items():
-    for granularity in ("layer", "model"):
-        for source in ("rank0", "mean", "aggregated"):
-            if granularity == "model" and source != "rank0":
-                continue
-            grc, step, traces = made({**base, "granularity": granularity, "norm_source": source})
-            held, means = go(grc, step, 0, LAST)
-            found[name, granularity, source] = (
-                held,
-                means,
-                levels_of(grc.report()),
-                grc.report().bytes_sent,
-                len(traces),
-            )
+for name, granularity, source in RUNS:
+    grc, step, traces = made({**BASES[name], "granularity": granularity, "norm_source": source})
+    held, means = go(grc, step, 0, LAST)
+    found[name, granularity, source] = (held, means, levels_of(grc.report()), grc.report().bytes_sent, len(traces))
 
 # From the middle of a window, in new objects.
 for source in ("rank0", "mean"):

@@ -1,6 +1,7 @@
 """Policies: the detector, levels in force on every toolkit, what they cost in bytes, checkpoints, and the doors."""
 
 import copy
+import itertools
 import math
 
 import numpy as np
@@ -531,3 +532,120 @@ def test_the_report_shows_levels_over_time(tmp_path):
 def test_zeros_are_critical(name):
     found = simulate({**TOPK, "window": 1}, [{"w": np.zeros(2000, np.float32)}], name, steps=3, steps_per_epoch=1)
     assert levels_of(found.report) == {"w": [(0, LOW)]}
+
+
+# -- doors ----------------------------------------------------------------------------------------------------------
+def trained(policy, scale_lr=False, lr_scheduler=None):
+    """A tiny network in PyTorch: its Grace, optimizer and policy scheduler."""
+    torch = pytest.importorskip("torch")
+    import grace
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(20, 30)
+    grc = build(min_numel=0, compressor="topk", compress_ratio=0.1, **policy)
+    optimizer = torch.optim.SGD([{"params": [net.weight], "lr": 0.1}, {"params": [net.bias], "lr": 0.2}])
+    grace.torch.DistributedOptimizer(optimizer, grc, net.named_parameters())
+    rates = lr_scheduler(optimizer) if lr_scheduler else None
+    return net, grc, optimizer, rates, grace.torch.PolicyScheduler(optimizer, scale_lr=scale_lr, lr_scheduler=rates)
+
+
+def test_batches_grow_in_pytorch_and_updates_are_counted():
+    torch = pytest.importorskip("torch")
+    policy = {"policy": "accordion_batch", "batch_growth": 4, "window": 2}
+    net, grc, optimizer, _, scheduler = trained(policy, scale_lr=True)
+    x, steps, updates = torch.randn(8, 20), [], 0
+    for _ in range(6):
+        micro = grc.decision.micro_steps
+        steps.append(micro)
+        for _ in range(8 // micro):
+            optimizer.zero_grad()
+            for part in range(micro):
+                assert grc.started == set(), f"pass {part} was exchanged too early"
+                (net(x).sum() / micro).backward()
+            optimizer.step()
+            updates += 1
+        scheduler.step()
+    assert steps == [1, 1, 1, 4, 4, 4]  # the same gradient in every epoch: calm from the first comparison on
+    assert grc.report().steps == updates == sum(8 // micro for micro in steps)
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.4), pytest.approx(0.8)]
+
+
+def test_the_rates_scheduler_goes_on_from_the_larger_rate():
+    torch = pytest.importorskip("torch")
+
+    def made(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5 ** (epoch >= 6))
+
+    policy = {"policy": "accordion_batch", "batch_growth": 4, "window": 1}
+    net, grc, optimizer, rates, scheduler = trained(policy, scale_lr=True, lr_scheduler=made)
+    seen = []
+    for _ in range(7):
+        optimizer.zero_grad()
+        for _ in range(grc.decision.micro_steps):
+            net(torch.ones(8, 20)).sum().backward()
+        optimizer.step()
+        rates.step()
+        scheduler.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+    assert seen == [pytest.approx(x) for x in (0.1, 0.4, 0.4, 0.4, 0.4, 0.2, 0.2)]
+
+
+def test_the_scheduler_reads_rates_and_is_saved():
+    torch = pytest.importorskip("torch")
+    import grace
+
+    net, grc, optimizer, _, scheduler = trained({"policy": "accordion", "k_low": 0.5, "window": 2})
+    levels = []
+    for epoch in range(7):
+        optimizer.zero_grad()
+        net(torch.ones(8, 20)).sum().backward()
+        optimizer.step()
+        if epoch == 3:
+            optimizer.param_groups[1]["lr"] *= 0.5  # of one group only
+            saved = copy.deepcopy(scheduler.state_dict())
+            scheduler = grace.torch.PolicyScheduler(optimizer, grc)
+            scheduler.load_state_dict(saved)
+        scheduler.step()
+        levels.append(grc.decision.levels["weight"])
+    assert levels == [LOW, LOW, HIGH, LOW, HIGH, HIGH, HIGH]
+    with pytest.raises(ValueError, match="not distributed: name the Grace"):
+        grace.torch.PolicyScheduler(torch.optim.SGD(net.parameters(), 0.1))
+
+
+def test_keras_refuses_batches_that_it_cannot_add_up():
+    keras = pytest.importorskip("keras")
+    backend("tensorflow")
+    import grace
+
+    grc = build(policy="accordion_batch")
+    with pytest.raises(ValueError, match=r"'accordion_batch' adds up gradients .* loop of your own"):
+        grace.tensorflow.DistributedOptimizer(keras.optimizers.SGD(0.1), grace=grc)
+
+
+# -- A5, A6: what it is good for, in short; `python -m benchmarks.accordion` is the whole ------------------------------
+def test_accordion_recovers_what_much_compression_loses():
+    from benchmarks import accordion
+
+    found = accordion.run("powersgd", False, seed=0, epochs=10, arms=("low", "accordion", "high"))
+    result = accordion.summary("powersgd", False, [found])
+    assert found["low"]["loss"] < found["accordion"]["loss"] < found["high"]["loss"]
+    assert result["recovered"] >= 0.5, result
+    assert result["floats"] <= 0.7, result
+    # Bytes by the formula: r (a + b) floats of every layer, and the biases, in each of 46 steps of an epoch.
+    floats = 0
+    for layer, sizes in enumerate(itertools.pairwise(accordion.SIZES)):
+        for level in found["accordion"]["levels"][f"w{layer}"]:
+            floats += 46 * (level["compress_rank"] * sum(sizes) + sizes[1])
+    assert found["accordion"]["floats"] == floats
+
+
+def test_a_placebo_has_as_many_low_epochs_elsewhere():
+    from benchmarks import accordion
+
+    low, high = {"compress_rank": 8}, {"compress_rank": 1}
+    levels = {"w": [low] * 5 + [high] * 35, "v": [low] * 3 + [high] * 37}
+    plan = dict(accordion.placebo(levels, low, 40, seed=0))
+    assert {name: len(set(epochs)) for name, epochs in plan.items()} == {"w": 5, "v": 3}
+    assert not {0, 1, 2, 24, 25, 32, 33} & {epoch for epochs in plan.values() for epoch in epochs}
+    assert accordion.better([3, 2, 4, 5, 6], [1, 1, 1, 1, 1]) == 1 / 32
+    assert accordion.better([1, 1], [1, 1]) == 1

@@ -629,8 +629,8 @@ def test_accordion_recovers_what_much_compression_loses():
     found = accordion.run("powersgd", False, seed=0, epochs=10, arms=("low", "accordion", "high"))
     result = accordion.summary("powersgd", False, [found])
     assert found["low"]["loss"] < found["accordion"]["loss"] < found["high"]["loss"]
-    assert result["recovered"] >= 0.5, result
-    assert result["floats"] <= 0.7, result
+    assert result["recovered"] >= 0.7, result
+    assert result["floats"] <= 0.8, result  # of 10 epochs the first three are always low
     # Bytes by the formula: r (a + b) floats of every layer, and the biases, in each of 46 steps of an epoch.
     floats = 0
     for layer, sizes in enumerate(itertools.pairwise(accordion.SIZES)):

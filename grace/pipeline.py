@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,11 +13,13 @@ from typing import Any, NamedTuple
 from grace.backends import Backend, backend_of
 from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
-from grace.core import Array, Communicator, Context, Memory, Method, Program, Transport, name_of
+from grace.core import Array, Communicator, Context, Memory, Method, Program, State, Transport, name_of
 from grace.execution import Mean, apart, as_array
 from grace.flight import Flight
 from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
+from grace.policies.base import Decision, Policy
+from grace.policies.schedule import Schedule
 from grace.report import Report, TensorReport
 from grace.state import complete, resized
 from grace.trace import Trace
@@ -60,6 +63,13 @@ class Options:
             raise ValueError(f"timeout={self.timeout!r} must be positive, in seconds")
 
 
+class Way(NamedTuple):
+    """How a tensor gets to its mean at one level of a policy; without a policy there is one."""
+
+    method: Method
+    communicator: Communicator
+
+
 class Job(NamedTuple):
     """A gradient on its way; `Grace.finish` gives its mean."""
 
@@ -73,16 +83,29 @@ class Grace:
     `build` once and `step` (or `start` and `finish`) for every exchange. Every worker must make the same calls.
     """
 
-    def __init__(self, method: Method, communicator: Communicator, transport: Transport, options: Options):
-        method.check()
-        communicator = communicator.fitted(method, transport)
-        communicator.check(method, transport.size)
-        if communicator.scattered and options.fuse != "tensor":
-            raise ValueError(
-                f"communicator {name_of(communicator)!r} needs the rows of each tensor apart: use fuse='tensor', not "
-                f"{options.fuse!r}"
-            )
-        self.method, self.communicator, self.options = method, communicator, options
+    def __init__(
+        self,
+        method: Method,
+        communicator: Communicator,
+        transport: Transport,
+        options: Options,
+        policy: Policy | None = None,
+    ):
+        self.schedule = None if policy is None else Schedule(policy, method.compressor)
+        """The policy at work, if there is one."""
+        self._ways: list[Way] = []
+        for compressor in [method.compressor] if self.schedule is None else self.schedule.compressors:
+            leveled = Method(compressor, method.memory)
+            leveled.check()
+            fitted = communicator.fitted(leveled, transport)
+            fitted.check(leveled, transport.size)
+            if fitted.scattered and options.fuse != "tensor":
+                raise ValueError(
+                    f"communicator {name_of(communicator)!r} needs the rows of each tensor apart: use fuse='tensor', "
+                    f"not {options.fuse!r}"
+                )
+            self._ways.append(Way(leveled, fitted))
+        self.method, self.communicator, self.options = method, self._ways[0].communicator, options
         self.transport = transport
         self.track_missing = False
         """Some gradient may be absent on some workers (None): costs 4 bytes per tensor and step."""
@@ -92,7 +115,7 @@ class Grace:
         self._tensors: dict[str, Tensor] = {}
         self._buckets: list[Bucket] = []
         self._unit_of: dict[str, Unit] = {}
-        self._cells: dict[str, dict[str, Any]] = {}
+        self._cells: dict[str, list[dict[str, Any]]] = {}  # for each unit its state at each level
         self._step: Any = None
         self._meter: Any = None
         self.trace = Trace()
@@ -106,6 +129,7 @@ class Grace:
         self._spent: set[str] = set()
         self._flights: list[tuple[Flight, dict[Unit, Array]]] = []
         self._launched = 0
+        self._switched: dict[str, Array] = {}
         self._means: dict[str, Array | None] = {}
 
     @property
@@ -122,6 +146,10 @@ class Grace:
     @property
     def world_size(self) -> int:
         return self.transport.size
+
+    @property
+    def _policy(self) -> Policy | None:
+        return None if self.schedule is None else self.schedule.policy
 
     @property
     def started(self) -> set[str]:
@@ -148,7 +176,8 @@ class Grace:
                 self._xp = xp
                 self.transport = self.transport.bind(xp)
                 self.transport.timeout = self.options.timeout
-                self.communicator.prepare(self.transport)
+                for way in self._ways:
+                    way.communicator.prepare(self.transport)
             elif xp is not self._xp:
                 raise ValueError(
                     f"{name!r} lies on another toolkit or device than the tensors before it: use a second Grace"
@@ -173,7 +202,10 @@ class Grace:
         xp = self.xp
         self._agree(new.values())
         self._tensors.update(new)
-        applies = partial(self.communicator.applies, self.method)
+
+        def applies(ctx: Context) -> bool:
+            return all(way.communicator.applies(way.method, ctx) for way in self._ways)
+
         buckets = layout(new.values(), name_of(self.method.compressor), applies, self.options, xp, len(self._buckets))
         self._buckets += buckets
         if self._step is None:
@@ -183,14 +215,36 @@ class Grace:
         for unit in (unit for bucket in buckets for unit in bucket.units):
             self._unit_of.update({tensor.name: unit for tensor in unit.tensors})
             ctx = self._context(unit, 0)
-            state = self.method.memory.init_dense(ctx) if unit.dense else self.communicator.init(self.method, ctx)
-            self._cells[unit.name] = {}
-            for number, (key, value) in enumerate(state.items()):  # each in memory of its own: it is written to
-                (own,) = apart((value,), tuple(state.values())[:number], xp)
-                self._cells[unit.name][key] = xp.cell(own)
+            self._cells[unit.name] = []
+            for way in self._ways[:1] if unit.dense else self._ways:
+                state = way.method.memory.init_dense(ctx) if unit.dense else way.communicator.init(way.method, ctx)
+                self._cells[unit.name].append(self._made(unit, way, state))
+        if self.schedule is not None:
+            units = [unit for bucket in buckets for unit in bucket.units if not unit.dense]
+            self.schedule.extend({unit.name: math.prod(unit.shape) for unit in units}, xp, self.rank)
         self._meter.extend([unit.name for bucket in buckets for unit in bucket.units])
         if self._waiting:
             self.load_state_dict(*self._waiting)
+
+    def _made(self, unit: Unit, way: Way, state: State) -> dict[str, Any]:
+        # Cells for a unit's state at one level; what outlasts a change of level is shared with the levels before.
+        xp, cells, shared = self.xp, {}, self._cells[unit.name][:1]
+        for number, (key, value) in enumerate(state.items()):
+            if shared and _lasting(key, way):
+                old = shared[0].get(key)
+                if old is None or xp.shape(old.read()) != xp.shape(value):
+                    raise ValueError(
+                        f"{key!r} of {unit.name!r} outlasts a change of level, but its shape is not the same at all "
+                        f"levels of policy {name_of(self._policy)!r}: change fields that leave it alone"
+                    )
+                cells[key] = old
+            else:  # in memory of its own: it is written to
+                (own,) = apart((value,), tuple(state.values())[:number], xp)
+                cells[key] = xp.cell(own)
+        return cells
+
+    def _level(self, unit: Unit) -> int:
+        return 0 if self.schedule is None or unit.dense else self.schedule.level(unit.name)
 
     def _agree(self, tensors: Iterable[Tensor]) -> None:
         from grace import __version__
@@ -202,6 +256,7 @@ class Grace:
             "compressor": repr(self.method.compressor),
             "memory": repr(self.method.memory),
             "communicator": repr(self.communicator),
+            "policy": repr(self._policy),
             # Both decode the same numbers, but a graph may round a constant division otherwise than a kernel.
             "the use of native kernels": "on" if self.xp.kernels else "off",
             **asdict(self.options),
@@ -293,11 +348,15 @@ class Grace:
         try:
             while not self.advance():
                 pass
-            means: dict[str, Array | None] = {}
+            means: dict[str, Array | None] = dict(self._switched)
             with self.xp.quiet():
                 for flight, flat in self._flights:
                     with self.trace.span("decompress", flight.name):
-                        means.update(self._commit(flight, flat))
+                        levels = {unit: self._level(unit) for unit in flat}
+                        found, counts = self._commit(flight, flat, levels)
+                        self._meter.add(counts)
+                        means.update(found)
+            self._note_means(means)
         finally:
             self._clear()
         self._means = means
@@ -335,19 +394,69 @@ class Grace:
             self._spent.add(name)
 
     def _launch(self, name: str, units: tuple[Unit, ...]) -> None:
-        programs: dict[str, Program[Any]] = {}
         step = self._step.read()
         flat = {unit: self._flatten(unit) for unit in units}
+        self._note(flat, ("rank0", "mean"))
+        if self.schedule is None or not self.xp.tracing:
+            levels = {unit: self._level(unit) for unit in units}
+            self._flights.append((self._depart(name, flat, levels, step), flat))
+            return
+        for number, group in enumerate(self._groups(units)):
+            part = {unit: flat[unit] for unit in group}
+            label = f"{name}.{number}" if number else name
+            if group[0].dense:
+                self._flights.append((self._depart(label, part, dict.fromkeys(group, 0), step), part))
+            else:
+                self._switch(label, part, step)
+
+    def _depart(self, name: str, flat: Mapping[Unit, Array], levels: Mapping[Unit, int], step: Any) -> Flight:
+        programs: dict[str, Program[Any]] = {}
         for unit, x in flat.items():
             if not unit.dense:
-                state = {key: cell.read() for key, cell in self._cells[unit.name].items()}
-                programs[unit.name] = self.communicator.reduce(x, self.method, state, self._context(unit, step))
+                way = self._ways[levels[unit]]
+                state = {key: cell.read() for key, cell in self._cells[unit.name][levels[unit]].items()}
+                programs[unit.name] = way.communicator.reduce(x, way.method, state, self._context(unit, step))
         if dense := tuple(x for unit, x in flat.items() if unit.dense):
             programs[DENSE] = _averaged(dense)
         if self.track_missing:
-            programs[PRESENT] = self._presence(units)
+            programs[PRESENT] = self._presence(flat)
         with self.xp.quiet():
-            self._flights.append((Flight(name, programs, self.transport, self.trace), flat))
+            return Flight(name, programs, self.transport, self.trace)
+
+    def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
+        # Units that share a switch in a graph, one that is compressed first: all, or each by itself.
+        compressed, dense = [u for u in units if not u.dense], [u for u in units if u.dense]
+        if self.schedule is not None and self.schedule.policy.together and compressed:
+            return [[*compressed, *dense]]
+        return [[unit] for unit in compressed] + ([dense] if dense else [])
+
+    def _switch(self, name: str, flat: dict[Unit, Array], step: Any) -> None:
+        # The whole exchange at each level, of which a graph runs one: a change of level does not trace it again.
+        # Counts are added outside: what all switches write to would let them run only one after the other.
+        assert self.schedule is not None
+        names = [tensor.name for unit in flat for tensor in unit.tensors]
+
+        def at(level: int) -> Callable[[], Any]:
+            def exchange() -> Any:
+                levels = {unit: 0 if unit.dense else level for unit in flat}
+                flight = self._depart(f"{name}.level{level}", flat, levels, step)
+                while not flight.advance():
+                    pass
+                means, counts = self._commit(flight, flat, levels)
+                rows = [counts[unit.name] for unit in flat]
+                return [means[each] for each in names], self.xp.asarray(rows, "int64")
+
+            return exchange
+
+        index = self.schedule.index(next(iter(flat)).name)
+        means, rows = self.xp.switch(index, [at(level) for level in range(len(self._ways))])
+        self._meter.add({unit.name: self.xp.integers(rows[number]) for number, unit in enumerate(flat)})
+        self._switched.update(zip(names, means, strict=True))
+
+    def _note(self, flat: Mapping[Unit, Array], sources: tuple[str, ...]) -> None:
+        # For a policy that looks at gradients, before they are spent.
+        if self.schedule is not None and self.schedule.policy.norm_source in sources:
+            self.schedule.on_gradient({unit.name: x for unit, x in flat.items() if not unit.dense})
 
     def _flatten(self, unit: Unit) -> Array:
         # What the exchange may write to, if the toolkit's arrays can be written to: the gradient itself if it is spent.
@@ -365,20 +474,32 @@ class Grace:
         owned = owned or len(parts) > 1 or unit.dense != ""
         return xp.concat(parts) if owned else xp.copy(parts[0])
 
-    def _presence(self, units: tuple[Unit, ...]) -> Program[Array]:
+    def _note_means(self, means: Mapping[str, Array | None]) -> None:
+        if self.schedule is None or self.schedule.policy.norm_source != "aggregated":
+            return
+        flat = {}
+        for unit in dict.fromkeys(self._unit_of[name] for name in means):
+            parts = [means.get(tensor.name) for tensor in unit.tensors]
+            if not any(part is None for part in parts):
+                flat[unit] = self.xp.concat([self.xp.cast(self.xp.reshape(p, (-1,)), "float32") for p in parts])
+        self._note(flat, ("aggregated",))
+
+    def _presence(self, units: Iterable[Unit]) -> Program[Array]:
         here = [float(self._gradients.get(t.name) is not None) for unit in units for t in unit.tensors]
         (count,) = yield Reduce((self.xp.asarray(here, "float32"),), "sum")
         return count
 
-    def _commit(self, flight: Flight, flat: Mapping[Unit, Array]) -> dict[str, Array | None]:
-        # The one place where state is kept: not at all where the mean is not finite (the same decision on all workers,
-        # since the mean is) or where no worker had a gradient.
+    def _commit(
+        self, flight: Flight, flat: Mapping[Unit, Array], levels: Mapping[Unit, int]
+    ) -> tuple[dict[str, Array | None], dict[str, list[Any]]]:
+        # Means by tensor, and counts by unit. The one place where state is kept: not at all where the mean is not
+        # finite (the same decision on all workers, since the mean is) or where no worker had a gradient.
         xp, policy = self.xp, self.options.nonfinite
         counts = self._counts(flight, flat)
         means: dict[str, Array | None] = {}
         dense = iter(flight.results.pop(DENSE, ()))
         for unit, x in flat.items():
-            cells = self._cells[unit.name]
+            cells = self._cells[unit.name][levels[unit]]
             mean, state = (next(dense), {}) if unit.dense else flight.results.pop(unit.name)
             if unit.dense and (cells or type(self.method.memory).finish_dense is not Memory.finish_dense):
                 state = {key: cell.read() for key, cell in cells.items()}
@@ -412,8 +533,8 @@ class Grace:
                 start += size
         sizes = {unit.name: sum(t.size for t in unit.tensors) * ITEMSIZE[unit.dtype] for unit in flat if unit.dense}
         asked = [(name, *rest) for name, *rest in flight.asked if name != DENSE]
-        self._meter.add([*(unit.name for unit in flat), *flight.results], asked, self.transport.group_rank, sizes)
-        return means
+        units = [*(unit.name for unit in flat), *flight.results]
+        return means, self._meter.count(units, asked, self.transport.group_rank, sizes)
 
     def _keep(self, cell: Any, ok: Array, new: Array, x: Array) -> None:
         old = cell.read()
@@ -436,12 +557,56 @@ class Grace:
     def _on_host(self, value: Array) -> bool:
         return str(getattr(value, "device", "cpu")) == "cpu"
 
+    # -- policy -----------------------------------------------------------------------------------------------------
+    @property
+    def decision(self) -> Decision:
+        """What the policy decided last; without a policy, what always holds."""
+        return Decision({}) if self.schedule is None else self.schedule.decision
+
+    @property
+    def steps_this_epoch(self) -> int:
+        """How many exchanges there were since `end_epoch`."""
+        done = 0 if self._step is None else int(self._step.read())
+        return done - (0 if self.schedule is None else self.schedule.step)
+
+    def end_epoch(self, lr: float | None = None, next_lr: float | None = None) -> Decision:
+        """An epoch is over: let the policy decide what holds from now on. Every worker must call this.
+
+        ``lr``: the learning rate of this epoch, by default the ``next_lr`` of the last call. ``next_lr``: that of the
+        next epoch, by default the same again. Worker 0's numbers and decision hold for all workers. Without a policy
+        nothing happens. Raises RuntimeError while a step is under way, and if workers do not agree.
+        """
+        flight = self.ending(lr, next_lr)
+        while not flight.advance():
+            pass
+        return self.decision
+
+    def ending(self, lr: float | None = None, next_lr: float | None = None) -> Flight:
+        """`end_epoch`, for several workers of one process: ``advance()`` all of them in turn until each gives True."""
+        if self._gradients or self._flights:
+            raise RuntimeError("a step is under way: finish it before the epoch ends")
+        programs = {} if self.schedule is None else {"policy": self._ending(lr, next_lr)}
+        return Flight("policy", programs, self.transport, self.trace)
+
+    def _ending(self, lr: float | None, next_lr: float | None) -> Program[None]:
+        schedule = self.schedule
+        assert schedule is not None
+        changed = yield from schedule.on_epoch_end(lr, next_lr, int(self._step.read()), self.rank)
+        for name in changed:
+            level = schedule.level(name)
+            (unit,) = {unit for unit in self._unit_of.values() if unit.name == name}
+            way = self._ways[level]
+            for key, value in way.communicator.init(way.method, self._context(unit, 0)).items():
+                if not _lasting(key, way):
+                    self._cells[name][level][key].assign(self.xp.copy(value))
+
     # -- state ------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker: the step, and every tensor's arrays (PyTorch: tensors on the CPU; else NumPy).
 
         Each worker saves and loads its own: residuals differ between workers. `grace.checkpoint` writes it to files.
         """
+        held = self._held()
         return {
             "format": FORMAT,
             "rank": self.rank,
@@ -449,21 +614,35 @@ class Grace:
             "step": int(self._step.read()) if self._step is not None else 0,
             "method": repr(self.method),
             "points": {
-                unit.name: {name: [ctx.offset, ctx.size] for name, (_, ctx) in self._points(unit, self.rank).items()}
+                unit.name: {
+                    name: [ctx.offset, ctx.size]
+                    for name, (_, ctx) in self._points(unit, self.rank, self._level(unit)).items()
+                }
                 for unit in self._unit_of.values()
-                if self._cells[unit.name]
+                if unit.name in held
             },
             "tensors": {
-                unit: {key: self._export(cell.read()) for key, cell in cells.items()}
-                for unit, cells in self._cells.items()
-                if cells
+                unit: {key: self._export(cell.read()) for key, cell in cells.items()} for unit, cells in held.items()
             },
+            "policy": self._export_policy(),
         }
 
-    def _points(self, unit: Unit, rank: int) -> dict[str, tuple[Method, Context]]:
+    def _points(self, unit: Unit, rank: int, level: int) -> dict[str, tuple[Method, Context]]:
         # Where a worker compresses a unit; what goes dense is at one place, and its state is the memory's.
-        ctx = replace(self._context(unit, 0), rank=rank)
-        return {"": (self.method, ctx)} if unit.dense else self.communicator.points(self.method, ctx)
+        ctx, way = replace(self._context(unit, 0), rank=rank), self._ways[level]
+        return {"": (way.method, ctx)} if unit.dense else way.communicator.points(way.method, ctx)
+
+    def _held(self, levels: Mapping[str, int] | None = None) -> dict[str, dict[str, Any]]:
+        # The cells of units that have state, at their level, or at the ``levels`` of a checkpoint.
+        levels = self.decision.levels if levels is None else levels
+        held = {unit: cells[levels.get(unit, 0)] for unit, cells in self._cells.items()}
+        return {unit: cells for unit, cells in held.items() if cells}
+
+    def _export_policy(self) -> dict[str, Any] | None:
+        if self.schedule is None:
+            return None
+        state = self.schedule.state_dict()
+        return {**state, "sums": {name: self._export(array) for name, array in state["sums"].items()}}
 
     def _export(self, array: Array) -> Any:
         if self.xp.name == "torch":
@@ -474,8 +653,9 @@ class Grace:
         """Continue from a `state_dict`: this worker's own, or, where the number of workers has changed, those of all
         workers of the run before, on every worker. Then every array follows its rule (`grace.core.Resize`).
 
-        Before `build` they are kept until the tensors are known. Raises ValueError, and changes nothing, when a state
-        is another worker's, of another format or method, or when names or shapes differ from the model's.
+        Before `build` they are kept until the tensors are known. With a policy every worker must make this call: they
+        compare their levels. Raises ValueError, and changes nothing, when a state is another worker's, of another
+        format, method or policy, or when names or shapes differ from the model's.
         """
         new, step = self.check_state(*states)
         if self._xp is None:
@@ -485,6 +665,15 @@ class Grace:
             cell.assign(array)
         self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
         self._waiting = ()
+        if self.schedule is not None:
+            self.schedule.load_state_dict(self._whose(states)["policy"])
+            texts = self.transport.exchange(self.schedule.text())
+            if any(text != texts[0] for text in texts):
+                raise ValueError("the workers' states have different levels: load states that were saved together")
+
+    def _whose(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        # The state that this worker takes over where arrays have no rule.
+        return states[self.rank % len(states)]
 
     def check_state(self, *states: Mapping[str, Any]) -> tuple[list[tuple[Any, Array]], int]:
         """What `load_state_dict` would set, each cell with its new array, and the step; raises as that does."""
@@ -506,7 +695,11 @@ class Grace:
         step = states[0]["step"]
         if self._xp is None:
             return [], step
-        mine = {unit: cells for unit, cells in self._cells.items() if cells}
+        saved: Any = self._whose(states).get("policy")
+        if self.schedule is not None:
+            self.schedule.check_state(saved)
+        levels = saved["levels"] if saved else {}
+        mine = self._held(levels)
         for state in states:
             self._check_names(mine, state["tensors"])
         if whose != [(self.rank, self.world_size)]:
@@ -514,9 +707,11 @@ class Grace:
             fresh = {
                 name: {key: self._export(cell.read()) for key, cell in cells.items()} for name, cells in mine.items()
             }
-            theirs = resized(
-                states, fresh, lambda unit, rank: self._points(units[unit], rank), self.rank, self.world_size
-            )
+
+            def points(unit: str, rank: int) -> dict[str, tuple[Method, Context]]:
+                return self._points(units[unit], rank, levels.get(unit, 0))
+
+            theirs = resized(states, fresh, points, self.rank, self.world_size)
         else:
             theirs = states[0]["tensors"]
         new: list[tuple[Any, Array]] = []
@@ -540,6 +735,12 @@ class Grace:
         if state["method"] != repr(self.method):
             raise ValueError(
                 f"this state belongs to {state['method']}, but this is {self.method!r}: use the same settings"
+            )
+        saved: Any = state.get("policy")
+        if (saved and saved["settings"]) != (self.schedule and repr(self._policy)):
+            raise ValueError(
+                f"this state belongs to policy {saved and saved['settings']}, but this is {self._policy!r}: use the "
+                "same settings"
             )
 
     def _check_names(self, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
@@ -577,6 +778,7 @@ class Grace:
                 bytes_sent=traffic[unit.name][0],
                 bytes_dense=traffic[unit.name][2] * sum(tensor.nbytes for tensor in unit.tensors),
                 residual_norm=self._residual_norm(unit),
+                levels=self._levels(unit),
             )
             for unit in units
         ]
@@ -593,11 +795,23 @@ class Grace:
             skipped=self._skipped,
         )
 
+    def _levels(self, unit: Unit) -> list[tuple[int, dict[str, Any]]]:
+        if self.schedule is None or unit.dense:
+            return []
+        return [(epoch, dict(self.schedule.levels[level])) for epoch, level in self.schedule.history[unit.name]]
+
     def _residual_norm(self, unit: Unit) -> float | None:
-        arrays = [cell.read() for key, cell in self._cells[unit.name].items() if key.endswith("memory/residual")]
+        cells = self._cells[unit.name][self._level(unit)]
+        arrays = [cell.read() for key, cell in cells.items() if key.endswith("memory/residual")]
         if not arrays:
             return None
         return sum(float(self.xp.to_numpy(self.xp.sum(array * array))) for array in arrays) ** 0.5
+
+
+def _lasting(key: str, way: Way) -> bool:
+    # State that a change of level leaves alone: the memory's, and what a compressor itself did not send.
+    part = next((part for part in key.split("/") if part in ("memory", "compressor")), "memory")
+    return part == "memory" or way.method.compressor.feedback
 
 
 def _averaged(arrays: tuple[Array, ...]) -> Program[tuple[Array, ...]]:

@@ -23,6 +23,7 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "MetricAverageCallback",
+    "PolicyCallback",
     "average_gradients",
     "broadcast_variables",
 ]
@@ -96,6 +97,11 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, grace: Grace) ->
         means = average_gradients(self._grace, list(grads), variables)
         return cls.apply(self, means, trainable_variables)
 
+    if grace.schedule is not None and grace.schedule.policy.batch:
+        raise ValueError(
+            f"policy {name_of(grace.schedule.policy)!r} adds up gradients before they are exchanged, and Keras "
+            "exchanges them in every step: use it in a loop of your own, or with PyTorch"
+        )
     if grace.method.memory.momentum_inside and getattr(optimizer, "momentum", None):
         warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=2)
     grace.learning_rate = lambda name: tf.convert_to_tensor(optimizer.learning_rate)
@@ -165,6 +171,34 @@ class MetricAverageCallback(keras.callbacks.Callback):
         values = tf.constant([float(logs[key]) for key in keys], tf.float32)
         ((means,),) = _transport(self._grace).start([Reduce((values,), "mean")], "metrics")()
         logs.update(zip(keys, means.numpy().tolist(), strict=True))
+
+
+class PolicyCallback(keras.callbacks.Callback):
+    """Tell a Grace's policy that an epoch is over. Put it after callbacks that set the learning rate.
+
+    An epoch ends where the next one begins, when its learning rate is known, or with the training. ``grace``: by
+    default that of the model's optimizer.
+    """
+
+    def __init__(self, grace: Grace | None = None):
+        super().__init__()
+        self._grace = grace
+        self._rate: float | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        rate = float(self.model.optimizer.learning_rate)
+        self._end(rate)
+        self._rate = rate
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._end(self._rate)
+
+    def _end(self, next_rate: float | None) -> None:
+        grace = self._grace or getattr(self.model.optimizer, "_grace", None)
+        if grace is None:
+            raise ValueError("the model's optimizer is not distributed: name the Grace, as PolicyCallback(grace)")
+        if grace.steps_this_epoch:
+            grace.end_epoch(self._rate, next_rate)
 
 
 def _transport(grace: Grace | None) -> Transport:

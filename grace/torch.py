@@ -18,11 +18,13 @@ from grace.collectives import Broadcast, Reduce
 from grace.core import Transport, name_of
 from grace.fsdp import fsdp
 from grace.pipeline import MOMENTUM_TWICE, Grace
+from grace.policies import Decision
 from grace.transports import get_transport
 
 __all__ = [
     "CheckpointState",
     "DistributedOptimizer",
+    "PolicyScheduler",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ddp_hook",
@@ -55,7 +57,8 @@ def DistributedOptimizer(
 
     ``named_parameters``: as ``model.named_parameters()``; names key the state, also in checkpoints. Without them
     parameters are numbered in the optimizer's order.
-    ``backward_passes_per_step``: gradients of so many passes add up before they are exchanged, once.
+    ``backward_passes_per_step``: gradients of so many passes add up before they are exchanged, once; so many times
+    ``grace.decision.micro_steps``, which a policy may change.
     The other arguments are Horovod's. What GRACE does elsewhere is refused with the place: it is not ignored.
 
     Every worker must make this call: the workers compare their parameters, and all raise ValueError if they differ.
@@ -89,7 +92,7 @@ class _Driver:
     def __init__(self, optimizer: Any, grace: Grace, named: Any, passes_per_step: int):
         self.grace = grace
         self._optimizer = optimizer
-        self._passes_per_step = passes_per_step
+        self._backward_passes = passes_per_step
         self._passes = 0
         self._task = -1  # the backward pass that is under way
         self._nested = -1  # the last one inside another
@@ -111,6 +114,10 @@ class _Driver:
         self._adopt()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+
+    @property
+    def _passes_per_step(self) -> int:
+        return self._backward_passes * self.grace.decision.micro_steps
 
     def _learning_rate(self, name: str) -> Any:
         p = self._parameters[name]
@@ -229,6 +236,55 @@ class _Driver:
     def _after_step(self, *_: Any) -> None:
         self._synced, self._passes = False, 0
         self._versions = {}
+
+
+class PolicyScheduler:
+    """Tell a Grace's policy that an epoch is over: ``step()`` once per epoch, after the learning rate's scheduler.
+
+    ``optimizer``: whose learning rates are read. ``grace``: by default that of the optimizer, if it is distributed.
+    ``scale_lr``: when a policy makes batches larger, multiply the learning rates by as much. Name the learning rate's
+    scheduler as ``lr_scheduler`` then, so that it goes on from there.
+    Every worker must make the same calls.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grace: Grace | None = None,
+        scale_lr: bool = False,
+        lr_scheduler: Any = None,
+    ):
+        if grace is None and not hasattr(optimizer, "_grace"):
+            raise ValueError("this optimizer is not distributed: name the Grace, as PolicyScheduler(optimizer, grace)")
+        self.grace: Grace = optimizer._grace.grace if grace is None else grace
+        self._optimizer, self._scale_lr, self._lr_scheduler = optimizer, scale_lr, lr_scheduler
+        self._rates = self._read()
+
+    def _read(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def step(self) -> Decision:
+        """End an epoch; gives what holds from now on."""
+        now = self._read()
+        # Of several groups, the one whose rate falls most.
+        pairs = zip([*self._rates, *now[len(self._rates) :]], now, strict=True)
+        lr, next_lr = min(pairs, key=lambda pair: pair[1] / pair[0] if pair[0] else 1.0)
+        decision = self.grace.end_epoch(lr, next_lr)
+        if self._scale_lr and decision.lr_scale != 1:
+            for group in self._optimizer.param_groups:
+                group["lr"] = group["lr"] * decision.lr_scale
+            if self._lr_scheduler is not None:
+                self._lr_scheduler.base_lrs = [lr * decision.lr_scale for lr in self._lr_scheduler.base_lrs]
+        self._rates = self._read()
+        return decision
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was read last; the policy's own state is in the Grace's."""
+        return {"rates": list(self._rates)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self._rates = list(state["rates"])
 
 
 def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:

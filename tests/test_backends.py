@@ -893,6 +893,30 @@ def test_cells_live_on_between_runs_of_a_graph():
     assert int(cell.read()) == 3
 
 
+def test_cells_are_added_to(xp):
+    cell = xp.cell(xp.asarray(f32([1, 2, 3]), "float32"))
+    for _ in range(2):
+        cell.add(xp.asarray(f32([1, 0, -1]), "float32"))
+    assert xp.to_numpy(cell.read()).tolist() == [3, 2, 1]
+
+
+def test_switch(xp):
+    def chosen(index):
+        return xp.switch(index, [lambda value=value: [xp.full(3, value), xp.zeros(2)] for value in (5.0, 6.0, 7.0)])
+
+    for index in range(3):
+        first, second = chosen(xp.asarray(index, "int32"))
+        assert (xp.to_numpy(first).tolist(), xp.to_numpy(second).tolist()) == ([5.0 + index] * 3, [0, 0])
+    assert not xp.tracing
+    if xp.name == "tensorflow":
+        import tensorflow as tf
+
+        seen = []
+        graph = tf.function(lambda index: (seen.append(xp.tracing), chosen(index))[1], autograph=False)
+        assert [float(graph(tf.constant(index))[0][1]) for index in range(3)] == [5, 6, 7]
+        assert seen == [True]
+
+
 def test_choose(ops):
     new, old = mixed(), mixed(seed=1)
     for bound, expected in ((1e9, new), (-1e9, old)):

@@ -309,7 +309,7 @@ def test_a_name_is_given_once():
         register("fresh", "nocompression")(type("Other", (Compressor,), {}))
     with pytest.raises(ValueError, match="memory 'residual' is already registered"):
         register("residual")(type("Other", (Memory,), {}))
-    with pytest.raises(TypeError, match="Other is no Compressor, Memory or Communicator"):
+    with pytest.raises(TypeError, match="Other is no Compressor, Memory, Communicator or Policy"):
         register("other")(type("Other", (), {}))
     assert "fresh" not in compressors
     register("topk")(TopK)  # a module that is imported anew

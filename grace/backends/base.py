@@ -436,7 +436,7 @@ class Backend(ABC):
     # -- state ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def cell(self, value: Array) -> Any:
-        """A place that keeps an array between steps: ``read()`` and ``assign(array)``."""
+        """A place that keeps an array between steps: ``read()``, ``assign(array)``, and ``add(array)``, in place."""
 
     def quiet(self) -> AbstractContextManager[Any]:
         """A context in which arithmetic with infinities and NaN makes no warning: they are answers, not accidents."""
@@ -445,6 +445,18 @@ class Backend(ABC):
     @abstractmethod
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
         """``new`` if the bool scalar is true, else ``old``."""
+
+    @property
+    def tracing(self) -> bool:
+        """A graph is being made right now: values are symbols."""
+        return False
+
+    def switch(self, index: Array, branches: Sequence[Callable[[], Any]]) -> Any:
+        """``branches[index]()``, inside a graph when it runs; index is an int32 scalar.
+
+        Branches give the same structure of arrays, of the same shapes and dtypes. A graph holds them all.
+        """
+        return branches[int(index)]()
 
     @abstractmethod
     def require(self, ok: Array, message: str) -> None:
@@ -462,3 +474,6 @@ class Cell:
 
     def assign(self, value: Array) -> None:
         self._value = value
+
+    def add(self, value: Array) -> None:
+        self._value += value

@@ -18,6 +18,8 @@ class TensorflowBackend(Backend):
 
     name = "tensorflow"
     traced = True
+    switching = False
+    """A branch of a `switch` is being made."""
 
     @property
     def kernels(self) -> Any:
@@ -244,6 +246,23 @@ class TensorflowBackend(Backend):
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
         return tf.where(ok, new, old)
 
+    @property
+    def tracing(self) -> bool:
+        return tf.inside_function()
+
+    def switch(self, index: Array, branches: Sequence[Callable[[], Any]]) -> Any:
+        def inside(branch: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                outer, self.switching = self.switching, True
+                try:
+                    return branch()
+                finally:
+                    self.switching = outer
+
+            return run
+
+        return tf.switch_case(index, [inside(branch) for branch in branches])
+
     def require(self, ok: Array, message: str) -> None:
         if tf.inside_function():
             tf.debugging.Assert(ok, [message])
@@ -273,6 +292,9 @@ class VariableCell:
 
     def assign(self, value: Array) -> None:
         self.variable.assign(value)
+
+    def add(self, value: Array) -> None:
+        self.variable.assign_add(value)
 
 
 @cache

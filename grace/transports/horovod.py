@@ -153,28 +153,34 @@ class TorchHorovod(_BoundHorovod):
 class TensorflowHorovod(_BoundHorovod):
     """TensorFlow tensors through Horovod's ops: in a graph the executor overlaps them, eagerly each one waits."""
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        # Horovod matches messages by the names of nodes. Those inside a switch get a prefix when the graph is
+        # optimised, which is not the same on every worker; without it the name given here is left.
+        return {"process_set": self._process_set, "ignore_name_scope": self.xp.switching}
+
     def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:
-        result = self._hvd.allreduce(buffer, op=self._ops[op], name=name, process_set=self._process_set)
+        result = self._hvd.allreduce(buffer, op=self._ops[op], name=name, **self._options)
         return lambda: result
 
     def gather(self, buffer: Array, name: str) -> Wait:
-        result = self._hvd.allgather(buffer, name=name, process_set=self._process_set)
+        result = self._hvd.allgather(buffer, name=name, **self._options)
         size = self.xp.shape(buffer)[0]
         return lambda: [result[w * size : (w + 1) * size] for w in range(self.size)]
 
     def gather_ragged(self, buffer: Array, name: str) -> Wait:
         import tensorflow as tf
 
-        sizes = self._hvd.allgather(self.xp.lengths([buffer]), name=f"{name}.sizes", process_set=self._process_set)
-        result = self._hvd.allgather(buffer, name=name, process_set=self._process_set)
+        sizes = self._hvd.allgather(self.xp.lengths([buffer]), name=f"{name}.sizes", **self._options)
+        result = self._hvd.allgather(buffer, name=name, **self._options)
         return lambda: tf.split(result, tf.reshape(sizes, (self.size,)), num=self.size)
 
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
-        result = self._hvd.broadcast(buffer, self.root(root), name=name, process_set=self._process_set)
+        result = self._hvd.broadcast(buffer, self.root(root), name=name, **self._options)
         return lambda: result
 
     def all_to_all(self, buffers: list[Array], name: str) -> Wait:
         here = self.xp.shape(buffers[self.rank])[0]
         splits = self.xp.asarray([self.xp.shape(buffer)[0] for buffer in buffers], "int32")
-        received, _ = self._hvd.alltoall(self.xp.concat(buffers), splits, name=name, process_set=self._process_set)
+        received, _ = self._hvd.alltoall(self.xp.concat(buffers), splits, name=name, **self._options)
         return lambda: [received[w * here : (w + 1) * here] for w in range(self.size)]

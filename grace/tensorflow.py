@@ -23,6 +23,7 @@ __all__ = [
     "MetricAverageCallback",
     "average_gradients",
     "broadcast_variables",
+    "release",
 ]
 
 
@@ -102,6 +103,15 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, grace: Grace) ->
     names = {"apply": apply, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     optimizer.__class__ = type(cls.__name__, (cls,), names)
     object.__setattr__(optimizer, "_grace", grace)
+    return optimizer
+
+
+def release(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Undo `DistributedOptimizer`: gradients stay here, and the Grace may drive another optimizer."""
+    if not hasattr(optimizer, "_grace"):
+        raise ValueError("this optimizer is not distributed")
+    optimizer.__class__ = type(optimizer).__base__
+    object.__delattr__(optimizer, "_grace")
     return optimizer
 
 

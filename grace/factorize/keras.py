@@ -226,7 +226,8 @@ def _become(layer: layers.Layer, template: layers.Layer, build: Callable[[], Non
         layer.__class__ = type(template)
         common = vars(layers.Layer())
         for key, value in vars(template).items():
-            if key not in common and not isinstance(value, keras.random.SeedGenerator):
+            what_it_takes = key.startswith("_call_")  # such as the arguments of call
+            if what_it_takes or (key not in common and not isinstance(value, keras.random.SeedGenerator)):
                 setattr(layer, key, value)
         with layer._open_name_scope():
             build()

@@ -207,7 +207,8 @@ class LowRankLSTM(nn.Module):
     def dense(self) -> nn.LSTM:
         """The ordinary LSTM of the same weights."""
         options = _lstm_options(self, self.u_ih_l0)
-        layer = nn.utils.skip_init(nn.LSTM, self.input_size, self.hidden_size, **options)
+        layer = nn.LSTM(self.input_size, self.hidden_size, **{**options, "device": "meta"})
+        layer = layer.to_empty(device=options["device"])
         for name, suffix, _ in self._stacks():
             us, vs = getattr(self, f"u_{name}").chunk(4), getattr(self, f"v_{name}").chunk(4)
             weight = torch.cat([v @ u for u, v in zip(us, vs, strict=True)])
@@ -383,7 +384,7 @@ def _pair(
 def _bare(cls: type[nn.Module], like: nn.Module, *args: Any, **options: Any) -> nn.Module:
     # Without initial values, which would be drawn from the user's generator.
     weight = like.weight
-    return nn.utils.skip_init(cls, *args, device=weight.device, dtype=weight.dtype, **options)
+    return cls(*args, device="meta", dtype=weight.dtype, **options).to_empty(device=weight.device)
 
 
 def _fill(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> None:
@@ -420,6 +421,8 @@ def survey(model: nn.Module) -> list[Layer]:
     counted: set[nn.Parameter] = set()
     layers = []
     for name, module in _walk(model):
+        if any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+            raise ValueError(f"{name!r} is lazy: run one batch through the model first")
         whole = isinstance(module, (*KINDS, *LOW_RANK))
         parameters = dict(module.named_parameters(recurse=whole))
         if not parameters:
@@ -469,8 +472,6 @@ def _obstacle(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
     kind = type(module)
     if isinstance(module, LOW_RANK):
         return "factorised already"
-    if any(nn.parameter.is_lazy(p) for p in module.parameters()):
-        raise ValueError("the model has lazy layers: run one batch through it first")
     if isinstance(module, nn.Embedding):
         return "an embedding: its rows are looked up, not multiplied"
     if not weights and not isinstance(module, KINDS):

@@ -36,7 +36,8 @@ def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequenc
     """
     names = _names(variables)
     present = {
-        name: (variable, tf.convert_to_tensor(gradient))
+        # A graph may not know the shape of a gradient: the variable does.
+        name: (variable, tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape))
         for name, variable, gradient in zip(names, variables, gradients, strict=True)
         if gradient is not None
     }

@@ -99,10 +99,8 @@ class LowRankLSTMCell(layers.LSTMCell):
 
     def call(self, inputs: Any, states: Any, training: bool = False) -> Any:
         hidden, carry = states
-        if training and 0 < self.dropout < 1:
-            inputs = inputs * self.get_dropout_mask(inputs)
-        if training and 0 < self.recurrent_dropout < 1:
-            hidden = hidden * self.get_recurrent_dropout_mask(hidden)
+        inputs = self._dropped(inputs, self.get_dropout_mask, self.dropout if training else 0)
+        hidden = self._dropped(hidden, self.get_recurrent_dropout_mask, self.recurrent_dropout if training else 0)
         gates = self._gates(inputs, self.kernel_u, self.kernel_v)
         gates = gates + self._gates(hidden, self.recurrent_kernel_u, self.recurrent_kernel_v)
         if self.bias is not None:
@@ -112,10 +110,21 @@ class LowRankLSTMCell(layers.LSTMCell):
         output = self.recurrent_activation(o) * self.activation(carry)
         return output, [output, carry]
 
+    @staticmethod
+    def _dropped(x: Any, mask_of: Callable[[Any], Any], rate: float) -> Any:
+        # Keras has one mask for all gates, or (with recurrent dropout) a list of four: then [n, 4, width] comes back.
+        if not 0 < rate < 1:
+            return x
+        mask = mask_of(x)
+        return ops.stack([x * one for one in mask], axis=1) if isinstance(mask, (list, tuple)) else x * mask
+
     def _gates(self, x: Any, u: Any, v: Any) -> Any:
-        # [n, width] -> [n, 4 units]: one narrow product for all gates, then one for each.
+        # [n, width] or, for each gate, [n, 4, width] -> [n, 4 units]: narrow products, then wide ones.
         rank = v.shape[0]
-        narrow = ops.reshape(ops.matmul(x, u), (-1, 4, rank))
+        if len(x.shape) == 2:
+            narrow = ops.reshape(ops.matmul(x, u), (-1, 4, rank))
+        else:
+            narrow = ops.einsum("ngw,wgr->ngr", x, ops.reshape(u, (-1, 4, rank)))
         wide = ops.einsum("ngr,rgh->ngh", narrow, ops.reshape(v, (rank, 4, self.units)))
         return ops.reshape(wide, (-1, 4 * self.units))
 
@@ -311,7 +320,7 @@ def survey(model: layers.Layer) -> list[Layer]:
         weights = [variable for variable in variables if len(variable.shape) > 1]
         reason = _obstacle(layer, weights)
         for other in (other for weight in weights for other in owners[id(weight)] if other != name):
-            reason = reason or f"its weight is also {other!r}'s"
+            reason = reason or f"its weight is also that of {other!r}"
         trained = [variable for variable in variables if variable.trainable and owners[id(variable)][0] == name]
         found.append(
             Layer(

@@ -20,7 +20,9 @@ FOUR = layers((64, 32), (64, 64), (128, 64), (10, 128))
 
 
 def test_importing_it_imports_no_toolkit():
-    code = "import sys, grace.factorize\nprint([n for n in ('torch', 'keras', 'tensorflow', 'numpy') if n in sys.modules])"
+    code = (
+        "import sys, grace.factorize\nprint([n for n in ('torch', 'keras', 'tensorflow', 'numpy') if n in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -60,9 +60,7 @@ def torch_models():
     def vgg19():
         layers, channels = [], 3
         for size in VGG:
-            layers += (
-                [nn.MaxPool2d(2)] if size == "M" else [conv(channels, size, 3), nn.BatchNorm2d(size), nn.ReLU()]
-            )
+            layers += [nn.MaxPool2d(2)] if size == "M" else [conv(channels, size, 3), nn.BatchNorm2d(size), nn.ReLU()]
             channels = channels if size == "M" else size
         head = [nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
         return nn.Sequential(*layers, nn.Flatten(), *head), (3, 32, 32)

@@ -1,19 +1,15 @@
 """Low-rank layers of Keras: equal to dense ones at full rank, in models of every form, saved, loaded and exported."""
 
+import keras
 import numpy as np
 import pytest
-from methods import backend, normal
-
-from grace.factorize import WarmUp, defactorize, factorize, load_dense, plan, recalibrate
-
-backend("tensorflow")
-
-import keras
 import tensorflow as tf
 from keras import layers
+from methods import normal
 
 import grace
 import grace.tensorflow
+from grace.factorize import WarmUp, defactorize, factorize, load_dense, plan, recalibrate
 from grace.factorize.plan import Matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras's own, where it reads a variable

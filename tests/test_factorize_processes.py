@@ -28,7 +28,9 @@ def same(mine, other):
 
 def trained(values):
     """Without BatchNorm's statistics, which are each worker's own."""
-    return {key: value for key, value in values.items() if not any(word in key for word in ("running", "moving", "num_"))}
+    return {
+        key: value for key, value in values.items() if not any(word in key for word in ("running", "moving", "num_"))
+    }
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -4,17 +4,12 @@ import copy
 
 import numpy as np
 import pytest
-from methods import backend
-
-from grace.factorize import WarmUp, defactorize, factorize, load_dense, plan, recalibrate
-
-backend("torch")
-
 import torch
 from torch import nn
 
 import grace
 import grace.torch
+from grace.factorize import WarmUp, defactorize, factorize, load_dense, plan, recalibrate
 
 torch.set_num_threads(1)
 
@@ -77,7 +72,10 @@ def test_what_a_lower_rank_loses_are_the_small_singular_values(name):
     values = torch.linalg.svdvals(dense)
     lost = (dense - other.weight.detach().flatten(1).double()).square().sum()
     close(lost, values[2:].square().sum())
-    for gram in (other.v.weight.flatten(1).T @ other.v.weight.flatten(1), other.u.weight.flatten(1) @ other.u.weight.flatten(1).T):
+    for gram in (
+        other.v.weight.flatten(1).T @ other.v.weight.flatten(1),
+        other.u.weight.flatten(1) @ other.u.weight.flatten(1).T,
+    ):
         np.testing.assert_allclose(gram.detach(), torch.diag(values[:2]), atol=1e-4 * values[0].item())
 
 
@@ -172,7 +170,7 @@ def test_pytorchs_transformer_layers_take_low_rank_parts(keep_first):
     with torch.no_grad():
         expected = model(x, src_key_padding_mask=padding)[~padding]
     names = [made.name for made in plan(model).layers if len(made.shape) > 1][keep_first:]
-    other, _ = factorize(model, ranks={name: 32 for name in names}, include=names)
+    other, _ = factorize(model, ranks=dict.fromkeys(names, 32), include=names)
     for context in (torch.no_grad(), torch.enable_grad()):
         with context:
             close(other(x, src_key_padding_mask=padding)[~padding], expected)
@@ -414,8 +412,8 @@ def test_grace_forgets_what_is_gone_and_keeps_what_stays():
     grc.build({"a": torch.zeros(50), "b": torch.zeros(4, 5)})
     grc.step({"a": torch.arange(50.0), "b": torch.ones(4, 5)})
     kept = grc.state_dict()["tensors"]["a"]
+    grc.start("a", torch.ones(50))
     with pytest.raises(RuntimeError, match="under way"):
-        grc.start("a", torch.ones(50))
         grc.rebuild({})
     grc.finish(grc.start("b", torch.ones(4, 5)))
     kept = grc.state_dict()["tensors"]["a"]

@@ -6,7 +6,7 @@ arXiv:2103.03936. Works on PyTorch and Keras 3 models, and imports neither befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from grace.factorize.models import toolkit_of

@@ -33,9 +33,9 @@ register = keras.saving.register_keras_serializable(package="grace")
 class LowRank(layers.Layer):
     """Two layers in the place of a Dense, EinsumDense or Conv: ``u`` to the rank, without bias; ``v`` from it.
 
-    ``layer``: the dense one, as ``keras.saving.serialize_keras_object`` describes it. ``v`` has its bias and activation;
-    of a convolution, ``u`` has the kernel, strides, padding and dilation, and ``v`` is 1 x 1. A regulariser of the
-    kernel acts on both.
+    ``layer``: the dense one, as ``keras.saving.serialize_keras_object`` describes it. ``v`` has its bias and
+    activation; of a convolution, ``u`` has the kernel, strides, padding and dilation, and ``v`` is 1 x 1. A regulariser
+    of the kernel acts on both.
     """
 
     def __init__(self, layer: Mapping[str, Any], rank: int, **kwargs: Any):

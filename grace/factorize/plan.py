@@ -170,7 +170,7 @@ def decide(
     included = set(names) if include is None else _matching(names, include, "include")
     forced: dict[str, int] = {}
     for pattern, rank in (ranks or {}).items():
-        forced.update({name: rank for name in _matching(names, pattern, "ranks")})
+        forced.update(dict.fromkeys(_matching(names, pattern, "ranks"), rank))
 
     def reason_to_leave(layer: Layer, chosen: Sequence[int]) -> str:
         size = sum(matrix.size for matrix in layer.matrices)

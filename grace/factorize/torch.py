@@ -364,9 +364,7 @@ def _factors(weight: torch.Tensor, rank: int, init: str) -> tuple[torch.Tensor, 
     return torch.randn(shapes[0], **like) * scale, torch.randn(shapes[1], **like) * scale
 
 
-def _pair(
-    layer: nn.Module, u: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[nn.Module, nn.Module]:
+def _pair(layer: nn.Module, u: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> tuple[nn.Module, nn.Module]:
     # Two layers of these weights, with the settings of a dense one.
     rank = len(u)
     if isinstance(layer, nn.Linear):

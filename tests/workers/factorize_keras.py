@@ -96,6 +96,7 @@ for name, params in METHODS.items():
         "grace": grc.names,
     }
 
+
 # Resumed before the switch, and after it.
 def snapshot(model, grc, optimizer, warmup):
     model.save_weights(f"{out}/{rank}.weights.h5")
@@ -147,7 +148,9 @@ for steps in (range(3), range(3, 6)):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, model(x), from_logits=True))
         tape = grace.tensorflow.DistributedGradientTape(tape, grace=grc)
-        plain.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True))
+        plain.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
 
     for number in steps:
         rng = np.random.default_rng([rank, number])

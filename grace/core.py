@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar, TypeVar, Union
@@ -52,6 +52,17 @@ class Combine(Enum):
     """Payloads are linear in the gradient: they may be averaged on the wire."""
     AGREED = "agreed"
     """The workers agreed on one payload inside ``compress``: nothing is left to exchange."""
+
+
+class Resize(Enum):
+    """What becomes of an array of the state when the number of workers changes."""
+
+    SAME = "same"
+    """It is the same on all workers, and stays so."""
+    SUM = "sum"
+    """The sum over the workers is kept, and every worker has an equal part of it: nothing is lost."""
+    MEAN = "mean"
+    """Every worker gets the mean."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,8 @@ class Compressor(ABC):
     """It keeps what it did not send in a state of its own."""
     memory: ClassVar[str] = "residual"
     """The memory that a user should have with this method."""
+    resize: ClassVar[Mapping[str, Resize]] = {}
+    """How arrays of its state follow the number of workers, by their keys; those that are not named: `Resize.SAME`."""
     marked: ClassVar[bool] = False
     """NaN and infinity in x show as such in the payload's float32 arrays: nothing need be decoded to see them."""
 
@@ -207,6 +220,8 @@ class Memory(ABC):
     """The memory of a second compression, where a communicator has one; None: this one."""
     momentum_inside: ClassVar[bool] = False
     """Its results carry momentum: the optimizer should have none of its own."""
+    resize: ClassVar[Mapping[str, Resize]] = {}
+    """As of a `Compressor`."""
     plain: ClassVar[bool] = False
     """It compresses x plus its state "residual", if it has that, and keeps what was not sent: no more and no less."""
 
@@ -319,6 +334,9 @@ class Communicator(ABC):
     It owns the order, so it may compress after an exact step, twice, or not at all.
     """
 
+    scattered: ClassVar[bool] = False
+    """A tensor's first dimension is the workers: the result is the mean of this worker's row, and no other's."""
+
     def check(self, method: Method, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
         """Raise ValueError, naming the remedy, when this method cannot travel this way."""
 
@@ -333,15 +351,21 @@ class Communicator(ABC):
         """False: this tensor goes dense, and the report says so."""
         return method.compressor.applies(ctx)
 
+    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+        """Where it compresses: by a name each, the method and the elements. One point needs no name: ""."""
+        return {"": (method, ctx)}
+
     def init(self, method: Method, ctx: Context) -> State:
-        """One method state for each point where it compresses."""
-        return method.init(ctx)
+        """One method state for each point where it compresses, under its name."""
+        states = {name: here.init(part) for name, (here, part) in self.points(method, ctx).items()}
+        return states[""] if "" in states else join(**states)
 
     @abstractmethod
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Any, State]]:
         """float32[n] -> float32[n], the mean over all workers, bit-equal on all of them; and next state.
 
-        x is spent. The mean may be a `grace.execution.Mean`, to be decoded where it belongs.
+        Of a ``scattered`` communicator, float32[n / world_size]. x is spent. The mean may be a `grace.execution.Mean`,
+        to be decoded where it belongs.
         """
 
 
@@ -350,6 +374,8 @@ class Transport(ABC):
 
     rank: int = 0
     size: int = 1
+    timeout: float = 600.0
+    """Seconds after which a wait for other workers raises TimeoutError, where the library lets us look."""
 
     @property
     def node_size(self) -> int:

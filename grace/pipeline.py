@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,9 +18,10 @@ from grace.flight import Flight
 from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
 from grace.report import Report, TensorReport
+from grace.state import complete, resized
 from grace.trace import Trace
 
-FORMAT = 1  # of state_dict
+FORMAT = 2  # of state_dict
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MOMENTUM_TWICE = "memory {!r} has momentum of its own: set the optimizer's momentum to 0"
 PRESENT = "(present)"  # the program that counts who has a gradient
@@ -43,6 +44,9 @@ class Options:
     """
     seed: int = 0
     """Of all random numbers. The same on every worker."""
+    timeout: float = 600.0
+    """Seconds that a worker waits for the others before it raises TimeoutError; float("inf"): for ever. Horovod inside
+    TensorFlow graphs, and NCCL, have time limits of their own."""
 
     def __post_init__(self) -> None:
         for key, choices in (("fuse", ("tensor", "bucket", "model")), ("nonfinite", ("poison", "zero", "raise"))):
@@ -52,6 +56,8 @@ class Options:
             raise ValueError(f"min_numel={self.min_numel!r} must be 0 or more")
         if not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb={self.bucket_mb!r} must be positive")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout!r} must be positive, in seconds")
 
 
 class Job(NamedTuple):
@@ -71,6 +77,11 @@ class Grace:
         method.check()
         communicator = communicator.fitted(method, transport)
         communicator.check(method, transport.size)
+        if communicator.scattered and options.fuse != "tensor":
+            raise ValueError(
+                f"communicator {name_of(communicator)!r} needs the rows of each tensor apart: use fuse='tensor', not "
+                f"{options.fuse!r}"
+            )
         self.method, self.communicator, self.options = method, communicator, options
         self.transport = transport
         self.track_missing = False
@@ -88,7 +99,7 @@ class Grace:
         """Where the time goes; the toolkits' doors note what they know."""
         self._skipped = 0
         self._first_step = 0  # from which on the report counts
-        self._waiting: Mapping[str, Any] | None = None  # a checkpoint that came before the tensors
+        self._waiting: tuple[Mapping[str, Any], ...] = ()  # a checkpoint that came before the tensors
         self._clear()
 
     def _clear(self) -> None:
@@ -137,6 +148,7 @@ class Grace:
             if self._xp is None:
                 self._xp = xp
                 self.transport = self.transport.bind(xp)
+                self.transport.timeout = self.options.timeout
                 self.communicator.prepare(self.transport)
             elif xp is not self._xp:
                 raise ValueError(
@@ -146,6 +158,12 @@ class Grace:
             if tensor.dtype not in FLOATS:
                 raise TypeError(
                     f"{name!r} has dtype {tensor.dtype}: only {', '.join(FLOATS)} gradients can be averaged"
+                )
+            if self.communicator.scattered and tensor.shape[:1] != (self.world_size,):
+                raise ValueError(
+                    f"communicator {name_of(self.communicator)!r} hands each of {self.world_size} workers its own row "
+                    f"of a tensor, but {name!r} has shape {list(tensor.shape)}. It is for grace.torch.fsdp: take "
+                    "another one for whole gradients"
                 )
             if name in new or self._tensors.get(name, tensor) != tensor:
                 raise ValueError(f"two tensors are named {name!r}: names must be unique, and shapes must not change")
@@ -172,8 +190,8 @@ class Grace:
                 (own,) = apart((value,), tuple(state.values())[:number], xp)
                 self._cells[unit.name][key] = xp.cell(own)
         self._meter.extend([unit.name for bucket in buckets for unit in bucket.units])
-        if self._waiting is not None:
-            self.load_state_dict(self._waiting)
+        if self._waiting:
+            self.load_state_dict(*self._waiting)
 
     def rebuild(self, named_tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
         """Lay out these tensors instead of those that were built, as after a change of the model, between two steps.
@@ -288,8 +306,11 @@ class Grace:
             if units:
                 self._launch(label, tuple(units))
 
-    def land(self) -> None:
-        """Wait for all that was launched, bucket by bucket and round by round, and keep the new state."""
+    def land(self, last: bool = True) -> None:
+        """Wait for all that was launched, bucket by bucket and round by round, and keep the new state.
+
+        ``last``: the step ends here; otherwise more of its tensors are to come.
+        """
         try:
             while not self.advance():
                 pass
@@ -301,7 +322,8 @@ class Grace:
         finally:
             self._clear()
         self._means = means
-        self._step.assign(self._step.read() + 1)
+        if last:
+            self._step.assign(self._step.read() + 1)
 
     def abandon(self) -> None:
         """Drop a step that was begun: wait for what is under way, and keep neither means nor state."""
@@ -402,9 +424,13 @@ class Grace:
                 mean = xp.choose(ok, mean, xp.zeros(xp.shape(mean), unit.dtype))
             start = 0
             for tensor in unit.tensors:
-                part = xp.reshape(mean[start : start + tensor.size], tensor.shape)
+                size, shape = tensor.size, tensor.shape
+                if self.communicator.scattered:
+                    size, shape = size // self.world_size, shape[1:]
+                    start = self.rank * size if unit.dense else 0
+                part = xp.reshape(mean[start : start + size], shape)
                 means[tensor.name] = None if counts.get(tensor.name) == 0 else xp.cast(part, tensor.dtype)
-                start += tensor.size
+                start += size
         sizes = {unit.name: sum(t.size for t in unit.tensors) * ITEMSIZE[unit.dtype] for unit in flat if unit.dense}
         asked = [(name, *rest) for name, *rest in flight.asked if name != DENSE]
         self._meter.add([*(unit.name for unit in flat), *flight.results], asked, self.transport.group_rank, sizes)
@@ -414,7 +440,7 @@ class Grace:
         old = cell.read()
         if new is old:
             return
-        if self.xp.mutable and self.xp.same_memory(new, x):
+        if self.xp.mutable and self.xp.overlap(new, x):
             self.xp.write(old, self.xp.choose(ok, new, old))  # x is wanted for the mean
         else:
             cell.assign(self.xp.choose(ok, new, old))
@@ -435,7 +461,7 @@ class Grace:
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker: the step, and every tensor's arrays (PyTorch: tensors on the CPU; else NumPy).
 
-        Each worker saves and loads its own: residuals differ between workers.
+        Each worker saves and loads its own: residuals differ between workers. `grace.checkpoint` writes it to files.
         """
         return {
             "format": FORMAT,
@@ -443,6 +469,11 @@ class Grace:
             "world_size": self.world_size,
             "step": int(self._step.read()) if self._step is not None else 0,
             "method": repr(self.method),
+            "points": {
+                unit.name: {name: [ctx.offset, ctx.size] for name, (_, ctx) in self._points(unit, self.rank).items()}
+                for unit in self._unit_of.values()
+                if self._cells[unit.name]
+            },
             "tensors": {
                 unit: {key: self._export(cell.read()) for key, cell in cells.items()}
                 for unit, cells in self._cells.items()
@@ -450,34 +481,89 @@ class Grace:
             },
         }
 
+    def _points(self, unit: Unit, rank: int) -> dict[str, tuple[Method, Context]]:
+        # Where a worker compresses a unit; what goes dense is at one place, and its state is the memory's.
+        ctx = replace(self._context(unit, 0), rank=rank)
+        return {"": (self.method, ctx)} if unit.dense else self.communicator.points(self.method, ctx)
+
     def _export(self, array: Array) -> Any:
         if self.xp.name == "torch":
             return array.detach().cpu().clone()
         return self.xp.to_numpy(array).copy()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`. Before `build` it is kept until the tensors are known.
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`: this worker's own, or, where the number of workers has changed, those of all
+        workers of the run before, on every worker. Then every array follows its rule (`grace.core.Resize`).
 
-        Raises ValueError, and changes nothing, when it is another worker's, of another format or method, or when names
-        or shapes differ from the model's.
+        Before `build` they are kept until the tensors are known. Raises ValueError, and changes nothing, when a state
+        is another worker's, of another format or method, or when names or shapes differ from the model's.
         """
+        new, step = self.check_state(*states)
+        if self._xp is None:
+            self._waiting = states
+            return
+        for cell, array in new:
+            cell.assign(array)
+        self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
+        self._waiting = ()
+
+    def check_state(self, *states: Mapping[str, Any]) -> tuple[list[tuple[Any, Array]], int]:
+        """What `load_state_dict` would set, each cell with its new array, and the step; raises as that does."""
+        for state in states:
+            self._check_form(state)
+        whose = [(state["rank"], state["world_size"]) for state in states]
+        if whose != [(self.rank, self.world_size)]:
+            if len(states) == 1 and whose[0][1] != 1:
+                raise ValueError(
+                    f"this is the state of worker {whose[0][0]} of {whose[0][1]}, but this is worker {self.rank} of "
+                    f"{self.world_size}: load each worker's own, or give the states of all {whose[0][1]} workers"
+                )
+            if self.communicator.scattered:
+                raise ValueError(
+                    f"communicator {name_of(self.communicator)!r} cuts tensors into other rows for another number of "
+                    f"workers: this is the state of {whose[0][1]}, so go on with as many"
+                )
+            states = tuple(complete(states))
+        step = states[0]["step"]
+        if self._xp is None:
+            return [], step
+        mine = {unit: cells for unit, cells in self._cells.items() if cells}
+        for state in states:
+            self._check_names(mine, state["tensors"])
+        if whose != [(self.rank, self.world_size)]:
+            units = {unit.name: unit for unit in self._unit_of.values()}
+            fresh = {
+                name: {key: self._export(cell.read()) for key, cell in cells.items()} for name, cells in mine.items()
+            }
+            theirs = resized(
+                states, fresh, lambda unit, rank: self._points(units[unit], rank), self.rank, self.world_size
+            )
+        else:
+            theirs = states[0]["tensors"]
+        new: list[tuple[Any, Array]] = []
+        for unit, cells in mine.items():
+            if set(cells) != set(theirs[unit]):
+                raise ValueError(f"state of {unit!r} has {sorted(theirs[unit])}, but this method keeps {sorted(cells)}")
+            for key, cell in cells.items():
+                old, found = cell.read(), theirs[unit][key]
+                if tuple(getattr(found, "shape", (None,))) != self.xp.shape(old):
+                    shapes = f"{getattr(found, 'shape', None)}, but the model needs {self.xp.shape(old)}"
+                    raise ValueError(f"state {key!r} of {unit!r} has shape {shapes}")
+                new.append((cell, self.xp.copy(self.xp.asarray(found, self.xp.dtype(old)))))
+        return new, step
+
+    def _check_form(self, state: Mapping[str, Any]) -> None:
         if state.get("format") != FORMAT:
             raise ValueError(f"this state has format {state.get('format')!r}, but this version of grace reads {FORMAT}")
-        whose = (state["rank"], state["world_size"])
-        if whose != (self.rank, self.world_size):
-            raise ValueError(
-                f"this is the state of worker {whose[0]} of {whose[1]}, but this is worker {self.rank} of "
-                f"{self.world_size}: save one file for each worker, and load each worker's own"
-            )
+        for key, kind in (("rank", int), ("world_size", int), ("step", int), ("tensors", Mapping), ("points", Mapping)):
+            if not isinstance(state.get(key), kind):
+                raise ValueError(f"this is no state of grace: its {key!r} is {state.get(key)!r}")
         if state["method"] != repr(self.method):
             raise ValueError(
                 f"this state belongs to {state['method']}, but this is {self.method!r}: use the same settings"
             )
-        if self._xp is None:
-            self._waiting = state
-            return
-        mine = {unit: cells for unit, cells in self._cells.items() if cells}
-        theirs = state["tensors"]
+
+    def _check_names(self, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
         absent, extra = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
         if absent or extra:
             raise ValueError(
@@ -485,22 +571,6 @@ class Grace:
                 f"the state's {extra or 'none'} are not in the model. If a parameter was renamed, rename its key in "
                 "state['tensors'] to the model's name before you load"
             )
-        new: list[tuple[Any, Array]] = []
-        for unit, cells in mine.items():
-            if set(cells) != set(theirs[unit]):
-                raise ValueError(f"state of {unit!r} has {sorted(theirs[unit])}, but this method keeps {sorted(cells)}")
-            for key, cell in cells.items():
-                old = cell.read()
-                array = self.xp.copy(self.xp.asarray(theirs[unit][key], self.xp.dtype(old)))
-                if self.xp.shape(array) != self.xp.shape(old):
-                    shapes = f"{self.xp.shape(array)}, but the model needs {self.xp.shape(old)}"
-                    raise ValueError(f"state {key!r} of {unit!r} has shape {shapes}")
-                new.append((cell, array))
-        for cell, array in new:
-            cell.assign(array)
-        step = int(state["step"])
-        self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
-        self._waiting = None
 
     # -- report -----------------------------------------------------------------------------------------------------
     def report(self, trace: str | os.PathLike[str] | None = None) -> Report:

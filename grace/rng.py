@@ -17,6 +17,7 @@ NOISE = 2**16
 """Elements that share an offset of the noise."""
 
 
+@lru_cache(4096)
 def fnv1a(text: str) -> int:
     """32-bit FNV-1a hash of a name (a sum of bytes would make anagrams collide)."""
     value = 0x811C9DC5
@@ -39,9 +40,12 @@ def mix(h: Any) -> Any:
     return h ^ (h // 65536)
 
 
-def fold(*values: Any) -> Any:
-    """Hash a sequence of integers into one 32-bit word. Hashed, never added: (5, 1) and (6, 0) differ."""
-    h: Any = 0
+def fold(*values: Any, start: Any = 0) -> Any:
+    """Hash a sequence of integers into one 32-bit word. Hashed, never added: (5, 1) and (6, 0) differ.
+
+    ``start``: the word of the values that came before these.
+    """
+    h = start
     for value in values:
         h = mix((h + mix(value & MASK32)) & MASK32)
     return h
@@ -67,10 +71,19 @@ def noise_rows(start: int, n: int) -> Iterator[tuple[int, int, int, int]]:
         at += count
 
 
+@lru_cache(4096)
+def _stem(seed: int, label: str, name: str) -> int:
+    # What a stream's word has in common at all steps.
+    return fold(seed, fnv1a(label), fnv1a(name))
+
+
+FIRST, SECOND = mix(1), mix(2)
+
+
 def _keys(seed: int, label: str, name: str, step: Any, worker: int) -> tuple[Any, Any]:
     # Of one stream.
-    h = fold(seed, fnv1a(label), fnv1a(name), step, worker)
-    return mix((h + mix(1)) & MASK32), mix((h + mix(2)) & MASK32)
+    h = fold(step, worker, start=_stem(seed, label, name))
+    return mix((h + FIRST) & MASK32), mix((h + SECOND) & MASK32)
 
 
 _known_keys = lru_cache(4096)(_keys)

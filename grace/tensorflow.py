@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from grace import checkpoint
 from grace.backends import get_backend
 from grace.collectives import Broadcast, Reduce
 from grace.core import Transport, name_of
@@ -18,6 +19,7 @@ from grace.transports import get_transport
 
 __all__ = [
     "BroadcastCallback",
+    "CheckpointState",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "MetricAverageCallback",
@@ -114,6 +116,23 @@ def release(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer
     optimizer.__class__ = type(optimizer).__base__
     object.__delattr__(optimizer, "_grace")
     return optimizer
+
+
+class CheckpointState(tf.train.experimental.PythonState):
+    """A Grace in a tf.train.Checkpoint: ``tf.train.Checkpoint(model=model, grace=CheckpointState(grc))``.
+
+    Residuals differ between workers, so each worker saves under a path of its own, and restores from there.
+    """
+
+    def __init__(self, grace: Grace):
+        super().__init__()
+        self._grace = grace
+
+    def serialize(self) -> bytes:
+        return checkpoint.to_bytes(self._grace.state_dict())
+
+    def deserialize(self, string_value: bytes) -> None:
+        self._grace.load_state_dict(checkpoint.from_bytes(string_value))
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, grace: Grace | None = None) -> None:

@@ -1,4 +1,4 @@
-"""PyTorch's doors: DistributedOptimizer, a DDP communication hook, and broadcasts of the initial state."""
+"""PyTorch's doors: DistributedOptimizer, a DDP communication hook, FSDP2, and broadcasts of the initial state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ import torch
 from grace.backends import backend_of
 from grace.collectives import Broadcast, Reduce
 from grace.core import Transport, name_of
+from grace.fsdp import fsdp
 from grace.pipeline import MOMENTUM_TWICE, Grace
 from grace.transports import get_transport
 
 __all__ = [
+    "CheckpointState",
     "DistributedOptimizer",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ddp_hook",
+    "fsdp",
     "name_parameters",
     "release",
 ]
@@ -330,6 +333,26 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     if transport.rank != root_rank:
         content = io.BytesIO(received.cpu().numpy().tobytes())
         optimizer.load_state_dict(torch.load(content, map_location=example.device, weights_only=True))
+
+
+class CheckpointState:
+    """A Grace in the state that torch.distributed.checkpoint saves: ``{"model": ..., "grace": CheckpointState(grc)}``.
+
+    That library keeps one copy of a tensor that has the same name on all workers, and residuals differ between them:
+    here every worker's have a name of their own. For a run with as many workers; `grace.checkpoint` follows their
+    number.
+    """
+
+    def __init__(self, grace: Grace):
+        self._grace, self._name = grace, f"worker{grace.rank} of {grace.world_size}"
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._grace.state_dict()
+        return {self._name: {**state, "step": torch.tensor(state["step"])}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        state = state_dict[self._name]
+        self._grace.load_state_dict({**state, "step": int(state["step"])})
 
 
 def _transport(grace: Grace | None, example: torch.Tensor) -> Transport:

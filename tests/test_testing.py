@@ -47,7 +47,7 @@ COMMUNICATORS = [
     check
     for cls in registry.communicators.values()
     for compressor in CARRIED
-    if carries(cls(), compressor)
+    if not cls.scattered and carries(cls(), compressor)
     for check in communicator_laws(cls(), compressor)
 ]
 

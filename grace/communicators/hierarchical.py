@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from grace.collectives import AllToAll, Gather
-from grace.core import Array, Communicator, Context, Method, Program, State, Transport
+from grace.core import Array, Communicator, Context, Method, Program, State, Transport, name_of
 from grace.execution import as_array
 from grace.registry import communicators, register, usual_communicator
 
@@ -46,6 +46,11 @@ class Hierarchical(Communicator):
     def check(self, method: Method, world_size: int) -> None:
         if isinstance(self.outer, Hierarchical):
             raise ValueError("communicator 'hierarchical' cannot be its own outer: name 'allgather' or another one")
+        if self.outer.scattered:
+            raise ValueError(
+                f"communicator 'hierarchical' cannot run {name_of(self.outer)!r} between machines, which gives no "
+                "whole means: name 'allgather' or another one, or see grace.torch.fsdp"
+            )
         self.outer.check(method, world_size // self.node_size)
 
     def prepare(self, transport: Transport) -> None:
@@ -54,8 +59,11 @@ class Hierarchical(Communicator):
     def applies(self, method: Method, ctx: Context) -> bool:
         return all(method.compressor.applies(self._cross(method, ctx, place)) for place in range(self.node_size))
 
-    def init(self, method: Method, ctx: Context) -> State:
-        return self.outer.init(method, self._cross(method, ctx, ctx.rank % self.node_size))
+    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+        points: dict[str, tuple[Method, Context]] = self.outer.points(
+            method, self._cross(method, ctx, ctx.rank % self.node_size)
+        )
+        return points
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, bounds = ctx.xp, self._bounds(method, ctx)

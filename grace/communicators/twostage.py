@@ -51,9 +51,9 @@ class TwoStage(Communicator):
                 "'residual'"
             )
 
-    def init(self, method: Method, ctx: Context) -> State:
+    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
         shard = self.shard(method.compressor, ctx, ctx.rank)
-        return join(worker=method.init(ctx), server=_server(method).init(shard.stage("server")))
+        return {"worker": (method, ctx), "server": (_server(method), shard.stage("server"))}
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, compressor, workers = ctx.xp, method.compressor, range(ctx.world_size)

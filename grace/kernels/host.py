@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grace.kernels import Library, library
-from grace.rng import NOISE, Rng, word
+from grace.rng import NOISE, Rng
 
 Array = Any
 Pairs = Sequence[tuple[Array, ...]]
@@ -59,9 +59,10 @@ class HostKernels:
         start = 0
         if rng is not None:
             table, start = self._table(rng.table), rng.offset
-            rows = range(start // NOISE, -(-(start + n) // NOISE))
-            # int16 has the bits that a uint16 is made of
-            offsets = xp.asarray([_signed(word(rng.keys, row) >> 16) for row in rows], "int16")
+            first, last = start // NOISE, -(-(start + n) // NOISE)
+            offsets = xp.empty(last, "int16")
+            self.library.noise_table(*rng.keys, last, at(offsets))
+            offsets = offsets[first:]
         self.library.ints_encode(
             at(x), at(residual), left, at(codes), at(scales), n, block, bits, at(table), at(offsets), start, xp.threads
         )
@@ -159,7 +160,3 @@ class HostKernels:
 
 def _count(n: int, block: int) -> int:
     return -(-n // block) if block else min(n, 1)
-
-
-def _signed(half: int) -> int:
-    return half - 2**16 if half >= 2**15 else half

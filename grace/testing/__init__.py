@@ -95,8 +95,11 @@ def check_communicator(
     """Hold a communicator against all laws, as `check_compressor` does.
 
     ``compressors``: what it carries; None: every registered one that it accepts with its default parameters. That it
-    refuses the others by ValueError is a law too.
+    refuses the others by ValueError is a law too. The laws are about whole gradients: ValueError for one that is
+    ``scattered``.
     """
+    if communicator.scattered:
+        raise ValueError(f"{name_of(communicator)!r} hands out rows, and these laws are about whole gradients")
     from grace.testing.cases import accepted
 
     for compressor in accepted(communicator) if compressors is None else compressors:

@@ -185,8 +185,9 @@ def unchanged(one: Any, two: Any) -> bool:
 
 
 def fitting(compressor: Compressor) -> list[Communicator]:
-    """The registered communicators that carry a compressor."""
-    return [cls() for cls in communicators.values() if carries(cls(), compressor)]
+    """The registered communicators that carry a compressor, of whole gradients."""
+    made: list[Communicator] = [cls() for cls in communicators.values()]
+    return [each for each in made if not each.scattered and carries(each, compressor)]
 
 
 def accepted(communicator: Communicator) -> list[Compressor]:

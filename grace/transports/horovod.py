@@ -114,7 +114,10 @@ class TorchHorovod(_BoundHorovod):
 
         def wait() -> Any:
             # synchronize spins: sleeping leaves the cores to Horovod's own threads and to the other workers.
+            end = time.monotonic() + self.timeout
             while not self._hvd.poll(handle):
+                if time.monotonic() > end:
+                    raise self.late(name)
                 time.sleep(POLL_SECONDS)
             return self._hvd.synchronize(handle)
 

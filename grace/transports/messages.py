@@ -36,7 +36,17 @@ class MessageTransport(Transport):
     def _part(self, ranks: list[int]) -> MessageTransport:
         if len(ranks) == self.size:
             return self
-        return Alone(self.xp) if len(ranks) == 1 else self.among(ranks)
+        part = Alone(self.xp) if len(ranks) == 1 else self.among(ranks)
+        part.timeout = self.timeout
+        return part
+
+    def late(self, name: str) -> TimeoutError:
+        """What to raise when other workers do not answer."""
+        return TimeoutError(
+            f"worker {self.rank} of {self.size} has waited {self.timeout:g} s for the others' {name!r}: one of them is "
+            "gone, stuck, or does something else. Its own output says why; if steps may take longer, raise timeout in "
+            "grace_from_params"
+        )
 
     @abstractmethod
     def among(self, ranks: list[int]) -> MessageTransport:

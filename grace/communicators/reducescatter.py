@@ -1,0 +1,63 @@
+"""Compressed reduce-scatter: each worker gets the mean of its own part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.collectives import AllToAll
+from grace.communicators.allgather import refuse_agreed
+from grace.core import Array, Communicator, Context, Memory, Method, Program, State, join, name_of, scope
+from grace.registry import register
+
+
+@register("reducescatter")
+@dataclass(frozen=True)
+class ReduceScatter(Communicator):
+    """Row i of everybody's tensor goes, compressed, to worker i, which averages what it gets.
+
+    For sharded training: `grace.torch.fsdp`. A tensor has one row for each worker, its first dimension is their number,
+    and its mean is this worker's row alone. Each row is compressed by itself and has a residual of its own. A worker
+    sends N - 1 rows, and one byte with each, which says whether all of its gradient is finite: if it is not, the mean
+    is NaN on all workers, which so keep their states together.
+    """
+
+    scattered = True
+
+    def check(self, method: Method, world_size: int) -> None:
+        refuse_agreed("reducescatter", method)
+        name = name_of(method.compressor)
+        if method.compressor.ragged:
+            raise ValueError(
+                f"communicator 'reducescatter' cannot carry {name!r}, whose payloads differ in length between workers. "
+                "Use a method with a fixed length, such as 'topk', 'chunktopk' or 'blockint'"
+            )
+        if type(method.memory).finish is not Memory.finish:
+            raise ValueError(
+                f"communicator 'reducescatter' cannot carry memory {name_of(method.memory)!r}, which tracks the mean "
+                "of what the workers sent: no worker sees all of it. Use memory 'residual'"
+            )
+
+    def applies(self, method: Method, ctx: Context) -> bool:
+        return method.compressor.applies(self.row(ctx, 0))
+
+    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+        return {str(to): (method, self.row(ctx, to)) for to in range(ctx.world_size)}
+
+    def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
+        xp, states, parts = ctx.xp, {}, []
+        finite = xp.reshape(xp.cast(xp.finite(x), "uint8"), (1,))
+        for to in range(ctx.world_size):
+            row = self.row(ctx, to)
+            mine = x[to * row.size : (to + 1) * row.size]
+            payload, states[str(to)] = yield from method.encode(mine, scope(state, str(to)), row)
+            parts.append((*payload, finite))
+        received = yield AllToAll(tuple(parts))
+        *payloads, flags = zip(*received, strict=True)
+        mean = method.mean(list(zip(*payloads, strict=True)), self.row(ctx, ctx.rank)).array()
+        mean = xp.choose(xp.all(xp.concat(flags) != 0), mean, xp.full(xp.shape(mean), float("nan")))
+        return mean, join(**states)
+
+    def row(self, ctx: Context, worker: int) -> Context:
+        """The context of a worker's row."""
+        size = ctx.size // ctx.world_size
+        return ctx.piece(worker * size, size)

@@ -1,0 +1,241 @@
+"""Sharded training over gloo workers: OUT. Saves a dictionary of findings."""
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from launch import leave_gloo, save
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import grace
+from grace.transports.torch_distributed import TorchDistributedTransport
+
+(out,) = sys.argv[1:]
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+found = {}
+TOKENS, WIDTH, LENGTH = 64, 32, 16
+NONE = {"compressor": "none", "communicator": "reducescatter"}
+INT4 = {"compressor": "blockint", "bits": 4, "communicator": "reducescatter"}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x):
+        mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)
+        h = self.first(x)
+        x = x + self.attention(h, h, h, attn_mask=mask, need_weights=False)[0]
+        return x + self.layers(self.second(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.place = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.output = nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, x):
+        h = self.embedding(x) + self.place
+        for block in self.blocks:
+            h = block(h)
+        return self.output(h)
+
+
+NEXT = torch.softmax(3 * torch.randn(TOKENS, TOKENS, generator=torch.Generator().manual_seed(7)), -1)
+
+
+def text(seed, rows=8):
+    # A Markov chain, which a Transformer can learn.
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(0, TOKENS, (rows,), generator=generator)]
+    for _ in range(LENGTH):
+        tokens.append(torch.multinomial(NEXT[tokens[-1]], 1, generator=generator)[:, 0])
+    return torch.stack(tokens, 1)
+
+
+def sharded(policy=None, **options):
+    torch.manual_seed(0)
+    model = Transformer()
+    if policy is not None:
+        options["mp_policy"] = policy
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def loss_of(model, tokens):
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(model, steps, optimizer=None, first=0, parts=1):
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), 3e-3)
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        for part in range(parts):
+            model.set_requires_gradient_sync(part + 1 == parts)
+            (loss_of(model, text(1000 * step + 10 * part + 100_000 * rank)) / parts).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def weights(model):
+    return torch.cat([p.to_local().detach().flatten() for p in model.parameters()]).clone().numpy()
+
+
+def held_out(model):
+    with torch.no_grad():
+        return sum(loss_of(model, text(-1 - i, 64)).item() for i in range(4)) / 4
+
+
+def compressed(params, **options):
+    grc = grace.grace_from_params(params)
+    return grc, grace.torch.fsdp(sharded(**options), grace=grc)
+
+
+# What is exact equals FSDP's own reduction.
+found["dense"] = train(sharded(), 5)
+grc, model = compressed(NONE)
+found["none"] = train(model, 5)
+found["steps"] = grc.report().steps
+grc, model = compressed(NONE)
+found["none accumulated"], plain = train(model, 3, parts=2), sharded()
+found["dense accumulated"] = train(plain, 3, parts=2)
+found["accumulated steps"] = grc.report().steps
+
+# A training of its own: loss and bytes.
+plain = sharded()
+train(plain, 100)
+grc, model = compressed(INT4)
+train(model, 100)
+report = grc.report()
+found["losses"] = (held_out(sharded()), held_out(plain), held_out(model))
+found["bytes"] = {t.name: (t.shape, t.method, t.bytes_sent / report.steps) for t in report.tensors}
+found["summary"] = (report.bytes_sent, report.steps)
+
+# Sparse, with error feedback; small groups go dense.
+grc, model = compressed(
+    {"compressor": "topk", "compress_ratio": 0.1, "communicator": "reducescatter", "min_numel": 8000}
+)
+found["topk"] = train(model, 30)
+found["topk report"] = [(t.name, t.method) for t in grc.report().tensors]
+found["topk loss"] = held_out(model)
+
+# Half precision: FSDP asks for means of bfloat16, and for sums of scaled float16.
+for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    grc, model = compressed(NONE, policy=policy)
+    found[name] = train(model, 3)
+    found[f"dense {name}"] = train(sharded(policy=policy), 3)
+
+# One worker's gradient overflows: all see it, and nobody's memory changes.
+grc, model = compressed(INT4)
+optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+train(model, 2, optimizer)
+
+
+def residuals():
+    return {
+        f"{unit} {key}": value.numpy()
+        for unit, cells in grc.state_dict()["tensors"].items()
+        for key, value in cells.items()
+    }
+
+
+before = residuals()
+optimizer.zero_grad()
+(loss_of(model, text(5)) * (float("inf") if rank == 0 else 1.0)).backward()
+found["overflow"] = {
+    name: bool(p.grad.to_local().isfinite().any()) for name, p in model.named_parameters() if p.to_local().numel()
+}
+found["overflow memory"] = (before, residuals())
+
+# A checkpoint goes on bit for bit.
+grc, model = compressed(INT4)
+optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+train(model, 3, optimizer)
+saved = [
+    {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in model.state_dict().items()},
+    optimizer.state_dict(),
+    grc.state_dict(),
+]
+saved[1] = copy.deepcopy(saved[1])
+straight = train(model, 3, optimizer, first=3)
+grc, model = compressed(INT4)
+optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+model.load_state_dict(saved[0])
+optimizer.load_state_dict(saved[1])
+grc.load_state_dict(saved[2])
+found["resumed"] = (straight, train(model, 3, optimizer, first=3))
+
+# PyTorch's own checkpoints, which otherwise keep one worker's tensors for all.
+from torch.distributed import checkpoint as dcp
+
+
+def parts(model, grc):
+    return {"model": model.state_dict(), "grace": grace.torch.CheckpointState(grc)}
+
+
+grc, model = compressed(INT4)
+train(model, 3)
+wanted = grc.state_dict()["tensors"]
+dcp.save(parts(model, grc), checkpoint_id=f"{out}/dcp")
+grc, model = compressed(INT4)
+dcp.load(parts(model, grc), checkpoint_id=f"{out}/dcp")
+have = grc.state_dict()["tensors"]
+found["dcp"] = [(wanted[unit][key].numpy(), have[unit][key].numpy()) for unit in wanted for key in wanted[unit]]
+found["dcp steps"] = grc.report().steps
+
+# Copies of shards: exact between two workers, compressed between two pairs.
+if size == 4:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    across = TorchDistributedTransport(mesh["copies"].get_group())
+    within = TorchDistributedTransport(mesh["shards"].get_group())
+    found["hybrid dense"] = train(sharded(mesh=mesh), 5)
+    for name, params in (
+        ("none", {"compressor": "none"}),
+        ("topk", {"compressor": "topk", "compress_ratio": 0.1}),
+    ):
+        replicas = grace.grace_from_params(params, transport=across)
+        model = grace.torch.fsdp(sharded(mesh=mesh["shards"]), replicas=replicas)
+        found[f"hybrid {name}"] = train(model, 5)
+        found[f"hybrid {name} steps"] = replicas.report().steps
+    both = grace.torch.fsdp(
+        sharded(mesh=mesh["shards"]),
+        grace=grace.grace_from_params(NONE, transport=within),
+        replicas=grace.grace_from_params({"compressor": "none"}, transport=across),
+    )
+    found["hybrid both"] = train(both, 5)
+
+# What does not fit is refused.
+refused = {}
+
+
+def refuse(name, attempt):
+    try:
+        attempt()
+    except (TypeError, ValueError) as error:
+        refused[name] = str(error)
+
+
+refuse("plain model", lambda: grace.torch.fsdp(Transformer(), grace=grace.grace_from_params(NONE)))
+refuse("nothing", lambda: grace.torch.fsdp(sharded()))
+refuse("allgather", lambda: grace.torch.fsdp(sharded(), grace=grace.grace_from_params({"compressor": "topk"})))
+refuse("scattered copies", lambda: grace.torch.fsdp(sharded(), replicas=grace.grace_from_params(NONE)))
+grc, model = compressed(NONE)
+model.set_gradient_divide_factor(3.0)
+refuse("divide factor", lambda: train(model, 1))
+found["refused"] = refused
+
+save(out, rank, found)
+leave_gloo()

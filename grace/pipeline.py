@@ -121,6 +121,7 @@ class Grace:
         self.trace = Trace()
         """Where the time goes; the toolkits' doors note what they know."""
         self._skipped = 0
+        self._first_step = 0  # from which on the report counts
         self._waiting: tuple[Mapping[str, Any], ...] = ()  # a checkpoint that came before the tensors
         self._clear()
 
@@ -245,6 +246,29 @@ class Grace:
 
     def _level(self, unit: Unit) -> int:
         return 0 if self.schedule is None or unit.dense else self.schedule.level(unit.name)
+
+    def rebuild(self, named_tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
+        """Lay out these tensors instead of those that were built, as after a change of the model, between two steps.
+
+        State of a tensor that stays as it was is kept, all other state is dropped, and `report` begins anew. Raises as
+        `build` does.
+        """
+        if self._gradients or self._flights:
+            raise RuntimeError("a step is under way: finish it before the tensors change")
+        kept = {unit: self._cells[unit.name] for bucket in self._buckets for unit in bucket.units}
+        self._tensors, self._buckets, self._unit_of, self._cells, self._means = {}, [], {}, {}, {}
+        if self._step is not None:
+            self._first_step = int(self._step.read())
+            self._meter = Meter(self.xp)
+            self._meter.extend([PRESENT])
+        self.trace.totals.update(dict.fromkeys(self.trace.totals, 0.0))
+        self._skipped = 0
+        self.build(named_tensors)
+        same = kept.keys() & set(self._unit_of.values())
+        for unit in same:
+            self._cells[unit.name] = kept[unit]
+        if self.schedule is not None:
+            self.schedule.forget({unit.name for unit in kept} - {unit.name for unit in self._unit_of.values()})
 
     def _agree(self, tensors: Iterable[Tensor]) -> None:
         from grace import __version__
@@ -664,6 +688,7 @@ class Grace:
         for cell, array in new:
             cell.assign(array)
         self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
+        self._first_step = min(self._first_step, step)
         self._waiting = ()
         if self.schedule is not None:
             self.schedule.load_state_dict(self._whose(states)["policy"])
@@ -754,7 +779,7 @@ class Grace:
 
     # -- report -----------------------------------------------------------------------------------------------------
     def report(self, trace: str | os.PathLike[str] | None = None) -> Report:
-        """What was sent since this object was made (or loaded), in total and for every tensor.
+        """What was sent since this object was made (or loaded, or rebuilt), in total and for every tensor.
 
         ``trace``: a file for the last steps in Chrome's trace format: backward pass, compression, messages under way,
         waiting, decompression. ValueError for TensorFlow, whose graphs run by themselves: use its own profiler.
@@ -783,7 +808,7 @@ class Grace:
             for unit in units
         ]
         return Report(
-            steps=int(self._step.read()),
+            steps=int(self._step.read()) - self._first_step,
             rank=self.rank,
             world_size=self.world_size,
             method=method,

@@ -26,6 +26,7 @@ __all__ = [
     "PolicyCallback",
     "average_gradients",
     "broadcast_variables",
+    "release",
 ]
 
 
@@ -38,7 +39,8 @@ def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequenc
     """
     names = _names(variables)
     present = {
-        name: (variable, tf.convert_to_tensor(gradient))
+        # A graph may not know the shape of a gradient: the variable does.
+        name: (variable, tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape))
         for name, variable, gradient in zip(names, variables, gradients, strict=True)
         if gradient is not None
     }
@@ -110,6 +112,15 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, grace: Grace) ->
     names = {"apply": apply, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     optimizer.__class__ = type(cls.__name__, (cls,), names)
     object.__setattr__(optimizer, "_grace", grace)
+    return optimizer
+
+
+def release(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Undo `DistributedOptimizer`: gradients stay here, and the Grace may drive another optimizer."""
+    if not hasattr(optimizer, "_grace"):
+        raise ValueError("this optimizer is not distributed")
+    optimizer.__class__ = type(optimizer).__base__
+    object.__delattr__(optimizer, "_grace")
     return optimizer
 
 

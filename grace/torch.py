@@ -30,6 +30,7 @@ __all__ = [
     "ddp_hook",
     "fsdp",
     "name_parameters",
+    "release",
 ]
 
 CHUNK_BYTES = 64 * 2**20  # of one broadcast message
@@ -86,6 +87,16 @@ def DistributedOptimizer(
     return optimizer
 
 
+def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Undo `DistributedOptimizer`: gradients stay here, and the Grace may drive another optimizer."""
+    driver = optimizer.__dict__.pop("_grace", None)
+    if driver is None:
+        raise ValueError("this optimizer is not distributed")
+    driver.release()
+    del optimizer.synchronize, optimizer.skip_synchronize
+    return optimizer
+
+
 class _Driver:
     """Drives a Grace from the hooks of an optimizer and its parameters."""
 
@@ -100,6 +111,7 @@ class _Driver:
         self._synced = False
         self._versions: dict[str, tuple[Any, int]] = {}
         self._parameters: dict[str, torch.Tensor] = {}
+        self._hooks: list[Any] = []
         self._names: dict[torch.Tensor, str] = {p: name for name, p in named or ()}
         if named is not None:
             unnamed = [list(p.shape) for p in self._trained() if p not in self._names]
@@ -112,8 +124,10 @@ class _Driver:
         if grace.method.memory.momentum_inside and any(group.get("momentum") for group in optimizer.param_groups):
             warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=3)
         self._adopt()
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        self._hooks += [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
 
     @property
     def _passes_per_step(self) -> int:
@@ -137,7 +151,12 @@ class _Driver:
             self.grace.build(named)
             self._parameters.update(named)
         for p in new:
-            p.register_post_accumulate_grad_hook(self._on_gradient)
+            self._hooks.append(p.register_post_accumulate_grad_hook(self._on_gradient))
+
+    def release(self) -> None:
+        """Leave the optimizer and its parameters alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _on_gradient(self, p: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()

@@ -35,11 +35,13 @@ class Schedule:
         self._flag: Any = None  # whether this epoch is watched, for graphs
 
     def extend(self, sizes: Mapping[str, int], xp: Backend, rank: int) -> None:
-        """Take up tensors with so many elements."""
+        """Take up tensors with so many elements; those that are known stay as they are."""
         self._xp = xp
         known = self.decision.levels
         first = next(iter(known.values()), 0) if self.policy.together else 0
         for name, size in sizes.items():
+            if name in known:
+                continue
             known[name] = first
             self.history[name] = [(self.epoch, first)]
             if self.policy.norm_source == "mean" or (self.policy.norm_source and rank == 0):
@@ -48,6 +50,12 @@ class Schedule:
                 self._cells[name] = xp.cell(xp.asarray(first, "int32"))
         if xp.traced and self._flag is None:
             self._flag = xp.cell(xp.asarray(int(self.watching), "int32"))
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop tensors that are no more."""
+        for name in names:
+            for book in (self.decision.levels, self.history, self._sums, self._cells):
+                book.pop(name, None)  # type: ignore[attr-defined]
 
     @property
     def watching(self) -> bool:

@@ -73,7 +73,7 @@ def test_every_strategy_is_sound_and_its_text_is_itself():
         assert parse(str(option)) == option
         held = states(option)
         assert len(held) == len(option.actions) + 1
-        assert not held[0].compressed and not held[-1].compressed
+        assert {held[0].compressed, held[-1].compressed} == {False}
         assert option.on(option.devices) == option
         assert option.on(["cpu"] * len(option.devices)) in set(options(devices=("cpu",)))
 

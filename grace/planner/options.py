@@ -192,7 +192,8 @@ def _after(held: Held, action: Action, option: Option) -> Held:
         to = "full"
     if to == "full" and level == "intra":
         need(held.inter == "full", "a divided first step: machines would add up whole sums")
-    return replace(held, **{level: to})
+    places = {each: to if each == level else held.at(each) for each in LEVELS}
+    return Held(held.compressed, **places)
 
 
 # -- the grammar ---------------------------------------------------------------------------------------------------

@@ -397,8 +397,9 @@ class Costs:
     def candidates(self, size: float, offload: bool = True) -> list[tuple[Option, Chain]]:
         """Strategies worth looking at for a tensor of so many elements, plain allreduce first.
 
-        Left out are those that need at least as long as another one on every resource; of the others the `KEPT` that
-        take least in all stay. ``offload``: with compressions on the CPU pool too; without: on the first device.
+        Left out are those that need at least as long as another one on every resource, in no fewer actions; of the
+        others the `KEPT` that take least in all stay. ``offload``: with compressions on the CPU pool too; without: on
+        the first device.
         """
         key = (size, offload)
         found = self._found.get(key)
@@ -424,9 +425,10 @@ class Costs:
         rows.sort(key=itemgetter(0))
         front: list[tuple[Any, ...]] = []
         for row in rows:
-            _, device, cpu, intra, inter, _ = row
-            for _, device2, cpu2, intra2, inter2, _ in front:
-                if device2 <= device and inter2 <= inter and intra2 <= intra and cpu2 <= cpu:
+            _, device, cpu, intra, inter, option = row
+            for _, device2, cpu2, intra2, inter2, option2 in front:
+                shorter = device2 <= device and inter2 <= inter and intra2 <= intra and cpu2 <= cpu
+                if shorter and len(option2.actions) <= len(option.actions):
                     break
             else:
                 front.append(row)

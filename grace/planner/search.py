@@ -1,14 +1,16 @@
 """Which strategy each tensor gets, so that a step ends early.
 
 Two modes. "paper": one pass over the tensors, large ones first, then some of what was compressed moves to the CPU
-(Espresso, section 4.4, algorithms 1 and 2). "refined": passes until nothing changes, from three beginnings, then swaps
-of two tensors' strategies. docs/planner.md has how far each is from the optimum.
+(Espresso, section 4.4, algorithms 1 and 2). "refined": passes until nothing changes, from several beginnings, swaps
+of two tensors' strategies, and passes after a few strategies were changed at random. docs/planner.md has how far each
+is from the optimum.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +28,8 @@ PLACEMENTS = 4096
 """Up to so many ways to move groups of tensors to the CPU are all tried; beyond, one group after the other."""
 WORK = 4_000_000
 """Timelines times tensors that the refined mode may play: hundreds of tensors get fewer passes."""
+SHAKES, SHAKEN = 24, 3
+"""How often the refined mode changes so many strategies at random, to see whether passes then end elsewhere."""
 EXACT = 10**6
 """Up to so many combinations are tried where the optimum itself is asked for."""
 
@@ -200,13 +204,19 @@ def _offload(state: _State) -> None:
 
 # -- ours ------------------------------------------------------------------------------------------------------------
 def refined(problem: Problem) -> Selection:
-    """Passes to a fixed point from three beginnings, then swaps; at last nothing stays compressed without gain."""
+    """Passes to a fixed point from several beginnings, swaps and shakes; nothing stays compressed without gain.
+
+    The beginnings: what the paper's algorithms find, plain allreduces, each tensor's shortest chain, and on several
+    levels plain allreduces of two levels.
+    """
     state = _State(problem)
+    _one_pass(state)
+    _offload(state)
     candidates = problem.wide
     plain = [[each[number] for each in candidates] for number in range(problem.plain)]
     solo = [min(each, key=lambda choice: sum(seconds for _, seconds in choice.chain)) for each in candidates]
     best, found = math.inf, state.choices
-    starts = (plain[0], solo, *plain[1:])
+    starts = (state.choices, plain[0], solo, *plain[1:])
     limit = WORK // len(candidates)
     for number, start in enumerate(starts, 1):
         state.reset(start)
@@ -214,8 +224,18 @@ def refined(problem: Problem) -> Selection:
         if state.line.seconds < best * (1 - GAIN):
             best, found = state.line.seconds, list(state.choices)
     state.reset(found)
-    while _swaps(state, limit):
+    _settle(state, candidates, limit)
+    draw = random.Random(0)  # the same numbers everywhere
+    for _ in range(SHAKES if len(state.choices) > 1 else 0):
+        kept, seconds = list(state.choices), state.line.seconds
+        shaken = draw.sample(range(len(kept)), min(SHAKEN, len(kept)))
+        state.change({tensor: draw.choice(candidates[tensor]) for tensor in shaken})
         _passes(state, candidates, limit)
+        _settle(state, candidates, limit)
+        if state.line.seconds >= seconds * (1 - GAIN):
+            state.reset(kept)
+        if state.line.simulations >= limit:
+            break
     _plainer(state, candidates)
     return state.selection()
 
@@ -229,6 +249,11 @@ def _passes(state: _State, candidates: Sequence[Sequence[Choice]], limit: int) -
                 last = tensor
             elif tensor == last:
                 return  # once around without a change
+
+
+def _settle(state: _State, candidates: Sequence[Sequence[Choice]], limit: int) -> None:
+    while _swaps(state, limit):
+        _passes(state, candidates, limit)
 
 
 def _swaps(state: _State, limit: int) -> bool:

@@ -34,6 +34,8 @@ from grace.planner.profile import seconds as checked
 from grace.planner.timeline import CPU, DEVICE, INTER, INTRA, Chain
 
 FORMAT = 1
+MIN_NUMEL = 1024
+"""Smaller tensors go dense with others' messages, as `grace.pipeline.Options` has it by default."""
 KEPT = 12
 """At most so many strategies of one tensor size are looked at by a search."""
 
@@ -123,6 +125,8 @@ class Cluster:
     intra: Link = INTRA_LINK
     """Between the workers of one machine. Default: 5 us and 100 GB/s, about that of NVLink."""
     source: str = "given"
+    flat: Link | None = None
+    """Of collectives among all workers; None: what limits them is the link between machines, if there are several."""
 
     def __post_init__(self) -> None:
         if min(self.nodes, self.per_node) < 1:
@@ -142,19 +146,30 @@ class Cluster:
         return {"flat": self.workers, "intra": self.per_node, "inter": self.nodes}[level]
 
     def link(self, level: Level) -> Link:
-        """What limits a level."""
-        return self.intra if level == "intra" or (level == "flat" and self.nodes == 1) else self.inter
+        """What a level's collectives travel over."""
+        if level == "flat" and self.flat is not None:
+            return self.flat
+        return self.inter if self.between(level) else self.intra
 
-    def seconds(self, action: Action, held: float, sharing: int = 1) -> float:
-        """Time of a collective. ``held``: bytes of each worker; ``sharing``: how many of them use a machine's link."""
+    def between(self, level: Level) -> bool:
+        """Its collectives occupy the link between machines."""
+        return level == "inter" or (level == "flat" and self.nodes > 1)
+
+    def seconds(self, action: Action, held: float, sharing: int = 1, joined: bool = False) -> float:
+        """Time of a collective. ``held``: bytes of each worker; ``sharing``: how many of them use a machine's link.
+
+        ``joined``: it travels with another message, and has no latency of its own.
+        """
         count = self.size(action.level)
         latencies, bytes_ = COEFFICIENTS[action.kind](count)
         rate = self.link(action.level).rate(action.kind)
-        return latencies * rate.latency + bytes_ * held * rate.per_byte * sharing
+        return latencies * rate.latency * (not joined) + bytes_ * held * rate.per_byte * sharing
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `cluster` undoes it."""
         links = {"inter": self.inter.to_dict(), "intra": self.intra.to_dict()}
+        if self.flat is not None:
+            links["flat"] = self.flat.to_dict()
         return {"nodes": self.nodes, "workers_per_node": self.per_node, **links, "source": self.source}
 
 
@@ -162,14 +177,15 @@ def cluster(data: Any) -> Cluster:
     """A `Cluster` from JSON's data: {"nodes", "workers_per_node", "inter": link, "intra": link}; else ValueError."""
     if not isinstance(data, Mapping) or "inter" not in data:
         raise ValueError('a cluster is {"nodes": 4, "workers_per_node": 8, "inter": {"gbit_per_s": 10}, "intra": ...}')
-    if unknown := set(data) - {"version", "nodes", "workers_per_node", "inter", "intra", "source"}:
+    if unknown := set(data) - {"nodes", "workers_per_node", "inter", "intra", "flat", "source"}:
         raise ValueError(f"a cluster has no {sorted(unknown)[0]!r}")
     counts = [data.get(key, 1) for key in ("nodes", "workers_per_node")]
     if not all(type(count) is int and count >= 1 for count in counts):
         raise ValueError(f"nodes and workers_per_node are whole numbers of at least 1, not {counts}")
     nodes, per_node = counts
     intra = link(data["intra"], "intra") if "intra" in data else INTRA_LINK
-    return Cluster(nodes, per_node, link(data["inter"], "inter"), intra, str(data.get("source", "given")))
+    flat = link(data["flat"], "flat") if "flat" in data else None
+    return Cluster(nodes, per_node, link(data["inter"], "inter"), intra, str(data.get("source", "given")), flat)
 
 
 def fitted(kind: Kind, workers: int, measured: Iterable[tuple[float, float]]) -> Rate:
@@ -198,20 +214,31 @@ def fitted(kind: Kind, workers: int, measured: Iterable[tuple[float, float]]) ->
 # -- compressors ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Curve:
-    """A quantity that depends on the number of elements: known at some, straight lines between and beyond them."""
+    """A quantity that depends on the number of elements: known at some, with straight lines between them.
+
+    Below the least it stays what it is there. Beyond the largest it grows by the power by which it last grew, but not
+    faster than the elements (of one known number: with the elements).
+    """
 
     sizes: tuple[float, ...]
     values: tuple[float, ...]
 
     def __call__(self, size: float) -> float:
         sizes, values = self.sizes, self.values
-        if len(sizes) == 1:
-            return values[0] * size / sizes[0]
         if size <= sizes[0]:
             return values[0]
-        right = min(bisect_right(sizes, size), len(sizes) - 1)
+        right = bisect_right(sizes, size)
+        if right == len(sizes):
+            return values[-1] * (size / sizes[-1]) ** self._power
         slope = (values[right] - values[right - 1]) / (sizes[right] - sizes[right - 1])
-        return max(values[right - 1] + slope * (size - sizes[right - 1]), 0.0)
+        return values[right - 1] + slope * (size - sizes[right - 1])
+
+    @cached_property
+    def _power(self) -> float:
+        if len(self.sizes) == 1 or min(self.values[-2:]) <= 0:
+            return 1.0
+        (a, b), (u, v) = self.sizes[-2:], self.values[-2:]
+        return min(max(math.log(v / u) / math.log(b / a), 0.0), 1.0)
 
 
 @dataclass(frozen=True)
@@ -317,7 +344,7 @@ class Costs:
     """Strategies for tensors of any size, as chains of operations on one cluster with one compressor.
 
     ``devices``: where compressions may run; default: those whose costs the codec has. ``max_compressions``: of one
-    tensor on its way.
+    tensor on its way. ``min_numel``: tensors of fewer elements have no choice: they join others' dense messages.
     """
 
     def __init__(
@@ -326,8 +353,9 @@ class Costs:
         codec: Codec,
         devices: Iterable[Device] | None = None,
         max_compressions: int | None = None,
+        min_numel: int = MIN_NUMEL,
     ):
-        self.cluster, self.codec, self.max_compressions = cluster, codec, max_compressions
+        self.cluster, self.codec, self.max_compressions, self.min_numel = cluster, codec, max_compressions, min_numel
         self.devices: tuple[Device, ...] = codec.devices if devices is None else tuple(devices)
         if not self.devices or not set(self.devices) <= set(codec.devices):
             raise ValueError(f"devices={self.devices}: the compressor's costs are known for {', '.join(codec.devices)}")
@@ -363,7 +391,7 @@ class Costs:
                 pieces = 1
                 continue
             count = self.cluster.size(action.level)
-            within = self.cluster.link(action.level) is self.cluster.intra
+            within = not self.cluster.between(action.level)
             sharing = shared if action.level == "inter" else 1
             if action.level == "flat" and action.kind == "alltoall" and not within:
                 sharing = self.cluster.per_node  # a ring crosses a machine's link once, everybody to everybody does not
@@ -390,7 +418,7 @@ class Costs:
                 found = self.codec.decode(elements, pieces, action.device or "gpu")
             else:
                 held = pieces * self.codec.wire(elements) if action.compressed else 4.0 * elements
-                found = self.cluster.seconds(action, held, sharing)
+                found = self.cluster.seconds(action, held, sharing, joined=size < self.min_numel)
             known[number] = found
         return found
 
@@ -408,6 +436,8 @@ class Costs:
         return found
 
     def _candidates(self, size: float, offload: bool) -> list[tuple[Option, Chain]]:
+        if size < self.min_numel:
+            return [(self.dense[0], self.chain(self.dense[0], size))]
         every = options(not self.cluster.levels, self.devices[:1], self.max_compressions)
         kept = self._pruned(every, size)
         if offload and len(self.devices) > 1:
@@ -421,14 +451,13 @@ class Costs:
             loads = [0.0] * 4
             for resource, number in self._numbered(option):
                 loads[resource] += self._of(number, size)
-            rows.append((sum(loads), *loads, option))
+            rows.append((sum(loads), *loads, len(option.actions), option))
         rows.sort(key=itemgetter(0))
         front: list[tuple[Any, ...]] = []
         for row in rows:
-            _, device, cpu, intra, inter, option = row
-            for _, device2, cpu2, intra2, inter2, option2 in front:
-                shorter = device2 <= device and inter2 <= inter and intra2 <= intra and cpu2 <= cpu
-                if shorter and len(option2.actions) <= len(option.actions):
+            _, device, cpu, intra, inter, length, _ = row
+            for _, device2, cpu2, intra2, inter2, length2, _ in front:
+                if device2 <= device and inter2 <= inter and intra2 <= intra and cpu2 <= cpu and length2 <= length:
                     break
             else:
                 front.append(row)

@@ -53,7 +53,7 @@ class Problem:
     backward: Sequence[float]
     sizes: Sequence[int]
     candidates: Sequence[Sequence[Choice]]
-    """Of each tensor; the same number of plain ones, uncompressed, first."""
+    """Of each tensor: ``plain`` uncompressed ones first, or that which it must have."""
     plain: int = 1
     wider: Callable[[], Sequence[Sequence[Choice]]] | None = None
     """Gives what the refined mode chooses from; None: the same. The same plain ones first."""
@@ -213,7 +213,7 @@ def refined(problem: Problem) -> Selection:
     _one_pass(state)
     _offload(state)
     candidates = problem.wide
-    plain = [[each[number] for each in candidates] for number in range(problem.plain)]
+    plain = [[each[min(number, len(each) - 1)] for each in candidates] for number in range(problem.plain)]
     solo = [min(each, key=lambda choice: sum(seconds for _, seconds in choice.chain)) for each in candidates]
     best, found = math.inf, state.choices
     starts = (state.choices, plain[0], solo, *plain[1:])

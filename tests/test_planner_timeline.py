@@ -18,26 +18,26 @@ def oracle(backward, chains, servers=1, deferred=False):
     """A second simulator, of events: at each moment free servers take, one by one, what has waited longest."""
     jobs = [[(D, b), *chain] for b, chain in zip(backward, chains, strict=True)]
     free = {D: [0.0], C: [0.0] * servers, A: [0.0], E: [0.0]}
-    ready = [(0.0, 1, 0, 0)] if jobs else []  # (moment, 0 chain or 1 backward, tensor, operation)
+    ready = [(0.0, 1, 0, 0)] if jobs else []  # (moment, 0 chain, 1 backward or 2 put off, tensor, number)
     ended, parked, done = 0.0, [], None
     while ready:
-        moment, is_backward, tensor, number = found = min(ready)
+        moment, order, tensor, number = found = min(ready)
         ready.remove(found)
         resource, seconds = jobs[tensor][number]
         server = free[resource].index(min(free[resource]))
         end = free[resource][server] = max(moment, free[resource][server]) + seconds
         ended = max(ended, end)
-        if is_backward and tensor + 1 < len(jobs):
+        if order == 1 and tensor + 1 < len(jobs):
             ready.append((end, 1, tensor + 1, 0))
-        elif is_backward:
-            done = end
-            ready += [(max(at, done), *rest) for at, *rest in parked]
+        elif order == 1:
+            done = end  # what was put off comes after what the last gradient's hook does
+            ready += [(at, *rest) if at > done else (done, 2, *rest[1:]) for at, *rest in parked]
         if number + 1 < len(jobs[tensor]):
             after = (end, 0, tensor, number + 1)
             if deferred and resource in (A, E) and done is None:
                 parked.append(after)
             else:
-                ready.append((max(end, done), *after[1:]) if deferred and resource in (A, E) else after)
+                ready.append((done, 2, *after[2:]) if deferred and resource in (A, E) and end <= done else after)
     return ended
 
 

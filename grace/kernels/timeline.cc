@@ -151,6 +151,7 @@ struct Timeline {
       take(now.ready, keep);
       if (!known[chains[tensor]].operations.empty()) now.after[RESOURCES].push({now.ready, int32_t(tensor), 0});
     }
+    take(now.ready, keep);
     Queue& rest_of_chains = now.after[RESOURCES];
     for (const Waiting& each : now.late) {
       rest_of_chains.items.push_back({std::max(each.at, now.ready), each.tensor, each.number});

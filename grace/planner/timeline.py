@@ -207,6 +207,7 @@ class _Player:
             take(ready)
             if chains[tensor]:
                 heappush(waiting, (ready, tensor, 0))
+        take(ready)  # what a hook does with the last gradient, before all that was put off
         for at, tensor, number in late:
             heappush(waiting, (max(at, ready), tensor, number))
         take(inf)

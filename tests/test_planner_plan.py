@@ -180,7 +180,7 @@ def test_advice_on_slow_and_fast_links():
     assert not any(verdict.pays for verdict in fast.verdicts)
     assert (fast.dense_limit, fast.needed) == ("computation", 1.0)
     assert fast.verdicts[-1].limit == "compression"
-    far = advise.advise(profile, Cluster(4096, 1, Link(1e-3, 1e12)), methods())
+    far = advise.advise(profile, Cluster(4096, 1, Link(0.1, 1e12)), methods())
     assert (far.dense_limit, far.needed) == ("latency", None)
 
 

@@ -27,6 +27,7 @@ HIDDEN = 0.05
 """Communication counts as hidden when it prolongs the backward pass by no more than this share of it."""
 DECADES = 4
 """A break-even bandwidth is looked for within so many powers of ten of the given one, in both directions."""
+TREE: tuple[Kind, Kind] = ("reduce", "broadcast")
 TERMS = ("bytes", "latency", "compression", "computation")
 METHODS = (
     "fp16",
@@ -156,7 +157,10 @@ def _chain(bucket: Bucket, cluster: Cluster, method: Candidate | None, shrink: f
     resource = INTER if cluster.between("flat") else INTRA
 
     def send(kind: Kind, held: float) -> tuple[int, float]:
-        return resource, cluster.seconds(Action(kind), held) if cluster.workers > 1 else 0.0
+        seconds = cluster.seconds(Action(kind), held)
+        if kind == "allreduce":  # libraries go up and down a tree where a ring would take longer
+            seconds = min(seconds, sum(cluster.seconds(Action(half), held) for half in TREE))
+        return resource, seconds
 
     large = [tensor for tensor in bucket if tensor.size >= MIN_NUMEL] if method else []
     dense = 4.0 * sum(tensor.size for tensor in bucket if method is None or tensor.size < MIN_NUMEL) / shrink

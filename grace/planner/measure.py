@@ -120,7 +120,8 @@ def _least(transport: Transport, level: Level, kind: Kind, x: Array, count: int,
 
 def _collective(transport: Transport, level: Level, kind: Kind, x: Array, count: int) -> Collective:
     group = GROUPS[level]
-    shard = len(x) // count
+    (length,) = transport.xp.shape(x)  # type: ignore[attr-defined]
+    shard = length // count
     if kind == "allreduce":
         return Reduce((x,), "mean", group)
     if kind == "allgather":
@@ -128,5 +129,5 @@ def _collective(transport: Transport, level: Level, kind: Kind, x: Array, count:
     if kind == "broadcast":
         return Broadcast((x,), 0, group=group)
     if kind in ("reduce", "gather"):
-        return AllToAll(((x,), *[()] * (count - 1)), group)
+        return AllToAll(((x,), *[(x[:0],)] * (count - 1)), group)
     return AllToAll(tuple((x[i * shard : (i + 1) * shard],) for i in range(count)), group)

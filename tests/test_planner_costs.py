@@ -176,13 +176,6 @@ def test_models_have_their_tensors(name, tensors, elements):
     assert "assumed" in models.profile(name).source
 
 
-def test_resnet_50_is_that_of_the_benchmarks():
-    from grace.bench.plan import resnet50
-
-    shapes = {tensor.name: tensor.shape for tensor in models.profile("resnet50").tensors}
-    assert dict(reversed(shapes.items())) == resnet50()
-
-
 def test_profiles_are_medians_of_differences():
     steps = [[("b", 1.0), ("a", 3.0)], [("b", 2.0), ("a", 3.0)], [("b", 1.5), ("a", 9.0)]]
     made = medians(steps, {"a": (2, 2), "b": (3,)})
@@ -230,6 +223,16 @@ class Steady(LocalTransport):
         held = sum(a.nbytes for a in arrays)
         self.clock += latencies * 1e-4 + times * held * 1e-8
         return list
+
+
+def test_a_pool_beside_the_device():
+    both = codec({**TENTH.to_dict(), "speeds": {"gpu": TENTH.to_dict()["speeds"]["gpu"]}}).offloaded(0.1, 2.0)
+    assert both.devices == ("gpu", "cpu")
+    assert both.encode(1000) == pytest.approx(1e-4)
+    assert both.encode(1000, "cpu") == pytest.approx(2e-3)
+    assert both.decode(1000, 3, "cpu") == pytest.approx(2 * (2e-3 + 2 * 5e-4))
+    ones = np.ones((64, 64))
+    assert measure.contention(lambda: ones @ ones, {"compressor": "topk"}, 2**12, 0.01) >= 1
 
 
 def test_measured_links_are_fitted(monkeypatch):

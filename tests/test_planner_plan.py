@@ -232,6 +232,14 @@ def test_grace_plan(tmp_path, costs):
     assert data["search"]["simulations"] > 0
 
 
+def test_grace_plan_moves_compression_to_the_cpu(costs):
+    words = ("plan", "lstm", "--costs", costs, "--compress-speed", 0.2, "--json")
+    found = [json.loads(run(*words, "--offload", threads).stdout) for threads in (0, 2)]
+    on_cpu = ["(cpu)" in "".join(each["option"] for each in data["tensors"].values()) for data in found]
+    assert on_cpu == [False, True]
+    assert found[1]["predicted"]["step"] < found[0]["predicted"]["step"]
+
+
 def test_grace_plan_of_a_file(tmp_path, costs):
     tensors = [{"name": "a", "size": 10**7}, {"name": "b", "shape": [1000, 1000]}]
     (tmp_path / "model.json").write_text(json.dumps({"tensors": tensors}))

@@ -145,6 +145,9 @@ def plan(
     backward: Backward = None,
     batch: Batch = None,
     mode: Annotated[str, typer.Option(help="refined, paper, or for very few tensors exact.")] = "refined",
+    offload: Annotated[
+        int, typer.Option(metavar="THREADS", help="Threads that may compress on the CPU, at the speed measured.", min=0)
+    ] = 0,
     max_compressions: Annotated[
         int | None, typer.Option(help="Of one tensor on its way: each loses something.", min=0)
     ] = None,
@@ -161,10 +164,13 @@ def plan(
         planner.refuse(parse(compressor).params)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    (priced,) = read_codecs([compressor], costs, backend, compress_speed, save_costs).values()
+    (priced,) = read_codecs([compressor], costs, backend, 1 if offload else compress_speed, save_costs).values()
+    if offload and priced.devices == ("gpu",):
+        priced = priced.offloaded(device=1 / compress_speed)
     began, cpu = time.perf_counter(), time.process_time()
     try:
-        made = planner.make(found, Costs(there, priced, max_compressions=max_compressions), mode)  # type: ignore[arg-type]
+        costed = Costs(there, priced, priced.devices if offload else ("gpu",), max_compressions)
+        made = planner.make(found, costed, mode, max(offload, 1))  # type: ignore[arg-type]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     seconds = {"elapsed": time.perf_counter() - began, "cpu": time.process_time() - cpu}

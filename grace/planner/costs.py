@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -233,6 +233,10 @@ class Curve:
         slope = (values[right] - values[right - 1]) / (sizes[right] - sizes[right - 1])
         return values[right - 1] + slope * (size - sizes[right - 1])
 
+    def scaled(self, factor: float) -> Curve:
+        """So many times the values."""
+        return Curve(self.sizes, tuple(value * factor for value in self.values))
+
     @cached_property
     def _power(self) -> float:
         if len(self.sizes) == 1 or min(self.values[-2:]) <= 0:
@@ -250,6 +254,10 @@ class Speed:
     """Of one payload to a dense vector."""
     piece: Curve
     """Of each further payload that is added to it."""
+
+    def slowed(self, factor: float) -> Speed:
+        """So many times the seconds."""
+        return Speed(*(c.scaled(factor) for c in (self.encode, self.decode, self.piece)))
 
 
 @dataclass(frozen=True)
@@ -278,13 +286,14 @@ class Codec:
         return speed.decode(size) + (pieces - 1) * speed.piece(size)
 
     def slowed(self, factor: float) -> Codec:
-        """The same bytes at so many times the seconds."""
+        """The same bytes at so many times the seconds, on every device."""
+        speeds = {device: speed.slowed(factor) for device, speed in self.speeds.items()}
+        return replace(self, speeds=speeds)
 
-        def slow(curve: Curve) -> Curve:
-            return Curve(curve.sizes, tuple(value * factor for value in curve.values))
-
-        speeds = {d: Speed(slow(s.encode), slow(s.decode), slow(s.piece)) for d, s in self.speeds.items()}
-        return Codec(self.params, self.wire, speeds, self.source)
+    def offloaded(self, device: float = 1.0, pool: float = 1.0) -> Codec:
+        """Of a codec that was measured on a host: with both devices, and factors on the seconds of each."""
+        host = self.speeds["gpu"]
+        return replace(self, speeds={"gpu": host.slowed(device), "cpu": host.slowed(pool)})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `codec` undoes it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from grace.collectives import AllToAll, Broadcast, Collective, Gather, Group, Reduce
@@ -49,6 +50,19 @@ def compressor(
     speeds: dict[Device, Speed] = {"gpu": Speed(*curves)}
     source = f"measured with {backend}, one thread"
     return Codec(dict(params), Curve(tuple(map(float, sizes)), tuple(wire)), speeds, source)
+
+
+def contention(work: Callable[[], None], params: Mapping[str, Any], size: int = 2**18, budget: float = 0.5) -> float:
+    """How much longer a compressor takes in a thread while ``work``, such as a backward pass, runs in this one.
+
+    At least 1. The factor of `grace.planner.costs.Codec.offloaded` for the pool, where device and pool are one CPU.
+    """
+    alone = compressor(params, (size,), budget=budget).encode(size)
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(compressor, params, (size,), "numpy", budget)
+        while not beside.done():
+            work()
+    return max(beside.result().encode(size) / alone, 1.0)
 
 
 def _encoded(subject: Any) -> None:

@@ -54,6 +54,11 @@ class Plan:
     mode: str = "refined"
 
     @property
+    def strategies(self) -> dict[str, str]:
+        """The text of each tensor's strategy."""
+        return {name: str(option) for name, option in self.tensors.items()}
+
+    @property
     def compressed(self) -> list[str]:
         """Names of the tensors that are compressed somewhere on their way."""
         return [name for name, option in self.tensors.items() if option.compressions]
@@ -61,7 +66,7 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         """Of what workers must agree on: strategies, compressor and the shape of the cluster."""
-        agreed = [sorted((n, str(o)) for n, o in self.tensors.items()), dict(self.params), self.workers, self.per_node]
+        agreed = [sorted(self.strategies.items()), dict(self.params), self.workers, self.per_node]
         return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:

@@ -66,6 +66,15 @@ def test_dense_is_an_answer():
     assert slow.predicted.step < slow.predicted.dense / 5
 
 
+def test_many_small_messages_are_no_plan():
+    # One message for each tensor takes longer than buckets of them: the plan is dense, and predicts the buckets.
+    tensors = tuple(TensorProfile(f"t{i}", (2000,), 1e-6) for i in range(200))
+    found = plan.make(Profile(tensors, "given"), Costs(eight(10, 1e-3), codec(speed=SLOW))).plan
+    assert found.compressed == []
+    assert set(found.strategies.values()) == {"allreduce(flat)"}
+    assert found.predicted.step == found.predicted.dense
+
+
 def wrong(change):
     data = copy.deepcopy(made().plan.to_dict())
     change(data)
@@ -132,6 +141,14 @@ def test_a_step_worked_out_by_hand():
     # Compressed in 1 ms, 10 ms on the wire (all of it from each other worker), decoded at the end, 3 ms each:
     # gradients at 10, 21, 32; messages 11-21, 22-32, 33-43; decoding 33-39 and 43-46.
     assert advise.step(profile, link, advise.candidate("topk", half), 4.0) == pytest.approx(0.005 + 0.046)
+
+
+def test_allreduces_go_by_ring_or_tree():
+    profile = Profile((TensorProfile("w", (2**20,), 0.0),), "given")
+    far = Cluster(1024, 1, Link(1e-3, 1e9))
+    assert advise.step(profile, far) == pytest.approx(2 * (10 * 1e-3 + 2**22 / 1e9))
+    near = Cluster(1024, 1, Link(1e-9, 1e9))
+    assert advise.step(profile, near) == pytest.approx(2 * 1023 * (1e-9 + 2**22 / 1e9 / 1024))
 
 
 def test_buckets_are_those_of_the_scheduler():

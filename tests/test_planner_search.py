@@ -136,8 +136,23 @@ def test_offloading_against_all_subsets():
             gaps_.append(select(problem, mode).seconds / best - 1)
     shares = {mode: mean(gap < 1e-9 for gap in gaps_) for mode, gaps_ in found.items()}
     print({mode: f"{figures(gaps_)}, exact {shares[mode]:.3f}" for mode, gaps_ in found.items()})
+    assert shares["paper"] >= 0.85
     assert shares["refined"] >= 0.95
     assert max(found["refined"]) <= 0.03
+
+
+def test_large_tensors_first_then_late_ones():
+    assert Problem([0.0] * 4, [1, 3, 3, 2], [[]] * 4).order() == [2, 1, 3, 0]
+
+
+def test_nothing_is_compressed_for_nothing():
+    for seed in range(100):
+        problem = instance(seed)
+        found = select(problem)
+        line = problem.timeline(found.choices)
+        for tensor, choice in enumerate(found.choices):
+            if choice.compressed:
+                assert line.tried({tensor: problem.candidates[tensor][0].chain}) > found.seconds * (1 + 1e-12)
 
 
 def test_leaving_out_hidden_tensors_costs_nothing(monkeypatch):

@@ -176,8 +176,6 @@ def _after(held: Held, action: Action, option: Option) -> Held:
         need(held.flat == "own", "that nothing was summed among all workers")
     if level == "inter":
         need(held.intra in ("shard", "root"), "a first step at level intra")
-    if level == "intra" and place != "own":
-        need(held.inter == "full", "the sum over machines")
     if kind in ("reduce_scatter", "reduce", "allreduce"):
         need(place == "own" and not held.compressed, "dense data that was not summed yet")
         to: Place = {"reduce_scatter": "shard", "reduce": "root", "allreduce": "full"}[kind]  # type: ignore[assignment]
@@ -191,7 +189,7 @@ def _after(held: Held, action: Action, option: Option) -> Held:
         need(place == "root", "a root that has the sum")
         to = "full"
     if to == "full" and level == "intra":
-        need(held.inter == "full", "a divided first step: machines would add up whole sums")
+        need(held.inter == "full", "the sum over machines")
     places = {each: to if each == level else held.at(each) for each in LEVELS}
     return Held(held.compressed, **places)
 

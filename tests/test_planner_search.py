@@ -14,7 +14,7 @@ from grace.planner.costs import Cluster, Codec, Costs, Curve, Link, Speed
 from grace.planner.options import options
 from grace.planner.profile import Profile, TensorProfile
 from grace.planner.search import WORK, Choice, Problem, select
-from grace.planner.timeline import CPU, DEVICE, INTER
+from grace.planner.timeline import CPU, DEVICE, INTER, INTRA
 
 SIZES = (1e3, 1e5, 1e7)
 
@@ -143,6 +143,16 @@ def test_offloading_against_all_subsets():
 
 def test_large_tensors_first_then_late_ones():
     assert Problem([0.0] * 4, [1, 3, 3, 2], [[]] * 4).order() == [2, 1, 3, 0]
+
+
+def test_a_beginning_that_compresses_too_much_is_tidied():
+    # Two links end together, so compressing one message alone gains nothing, and only the beginning that compresses
+    # everything finds both. The first tensor is hidden: it must be dense again.
+    links = [(INTER, 5.0), (INTRA, 10.0), (INTER, 10.0)]
+    candidates = [[Choice("dense", ((r, s),), False), Choice("compressed", ((r, 1.0),))] for r, s in links]
+    found = select(Problem([1.0, 30.0, 0.0], [1, 1, 1], candidates))
+    assert [choice.option for choice in found.choices] == ["dense", "compressed", "compressed"]
+    assert found.seconds == 32.0
 
 
 def test_nothing_is_compressed_for_nothing():

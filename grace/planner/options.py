@@ -188,8 +188,6 @@ def _after(held: Held, action: Action, option: Option) -> Held:
     else:
         need(place == "root", "a root that has the sum")
         to = "full"
-    if to == "full" and level == "intra":
-        need(held.inter == "full", "the sum over machines")
     places = {each: to if each == level else held.at(each) for each in LEVELS}
     return Held(held.compressed, **places)
 

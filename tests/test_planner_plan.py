@@ -3,6 +3,8 @@
 import copy
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -317,3 +319,12 @@ def test_wrong_options_are_refused(words, match):
 def test_exact_search_of_many_tensors_is_refused(costs):
     done = run("plan", "vgg16", "--costs", costs, "--mode", "exact")
     assert "too many to try" in " ".join(done.output.replace("│", " ").split())
+
+
+def test_the_planner_imports_no_toolkit():
+    code = (
+        "import sys; from grace.planner import advise, costs, measure, models, plan, profile, search, timeline;"
+        "print(*[name for name in ('torch', 'tensorflow', 'keras', 'horovod', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -255,7 +255,13 @@ class Grace:
         """
         if self._gradients or self._flights:
             raise RuntimeError("a step is under way: finish it before the tensors change")
-        kept = {unit: self._cells[unit.name] for bucket in self._buckets for unit in bucket.units}
+        named = dict(named_tensors)
+        shapes = {name: self.xp.shape(array) for name, array in named.items()} if self._xp is not None else {}
+        units = [unit for bucket in self._buckets for unit in bucket.units]
+        same = [unit for unit in units if all(shapes.get(tensor.name) == tensor.shape for tensor in unit.tensors)]
+        kept = {unit: self._cells[unit.name] for unit in same}
+        if self.schedule is not None:
+            self.schedule.forget(unit.name for unit in units if unit not in kept)
         self._tensors, self._buckets, self._unit_of, self._cells, self._means = {}, [], {}, {}, {}
         if self._step is not None:
             self._first_step = int(self._step.read())
@@ -263,12 +269,9 @@ class Grace:
             self._meter.extend([PRESENT])
         self.trace.totals.update(dict.fromkeys(self.trace.totals, 0.0))
         self._skipped = 0
-        self.build(named_tensors)
-        same = kept.keys() & set(self._unit_of.values())
-        for unit in same:
+        self.build(named)
+        for unit in kept.keys() & set(self._unit_of.values()):
             self._cells[unit.name] = kept[unit]
-        if self.schedule is not None:
-            self.schedule.forget({unit.name for unit in kept} - {unit.name for unit in self._unit_of.values()})
 
     def _agree(self, tensors: Iterable[Tensor]) -> None:
         from grace import __version__

@@ -55,7 +55,7 @@ class Schedule:
         """Drop tensors that are no more."""
         for name in names:
             for book in (self.decision.levels, self.history, self._sums, self._cells):
-                book.pop(name, None)  # type: ignore[attr-defined]
+                book.pop(name, None)
 
     @property
     def watching(self) -> bool:

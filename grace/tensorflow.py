@@ -13,6 +13,7 @@ import tensorflow as tf
 from grace.backends import get_backend
 from grace.collectives import Broadcast, Reduce
 from grace.core import Transport, name_of
+from grace.gossip import Gossip
 from grace.pipeline import MOMENTUM_TWICE, Grace
 from grace.transports import get_transport
 
@@ -20,9 +21,11 @@ __all__ = [
     "BroadcastCallback",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "GossipCallback",
     "MetricAverageCallback",
     "average_gradients",
     "broadcast_variables",
+    "gossip_variables",
 ]
 
 
@@ -146,6 +149,36 @@ class MetricAverageCallback(keras.callbacks.Callback):
         values = tf.constant([float(logs[key]) for key in keys], tf.float32)
         ((means,),) = _transport(self._grace).start([Reduce((values,), "mean")], "metrics")()
         logs.update(zip(keys, means.numpy().tolist(), strict=True))
+
+
+def gossip_variables(gossip: Gossip, variables: Sequence[Any]) -> None:
+    """Mix variables between neighbours, once; the first call builds their state. Eagerly, after an optimizer's step.
+
+    RuntimeError inside a graph: which side of a matrix is next depends on the round.
+    """
+    if tf.inside_function():
+        raise RuntimeError("gossip_variables is no part of a graph: call it after the tf.function that steps")
+    named = dict(zip(_names(variables), variables, strict=True))
+    values = {name: tf.convert_to_tensor(variable) for name, variable in named.items()}
+    if not gossip.built:
+        gossip.build(values)
+    for name, mixed in gossip.step(values).items():
+        named[name].assign(mixed)
+
+
+class GossipCallback(keras.callbacks.Callback):
+    """Mix the model's trainable variables between neighbours after each call of its training step in ``fit``.
+
+    The optimizer is a plain one: gradients stay each worker's own. With ``steps_per_execution`` above 1 workers mix
+    once for so many steps. Begin with `BroadcastCallback`, so that all start from the same variables.
+    """
+
+    def __init__(self, gossip: Gossip):
+        super().__init__()
+        self._gossip = gossip
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        gossip_variables(self._gossip, self.model.trainable_variables)
 
 
 def _transport(grace: Grace | None) -> Transport:

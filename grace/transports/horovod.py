@@ -6,6 +6,7 @@ import importlib
 import json
 import time
 from abc import abstractmethod
+from itertools import accumulate, pairwise
 from typing import Any
 
 from grace.core import Array, Transport
@@ -135,14 +136,13 @@ class TorchHorovod(_BoundHorovod):
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
         return self._begin(self._hvd.broadcast_async, buffer, self.root(root), name=name)
 
-    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
-        here = self.xp.shape(buffers[self.rank])[0]
+    def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         splits = self.xp.asarray([len(buffer) for buffer in buffers], "int32")
         wait = self._begin(self._hvd.alltoall_async, self.xp.concat(buffers), splits, name=name)
 
         def finish() -> list[Array]:
             received, _ = wait()
-            return [received[w * here : (w + 1) * here] for w in range(self.size)]
+            return list(received.split(sizes))
 
         return finish
 
@@ -170,8 +170,8 @@ class TensorflowHorovod(_BoundHorovod):
         result = self._hvd.broadcast(buffer, self.root(root), name=name, process_set=self._process_set)
         return lambda: result
 
-    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
-        here = self.xp.shape(buffers[self.rank])[0]
+    def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         splits = self.xp.asarray([self.xp.shape(buffer)[0] for buffer in buffers], "int32")
         received, _ = self._hvd.alltoall(self.xp.concat(buffers), splits, name=name, process_set=self._process_set)
-        return lambda: [received[w * here : (w + 1) * here] for w in range(self.size)]
+        ends = list(accumulate(sizes, initial=0))
+        return lambda: [received[start:end] for start, end in pairwise(ends)]

@@ -64,14 +64,8 @@ if kind == "tensorflow":
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(12)])
     model.compile(keras.optimizers.SGD(0.2), "mse", jit_compile=False)
-    model.fit(
-        np.tile(inputs, (200, 1)),
-        np.tile(targets, (200, 1)),
-        batch_size=64,
-        shuffle=False,
-        verbose=0,
-        callbacks=[GossipCallback(Gossip())],
-    )
+    x, y = np.tile(inputs, (400, 1)), np.tile(targets, (400, 1))
+    model.fit(x, y, batch_size=64, shuffle=False, verbose=0, callbacks=[GossipCallback(Gossip())])
     found["door"] = model.get_weights()[0]
 else:
     from grace.torch import gossip as gossiping

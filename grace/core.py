@@ -297,6 +297,11 @@ class Method:
         memory = self.memory.update(x, payload, self.compressor, memory, ctx)
         return payload, join(memory=memory, compressor=kept)
 
+    @property
+    def again(self) -> Method:
+        """What compresses a mean: this method, with the memory that is for a second compression."""
+        return self if self.memory.server is None else replace(self, memory=self.memory.server)
+
     def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> execution.Mean:
         """The mean of all workers' payloads, in rank order, or of the one payload that they ``agreed`` on.
 

@@ -338,6 +338,10 @@ class Communicator(ABC):
         """False: this tensor goes dense, and the report says so."""
         return method.compressor.applies(ctx)
 
+    def reason(self, method: Method, ctx: Context) -> str:
+        """Why a tensor goes dense that it does not apply to, for the report."""
+        return f"{name_of(method.compressor)!r} does not apply to shape {list(ctx.shape)}"
+
     def init(self, method: Method, ctx: Context) -> State:
         """One method state for each point where it compresses."""
         return method.init(ctx)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -155,8 +155,13 @@ class Grace:
         xp = self.xp
         self._agree(new.values())
         self._tensors.update(new)
-        applies = partial(self.communicator.applies, self.method)
-        buckets = layout(new.values(), name_of(self.method.compressor), applies, self.options, xp, len(self._buckets))
+
+        def refusal(ctx: Context) -> str:
+            ctx = replace(ctx, rank=self.rank, world_size=self.world_size)
+            applies = self.communicator.applies(self.method, ctx)
+            return "" if applies else self.communicator.reason(self.method, ctx)
+
+        buckets = layout(new.values(), name_of(self.method.compressor), refusal, self.options, xp, len(self._buckets))
         self._buckets += buckets
         if self._step is None:
             self._step = xp.cell(xp.asarray(0, "int64")) if xp.traced else Counter()

@@ -104,6 +104,7 @@ WHEN = {
     "allreduce": "Methods whose payloads may be summed, or are agreed on while compressing: it is their default.",
     "broadcast": "Where gathering is slow or absent; otherwise `allgather`: one message where this is one per worker.",
     "hierarchical": "Several workers on each machine and a slow network between machines.",
+    "planned": "Where `grace plan` says that tensors should travel in different ways.",
     "twostage": "Blockwise methods with more than a few workers.",
 }
 """When to use what. A method that is not named here cannot be documented. Memory "none" needs no advice."""

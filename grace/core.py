@@ -342,6 +342,14 @@ class Communicator(ABC):
         """Why a tensor goes dense that it does not apply to, for the report."""
         return f"{name_of(method.compressor)!r} does not apply to shape {list(ctx.shape)}"
 
+    def method(self, method: Method, name: str) -> Method:
+        """The method of one tensor, where it is not that of all."""
+        return method
+
+    def strategy(self, name: str) -> str:
+        """How a tensor travels, for the report, where tensors do not all travel alike."""
+        return ""
+
     def init(self, method: Method, ctx: Context) -> State:
         """One method state for each point where it compresses."""
         return method.init(ctx)

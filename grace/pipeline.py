@@ -507,11 +507,12 @@ class Grace:
             TensorReport(
                 name=unit.name,
                 shape=unit.shape,
-                method="dense" if unit.dense else name,
+                method="dense" if unit.dense else name_of(self.communicator.method(self.method, unit.name).compressor),
                 reason=unit.dense,
                 bytes_sent=traffic[unit.name][0],
                 bytes_dense=traffic[unit.name][2] * sum(tensor.nbytes for tensor in unit.tensors),
                 residual_norm=self._residual_norm(unit),
+                strategy="" if unit.dense else self.communicator.strategy(unit.name),
             )
             for unit in units
         ]

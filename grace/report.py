@@ -20,6 +20,8 @@ class TensorReport:
     bytes_dense: int
     residual_norm: float | None
     """L2 norm of the error-feedback memory on this worker; None where there is none."""
+    strategy: str = ""
+    """How it travels, where a plan says so."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ class Report:
             norm = "" if tensor.residual_norm is None else f"{tensor.residual_norm:.3g}"
             shape = "x".join(map(str, tensor.shape)) or "scalar"
             sent = f"{tensor.bytes_sent / steps:,.0f}"
-            rows.append((tensor.name, shape, tensor.method, sent, f"{ratio:.1f}", norm, tensor.reason))
+            rows.append(
+                (tensor.name, shape, tensor.method, sent, f"{ratio:.1f}", norm, tensor.reason or tensor.strategy)
+            )
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in self.times.items())

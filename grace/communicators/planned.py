@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from grace.collectives import AllToAll, Broadcast, Gather, Group, Reduce
 from grace.communicators.allgather import refuse_agreed
@@ -28,7 +30,7 @@ from grace.core import (
 )
 from grace.execution import as_array, shards, template
 from grace.planner.options import Action, Level, Option, parse
-from grace.registry import register
+from grace.registry import method_from_params, nearest, register
 
 GROUPS: dict[Level, Group] = {"flat": "world", "intra": "node", "inter": "cross"}
 GATHERED = "compress(gpu) allgather*(flat) decompress(gpu)"
@@ -44,33 +46,43 @@ class Planned(Communicator):
     is the memory that the method has for a second compression. What is divided among workers afterwards is compressed
     piece by piece. Each collective gives a mean, and a root is the first worker of its group; a reduction to a root, a
     gathering and a reduce-scatter are an AllToAll to those who want the data, so bytes are what the strategy says.
-    ``option``: the strategy of all tensors that ``plan`` does not name, as text; see `grace.planner.options`.
-    ``plan``: strategies by tensor. If it names any, it must name all. ``node_size``: workers of a machine, consecutive
-    ranks; 0: as they were launched. It must divide their number.
+    ``option``: the strategy of all tensors, as text; see `grace.planner.options`. ``ways``: a strategy, and perhaps a
+    method, for each tensor instead. ``node_size``: workers of a machine, consecutive ranks; 0: as they were launched.
+    It must divide their number.
     Wang et al., "Hi-Speed DNN Training with Espresso", EuroSys 2023, section 4.1.
     """
 
     option: str = GATHERED
-    plan: Mapping[str, str] = field(default_factory=dict)
+    ways: Ways | None = None
     node_size: int = 0
 
     def fitted(self, method: Method, transport: Transport) -> Communicator:
-        if all(option.flat for option in self._options()):
+        if self.ways is None and parse(self.option).flat:
             return self
         return replace(self, node_size=machine_size("planned", self.node_size, transport))
 
     def check(self, method: Method, world_size: int) -> None:
-        for option in self._options():
-            check(option, method)
+        if self.ways is None:
+            check(parse(self.option), method)
 
     def prepare(self, transport: Transport) -> None:
-        if not all(option.flat for option in self._options()):
+        if self.ways is not None:
+            self.ways.agree(transport)
+        if not all(option.flat for option in (self.ways.options if self.ways else [parse(self.option)])):
             transport.split(self.node_size)
 
+    def method(self, method: Method, name: str) -> Method:
+        way = None if self.ways is None else self.ways[name]
+        return method if way is None or way.method is None else way.method
+
+    def strategy(self, name: str) -> str:
+        return str(self._route(name))
+
     def applies(self, method: Method, ctx: Context) -> bool:
-        route = self._route(ctx)
-        if route == parse(DENSE):
+        route, method = self._route(ctx.name), self.method(method, ctx.name)
+        if str(route) == DENSE:
             return False
+        check(route, method)
         # Of every worker, since all must decide alike.
         everybody = (replace(ctx, rank=rank) for rank in range(ctx.world_size))
         return all(
@@ -82,34 +94,92 @@ class Planned(Communicator):
         )
 
     def reason(self, method: Method, ctx: Context) -> str:
-        if self._route(ctx) == parse(DENSE):
+        if self.strategy(ctx.name) == DENSE:
             return f"its strategy is {DENSE}"
-        return super().reason(method, ctx)
+        return super().reason(self.method(method, ctx.name), ctx)
 
     def init(self, method: Method, ctx: Context) -> State:
+        method = self.method(method, ctx.name)
         states: dict[str, State] = {}
-        for leg in legs(self._route(ctx), method.compressor, ctx, self.node_size):
+        for leg in legs(self._route(ctx.name), method.compressor, ctx, self.node_size):
             if leg.action.kind == "compress" and leg.here:
                 states |= {key: leg.method(method).init(leaf) for key, leaf in leg.kept()}
         return join(**states)
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Any, State]]:
+        method = self.method(method, ctx.name)
         worker = _Worker(x, method, state, ctx)
-        for leg in legs(self._route(ctx), method.compressor, ctx, self.node_size):
+        for leg in legs(self._route(ctx.name), method.compressor, ctx, self.node_size):
             yield from worker.go(leg)
         return worker.dense, worker.state
 
-    def _options(self) -> list[Option]:
-        return [parse(text) for text in dict.fromkeys(self.plan.values() if self.plan else [self.option])]
+    def _route(self, name: str) -> Option:
+        return parse(self.option) if self.ways is None else parse(self.ways[name].option)
 
-    def _route(self, ctx: Context) -> Option:
-        if not self.plan:
-            return parse(self.option)
-        if ctx.name not in self.plan:
+
+# -- a plan ------------------------------------------------------------------------------------------------------------
+class Way(NamedTuple):
+    """What a plan says of one tensor."""
+
+    option: str
+    method: Method | None = None
+    """None: that of all tensors."""
+
+
+class Ways:
+    """A plan at work: ways by tensor. Worker 0's holds for all, so the others need not have it."""
+
+    def __init__(self, text: str):
+        """``text``: JSON as `grace.planner.plan` writes it; empty on a worker that has none."""
+        self._text = text
+        self._ways: dict[str, Way] = {}
+
+    def agree(self, transport: Transport) -> None:
+        """Take worker 0's plan. Every worker must make this call. ValueError if it is none."""
+        self._text = transport.exchange(self._text)[0]
+        self._ways = ways(self._text)
+
+    @property
+    def options(self) -> list[Option]:
+        """All strategies that occur."""
+        return [parse(text) for text in dict.fromkeys(way.option for way in self._ways.values())]
+
+    def __getitem__(self, name: str) -> Way:
+        if name not in self._ways:
             raise ValueError(
-                f"the plan has no strategy for {ctx.name!r}: it was made for another model. Make one for this model"
+                f"the plan has no strategy for {name!r}{nearest(name, self._ways)}: it was made for another model, or "
+                "for other names. Make one for this model"
             )
-        return parse(self.plan[ctx.name])
+        return self._ways[name]
+
+    def __repr__(self) -> str:
+        # What workers compare when they begin.
+        return f"Ways({len(self._ways)} tensors, sha256 {hashlib.sha256(self._text.encode()).hexdigest()[:16]})"
+
+
+def ways(text: str) -> dict[str, Way]:
+    """The ways in the JSON text of a plan: {"tensors": {name: {"option": ...}}}, and maybe methods.
+
+    A method is given by the keys of `grace.grace_from_params`, for all tensors under "method", for one beside its
+    option. ValueError, naming the tensor, for what is no plan.
+    """
+    try:
+        data = json.loads(text)
+        tensors, common = data["tensors"], data.get("method") or {}
+        entries = {name: dict(entry) for name, entry in tensors.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"this is no plan, which is JSON with an object 'tensors': {error!r}") from error
+    found, known = {}, {}
+    for name, entry in entries.items():
+        try:
+            option = str(parse(entry.pop("option", None)))
+            settings = json.dumps({**common, **entry}, sort_keys=True)
+            if settings not in known:
+                known[settings] = method_from_params(json.loads(settings)) if settings != "{}" else None
+        except ValueError as error:
+            raise ValueError(f"plan, tensor {name!r}: {error}") from error
+        found[name] = Way(option, known[settings])
+    return found
 
 
 def check(option: Option, method: Method) -> None:

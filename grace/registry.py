@@ -139,7 +139,8 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
             "torch.distributed before grace_from_params, launch with horovodrun or torchrun, or leave world_size out"
         )
     if "plan" in rest:
-        rest = {"min_numel": 0, **rest, "communicator": _planned(rest)}
+        communicator = _planned(rest)
+        rest = {"min_numel": 0, **rest, "communicator": communicator}
     compressor = _take(compressors, rest.pop("compressor", "none"), rest)
     memory = _take(memories, rest.pop("memory", compressor.memory), rest)
     communicator = _take(communicators, rest.pop("communicator", usual_communicator(compressor)), rest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -57,8 +58,8 @@ class Planned(Communicator):
     node_size: int = 0
 
     def fitted(self, method: Method, transport: Transport) -> Communicator:
-        if self.ways is None and parse(self.option).flat:
-            return self
+        if self.ways is not None or parse(self.option).flat:
+            return self  # a plan may say how many workers a machine has
         return replace(self, node_size=machine_size("planned", self.node_size, transport))
 
     def check(self, method: Method, world_size: int) -> None:
@@ -67,9 +68,9 @@ class Planned(Communicator):
 
     def prepare(self, transport: Transport) -> None:
         if self.ways is not None:
-            self.ways.agree(transport)
+            self.ways.agree(transport, self.node_size)
         if not all(option.flat for option in (self.ways.options if self.ways else [parse(self.option)])):
-            transport.split(self.node_size)
+            transport.split(self._nodes)
 
     def method(self, method: Method, name: str) -> Method:
         way = None if self.ways is None else self.ways[name]
@@ -88,7 +89,7 @@ class Planned(Communicator):
         return all(
             method.compressor.applies(leaf)
             for worker in everybody
-            for leg in legs(route, method.compressor, worker, self.node_size)
+            for leg in legs(route, method.compressor, worker, self._nodes)
             if leg.action.kind == "compress"
             for leaf in leg.leaves
         )
@@ -101,7 +102,7 @@ class Planned(Communicator):
     def init(self, method: Method, ctx: Context) -> State:
         method = self.method(method, ctx.name)
         states: dict[str, State] = {}
-        for leg in legs(self._route(ctx.name), method.compressor, ctx, self.node_size):
+        for leg in legs(self._route(ctx.name), method.compressor, ctx, self._nodes):
             if leg.action.kind == "compress" and leg.here:
                 states |= {key: leg.method(method).init(leaf) for key, leaf in leg.kept()}
         return join(**states)
@@ -109,9 +110,13 @@ class Planned(Communicator):
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Any, State]]:
         method = self.method(method, ctx.name)
         worker = _Worker(x, method, state, ctx)
-        for leg in legs(self._route(ctx.name), method.compressor, ctx, self.node_size):
+        for leg in legs(self._route(ctx.name), method.compressor, ctx, self._nodes):
             yield from worker.go(leg)
         return worker.dense, worker.state
+
+    @property
+    def _nodes(self) -> int:
+        return self.node_size if self.ways is None else self.ways.node_size
 
     def _route(self, name: str) -> Option:
         return parse(self.option) if self.ways is None else parse(self.ways[name].option)
@@ -133,11 +138,27 @@ class Ways:
         """``text``: JSON as `grace.planner.plan` writes it; empty on a worker that has none."""
         self._text = text
         self._ways: dict[str, Way] = {}
+        self.node_size = 0
+        """Workers of a machine, once the workers have agreed."""
 
-    def agree(self, transport: Transport) -> None:
-        """Take worker 0's plan. Every worker must make this call. ValueError if it is none."""
+    def agree(self, transport: Transport, node_size: int) -> None:
+        """Take worker 0's plan. Every worker must make this call. ValueError if it is none.
+
+        ``node_size``: workers of a machine; 0: as the plan says, or else as they were launched. Warns if the plan was
+        made for another number of workers, for which it may not be the best.
+        """
         self._text = transport.exchange(self._text)[0]
         self._ways = ways(self._text)
+        made_for = json.loads(self._text)
+        self.node_size = node_size or made_for.get("workers_per_node", 0)
+        if not all(option.flat for option in self.options):
+            self.node_size = machine_size("planned", self.node_size, transport)
+        if made_for.get("workers", transport.size) != transport.size:
+            warnings.warn(
+                f"the plan was made for {made_for['workers']} workers, but there are {transport.size}: it works, but "
+                "others may be faster. Plan anew",
+                stacklevel=2,
+            )
 
     @property
     def options(self) -> list[Option]:
@@ -160,12 +181,12 @@ class Ways:
 def ways(text: str) -> dict[str, Way]:
     """The ways in the JSON text of a plan: {"tensors": {name: {"option": ...}}}, and maybe methods.
 
-    A method is given by the keys of `grace.grace_from_params`, for all tensors under "method", for one beside its
-    option. ValueError, naming the tensor, for what is no plan.
+    A method is given by the keys of `grace.grace_from_params`, for all tensors under "params", for one beside its
+    option; what a tensor says itself counts. ValueError, naming the tensor, for what is no plan.
     """
     try:
         data = json.loads(text)
-        tensors, common = data["tensors"], data.get("method") or {}
+        tensors, common = data["tensors"], data.get("params") or {}
         entries = {name: dict(entry) for name, entry in tensors.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"this is no plan, which is JSON with an object 'tensors': {error!r}") from error
@@ -173,7 +194,7 @@ def ways(text: str) -> dict[str, Way]:
     for name, entry in entries.items():
         try:
             option = str(parse(entry.pop("option", None)))
-            settings = json.dumps({**common, **entry}, sort_keys=True)
+            settings = json.dumps(entry if "compressor" in entry else {**common, **entry}, sort_keys=True)
             if settings not in known:
                 known[settings] = method_from_params(json.loads(settings)) if settings != "{}" else None
         except ValueError as error:
@@ -249,18 +270,21 @@ def legs(option: Option, compressor: Compressor, ctx: Context, node_size: int) -
     holds: dict[Level, bool] = dict.fromkeys(places, True)
     parents: dict[Level, Context] = {}
     cuts: tuple[int, ...] = ()
-    region, pieces, stage = ctx, 1, 0
+    region, pieces, stage, met = ctx, 1, 0, False  # met: machines have the same
     for number, action in enumerate(option.actions):
         level, kind = action.level, action.kind
         place, size = places[level]
         if kind == "compress":
             cuts, pieces = _divisions(option.actions[number + 1 :], places), 1
             if stage:  # the first is what a communicator that compresses once would do
-                region = replace(region, name=f"{ctx.name}/compress{stage}")
+                # Machines that have the same mean compress it alike, so that they end with the same.
+                rank = ctx.rank % nodes if met else ctx.rank
+                region = replace(region, name=f"{ctx.name}/compress{stage}", rank=rank)
         others = [hold for each, hold in holds.items() if action.device is not None or each != level]
         parent = parents.get(level, region)
         found.append(Leg(action, all(others), region, cuts, pieces, place, size, parent, stage, compressor))
         stage += kind == "compress"
+        met = met or (level == "inter" and kind in ("allreduce", "broadcast", "allgather"))
         if kind in ("reduce_scatter", "alltoall"):
             parents[level] = region
             region = shards(compressor, region, size)[place]

@@ -108,10 +108,8 @@ def test_what_arrived_and_what_every_stage_kept_make_up_what_was_given(option):
 def test_every_method_travels(name):
     method = {"compressor": name, **SETTINGS.get(name, {})}
     chosen = [option for option in GPU[::9] if not compressors[name].ragged or not any(map(moved, option.actions))]
-    given = [
-        [dict.fromkeys(map(str, range(len(chosen))), spread(40, 36, seed=100 * s + w)) for w in range(4)]
-        for s in range(2)
-    ]
+    names = [f"{i}" for i in range(len(chosen))]
+    given = [[dict.fromkeys(names, spread(40, 36, seed=10 * step + rank)) for rank in range(4)] for step in range(2)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*without error feedback")
         means = exchanged(chosen, method, given).means

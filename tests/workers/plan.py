@@ -53,7 +53,7 @@ found = {"tensors": len(chosen)}
 if rank == 0:
     Path(out, "plan.json").write_text(json.dumps(plan_of(chosen)["plan"]))
 path = str(Path(out, "plan.json" if rank == 0 else "not here.json"))
-for number, params in enumerate(LOSSLESS[:2]):
+for number, params in enumerate(LOSSLESS[: 1 if toolkit == "tensorflow" else 2]):  # graphs take long to make
     grc = grace_from_params({**params, "plan": path, "node_size": 2})
     found[f"exact {number}"] = exchange(grc, given)
 

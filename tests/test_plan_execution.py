@@ -304,7 +304,6 @@ def trained(params, steps=400):
     [
         ("torchrun", "torch", "torch", 174),
         ("horovodrun", "torch", "horovod", 174),
-        ("horovodrun", "tensorflow", "horovod", 9),
     ],
 )
 def test_every_strategy_over_real_processes(launcher, toolkit, transport, count, tmp_path):

@@ -107,6 +107,7 @@ WHEN = {
     "allreduce": "Methods whose payloads may be summed, or are agreed on while compressing: it is their default.",
     "broadcast": "Where gathering is slow or absent; otherwise `allgather`: one message where this is one per worker.",
     "hierarchical": "Several workers on each machine and a slow network between machines.",
+    "planned": "Where `grace plan` says that tensors should travel in different ways.",
     "reducescatter": "Sharded training: `grace.torch.fsdp`.",
     "twostage": "Blockwise methods with more than a few workers.",
 }

@@ -314,6 +314,11 @@ class Method:
         memory = self.memory.update(x, payload, self.compressor, memory, ctx)
         return payload, join(memory=memory, compressor=kept)
 
+    @property
+    def again(self) -> Method:
+        """What compresses a mean: this method, with the memory that is for a second compression."""
+        return self if self.memory.server is None else replace(self, memory=self.memory.server)
+
     def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> execution.Mean:
         """The mean of all workers' payloads, in rank order, or of the one payload that they ``agreed`` on.
 
@@ -357,6 +362,18 @@ class Communicator(ABC):
         """Where it compresses: by a name each, the method and the elements. One point needs no name: ""."""
         return {"": (method, ctx)}
 
+    def reason(self, method: Method, ctx: Context) -> str:
+        """Why a tensor goes dense that it does not apply to, for the report."""
+        return f"{name_of(method.compressor)!r} does not apply to shape {list(ctx.shape)}"
+
+    def method(self, method: Method, name: str) -> Method:
+        """The method of one tensor, where it is not that of all."""
+        return method
+
+    def strategy(self, name: str) -> str:
+        """How a tensor travels, for the report, where tensors do not all travel alike."""
+        return ""
+
     def init(self, method: Method, ctx: Context) -> State:
         """One method state for each point where it compresses, under its name."""
         states = {name: here.init(part) for name, (here, part) in self.points(method, ctx).items()}
@@ -376,6 +393,8 @@ class Transport(ABC):
 
     rank: int = 0
     size: int = 1
+    rooted: bool = True
+    """Messages may go to one worker alone, to which the others give without getting."""
     timeout: float = 600.0
     """Seconds after which a wait for other workers raises TimeoutError, where the library lets us look."""
 

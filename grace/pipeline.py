@@ -204,10 +204,12 @@ class Grace:
         self._agree(new.values())
         self._tensors.update(new)
 
-        def applies(ctx: Context) -> bool:
-            return all(way.communicator.applies(way.method, ctx) for way in self._ways)
+        def refusal(ctx: Context) -> str:
+            ctx = replace(ctx, rank=self.rank, world_size=self.world_size)
+            refusing = (way for way in self._ways if not way.communicator.applies(way.method, ctx))
+            return next((way.communicator.reason(way.method, ctx) for way in refusing), "")
 
-        buckets = layout(new.values(), name_of(self.method.compressor), applies, self.options, xp, len(self._buckets))
+        buckets = layout(new.values(), name_of(self.method.compressor), refusal, self.options, xp, len(self._buckets))
         self._buckets += buckets
         if self._step is None:
             self._step = xp.cell(xp.asarray(0, "int64")) if xp.traced else Counter()
@@ -801,12 +803,13 @@ class Grace:
             TensorReport(
                 name=unit.name,
                 shape=unit.shape,
-                method="dense" if unit.dense else name,
+                method="dense" if unit.dense else name_of(self.communicator.method(self.method, unit.name).compressor),
                 reason=unit.dense,
                 bytes_sent=traffic[unit.name][0],
                 bytes_dense=traffic[unit.name][2] * sum(tensor.nbytes for tensor in unit.tensors),
                 residual_norm=self._residual_norm(unit),
                 levels=self._levels(unit),
+                strategy="" if unit.dense else self.communicator.strategy(unit.name),
             )
             for unit in units
         ]

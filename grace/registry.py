@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, replace
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, TypeVar
 
 from grace.core import Combine, Communicator, Compressor, Memory, Method, Transport, name_of
@@ -131,6 +133,9 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
     as ``min_numel``); ``world_size``, if given, must be the transport's. What is left out has the default that a user
     should have: the memory that the method names, and allreduce for what can be summed on the wire, else allgather.
 
+    ``plan``: a strategy for each tensor, and perhaps a method, instead of a communicator: the file that `grace plan`
+    wrote, or what it holds. Worker 0's holds for all.
+
     ``transport``: "horovod", "torch", "local" or a Transport; default: the one that is initialised.
 
     Raises ValueError for an unknown name, key or value and for a combination that cannot work, naming one that does.
@@ -143,6 +148,9 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
             f"world_size={size!r}, but the transport has {carrier.size} worker(s): initialise Horovod or "
             "torch.distributed before grace_from_params, launch with horovodrun or torchrun, or leave world_size out"
         )
+    if "plan" in rest:
+        communicator = _planned(rest)
+        rest = {"min_numel": 0, **rest, "communicator": communicator}
     compressor = _take(compressors, rest.pop("compressor", "none"), rest)
     memory = _take(memories, rest.pop("memory", compressor.memory), rest)
     communicator = _take(communicators, rest.pop("communicator", usual_communicator(compressor)), rest)
@@ -153,6 +161,34 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
         parts = [part for part in (compressor, memory, communicator, policy) if part is not None]
         raise ValueError(_unknown_key(next(iter(rest)), *parts))
     return Grace(Method(compressor, memory), communicator, carrier, options, policy)
+
+
+def method_from_params(params: Mapping[str, Any]) -> Method:
+    """A compressor with its memory from the keys that `grace_from_params` takes for them. ValueError for others."""
+    rest = dict(params)
+    compressor = _take(compressors, rest.pop("compressor", "none"), rest)
+    memory = _take(memories, rest.pop("memory", compressor.memory), rest)
+    if rest:
+        raise ValueError(_unknown_key(next(iter(rest)), compressor, memory))
+    return Method(compressor, memory)
+
+
+def _planned(rest: dict[str, Any]) -> Communicator:
+    # The communicator of a plan, which is a file's name, or its content; the file need be on worker 0 alone.
+    from grace.communicators.planned import Planned, Ways
+
+    if "communicator" in rest:
+        raise ValueError("a plan says how tensors travel: leave communicator out, or plan")
+    if rest.get("fuse", "tensor") != "tensor":
+        raise ValueError(f"a plan names tensors, but fuse={rest['fuse']!r} makes one of several: use fuse='tensor'")
+    if rest.get("policy") is not None:
+        raise ValueError("a plan fixes each tensor's method, and a policy changes it: leave out one of them")
+    plan = rest.pop("plan")
+    if isinstance(plan, Mapping):
+        text = json.dumps(plan)
+    else:
+        text = Path(plan).read_text() if Path(plan).exists() else ""
+    return Planned(ways=Ways(text), node_size=rest.pop("node_size", 0))
 
 
 def usual_communicator(compressor: Compressor) -> str:

@@ -28,6 +28,9 @@ class TensorReport:
         """The level that it has now, as text; empty without a policy."""
         return ", ".join(f"{key}={value}" for key, value in self.levels[-1][1].items()) if self.levels else ""
 
+    strategy: str = ""
+    """How it travels, where a plan says so."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -82,7 +85,7 @@ class Report:
                     f"{ratio:.1f}",
                     norm,
                     *[tensor.level] * leveled,
-                    tensor.reason,
+                    tensor.reason or tensor.strategy,
                 )
             )
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

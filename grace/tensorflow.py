@@ -14,6 +14,7 @@ from grace import checkpoint
 from grace.backends import get_backend
 from grace.collectives import Broadcast, Reduce
 from grace.core import Transport, name_of
+from grace.gossip import Gossip
 from grace.pipeline import MOMENTUM_TWICE, Grace
 from grace.transports import get_transport
 
@@ -22,10 +23,12 @@ __all__ = [
     "CheckpointState",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "GossipCallback",
     "MetricAverageCallback",
     "PolicyCallback",
     "average_gradients",
     "broadcast_variables",
+    "gossip_variables",
     "release",
 ]
 
@@ -210,6 +213,36 @@ class PolicyCallback(keras.callbacks.Callback):
             raise ValueError("the model's optimizer is not distributed: name the Grace, as PolicyCallback(grace)")
         if grace.steps_this_epoch:
             grace.end_epoch(self._rate, next_rate)
+
+
+def gossip_variables(gossip: Gossip, variables: Sequence[Any]) -> None:
+    """Mix variables between neighbours, once; the first call builds their state. Eagerly, after an optimizer's step.
+
+    RuntimeError inside a graph: which side of a matrix is next depends on the round.
+    """
+    if tf.inside_function():
+        raise RuntimeError("gossip_variables is no part of a graph: call it after the tf.function that steps")
+    named = dict(zip(_names(variables), variables, strict=True))
+    values = {name: tf.convert_to_tensor(variable) for name, variable in named.items()}
+    if not gossip.built:
+        gossip.build(values)
+    for name, mixed in gossip.step(values).items():
+        named[name].assign(mixed)
+
+
+class GossipCallback(keras.callbacks.Callback):
+    """Mix the model's trainable variables between neighbours after each call of its training step in ``fit``.
+
+    The optimizer is a plain one: gradients stay each worker's own. With ``steps_per_execution`` above 1 workers mix
+    once for so many steps. Begin with `BroadcastCallback`, so that all start from the same variables.
+    """
+
+    def __init__(self, gossip: Gossip):
+        super().__init__()
+        self._gossip = gossip
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        gossip_variables(self._gossip, self.model.trainable_variables)
 
 
 def _transport(grace: Grace | None) -> Transport:

@@ -6,6 +6,7 @@ import importlib
 import json
 import time
 from abc import abstractmethod
+from itertools import accumulate, pairwise
 from typing import Any
 
 from grace.core import Array, Transport
@@ -138,20 +139,25 @@ class TorchHorovod(_BoundHorovod):
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
         return self._begin(self._hvd.broadcast_async, buffer, self.root(root), name=name)
 
-    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
-        here = self.xp.shape(buffers[self.rank])[0]
+    def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         splits = self.xp.asarray([len(buffer) for buffer in buffers], "int32")
         wait = self._begin(self._hvd.alltoall_async, self.xp.concat(buffers), splits, name=name)
 
         def finish() -> list[Array]:
             received, _ = wait()
-            return [received[w * here : (w + 1) * here] for w in range(self.size)]
+            return list(received.split(sizes))
 
         return finish
 
 
 class TensorflowHorovod(_BoundHorovod):
     """TensorFlow tensors through Horovod's ops: in a graph the executor overlaps them, eagerly each one waits."""
+
+    rooted = False  # a graph that mixes strategies over a root was seen to hang
+
+    def __init__(self, xp: Any, hvd: Any, process_set: Any, rank: int, size: int):
+        super().__init__(xp, hvd, process_set, rank, size)
+        self._unseen: list[Any] = []  # nothing, received by a worker that only sent
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -176,11 +182,22 @@ class TensorflowHorovod(_BoundHorovod):
         return lambda: tf.split(result, tf.reshape(sizes, (self.size,)), num=self.size)
 
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
+        import tensorflow as tf
+
+        # A graph would drop what nobody here looks at, and the root would wait for it: control dependencies do not keep
+        # it. Who only sends to a root is given something back by a broadcast, which the nothing that came goes into.
+        unseen, self._unseen = self._unseen, []
+        if not tf.executing_eagerly():
+            here = tf.compat.v1.get_default_graph()
+            nothing = [x for x in unseen if tf.is_symbolic_tensor(x) and x.graph is here]
+            buffer = tf.reshape(tf.concat([buffer, *nothing], 0), buffer.shape) if nothing else buffer
         result = self._hvd.broadcast(buffer, self.root(root), name=name, **self._options)
         return lambda: result
 
-    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
-        here = self.xp.shape(buffers[self.rank])[0]
+    def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         splits = self.xp.asarray([self.xp.shape(buffer)[0] for buffer in buffers], "int32")
         received, _ = self._hvd.alltoall(self.xp.concat(buffers), splits, name=name, **self._options)
-        return lambda: [received[w * here : (w + 1) * here] for w in range(self.size)]
+        if sum(sizes) == 0:
+            self._unseen.append(received)
+        ends = list(accumulate(sizes, initial=0))
+        return lambda: [received[start:end] for start, end in pairwise(ends)]

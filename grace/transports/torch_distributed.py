@@ -135,15 +135,14 @@ class TorchDistributedTransport(MessageTransport):
 
         return finish
 
-    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
-        here = buffers[self.rank].shape[0]
-        received = buffers[0].new_empty(self.size * here)
+    def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
+        received = buffers[0].new_empty(sum(sizes))
         work = dist.all_to_all_single(
-            received, torch.cat(buffers), [here] * self.size, [len(b) for b in buffers], self._group, async_op=True
+            received, torch.cat(buffers), sizes, [len(b) for b in buffers], self._group, async_op=True
         )
 
         def finish() -> list[Array]:
             self._wait(work, name, received)
-            return list(received.split(here)) if here else [received] * self.size
+            return list(received.split(sizes))
 
         return finish

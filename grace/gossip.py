@@ -331,7 +331,7 @@ class Gossip:
                 # As a change, so that float64 keeps the digits that float32 has not.
                 change = x - xp.cast(xp.reshape(before, (-1,)), "float32")
                 mixed[name] = before + xp.cast(xp.reshape(change, tensor.shape), tensor.dtype)
-        self._meter.add(list(self._tensors), flight.asked, self.transport.group_rank, {})
+        self._meter.add(self._meter.count(list(self._tensors), flight.asked, self.transport.group_rank, {}))
         self._round += 1
         self._flight, self._before = None, {}
         return mixed

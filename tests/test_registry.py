@@ -532,7 +532,7 @@ SPOILED = [
         r"state of 'v' has \['memory/residual', 'q'\], but this method keeps",
     ),
     (lambda s: s.update(rank=1, world_size=2), "state of worker 1 of 2, but this is worker 0 of 1"),
-    (lambda s: s.update(format=99), "has format 99, but this version of grace reads 1"),
+    (lambda s: s.update(format=99), "has format 99, but this version of grace reads 2"),
     (lambda s: s.pop("format"), "has format None"),
     (lambda s: s.update(method="Method(TopK(compress_ratio=0.5))"), "use the same settings"),
 ]

@@ -50,6 +50,12 @@ class Unit:
         return "float64" if self.dense and self.tensors[0].dtype == "float64" else "float32"
 
 
+    @property
+    def narrow(self) -> bool:
+        """Whether the means are handed back in float16, whose numbers end at 65504."""
+        return all(tensor.dtype == "float16" for tensor in self.tensors)
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Units whose collectives travel as one message for each round."""

@@ -23,6 +23,7 @@ from grace.trace import Trace
 FORMAT = 1  # of state_dict
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MOMENTUM_TWICE = "memory {!r} has momentum of its own: set the optimizer's momentum to 0"
+SPARSE = "its sparse gradients are made dense first"
 PRESENT = "(present)"  # the program that counts who has a gradient
 DENSE = "(dense)"  # the program of all tensors of a bucket that go dense
 
@@ -87,6 +88,7 @@ class Grace:
         self._buckets: list[Bucket] = []
         self._unit_of: dict[str, Unit] = {}
         self._cells: dict[str, dict[str, Any]] = {}
+        self._notes: dict[str, str] = {}
         self._step: Any = None
         self._meter: Any = None
         self.trace = Trace()
@@ -309,6 +311,10 @@ class Grace:
             done = [flight.advance() for flight, _ in self._flights]  # every one of them, so no generator
         return all(done)
 
+    def note(self, name: str, text: str) -> None:
+        """Have the report say this of a tensor."""
+        self._notes[name] = text
+
     def mean(self, name: str) -> Array | None:
         """The mean of a gradient after `land`; asked for once."""
         return self._means.pop(name)
@@ -379,10 +385,11 @@ class Grace:
             absent = all(counts.get(tensor.name) == 0 for tensor in unit.tensors)
             ok = None
             if (cells or policy != "poison") and not absent:
-                ok = mean.finite() if isinstance(mean, Mean) else None
+                ok = mean.finite() if isinstance(mean, Mean) and not unit.narrow else None
                 if ok is None:
                     mean = as_array(mean)
-                    ok = xp.finite(mean)
+                    # What was kept makes a mean larger than any gradient: float16 may not hold it.
+                    ok = xp.finite(xp.cast(mean, "float16") if unit.narrow else mean)
                 if not xp.traced and self._on_host(ok) and not ok:
                     self._skipped += 1
                 if policy == "raise":
@@ -522,7 +529,7 @@ class Grace:
                 name=unit.name,
                 shape=unit.shape,
                 method="dense" if unit.dense else name,
-                reason=unit.dense,
+                reason="; ".join(filter(None, [unit.dense, *(self._notes.get(t.name) for t in unit.tensors)])),
                 bytes_sent=traffic[unit.name][0],
                 bytes_dense=traffic[unit.name][2] * sum(tensor.nbytes for tensor in unit.tensors),
                 residual_norm=self._residual_norm(unit),

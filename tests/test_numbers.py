@@ -225,3 +225,97 @@ def test_a_checkpoint_may_come_before_the_first_pass_of_several_buckets(ddp, nam
 
 def test_workers_with_fewer_batches_join(ddp):
     trained(ddp("join"), 1e-4)
+
+
+# -- TensorFlow and Keras ----------------------------------------------------------------------------------------------
+@pytest.fixture
+def keras(runs):
+    return lambda key: [worker[key] for worker in runs("keras")]
+
+
+@pytest.mark.parametrize("loop", ["eager", "graph"])
+@pytest.mark.parametrize("policy", ["poison", "zero", "raise"])
+def test_keras_a_bad_number_on_one_worker_is_seen_by_all_and_kept_by_none(keras, policy, loop):
+    found = keras(f"nonfinite {policy} {loop}")
+    alike([worker[0] for worker in found])
+    for _, means, kept, message in found:
+        assert "sequential/a/kernel/memory/residual" in kept
+        if policy == "raise":
+            assert "'sequential/a/kernel' is not finite" in message
+            continue
+        assert len(kept) == 1, "the other tensors went on"
+        kernel, *others = means
+        assert not kernel.any() if policy == "zero" else not np.isfinite(kernel).all()
+        assert all(np.isfinite(mean).all() and mean.any() for mean in others)
+    for mine, other in zip(found[0][1], found[1][1], strict=True):
+        assert np.array_equal(mine, other, equal_nan=True)
+
+
+def test_keras_a_loss_scaler_grows_and_falls_alike_on_all_workers(keras):
+    trained(keras("scaler none"), 1e-4)
+    found = keras("scaler topk")
+    alike([worker[0] for worker in found])
+    for worker in [*keras("scaler none"), *found]:
+        assert worker[3] == [1024.0, 2048.0, 2048.0, 1024.0, 1024.0, 2048.0]
+    for *_, kept in found:
+        assert kept == [0, 0, 0, 4, 0, 0], "the memory of all four tensors rests in the step that overflows"
+
+
+@pytest.mark.parametrize(
+    "policy, dtype, tolerance",
+    [
+        ("mixed_bfloat16", "float32", 0.06),
+        ("mixed_float16", "float32", 0.01),
+        ("float16", "float16", 0.03),
+        ("float64", "float64", 1e-12),
+    ],
+)
+def test_keras_models_of_other_dtypes(keras, policy, dtype, tolerance):
+    found = keras(policy)
+    trained(found, tolerance)
+    assert [worker[3] for worker in found] == [dtype] * 2
+
+
+@pytest.mark.parametrize("key", ["clipnorm", "global_clipnorm", "clipvalue", "clipped before", "accumulation"])
+def test_keras_clipping_and_accumulation(keras, key):
+    trained(keras(key), 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["none", "topk"])
+def test_keras_a_gradient_that_some_workers_lack_counts_as_zero(keras, kind):
+    found = keras(f"absent {kind}")
+    handed = alike([worker[0] for worker in found])
+    kept = np.mean([worker[1] for worker in found], 0)
+    assert kept.any() == (kind == "topk")
+    np.testing.assert_allclose(handed + kept, found[0][2], atol=1e-5)
+    for *_, nobody in found:
+        assert nobody == [[False, True, True, True] if step % 3 == 0 else [False] * 3 + [True] for step in range(5)]
+
+
+def test_keras_sparse_gradients_are_made_dense_and_the_report_says_so(keras):
+    found = keras("sparse")
+    alike([worker[0] for worker in found])
+    for _, tensors in found:
+        assert list(tensors.values()) == [("topk", MADE_DENSE)]
+
+
+def test_keras_a_shared_variable_is_one_gradient(keras):
+    found = keras("tied")
+    trained(found, 1e-4)
+    assert len(found[0][3]) == 1
+
+
+def test_keras_a_frozen_layer_rests_with_its_memory_and_goes_on_when_it_is_unfrozen(keras):
+    found = keras("frozen")
+    alike([worker[0] for worker in found])
+    for _, before, frozen, kept, after in found:
+        assert np.array_equal(before, frozen)
+        assert len(kept) == 2
+        assert not np.array_equal(before, after)
+
+
+def test_keras_complex_and_integer_variables_are_refused_by_name(keras):
+    for message in keras("complex"):
+        assert message.startswith("'phase' has dtype complex64: only float16")
+    for message in keras("integer"):
+        assert message.startswith("'table' has dtype int32: only float16")

@@ -194,7 +194,7 @@ for door in DOORS:
 for door in DOORS:  # an integer parameter cannot be trained, and is in nobody's way
     net = network()
     net.register_parameter("table", nn.Parameter(torch.arange(4), requires_grad=False))
-    model, optimizer, grc = enter(door, net, make=lambda net: torch.optim.SGD([p for p in net.parameters()], 0.1))
+    model, optimizer, grc = enter(door, net)
     train(model, optimizer, net, [rank])
     found[f"integer {door}"] = (sorted(grc.names), net.table.tolist())
 

@@ -123,6 +123,7 @@ for door in DOORS:
                 loss.backward()
             except FloatingPointError as error:
                 failed, message = True, str(error)
+            steps = grc.report().steps
             if step == 2:
                 kept = unchanged(before, state(grc))
                 seen = {name: p.grad.numpy().copy() for name, p in net.named_parameters()}
@@ -130,7 +131,7 @@ for door in DOORS:
                 break  # DDP itself does not go on after an error
             if not failed and all(p.grad.isfinite().all() for p in net.parameters()):
                 optimizer.step()
-        found[f"nonfinite {policy} {door}"] = (weights(net), seen, kept, message)
+        found[f"nonfinite {policy} {door}"] = (weights(net), seen, kept, message, steps)
 
 # A loss scaler under autocast, whose scale grows and falls.
 for door in DOORS:

@@ -385,11 +385,12 @@ class Grace:
             absent = all(counts.get(tensor.name) == 0 for tensor in unit.tensors)
             ok = None
             if (cells or policy != "poison") and not absent:
-                ok = mean.finite() if isinstance(mean, Mean) and not unit.narrow else None
+                # What was kept may make a mean larger than float16 holds. A row of it only its own worker could judge.
+                narrow = unit.narrow and not self.communicator.scattered
+                ok = mean.finite() if isinstance(mean, Mean) and not narrow else None
                 if ok is None:
                     mean = as_array(mean)
-                    # What was kept makes a mean larger than any gradient: float16 may not hold it.
-                    ok = xp.finite(xp.cast(mean, "float16") if unit.narrow else mean)
+                    ok = xp.finite(xp.cast(mean, "float16") if narrow else mean)
                 if not xp.traced and self._on_host(ok) and not ok:
                     self._skipped += 1
                 if policy == "raise":

@@ -61,11 +61,13 @@ class Broadcast:
 class AllToAll:
     """Send ``parts[d]`` to worker d. Result: a list with the part that each worker sent to this one.
 
-    What the workers send to one destination must have the same shapes.
+    What the workers send to one destination must have the same shapes. Or, if ``mutual``, what two workers send to each
+    other: so a worker may have nothing, ``()``, for all but its neighbours.
     """
 
     parts: tuple[Arrays, ...]
     group: Group = "world"
+    mutual: bool = False
 
 
 Collective = Reduce | Gather | Broadcast | AllToAll

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar, TypeVar, Union
@@ -52,6 +52,19 @@ class Combine(Enum):
     """Payloads are linear in the gradient: they may be averaged on the wire."""
     AGREED = "agreed"
     """The workers agreed on one payload inside ``compress``: nothing is left to exchange."""
+
+
+class Resize(Enum):
+    """What becomes of an array of the state when the number of workers changes."""
+
+    SAME = "same"
+    """It is the same on all workers, and stays so."""
+    SUM = "sum"
+    """The sum over the workers is kept, and every worker has an equal part of it: nothing is lost."""
+    MEAN = "mean"
+    """Every worker gets the mean."""
+    OWN = "own"
+    """A worker's own affair: each takes one of the old workers' over, as they come."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,8 @@ class Compressor(ABC):
     """It keeps what it did not send in a state of its own."""
     memory: ClassVar[str] = "residual"
     """The memory that a user should have with this method."""
+    resize: ClassVar[Mapping[str, Resize]] = {}
+    """How arrays of its state follow the number of workers, by their keys; those that are not named: `Resize.SAME`."""
     marked: ClassVar[bool] = False
     """NaN and infinity in x show as such in the payload's float32 arrays: nothing need be decoded to see them."""
 
@@ -207,6 +222,8 @@ class Memory(ABC):
     """The memory of a second compression, where a communicator has one; None: this one."""
     momentum_inside: ClassVar[bool] = False
     """Its results carry momentum: the optimizer should have none of its own."""
+    resize: ClassVar[Mapping[str, Resize]] = {}
+    """As of a `Compressor`."""
     plain: ClassVar[bool] = False
     """It compresses x plus its state "residual", if it has that, and keeps what was not sent: no more and no less."""
 
@@ -297,6 +314,11 @@ class Method:
         memory = self.memory.update(x, payload, self.compressor, memory, ctx)
         return payload, join(memory=memory, compressor=kept)
 
+    @property
+    def again(self) -> Method:
+        """What compresses a mean: this method, with the memory that is for a second compression."""
+        return self if self.memory.server is None else replace(self, memory=self.memory.server)
+
     def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> execution.Mean:
         """The mean of all workers' payloads, in rank order, or of the one payload that they ``agreed`` on.
 
@@ -336,9 +358,26 @@ class Communicator(ABC):
         """False: this tensor goes dense, and the report says so."""
         return method.compressor.applies(ctx)
 
+    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+        """Where it compresses: by a name each, the method and the elements. One point needs no name: ""."""
+        return {"": (method, ctx)}
+
+    def reason(self, method: Method, ctx: Context) -> str:
+        """Why a tensor goes dense that it does not apply to, for the report."""
+        return f"{name_of(method.compressor)!r} does not apply to shape {list(ctx.shape)}"
+
+    def method(self, method: Method, name: str) -> Method:
+        """The method of one tensor, where it is not that of all."""
+        return method
+
+    def strategy(self, name: str) -> str:
+        """How a tensor travels, for the report, where tensors do not all travel alike."""
+        return ""
+
     def init(self, method: Method, ctx: Context) -> State:
-        """One method state for each point where it compresses."""
-        return method.init(ctx)
+        """One method state for each point where it compresses, under its name."""
+        states = {name: here.init(part) for name, (here, part) in self.points(method, ctx).items()}
+        return states[""] if "" in states else join(**states)
 
     @abstractmethod
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Any, State]]:
@@ -354,6 +393,10 @@ class Transport(ABC):
 
     rank: int = 0
     size: int = 1
+    rooted: bool = True
+    """Messages may go to one worker alone, to which the others give without getting."""
+    timeout: float = 600.0
+    """Seconds after which a wait for other workers raises TimeoutError, where the library lets us look."""
 
     @property
     def node_size(self) -> int:

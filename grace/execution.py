@@ -9,7 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from grace.core import Array, Combine, Compressor, Context, Method, Payload, State, name_of, run
@@ -134,15 +136,34 @@ def cut(compressor: Compressor, payload: Payload, start: int, stop: int, ctx: Co
     return tuple(parts)
 
 
-@cache
+def shards(compressor: Compressor, ctx: Context, parts: int) -> list[Context]:
+    """A tensor cut into consecutive shards: whole blocks and bytes, or whole rows for a method that sees the shape.
+
+    All are of one size but for the last ones, which are shorter or empty.
+    """
+    rows = compressor.shaped and len(ctx.shape) > 1
+    row = ctx.size // max(1, ctx.shape[0]) if rows else 1
+    whole = max(1, row) if compressor.shaped else unit(compressor)
+    full = -(-ctx.size // (whole * parts)) * whole
+    ends = [min(part * full, ctx.size) for part in range(parts + 1)]
+    found = [ctx.piece(start, stop - start) for start, stop in pairwise(ends)]
+    return [replace(shard, shape=(shard.size // (row or 1), *ctx.shape[1:])) for shard in found] if rows else found
+
+
 def lengths(compressor: Compressor, xp: Any) -> tuple[int, ...]:
     """How long each payload array is for one unit of elements; blockwise methods are linear in it."""
-    ctx = Context(xp=xp, name="unit", shape=(unit(compressor),))
+    return tuple(shape[0] for _, shape in template(compressor, xp, (unit(compressor),)))
+
+
+@cache
+def template(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """dtype and shape of the payload arrays of a tensor. ValueError for a method that asks for collectives."""
+    ctx = Context(xp=xp, name="template", shape=shape)
     program = run(compressor.compress(xp.zeros(ctx.size), compressor.init(ctx), ctx))
     try:
         next(program)
     except StopIteration as stop:
-        return tuple(xp.shape(array)[0] for array in stop.value[0])
+        return tuple((xp.dtype(array), tuple(xp.shape(array))) for array in stop.value[0])
     raise ValueError(f"{name_of(compressor)!r} asks for collectives inside compress, so its payload cannot be cut")
 
 

@@ -73,21 +73,21 @@ class Bucket:
 
 
 def layout(
-    tensors: Iterable[Tensor], method: str, applies: Callable[[Context], bool], options: Any, xp: Any, first: int = 0
+    tensors: Iterable[Tensor], method: str, refusal: Callable[[Context], str], options: Any, xp: Any, first: int = 0
 ) -> list[Bucket]:
     """Buckets of the tensors in reverse order, which is about the order in which a backward pass makes them.
 
-    ``method``: a name for messages. ``applies``: whether it compresses a tensor. ``options``: `grace.pipeline.Options`.
-    ``first``: the number of the first bucket.
+    ``method``: a name for messages. ``refusal``: why it does not compress a tensor; empty if it does. ``options``:
+    `grace.pipeline.Options`. ``first``: the number of the first bucket.
     """
     buckets: list[Bucket] = []
     for group in _groups(list(tensors)[::-1], options):
-        reasons = {tensor.name: _dense(tensor, method, applies, options, xp) for tensor in group}
+        reasons = {tensor.name: _dense(tensor, refusal, options, xp) for tensor in group}
         units = [Unit(tensor.name, (tensor,), reasons[tensor.name]) for tensor in group]
         fused = tuple(tensor for tensor in group if not reasons[tensor.name])
         if options.fuse != "tensor" and fused:
             whole = Unit(f"{fused[0].name}..{fused[-1].name}", fused)
-            if not applies(Context(xp, whole.name, whole.shape)):
+            if refusal(Context(xp, whole.name, whole.shape)):
                 raise ValueError(
                     f"fuse={options.fuse!r} gives the method one flat vector, but {method!r} needs "
                     "the shape of each tensor: use fuse='tensor'"
@@ -110,12 +110,10 @@ def _groups(tensors: list[Tensor], options: Any) -> list[list[Tensor]]:
     return groups
 
 
-def _dense(tensor: Tensor, method: str, applies: Callable[[Context], bool], options: Any, xp: Any) -> str:
+def _dense(tensor: Tensor, refusal: Callable[[Context], str], options: Any, xp: Any) -> str:
     if tensor.size == 0:
         return "empty"
     if tensor.size < options.min_numel:
         return f"fewer than min_numel={options.min_numel} elements"
     alone = Context(xp, tensor.name, tensor.shape if options.fuse == "tensor" else (tensor.size,))
-    if not applies(alone) and options.fuse == "tensor":
-        return f"{method!r} does not apply to shape {list(tensor.shape)}"
-    return ""
+    return refusal(alone) if options.fuse == "tensor" else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from grace.backends.base import ITEMSIZE, Array, Backend
@@ -24,22 +24,26 @@ class Meter:
             # A graph counts when it runs: into a cell that stays, also if other units come later.
             self._segments.append((names, self._xp.cell(self._xp.zeros((len(names), 3), "int64"))))
 
-    def add(
+    def count(
         self,
         units: Iterable[str],
         exchanged: Iterable[tuple[str, Collective, Any]],
         rank_in: Callable[[str], int],
         dense: Mapping[str, int],
-    ) -> None:
-        """Count one exchange of these units, from what each asked for and got. ``rank_in``: the rank in a group.
+    ) -> dict[str, list[Any]]:
+        """The counts of one exchange of these units, from what each asked for and got.
 
-        ``dense``: bytes of units that were averaged as they are.
+        ``rank_in``: the rank in a group. ``dense``: bytes of units that were averaged as they are.
         """
         counts: dict[str, list[Any]] = {unit: [dense.get(unit, 0), dense.get(unit, 0), 1] for unit in units}
         for unit, collective, result in exchanged:
             rank = rank_in(collective.group)
             counts[unit][0] += self._sent(collective, rank)
             counts[unit][1] += self._received(collective, result, rank)
+        return counts
+
+    def add(self, counts: Mapping[str, Sequence[Any]]) -> None:
+        """Add the counts of an exchange to the totals."""
         for names, cell in self._segments:
             if any(name in counts for name in names):
                 rows = [counts.get(name, [0, 0, 0]) for name in names]

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from grace.backends import Backend, backend_of
 from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
-from grace.core import Array, Communicator, Context, Memory, Method, Program, Transport, name_of
+from grace.core import Array, Communicator, Context, Memory, Method, Program, State, Transport, name_of
 from grace.execution import Mean, apart, as_array
 from grace.flight import Flight
 from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
+from grace.policies.base import Decision, Policy
+from grace.policies.schedule import Schedule
 from grace.report import Report, TensorReport
+from grace.state import complete, resized
 from grace.trace import Trace
 
-FORMAT = 1  # of state_dict
+FORMAT = 2  # of state_dict
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MOMENTUM_TWICE = "memory {!r} has momentum of its own: set the optimizer's momentum to 0"
 SPARSE = "its sparse gradients are made dense first"
@@ -44,6 +48,9 @@ class Options:
     """
     seed: int = 0
     """Of all random numbers. The same on every worker."""
+    timeout: float = 600.0
+    """Seconds that a worker waits for the others before it raises TimeoutError; float("inf"): for ever. Horovod inside
+    TensorFlow graphs, and NCCL, have time limits of their own."""
 
     def __post_init__(self) -> None:
         for key, choices in (("fuse", ("tensor", "bucket", "model")), ("nonfinite", ("poison", "zero", "raise"))):
@@ -53,6 +60,15 @@ class Options:
             raise ValueError(f"min_numel={self.min_numel!r} must be 0 or more")
         if not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb={self.bucket_mb!r} must be positive")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout!r} must be positive, in seconds")
+
+
+class Way(NamedTuple):
+    """How a tensor gets to its mean at one level of a policy; without a policy there is one."""
+
+    method: Method
+    communicator: Communicator
 
 
 class Job(NamedTuple):
@@ -68,16 +84,29 @@ class Grace:
     `build` once and `step` (or `start` and `finish`) for every exchange. Every worker must make the same calls.
     """
 
-    def __init__(self, method: Method, communicator: Communicator, transport: Transport, options: Options):
-        method.check()
-        communicator = communicator.fitted(method, transport)
-        communicator.check(method, transport.size)
-        if communicator.scattered and options.fuse != "tensor":
-            raise ValueError(
-                f"communicator {name_of(communicator)!r} needs the rows of each tensor apart: use fuse='tensor', not "
-                f"{options.fuse!r}"
-            )
-        self.method, self.communicator, self.options = method, communicator, options
+    def __init__(
+        self,
+        method: Method,
+        communicator: Communicator,
+        transport: Transport,
+        options: Options,
+        policy: Policy | None = None,
+    ):
+        self.schedule = None if policy is None else Schedule(policy, method.compressor)
+        """The policy at work, if there is one."""
+        self._ways: list[Way] = []
+        for compressor in [method.compressor] if self.schedule is None else self.schedule.compressors:
+            leveled = Method(compressor, method.memory)
+            leveled.check()
+            fitted = communicator.fitted(leveled, transport)
+            fitted.check(leveled, transport.size)
+            if fitted.scattered and options.fuse != "tensor":
+                raise ValueError(
+                    f"communicator {name_of(communicator)!r} needs the rows of each tensor apart: use fuse='tensor', "
+                    f"not {options.fuse!r}"
+                )
+            self._ways.append(Way(leveled, fitted))
+        self.method, self.communicator, self.options = method, self._ways[0].communicator, options
         self.transport = transport
         self.track_missing = False
         """Some gradient may be absent on some workers (None): costs 4 bytes per tensor and step."""
@@ -87,14 +116,15 @@ class Grace:
         self._tensors: dict[str, Tensor] = {}
         self._buckets: list[Bucket] = []
         self._unit_of: dict[str, Unit] = {}
-        self._cells: dict[str, dict[str, Any]] = {}
+        self._cells: dict[str, list[dict[str, Any]]] = {}  # for each unit its state at each level
         self._notes: dict[str, str] = {}
         self._step: Any = None
         self._meter: Any = None
         self.trace = Trace()
         """Where the time goes; the toolkits' doors note what they know."""
         self._skipped = 0
-        self._waiting: Mapping[str, Any] | None = None  # a checkpoint that came before the tensors
+        self._first_step = 0  # from which on the report counts
+        self._waiting: tuple[Mapping[str, Any], ...] = ()  # a checkpoint that came before the tensors
         self._clear()
 
     def _clear(self) -> None:
@@ -102,6 +132,7 @@ class Grace:
         self._spent: set[str] = set()
         self._flights: list[tuple[Flight, dict[Unit, Array]]] = []
         self._launched = 0
+        self._switched: dict[str, Array] = {}
         self._means: dict[str, Array | None] = {}
 
     @property
@@ -118,6 +149,10 @@ class Grace:
     @property
     def world_size(self) -> int:
         return self.transport.size
+
+    @property
+    def _policy(self) -> Policy | None:
+        return None if self.schedule is None else self.schedule.policy
 
     @property
     def started(self) -> set[str]:
@@ -143,7 +178,9 @@ class Grace:
             if self._xp is None:
                 self._xp = xp
                 self.transport = self.transport.bind(xp)
-                self.communicator.prepare(self.transport)
+                self.transport.timeout = self.options.timeout
+                for way in self._ways:
+                    way.communicator.prepare(self.transport)
             elif xp is not self._xp:
                 raise ValueError(
                     f"{name!r} lies on another toolkit or device than the tensors before it: use a second Grace"
@@ -168,8 +205,13 @@ class Grace:
         xp = self.xp
         self._agree(new.values())
         self._tensors.update(new)
-        applies = partial(self.communicator.applies, self.method)
-        buckets = layout(new.values(), name_of(self.method.compressor), applies, self.options, xp, len(self._buckets))
+
+        def refusal(ctx: Context) -> str:
+            ctx = replace(ctx, rank=self.rank, world_size=self.world_size)
+            refusing = (way for way in self._ways if not way.communicator.applies(way.method, ctx))
+            return next((way.communicator.reason(way.method, ctx) for way in refusing), "")
+
+        buckets = layout(new.values(), name_of(self.method.compressor), refusal, self.options, xp, len(self._buckets))
         self._buckets += buckets
         if self._step is None:
             self._step = xp.cell(xp.asarray(0, "int64")) if xp.traced else Counter()
@@ -178,14 +220,62 @@ class Grace:
         for unit in (unit for bucket in buckets for unit in bucket.units):
             self._unit_of.update({tensor.name: unit for tensor in unit.tensors})
             ctx = self._context(unit, 0)
-            state = self.method.memory.init_dense(ctx) if unit.dense else self.communicator.init(self.method, ctx)
-            self._cells[unit.name] = {}
-            for number, (key, value) in enumerate(state.items()):  # each in memory of its own: it is written to
-                (own,) = apart((value,), tuple(state.values())[:number], xp)
-                self._cells[unit.name][key] = xp.cell(own)
+            self._cells[unit.name] = []
+            for way in self._ways[:1] if unit.dense else self._ways:
+                state = way.method.memory.init_dense(ctx) if unit.dense else way.communicator.init(way.method, ctx)
+                self._cells[unit.name].append(self._made(unit, way, state))
+        if self.schedule is not None:
+            units = [unit for bucket in buckets for unit in bucket.units if not unit.dense]
+            self.schedule.extend({unit.name: math.prod(unit.shape) for unit in units}, xp, self.rank)
         self._meter.extend([unit.name for bucket in buckets for unit in bucket.units])
-        if self._waiting is not None:
-            self.load_state_dict(self._waiting)
+        if self._waiting:
+            self.load_state_dict(*self._waiting)
+
+    def _made(self, unit: Unit, way: Way, state: State) -> dict[str, Any]:
+        # Cells for a unit's state at one level; what outlasts a change of level is shared with the levels before.
+        xp, cells, shared = self.xp, {}, self._cells[unit.name][:1]
+        for number, (key, value) in enumerate(state.items()):
+            if shared and _lasting(key, way):
+                old = shared[0].get(key)
+                if old is None or xp.shape(old.read()) != xp.shape(value):
+                    raise ValueError(
+                        f"{key!r} of {unit.name!r} outlasts a change of level, but its shape is not the same at all "
+                        f"levels of policy {name_of(self._policy)!r}: change fields that leave it alone"
+                    )
+                cells[key] = old
+            else:  # in memory of its own: it is written to
+                (own,) = apart((value,), tuple(state.values())[:number], xp)
+                cells[key] = xp.cell(own)
+        return cells
+
+    def _level(self, unit: Unit) -> int:
+        return 0 if self.schedule is None or unit.dense else self.schedule.level(unit.name)
+
+    def rebuild(self, named_tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
+        """Lay out these tensors instead of those that were built, as after a change of the model, between two steps.
+
+        State of a tensor that stays as it was is kept, all other state is dropped, and `report` begins anew. Raises as
+        `build` does.
+        """
+        if self._gradients or self._flights:
+            raise RuntimeError("a step is under way: finish it before the tensors change")
+        named = dict(named_tensors)
+        shapes = {name: self.xp.shape(array) for name, array in named.items()} if self._xp is not None else {}
+        units = [unit for bucket in self._buckets for unit in bucket.units]
+        same = [unit for unit in units if all(shapes.get(tensor.name) == tensor.shape for tensor in unit.tensors)]
+        kept = {unit: self._cells[unit.name] for unit in same}
+        if self.schedule is not None:
+            self.schedule.forget(unit.name for unit in units if unit not in kept)
+        self._tensors, self._buckets, self._unit_of, self._cells, self._means = {}, [], {}, {}, {}
+        if self._step is not None:
+            self._first_step = int(self._step.read())
+            self._meter = Meter(self.xp)
+            self._meter.extend([PRESENT])
+        self.trace.totals.update(dict.fromkeys(self.trace.totals, 0.0))
+        self._skipped = 0
+        self.build(named)
+        for unit in kept.keys() & set(self._unit_of.values()):
+            self._cells[unit.name] = kept[unit]
 
     def _agree(self, tensors: Iterable[Tensor]) -> None:
         from grace import __version__
@@ -197,6 +287,7 @@ class Grace:
             "compressor": repr(self.method.compressor),
             "memory": repr(self.method.memory),
             "communicator": repr(self.communicator),
+            "policy": repr(self._policy),
             # Both decode the same numbers, but a graph may round a constant division otherwise than a kernel.
             "the use of native kernels": "on" if self.xp.kernels else "off",
             **asdict(self.options),
@@ -288,11 +379,15 @@ class Grace:
         try:
             while not self.advance():
                 pass
-            means: dict[str, Array | None] = {}
+            means: dict[str, Array | None] = dict(self._switched)
             with self.xp.quiet():
                 for flight, flat in self._flights:
                     with self.trace.span("decompress", flight.name):
-                        means.update(self._commit(flight, flat))
+                        levels = {unit: self._level(unit) for unit in flat}
+                        found, counts = self._commit(flight, flat, levels)
+                        self._meter.add(counts)
+                        means.update(found)
+            self._note_means(means)
         finally:
             self._clear()
         self._means = means
@@ -334,19 +429,69 @@ class Grace:
             self._spent.add(name)
 
     def _launch(self, name: str, units: tuple[Unit, ...]) -> None:
-        programs: dict[str, Program[Any]] = {}
         step = self._step.read()
         flat = {unit: self._flatten(unit) for unit in units}
+        self._note(flat, ("rank0", "mean"))
+        if self.schedule is None or not self.xp.tracing:
+            levels = {unit: self._level(unit) for unit in units}
+            self._flights.append((self._depart(name, flat, levels, step), flat))
+            return
+        for number, group in enumerate(self._groups(units)):
+            part = {unit: flat[unit] for unit in group}
+            label = f"{name}.{number}" if number else name
+            if group[0].dense:
+                self._flights.append((self._depart(label, part, dict.fromkeys(group, 0), step), part))
+            else:
+                self._switch(label, part, step)
+
+    def _depart(self, name: str, flat: Mapping[Unit, Array], levels: Mapping[Unit, int], step: Any) -> Flight:
+        programs: dict[str, Program[Any]] = {}
         for unit, x in flat.items():
             if not unit.dense:
-                state = {key: cell.read() for key, cell in self._cells[unit.name].items()}
-                programs[unit.name] = self.communicator.reduce(x, self.method, state, self._context(unit, step))
+                way = self._ways[levels[unit]]
+                state = {key: cell.read() for key, cell in self._cells[unit.name][levels[unit]].items()}
+                programs[unit.name] = way.communicator.reduce(x, way.method, state, self._context(unit, step))
         if dense := tuple(x for unit, x in flat.items() if unit.dense):
             programs[DENSE] = _averaged(dense)
         if self.track_missing:
-            programs[PRESENT] = self._presence(units)
+            programs[PRESENT] = self._presence(flat)
         with self.xp.quiet():
-            self._flights.append((Flight(name, programs, self.transport, self.trace), flat))
+            return Flight(name, programs, self.transport, self.trace)
+
+    def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
+        # Units that share a switch in a graph, one that is compressed first: all, or each by itself.
+        compressed, dense = [u for u in units if not u.dense], [u for u in units if u.dense]
+        if self.schedule is not None and self.schedule.policy.together and compressed:
+            return [[*compressed, *dense]]
+        return [[unit] for unit in compressed] + ([dense] if dense else [])
+
+    def _switch(self, name: str, flat: dict[Unit, Array], step: Any) -> None:
+        # The whole exchange at each level, of which a graph runs one: a change of level does not trace it again.
+        # Counts are added outside: what all switches write to would let them run only one after the other.
+        assert self.schedule is not None
+        names = [tensor.name for unit in flat for tensor in unit.tensors]
+
+        def at(level: int) -> Callable[[], Any]:
+            def exchange() -> Any:
+                levels = {unit: 0 if unit.dense else level for unit in flat}
+                flight = self._depart(f"{name}.level{level}", flat, levels, step)
+                while not flight.advance():
+                    pass
+                means, counts = self._commit(flight, flat, levels)
+                rows = [counts[unit.name] for unit in flat]
+                return [means[each] for each in names], self.xp.asarray(rows, "int64")
+
+            return exchange
+
+        index = self.schedule.index(next(iter(flat)).name)
+        means, rows = self.xp.switch(index, [at(level) for level in range(len(self._ways))])
+        self._meter.add({unit.name: self.xp.integers(rows[number]) for number, unit in enumerate(flat)})
+        self._switched.update(zip(names, means, strict=True))
+
+    def _note(self, flat: Mapping[Unit, Array], sources: tuple[str, ...]) -> None:
+        # For a policy that looks at gradients, before they are spent.
+        if self.schedule is not None and self.schedule.policy.norm_source in sources:
+            self.schedule.on_gradient({unit.name: x for unit, x in flat.items() if not unit.dense})
 
     def _flatten(self, unit: Unit) -> Array:
         # What the exchange may write to, if the toolkit's arrays can be written to: the gradient itself if it is spent.
@@ -364,20 +509,32 @@ class Grace:
         owned = owned or len(parts) > 1 or unit.dense != ""
         return xp.concat(parts) if owned else xp.copy(parts[0])
 
-    def _presence(self, units: tuple[Unit, ...]) -> Program[Array]:
+    def _note_means(self, means: Mapping[str, Array | None]) -> None:
+        if self.schedule is None or self.schedule.policy.norm_source != "aggregated":
+            return
+        flat = {}
+        for unit in dict.fromkeys(self._unit_of[name] for name in means):
+            parts = [means.get(tensor.name) for tensor in unit.tensors]
+            if not any(part is None for part in parts):
+                flat[unit] = self.xp.concat([self.xp.cast(self.xp.reshape(p, (-1,)), "float32") for p in parts])
+        self._note(flat, ("aggregated",))
+
+    def _presence(self, units: Iterable[Unit]) -> Program[Array]:
         here = [float(self._gradients.get(t.name) is not None) for unit in units for t in unit.tensors]
         (count,) = yield Reduce((self.xp.asarray(here, "float32"),), "sum")
         return count
 
-    def _commit(self, flight: Flight, flat: Mapping[Unit, Array]) -> dict[str, Array | None]:
-        # The one place where state is kept: not at all where the mean is not finite (the same decision on all workers,
-        # since the mean is) or where no worker had a gradient.
+    def _commit(
+        self, flight: Flight, flat: Mapping[Unit, Array], levels: Mapping[Unit, int]
+    ) -> tuple[dict[str, Array | None], dict[str, list[Any]]]:
+        # Means by tensor, and counts by unit. The one place where state is kept: not at all where the mean is not
+        # finite (the same decision on all workers, since the mean is) or where no worker had a gradient.
         xp, policy = self.xp, self.options.nonfinite
         counts = self._counts(flight, flat)
         means: dict[str, Array | None] = {}
         dense = iter(flight.results.pop(DENSE, ()))
         for unit, x in flat.items():
-            cells = self._cells[unit.name]
+            cells = self._cells[unit.name][levels[unit]]
             mean, state = (next(dense), {}) if unit.dense else flight.results.pop(unit.name)
             if unit.dense and (cells or type(self.method.memory).finish_dense is not Memory.finish_dense):
                 state = {key: cell.read() for key, cell in cells.items()}
@@ -413,8 +570,8 @@ class Grace:
                 start += size
         sizes = {unit.name: sum(t.size for t in unit.tensors) * ITEMSIZE[unit.dtype] for unit in flat if unit.dense}
         asked = [(name, *rest) for name, *rest in flight.asked if name != DENSE]
-        self._meter.add([*(unit.name for unit in flat), *flight.results], asked, self.transport.group_rank, sizes)
-        return means
+        units = [*(unit.name for unit in flat), *flight.results]
+        return means, self._meter.count(units, asked, self.transport.group_rank, sizes)
 
     def _keep(self, cell: Any, ok: Array, new: Array, x: Array) -> None:
         old = cell.read()
@@ -437,53 +594,194 @@ class Grace:
     def _on_host(self, value: Array) -> bool:
         return str(getattr(value, "device", "cpu")) == "cpu"
 
+    # -- policy -----------------------------------------------------------------------------------------------------
+    @property
+    def decision(self) -> Decision:
+        """What the policy decided last; without a policy, what always holds."""
+        return Decision({}) if self.schedule is None else self.schedule.decision
+
+    @property
+    def steps_this_epoch(self) -> int:
+        """How many exchanges there were since `end_epoch`."""
+        done = 0 if self._step is None else int(self._step.read())
+        return done - (0 if self.schedule is None else self.schedule.step)
+
+    def end_epoch(self, lr: float | None = None, next_lr: float | None = None) -> Decision:
+        """An epoch is over: let the policy decide what holds from now on. Every worker must call this.
+
+        ``lr``: the learning rate of this epoch, by default the ``next_lr`` of the last call. ``next_lr``: that of the
+        next epoch, by default the same again. Worker 0's numbers and decision hold for all workers. Without a policy
+        nothing happens. Raises RuntimeError while a step is under way, and if workers do not agree.
+        """
+        flight = self.ending(lr, next_lr)
+        while not flight.advance():
+            pass
+        return self.decision
+
+    def ending(self, lr: float | None = None, next_lr: float | None = None) -> Flight:
+        """`end_epoch`, for several workers of one process: ``advance()`` all of them in turn until each gives True."""
+        if self._gradients or self._flights:
+            raise RuntimeError("a step is under way: finish it before the epoch ends")
+        programs = {} if self.schedule is None else {"policy": self._ending(lr, next_lr)}
+        return Flight("policy", programs, self.transport, self.trace)
+
+    def _ending(self, lr: float | None, next_lr: float | None) -> Program[None]:
+        schedule = self.schedule
+        assert schedule is not None
+        changed = yield from schedule.on_epoch_end(lr, next_lr, int(self._step.read()), self.rank)
+        for name in changed:
+            level = schedule.level(name)
+            (unit,) = {unit for unit in self._unit_of.values() if unit.name == name}
+            way = self._ways[level]
+            for key, value in way.communicator.init(way.method, self._context(unit, 0)).items():
+                if not _lasting(key, way):
+                    self._cells[name][level][key].assign(self.xp.copy(value))
+
     # -- state ------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker: the step, and every tensor's arrays (PyTorch: tensors on the CPU; else NumPy).
 
-        Each worker saves and loads its own: residuals differ between workers.
+        Each worker saves and loads its own: residuals differ between workers. `grace.checkpoint` writes it to files.
         """
+        held = self._held()
         return {
             "format": FORMAT,
             "rank": self.rank,
             "world_size": self.world_size,
             "step": int(self._step.read()) if self._step is not None else 0,
             "method": repr(self.method),
-            "tensors": {
-                unit: {key: self._export(cell.read()) for key, cell in cells.items()}
-                for unit, cells in self._cells.items()
-                if cells
+            "points": {
+                unit.name: {
+                    name: [ctx.offset, ctx.size]
+                    for name, (_, ctx) in self._points(unit, self.rank, self._level(unit)).items()
+                }
+                for unit in self._unit_of.values()
+                if unit.name in held
             },
+            "tensors": {
+                unit: {key: self._export(cell.read()) for key, cell in cells.items()} for unit, cells in held.items()
+            },
+            "policy": self._export_policy(),
         }
+
+    def _points(self, unit: Unit, rank: int, level: int) -> dict[str, tuple[Method, Context]]:
+        # Where a worker compresses a unit; what goes dense is at one place, and its state is the memory's.
+        ctx, way = replace(self._context(unit, 0), rank=rank), self._ways[level]
+        return {"": (way.method, ctx)} if unit.dense else way.communicator.points(way.method, ctx)
+
+    def _held(self, levels: Mapping[str, int] | None = None) -> dict[str, dict[str, Any]]:
+        # The cells of units that have state, at their level, or at the ``levels`` of a checkpoint.
+        levels = self.decision.levels if levels is None else levels
+        held = {unit: cells[levels.get(unit, 0)] for unit, cells in self._cells.items()}
+        return {unit: cells for unit, cells in held.items() if cells}
+
+    def _export_policy(self) -> dict[str, Any] | None:
+        if self.schedule is None:
+            return None
+        state = self.schedule.state_dict()
+        return {**state, "sums": {name: self._export(array) for name, array in state["sums"].items()}}
 
     def _export(self, array: Array) -> Any:
         if self.xp.name == "torch":
             return array.detach().cpu().clone()
         return self.xp.to_numpy(array).copy()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`. Before `build` it is kept until the tensors are known.
+    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`: this worker's own, or, where the number of workers has changed, those of all
+        workers of the run before, on every worker. Then every array follows its rule (`grace.core.Resize`).
 
-        Raises ValueError, and changes nothing, when it is another worker's, of another format or method, or when names
-        or shapes differ from the model's.
+        Before `build` they are kept until the tensors are known. With a policy every worker must make this call: they
+        compare their levels. Raises ValueError, and changes nothing, when a state is another worker's, of another
+        format, method or policy, or when names or shapes differ from the model's.
         """
+        new, step = self.check_state(*states)
+        if self._xp is None:
+            self._waiting = states
+            return
+        for cell, array in new:
+            cell.assign(array)
+        self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
+        self._first_step = min(self._first_step, step)
+        self._waiting = ()
+        if self.schedule is not None:
+            self.schedule.load_state_dict(self._whose(states)["policy"])
+            texts = self.transport.exchange(self.schedule.text())
+            if any(text != texts[0] for text in texts):
+                raise ValueError("the workers' states have different levels: load states that were saved together")
+
+    def _whose(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        # The state that this worker takes over where arrays have no rule.
+        return states[self.rank % len(states)]
+
+    def check_state(self, *states: Mapping[str, Any]) -> tuple[list[tuple[Any, Array]], int]:
+        """What `load_state_dict` would set, each cell with its new array, and the step; raises as that does."""
+        for state in states:
+            self._check_form(state)
+        whose = [(state["rank"], state["world_size"]) for state in states]
+        if whose != [(self.rank, self.world_size)]:
+            if len(states) == 1 and whose[0][1] != 1:
+                raise ValueError(
+                    f"this is the state of worker {whose[0][0]} of {whose[0][1]}, but this is worker {self.rank} of "
+                    f"{self.world_size}: load each worker's own, or give the states of all {whose[0][1]} workers"
+                )
+            if self.communicator.scattered:
+                raise ValueError(
+                    f"communicator {name_of(self.communicator)!r} cuts tensors into other rows for another number of "
+                    f"workers: this is the state of {whose[0][1]}, so go on with as many"
+                )
+            states = tuple(complete(states))
+        step = states[0]["step"]
+        if self._xp is None:
+            return [], step
+        saved: Any = self._whose(states).get("policy")
+        if self.schedule is not None:
+            self.schedule.check_state(saved)
+        levels = saved["levels"] if saved else {}
+        mine = self._held(levels)
+        for state in states:
+            self._check_names(mine, state["tensors"])
+        if whose != [(self.rank, self.world_size)]:
+            units = {unit.name: unit for unit in self._unit_of.values()}
+            fresh = {
+                name: {key: self._export(cell.read()) for key, cell in cells.items()} for name, cells in mine.items()
+            }
+
+            def points(unit: str, rank: int) -> dict[str, tuple[Method, Context]]:
+                return self._points(units[unit], rank, levels.get(unit, 0))
+
+            theirs = resized(states, fresh, points, self.rank, self.world_size)
+        else:
+            theirs = states[0]["tensors"]
+        new: list[tuple[Any, Array]] = []
+        for unit, cells in mine.items():
+            if set(cells) != set(theirs[unit]):
+                raise ValueError(f"state of {unit!r} has {sorted(theirs[unit])}, but this method keeps {sorted(cells)}")
+            for key, cell in cells.items():
+                old, found = cell.read(), theirs[unit][key]
+                if tuple(getattr(found, "shape", (None,))) != self.xp.shape(old):
+                    shapes = f"{getattr(found, 'shape', None)}, but the model needs {self.xp.shape(old)}"
+                    raise ValueError(f"state {key!r} of {unit!r} has shape {shapes}")
+                new.append((cell, self.xp.copy(self.xp.asarray(found, self.xp.dtype(old)))))
+        return new, step
+
+    def _check_form(self, state: Mapping[str, Any]) -> None:
         if state.get("format") != FORMAT:
             raise ValueError(f"this state has format {state.get('format')!r}, but this version of grace reads {FORMAT}")
-        whose = (state["rank"], state["world_size"])
-        if whose != (self.rank, self.world_size):
-            raise ValueError(
-                f"this is the state of worker {whose[0]} of {whose[1]}, but this is worker {self.rank} of "
-                f"{self.world_size}: save one file for each worker, and load each worker's own"
-            )
+        for key, kind in (("rank", int), ("world_size", int), ("step", int), ("tensors", Mapping), ("points", Mapping)):
+            if not isinstance(state.get(key), kind):
+                raise ValueError(f"this is no state of grace: its {key!r} is {state.get(key)!r}")
         if state["method"] != repr(self.method):
             raise ValueError(
                 f"this state belongs to {state['method']}, but this is {self.method!r}: use the same settings"
             )
-        if self._xp is None:
-            self._waiting = state
-            return
-        mine = {unit: cells for unit, cells in self._cells.items() if cells}
-        theirs = state["tensors"]
+        saved: Any = state.get("policy")
+        if (saved and saved["settings"]) != (self.schedule and repr(self._policy)):
+            raise ValueError(
+                f"this state belongs to policy {saved and saved['settings']}, but this is {self._policy!r}: use the "
+                "same settings"
+            )
+
+    def _check_names(self, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
         absent, extra = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
         if absent or extra:
             raise ValueError(
@@ -491,26 +789,10 @@ class Grace:
                 f"the state's {extra or 'none'} are not in the model. If a parameter was renamed, rename its key in "
                 "state['tensors'] to the model's name before you load"
             )
-        new: list[tuple[Any, Array]] = []
-        for unit, cells in mine.items():
-            if set(cells) != set(theirs[unit]):
-                raise ValueError(f"state of {unit!r} has {sorted(theirs[unit])}, but this method keeps {sorted(cells)}")
-            for key, cell in cells.items():
-                old = cell.read()
-                array = self.xp.copy(self.xp.asarray(theirs[unit][key], self.xp.dtype(old)))
-                if self.xp.shape(array) != self.xp.shape(old):
-                    shapes = f"{self.xp.shape(array)}, but the model needs {self.xp.shape(old)}"
-                    raise ValueError(f"state {key!r} of {unit!r} has shape {shapes}")
-                new.append((cell, array))
-        for cell, array in new:
-            cell.assign(array)
-        step = int(state["step"])
-        self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
-        self._waiting = None
 
     # -- report -----------------------------------------------------------------------------------------------------
     def report(self, trace: str | os.PathLike[str] | None = None) -> Report:
-        """What was sent since this object was made (or loaded), in total and for every tensor.
+        """What was sent since this object was made (or loaded, or rebuilt), in total and for every tensor.
 
         ``trace``: a file for the last steps in Chrome's trace format: backward pass, compression, messages under way,
         waiting, decompression. ValueError for TensorFlow, whose graphs run by themselves: use its own profiler.
@@ -529,16 +811,18 @@ class Grace:
             TensorReport(
                 name=unit.name,
                 shape=unit.shape,
-                method="dense" if unit.dense else name,
+                method="dense" if unit.dense else name_of(self.communicator.method(self.method, unit.name).compressor),
                 reason="; ".join(filter(None, [unit.dense, *(self._notes.get(t.name) for t in unit.tensors)])),
                 bytes_sent=traffic[unit.name][0],
                 bytes_dense=traffic[unit.name][2] * sum(tensor.nbytes for tensor in unit.tensors),
                 residual_norm=self._residual_norm(unit),
+                levels=self._levels(unit),
+                strategy="" if unit.dense else self.communicator.strategy(unit.name),
             )
             for unit in units
         ]
         return Report(
-            steps=int(self._step.read()),
+            steps=int(self._step.read()) - self._first_step,
             rank=self.rank,
             world_size=self.world_size,
             method=method,
@@ -550,11 +834,23 @@ class Grace:
             skipped=self._skipped,
         )
 
+    def _levels(self, unit: Unit) -> list[tuple[int, dict[str, Any]]]:
+        if self.schedule is None or unit.dense:
+            return []
+        return [(epoch, dict(self.schedule.levels[level])) for epoch, level in self.schedule.history[unit.name]]
+
     def _residual_norm(self, unit: Unit) -> float | None:
-        arrays = [cell.read() for key, cell in self._cells[unit.name].items() if key.endswith("memory/residual")]
+        cells = self._cells[unit.name][self._level(unit)]
+        arrays = [cell.read() for key, cell in cells.items() if key.endswith("memory/residual")]
         if not arrays:
             return None
         return sum(float(self.xp.to_numpy(self.xp.sum(array * array))) for array in arrays) ** 0.5
+
+
+def _lasting(key: str, way: Way) -> bool:
+    # State that a change of level leaves alone: the memory's, and what a compressor itself did not send.
+    part = next((part for part in key.split("/") if part in ("memory", "compressor")), "memory")
+    return part == "memory" or way.method.compressor.feedback
 
 
 def _averaged(arrays: tuple[Array, ...]) -> Program[tuple[Array, ...]]:

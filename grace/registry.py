@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, replace
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, TypeVar
 
 from grace.core import Combine, Communicator, Compressor, Memory, Method, Transport, name_of
 from grace.pipeline import Grace, Options
+from grace.policies.base import Policy
 from grace.transports import get_transport
+from grace.values import checked
 
 C = TypeVar("C", bound=type)
 
@@ -90,11 +94,17 @@ class Registry(Mapping[str, type]):
 compressors = Registry("compressor", "grace.compressors")
 memories = Registry("memory", "grace.memories")
 communicators = Registry("communicator", "grace.communicators")
-REGISTRIES: dict[type, Registry] = {Compressor: compressors, Memory: memories, Communicator: communicators}
+policies = Registry("policy", "grace.policies")
+REGISTRIES: dict[type, Registry] = {
+    Compressor: compressors,
+    Memory: memories,
+    Communicator: communicators,
+    Policy: policies,
+}
 
 
 def register(name: str, *aliases: str) -> Callable[[C], C]:
-    """Class decorator: make a compressor, memory or communicator known by name (and by other names)."""
+    """Class decorator: make a compressor, memory, communicator or policy known by name (and by other names)."""
 
     def decorate(cls: C) -> C:
         for kind, registry in REGISTRIES.items():
@@ -102,7 +112,9 @@ def register(name: str, *aliases: str) -> Callable[[C], C]:
                 registry.add(cls, name, *aliases)
                 cls.registered_name = name  # type: ignore[attr-defined]
                 return cls
-        raise TypeError(f"{cls.__qualname__} is no Compressor, Memory or Communicator, so it cannot be registered")
+        raise TypeError(
+            f"{cls.__qualname__} is no Compressor, Memory, Communicator or Policy, so it cannot be registered"
+        )
 
     return decorate
 
@@ -116,10 +128,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def grace_from_params(params: Mapping[str, Any], transport: str | Transport | None = None) -> Grace:
     """Build a Grace from names and numbers.
 
-    ``params``: ``compressor``, ``memory``, ``communicator`` (names, or instances); the fields of the three classes
-    (such as ``compress_ratio``); the fields of `grace.pipeline.Options` (such as ``min_numel``); ``world_size``, if
-    given, must be the transport's. What is left out has the default that a user should have: the memory that the method
-    names, and allreduce for what can be summed on the wire, else allgather.
+    ``params``: ``compressor``, ``memory``, ``communicator``, and ``policy`` for what changes over time (names, or
+    instances); the fields of these classes (such as ``compress_ratio``); the fields of `grace.pipeline.Options` (such
+    as ``min_numel``); ``world_size``, if given, must be the transport's. What is left out has the default that a user
+    should have: the memory that the method names, and allreduce for what can be summed on the wire, else allgather.
+
+    ``plan``: a strategy for each tensor, and perhaps a method, instead of a communicator: the file that `grace plan`
+    wrote, or what it holds. Worker 0's holds for all.
 
     ``transport``: "horovod", "torch", "local" or a Transport; default: the one that is initialised.
 
@@ -133,13 +148,47 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
             f"world_size={size!r}, but the transport has {carrier.size} worker(s): initialise Horovod or "
             "torch.distributed before grace_from_params, launch with horovodrun or torchrun, or leave world_size out"
         )
+    if "plan" in rest:
+        communicator = _planned(rest)
+        rest = {"min_numel": 0, **rest, "communicator": communicator}
     compressor = _take(compressors, rest.pop("compressor", "none"), rest)
     memory = _take(memories, rest.pop("memory", compressor.memory), rest)
     communicator = _take(communicators, rest.pop("communicator", usual_communicator(compressor)), rest)
+    policy = rest.pop("policy", None)
+    policy = None if policy is None else _take(policies, policy, rest)
     options = Options(**_values(Options, rest))
     if rest:
-        raise ValueError(_unknown_key(next(iter(rest)), compressor, memory, communicator))
-    return Grace(Method(compressor, memory), communicator, carrier, options)
+        parts = [part for part in (compressor, memory, communicator, policy) if part is not None]
+        raise ValueError(_unknown_key(next(iter(rest)), *parts))
+    return Grace(Method(compressor, memory), communicator, carrier, options, policy)
+
+
+def method_from_params(params: Mapping[str, Any]) -> Method:
+    """A compressor with its memory from the keys that `grace_from_params` takes for them. ValueError for others."""
+    rest = dict(params)
+    compressor = _take(compressors, rest.pop("compressor", "none"), rest)
+    memory = _take(memories, rest.pop("memory", compressor.memory), rest)
+    if rest:
+        raise ValueError(_unknown_key(next(iter(rest)), compressor, memory))
+    return Method(compressor, memory)
+
+
+def _planned(rest: dict[str, Any]) -> Communicator:
+    # The communicator of a plan, which is a file's name, or its content; the file need be on worker 0 alone.
+    from grace.communicators.planned import Planned, Ways
+
+    if "communicator" in rest:
+        raise ValueError("a plan says how tensors travel: leave communicator out, or plan")
+    if rest.get("fuse", "tensor") != "tensor":
+        raise ValueError(f"a plan names tensors, but fuse={rest['fuse']!r} makes one of several: use fuse='tensor'")
+    if rest.get("policy") is not None:
+        raise ValueError("a plan fixes each tensor's method, and a policy changes it: leave out one of them")
+    plan = rest.pop("plan")
+    if isinstance(plan, Mapping):
+        text = json.dumps(plan)
+    else:
+        text = Path(plan).read_text() if Path(plan).exists() else ""
+    return Planned(ways=Ways(text), node_size=rest.pop("node_size", 0))
 
 
 def usual_communicator(compressor: Compressor) -> str:
@@ -170,19 +219,8 @@ def _values(cls: type, rest: dict[str, Any]) -> dict[str, Any]:
                 values[field.name] = _take(part, chosen, rest)
         elif field.name in rest:
             value = rest.pop(field.name)
-            values[field.name] = _checked(field.name, value, value if default is MISSING else default)
+            values[field.name] = checked(field.name, value, value if default is MISSING else default)
     return values
-
-
-def _checked(key: str, value: Any, default: Any) -> Any:
-    # A value must be of its default's kind; an int passes for a float, a bool for neither.
-    kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
-    allowed = kinds.get(type(default))
-    if value is False and default == 0.0 and isinstance(default, float):
-        return default  # switched off, as GRACE's first release says it
-    if allowed and (not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)):
-        raise ValueError(f"{key}={value!r} must be of type {type(default).__name__}, such as {default!r}")
-    return value
 
 
 def _unknown_key(key: str, *parts: Any) -> str:
@@ -195,7 +233,7 @@ def _unknown_key(key: str, *parts: Any) -> str:
     if owners:
         chosen = ", ".join(repr(name_of(part)) for part in parts)
         return f"key {key!r} belongs to {' and '.join(owners)}, not to {chosen}; leave it out"
-    known = {"compressor", "memory", "communicator", "world_size"}
+    known = {"compressor", "memory", "communicator", "policy", "world_size"}
     for cls in (Options, *map(type, parts)):
         known |= {field.name for field in fields(cls)}
     return f"unknown key {key!r}{nearest(key, known)}. Known here: {', '.join(sorted(known))}"

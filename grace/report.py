@@ -20,6 +20,16 @@ class TensorReport:
     bytes_dense: int
     residual_norm: float | None
     """L2 norm of the error-feedback memory on this worker; None where there is none."""
+    levels: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """With a policy: from which epoch on it had which level, the last one now."""
+
+    @property
+    def level(self) -> str:
+        """The level that it has now, as text; empty without a policy."""
+        return ", ".join(f"{key}={value}" for key, value in self.levels[-1][1].items()) if self.levels else ""
+
+    strategy: str = ""
+    """How it travels, where a plan says so."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +69,25 @@ class Report:
             f"{self.method} | worker {self.rank} of {self.world_size} | {self.steps} steps | per step "
             f"{self.bytes_sent / steps:,.0f} bytes sent, dense {self.bytes_dense / steps:,.0f} | ratio {self.ratio:.1f}"
         )
-        rows = [("tensor", "shape", "method", "bytes/step", "ratio", "residual", "")]
+        leveled = any(tensor.levels for tensor in self.tensors)
+        rows = [("tensor", "shape", "method", "bytes/step", "ratio", "residual", *["level"] * leveled, "")]
         for tensor in self.tensors:
             ratio = tensor.bytes_dense / tensor.bytes_sent if tensor.bytes_sent else 1.0
             norm = "" if tensor.residual_norm is None else f"{tensor.residual_norm:.3g}"
             shape = "x".join(map(str, tensor.shape)) or "scalar"
             sent = f"{tensor.bytes_sent / steps:,.0f}"
-            rows.append((tensor.name, shape, tensor.method, sent, f"{ratio:.1f}", norm, tensor.reason))
+            rows.append(
+                (
+                    tensor.name,
+                    shape,
+                    tensor.method,
+                    sent,
+                    f"{ratio:.1f}",
+                    norm,
+                    *[tensor.level] * leveled,
+                    tensor.reason or tensor.strategy,
+                )
+            )
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in self.times.items())

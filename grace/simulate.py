@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.backends import Backend, backend_of, get_backend
+from grace.pipeline import Grace
 from grace.registry import grace_from_params
 from grace.report import Report
 from grace.transports.local import LocalTransport, World
@@ -33,12 +34,14 @@ def simulate(
     gradients: Gradients | Sequence[Gradients],
     backend: str = "numpy",
     steps: int | None = None,
+    steps_per_epoch: int = 0,
 ) -> Simulation:
     """Exchange gradients between workers of this process, through the code that real workers run.
 
     ``params``: as for `grace.grace_from_params`. ``gradients``: one dictionary {name: array} for each worker, or a list
     over steps of such lists. ``backend``: "numpy", "torch" or "tensorflow". ``steps``: how often to exchange; default:
     once, or once for each element of the list over steps (which is begun again if it is shorter).
+    ``steps_per_epoch``: after so many steps a policy decides; 0: never.
 
     An absent gradient is left out of its worker's dictionary, or None.
     """
@@ -61,7 +64,16 @@ def simulate(
         for grace in graces:
             grace.land()
         history.append([{name: _host(xp, grace.mean(name)) for name in example} for grace in graces])
+        if steps_per_epoch and (step + 1) % steps_per_epoch == 0:
+            end_epoch(graces)
     return Simulation(history[-1], history, graces[0].report(), [grace.state_dict() for grace in graces])
+
+
+def end_epoch(graces: Sequence[Grace], lr: float | None = None, next_lr: float | None = None) -> None:
+    """`Grace.end_epoch` for all workers of a world in this process."""
+    flights = [grace.ending(lr, next_lr) for grace in graces]
+    while [flight for flight in flights if not flight.advance()]:
+        pass
 
 
 def _convert(xp: Backend, array: Any) -> Any:

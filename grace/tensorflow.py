@@ -10,19 +10,26 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from grace import checkpoint
 from grace.backends import get_backend
 from grace.collectives import Broadcast, Reduce
 from grace.core import Transport, name_of
+from grace.gossip import Gossip
 from grace.pipeline import MOMENTUM_TWICE, SPARSE, Grace
 from grace.transports import get_transport
 
 __all__ = [
     "BroadcastCallback",
+    "CheckpointState",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "GossipCallback",
     "MetricAverageCallback",
+    "PolicyCallback",
     "average_gradients",
     "broadcast_variables",
+    "gossip_variables",
+    "release",
 ]
 
 
@@ -41,7 +48,8 @@ def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequenc
         if isinstance(gradient, tf.IndexedSlices):
             grace.note(name, SPARSE)
         if gradient is not None:
-            handed[name] = (variable, tf.convert_to_tensor(gradient))
+            # A graph may not know the shape of a gradient: the variable does.
+            handed[name] = (variable, tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape))
         elif eager and tf.as_dtype(variable.dtype).is_floating:
             handed[name] = (variable, None)
     grace.track_missing = grace.track_missing or eager
@@ -100,6 +108,11 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, grace: Grace) ->
         means = average_gradients(self._grace, list(grads), variables)
         return cls.apply(self, means, trainable_variables)
 
+    if grace.schedule is not None and grace.schedule.policy.batch:
+        raise ValueError(
+            f"policy {name_of(grace.schedule.policy)!r} adds up gradients before they are exchanged, and Keras "
+            "exchanges them in every step: use it in a loop of your own, or with PyTorch"
+        )
     if grace.method.memory.momentum_inside and getattr(optimizer, "momentum", None):
         warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=2)
     grace.learning_rate = lambda name: tf.convert_to_tensor(optimizer.learning_rate)
@@ -109,6 +122,32 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, grace: Grace) ->
     optimizer.__class__ = type(cls.__name__, (cls,), names)
     object.__setattr__(optimizer, "_grace", grace)
     return optimizer
+
+
+def release(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Undo `DistributedOptimizer`: gradients stay here, and the Grace may drive another optimizer."""
+    if not hasattr(optimizer, "_grace"):
+        raise ValueError("this optimizer is not distributed")
+    optimizer.__class__ = type(optimizer).__base__
+    object.__delattr__(optimizer, "_grace")
+    return optimizer
+
+
+class CheckpointState(tf.train.experimental.PythonState):
+    """A Grace in a tf.train.Checkpoint: ``tf.train.Checkpoint(model=model, grace=CheckpointState(grc))``.
+
+    Residuals differ between workers, so each worker saves under a path of its own, and restores from there.
+    """
+
+    def __init__(self, grace: Grace):
+        super().__init__()
+        self._grace = grace
+
+    def serialize(self) -> bytes:
+        return checkpoint.to_bytes(self._grace.state_dict())
+
+    def deserialize(self, string_value: bytes) -> None:
+        self._grace.load_state_dict(checkpoint.from_bytes(string_value))
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, grace: Grace | None = None) -> None:
@@ -152,6 +191,64 @@ class MetricAverageCallback(keras.callbacks.Callback):
         values = tf.constant([float(logs[key]) for key in keys], tf.float32)
         ((means,),) = _transport(self._grace).start([Reduce((values,), "mean")], "metrics")()
         logs.update(zip(keys, means.numpy().tolist(), strict=True))
+
+
+class PolicyCallback(keras.callbacks.Callback):
+    """Tell a Grace's policy that an epoch is over. Put it after callbacks that set the learning rate.
+
+    An epoch ends where the next one begins, when its learning rate is known, or with the training. ``grace``: by
+    default that of the model's optimizer.
+    """
+
+    def __init__(self, grace: Grace | None = None):
+        super().__init__()
+        self._grace = grace
+        self._rate: float | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        rate = float(self.model.optimizer.learning_rate)
+        self._end(rate)
+        self._rate = rate
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._end(self._rate)
+
+    def _end(self, next_rate: float | None) -> None:
+        grace = self._grace or getattr(self.model.optimizer, "_grace", None)
+        if grace is None:
+            raise ValueError("the model's optimizer is not distributed: name the Grace, as PolicyCallback(grace)")
+        if grace.steps_this_epoch:
+            grace.end_epoch(self._rate, next_rate)
+
+
+def gossip_variables(gossip: Gossip, variables: Sequence[Any]) -> None:
+    """Mix variables between neighbours, once; the first call builds their state. Eagerly, after an optimizer's step.
+
+    RuntimeError inside a graph: which side of a matrix is next depends on the round.
+    """
+    if tf.inside_function():
+        raise RuntimeError("gossip_variables is no part of a graph: call it after the tf.function that steps")
+    named = dict(zip(_names(variables), variables, strict=True))
+    values = {name: tf.convert_to_tensor(variable) for name, variable in named.items()}
+    if not gossip.built:
+        gossip.build(values)
+    for name, mixed in gossip.step(values).items():
+        named[name].assign(mixed)
+
+
+class GossipCallback(keras.callbacks.Callback):
+    """Mix the model's trainable variables between neighbours after each call of its training step in ``fit``.
+
+    The optimizer is a plain one: gradients stay each worker's own. With ``steps_per_execution`` above 1 workers mix
+    once for so many steps. Begin with `BroadcastCallback`, so that all start from the same variables.
+    """
+
+    def __init__(self, gossip: Gossip):
+        super().__init__()
+        self._gossip = gossip
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        gossip_variables(self._gossip, self.model.trainable_variables)
 
 
 def _transport(grace: Grace | None) -> Transport:

@@ -17,16 +17,22 @@ from grace.backends import backend_of
 from grace.collectives import Broadcast, Reduce
 from grace.core import Transport, name_of
 from grace.fsdp import fsdp
+from grace.gossip import Gossip
 from grace.pipeline import MOMENTUM_TWICE, SPARSE, Grace
+from grace.policies import Decision
 from grace.transports import get_transport
 
 __all__ = [
+    "CheckpointState",
     "DistributedOptimizer",
+    "PolicyScheduler",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ddp_hook",
     "fsdp",
+    "gossip",
     "name_parameters",
+    "release",
 ]
 
 CHUNK_BYTES = 64 * 2**20  # of one broadcast message
@@ -54,7 +60,8 @@ def DistributedOptimizer(
 
     ``named_parameters``: as ``model.named_parameters()``; names key the state, also in checkpoints. Without them
     parameters are numbered in the optimizer's order.
-    ``backward_passes_per_step``: gradients of so many passes add up before they are exchanged, once.
+    ``backward_passes_per_step``: gradients of so many passes add up before they are exchanged, once; so many times
+    ``grace.decision.micro_steps``, which a policy may change.
     The other arguments are Horovod's. What GRACE does elsewhere is refused with the place: it is not ignored.
 
     Every worker must make this call: the workers compare their parameters, and all raise ValueError if they differ.
@@ -82,13 +89,23 @@ def DistributedOptimizer(
     return optimizer
 
 
+def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Undo `DistributedOptimizer`: gradients stay here, and the Grace may drive another optimizer."""
+    driver = optimizer.__dict__.pop("_grace", None)
+    if driver is None:
+        raise ValueError("this optimizer is not distributed")
+    driver.release()
+    del optimizer.synchronize, optimizer.skip_synchronize
+    return optimizer
+
+
 class _Driver:
     """Drives a Grace from the hooks of an optimizer and its parameters."""
 
     def __init__(self, optimizer: Any, grace: Grace, named: Any, passes_per_step: int):
         self.grace = grace
         self._optimizer = optimizer
-        self._passes_per_step = passes_per_step
+        self._backward_passes = passes_per_step
         self._passes = 0
         self._task = -1  # the backward pass that is under way
         self._nested = -1  # the last one inside another
@@ -96,6 +113,7 @@ class _Driver:
         self._synced = False
         self._versions: dict[str, tuple[Any, int]] = {}
         self._parameters: dict[str, torch.Tensor] = {}
+        self._hooks: list[Any] = []
         self._names: dict[torch.Tensor, str] = {p: _plain(name) for name, p in named or ()}
         if named is not None:
             unnamed = [list(p.shape) for p in self._trained() if p not in self._names]
@@ -108,8 +126,14 @@ class _Driver:
         if grace.method.memory.momentum_inside and any(group.get("momentum") for group in optimizer.param_groups):
             warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=3)
         self._adopt()
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        self._hooks += [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @property
+    def _passes_per_step(self) -> int:
+        return self._backward_passes * self.grace.decision.micro_steps
 
     def _learning_rate(self, name: str) -> Any:
         p = self._parameters[name]
@@ -129,7 +153,12 @@ class _Driver:
             self.grace.build(named)
             self._parameters.update(named)
         for p in new:
-            p.register_post_accumulate_grad_hook(self._on_gradient)
+            self._hooks.append(p.register_post_accumulate_grad_hook(self._on_gradient))
+
+    def release(self) -> None:
+        """Leave the optimizer and its parameters alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _on_gradient(self, p: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
@@ -236,6 +265,55 @@ class _Driver:
         self._versions = {}
 
 
+class PolicyScheduler:
+    """Tell a Grace's policy that an epoch is over: ``step()`` once per epoch, after the learning rate's scheduler.
+
+    ``optimizer``: whose learning rates are read. ``grace``: by default that of the optimizer, if it is distributed.
+    ``scale_lr``: when a policy makes batches larger, multiply the learning rates by as much. Name the learning rate's
+    scheduler as ``lr_scheduler`` then, so that it goes on from there.
+    Every worker must make the same calls.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        grace: Grace | None = None,
+        scale_lr: bool = False,
+        lr_scheduler: Any = None,
+    ):
+        if grace is None and not hasattr(optimizer, "_grace"):
+            raise ValueError("this optimizer is not distributed: name the Grace, as PolicyScheduler(optimizer, grace)")
+        self.grace: Grace = optimizer._grace.grace if grace is None else grace
+        self._optimizer, self._scale_lr, self._lr_scheduler = optimizer, scale_lr, lr_scheduler
+        self._rates = self._read()
+
+    def _read(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def step(self) -> Decision:
+        """End an epoch; gives what holds from now on."""
+        now = self._read()
+        # Of several groups, the one whose rate falls most.
+        pairs = zip([*self._rates, *now[len(self._rates) :]], now, strict=True)
+        lr, next_lr = min(pairs, key=lambda pair: pair[1] / pair[0] if pair[0] else 1.0)
+        decision = self.grace.end_epoch(lr, next_lr)
+        if self._scale_lr and decision.lr_scale != 1:
+            for group in self._optimizer.param_groups:
+                group["lr"] = group["lr"] * decision.lr_scale
+            if self._lr_scheduler is not None:
+                self._lr_scheduler.base_lrs = [lr * decision.lr_scale for lr in self._lr_scheduler.base_lrs]
+        self._rates = self._read()
+        return decision
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was read last; the policy's own state is in the Grace's."""
+        return {"rates": list(self._rates)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self._rates = list(state["rates"])
+
+
 def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Communication hook: ``ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)``.
 
@@ -308,6 +386,28 @@ class _Book:
 _books: WeakKeyDictionary[Grace, _Book] = WeakKeyDictionary()
 
 
+def gossip(
+    optimizer: torch.optim.Optimizer, gossip: Gossip, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None
+) -> torch.optim.Optimizer:
+    """Mix parameters between neighbours after each step of an optimizer. Returns the optimizer that was passed in.
+
+    Gradients stay each worker's own. ``named_parameters``: as ``model.named_parameters()``; without them parameters are
+    numbered in the optimizer's order. Every worker must make this call, and start from the same parameters.
+    """
+    names = {p: name for name, p in named_parameters or ()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    named = {names.setdefault(p, f"parameter{number}"): p for number, p in enumerate(parameters)}
+    gossip.build(named)
+
+    @torch.no_grad()
+    def mix(*_: Any) -> None:
+        for name, mixed in gossip.step({name: p.detach() for name, p in named.items()}).items():
+            named[name].copy_(mixed)
+
+    optimizer.register_step_post_hook(mix)
+    return optimizer
+
+
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0, grace: Grace | None = None
 ) -> None:
@@ -339,6 +439,26 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     if transport.rank != root_rank:
         content = io.BytesIO(received.cpu().numpy().tobytes())
         optimizer.load_state_dict(torch.load(content, map_location=example.device, weights_only=True))
+
+
+class CheckpointState:
+    """A Grace in the state that torch.distributed.checkpoint saves: ``{"model": ..., "grace": CheckpointState(grc)}``.
+
+    That library keeps one copy of a tensor that has the same name on all workers, and residuals differ between them:
+    here every worker's have a name of their own. For a run with as many workers; `grace.checkpoint` follows their
+    number.
+    """
+
+    def __init__(self, grace: Grace):
+        self._grace, self._name = grace, f"worker{grace.rank} of {grace.world_size}"
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._grace.state_dict()
+        return {self._name: {**state, "step": torch.tensor(state["step"])}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        state = state_dict[self._name]
+        self._grace.load_state_dict({**state, "step": int(state["step"])})
 
 
 def _transport(grace: Grace | None, example: torch.Tensor) -> Transport:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -53,27 +53,43 @@ class Trace:
         One process for each worker; tracks "backward", "worker" (compress, wait, decompress) and one for the messages
         of each bucket, which overlap with the others.
         """
-        first = min((event.began for event in self._events), default=0.0)
-        tracks: dict[str, int] = {"backward": 0, "worker": 1}
         rows = []
         for event in self._events:
             track = event.kind if event.kind == "backward" else "worker"
             if event.kind == "communicate":
                 track = f"messages of {event.name.rsplit('.', 1)[0]}"
-            rows.append(
-                {
-                    "name": f"{event.kind} {event.name}".strip(),
-                    "cat": event.kind,
-                    "ph": "X",
-                    "ts": (event.began - first) * 1e6,
-                    "dur": (event.ended - event.began) * 1e6,
-                    "pid": rank,
-                    "tid": tracks.setdefault(track, len(tracks)),
-                }
-            )
-        names = [_meta("process_name", rank, 0, f"worker {rank}")]
-        names += [_meta("thread_name", rank, number, track) for track, number in tracks.items()]
-        Path(path).write_text(json.dumps({"traceEvents": [*names, *rows], "displayTimeUnit": "ms"}))
+            rows.append((track, event))
+        write(path, rows, f"worker {rank}", rank, ("backward", "worker"))
+
+
+def write(
+    path: str | os.PathLike[str],
+    rows: Sequence[tuple[str, Event]],
+    process: str,
+    number: int = 0,
+    tracks: Iterable[str] = (),
+) -> None:
+    """Write events, each with its track, in Chrome's trace format, as those of one process.
+
+    ``tracks``: those that come first, whether or not they have events.
+    """
+    first = min((event.began for _, event in rows), default=0.0)
+    numbers = {track: place for place, track in enumerate(tracks)}
+    found: list[dict[str, object]] = [
+        {
+            "name": f"{event.kind} {event.name}".strip(),
+            "cat": event.kind,
+            "ph": "X",
+            "ts": (event.began - first) * 1e6,
+            "dur": (event.ended - event.began) * 1e6,
+            "pid": number,
+            "tid": numbers.setdefault(track, len(numbers)),
+        }
+        for track, event in rows
+    ]
+    names = [_meta("process_name", number, 0, process)]
+    names += [_meta("thread_name", number, place, track) for track, place in numbers.items()]
+    Path(path).write_text(json.dumps({"traceEvents": [*names, *found], "displayTimeUnit": "ms"}))
 
 
 def _meta(kind: str, rank: int, track: int, name: str) -> dict[str, object]:

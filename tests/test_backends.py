@@ -893,6 +893,30 @@ def test_cells_live_on_between_runs_of_a_graph():
     assert int(cell.read()) == 3
 
 
+def test_cells_are_added_to(xp):
+    cell = xp.cell(xp.asarray(f32([1, 2, 3]), "float32"))
+    for _ in range(2):
+        cell.add(xp.asarray(f32([1, 0, -1]), "float32"))
+    assert xp.to_numpy(cell.read()).tolist() == [3, 2, 1]
+
+
+def test_switch(xp):
+    def chosen(index):
+        return xp.switch(index, [lambda value=value: [xp.full(3, value), xp.zeros(2)] for value in (5.0, 6.0, 7.0)])
+
+    for index in range(3):
+        first, second = chosen(xp.asarray(index, "int32"))
+        assert (xp.to_numpy(first).tolist(), xp.to_numpy(second).tolist()) == ([5.0 + index] * 3, [0, 0])
+    assert not xp.tracing
+    if xp.name == "tensorflow":
+        import tensorflow as tf
+
+        seen = []
+        graph = tf.function(lambda index: (seen.append(xp.tracing), chosen(index))[1], autograph=False)
+        assert [float(graph(tf.constant(index))[0][1]) for index in range(3)] == [5, 6, 7]
+        assert seen == [True]
+
+
 def test_choose(ops):
     new, old = mixed(), mixed(seed=1)
     for bound, expected in ((1e9, new), (-1e9, old)):
@@ -934,3 +958,60 @@ def test_require_inside_a_graph():
     assert check(tf.constant([1.0])).numpy().tolist() == [2]
     with pytest.raises((FloatingPointError, tf.errors.InvalidArgumentError), match="not finite here"):
         check(tf.constant([NAN]))
+
+
+# -- statistics of tails, and loops --------------------------------------------------------------------------------
+def test_exp(ops):
+    x = np.linspace(-30, 30, 1003)
+    np.testing.assert_allclose(ops(lambda xp, x: xp.exp(x), x), [math.exp(v) for v in x], rtol=1e-14)
+
+
+def test_lgamma(ops):
+    x = np.array([0.01, 0.5, 1, 1.5, 2, 3.25, 10, 100])
+    expected = [math.lgamma(v) for v in x]
+    np.testing.assert_allclose(ops(lambda xp, x: xp.lgamma(x), x), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_igammac(ops):
+    scipy = pytest.importorskip("scipy.special")
+    a, x = (grid.reshape(-1) for grid in np.meshgrid([0.01, 0.3, 1, 2.5, 40], [0, 1e-9, 0.2, 1, 3, 30, 60, 300]))
+    found = ops(lambda xp, a, x: xp.igammac(a, x), a.astype(np.float64), x.astype(np.float64))
+    np.testing.assert_allclose(found, scipy.gammaincc(a, x), rtol=1e-9, atol=1e-290)
+
+
+@pytest.mark.parametrize("n", [1, N, 2**19 - 1, 2**19, 2**20 + 7])
+def test_excess(ops, n):
+    x = mixed(n, special=False)
+    for bound in (0.0, 1.0, 2.5, 99.0):
+        over = [v - bound for v in abs(x).tolist() if v > bound]
+        found = ops(lambda xp, x, b: xp.excess(x, b), x, f32([bound]))
+        assert found.dtype == np.float64
+        assert found[0] == len(over)
+        np.testing.assert_allclose(found[1:], [math.fsum(over), math.fsum(v * v for v in over)], rtol=2e-6)
+
+
+@pytest.mark.parametrize("size", [1e-33, 1e-30, 1e-12, 1e12, 1e18, 1e30])
+def test_excess_at_the_ends_of_the_range(ops, size):
+    x = mixed(special=False) * np.float32(size)
+    wide = abs(x.astype(np.float64))
+    found = ops(lambda xp, x, b: xp.excess(x, b), x, f32([0]))
+    np.testing.assert_allclose(found, [(wide > 0).sum(), wide.sum(), (wide**2).sum()], rtol=2e-6)
+
+
+@pytest.mark.parametrize("n", [0, 1, N, 2**19 + 5])
+def test_beyond(ops, n):
+    x = mixed(n) if n > 1 else f32([2.0] * n)
+    for bound in (0.0, 1.0, 9.0):
+        found = ops(lambda xp, x, b: xp.beyond(x, b), x, f32([bound]))
+        assert found.dtype == np.int32
+        assert found.tolist() == [i for i, v in enumerate(abs(x).tolist()) if not v <= bound]
+
+
+def test_loop(ops):
+    def collatz(xp, start):
+        more = lambda n, steps: n != 1  # noqa: E731
+        body = lambda n, steps: (xp.where(n % 2 == 0, n // 2, 3 * n + 1), steps + 1)  # noqa: E731
+        return xp.loop(more, body, (start, xp.zeros(1, "int32")))
+
+    for start, steps in ((1, 0), (6, 8), (27, 111)):
+        assert [array.tolist() for array in ops(collatz, np.array([start], np.int32))] == [[1], [steps]]

@@ -240,6 +240,15 @@ def test_a_checkpoint_continues_bit_for_bit(found):
 
 
 @processes
+def test_pytorchs_own_checkpoints_keep_every_workers_residuals(found):
+    for worker in found:
+        assert worker["dcp"]
+        assert worker["dcp steps"] == 3
+        assert all(np.array_equal(one, other) and np.any(one) for one, other in worker["dcp"])
+    assert not np.array_equal(found[0]["dcp"][0][0], found[1]["dcp"][0][0])
+
+
+@processes
 def test_copies_of_shards_are_averaged_compressed(found):
     if len(found) < 4:
         assert "hybrid topk" not in found[0]

@@ -188,8 +188,28 @@ REFUSED = [
     ({"compressor": "countsketch", "candidates": 0}, "candidates=0 must be at least 1"),
     ({"compressor": "wangni", "iterations": -1}, "iterations=-1 must be 0 or more"),
     ({"compressor": "wangni", "memory": "residual"}, "diverges with 'wangni'"),
+    ({"compressor": "topk", "selector": "best"}, "selector='best': choose one of 'exact', 'sampled', 'sidco'"),
+    (
+        {"compressor": "topk", "selector": "sidco", "index_coding": "elias_fano"},
+        "with selector='sidco' it varies: use 'int32' or 'bitmap', or selector 'exact' or 'chunk'",
+    ),
+    ({"compressor": "stc", "selector": "gaussian"}, "'elias_fano' needs a number .* or selector 'exact' or 'chunk'"),
+    (
+        {"compressor": "chain", "selector": "gaussian"},
+        "sparsifier='topk' does not .* with selector='gaussian' it varies; use selector 'exact' or 'chunk'",
+    ),
+    ({"compressor": "sidco", "sid": "gauss"}, "sid='gauss': choose one of 'e', 'gp', 'p'"),
+    ({"compressor": "sidco", "stage_rule": "none"}, "stage_rule='none': choose one of 'robust', 'paper'"),
+    ({"compressor": "sidco", "stages": -1}, "stages=-1 must be at least 0"),
+    ({"compressor": "sidco", "q": 0}, "q=0 must be at least 1"),
+    ({"compressor": "sidco", "eps": 1.0}, "eps=1.0 must lie in"),
+    ({"compressor": "sidco", "delta1": 1.0}, "delta1=1.0 must lie in"),
+    ({"compressor": "sidco", "cap_factor": 0.5}, "cap_factor=0.5 must be at least 1, or 0 for no cap"),
+    ({"compressor": "sidco", "closed_form": True}, "closed_form is the gamma law's.* use sid='gp'"),
+    ({"compressor": "sidco", "compress_ratio": 0.3, "stages": 2}, "stages=2 cannot be.* Use stages=1"),
+    ({"compressor": "sidco", "index_coding": "auto"}, "the others need a number of positions"),
     ({"compressor": "adaq", "compress_ratio": 0}, "compress_ratio=0 must lie"),
-    ({"compressor": "dgc", "index_coding": "elias_fano"}, "the others need a number of positions"),
+    ({"compressor": "dgc", "index_coding": "elias_fano"}, "elias_fano' needs a number of positions"),
     ({"compressor": "gtopk", "communicator": "allgather"}, "cannot carry 'gtopk'.*Use communicator 'allreduce'"),
     ({"world_size": 4}, r"world_size=4, but the transport has 1 worker\(s\): initialise Horovod or torch.distributed"),
     ({"world_size": "1"}, "world_size='1'"),
@@ -289,7 +309,7 @@ def test_a_name_is_given_once():
         register("fresh", "nocompression")(type("Other", (Compressor,), {}))
     with pytest.raises(ValueError, match="memory 'residual' is already registered"):
         register("residual")(type("Other", (Memory,), {}))
-    with pytest.raises(TypeError, match="Other is no Compressor, Memory or Communicator"):
+    with pytest.raises(TypeError, match="Other is no Compressor, Memory, Communicator or Policy"):
         register("other")(type("Other", (), {}))
     assert "fresh" not in compressors
     register("topk")(TopK)  # a module that is imported anew
@@ -299,7 +319,12 @@ def test_every_module_is_imported_by_its_package():
     for package, registry in (("compressors", compressors), ("memories", memories), ("communicators", communicators)):
         modules = {module.name for module in pkgutil.iter_modules([str(PACKAGE / package)])}
         found = {cls.__module__.rsplit(".", 1)[1] for cls in registry.values()}
-        shared = {"blockwise", "lowrank", "sparse"}  # what several methods share, without a name of its own
+        shared = {
+            "blockwise",
+            "lowrank",
+            "selectors",
+            "sparse",
+        }  # parts of several methods, without a name
         assert modules - shared == found
         for name, cls in registry.items():
             assert cls.registered_name == name

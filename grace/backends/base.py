@@ -200,7 +200,18 @@ class Backend(ABC):
         """Natural logarithm."""
 
     @abstractmethod
+    def exp(self, x: Array) -> Array: ...
+
+    @abstractmethod
     def cos(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def lgamma(self, x: Array) -> Array:
+        """Logarithm of the gamma function, of a few positive float64 numbers."""
+
+    @abstractmethod
+    def igammac(self, a: Array, x: Array) -> Array:
+        """Regularised upper incomplete gamma function Q(a, x), of a few float64 numbers; a > 0, x >= 0."""
 
     @abstractmethod
     def minimum(self, x: Array, y: Any) -> Array: ...
@@ -244,6 +255,20 @@ class Backend(ABC):
         """bool scalar: no element is NaN or infinite."""
         return self.all(self.isfinite(x))
 
+    def excess(self, x: Array, bound: Array) -> Array:
+        """float64[3]: by how much magnitudes of a vector exceed a bound: their number, their sum, their sum of squares.
+
+        ``bound``: float32[1], >= 0. Right but for the last bits of float32; of x that is not finite, any numbers. x
+        must not be empty.
+        """
+        over = self.maximum(self.abs(x) - bound, 0.0)
+        largest = self.max(over)
+        unit = self.where(largest > 0, largest, 1.0)  # so that squares stay in range
+        relative = over / unit
+        found = (self.sum(self.cast(over > 0, "int32")), self.sum(over), self.sum(relative * relative))
+        number, total, squares = (self.reshape(self.cast(each, "float64"), (1,)) for each in found)
+        return self.concat([number, total, squares * self.cast(unit, "float64") * self.cast(unit, "float64")])
+
     # -- integers ---------------------------------------------------------------------------------------------------
     @abstractmethod
     def bitwise_and(self, x: Array, y: Any) -> Array: ...
@@ -280,6 +305,10 @@ class Backend(ABC):
     @abstractmethod
     def nonzero(self, mask: Array) -> Array:
         """int32[K]: positions where a bool vector is true, ascending. Only here does a shape depend on values."""
+
+    def beyond(self, x: Array, bound: Array) -> Array:
+        """int32[K]: positions where the magnitude is not at or below ``bound``, float32[1], ascending; so NaN's too."""
+        return self.nonzero(self.invert(self.abs(x) <= bound))
 
     @abstractmethod
     def searchsorted(self, bounds: Array, x: Array) -> Array:
@@ -392,10 +421,22 @@ class Backend(ABC):
         spread = self.cast(packed, "int64") * 0x0101010101010101
         return self.bitcast(self.bitwise_and(spread, -0x7FBFDFEFF7FBFDFF), "uint8")[:n] != 0
 
+    # -- control -----------------------------------------------------------------------------------------------------
+    def loop(
+        self, more: Callable[..., Array], body: Callable[..., tuple[Array, ...]], values: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        """``values = body(*values)`` for as long as ``more(*values)``, a bool of one element, is true.
+
+        Shapes and dtypes stay. Each round waits for a device.
+        """
+        while more(*values):
+            values = body(*values)
+        return values
+
     # -- state ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def cell(self, value: Array) -> Any:
-        """A place that keeps an array between steps: ``read()`` and ``assign(array)``."""
+        """A place that keeps an array between steps: ``read()``, ``assign(array)``, and ``add(array)``, in place."""
 
     def quiet(self) -> AbstractContextManager[Any]:
         """A context in which arithmetic with infinities and NaN makes no warning: they are answers, not accidents."""
@@ -404,6 +445,18 @@ class Backend(ABC):
     @abstractmethod
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
         """``new`` if the bool scalar is true, else ``old``."""
+
+    @property
+    def tracing(self) -> bool:
+        """A graph is being made right now: values are symbols."""
+        return False
+
+    def switch(self, index: Array, branches: Sequence[Callable[[], Any]]) -> Any:
+        """``branches[index]()``, inside a graph when it runs; index is an int32 scalar.
+
+        Branches give the same structure of arrays, of the same shapes and dtypes. A graph holds them all.
+        """
+        return branches[int(index)]()
 
     @abstractmethod
     def require(self, ok: Array, message: str) -> None:
@@ -421,3 +474,6 @@ class Cell:
 
     def assign(self, value: Array) -> None:
         self._value = value
+
+    def add(self, value: Array) -> None:
+        self._value += value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -128,8 +129,17 @@ class NumpyBackend(Backend):
     def log(self, x: Array) -> Array:
         return np.log(x)
 
+    def exp(self, x: Array) -> Array:
+        return np.exp(x)
+
     def cos(self, x: Array) -> Array:
         return np.cos(x)
+
+    def lgamma(self, x: Array) -> Array:
+        return np.vectorize(math.lgamma, otypes=[np.float64])(x)
+
+    def igammac(self, a: Array, x: Array) -> Array:
+        return np.vectorize(_upper_gamma, otypes=[np.float64])(a, x)
 
     def minimum(self, x: Array, y: Any) -> Array:
         return np.minimum(x, y)
@@ -156,6 +166,9 @@ class NumpyBackend(Backend):
 
     def cumsum(self, x: Array) -> Array:
         return np.cumsum(x, dtype=x.dtype)
+
+    def excess(self, x: Array, bound: Array) -> Array:
+        return np.array(excess(x, float(bound[0])))
 
     def bitwise_and(self, x: Array, y: Any) -> Array:
         return np.bitwise_and(x, y)
@@ -195,6 +208,9 @@ class NumpyBackend(Backend):
 
     def nonzero(self, mask: Array) -> Array:
         return np.flatnonzero(mask).astype(np.int32)
+
+    def beyond(self, x: Array, bound: Array) -> Array:
+        return beyond(x, float(bound[0]))
 
     def searchsorted(self, bounds: Array, x: Array) -> Array:
         return np.searchsorted(bounds, x).astype(np.int32)
@@ -296,6 +312,73 @@ def _mix(h: Array) -> Array:
     h *= np.uint32(0xC2B2AE35)
     h ^= h >> np.uint32(16)
     return h
+
+
+def _upper_gamma(a: float, x: float) -> float:
+    # Q(a, x): one minus the series of P where x is small, else the continued fraction by Lentz's algorithm.
+    if not (0 < a < math.inf and x >= 0):
+        return math.nan
+    if x in (0.0, math.inf):
+        return 1.0 if x == 0 else 0.0
+    front = math.exp(a * math.log(x) - x - math.lgamma(a))
+    if x < a + 1:
+        term = total = 1 / a
+        number = a
+        while term > 1e-17 * total:
+            number += 1
+            term *= x / number
+            total += term
+        return 1 - front * total
+    tiny = 1e-300
+    b = x + 1 - a
+    c, d = 1 / tiny, 1 / b
+    fraction = d
+    for i in range(1, 10_000):
+        numerator = -i * (i - a)
+        b += 2
+        d = 1 / (numerator * d + b or tiny)
+        c = b + numerator / c or tiny
+        fraction *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return front * fraction
+
+
+def excess(x: Array, bound: float) -> tuple[float, float, float]:
+    """How many |x| exceed a bound, by how much in all, and the sum of those squares; piece by piece, in a cache."""
+    number, total, squares = 0, 0.0, 0.0
+    over, mask = np.empty(min(len(x), PIECE), np.float32), np.empty(min(len(x), PIECE), bool)
+    with np.errstate(all="ignore"):
+        for start in range(0, len(x), PIECE):
+            part = x[start : start + PIECE]
+            size, positive = over[: len(part)], mask[: len(part)]
+            np.abs(part, out=size)
+            np.subtract(size, bound, out=size)
+            np.greater(size, 0, out=positive)
+            number += int(np.count_nonzero(positive))
+            np.maximum(size, 0, out=size)
+            total += float(np.sum(size))
+            square = float(np.dot(size, size))
+            if not 1e-20 < square < 1e30:  # out of float32's range, or near its ends
+                wide = size.astype(np.float64)
+                square = float(np.dot(wide, wide))
+            squares += square
+    return float(number), total, squares
+
+
+def beyond(x: Array, bound: float) -> Array:
+    """int32[K]: where |x| is not at or below a bound; piece by piece, in a cache."""
+    magnitude, mask = np.empty(min(len(x), PIECE), np.float32), np.empty(min(len(x), PIECE), bool)
+    found = [np.zeros(0, np.int32)]
+    for start in range(0, len(x), PIECE):
+        part = x[start : start + PIECE]
+        size, below = magnitude[: len(part)], mask[: len(part)]
+        np.abs(part, out=size)
+        np.less_equal(size, bound, out=below)
+        places = np.flatnonzero(np.logical_not(below, out=below)).astype(np.int32)
+        places += start
+        found.append(places)
+    return np.concatenate(found)
 
 
 def largest_magnitudes(x: Array, k: int) -> Array:

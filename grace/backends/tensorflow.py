@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.backends.base import ITEMSIZE, Array, Backend
+from grace.backends.base import ITEMSIZE, PIECE, Array, Backend
 from grace.rng import MASK32
 
 
@@ -18,6 +18,8 @@ class TensorflowBackend(Backend):
 
     name = "tensorflow"
     traced = True
+    switching = False
+    """A branch of a `switch` is being made."""
 
     @property
     def kernels(self) -> Any:
@@ -39,7 +41,8 @@ class TensorflowBackend(Backend):
         return tf.zeros(shape, dtype)
 
     def full(self, shape: Any, value: Any, dtype: str = "float32") -> Array:
-        return tf.fill((shape,) if isinstance(shape, int) else shape, tf.cast(value, dtype))
+        value = tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)  # a cast is from float32
+        return tf.fill((shape,) if isinstance(shape, int) else shape, value)
 
     def arange(self, n: int, dtype: str = "int32") -> Array:
         return tf.range(n, dtype=dtype)
@@ -105,8 +108,17 @@ class TensorflowBackend(Backend):
     def log(self, x: Array) -> Array:
         return tf.math.log(x)
 
+    def exp(self, x: Array) -> Array:
+        return tf.exp(x)
+
     def cos(self, x: Array) -> Array:
         return tf.cos(x)
+
+    def lgamma(self, x: Array) -> Array:
+        return tf.math.lgamma(x)
+
+    def igammac(self, a: Array, x: Array) -> Array:
+        return tf.math.igammac(a, x)
 
     def minimum(self, x: Array, y: Any) -> Array:
         return tf.minimum(x, y)
@@ -137,6 +149,20 @@ class TensorflowBackend(Backend):
 
     def cumsum(self, x: Array) -> Array:
         return tf.cumsum(x)
+
+    def excess(self, x: Array, bound: Array) -> Array:
+        # In pieces that stay in a cache: a temporary as large as x costs more than what is done with it.
+        n = x.shape[0]
+        full = n // PIECE * PIECE
+        found = _excess(x[full:], bound) if full < n else tf.zeros(3, tf.float64)
+        if full:
+            _, found = tf.while_loop(
+                lambda start, found: start < full,
+                lambda start, found: (start + PIECE, found + _excess(x[start : start + PIECE], bound)),
+                (0, found),
+                parallel_iterations=1,
+            )
+        return found
 
     def bitwise_and(self, x: Array, y: Any) -> Array:
         return tf.bitwise.bitwise_and(x, tf.cast(y, x.dtype))
@@ -209,17 +235,50 @@ class TensorflowBackend(Backend):
             start, n = start + count, n - count
         return tf.bitcast(self.concat(pieces), tf.int32) if pieces else tf.zeros(0, tf.int32)
 
+    def loop(
+        self, more: Callable[..., Array], body: Callable[..., tuple[Array, ...]], values: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        return tf.while_loop(lambda *values: tf.reshape(more(*values), ()), body, values)
+
     def cell(self, value: Array) -> Any:
         return VariableCell(value)
 
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
         return tf.where(ok, new, old)
 
+    @property
+    def tracing(self) -> bool:
+        return tf.inside_function()
+
+    def switch(self, index: Array, branches: Sequence[Callable[[], Any]]) -> Any:
+        def inside(branch: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                outer, self.switching = self.switching, True
+                try:
+                    return branch()
+                finally:
+                    self.switching = outer
+
+            return run
+
+        return tf.switch_case(index, [inside(branch) for branch in branches])
+
     def require(self, ok: Array, message: str) -> None:
         if tf.inside_function():
             tf.debugging.Assert(ok, [message])
         elif not ok:
             raise FloatingPointError(message)
+
+
+def _excess(x: Array, bound: Array) -> Array:
+    over = tf.nn.relu(tf.abs(x) - bound)
+    number, total, half = tf.reduce_sum(tf.cast(over > 0, tf.float32)), tf.reduce_sum(over), tf.nn.l2_loss(over)
+    squares = tf.cond(
+        (half > 1e-20) & (half < 1e30),
+        lambda: 2 * tf.cast(half, tf.float64),
+        lambda: tf.reduce_sum(tf.square(tf.cast(over, tf.float64))),  # out of float32's range, or near its ends
+    )
+    return tf.stack([tf.cast(number, tf.float64), tf.cast(total, tf.float64), squares])
 
 
 class VariableCell:
@@ -233,6 +292,9 @@ class VariableCell:
 
     def assign(self, value: Array) -> None:
         self.variable.assign(value)
+
+    def add(self, value: Array) -> None:
+        self.variable.assign_add(value)
 
 
 @cache

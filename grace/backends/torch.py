@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from grace.backends.base import LARGE, PIECE, Array, Backend, Cell
-from grace.backends.numpy import largest_magnitudes
+from grace.backends.numpy import beyond, excess, largest_magnitudes
 from grace.kernels.host import host_kernels
 from grace.rng import MASK32, noise_offset, noise_rows
 
@@ -221,8 +221,17 @@ class TorchBackend(Backend):
     def log(self, x: Array) -> Array:
         return torch.log(x)
 
+    def exp(self, x: Array) -> Array:
+        return torch.exp(x)
+
     def cos(self, x: Array) -> Array:
         return torch.cos(x)
+
+    def lgamma(self, x: Array) -> Array:
+        return torch.lgamma(x)
+
+    def igammac(self, a: Array, x: Array) -> Array:
+        return torch.special.gammaincc(a, x)
 
     def minimum(self, x: Array, y: Any) -> Array:
         return torch.minimum(x, y) if isinstance(y, torch.Tensor) else torch.clamp(x, max=y)
@@ -274,6 +283,11 @@ class TorchBackend(Backend):
         low, high = torch.aminmax(x)  # NaN wins in both: one pass and no temporary
         return torch.isfinite(low) & torch.isfinite(high)
 
+    def excess(self, x: Array, bound: Array) -> Array:
+        if not self.on_host:
+            return super().excess(x, bound)
+        return torch.tensor(excess(x.numpy(), float(bound)), dtype=torch.float64)
+
     def bitwise_and(self, x: Array, y: Any) -> Array:
         return torch.bitwise_and(x, y)
 
@@ -323,6 +337,9 @@ class TorchBackend(Backend):
 
     def nonzero(self, mask: Array) -> Array:
         return torch.nonzero(mask).flatten().to(torch.int32)
+
+    def beyond(self, x: Array, bound: Array) -> Array:
+        return torch.from_numpy(beyond(x.numpy(), float(bound))) if self.on_host else super().beyond(x, bound)
 
     def searchsorted(self, bounds: Array, x: Array) -> Array:
         return torch.bucketize(x, bounds, out_int32=True)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from grace.core import Method, name_of
+from grace.planner import models
 from grace.registry import compressors, grace_from_params
 
 WORKERS = 4  # whose payloads are decoded
@@ -275,24 +276,7 @@ def shapes(config: Config, shaped: bool) -> dict[str, tuple[int, ...]]:
 
 def resnet50() -> dict[str, tuple[int, ...]]:
     """The 161 parameters of ResNet-50 (25,557,032 numbers), in the order of a forward pass."""
-    found: dict[str, tuple[int, ...]] = {}
-
-    def convolution(name: str, out: int, into: int, side: int) -> None:
-        found[f"{name}.weight"] = (out, into, side, side)
-        found[f"{name}.norm.weight"] = found[f"{name}.norm.bias"] = (out,)
-
-    convolution("stem", 64, 3, 7)
-    into = 64
-    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), 1):
-        for block in range(blocks):
-            name = f"stage{stage}.{block}"
-            convolution(f"{name}.reduce", width, into, 1)
-            convolution(f"{name}.middle", width, width, 3)
-            convolution(f"{name}.expand", 4 * width, width, 1)
-            if block == 0:
-                convolution(f"{name}.shortcut", 4 * width, into, 1)
-            into = 4 * width
-    return {**found, "head.weight": (1000, into), "head.bias": (1000,)}
+    return {layer.name: layer.shape for layer in models.resnet50()}
 
 
 def to_dict(thing: Any) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from grace.bench.plan import ALLOCATORS, TARGETS, Target, parse
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from grace.report import Report
+
 Record = dict[str, Any]
 NAMES = {"asis": "as it comes", "tuned": "tuned"}
 
@@ -213,4 +215,32 @@ def plot(results: Results, path: str) -> None:
     what = "ResNet-50" if tensors == "resnet50" else f"{size:,} elements"
     figure.suptitle(f"{what}, {threads} thread{'s'[: threads > 1]}, {results.machine['cpu']}", fontsize=10)
     figure.savefig(path)
+    pyplot.close(figure)
+
+
+def plot_levels(report: Report, epochs: int, path: str) -> None:
+    """Which level each tensor had in each of so many epochs, as coloured rows; the first level is the darkest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    shown = [tensor for tensor in report.tensors if tensor.levels]
+    if not shown:
+        raise ValueError("no tensor has levels: this report is of a run without a policy")
+    texts = list(dict.fromkeys(str(level) for tensor in shown for _, level in tensor.levels))
+    colours = pyplot.get_cmap("Blues_r")([0.15 + 0.7 * i / max(1, len(texts) - 1) for i in range(len(texts))])
+    figure, axis = pyplot.subplots(figsize=(8, 1.2 + 0.3 * len(shown)), layout="constrained")
+    for row, tensor in enumerate(shown):
+        ends = [epoch for epoch, _ in tensor.levels[1:]] + [epochs]
+        for (begin, level), end in zip(tensor.levels, ends, strict=True):
+            axis.barh(row, end - begin, left=begin, color=colours[texts.index(str(level))])
+    axis.set_yticks(range(len(shown)), [tensor.name for tensor in shown], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, epochs)
+    axis.set_xlabel("epoch")
+    handles = [Patch(color=colour, label=text) for colour, text in zip(colours, texts, strict=True)]
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)

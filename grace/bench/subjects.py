@@ -190,7 +190,7 @@ class Ours:
             first, state = flights[0].results["w"]
             meter = Meter(xp)
             meter.extend(["w"])
-            meter.add(["w"], flights[0].asked, lambda group: 0, {})
+            meter.add(meter.count(["w"], flights[0].asked, lambda group: 0, {}))
             self.bytes += meter.read()["w"][0]
         else:
             first, state = drive(program(0), [])

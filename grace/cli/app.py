@@ -10,9 +10,11 @@ from rich.console import Console
 
 import grace
 from grace import catalog
+from grace.cli import advise as advise_
 from grace.cli import bench as bench_
 from grace.cli import doctor as doctor_
 from grace.cli import methods as methods_
+from grace.cli import plan as plan_
 
 app = typer.Typer(
     name="grace",
@@ -22,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_.app)
+app.command()(plan_.plan)
+app.command()(advise_.advise)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -1,4 +1,4 @@
-"""How long methods take on this machine: `grace bench kernels`."""
+"""How long methods take on this machine, and how well thresholds are estimated: `grace bench kernels`, `sidco`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from grace.bench import kernels as bench
 from grace.bench import plan, show
+from grace.bench import sidco as thresholds
 
 WIDE = 160  # columns of a table that goes to a file or a pipe
 
@@ -132,6 +133,33 @@ def kernels(
         show.plot(results, str(plot_file))
     if not results.records:
         raise typer.Exit(1)
+
+
+@app.command()
+def sidco(
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all records there.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw K / k over the steps.")] = None,
+    epochs: Annotated[int, typer.Option(min=0, help="Of each training on handwritten digits; 0: none.")] = 30,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 3,
+    law_size: Annotated[float, typer.Option(min=0, help="Elements drawn from each law; 0: none.")] = 1e6,
+    backend: Annotated[str, typer.Option(help="Toolkits to time; empty: none.")] = "torch,tensorflow",
+    sizes: Annotated[str, typer.Option(help="Elements that are timed.")] = "1e6,1e7",
+) -> None:
+    """Compare estimated thresholds: on the gradients of a training, on laws, and in time. About ten minutes."""
+    backends = listed(backend, plan.BACKENDS, "--backend") if backend else []
+    results = thresholds.Results()
+    results.options = {"epochs": epochs, "seeds": seeds, "law_size": int(law_size)}
+    if plot_file is not None and not epochs:
+        raise typer.BadParameter("--plot draws what trainings found: leave out --epochs 0")
+    with Console(stderr=True).status("") as status:
+        thresholds.measure(
+            results, epochs, seeds, int(law_size), backends, numbers(sizes, "--sizes"), lambda text: status.update(text)
+        )
+    thresholds.render(results, Console() if sys.stdout.isatty() else Console(width=WIDE))
+    if json_file is not None:
+        json_file.write_text(json.dumps(results.to_dict(), indent=1) + "\n")
+    if plot_file is not None and results.training:
+        thresholds.plot(results, str(plot_file))
 
 
 def _chosen(specs: list[str], with_peers: bool) -> tuple[list[plan.Case], dict[str, str]]:

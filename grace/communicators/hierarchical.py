@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from grace.collectives import AllToAll, Gather
 from grace.core import Array, Communicator, Context, Method, Program, State, Transport, name_of
-from grace.execution import as_array
+from grace.execution import as_array, shards
 from grace.registry import communicators, register, usual_communicator
 
 T = TypeVar("T")
@@ -32,12 +31,7 @@ class Hierarchical(Communicator):
     node_size: int = 0
 
     def fitted(self, method: Method, transport: Transport) -> Communicator:
-        size = self.node_size or transport.node_size
-        if size < 1 or transport.size % size:
-            raise ValueError(
-                f"communicator 'hierarchical' needs machines of equal size, but node_size={size} does not divide "
-                f"{transport.size} workers: set node_size, or use another communicator"
-            )
+        size = machine_size("hierarchical", self.node_size, transport)
         outer = self.outer
         if not isinstance(outer, Communicator):
             outer = communicators.find(outer or usual_communicator(method.compressor))()
@@ -59,12 +53,15 @@ class Hierarchical(Communicator):
     def applies(self, method: Method, ctx: Context) -> bool:
         return all(method.compressor.applies(self._cross(method, ctx, place)) for place in range(self.node_size))
 
-    def init(self, method: Method, ctx: Context) -> State:
-        return self.outer.init(method, self._cross(method, ctx, ctx.rank % self.node_size))
+    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+        points: dict[str, tuple[Method, Context]] = self.outer.points(
+            method, self._cross(method, ctx, ctx.rank % self.node_size)
+        )
+        return points
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
-        xp, bounds = ctx.xp, self._bounds(method, ctx)
-        sizes = [stop - start for start, stop in bounds]
+        xp, sizes = ctx.xp, [shard.size for shard in shards(method.compressor, ctx, self.node_size)]
+        bounds = pairwise(accumulate(sizes, initial=0))
         received = yield AllToAll(tuple((x[start:stop],) for start, stop in bounds), "node")
         (total,), *others = received
         for (other,) in others:
@@ -73,26 +70,25 @@ class Hierarchical(Communicator):
         program = self.outer.reduce(total / self.node_size, method, state, cross)
         mean, state = yield from _across(program)
         mean = as_array(mean)
-        shards = yield Gather((xp.pad(mean, sizes[0]),), group="node")  # the last shards are shorter than the first
-        return xp.concat([shard[:size] for (shard,), size in zip(shards, sizes, strict=True)]), state
-
-    def _bounds(self, method: Method, ctx: Context) -> list[tuple[int, int]]:
-        # Where the shards of a machine's workers begin and end: whole blocks and bytes, or whole rows.
-        if method.compressor.shaped:
-            unit = ctx.size // max(1, ctx.shape[0]) if ctx.shape else 1
-        else:
-            unit = math.lcm(8, method.compressor.block or 1)
-        full = -(-ctx.size // (max(1, unit) * self.node_size)) * max(1, unit)
-        ends = [min(place * full, ctx.size) for place in range(self.node_size + 1)]
-        return list(pairwise(ends))
+        # The last shards are shorter than the first.
+        gathered = yield Gather((xp.pad(mean, sizes[0]),), group="node")
+        return xp.concat([shard[:size] for (shard,), size in zip(gathered, sizes, strict=True)]), state
 
     def _cross(self, method: Method, ctx: Context, place: int) -> Context:
         # The shard of one worker of a machine, as the workers see it that exchange it.
-        start, stop = self._bounds(method, ctx)[place]
-        shard = ctx.piece(start, stop - start)
-        if method.compressor.shaped and len(ctx.shape) > 1:
-            shard = replace(shard, shape=((stop - start) // (ctx.size // ctx.shape[0] or 1), *ctx.shape[1:]))
+        shard = shards(method.compressor, ctx, self.node_size)[place]
         return replace(shard, rank=ctx.rank // self.node_size, world_size=ctx.world_size // self.node_size)
+
+
+def machine_size(name: str, node_size: int, transport: Transport) -> int:
+    """Workers of a machine, for a communicator's ``node_size``; 0: as they were launched."""
+    size = node_size or transport.node_size
+    if size < 1 or transport.size % size:
+        raise ValueError(
+            f"communicator {name!r} needs machines of equal size, but node_size={size} does not divide "
+            f"{transport.size} workers: set node_size, or use another communicator"
+        )
+    return size
 
 
 def _across(program: Program[T]) -> Program[T]:

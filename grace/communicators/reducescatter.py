@@ -40,8 +40,8 @@ class ReduceScatter(Communicator):
     def applies(self, method: Method, ctx: Context) -> bool:
         return method.compressor.applies(self.row(ctx, 0))
 
-    def init(self, method: Method, ctx: Context) -> State:
-        return join(**{str(to): method.init(self.row(ctx, to)) for to in range(ctx.world_size)})
+    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+        return {str(to): (method, self.row(ctx, to)) for to in range(ctx.world_size)}
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, states, parts = ctx.xp, {}, []

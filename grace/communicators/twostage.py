@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from grace.collectives import AllToAll, Gather
 from grace.communicators.allgather import refuse_agreed
@@ -51,9 +51,9 @@ class TwoStage(Communicator):
                 "'residual'"
             )
 
-    def init(self, method: Method, ctx: Context) -> State:
+    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
         shard = self.shard(method.compressor, ctx, ctx.rank)
-        return join(worker=method.init(ctx), server=_server(method).init(shard.stage("server")))
+        return {"worker": (method, ctx), "server": (method.again, shard.stage("server"))}
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, compressor, workers = ctx.xp, method.compressor, range(ctx.world_size)
@@ -67,7 +67,7 @@ class TwoStage(Communicator):
 
         shard = self.shard(compressor, ctx, ctx.rank)
         mean = method.mean(received, shard).array()
-        payload, server = yield from _server(method).encode(mean, scope(state, "server"), shard.stage("server"))
+        payload, server = yield from method.again.encode(mean, scope(state, "server"), shard.stage("server"))
 
         # The last shards are shorter than the first: filled up for the exchange, and cut off again.
         sizes = [[xp.shape(array)[0] for array in part] for part in parts]
@@ -87,8 +87,3 @@ class TwoStage(Communicator):
         full = self.shard_size(compressor, ctx)
         start = min(worker * full, ctx.size)
         return ctx.piece(start, min(full, ctx.size - start))
-
-
-def _server(method: Method) -> Method:
-    # What the owner of a shard compresses its mean with.
-    return method if method.memory.server is None else replace(method, memory=method.memory.server)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from grace import blocks
 from grace.compressors.sparse import Scattered
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, Payload, Resize, State, Steps
 from grace.registry import register
 
 
@@ -31,6 +33,7 @@ class AdaComp(Scattered):
     ragged = True
     memory = "none"
     feedback = True
+    resize: ClassVar[Mapping[str, Resize]] = {"residual": Resize.SUM}
 
     def __post_init__(self) -> None:
         if not 2 <= self.bin_size <= 128:

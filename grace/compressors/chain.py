@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from grace.compressors.qsgd import QSGD
+from grace.compressors.selectors import SelectingSparsifier
 from grace.compressors.sparse import Scattered, Sparsifier
 from grace.compressors.topk import TopK
 from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, name_of, run
@@ -17,10 +18,11 @@ class Chain(Scattered):
     """Send some elements with their positions, and their values in fewer bits.
 
     Payload: the quantiser's arrays for the k values, then the positions as the sparsifier writes them.
-    ``sparsifier``: a method that sends a known number of elements, such as "topk" or "randomk".
+    ``sparsifier``: a method that sends a known number of elements, such as "topk" (selector "exact" or "chunk") or
+    "randomk".
     ``quantizer``: a method without state for the values, such as "qsgd", "natural" or "efsignsgd".
-    Keys of the two (``compress_ratio``, ``quantum_num``) are keys of this one. Both may be instances: a chain is a
-    quantiser too, so that there may be three stages.
+    Keys of the two (``compress_ratio``, ``selector``, ``quantum_num``) are keys of this one. Both may be instances: a
+    chain is a quantiser too, so that there may be three stages.
     Basu, Data, Karakus and Diggavi, "Qsparse-local-SGD", NeurIPS 2019, arXiv:1906.02367, section 2, for top-k with
     random rounding; any two methods compose in the same way.
     """
@@ -32,10 +34,11 @@ class Chain(Scattered):
     def __post_init__(self) -> None:
         first, second = self.sparsifier, self.quantizer
         if not isinstance(first, Sparsifier) or first.ragged or first.combine is Combine.AGREED:
-            raise ValueError(
-                f"sparsifier={name_of(first)!r} does not send a known number of elements: use 'topk' or 'randomk'"
-            )
-        has_state = type(second).init is not Compressor.init
+            remedy = "use 'topk' or 'randomk'"
+            if isinstance(first, SelectingSparsifier):
+                remedy = f"with selector={first.selector!r} it varies; use selector 'exact' or 'chunk'"
+            raise ValueError(f"sparsifier={name_of(first)!r} does not send a known number of elements: {remedy}")
+        has_state = type(second).init not in (Compressor.init, SelectingSparsifier.init)  # of a fixed number: none
         if second.ragged or second.vote or has_state or second.combine is Combine.AGREED:
             raise ValueError(
                 f"quantizer={name_of(second)!r} is a vote, has a state, sends no fixed number of bytes or needs all "

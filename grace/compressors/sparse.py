@@ -11,6 +11,9 @@ from typing import Any
 from grace import indices
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
 
+LARGEST = 2.0**127 * (2 - 2.0**-23)
+"""The largest number of float32."""
+
 
 class Scattered(Compressor):
     """Sends numbers for some elements, which are added up one payload after the other."""
@@ -148,6 +151,18 @@ def first(xp: Any, above: Array, band: Array, count: Array) -> Array:
     """bool[n]: all that are ``above``, and of the ``band`` the first, ``count`` in all."""
     room = count - xp.sum(xp.cast(above, "int32"))
     return above | (band & (xp.cumsum(xp.cast(band, "int32")) <= room))
+
+
+def beyond(xp: Any, x: Array, threshold: Array) -> Array:
+    """int32[K]: where |x| exceeds a threshold, float32[1], ascending; if nowhere, where it is largest.
+
+    What is not finite exceeds any threshold, and so is seen by every worker.
+    """
+    found = xp.beyond(x, xp.where(xp.isfinite(threshold), threshold, LARGEST))
+    none = xp.lengths([found]) == 0
+    best = xp.mended(xp.invert(none), xp.zeros(1, "int32"), lambda: xp.topk_abs(x, 1))
+    (extra,) = xp.integers(xp.cast(none, "int32"))
+    return xp.concat([best[:extra], found])
 
 
 def signed(xp: Any, positions: Array, negative: Array) -> Array:

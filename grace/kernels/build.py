@@ -21,6 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = ("kernels.h", "vectors.h", "loops.cc", "kernels.cc")
+TIMELINE_SOURCES = ("timeline.cc",)
 TENSORFLOW_SOURCES = ("kernels.h", "tensorflow_ops.cc")
 TENSORFLOW_FLAGS = ("-O2", "-fPIC", "-w", "-shared", "-pthread")
 # Results are exact: no -ffast-math, and no product is fused with a sum unless the source says so.
@@ -52,6 +53,12 @@ def library_name() -> str:
 
 
 @cache
+def timeline_name() -> str:
+    """File name of the planner's library that fits its sources and this machine."""
+    return f"timeline-{_digest(TIMELINE_SOURCES, FLAGS)}.so"
+
+
+@cache
 def tensorflow_name() -> str | None:
     """File name of TensorFlow's operations that fit these sources and the TensorFlow installed; None without one."""
     version = _tensorflow_version()
@@ -74,6 +81,11 @@ def build() -> Path | None:
     return find(library_name()) or _make(library_name(), _compile_kernels)
 
 
+def build_timeline() -> Path | None:
+    """The planner's built library, likewise."""
+    return find(timeline_name()) or _make(timeline_name(), _compile_timeline)
+
+
 def build_tensorflow() -> Path | None:
     """The built operations for TensorFlow, likewise; None, without a line, where TensorFlow is not installed."""
     name = tensorflow_name()
@@ -85,9 +97,9 @@ def main() -> int:
     path = build()
     if path:
         print(f"kernels: {path}")
-        path = build_tensorflow()
-        if path:
-            print(f"kernels: {path}")
+        for path in (build_timeline(), build_tensorflow()):
+            if path:
+                print(f"kernels: {path}")
     return 0
 
 
@@ -118,6 +130,12 @@ def _compile_kernels(cxx: str, scratch: Path) -> Path:
         _run(cxx, *FLAGS, *(("-DGRACE_X86",) if x86 else ()), *flags, "-c", str(HERE / source), "-o", objects[-1])
     made = scratch / "kernels.so"
     _run(cxx, "-shared", "-pthread", *objects, "-o", str(made))
+    return made
+
+
+def _compile_timeline(cxx: str, scratch: Path) -> Path:
+    made = scratch / "timeline.so"
+    _run(cxx, *FLAGS, "-shared", str(HERE / "timeline.cc"), "-o", str(made))
     return made
 
 

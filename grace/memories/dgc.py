@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, State, Steps, name_of
+from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps, name_of
 from grace.registry import register
 
 
@@ -30,6 +32,7 @@ class DGC(Memory):
     masking: bool = True
     feedback = True
     momentum_inside = True
+    resize: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN, "residual": Resize.SUM}
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, State, Steps, name_of
+from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps, name_of
 from grace.registry import register
 
 
@@ -22,6 +24,7 @@ class Diana(Memory):
     """
 
     alpha: float = 0.0
+    resize: ClassVar[Mapping[str, Resize]] = {"shift": Resize.MEAN}
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, State, Steps
+from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps
 from grace.registry import register
 
 
@@ -21,6 +23,7 @@ class EF21(Memory):
     """
 
     feedback = True
+    resize: ClassVar[Mapping[str, Resize]] = {"estimate": Resize.MEAN}
 
     def init(self, ctx: Context) -> State:
         return {"estimate": ctx.xp.zeros(ctx.size), "mean": ctx.xp.zeros(ctx.size)}

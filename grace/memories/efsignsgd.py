@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, State, Steps
+from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps
 from grace.registry import register
 
 
@@ -24,6 +25,7 @@ class EFSignSGDMemory(Memory):
 
     lr: float = 0.1
     feedback = True
+    resize: ClassVar[Mapping[str, Resize]] = {"residual": Resize.SUM}
 
     def __post_init__(self) -> None:
         if not self.lr > 0:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, State, Steps
+from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps
 from grace.registry import register
 
 
@@ -19,6 +21,7 @@ class Momentum(Memory):
     """
 
     momentum: float = 0.9
+    resize: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN}
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from grace.collectives import Reduce
-from grace.core import Array, Compressor, Context, Memory, Payload, Program, State
+from grace.core import Array, Compressor, Context, Memory, Payload, Program, Resize, State
 from grace.memories.residual import Residual
 from grace.registry import register
 
@@ -35,6 +36,7 @@ class OneBitAdam(Memory):
     feedback = True
     momentum_inside = True
     server = Residual()
+    resize: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN, "residual": Resize.SUM}
 
     def __post_init__(self) -> None:
         if self.freeze_step < 1:

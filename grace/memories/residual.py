@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, State, Steps
+from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps
 from grace.registry import register
 
 
@@ -22,6 +24,7 @@ class Residual(Memory):
     beta: float = 1.0
     gamma: float = 1.0
     feedback = True
+    resize: ClassVar[Mapping[str, Resize]] = {"residual": Resize.SUM}
 
     @property
     def plain(self) -> bool:  # type: ignore[override]

@@ -186,7 +186,8 @@ def unchanged(one: Any, two: Any) -> bool:
 
 def fitting(compressor: Compressor) -> list[Communicator]:
     """The registered communicators that carry a compressor, of whole gradients."""
-    return [cls() for cls in communicators.values() if not cls.scattered and carries(cls(), compressor)]
+    made: list[Communicator] = [cls() for cls in communicators.values()]
+    return [each for each in made if not each.scattered and carries(each, compressor)]
 
 
 def accepted(communicator: Communicator) -> list[Compressor]:

@@ -6,6 +6,7 @@ import importlib
 import json
 import time
 from abc import abstractmethod
+from itertools import accumulate, pairwise
 from typing import Any
 
 from grace.core import Array, Transport
@@ -114,7 +115,10 @@ class TorchHorovod(_BoundHorovod):
 
         def wait() -> Any:
             # synchronize spins: sleeping leaves the cores to Horovod's own threads and to the other workers.
+            end = time.monotonic() + self.timeout
             while not self._hvd.poll(handle):
+                if time.monotonic() > end:
+                    raise self.late(name)
                 time.sleep(POLL_SECONDS)
             return self._hvd.synchronize(handle)
 
@@ -135,14 +139,13 @@ class TorchHorovod(_BoundHorovod):
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
         return self._begin(self._hvd.broadcast_async, buffer, self.root(root), name=name)
 
-    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
-        here = self.xp.shape(buffers[self.rank])[0]
+    def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         splits = self.xp.asarray([len(buffer) for buffer in buffers], "int32")
         wait = self._begin(self._hvd.alltoall_async, self.xp.concat(buffers), splits, name=name)
 
         def finish() -> list[Array]:
             received, _ = wait()
-            return [received[w * here : (w + 1) * here] for w in range(self.size)]
+            return list(received.split(sizes))
 
         return finish
 
@@ -150,28 +153,51 @@ class TorchHorovod(_BoundHorovod):
 class TensorflowHorovod(_BoundHorovod):
     """TensorFlow tensors through Horovod's ops: in a graph the executor overlaps them, eagerly each one waits."""
 
+    rooted = False  # a graph that mixes strategies over a root was seen to hang
+
+    def __init__(self, xp: Any, hvd: Any, process_set: Any, rank: int, size: int):
+        super().__init__(xp, hvd, process_set, rank, size)
+        self._unseen: list[Any] = []  # nothing, received by a worker that only sent
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        # Horovod matches messages by the names of nodes. Those inside a switch get a prefix when the graph is
+        # optimised, which is not the same on every worker; without it the name given here is left.
+        return {"process_set": self._process_set, "ignore_name_scope": self.xp.switching}
+
     def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:
-        result = self._hvd.allreduce(buffer, op=self._ops[op], name=name, process_set=self._process_set)
+        result = self._hvd.allreduce(buffer, op=self._ops[op], name=name, **self._options)
         return lambda: result
 
     def gather(self, buffer: Array, name: str) -> Wait:
-        result = self._hvd.allgather(buffer, name=name, process_set=self._process_set)
+        result = self._hvd.allgather(buffer, name=name, **self._options)
         size = self.xp.shape(buffer)[0]
         return lambda: [result[w * size : (w + 1) * size] for w in range(self.size)]
 
     def gather_ragged(self, buffer: Array, name: str) -> Wait:
         import tensorflow as tf
 
-        sizes = self._hvd.allgather(self.xp.lengths([buffer]), name=f"{name}.sizes", process_set=self._process_set)
-        result = self._hvd.allgather(buffer, name=name, process_set=self._process_set)
+        sizes = self._hvd.allgather(self.xp.lengths([buffer]), name=f"{name}.sizes", **self._options)
+        result = self._hvd.allgather(buffer, name=name, **self._options)
         return lambda: tf.split(result, tf.reshape(sizes, (self.size,)), num=self.size)
 
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
-        result = self._hvd.broadcast(buffer, self.root(root), name=name, process_set=self._process_set)
+        import tensorflow as tf
+
+        # A graph would drop what nobody here looks at, and the root would wait for it: control dependencies do not keep
+        # it. Who only sends to a root is given something back by a broadcast, which the nothing that came goes into.
+        unseen, self._unseen = self._unseen, []
+        if not tf.executing_eagerly():
+            here = tf.compat.v1.get_default_graph()
+            nothing = [x for x in unseen if tf.is_symbolic_tensor(x) and x.graph is here]
+            buffer = tf.reshape(tf.concat([buffer, *nothing], 0), buffer.shape) if nothing else buffer
+        result = self._hvd.broadcast(buffer, self.root(root), name=name, **self._options)
         return lambda: result
 
-    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
-        here = self.xp.shape(buffers[self.rank])[0]
+    def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         splits = self.xp.asarray([self.xp.shape(buffer)[0] for buffer in buffers], "int32")
-        received, _ = self._hvd.alltoall(self.xp.concat(buffers), splits, name=name, process_set=self._process_set)
-        return lambda: [received[w * here : (w + 1) * here] for w in range(self.size)]
+        received, _ = self._hvd.alltoall(self.xp.concat(buffers), splits, name=name, **self._options)
+        if sum(sizes) == 0:
+            self._unseen.append(received)
+        ends = list(accumulate(sizes, initial=0))
+        return lambda: [received[start:end] for start, end in pairwise(ends)]

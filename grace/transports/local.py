@@ -82,8 +82,9 @@ class LocalTransport(MessageTransport):
         ragged = getattr(collective, "ragged", False)
         details = [str(getattr(collective, field)) for field in ("op", "root") if hasattr(collective, field)]
         arrays = arrays_of(collective)
-        if isinstance(collective, AllToAll):  # parts are cut alike on all workers
-            details.append(f"{len(collective.parts)} parts")
+        if isinstance(collective, AllToAll):  # parts are cut alike on all workers, but for those of neighbours
+            details.append(f"{len(collective.parts)} parts{' between neighbours' * collective.mutual}")
+            arrays = () if collective.mutual else arrays
         shapes = [
             f"{self.xp.dtype(array)}{['?', *self.xp.shape(array)[1:]] if ragged else list(self.xp.shape(array))}"
             for array in arrays
@@ -116,6 +117,6 @@ class LocalTransport(MessageTransport):
 
     broadcast_ragged = broadcast
 
-    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
+    def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         wait = self._post(name, buffers)
         return lambda: [sent[self.rank] for sent in wait()]

@@ -36,7 +36,17 @@ class MessageTransport(Transport):
     def _part(self, ranks: list[int]) -> MessageTransport:
         if len(ranks) == self.size:
             return self
-        return Alone(self.xp) if len(ranks) == 1 else self.among(ranks)
+        part = Alone(self.xp) if len(ranks) == 1 else self.among(ranks)
+        part.timeout = self.timeout
+        return part
+
+    def late(self, name: str) -> TimeoutError:
+        """What to raise when other workers do not answer."""
+        return TimeoutError(
+            f"worker {self.rank} of {self.size} has waited {self.timeout:g} s for the others' {name!r}: one of them is "
+            "gone, stuck, or does something else. Its own output says why; if steps may take longer, raise timeout in "
+            "grace_from_params"
+        )
 
     @abstractmethod
     def among(self, ranks: list[int]) -> MessageTransport:
@@ -74,8 +84,8 @@ class MessageTransport(Transport):
         return finish
 
     @abstractmethod
-    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
-        """``buffers[d]`` goes to worker d. Wait gives a list of what came from each, all as long as buffers[rank]."""
+    def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
+        """``buffers[d]`` goes to worker d. Wait gives a list of what came from each, ``sizes[w]`` bytes from w."""
 
     def start(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
         groups: dict[str, list[int]] = {}
@@ -166,17 +176,29 @@ class MessageTransport(Transport):
         return lambda: [arrays for (arrays,) in _deal(items, [self._unpack_ragged(wait(), layout)])]
 
     def _start_alltoall(self, items: list[AllToAll], tag: str) -> Wait:
+        xp = self.xp
         packed = [self._pack(array for item in items for array in item.parts[worker]) for worker in range(self.size)]
-        wait = self.all_to_all([buffer for buffer, _ in packed], tag)
-        layout = packed[self.rank][1]  # what is sent to this worker has the same shapes from everybody
-        mine = [Gather(item.parts[self.rank]) for item in items]
-        return lambda: _deal(mine, [self._unpack(received, layout) for received in wait()])
+        # What comes has the shapes of what this worker keeps, or of what it sends there.
+        like = [worker if items[0].mutual else self.rank for worker in range(self.size)]
+        wait = self.all_to_all([buffer for buffer, _ in packed], [xp.shape(packed[w][0])[0] for w in like], tag)
+
+        def finish() -> list[Any]:
+            results: list[Any] = [[] for _ in items]
+            for w, received in zip(like, wait(), strict=True):
+                parts = [Gather(item.parts[w]) for item in items]
+                for result, dealt in zip(results, _deal(parts, [self._unpack(received, packed[w][1])]), strict=True):
+                    result += dealt
+            return results
+
+        return finish
+
+    _start_alltoall_mutual = _start_alltoall
 
     # -- buffers ----------------------------------------------------------------------------------------------------
     def _pack(self, arrays: Any) -> tuple[Array, Layout]:
         xp, arrays = self.xp, list(arrays)
         layout = [(xp.dtype(array), xp.shape(array)) for array in arrays]
-        return xp.concat([xp.to_bytes(array) for array in arrays]), layout
+        return xp.concat([xp.to_bytes(array) for array in arrays]) if arrays else xp.zeros((0,), "uint8"), layout
 
     def _unpack(self, buffer: Array, layout: Layout) -> tuple[Array, ...]:
         arrays = []
@@ -226,7 +248,7 @@ class Alone(MessageTransport):
 
     broadcast_ragged = broadcast
 
-    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
+    def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         return lambda: buffers
 
 
@@ -239,7 +261,7 @@ def _kind(collective: Collective) -> tuple[Any, ...]:
     if isinstance(collective, Broadcast):
         return ("broadcast_ragged" if collective.ragged else "broadcast", collective.root)
     if isinstance(collective, AllToAll):
-        return ("alltoall",)
+        return ("alltoall_mutual",) if collective.mutual else ("alltoall",)
     raise TypeError(f"{collective!r} is not a collective; yield Reduce, Gather, Broadcast or AllToAll")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class TorchDistributedTransport(MessageTransport):
         work = dist.all_reduce(buffer, OPS[op], self._group, async_op=True)
 
         def finish() -> Array:
-            work.wait()
+            self._wait(work, name, buffer)
             return buffer
 
         return finish
@@ -70,17 +71,30 @@ class TorchDistributedTransport(MessageTransport):
     def gather(self, buffer: Array, name: str) -> Wait:
         buffer = buffer.contiguous()
         if self.size > 1 and buffer.device.type == "cpu" and buffer.shape[0] > POINT_TO_POINT:
-            return self._gather_directly(buffer)
+            return self._gather_directly(buffer, name)
         gathered = self.xp.empty(self.size * buffer.shape[0], "uint8")
         work = ALL_GATHER(gathered, buffer, self._group, async_op=True)
 
         def finish() -> list[Array]:
-            work.wait()
+            self._wait(work, name, buffer)
             return list(gathered.view(self.size, -1))
 
         return finish
 
-    def _gather_directly(self, buffer: Array) -> Wait:
+    def _wait(self, work: Any, name: str, buffer: Array) -> None:
+        if buffer.device.type != "cpu":
+            work.wait()  # a time limit would hold the host up; NCCL has a watchdog of its own
+            return
+        try:
+            work.wait(timedelta(seconds=min(self.timeout, 1e8)))  # it knows no infinity
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                raise self.late(name) from error
+            raise ConnectionError(
+                f"worker {self.rank} of {self.size} has lost another one at {name!r}: {error}"
+            ) from error
+
+    def _gather_directly(self, buffer: Array, name: str) -> Wait:
         # Everybody sends to everybody at once. gloo's own gather passes large messages on from worker to worker, which
         # takes about three times as long on a fast network.
         rows, works = {self.rank: buffer}, []
@@ -92,7 +106,7 @@ class TorchDistributedTransport(MessageTransport):
 
         def finish() -> list[Array]:
             for work in works:
-                work.wait()
+                self._wait(work, name, buffer)
             return [rows[rank] for rank in range(self.size)]
 
         return finish
@@ -116,20 +130,19 @@ class TorchDistributedTransport(MessageTransport):
         work = dist.broadcast(buffer, self._global(root), self._group, async_op=True)
 
         def finish() -> Array:
-            work.wait()
+            self._wait(work, name, buffer)
             return buffer
 
         return finish
 
-    def all_to_all(self, buffers: list[Array], name: str) -> Wait:
-        here = buffers[self.rank].shape[0]
-        received = buffers[0].new_empty(self.size * here)
+    def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
+        received = buffers[0].new_empty(sum(sizes))
         work = dist.all_to_all_single(
-            received, torch.cat(buffers), [here] * self.size, [len(b) for b in buffers], self._group, async_op=True
+            received, torch.cat(buffers), sizes, [len(b) for b in buffers], self._group, async_op=True
         )
 
         def finish() -> list[Array]:
-            work.wait()
-            return list(received.split(here)) if here else [received] * self.size
+            self._wait(work, name, received)
+            return list(received.split(sizes))
 
         return finish

@@ -87,6 +87,92 @@ def threshold(coding, golden=None):
     )
 
 
+def selected(selector, ratio, count, coding="int32", golden=None):
+    """Top-k by another selector; ``count``: (magnitudes, k) -> how many of the largest it takes."""
+
+    def largest(x):
+        size = abs(x.reshape(-1))
+        many = count(size, share(ratio, len(size))) if len(size) > 100 else share(ratio, len(size))
+        return np.argsort(-size, kind="stable")[:many]
+
+    return Row(
+        {"compressor": "topk", "compress_ratio": ratio, "selector": selector, "index_coding": coding},
+        ANY,
+        lambda x: 4 * len(largest(x)) + coded(coding, x.size, len(largest(x))),
+        masked(lambda x, where: largest(x)),
+        ragged=True,
+        mask=True,
+        golden=golden,
+    )
+
+
+def of_range(size, part):
+    """How many exceed a part of the way from the mean magnitude to the largest."""
+    mean = size.astype(np.float64).mean()
+    return int((size > np.float32(mean + part * (float(size.max()) - mean))).sum())
+
+
+def bisected(size, k):
+    low, high = 0.0, 1.0
+    while high - low > 0.2:
+        many = of_range(size, (low + high) / 2)
+        if k < many < 2 * k:
+            break
+        low, high = ((low + high) / 2, high) if many > k else (low, (low + high) / 2)
+    return max(many, 1)
+
+
+def trimmed(size, k):
+    return next((many for part in (0.8, 0.6, 0.4, 0.2) if (many := of_range(size, part)) >= k), of_range(size, 0))
+
+
+def chunks(ratio, golden=None):
+    """The largest of each chunk of 4096 elements or more."""
+
+    def positions(x, where):
+        n, k = len(x), share(ratio, len(x))
+        size = max(4096, math.ceil(n / k))
+        full, rest = divmod(n, size)
+        last = max(1, k * rest // n) if rest else 0
+        wanted = [(k - last) // max(full, 1) + (i < (k - last) % max(full, 1)) for i in range(full)] + [last]
+        found = [
+            i * size + np.argsort(-abs(x[i * size : (i + 1) * size]), kind="stable")[:many]
+            for i, many in enumerate(wanted)
+        ]
+        return np.concatenate(found)
+
+    def kept_at_least(n):
+        k, full = share(ratio, n), n // max(4096, math.ceil(n / share(ratio, n)))
+        if not full:
+            return k / n
+        size = max(4096, math.ceil(n / k))
+        last = max(1, k * (n % size) // n) if n % size else 0
+        return min((k - last) // full / size, last / (n % size) if n % size else 1)
+
+    return Row(
+        {"compressor": "topk", "compress_ratio": ratio, "selector": "chunk"},
+        ANY,
+        lambda x: 8 * share(ratio, x.size),
+        masked(positions),
+        mask=True,
+        contraction=kept_at_least,
+        golden=golden,
+    )
+
+
+def sidco(ratio, sid="p", golden=None, **params):
+    """Of up to 4095 elements the largest; thresholds for more: test_sidco.py."""
+    return Row(
+        {"compressor": "sidco", "compress_ratio": ratio, "sid": sid, **params},
+        ANY,
+        None,
+        masked(lambda x, where: np.argsort(-abs(x), kind="stable")[: share(ratio, len(x))]),
+        ragged=True,
+        mask=True,
+        golden=golden,
+    )
+
+
 CHOSEN = np.array([0.5, -1, 2, -0.75, 1.5], np.float32)  # of the golden vector, at 0 1 5 6 7
 ROWS = [
     topk(0.01),
@@ -102,5 +188,11 @@ ROWS = [
     randomk(1.0),
     randomk(0.25, scaled=True, golden=("000000400000803f",)),
     threshold("int32", golden=(CHOSEN.tobytes().hex(), hexes(0, 1, 5, 6, 7, dtype="i4"))),
+    selected("bisect", 0.05, bisected, golden=(hexes(2, dtype="f4"), hexes(5, dtype="i4"))),
+    selected("trim", 0.02, trimmed, "bitmap"),
+    chunks(0.01, golden=(hexes(2, dtype="f4"), hexes(5, dtype="i4"))),
+    sidco(0.25, golden=(hexes(2, 1.5, dtype="f4"), hexes(5, 7, dtype="i4"))),
+    sidco(0.01, "gp"),
+    sidco(0.1, "e", index_coding="bitmap"),
     threshold("bitmap", golden=(CHOSEN.tobytes().hex(), "e3")),
 ]

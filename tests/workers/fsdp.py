@@ -178,6 +178,24 @@ optimizer.load_state_dict(saved[1])
 grc.load_state_dict(saved[2])
 found["resumed"] = (straight, train(model, 3, optimizer, first=3))
 
+# PyTorch's own checkpoints, which otherwise keep one worker's tensors for all.
+from torch.distributed import checkpoint as dcp
+
+
+def parts(model, grc):
+    return {"model": model.state_dict(), "grace": grace.torch.CheckpointState(grc)}
+
+
+grc, model = compressed(INT4)
+train(model, 3)
+wanted = grc.state_dict()["tensors"]
+dcp.save(parts(model, grc), checkpoint_id=f"{out}/dcp")
+grc, model = compressed(INT4)
+dcp.load(parts(model, grc), checkpoint_id=f"{out}/dcp")
+have = grc.state_dict()["tensors"]
+found["dcp"] = [(wanted[unit][key].numpy(), have[unit][key].numpy()) for unit in wanted for key in wanted[unit]]
+found["dcp steps"] = grc.report().steps
+
 # Copies of shards: exact between two workers, compressed between two pairs.
 if size == 4:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))

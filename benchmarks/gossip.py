@@ -1,0 +1,109 @@
+"""Consensus by gossip: how many bytes until eight workers agree, and against CHOCO with signs.
+
+``python -m benchmarks.gossip`` prints the table of docs/gossip.md: workers on a ring, 100 x 100 matrices, until their
+distance from the mean is a thousandth of what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grace.core import Array, Context, Program, State
+from grace.gossip import Edge, Full, Gossip, Mixing, PowerGossip, swap
+from grace.transports.local import LocalTransport, World
+
+RATES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
+WORKERS, SIDE = 8, 100
+
+
+@dataclass(frozen=True)
+class ChocoSign(Mixing):
+    """Each worker keeps a copy of its neighbours and itself, and sends signs of what its own copy lacks.
+
+    Koloskova, Stich and Jaggi, "Decentralized stochastic optimization and gossip algorithms with compressed
+    communication", ICML 2019, arXiv:1902.00340, algorithm 1 (Choco-Gossip).
+    """
+
+    gamma: float
+
+    def init(self, ctx: Context, near: Sequence[Edge]) -> State:
+        return {str(worker): ctx.xp.zeros(ctx.size) for worker in (ctx.rank, *(edge.peer for edge in near))}
+
+    def mix(self, x: Array, state: State, ctx: Context, near: Sequence[Edge]) -> Program[tuple[Array, State]]:
+        xp = ctx.xp
+        lacks = x - state[str(ctx.rank)]
+        mine = (xp.pack_signs(lacks), xp.reshape(xp.sum(xp.abs(lacks)) / ctx.size, (1,)))
+        received = yield from swap({edge.peer: mine for edge in near}, ctx)
+        sent = {ctx.rank: mine, **{edge.peer: part for edge, part in zip(near, received, strict=True)}}
+        state = {str(w): state[str(w)] + xp.unpack_signs(bits, ctx.size) * scale for w, (bits, scale) in sent.items()}
+        for edge in near:
+            x = x + self.gamma * edge.weight * (state[str(edge.peer)] - state[str(ctx.rank)])
+        return x, state
+
+
+def rounds(gossips: Sequence[Gossip], parameters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One round of all workers of a world; each one's new parameters."""
+    for gossip, mine in zip(gossips, parameters, strict=True):
+        gossip.launch(mine)
+    while [gossip for gossip in gossips if not gossip.advance()]:
+        pass
+    return [gossip.land() for gossip in gossips]
+
+
+def workers(mixing: Mixing, size: int, topology: Any = "ring") -> list[Gossip]:
+    """One Gossip for each worker of a world in this process."""
+    world = World(size)
+    return [Gossip(mixing, topology, LocalTransport(world, rank)) for rank in range(size)]
+
+
+def matrices(kind: str, seed: int = 0) -> list[Any]:
+    """Each worker's matrix, float32[SIDE, SIDE]: "random", or a product of two of "rank 4"."""
+    rng = np.random.default_rng(seed)
+    if kind == "random":
+        return list(rng.standard_normal((WORKERS, SIDE, SIDE)).astype(np.float32))
+    p, q = rng.standard_normal((WORKERS, SIDE, 4)), rng.standard_normal((WORKERS, 4, SIDE))
+    return list((p @ q).astype(np.float32))
+
+
+def consensus(mixing: Mixing, start: list[Any], most: int, to: float = 1e-3) -> tuple[list[float], int]:
+    """Relative distances from the mean after each round, until one is below ``to``; bytes that a worker sent."""
+    gossips, mean = workers(mixing, len(start)), np.mean(start, 0)
+    xs = [{"w": x} for x in start]
+    for gossip in gossips:
+        gossip.build(xs[0])
+    distances: list[float] = []
+    while len(distances) < most and (not distances or to <= distances[-1] < 1e2):
+        xs = rounds(gossips, xs)
+        distances.append(float(np.linalg.norm([x["w"] - mean for x in xs]) / np.linalg.norm(start - mean)))
+    return distances, gossips[0].report().bytes_sent
+
+
+def tuned(start: list[Any], most: int = 200) -> tuple[float, int]:
+    """The rate with which CHOCO needs the fewest bytes, and those."""
+    found = {rate: consensus(ChocoSign(rate), start, most) for rate in RATES}
+    return min(((rate, sent) for rate, (d, sent) in found.items() if d[-1] < 1e-3), key=lambda pair: pair[1])
+
+
+def main() -> None:
+    """Print the table."""
+    print("| matrices | mixing | rounds | bytes of a worker | distance |\n|---|---|---|---|---|")
+    for kind in ("random", "rank 4"):
+        start = matrices(kind)
+        rate, _ = tuned(start)
+        for mixing, most in (
+            (Full(), 100),
+            (PowerGossip(1), 4000),
+            (PowerGossip(4), 1000),
+            (ChocoSign(rate), 200),
+            (ChocoSign(0.8), 1000),
+        ):
+            distances, sent = consensus(mixing, start, most)
+            print(f"| {kind} | `{mixing}` | {len(distances)} | {sent:,} | {distances[-1]:.4f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,513 @@
+"""How well thresholds are estimated: on laws, on the gradients of a training, and against the clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grace.backends import get_backend
+from grace.bench.kernels import REMEDIES, machine
+from grace.compressors.sidco import SIDCo
+from grace.compressors.sparse import CodedSparsifier
+from grace.compressors.topk import TopK
+from grace.core import Array, Compressor, Context, Method, State, run
+from grace.memories.residual import Residual
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FORMAT = 1  # of the JSON
+RATIOS = (0.1, 0.01, 0.001)
+LAYERS = (64, 256, 256, 10)
+BATCH, RATE, MOMENTUM = 32, 0.05, 0.9
+WARM = 100
+"""Steps of a training that do not count: stages are still being found."""
+Record = dict[str, Any]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class OneSample(CodedSparsifier):
+    """What SIDCo's paper compares with as DGC: the threshold of a sample of 1%, uncorrected."""
+
+    compress_ratio: float = 0.01
+    ragged = True
+
+    def select(self, x: Array, ctx: Context) -> Array:
+        xp, size = ctx.xp, max(1, ctx.size // 100)
+        drawn = xp.take(xp.abs(x), xp.bitwise_and(ctx.rng("sample").bits(size), 0x7FFFFFFF) % ctx.size)
+        threshold = xp.sort(drawn)[size - math.ceil(self.compress_ratio * size) :][:1]
+        return xp.nonzero(xp.abs(x) >= threshold)
+
+
+def methods(ratio: float) -> dict[str, Compressor]:
+    """What is compared: top-k by every selector, and SIDCo by law and rule."""
+    names = {"DGC sampling": "sampled", "GaussianKSGD": "gaussian", "RedSync bisection": "bisect"}
+    names |= {"RedSync trim": "trim", "chunks": "chunk"}
+    found: dict[str, Compressor] = {"exact top-k": TopK(ratio), "one sample of 1%": OneSample(ratio)}
+    found |= {label: TopK(ratio, selector=selector) for label, selector in names.items()}
+    for sid in ("e", "gp", "p"):
+        name = f"SIDCo-{sid.upper()}"
+        found[f"{name} robust"] = SIDCo(ratio, sid)
+        found[f"{name} paper"] = SIDCo(ratio, sid, stage_rule="paper")
+        found[f"{name} one stage"] = SIDCo(ratio, sid, stages=1)
+    return found
+
+
+def band(values: Sequence[float]) -> dict[str, float]:
+    """Mean, and the 5th and 95th percentile."""
+    low, high = np.percentile(values, (5, 95))
+    return {"mean": float(np.mean(values)), "low": float(low), "high": float(high)}
+
+
+class Worker:
+    """One worker's method with its state, on NumPy."""
+
+    def __init__(self, compressor: Compressor, n: int, seed: int = 0):
+        self._method = Method(compressor, Residual())
+        self._ctx = Context(get_backend("numpy"), "model", (n,), seed=seed)
+        self._state, self._step = self._method.init(self._ctx), 0
+
+    @property
+    def stages(self) -> int | None:
+        """Of SIDCo: how many there are now."""
+        found = self._state.get("compressor/stages")
+        return None if found is None else int(found[0])
+
+    @property
+    def residual(self) -> Any:
+        """float32[n]: what was not sent yet."""
+        return self._state["memory/residual"]
+
+    def encode(self, g: Any) -> tuple[Any, Any]:
+        """float32[n], spent -> values and positions of what is sent."""
+        payload, self._state = _driven(self._method.encode(g, self._state, self._next()))
+        return payload
+
+    def choose(self, x: Any) -> int:
+        """How many elements of float32[n] are sent, without a memory."""
+        compressor = self._method.compressor
+        state: State = {k.removeprefix("compressor/"): v for k, v in self._state.items() if k.startswith("compressor/")}
+        payload, state = _driven(run(compressor.compress(x, state, self._next())))
+        self._state |= {f"compressor/{key}": value for key, value in state.items()}
+        return len(payload[0])
+
+    def _next(self) -> Context:
+        self._step += 1
+        return dataclasses.replace(self._ctx, step=self._step - 1)
+
+
+def _driven(program: Any) -> Any:
+    try:
+        next(program)
+    except StopIteration as stop:
+        return stop.value
+    raise RuntimeError("this method needs other workers")
+
+
+# -- laws --------------------------------------------------------------------------------------------------------------
+LAWS: dict[str, Callable[[Any, int], Any]] = {
+    "Laplace": lambda rng, n: rng.exponential(size=n),
+    "gamma, shape 0.5": lambda rng, n: rng.gamma(0.5, size=n),
+    "Pareto, xi 0.25": lambda rng, n: ((1 - rng.random(n)) ** -0.25 - 1) / 0.25,
+    "normal": lambda rng, n: abs(rng.standard_normal(n)),
+    "Student, 4 degrees": lambda rng, n: abs(rng.standard_t(4, n)),
+}
+"""Magnitudes of gradients that do not change from step to step."""
+
+
+def settled(
+    compressor: SIDCo, draws: Sequence[Any], steps: int = 100, skip: int = 40
+) -> tuple[list[float], int | None]:
+    """K / k of steps ``skip`` .. ``steps`` on draws of one law that take turns, and the last number of stages."""
+    worker, n = Worker(compressor, len(draws[0])), len(draws[0])
+    k = math.floor(compressor.compress_ratio * n)
+    found = [worker.choose(draws[step % len(draws)]) / k for step in range(steps)]
+    return found[skip:], worker.stages
+
+
+def laws(n: int, progress: Progress = lambda text: None) -> list[Record]:
+    """SIDCo by every law of its own on every law of gradients."""
+    records = []
+    for name, draw in LAWS.items():
+        draws = [draw(np.random.default_rng(seed), n).astype(np.float32) for seed in range(8)]
+        for ratio in RATIOS:
+            for sid in ("e", "gp", "p"):
+                for rule in ("robust", "paper"):
+                    progress(f"{name}, {ratio}, SIDCo-{sid.upper()} {rule}")
+                    ratios, stages = settled(SIDCo(ratio, sid, rule), draws)
+                    records.append(
+                        {"law": name, "ratio": ratio, "sid": sid, "rule": rule, "stages": stages, **band(ratios)}
+                    )
+    return records
+
+
+# -- a training --------------------------------------------------------------------------------------------------------
+@dataclass
+class Training:
+    """What a training on handwritten digits found."""
+
+    accuracy: float
+    """Of the images that it did not see."""
+    kept: list[float] = field(default_factory=list)
+    """K / k of each step."""
+
+
+class Digits:
+    """A network of 64, 256, 256 and 10 units and scikit-learn's digits: 1347 to learn from, 450 to judge by.
+
+    Its 85,002 parameters are one vector, and so are its gradients.
+    """
+
+    def __init__(self, seed: int):
+        from sklearn.datasets import load_digits
+
+        data = load_digits()
+        self._rng = np.random.default_rng(seed)
+        order = self._rng.permutation(len(data.target))
+        self._images = (data.images.reshape(-1, 64) / 16).astype(np.float32)[order]
+        self._labels = data.target[order]
+        self._shapes = [shape for one, two in pairwise(LAYERS) for shape in ((one, two), (two,))]
+        self.size = sum(map(math.prod, self._shapes))
+        self._vector = np.zeros(self.size, np.float32)
+        for part in self._parts(self._vector)[::2]:
+            part[...] = self._rng.standard_normal(part.shape) * math.sqrt(2 / part.shape[0])
+        self._velocity = np.zeros_like(self._vector)
+
+    def _parts(self, vector: Any) -> list[Any]:
+        ends = np.cumsum([math.prod(shape) for shape in self._shapes])
+        return [part.reshape(shape) for part, shape in zip(np.split(vector, ends[:-1]), self._shapes, strict=True)]
+
+    def _forward(self, images: Any) -> list[Any]:
+        found, parts = [images], self._parts(self._vector)
+        for weight, bias in zip(parts[::2], parts[1::2], strict=True):
+            found.append(found[-1] @ weight + bias)
+            if len(found) < len(LAYERS):
+                np.maximum(found[-1], 0, out=found[-1])
+        return found
+
+    def batches(self, epochs: int) -> Iterator[Any]:
+        """Rows of each step's images."""
+        for _ in range(epochs):
+            order = self._rng.permutation(1347)
+            yield from (order[start : start + BATCH] for start in range(0, 1347, BATCH))
+
+    def gradient(self, rows: Any) -> Any:
+        """float32[n], of the mean cross-entropy."""
+        *units, scores = self._forward(self._images[rows])
+        chances = np.exp(scores - scores.max(1, keepdims=True))
+        back = chances / chances.sum(1, keepdims=True)
+        back[np.arange(len(rows)), self._labels[rows]] -= 1
+        back /= len(rows)
+        found = np.empty_like(self._vector)
+        gradients, weights = self._parts(found), self._parts(self._vector)[::2]
+        for layer in reversed(range(len(weights))):
+            gradients[2 * layer][...] = units[layer].T @ back
+            gradients[2 * layer + 1][...] = back.sum(0)
+            back = (back @ weights[layer].T) * (units[layer] > 0)
+        return found
+
+    def step(self, mean: Any) -> None:
+        """SGD with momentum."""
+        self._velocity *= MOMENTUM
+        self._velocity += mean
+        self._vector -= RATE * self._velocity
+
+    def accuracy(self) -> float:
+        """Share of right answers on the images that are not learnt from."""
+        return float((self._forward(self._images[1347:])[-1].argmax(1) == self._labels[1347:]).mean())
+
+
+def train(
+    compressor: Compressor | None, ratio: float, seed: int, epochs: int, watch: Callable[[Any], None] | None = None
+) -> Training:
+    """Train with error feedback; None: without compression. ``watch`` sees what is compressed at each step."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _trained(compressor, ratio, seed, epochs, watch)
+
+
+def _trained(
+    compressor: Compressor | None, ratio: float, seed: int, epochs: int, watch: Callable[[Any], None] | None
+) -> Training:
+    task = Digits(seed)
+    found, k = Training(0.0), math.floor(ratio * task.size)
+    worker = None if compressor is None else Worker(compressor, task.size, seed)
+    for rows in task.batches(epochs):
+        g = task.gradient(rows)
+        if not np.isfinite(g).all():  # it diverged, as with one stage it may
+            break
+        if worker is not None:
+            if watch is not None:
+                watch(g + worker.residual)
+            values, positions = worker.encode(g)
+            found.kept.append(len(values) / k)
+            g = np.zeros(task.size, np.float32)
+            g[positions] = values
+        task.step(g)
+    found.accuracy = task.accuracy()
+    return found
+
+
+def training(epochs: int, seeds: int, progress: Progress = lambda text: None) -> list[Record]:
+    """Every method in a training of its own, and all of them on the gradients of the training with exact top-k."""
+    records: list[Record] = []
+    dense = [train(None, 1.0, seed, epochs).accuracy for seed in range(seeds)]
+    records.append({"method": "dense", "ratio": None, "accuracy": float(np.mean(dense))})
+    for ratio in RATIOS:
+        same = _same_gradients(ratio, epochs, progress)
+        for label, compressor in methods(ratio).items():
+            progress(f"{ratio}, {label}")
+            runs = [train(compressor, ratio, seed, epochs) for seed in range(seeds)]
+            own = [kept for each in runs for kept in each.kept[WARM:]]
+            records.append(
+                {
+                    "method": label,
+                    "ratio": ratio,
+                    "accuracy": float(np.mean([each.accuracy for each in runs])),
+                    "own": band(own),
+                    "same": band(same[label][0][WARM:]),
+                    "us": 1e6 * float(np.median(same[label][1][WARM:])),
+                    "steps": runs[0].kept,
+                }
+            )
+    return records
+
+
+def _same_gradients(ratio: float, epochs: int, progress: Progress) -> dict[str, tuple[list[float], list[float]]]:
+    # Of each method: K / k and seconds, step by step. Whose turn it is first changes.
+    progress(f"{ratio}, all on the same gradients")
+    found: dict[str, tuple[list[float], list[float]]] = {label: ([], []) for label in methods(ratio)}
+    workers: dict[str, Worker] = {}
+    turn = random.Random(0)
+
+    def watch(x: Any) -> None:
+        if not workers:
+            workers.update({label: Worker(compressor, len(x)) for label, compressor in methods(ratio).items()})
+        for label in turn.sample(list(workers), len(workers)):
+            start = time.perf_counter()
+            many = workers[label].choose(x)
+            found[label][1].append(time.perf_counter() - start)
+            found[label][0].append(many / math.floor(ratio * len(x)))
+
+    train(TopK(ratio), ratio, 0, epochs, watch)
+    return found
+
+
+# -- the clock ---------------------------------------------------------------------------------------------------------
+def speed(backend: str, sizes: Sequence[int], rounds: int = 7, progress: Progress = lambda text: None) -> list[Record]:
+    """Medians of compress without a memory on one thread, beside the toolkit's own top-k, in interleaved rounds."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    xp, own = get_backend(backend), _own_topk(backend)
+    records = []
+    for n in sizes:
+        x = xp.asarray(np.random.default_rng(0).laplace(scale=1e-3, size=n).astype(np.float32), "float32")
+        ctx = Context(xp, "w", (n,))
+        for ratio in RATIOS:
+            progress(f"{backend}, n = {n:,}, {ratio}")
+            calls = {"the toolkit's top-k": _call(xp, partial(own, math.floor(ratio * n)))}
+            for sid in ("e", "p", "gp"):
+                calls[f"SIDCo-{sid.upper()}, 2 stages"] = _compress(xp, SIDCo(ratio, sid, stages=2), ctx)
+            kept = {label: c for label, c in methods(ratio).items() if not isinstance(c, SIDCo)}
+            calls |= {f"GRACE's {label}": _compress(xp, compressor, ctx) for label, compressor in kept.items()}
+            times: dict[str, list[float]] = {label: [] for label in calls}
+            turn = random.Random(0)
+            for call in calls.values():  # a graph is traced
+                call(x)
+            for _ in range(rounds):
+                for label in turn.sample(list(calls), len(calls)):
+                    start = time.perf_counter()
+                    calls[label](x)
+                    times[label].append(time.perf_counter() - start)
+            base = float(np.median(times["the toolkit's top-k"]))
+            for label, found in times.items():
+                seconds = float(np.median(found))
+                records.append(
+                    {
+                        "backend": backend,
+                        "n": n,
+                        "ratio": ratio,
+                        "method": label,
+                        "ms": 1e3 * seconds,
+                        "faster": base / seconds,
+                    }
+                )
+    return records
+
+
+def _own_topk(backend: str) -> Callable[[int, Any], Any]:
+    if backend == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+        return lambda k, x: torch.topk(x.abs(), k, sorted=False)
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        tf.get_logger().setLevel("ERROR")  # each method is traced for each ratio, as is meant
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+        return lambda k, x: tf.math.top_k(tf.abs(x), k, sorted=False)
+    return lambda k, x: np.argpartition(abs(x), len(x) - k)[len(x) - k :]
+
+
+def _compress(xp: Any, compressor: Compressor, ctx: Context) -> Callable[[Any], Any]:
+    # Without a state, so with a fixed number of stages.
+    return _call(xp, lambda x: _driven(run(compressor.compress(x, {}, ctx)))[0])
+
+
+def _call(xp: Any, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    if not xp.traced:
+        return function
+    import tensorflow as tf
+
+    return tf.function(function, autograph=False)
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+@dataclass
+class Results:
+    """What was measured."""
+
+    machine: dict[str, Any] = field(default_factory=machine)
+    options: dict[str, Any] = field(default_factory=dict)
+    training: list[Record] = field(default_factory=list)
+    laws: list[Record] = field(default_factory=list)
+    speed: list[Record] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON. Bands are of K / k; times are medians."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+
+def measure(
+    results: Results,
+    epochs: int,
+    seeds: int,
+    size: int,
+    backends: Sequence[str],
+    sizes: Sequence[int],
+    progress: Progress = lambda text: None,
+) -> None:
+    """Trainings of ``epochs`` (0: none) with each of ``seeds``, laws of ``size`` elements (0: none), times."""
+    if epochs and importlib.util.find_spec("sklearn") is None:
+        results.left_out.append("the training, since scikit-learn with the digits is missing: pip install scikit-learn")
+    elif epochs:
+        results.training = training(epochs, seeds, progress)
+    if size:
+        results.laws = laws(size, progress)
+    for backend in backends:
+        if importlib.util.find_spec(backend) is None:
+            results.left_out.append(f"times on {backend}, which is missing: {REMEDIES[backend]}")
+        else:
+            results.speed += speed(backend, sizes, progress=progress)
+
+
+def render(results: Results, console: Console) -> None:
+    """Three tables, and what was left out."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    def table(title: str, *heads: str) -> Table:
+        made = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for head in heads:
+            made.add_column(head, justify="left" if head in ("method", "law", "toolkit") else "right")
+        return made
+
+    def shown(found: dict[str, float]) -> str:
+        return f"{found['mean']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
+
+    if results.training:
+        made = table(
+            "Handwritten digits: K / k, mean and 5-95 %",
+            "method",
+            "ratio",
+            "own training",
+            "same gradients",
+            "time, x top-k",
+            "accuracy",
+        )
+        base: dict[float, float] = {r["ratio"]: r["us"] for r in results.training if r["method"] == "exact top-k"}
+        for record in results.training:
+            if record["ratio"] is None:
+                made.add_row(record["method"], "", "", "", "", f"{record['accuracy']:.3f}")
+                continue
+            cells = (shown(record["own"]), shown(record["same"]), f"{record['us'] / base[record['ratio']]:.2f}")
+            made.add_row(escape(record["method"]), f"{record['ratio']:g}", *cells, f"{record['accuracy']:.3f}")
+        console.print(made, "")
+    if results.laws:
+        made = table("Gradients of one law: K / k, and stages in the end", "law", "ratio", *_columns(results.laws))
+        for name in dict.fromkeys(record["law"] for record in results.laws):
+            for ratio in RATIOS:
+                mine = {_column(r): r for r in results.laws if (r["law"], r["ratio"]) == (name, ratio)}
+                cells_ = [f"{r['mean']:.2f}, {r['stages'] or 1}" for r in mine.values()]
+                made.add_row(name, f"{ratio:g}", *cells_)
+        console.print(made, "")
+    if results.speed:
+        made = table(
+            "Times faster than the toolkit's own top-k, one thread; ms",
+            "toolkit",
+            "n",
+            "method",
+            *(f"{ratio:g}" for ratio in RATIOS),
+        )
+        keys = dict.fromkeys((r["backend"], r["n"], r["method"]) for r in results.speed)
+        for backend, n, method in keys:
+            mine_ = [r for r in results.speed if (r["backend"], r["n"], r["method"]) == (backend, n, method)]
+            made.add_row(backend, f"{n:,}", escape(method), *(f"{r['faster']:.2f}x  {r['ms']:.3g}" for r in mine_))
+        console.print(made, "")
+    for line in results.left_out:
+        console.print(f"Left out: {line}")
+
+
+def _columns(records: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(map(_column, records)))
+
+
+def _column(record: Record) -> str:
+    return f"{record['sid'].upper()} {record['rule']}"
+
+
+PLOTTED = {
+    "one sample of 1%": "tab:gray",
+    "GaussianKSGD": "tab:red",
+    "RedSync bisection": "tab:orange",
+    "SIDCo-P one stage": "tab:purple",
+    "SIDCo-P robust": "tab:blue",
+}
+
+
+def plot(results: Results, path: str) -> None:
+    """K / k over the steps of each method's own training: running means of 20 steps, one panel for each ratio."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(RATIOS), figsize=(11, 3.2), sharey=True, layout="constrained")
+    for axis, ratio in zip(axes, RATIOS, strict=True):
+        axis.axhspan(0.8, 1.2, color="0.9")
+        for label, color in PLOTTED.items():
+            (record,) = (r for r in results.training if (r["method"], r["ratio"]) == (label, ratio))
+            window = min(20, len(record["steps"]))
+            means = np.convolve(record["steps"], np.ones(window) / window, "valid")
+            axis.plot(np.arange(len(means)) + window, means, color=color, linewidth=1, label=label)
+        axis.set_yscale("log")
+        axis.set_ylim(0.01, 30)
+        axis.set_title(f"compress_ratio = {ratio:g}", fontsize=9)
+        axis.set_xlabel("step")
+    axes[0].set_ylabel("K / k")
+    axes[0].legend(fontsize=7, loc="upper right")
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)

@@ -1,0 +1,230 @@
+"""Files for the state of a Grace: one for each worker, written whole or not at all, read without running anything.
+
+    grace.checkpoint.save(grc, "checkpoints")           # every worker, as often as you like
+    step = grace.checkpoint.load(grc, "checkpoints")    # also with another number of workers
+
+A file is a zip archive of NumPy arrays and one JSON text. Nothing in it is executed, and what is damaged is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grace.state import host
+
+if TYPE_CHECKING:
+    from grace.pipeline import Grace
+
+__all__ = ["from_bytes", "load", "save", "steps", "to_bytes"]
+
+META = "state.json"
+ARRAY = "$array"
+KINDS = "fiub"  # floats, integers, bools: what a state's arrays may hold
+FILE = re.compile(r"worker-(\d{5,})-of-(\d{5,})\.grace")
+FOLDER = re.compile(r"step-(\d{9,})")
+
+
+def save(grace: Grace, folder: str | os.PathLike[str], keep: int = 2) -> Path:
+    """Write this worker's state below ``folder`` and return its file. Every worker calls this at the same step.
+
+    The file appears under its name only when all of it is on the disk, in a folder for the step. This worker's files of
+    older steps are then removed but for ``keep`` - 1 (0: keep all): with 2 or more there is a whole checkpoint of all
+    workers at every moment. Raises ValueError for ``keep`` = 1, which cannot promise that, and OSError.
+    """
+    if keep == 1 or keep < 0:
+        raise ValueError(f"keep={keep!r} must be 0 (keep all) or at least 2: the last one may be incomplete elsewhere")
+    state = grace.state_dict()
+    here = Path(folder) / f"step-{state['step']:09}"
+    here.mkdir(parents=True, exist_ok=True)
+    path = here / _name(grace.rank, grace.world_size)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with part.open("wb") as file:
+            _write(file, state)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    _sync(here)
+    if keep:
+        mine = [each for each in _folders(folder) if (each / path.name).exists()]
+        for old in mine[:-keep]:
+            (old / path.name).unlink(missing_ok=True)
+            if not any(old.iterdir()):
+                shutil.rmtree(old, ignore_errors=True)  # another worker may have done so
+    return path
+
+
+def load(grace: Grace, folder: str | os.PathLike[str], step: int | None = None) -> int:
+    """Continue from what `save` wrote below ``folder``; returns the step. Every worker must make this call.
+
+    Takes the last step that all workers have, or ``step``. With as many workers as before each needs its own file
+    alone; with another number each needs those of all the workers before, and every array follows its rule
+    (`grace.core.Resize`). Raises FileNotFoundError if there is nothing, ValueError for files that are damaged, belong
+    to other settings or to another model: then nothing is changed, on any worker.
+    """
+    found = _available(folder, grace.rank, grace.world_size)
+    common = set(found).intersection(*map(json.loads, _exchange(grace, json.dumps(sorted(found)))))
+    chosen = max(common, default=None) if step is None else step
+    if chosen not in common:
+        wanted = "" if step is None else f" of step {step} (but of {sorted(common)})"
+        raise FileNotFoundError(
+            f"{folder} has no checkpoint{wanted} that all {grace.world_size} workers can read: each needs its own "
+            "file, or those of all workers of a run with another number of them"
+        )
+    problem = ""
+    try:
+        states = [_read_file(path, chosen) for path in found[chosen]]
+        grace.check_state(*states)
+    except (OSError, ValueError) as error:
+        others = sorted(common - {chosen})
+        problem = f"{error}" + (
+            f". Whole checkpoints are there of steps {others}: load(..., step=...)" if others else ""
+        )
+    if failed := [text for text in _exchange(grace, problem) if text]:
+        raise ValueError(problem or failed[0])
+    grace.load_state_dict(*states)
+    return chosen
+
+
+def steps(folder: str | os.PathLike[str]) -> list[int]:
+    """The steps of which ``folder`` has the files of all workers, ascending."""
+    return [number for number, here in _numbered(folder) if _whole(here)]
+
+
+def to_bytes(state: Mapping[str, Any]) -> bytes:
+    """A `Grace.state_dict` as bytes, as `save` writes them."""
+    file = io.BytesIO()
+    _write(file, state)
+    return file.getvalue()
+
+
+def from_bytes(data: bytes) -> dict[str, Any]:
+    """The inverse of `to_bytes`. Raises ValueError for what is damaged."""
+    return _read(io.BytesIO(data))
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+def _name(rank: int, size: int) -> str:
+    return f"worker-{rank:05}-of-{size:05}.grace"
+
+
+def _numbered(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+    here = Path(folder)
+    named = [(FOLDER.fullmatch(each.name), each) for each in here.iterdir()] if here.is_dir() else []
+    return sorted((int(match[1]), each) for match, each in named if match)
+
+
+def _folders(folder: str | os.PathLike[str]) -> list[Path]:
+    return [here for _, here in _numbered(folder)]
+
+
+def _whole(here: Path) -> list[Path]:
+    # The files of all workers of a run, if they are there.
+    for size in sorted({int(match[2]) for each in here.iterdir() if (match := FILE.fullmatch(each.name))}):
+        paths = [here / _name(rank, size) for rank in range(size)]
+        if all(path.exists() for path in paths):
+            return paths
+    return []
+
+
+def _available(folder: str | os.PathLike[str], rank: int, size: int) -> dict[int, list[Path]]:
+    # By step, what this worker would read.
+    found = {}
+    for number, here in _numbered(folder):
+        own = here / _name(rank, size)
+        if paths := [own] if own.exists() else _whole(here):
+            found[number] = paths
+    return found
+
+
+def _exchange(grace: Grace, text: str) -> list[str]:
+    # Before the tensors are known there is no way to ask the others; `Grace.build` compares what was loaded.
+    return grace.transport.exchange(text) if grace.names else [text]
+
+
+def _sync(folder: Path) -> None:
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+# -- contents ----------------------------------------------------------------------------------------------------------
+def _write(file: Any, state: Mapping[str, Any]) -> None:
+    import numpy as np
+
+    arrays: list[Any] = []
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): plain(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(each) for each in value]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        arrays.append(host(value))
+        return {ARRAY: len(arrays) - 1}
+
+    text = json.dumps(plain(state))
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(META, text)
+        for number, array in enumerate(arrays):
+            with archive.open(f"{number}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+
+
+def _read_file(path: Path, step: int) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            state = _read(file)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if state.get("step") != step:
+        raise ValueError(f"{path} holds step {state.get('step')!r}: it was moved from another folder")
+    return state
+
+
+def _read(file: Any) -> dict[str, Any]:
+    # Whatever is wrong with the bytes, it comes out as ValueError.
+    try:
+        with zipfile.ZipFile(file) as archive:
+            if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+                raise ValueError("its members are compressed, which GRACE never does")
+            state = json.loads(archive.read(META), object_hook=lambda value: _filled(value, archive))
+    except (zipfile.BadZipFile, KeyError, EOFError, RecursionError, NotImplementedError, OSError) as error:
+        raise ValueError(f"it is no whole checkpoint ({error})") from error
+    if not isinstance(state, dict):
+        raise ValueError("it holds no state")
+    return state
+
+
+def _filled(value: dict[str, Any], archive: zipfile.ZipFile) -> Any:
+    import numpy as np
+
+    if list(value) != [ARRAY]:
+        return value
+    data = archive.read(f"{value[ARRAY]}.npy")  # checks its sum
+    stream = io.BytesIO(data)
+    version = np.lib.format.read_magic(stream)
+    if version != (1, 0):
+        raise ValueError(f"an array has format {version}")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    if dtype.kind not in KINDS or size != len(data) - stream.tell():
+        raise ValueError(f"an array of shape {shape} and dtype {dtype} does not fit its {len(data)} bytes")
+    stream.seek(0)
+    return np.lib.format.read_array(stream, allow_pickle=False)

@@ -1,0 +1,216 @@
+"""`grace plan`: a strategy for each tensor of a model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from grace.bench.plan import parse
+from grace.planner import models, profile
+from grace.planner import plan as planner
+from grace.planner.costs import Cluster, Codec, Costs, Link, cluster, codec
+from grace.planner.profile import Profile, read_json
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help=f"{', '.join(models.MODELS)}, or a JSON file with tensors (docs/planner.md has the form)."
+    ),
+]
+Workers = Annotated[int, typer.Option(help="Workers in all.", min=1)]
+PerNode = Annotated[int, typer.Option(help="Workers of each machine.", min=1)]
+Bandwidth = Annotated[float, typer.Option(help="Gbit/s of a machine's link to the others.")]
+Latency = Annotated[float, typer.Option(help="Microseconds of a message between machines.")]
+IntraBandwidth = Annotated[float, typer.Option(help="Gbit/s between the workers of a machine.")]
+IntraLatency = Annotated[float, typer.Option(help="Microseconds of a message within a machine.")]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", metavar="FILE", help="A cluster in JSON, measured or not, instead of these.")
+]
+CostsFile = Annotated[
+    Path | None,
+    typer.Option("--costs", metavar="FILE", help="Compression costs in JSON; default: they are measured here."),
+]
+SaveCosts = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the compression costs there, for --costs.")]
+Speed = Annotated[
+    float, typer.Option(help="The training device compresses so many times as fast as this machine was measured to.")
+]
+Backend = Annotated[str, typer.Option(help="Toolkit on which compression is measured: numpy or torch.")]
+Backward = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="A backward pass as measured; default: assumed from FLOPs.")
+]
+Batch = Annotated[int | None, typer.Option(help="Samples of one worker's step, where times are assumed.", min=1)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+# -- what `grace plan` and `grace advise` read ------------------------------------------------------------------------
+def read_model(name: str, backward: float | None, batch: int | None) -> Profile:
+    """A model of that name, or the profile in that file; with ``backward`` seconds for a backward pass, if given."""
+    if backward is not None and not 0 < backward < float("inf"):
+        raise typer.BadParameter(f"--backward {backward}: write a positive number of seconds")
+    try:
+        if name in models.MODELS or not Path(name).exists():
+            return models.profile(name, backward, batch)
+        found = profile.load(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if backward is None:
+        return found
+    if not found.backward:
+        work = ((tensor.name, tensor.shape, float(tensor.size)) for tensor in found.tensors)
+        return profile.apportioned(work, backward, "measured as a whole, apportioned by elements")
+    return found.scaled(backward, f"{found.source}, scaled to the backward pass given")
+
+
+def read_cluster(
+    file: Path | None, workers: int, per_node: int, rates: Sequence[float], latencies: Sequence[float]
+) -> Cluster:
+    """The cluster of a file, or of the options. ``rates`` in Gbit/s and ``latencies`` in microseconds: inter, intra."""
+    try:
+        if file is not None:
+            return cluster(read_json(file))
+        if workers % per_node:
+            raise ValueError(f"--per-node {per_node} does not divide {workers} workers")
+        if min(rates) <= 0 or min(latencies) < 0:
+            raise ValueError("write a positive bandwidth, and a latency of at least 0")
+        inter, intra = (Link(us * 1e-6, gbit / 8e-9) for gbit, us in zip(rates, latencies, strict=True))
+        return Cluster(workers // per_node, per_node, inter, intra)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def read_codecs(
+    specs: Sequence[str], costs: Path | None, backend: str, speed: float, save: Path | None = None
+) -> dict[str, Codec]:
+    """The costs of these methods, by label: from a file if it has them, else measured here."""
+    if not 0 < speed < float("inf"):
+        raise typer.BadParameter(f"speed {speed}: write how many times as fast the training device is")
+    try:
+        cases = [parse(spec) for spec in specs]
+        data = read_json(costs) if costs is not None else []
+        given = [codec(each) for each in (data if isinstance(data, list) else [data])]
+        found = {}
+        for case in cases:
+            known = next((each for each in given if each.params == case.params), None)
+            found[case.label] = _measured(case.label, case.params, backend) if known is None else known
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if save is not None:
+        save.write_text(json.dumps([each.to_dict() for each in found.values()], indent=1) + "\n")
+    return {label: each if speed == 1 else each.slowed(1 / speed) for label, each in found.items()}
+
+
+def _measured(label: str, params: dict[str, Any], backend: str) -> Codec:
+    from grace.planner import measure
+
+    with Console(stderr=True).status(f"Measuring {label} ..."):
+        return measure.compressor(params, backend=backend)
+
+
+def describe(cluster: Cluster) -> str:
+    """A cluster in one line."""
+    if cluster.nodes == 1:
+        where = f"1 machine, {cluster.intra.bandwidth * 8e-9:g} Gbit/s, {cluster.intra.latency * 1e6:g} us"
+    else:
+        where = (
+            f"{cluster.nodes} machines, {cluster.inter.bandwidth * 8e-9:g} Gbit/s, {cluster.inter.latency * 1e6:g} us"
+        )
+    measured = "measured" if cluster.source == "measured" else "simulated"
+    return f"{cluster.workers} workers on {where} ({measured})"
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+def plan(
+    model: Model,
+    compressor: Annotated[str, typer.Option(help="Such as topk or topk:compress_ratio=0.001.")] = "topk",
+    workers: Workers = 8,
+    per_node: PerNode = 1,
+    bandwidth: Bandwidth = 10.0,
+    latency: Latency = 50.0,
+    intra_bandwidth: IntraBandwidth = 800.0,
+    intra_latency: IntraLatency = 5.0,
+    cluster_file: ClusterFile = None,
+    costs: CostsFile = None,
+    save_costs: SaveCosts = None,
+    compress_speed: Speed = 1.0,
+    backend: Backend = "numpy",
+    backward: Backward = None,
+    batch: Batch = None,
+    mode: Annotated[str, typer.Option(help="refined, paper, or for very few tensors exact.")] = "refined",
+    offload: Annotated[
+        int, typer.Option(metavar="THREADS", help="Threads that may compress on the CPU, at the speed measured.", min=0)
+    ] = 0,
+    max_compressions: Annotated[
+        int | None, typer.Option(help="Of one tensor on its way: each loses something.", min=0)
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan there.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the predicted timeline there, as a Chrome trace.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Choose for each tensor of a model whether, where and over which collectives it is compressed."""
+    found = read_model(model, backward, batch)
+    there = read_cluster(cluster_file, workers, per_node, (bandwidth, intra_bandwidth), (latency, intra_latency))
+    try:
+        planner.refuse(parse(compressor).params)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    (priced,) = read_codecs([compressor], costs, backend, 1 if offload else compress_speed, save_costs).values()
+    if offload and priced.devices == ("gpu",):
+        priced = priced.offloaded(device=1 / compress_speed)
+    began, cpu = time.perf_counter(), time.process_time()
+    try:
+        costed = Costs(there, priced, priced.devices if offload else ("gpu",), max_compressions)
+        made = planner.make(found, costed, mode, max(offload, 1))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    seconds = {"elapsed": time.perf_counter() - began, "cpu": time.process_time() - cpu}
+    if output is not None:
+        made.plan.save(output)
+    if trace is not None:
+        made.save_trace(trace)
+    if as_json:
+        search = {"simulations": made.selection.simulations, "seconds": seconds}
+        print(json.dumps({**made.plan.to_dict(), "search": search}, indent=2))
+    else:
+        render(made, found, there, seconds, Console())
+
+
+def render(made: planner.Planned, found: Profile, there: Cluster, seconds: dict[str, float], console: Console) -> None:
+    """Print a plan: a line for each strategy, then what is predicted."""
+    result = made.plan
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in ("tensors", "elements", "strategy"):
+        table.add_column(head, justify="left" if head == "strategy" else "right", overflow="fold")
+    sizes = {tensor.name: tensor.size for tensor in found.tensors}
+    counts, elements = Counter[str](), Counter[str]()
+    for name, option in result.tensors.items():
+        counts[str(option)] += 1
+        elements[str(option)] += sizes[name]
+    for text, total in elements.most_common():
+        table.add_row(str(counts[text]), f"{total:,}", escape(text))
+    console.print(table)
+    now = result.predicted
+    label = result.params["compressor"]
+    console.print(
+        f"{escape(str(label))}: {len(result.compressed)} of {len(result.tensors)} tensors are compressed, on "
+        f"{describe(there)}.",
+        f"Predicted step {now.step * 1e3:.1f} ms, dense {now.dense * 1e3:.1f} ms: {now.dense / now.step:.2f}x. "
+        f"Backward pass {now.backward * 1e3:.1f} ms, not hidden: messages {now.communication * 1e3:.1f} ms, "
+        f"compression {now.compression * 1e3:.1f} ms.",
+        f"Backward times: {result.profile['source']}. Compression: {result.costs['compressor']}.",
+        f"{result.mode} search: {made.selection.simulations} timelines, {seconds['elapsed'] * 1e3:.0f} ms (CPU "
+        f"{seconds['cpu'] * 1e3:.0f} ms).",
+        sep="\n",
+        soft_wrap=True,
+        highlight=False,
+    )

@@ -1,0 +1,282 @@
+"""Which elements are the largest, exactly or about: selectors that methods may use in place of one another."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Any, ClassVar
+
+from grace.compressors.sidco import SIDCo
+from grace.compressors.sparse import CodedSparsifier, beyond, check_ratio, first, kept
+from grace.core import Array, Context, Payload, State, Steps
+
+CHUNK = 4096
+"""Elements of a chunk, of which the largest are chosen."""
+STEP, STEPS = 1.03, 32
+"""Thresholds that are tried after a sample: its own times 1.03 ** -32 .. 1.03 ** 32, that is 0.39 .. 2.6."""
+FACTORS = [STEP**j for j in range(-STEPS, STEPS + 1)]
+SMALL = 100
+"""Of up to so many elements an estimate is worth nothing: the largest are chosen exactly."""
+
+
+@dataclass(frozen=True)
+class Selector(ABC):
+    """Chooses about k = floor(compress_ratio * n) elements of largest magnitude, and all that are not finite."""
+
+    compress_ratio: float
+    fixed: ClassVar[bool] = False
+    """It chooses exactly k."""
+
+    def contraction(self, n: int) -> float | None:
+        """As a compressor's."""
+        return None
+
+    def init(self, ctx: Context) -> State:
+        """The state before the first step."""
+        return {}
+
+    def choose(self, x: Array, state: State, ctx: Context) -> tuple[Array, State]:
+        """float32[n] -> int32[K], their positions, ascending; and next state."""
+        return self.select(x, kept(self.compress_ratio, ctx.size), ctx), state
+
+    @abstractmethod
+    def select(self, x: Array, k: int, ctx: Context) -> Array:
+        """float32[n] -> int32[K], without a state."""
+
+
+@dataclass(frozen=True)
+class Exact(Selector):
+    """The k largest; of equals, the first."""
+
+    fixed = True
+
+    def contraction(self, n: int) -> float | None:
+        return kept(self.compress_ratio, n) / n if n else 1.0
+
+    def select(self, x: Array, k: int, ctx: Context) -> Array:
+        return ctx.xp.topk_abs(x, k)
+
+
+@dataclass(frozen=True)
+class Chunk(Selector):
+    """The largest of each chunk, k in all: chunks of 4096 elements, or of n / k if there would be more than k."""
+
+    fixed = True
+
+    def contraction(self, n: int) -> float | None:
+        k = kept(self.compress_ratio, n)
+        shares = [count / size for _, rows, size, count in self._parts(n, k) if rows]
+        return min(shares, default=1.0)
+
+    def select(self, x: Array, k: int, ctx: Context) -> Array:
+        xp = ctx.xp
+        found = []
+        for start, rows, size, count in self._parts(ctx.size, k):
+            if rows * count:
+                table = xp.abs(xp.reshape(x[start : start + rows * size], (rows, size)))
+                places = xp.topk(table, count) + xp.reshape(xp.arange(rows) * size + start, (-1, 1))
+                found.append(xp.reshape(places, (-1,)))
+        return xp.concat(found) if found else xp.zeros(0, "int32")
+
+    def _parts(self, n: int, k: int) -> list[tuple[int, int, int, int]]:
+        # (start, chunks, elements of a chunk, chosen of each): some with one more, the others, the rest. None has none,
+        # since what is not finite must be chosen wherever it is.
+        size = max(CHUNK, -(-n // k)) if k else CHUNK
+        full, rest = divmod(n, size)
+        last = max(1, k * rest // n) if rest else 0
+        few, more = divmod(k - last, full) if full else (0, 0)
+        parts = [(0, more, size, few + 1), (more * size, full - more, size, few), (full * size, 1, rest, last)]
+        return parts if rest else parts[:2]
+
+
+@dataclass(frozen=True)
+class Sampled(Selector):
+    """What is above a threshold that a sample suggests (`grace.compressors.dgc`); at most 1.3 k, and no zeros."""
+
+    def select(self, x: Array, k: int, ctx: Context) -> Array:
+        xp, n = ctx.xp, ctx.size
+        finite = xp.isfinite(x)
+        size = xp.where(finite, xp.abs(x), 0.0)
+        sample = max(100, math.ceil(32 / self.compress_ratio), math.ceil(n / 100))
+        if sample >= n:
+            largest = xp.scatter(xp.zeros(n, "uint8"), xp.topk(size, k), 1) != 0
+            return xp.nonzero(largest & (size > 0) | xp.invert(finite))
+        candidates = self._threshold(size, sample, ctx) * xp.asarray(FACTORS, "float32")
+        likely = xp.nonzero((size > candidates[0:1]) | xp.invert(finite))
+        sent = self._nearest(xp, xp.take(size, likely), candidates, k) | xp.invert(xp.isfinite(xp.take(x, likely)))
+        return xp.take(likely, xp.nonzero(sent))
+
+    def _threshold(self, size: Array, sample: int, ctx: Context) -> Array:
+        # float32[1]: what the wanted share of the sample reaches.
+        xp = ctx.xp
+        drawn = xp.bitwise_and(ctx.rng("sample").bits(sample), 0x7FFFFFFF) % ctx.size
+        rank = sample - math.ceil(self.compress_ratio * sample)
+        return xp.sort(xp.take(size, drawn))[rank : rank + 1]
+
+    def _nearest(self, xp: Any, size: Array, candidates: Array, k: int) -> Array:
+        # bool[K]: the elements above the candidate that about k elements exceed.
+        many, most = len(FACTORS), math.ceil(1.3 * k)
+        # For each element, how many candidates are below it; one zero more, so that there is always one to look for.
+        below = xp.searchsorted(candidates, xp.concat([size, xp.zeros(1)]))[:-1]
+        counts = xp.segment_sum(size * 0.0 + 1.0, below, many + 1)
+        above = xp.sum(counts) - xp.cumsum(counts)[:-1]
+        # Nearest to k, where too many count as the most that will be sent; of equals, the highest threshold.
+        miss = xp.abs(xp.minimum(above, float(most)) - float(k))
+        best = xp.topk(-(miss + xp.asarray([1e-3 * (many - j) for j in range(many)], "float32")), 1)
+        # Of too many, the largest, and as many of those between this candidate and the next as there is room for.
+        return first(xp, below > best + 1, below == best + 1, most)
+
+
+@dataclass(frozen=True)
+class Thresholded(Selector):
+    """What is above a threshold that is found by counting; the largest element where there is nothing."""
+
+    def select(self, x: Array, k: int, ctx: Context) -> Array:
+        if k == ctx.size or ctx.size <= SMALL:
+            return ctx.xp.topk_abs(x, k)
+        return beyond(ctx.xp, x, self.threshold(x, k, ctx.xp))
+
+    @abstractmethod
+    def threshold(self, x: Array, k: int, xp: Any) -> Array:
+        """float32[1], of more than `SMALL` elements."""
+
+    def count(self, x: Array, threshold: Array, xp: Any) -> Array:
+        """float64[1]: how many magnitudes exceed it."""
+        return xp.excess(x, threshold)[:1]
+
+
+@dataclass(frozen=True)
+class Gaussian(Thresholded):
+    """The quantile of a normal law, times 0.5 or 1.5 up to three times while it chooses less than 2k/3 or over 4k/3.
+
+    Shi, Chu, Cheung and See, "Understanding Top-k Sparsification in Distributed Deep Learning" (GaussianK-SGD), 2019,
+    arXiv:1911.08772.
+    """
+
+    def threshold(self, x: Array, k: int, xp: Any) -> Array:
+        n, zero = float(xp.shape(x)[0]), xp.zeros(1)
+        mean = xp.cast(xp.reshape(xp.sum(x), (1,)), "float64") / n
+        spread = xp.sqrt(xp.maximum(xp.excess(x, zero)[2:] / n - mean * mean, 0.0))
+        start = xp.abs(mean) + spread * NormalDist().inv_cdf(1 - self.compress_ratio / 2)
+
+        def outside(i: Array, threshold: Array, count: Array) -> Array:
+            return (i < 3) & ((count < 2 * k / 3) | (count > 4 * k / 3))
+
+        def corrected(i: Array, threshold: Array, count: Array) -> tuple[Array, ...]:
+            threshold = threshold * xp.where(count < k, xp.full(1, 0.5), xp.full(1, 1.5))
+            return i + 1, threshold, self.count(x, threshold, xp)
+
+        start = xp.cast(start, "float32")
+        return xp.loop(outside, corrected, (xp.zeros(1, "int32"), start, self.count(x, start, xp)))[1]
+
+
+@dataclass(frozen=True)
+class Ranged(Thresholded):
+    """A threshold between the mean of magnitudes and the largest, found by trying."""
+
+    def threshold(self, x: Array, k: int, xp: Any) -> Array:
+        mean = xp.excess(x, xp.zeros(1))[1:2] / float(xp.shape(x)[0])
+        width = xp.cast(xp.max_abs(xp.reshape(x, (1, -1))), "float64") - mean
+        return self.search(k, lambda share: xp.cast(mean + share * width, "float32"), x, xp)
+
+    @abstractmethod
+    def search(self, k: int, at: Callable[[Array], Array], x: Array, xp: Any) -> Array:
+        """float32[1]; ``at`` gives the threshold for a share of the way from the mean to the largest, float64[1]."""
+
+
+@dataclass(frozen=True)
+class Bisect(Ranged):
+    """Halves the range while it is wider than 0.2 and not between k and 2 k elements are chosen: three thresholds.
+
+    Fang, Fu, Yang and Hsieh, "RedSync: Reducing Synchronization Bandwidth for Distributed Deep Learning Training
+    System", JPDC 2019, arXiv:1808.04357: threshold binary search.
+    """
+
+    def search(self, k: int, at: Callable[[Array], Array], x: Array, xp: Any) -> Array:
+        def wide(low: Array, high: Array, threshold: Array, count: Array) -> Array:
+            return (high - low > 0.2) & ((count <= k) | (count >= 2 * k))
+
+        def halved(low: Array, high: Array, threshold: Array, count: Array) -> tuple[Array, ...]:
+            middle = 0.5 * (low + high)
+            threshold = at(middle)
+            count = self.count(x, threshold, xp)
+            return xp.where(count > k, middle, low), xp.where(count > k, high, middle), threshold, count
+
+        zero, one = xp.zeros(1, "float64"), xp.full(1, 1.0, "float64")
+        return xp.loop(wide, halved, (zero, one, xp.zeros(1), zero))[2]
+
+
+@dataclass(frozen=True)
+class Trim(Ranged):
+    """Comes down from 0.8 of the range in steps of 0.2 until k elements are chosen.
+
+    As `Bisect`: trimmed top-k, with the threshold alone.
+    """
+
+    def search(self, k: int, at: Callable[[Array], Array], x: Array, xp: Any) -> Array:
+        def few(share: Array, threshold: Array, count: Array) -> Array:
+            return (share > 0.1) & (count < k)
+
+        def lower(share: Array, threshold: Array, count: Array) -> tuple[Array, ...]:
+            share = share - 0.2
+            threshold = at(share)
+            return share, threshold, self.count(x, threshold, xp)
+
+        return xp.loop(few, lower, (xp.full(1, 1.0, "float64"), xp.zeros(1), xp.zeros(1, "float64")))[1]
+
+
+SELECTORS: dict[str, Callable[[float], Selector | SIDCo]] = {
+    "exact": Exact,
+    "sampled": Sampled,
+    "sidco": SIDCo,
+    "gaussian": Gaussian,
+    "bisect": Bisect,
+    "trim": Trim,
+    "chunk": Chunk,
+}
+
+
+@dataclass(frozen=True)
+class SelectingSparsifier(CodedSparsifier):
+    """A sparsifier of a given ratio that leaves it to a selector which elements it sends."""
+
+    compress_ratio: float = 0.01
+    selector: str = field(default="exact", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_ratio(self.compress_ratio)
+        if self.selector not in SELECTORS:
+            raise ValueError(f"selector={self.selector!r}: choose one of {', '.join(map(repr, SELECTORS))}")
+        if self.ragged and self.index_coding not in ("int32", "bitmap"):
+            raise ValueError(
+                f"index_coding={self.index_coding!r} needs a number of positions that is known beforehand, and with "
+                f"selector={self.selector!r} it varies: use 'int32' or 'bitmap', or selector 'exact' or 'chunk'"
+            )
+        super().__post_init__()
+
+    @property
+    def ragged(self) -> bool:  # type: ignore[override]
+        return not self._selector.fixed
+
+    @property
+    def _selector(self) -> Selector | SIDCo:
+        return SELECTORS[self.selector](self.compress_ratio)
+
+    def count(self, n: int) -> int | None:
+        return None if self.ragged else kept(self.compress_ratio, n)
+
+    def contraction(self, n: int) -> float | None:
+        return self._selector.contraction(n)
+
+    def init(self, ctx: Context) -> State:
+        return self._selector.init(ctx)
+
+    def select(self, x: Array, ctx: Context) -> Array:
+        return self._selector.choose(x, self._selector.init(ctx), ctx)[0]
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        positions, state = self._selector.choose(x, state, ctx)
+        return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state

@@ -1,0 +1,210 @@
+"""Statistical threshold sparsification."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from grace import tails
+from grace.compressors.sparse import LARGEST, CodedSparsifier, beyond, check_ratio, first, kept
+from grace.core import Array, Context, Payload, Resize, State, Steps
+from grace.registry import register
+
+LEAST, FEWEST = 4096, 32
+"""Of fewer elements, or where fewer are wanted, moments say too little: the largest are chosen exactly."""
+FRESH, FORGET = 0.5, 0.9
+"""Weight of a window's error in the mean of its number of stages, and what all errors are multiplied by after it."""
+
+
+@register("sidco")
+@dataclass(frozen=True)
+class SIDCo(CodedSparsifier):
+    """Send about the largest elements: those above the threshold that a law fitted to all magnitudes suggests.
+
+    Payload: values float32[K], positions int32[K], ascending; K is near k = floor(compress_ratio * n) and at least 1.
+    Tensors of fewer than 4096 elements, or of which fewer than 32 are wanted, have the k largest.
+    State: stages int32[1], their number; sum float32[1] and count int32[1], of K / k in this window; errors float32[m],
+    of each number of stages, -1 where it was not tried. None with a fixed number, and where the k largest are sent.
+    ``compress_ratio``: the share of elements to send, in (0, 1].
+    ``sid``: the law of magnitudes, "e": exponential, "gp": gamma and beyond the first stage generalised Pareto,
+    "p": generalised Pareto.
+    ``stage_rule``: "robust": another number of stages is taken where it is not known to be worse; "paper": one more
+    where too few are chosen, one less where too many are.
+    ``stages``: a fixed number of stages; 0: as the rule says, one at first.
+    ``q``: steps in a window, after each of which the rule is asked.
+    ``eps``: K / k may be off by so much on average.
+    ``delta1``: the share that the first of several stages lets through.
+    ``max_stages``: at most so many; 0: ceil(log2(1 / compress_ratio)).
+    ``closed_form``: the gamma law's threshold by the paper's formula, which is too high, and not by its true quantile.
+    ``cap_factor``: where K exceeds so many times k, the k largest of these are sent; 0: all of them.
+    ``index_coding``: of the positions; "int32", or "bitmap" (n bits).
+    Each stage fits the law to what exceeds the threshold before it, from their number, sum and sum of squares, so that
+    nothing is sorted or gathered. The paper's rule stays at one stage where that lets too many through, as of
+    heavy-tailed gradients: the default is ours.
+    Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression Technique for
+    Distributed Training Systems", MLSys 2021, arXiv:2101.10761, algorithm 1.
+    """
+
+    compress_ratio: float = 0.01
+    sid: str = "p"
+    stage_rule: str = "robust"
+    stages: int = 0
+    q: int = 5
+    eps: float = 0.2
+    delta1: float = 0.25
+    max_stages: int = 0
+    closed_form: bool = False
+    cap_factor: float = 0.0
+    ragged = True
+    resize: ClassVar[Mapping[str, Resize]] = dict.fromkeys(("stages", "sum", "count", "errors"), Resize.OWN)
+    fixed: ClassVar[bool] = False
+    """As a selector it chooses about k."""
+
+    def __post_init__(self) -> None:
+        check_ratio(self.compress_ratio)
+        super().__post_init__()
+        for key, choices in (("sid", ("e", "gp", "p")), ("stage_rule", ("robust", "paper"))):
+            if getattr(self, key) not in choices:
+                raise ValueError(f"{key}={getattr(self, key)!r}: choose one of {', '.join(map(repr, choices))}")
+        for key, least in (("stages", 0), ("q", 1), ("max_stages", 0)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key}={getattr(self, key)!r} must be at least {least}")
+        if self.stages > 1 and self.compress_ratio >= self.delta1:
+            raise ValueError(
+                f"stages={self.stages} cannot be: the first one alone lets delta1={self.delta1} through, and "
+                f"compress_ratio={self.compress_ratio} is no less. Use stages=1, or a larger delta1"
+            )
+        if self.closed_form and self.sid != "gp":
+            raise ValueError(f"closed_form is the gamma law's, and sid={self.sid!r} has none: use sid='gp'")
+        if not 0 < self.eps < 1:
+            raise ValueError(f"eps={self.eps!r} must lie in (0, 1)")
+        if not 0 < self.delta1 < 1:
+            raise ValueError(f"delta1={self.delta1!r} must lie in (0, 1)")
+        if self.cap_factor and not self.cap_factor >= 1:
+            raise ValueError(f"cap_factor={self.cap_factor!r} must be at least 1, or 0 for no cap")
+
+    @property
+    def most(self) -> int:
+        """The largest number of stages."""
+        if self.stages or self.compress_ratio >= self.delta1:
+            return max(1, self.stages)
+        return self.max_stages or max(1, math.ceil(math.log2(1 / self.compress_ratio)))
+
+    def init(self, ctx: Context) -> State:
+        if self._exact(ctx.size) or self.stages or self.most == 1:
+            return {}
+        xp = ctx.xp
+        return {
+            "stages": xp.full(1, 1, "int32"),
+            "sum": xp.zeros(1),
+            "count": xp.zeros(1, "int32"),
+            "errors": xp.full(self.most, -1.0),
+        }
+
+    def select(self, x: Array, ctx: Context) -> Array:
+        return self.choose(x, self.init(ctx), ctx)[0]
+
+    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        positions, state = self.choose(x, state, ctx)
+        return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state
+
+    def choose(self, x: Array, state: State, ctx: Context) -> tuple[Array, State]:
+        """float32[n] -> int32[K], the positions to send, ascending; and next state."""
+        xp, k = ctx.xp, kept(self.compress_ratio, ctx.size)
+        if self._exact(ctx.size):
+            return xp.topk_abs(x, k), state
+        stages = state["stages"] if state else xp.full(1, max(1, self.stages), "int32")
+        found = beyond(xp, x, self.threshold(xp, x, stages))
+        many = xp.lengths([found])
+        if state:
+            state = self._observed(xp, xp.cast(many, "float32") / float(k), state)
+        return (self._capped(xp, x, found, many, k) if self.cap_factor else found), state
+
+    def _exact(self, n: int) -> bool:
+        return n < LEAST or self.compress_ratio * n < FEWEST or kept(self.compress_ratio, n) == n
+
+    # -- the threshold ----------------------------------------------------------------------------------------------
+    def threshold(self, xp: Any, x: Array, stages: Array) -> Array:
+        """float32[1], from one pass over x for each of int32[1] ``stages``, and of "gp" one more."""
+        n = float(xp.shape(x)[0])
+
+        def left(stage: Array, _: Array) -> Array:
+            return stage <= stages
+
+        def refined(stage: Array, threshold: Array) -> tuple[Array, Array]:
+            tail = xp.excess(x, xp.cast(threshold, "float32"))
+            return stage + 1, threshold + self._law(xp, tail, xp.maximum(tail[:1], 1.0), self.share(xp, stage, stages))
+
+        one, whole = xp.full(1, 1, "int32"), xp.excess(x, xp.zeros(1))
+        share = self.share(xp, one, stages)
+        if self.sid == "gp":
+            mean = whole[1:2] / n
+            start = tails.gamma(xp, mean, self._log(xp, x, mean), share, self.closed_form)
+        else:
+            start = self._law(xp, whole, n, share)
+        return xp.cast(xp.loop(left, refined, (one + 1, start))[1], "float32")
+
+    def share(self, xp: Any, stage: Array, stages: Array) -> Array:
+        """float64[1]: the logarithm of the share of what comes to a stage that it lets through. They add up."""
+        whole = math.log(self.compress_ratio)
+        begin = whole if self.compress_ratio >= self.delta1 else math.log(self.delta1)
+        later = (whole - begin) / xp.cast(xp.maximum(stages - 1, 1), "float64")
+        alone = xp.full(1, whole, "float64")
+        return xp.where(stages == 1, alone, xp.where(stage == 1, xp.full(1, begin, "float64"), later))
+
+    def _law(self, xp: Any, tail: Array, number: Any, share: Array) -> Array:
+        mean = tail[1:2] / number
+        if self.sid == "e":
+            return tails.exponential(xp, mean, share)
+        return tails.pareto(xp, mean, tail[2:] / number - mean * mean, share)
+
+    def _log(self, xp: Any, x: Array, mean: Array) -> Array:
+        # The mean of ln(|x| / mean), in pieces that stay in a cache.
+        n = xp.shape(x)[0]
+        unit = xp.cast(xp.where(mean > 0, mean, 1.0), "float32")
+        total = xp.zeros(1, "float64")
+        for start in range(0, n, xp.piece or n):
+            relative = xp.abs(x[start : start + (xp.piece or n)]) / unit
+            total = total + xp.cast(xp.reshape(xp.sum(xp.log(relative + tails.SMALLEST)), (1,)), "float64")
+        return total / float(n)
+
+    def _capped(self, xp: Any, x: Array, found: Array, many: Array, k: int) -> Array:
+        # Of more than cap_factor * k the k largest, of equals the first.
+        values = xp.take(x, found)
+        size = xp.where(xp.isfinite(values), xp.abs(values), LARGEST)
+        room = xp.where(many > math.ceil(self.cap_factor * k), xp.full(1, k, "int64"), many)
+        bound = xp.take(xp.sort(size), xp.cast(many - room, "int32"))
+        return xp.take(found, xp.nonzero(first(xp, size > bound, size == bound, xp.cast(room, "int32"))))
+
+    # -- the number of stages ---------------------------------------------------------------------------------------
+    def _observed(self, xp: Any, ratio: Array, state: State) -> State:
+        # The state after a step that chose ``ratio`` times as many as wanted.
+        total, count = state["sum"] + ratio, state["count"] + 1
+        full = count >= self.q
+        stages, errors = self._judged(xp, total / float(self.q), state["stages"], state["errors"])
+        return {
+            "stages": xp.where(full, stages, state["stages"]),
+            "sum": xp.where(full, 0.0, total),
+            "count": xp.where(full, 0, count),
+            "errors": xp.where(full, errors, state["errors"]),
+        }
+
+    def _judged(self, xp: Any, ratio: Array, stages: Array, errors: Array) -> tuple[Array, Array]:
+        # The next number of stages after a window of this mean ratio, and what is known of each number.
+        step = xp.cast(ratio < 1 - self.eps, "int32") - xp.cast(ratio > 1 + self.eps, "int32")
+        if self.stage_rule == "paper":
+            return xp.minimum(xp.maximum(stages + step, 1), self.most), errors
+        numbers, miss = xp.arange(self.most) + 1, xp.abs(xp.log(ratio))
+        mean = xp.where(errors < 0, miss, errors + FRESH * (miss - errors))
+        errors = xp.where(numbers == stages, mean, errors)
+        errors = xp.where(errors < 0, errors, FORGET * errors)
+        mine = xp.sum(xp.where(numbers == stages, errors, 0.0))
+
+        def better(other: Array) -> Array:  # what is unknown is -1
+            known = xp.sum(xp.where(numbers == other, errors, 0.0))
+            return (other >= 1) & (other <= self.most) & (known < mine)
+
+        preferred, second = stages + step, stages - step
+        return xp.where(better(preferred), preferred, xp.where(better(second), second, stages)), errors

@@ -1,0 +1,646 @@
+"""Pufferfish for PyTorch: the low-rank layers, and what finds, replaces and restores them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.rnn import PackedSequence
+
+import grace.torch as door
+from grace.core import Transport
+from grace.factorize.algebra import svd_factor
+from grace.factorize.plan import Layer, Matrix, NameMap
+from grace.pipeline import Grace
+
+__all__ = ["LowRank", "LowRankLSTM", "LowRankMultiheadAttention"]
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+KINDS = (nn.Linear, *CONVOLUTIONS, nn.LSTM, nn.MultiheadAttention)
+Ranks = Mapping[str, Sequence[int]]
+
+
+class LowRank(nn.Module):
+    """Two layers in the place of a Linear or Conv: ``u`` to the rank, without bias; ``v`` from it, with the bias.
+
+    Of a convolution, ``u`` has the kernel, stride, padding and dilation, and ``v`` is 1 x 1.
+    """
+
+    def __init__(self, u: nn.Module, v: nn.Module):
+        super().__init__()
+        self.u, self.v = u, v
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.v(self.u(input))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dense weight that the factors stand for."""
+        u, v = self.u.weight, self.v.weight
+        return (v.flatten(1) @ u.flatten(1)).reshape(len(v), *u.shape[1:])
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.v.bias
+
+    @property
+    def ranks(self) -> tuple[int]:
+        return (len(self.u.weight),)
+
+    @classmethod
+    def of(cls, layer: nn.Module, ranks: Sequence[int], init: str) -> LowRank:
+        """Factors of a dense layer. ``init``: "svd", "random" or "zeros"."""
+        (rank,) = ranks
+        u, v = _factors(layer.weight.flatten(1), rank, init)
+        return cls(*_pair(layer, u.reshape(rank, *layer.weight.shape[1:]), v, layer.bias))
+
+    def dense(self) -> nn.Module:
+        """The ordinary layer of the same weight."""
+        u, v = self.u, self.v
+        if isinstance(u, nn.Linear):
+            layer = _bare(nn.Linear, u, u.in_features, v.out_features, bias=v.bias is not None)
+        else:
+            options = {key: getattr(u, key) for key in ("kernel_size", "stride", "padding", "dilation", "padding_mode")}
+            layer = _bare(type(u), u, u.in_channels, v.out_channels, bias=v.bias is not None, **options)
+        _fill(layer, {"weight": self.weight, "bias": v.bias})
+        return layer
+
+    @staticmethod
+    def renamed(names: Iterable[str]) -> NameMap:
+        """From the dense layer's names to this one's."""
+        return NameMap({name: ("u.weight", "v.weight") if name == "weight" else ("v.bias",) for name in names})
+
+
+class LowRankLSTM(nn.Module):
+    """An LSTM of low rank, called as nn.LSTM is. Each gate's matrices are factorised by themselves.
+
+    ``ranks``: for each layer and direction two, of the input's and of the hidden state's matrices. Parameters: for
+    ``weight_ih_l0`` of nn.LSTM ``u_ih_l0`` [4 rank, input] and ``v_ih_l0`` [4 hidden, rank], gates one below the other;
+    biases as in nn.LSTM. Its steps are a Python loop: `torch.compile` makes one graph of them.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        ranks: Sequence[int],
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__()
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.bias, self.batch_first, self.dropout, self.bidirectional = bias, batch_first, dropout, bidirectional
+        self.ranks = tuple(ranks)
+        for (name, suffix, width), rank in zip(self._stacks(), self.ranks, strict=True):
+            for key, shape in ((f"u_{name}", (4 * rank, width)), (f"v_{name}", (4 * hidden_size, rank))):
+                self.register_parameter(key, nn.Parameter(torch.zeros(shape, device=device, dtype=dtype)))
+            if bias:
+                zeros = torch.zeros(4 * hidden_size, device=device, dtype=dtype)
+                self.register_parameter(f"bias_{suffix}", nn.Parameter(zeros))
+
+    def _stacks(self) -> list[tuple[str, str, int]]:
+        # (name, name of its bias, width of what it is multiplied by), in nn.LSTM's order.
+        stacks = []
+        for layer, direction in self._passes():
+            below = self.input_size if layer == 0 else self.hidden_size * (2 if self.bidirectional else 1)
+            stacks += [
+                (f"{kind}_l{layer}{direction}", f"{kind}_l{layer}{direction}", width)
+                for kind, width in (("ih", below), ("hh", self.hidden_size))
+            ]
+        return stacks
+
+    def _passes(self) -> list[tuple[int, str]]:
+        directions = ("", "_reverse") if self.bidirectional else ("",)
+        return [(layer, direction) for layer in range(self.num_layers) for direction in directions]
+
+    def forward(
+        self, input: torch.Tensor | PackedSequence, hx: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor | PackedSequence, tuple[torch.Tensor, torch.Tensor]]:
+        packed = isinstance(input, PackedSequence)
+        if packed:
+            steps = list(input.data.split(input.batch_sizes.tolist()))
+            if hx is not None and input.sorted_indices is not None:
+                hx = (hx[0].index_select(1, input.sorted_indices), hx[1].index_select(1, input.sorted_indices))
+        else:
+            batched = input.dim() == 3
+            x = input if batched else input.unsqueeze(0 if self.batch_first else 1)
+            steps = list(x.unbind(1 if self.batch_first else 0))
+            if hx is not None and not batched:
+                hx = (hx[0].unsqueeze(1), hx[1].unsqueeze(1))
+        passes = self._passes()
+        if hx is None:
+            zeros = steps[0].new_zeros(len(passes), len(steps[0]), self.hidden_size)
+            hx = (zeros, zeros)
+        last: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for layer in range(self.num_layers):
+            if layer and self.dropout:
+                steps = [F.dropout(step, self.dropout, self.training) for step in steps]
+            outputs = []
+            for direction in ("", "_reverse") if self.bidirectional else ("",):
+                number = len(last)
+                output, state = self._run(f"l{layer}{direction}", steps, (hx[0][number], hx[1][number]))
+                outputs.append(output)
+                last.append(state)
+            steps = [torch.cat(parts, -1) for parts in zip(*outputs, strict=True)] if len(outputs) > 1 else outputs[0]
+        h, c = (torch.stack([state[part] for state in last]) for part in (0, 1))
+        if packed:
+            sequence = PackedSequence(torch.cat(steps), input.batch_sizes, input.sorted_indices, input.unsorted_indices)
+            if input.unsorted_indices is not None:
+                h, c = (part.index_select(1, input.unsorted_indices) for part in (h, c))
+            return sequence, (h, c)
+        result = torch.stack(steps, 1 if self.batch_first else 0)
+        if not batched:
+            result, h, c = result.squeeze(0 if self.batch_first else 1), h.squeeze(1), c.squeeze(1)
+        return result, (h, c)
+
+    def _run(
+        self, suffix: str, steps: list[torch.Tensor], state: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        # One layer in one direction. In packed sequences a step has fewer rows than the state: the others wait.
+        inputs = self._gates(f"ih_{suffix}", torch.cat(steps)).split([len(step) for step in steps])
+        h, c = state
+        outputs = list(inputs)
+        numbers = range(len(steps))
+        for number in reversed(numbers) if suffix.endswith("_reverse") else numbers:
+            rows = len(steps[number])
+            gates = inputs[number] + self._gates(f"hh_{suffix}", h[:rows])
+            i, f, g, o = gates.chunk(4, -1)
+            new_c = f.sigmoid() * c[:rows] + i.sigmoid() * g.tanh()
+            new_h = o.sigmoid() * new_c.tanh()
+            outputs[number] = new_h
+            h = new_h if rows == len(h) else torch.cat([new_h, h[rows:]])
+            c = new_c if rows == len(c) else torch.cat([new_c, c[rows:]])
+        return outputs, (h, c)
+
+    def _gates(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        # [n, width] -> [n, 4 hidden]: one narrow product for all gates, then one for each.
+        u, v = getattr(self, f"u_{name}"), getattr(self, f"v_{name}")
+        rank = v.shape[1]
+        narrow = F.linear(x, u).reshape(len(x), 4, rank).transpose(0, 1)
+        wide = torch.bmm(narrow, v.reshape(4, self.hidden_size, rank).transpose(1, 2))
+        wide = wide.transpose(0, 1).reshape(len(x), 4 * self.hidden_size)
+        return wide + getattr(self, f"bias_{name}") if self.bias else wide
+
+    @classmethod
+    def of(cls, layer: nn.LSTM, ranks: Sequence[int], init: str) -> LowRankLSTM:
+        """Factors of a dense LSTM. ``init``: "svd", "random" or "zeros"."""
+        made = cls(layer.input_size, layer.hidden_size, ranks, **_lstm_options(layer, layer.weight_ih_l0))
+        for (name, suffix, _), rank in zip(made._stacks(), ranks, strict=True):
+            weight = getattr(layer, f"weight_{name}")
+            pairs = [_factors(gate, rank, init) for gate in weight.chunk(4)]
+            u, v = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+            biases = {f"bias_{suffix}": getattr(layer, f"bias_{suffix}")} if layer.bias else {}
+            _fill(made, {f"u_{name}": u, f"v_{name}": v, **biases})
+        return made
+
+    def dense(self) -> nn.LSTM:
+        """The ordinary LSTM of the same weights."""
+        options = _lstm_options(self, self.u_ih_l0)
+        layer = nn.LSTM(self.input_size, self.hidden_size, **{**options, "device": "meta"})
+        layer = layer.to_empty(device=options["device"])
+        for name, suffix, _ in self._stacks():
+            us, vs = getattr(self, f"u_{name}").chunk(4), getattr(self, f"v_{name}").chunk(4)
+            weight = torch.cat([v @ u for u, v in zip(us, vs, strict=True)])
+            biases = {f"bias_{suffix}": getattr(self, f"bias_{suffix}")} if self.bias else {}
+            _fill(layer, {f"weight_{name}": weight, **biases})
+        return layer
+
+    @staticmethod
+    def renamed(names: Iterable[str]) -> NameMap:
+        """From the dense layer's names to this one's."""
+        stacks = [name.removeprefix("weight_") for name in names if name.startswith("weight_")]
+        return NameMap({f"weight_{stack}": (f"u_{stack}", f"v_{stack}") for stack in stacks})
+
+
+class LowRankMultiheadAttention(nn.Module):
+    """Attention whose four projections are of low rank, called as nn.MultiheadAttention is.
+
+    Each projection is factorised for all heads together.
+    """
+
+    # Where nn.TransformerEncoderLayer looks before it reads dense weights past this module.
+    _qkv_same_embed_dim = False
+    in_proj_bias = None
+
+    def __init__(self, num_heads: int, dropout: float, batch_first: bool, **projections: LowRank):
+        super().__init__()
+        self.num_heads, self.dropout, self.batch_first = num_heads, dropout, batch_first
+        self.q, self.k, self.v, self.out = (projections[key] for key in ("q", "k", "v", "out"))
+        self.embed_dim = len(self.out.v.weight)
+        self.head_dim = self.embed_dim // num_heads
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(projection.ranks[0] for projection in (self.q, self.k, self.v, self.out))
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal is a hint about attn_mask: pass attn_mask too")
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        q, k, v = self._heads(self.q(query)), self._heads(self.k(key)), self._heads(self.v(value))
+        mask = self._mask(q, k, attn_mask, key_padding_mask)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = F.dropout(weights, dropout)
+            mixed = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        output = self.out(mixed.transpose(1, 2).flatten(2))
+        if not batched:
+            return output.squeeze(0), None if weights is None else weights.squeeze(0)
+        return (output if self.batch_first else output.transpose(0, 1)), weights
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def _mask(
+        self, q: torch.Tensor, k: torch.Tensor, attention: torch.Tensor | None, padding: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        # What is added to the scores, [n, heads or 1, targets or 1, sources].
+        masks = []
+        if attention is not None:
+            shape = (1, 1) if attention.dim() == 2 else (len(q), self.num_heads)
+            masks.append(_additive(attention, q).reshape(*shape, *attention.shape[-2:]))
+        if padding is not None:
+            masks.append(_additive(padding, q).reshape(len(q), 1, 1, k.shape[-2]))
+        return sum(masks[1:], masks[0]) if masks else None
+
+    @classmethod
+    def of(cls, layer: nn.MultiheadAttention, ranks: Sequence[int], init: str) -> LowRankMultiheadAttention:
+        """Factors of a dense module. ``init``: "svd", "random" or "zeros"."""
+        weights = [*_projections(layer), layer.out_proj.weight]
+        biases = [None] * 3 if layer.in_proj_bias is None else list(layer.in_proj_bias.chunk(3))
+        parts = {}
+        for key, weight, bias, rank in zip(
+            ("q", "k", "v", "out"), weights, [*biases, layer.out_proj.bias], ranks, strict=True
+        ):
+            parts[key] = LowRank(*_pair(layer.out_proj, *_factors(weight, rank, init), bias))
+        return cls(layer.num_heads, layer.dropout, layer.batch_first, **parts)
+
+    def dense(self) -> nn.MultiheadAttention:
+        """The ordinary module of the same weights."""
+        projections = [self.q.weight, self.k.weight, self.v.weight]
+        widths = [weight.shape[1] for weight in projections]
+        layer = _bare(
+            nn.MultiheadAttention,
+            self.out.u,
+            self.embed_dim,
+            self.num_heads,
+            self.dropout,
+            self.out.bias is not None,
+            batch_first=self.batch_first,
+            kdim=widths[1],
+            vdim=widths[2],
+        )
+        if layer._qkv_same_embed_dim:
+            _fill(layer, {"in_proj_weight": torch.cat(projections)})
+        else:
+            _fill(layer, {f"{key}_proj_weight": w for key, w in zip("qkv", projections, strict=True)})
+        if self.out.bias is not None:
+            _fill(layer, {"in_proj_bias": torch.cat([self.q.bias, self.k.bias, self.v.bias])})
+        _fill(layer.out_proj, {"weight": self.out.weight, "bias": self.out.bias})
+        return layer
+
+    @staticmethod
+    def renamed(names: Iterable[str]) -> NameMap:
+        """From the dense module's names to this one's."""
+        return NameMap({name: tuple(RENAMED_ATTENTION[name]) for name in names})
+
+
+RENAMED_ATTENTION = {
+    "in_proj_weight": [f"{key}.{part}.weight" for key in "qkv" for part in "uv"],
+    "in_proj_bias": [f"{key}.v.bias" for key in "qkv"],
+    "out_proj.weight": ["out.u.weight", "out.v.weight"],
+    "out_proj.bias": ["out.v.bias"],
+    **{f"{key}_proj_weight": [f"{key}.u.weight", f"{key}.v.weight"] for key in "qkv"},
+}
+LOW_RANK = (LowRank, LowRankLSTM, LowRankMultiheadAttention)
+
+
+# -- what the layers share ------------------------------------------------------------------------------------------
+def _factors(weight: torch.Tensor, rank: int, init: str) -> tuple[torch.Tensor, torch.Tensor]:
+    # u[rank, n] and v[m, rank] of weight[m, n], of its dtype and device.
+    weight = weight.detach()
+    like = {"dtype": weight.dtype, "device": weight.device}
+    if init == "svd":
+        exact = weight if weight.dtype == torch.float64 else weight.float()
+        u, v = svd_factor(exact.cpu().numpy(), rank)
+        return torch.from_numpy(u).to(**like), torch.from_numpy(v).to(**like)
+    shapes = ((rank, weight.shape[1]), (weight.shape[0], rank))
+    if init == "zeros":
+        return torch.zeros(shapes[0], **like), torch.zeros(shapes[1], **like)
+    # So that the product has the variance that the toolkit, or the user, gave to the weight.
+    scale = (weight.square().mean() / rank).pow(0.25)
+    return torch.randn(shapes[0], **like) * scale, torch.randn(shapes[1], **like) * scale
+
+
+def _pair(layer: nn.Module, u: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> tuple[nn.Module, nn.Module]:
+    # Two layers of these weights, with the settings of a dense one.
+    rank = len(u)
+    if isinstance(layer, nn.Linear):
+        narrow = _bare(nn.Linear, layer, u.shape[1], rank, bias=False)
+        wide = _bare(nn.Linear, layer, rank, len(v), bias=bias is not None)
+    else:
+        options = {key: getattr(layer, key) for key in ("stride", "padding", "dilation", "padding_mode")}
+        narrow = _bare(type(layer), layer, layer.in_channels, rank, layer.kernel_size, bias=False, **options)
+        wide = _bare(type(layer), layer, rank, layer.out_channels, 1, bias=bias is not None)
+    _fill(narrow, {"weight": u})
+    _fill(wide, {"weight": v.reshape(wide.weight.shape), "bias": bias})
+    return narrow, wide
+
+
+def _bare(cls: type[nn.Module], like: nn.Module, *args: Any, **options: Any) -> nn.Module:
+    # Without initial values, which would be drawn from the user's generator.
+    weight = like.weight
+    return cls(*args, device="meta", dtype=weight.dtype, **options).to_empty(device=weight.device)
+
+
+def _fill(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> None:
+    for name, value in values.items():
+        if value is not None:
+            frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+            setattr(module, name, nn.Parameter(value.detach().clone(), requires_grad=not frozen))
+
+
+def _lstm_options(layer: nn.Module, example: torch.Tensor) -> dict[str, Any]:
+    keys = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
+    return {key: getattr(layer, key) for key in keys} | {"device": example.device, "dtype": example.dtype}
+
+
+def _projections(layer: nn.MultiheadAttention) -> list[torch.Tensor]:
+    if layer._qkv_same_embed_dim:
+        return list(layer.in_proj_weight.chunk(3))
+    return [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
+
+
+def _additive(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(like.dtype)
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
+
+
+# -- a model --------------------------------------------------------------------------------------------------------
+def survey(model: nn.Module) -> list[Layer]:
+    """Every layer that has parameters, in the model's order."""
+    _refuse_wrapped(model)
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(name)
+    counted: set[nn.Parameter] = set()
+    layers = []
+    for name, module in _walk(model):
+        if any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+            raise ValueError(f"{name!r} is lazy: run one batch through the model first")
+        whole = isinstance(module, (*KINDS, *LOW_RANK))
+        parameters = dict(module.named_parameters(recurse=whole))
+        if not parameters:
+            continue
+        weights = {key: p for key, p in parameters.items() if p.dim() > 1}
+        trained = {p for p in parameters.values() if p.requires_grad} - counted
+        counted |= trained
+        reason = _obstacle(module, weights)
+        for key, p in weights.items():
+            own = f"{name}.{key}" if name else key
+            if others := [other for other in owners[p] if other != own]:
+                reason = reason or f"its weight is also {others[0]}"
+        shapes = [tuple(p.shape) for p in weights.values()] or [tuple(p.shape) for p in parameters.values()]
+        layers.append(
+            Layer(
+                name=name,
+                kind=type(module).__name__,
+                shape=shapes[0],
+                parameters=sum(p.numel() for p in trained),
+                matrices=() if reason else _matrices(module),
+                reason=reason,
+            )
+        )
+    return layers
+
+
+def _walk(module: nn.Module, name: str = "", seen: set[nn.Module] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    yield name, module
+    if not isinstance(module, (*KINDS, *LOW_RANK)):
+        for key, child in module.named_children():
+            yield from _walk(child, f"{name}.{key}" if name else key, seen)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    for attribute, what in (("module", "wrapped"), ("_orig_mod", "compiled")):
+        if attribute == "_orig_mod" and hasattr(model, attribute):
+            raise ValueError(f"this model is {what}: factorize model.{attribute}, then compile again")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ValueError("this model is wrapped: factorize model.module, then wrap it again")
+
+
+def _obstacle(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
+    kind = type(module)
+    if isinstance(module, LOW_RANK):
+        return "factorised already"
+    if isinstance(module, nn.Embedding):
+        return "an embedding: its rows are looked up, not multiplied"
+    if not weights and not isinstance(module, KINDS):
+        return "no matrix"
+    if kind not in KINDS:
+        return f"{kind.__name__} is of no kind that is factorised"
+    if is_parametrized(module) or not weights:
+        return "its weight is computed from other tensors"
+    if not all(p.requires_grad for p in weights.values()):
+        return "frozen"
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "it has hooks, which a new layer would not have"
+    if isinstance(module, CONVOLUTIONS) and module.groups > 1:
+        return "grouped: its weight is not one matrix"
+    if isinstance(module, nn.LSTM) and module.proj_size:
+        return "an LSTM with projections"
+    if isinstance(module, nn.MultiheadAttention) and (module.bias_k is not None or module.add_zero_attn):
+        return "attention with bias_k or add_zero_attn"
+    return ""
+
+
+def _matrices(module: nn.Module) -> tuple[Matrix, ...]:
+    if isinstance(module, nn.LSTM):
+        stacks = [p for key, p in module.named_parameters() if key.startswith("weight_")]
+        return tuple(Matrix(len(p) // 4, p.shape[1], 4) for p in stacks)
+    weights = [module.weight] if not isinstance(module, nn.MultiheadAttention) else _projections(module)
+    if isinstance(module, nn.MultiheadAttention):
+        weights = [*weights, module.out_proj.weight]
+    return tuple(Matrix(len(w), math.prod(w.shape[1:])) for w in weights)
+
+
+def positions(model: nn.Module, example: Any) -> dict[str, list[int]]:
+    """How often each matrix of a layer is multiplied when the model sees an example: a tensor or a tuple of them."""
+    counts: dict[str, list[int]] = {}
+
+    def watch(name: str, module: nn.Module) -> Any:
+        def hook(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+            now = _positions(module, args, kwargs, output)
+            counts[name] = [a + b for a, b in zip(counts.get(name, [0] * len(now)), now, strict=True)]
+
+        return module.register_forward_hook(hook, with_kwargs=True)
+
+    handles = [watch(name, module) for name, module in _walk(model) if type(module) in KINDS]
+    modes = {module: module.training for module in model.modules()}
+    try:
+        # With gradients, since transformers in evaluation else go past their modules.
+        with torch.enable_grad():
+            model.eval()(*(example if isinstance(example, (tuple, list)) else (example,)))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in modes.items():
+            module.training = training
+    return counts
+
+
+def _positions(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> list[int]:
+    if isinstance(module, nn.LSTM):
+        (sequence, *_) = args or (kwargs["input"],)
+        data = sequence.data if isinstance(sequence, PackedSequence) else sequence
+        count = 2 * module.num_layers * (2 if module.bidirectional else 1)
+        return [data.numel() // module.input_size] * count
+    if isinstance(module, nn.MultiheadAttention):
+        q, k, v = (*args, *(kwargs[key] for key in ("query", "key", "value")[len(args) :]))[:3]
+        tokens = [x.numel() // x.shape[-1] for x in (q, k, v)]
+        return [*tokens, tokens[0]]
+    return [output.numel() // len(module.weight)]
+
+
+def replace(model: nn.Module, ranks: Ranks, init: str) -> tuple[nn.Module, NameMap]:
+    """Put factors in the place of these layers, in place."""
+    makers = {nn.LSTM: LowRankLSTM, nn.MultiheadAttention: LowRankMultiheadAttention}
+    renamed = NameMap()
+    for name, module in list(_walk(model)):
+        if name not in ranks:
+            continue
+        cls: Any = makers.get(type(module), LowRank)
+        try:
+            new = cls.of(module, ranks[name], init)
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from error
+        model = _put(model, name, module, new)
+        renamed.update(_prefixed(name, cls.renamed(key for key, _ in module.named_parameters())))
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # no layer here takes nested tensors
+    return model, renamed
+
+
+def restore(model: nn.Module) -> tuple[nn.Module, NameMap]:
+    """Put dense layers in the place of factors, in place."""
+    renamed = NameMap()
+    for name, module in list(_walk(model)):
+        if isinstance(module, LOW_RANK):
+            new = module.dense()
+            model = _put(model, name, module, new)
+            renamed.update(_prefixed(name, type(module).renamed(key for key, _ in new.named_parameters())))
+    return model, renamed.inverse()
+
+
+def ranks_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Ranks of the layers that are factorised."""
+    return {name: tuple(module.ranks) for name, module in _walk(model) if isinstance(module, LOW_RANK)}
+
+
+def load_dense(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Load the state_dict of the dense model into the factorised one."""
+    dense, _ = restore(copy.deepcopy(model))
+    dense.load_state_dict(checkpoint)
+    model.load_state_dict(replace(dense, ranks_of(model), "svd")[0].state_dict())
+
+
+def recalibrate(model: nn.Module, batches: Iterable[Any]) -> None:
+    """Measure the statistics of BatchNorm anew."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    modes = {module: module.training for module in model.modules()}
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+    try:
+        model.train()
+        with torch.no_grad():
+            for batch in batches:
+                model(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, training in modes.items():
+            module.training = training
+
+
+def _put(model: nn.Module, name: str, old: nn.Module, new: nn.Module) -> nn.Module:
+    new.train(old.training)
+    if not name:
+        return new
+    parent, _, key = name.rpartition(".")
+    setattr(model.get_submodule(parent), key, new)
+    return model
+
+
+def _prefixed(name: str, names: NameMap) -> NameMap:
+    dot = f"{name}." if name else ""
+    return NameMap({dot + old: tuple(dot + one for one in new) for old, new in names.items()})
+
+
+# -- the switch -----------------------------------------------------------------------------------------------------
+def grace_of(optimizer: Any) -> Grace | None:
+    """The Grace that drives an optimizer, if one does."""
+    driver = getattr(optimizer, "_grace", None)
+    return None if driver is None else driver.grace
+
+
+def transport_of(grace: Grace, model: nn.Module) -> Transport:
+    """Its transport, bound to where the model is."""
+    return door._transport(grace, next(model.parameters()))
+
+
+def broadcast(model: nn.Module, names: Iterable[str], grace: Grace) -> None:
+    """Copy these parameters of worker 0 to all workers."""
+    parameters = dict(model.named_parameters())
+    door.broadcast_parameters({name: parameters[name] for name in names}, 0, grace)
+
+
+def hand_over(grace: Grace, model: nn.Module, old: Any, new: Any) -> Any:
+    """Let ``new`` be driven as ``old`` was, by a Grace that knows the model's new tensors."""
+    trained = {p for group in new.param_groups for p in group["params"] if p.requires_grad}
+    passes = old._grace._passes_per_step if hasattr(old, "_grace") else None
+    if passes is not None:
+        door.release(old)
+    grace.rebuild({name: p for name, p in model.named_parameters() if p in trained})
+    if passes is None:
+        return new
+    return door.DistributedOptimizer(new, grace, model.named_parameters(), passes)

@@ -1,0 +1,390 @@
+"""Gossip: each worker mixes its parameters with its neighbours', instead of averaging gradients with everybody's.
+
+There is no collective over all workers. After its own optimizer step a worker moves towards its neighbours, so that
+the workers' parameters stay near each other, and their mean is what training moves. A `Mixing` says what neighbours
+tell each other; `Gossip` carries it out. The doors are `grace.torch.gossip` and `grace.tensorflow.GossipCallback`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from grace import blocks
+from grace.backends import Backend, backend_of
+from grace.collectives import AllToAll
+from grace.core import Array, Context, Payload, Program, State, Transport
+from grace.flight import Flight
+from grace.layout import Tensor
+from grace.meter import Meter
+from grace.report import Report, TensorReport
+from grace.trace import Trace
+from grace.transports import get_transport
+
+__all__ = ["Edge", "Full", "Gossip", "Mixing", "PowerGossip", "edges", "neighbours"]
+
+Topology = str | Iterable[tuple[int, int]]
+TOPOLOGIES = ("ring", "torus", "complete")
+
+
+# -- who talks to whom -------------------------------------------------------------------------------------------------
+def edges(topology: Topology, workers: int) -> list[tuple[int, int]]:
+    """The pairs (i, j), i < j, of workers that are neighbours, in order.
+
+    ``topology``: "ring"; "torus", a grid as square as the number of workers allows, closed on both sides; "complete";
+    or the pairs themselves. Raises ValueError for pairs that are none, and for workers that no path joins.
+    """
+    if not isinstance(topology, str):
+        found = {(min(pair), max(pair)) for pair in topology}
+    elif topology == "ring":
+        found = {_ordered(i, (i + 1) % workers) for i in range(workers)}
+    elif topology == "torus":
+        rows = max(d for d in range(1, math.isqrt(workers) + 1) if workers % d == 0)
+        columns = workers // rows
+        places = [(i, *divmod(i, columns)) for i in range(workers)]
+        found = {_ordered(i, row * columns + (column + 1) % columns) for i, row, column in places}
+        found |= {_ordered(i, (row + 1) % rows * columns + column) for i, row, column in places}
+    elif topology == "complete":
+        found = {(i, j) for j in range(workers) for i in range(j)}
+    else:
+        raise ValueError(f"unknown topology {topology!r}: name one of {', '.join(TOPOLOGIES)}, or list pairs")
+    if isinstance(topology, str):
+        found = {(i, j) for i, j in found if i != j}  # a ring of one, a torus of one row
+    if wrong := sorted((i, j) for i, j in found if i == j or i < 0 or j >= workers):
+        raise ValueError(f"topology: {wrong[0]} is no pair of different workers among 0 .. {workers - 1}")
+    reached, fresh = {0}, {0}
+    while fresh:
+        fresh = {b for pair in found for a, b in (pair, pair[::-1]) if a in fresh} - reached
+        reached |= fresh
+    if len(reached) < workers:
+        lost = min(set(range(workers)) - reached)
+        raise ValueError(f"topology: no path joins workers 0 and {lost}, so they would never agree. Add pairs")
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A neighbour of a worker."""
+
+    peer: int
+    weight: float
+    """Metropolis: 1 / (1 + the larger number of neighbours of the two). Alike at both ends; their sum is below 1."""
+
+
+def neighbours(topology: Topology, workers: int, rank: int) -> tuple[Edge, ...]:
+    """The neighbours of a worker, in rank order."""
+    pairs = edges(topology, workers)
+    degrees = [sum(i in pair for pair in pairs) for i in range(workers)]
+    mine = [sum(pair) - rank for pair in pairs if rank in pair]
+    return tuple(Edge(peer, 1 / (1 + max(degrees[rank], degrees[peer]))) for peer in sorted(mine))
+
+
+def _ordered(i: int, j: int) -> tuple[int, int]:
+    return min(i, j), max(i, j)
+
+
+# -- what neighbours tell each other -----------------------------------------------------------------------------------
+class Mixing(ABC):
+    """How neighbours approach each other. A frozen dataclass, pure as a compressor; ``x`` is float32[n].
+
+    A law: the change at one end of an edge is the negative of that at the other, so that the workers' sum stays.
+    """
+
+    def init(self, ctx: Context, near: Sequence[Edge]) -> State:
+        """The state of a tensor before the first round."""
+        return {}
+
+    @abstractmethod
+    def mix(self, x: Array, state: State, ctx: Context, near: Sequence[Edge]) -> Program[tuple[Array, State]]:
+        """This worker's tensor after one round, and next state. ``ctx.step``: the round, an int."""
+
+
+def swap(parts: Mapping[int, Payload], ctx: Context) -> Program[list[Payload]]:
+    """Give each neighbour its part; what each of them gave, in the order of ``parts``. Shapes must be alike."""
+    received = yield AllToAll(tuple(parts.get(worker, ()) for worker in range(ctx.world_size)), mutual=True)
+    return [received[peer] for peer in parts]
+
+
+@dataclass(frozen=True)
+class Full(Mixing):
+    """Neighbours tell each other all they have: X_i becomes sum_j w_ij X_j."""
+
+    def mix(self, x: Array, state: State, ctx: Context, near: Sequence[Edge]) -> Program[tuple[Array, State]]:
+        received = yield from swap({edge.peer: (x,) for edge in near}, ctx)
+        change = ctx.xp.zeros(ctx.size)
+        for edge, (other,) in zip(near, received, strict=True):
+            change = change + edge.weight * (other - x)
+        return x + change, state
+
+
+@dataclass(frozen=True)
+class PowerGossip(Mixing):
+    """Neighbours move along the directions in which they differ most, found by power iteration on X_i - X_j.
+
+    Each edge owns factors P and Q. In turn, one is made orthonormal, both ends send their matrix's product with it, the
+    difference is the other factor, and both ends move by it: r (a or b) numbers where a matrix has a b. There is no
+    step size to tune. Vectors are mixed as they are.
+    State: for each neighbour P float32[a, r] and Q float32[r, b], equal at both ends.
+    ``rank``: r; from min(a, b) on a step is exact. ``steps``: power iterations in each round. ``gamma``: scales each
+    move. ``warm_start``: begin with the factor of the step before, not with a random one. ``sign``: round the vector of
+    rank 1 to its signs.
+    The authors' code leaves out the first round, since it mixes before the optimizer's first step; here it comes after.
+    Vogels, Karimireddy and Jaggi, "Practical low-rank communication compression in decentralized deep learning",
+    NeurIPS 2020, arXiv:2008.01425, algorithm 1.
+    """
+
+    rank: int = 1
+    steps: int = 1
+    gamma: float = 1.0
+    warm_start: bool = True
+    sign: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or self.steps < 1:
+            raise ValueError(f"rank={self.rank!r} and steps={self.steps!r} must be at least 1")
+        if not self.gamma > 0:
+            raise ValueError(f"gamma={self.gamma!r} must be positive")
+        if self.sign and self.rank > 1:
+            raise ValueError(f"sign=True rounds one vector, but rank={self.rank}: set rank=1")
+
+    def init(self, ctx: Context, near: Sequence[Edge]) -> State:
+        if len(ctx.shape) < 2 or not self.warm_start:
+            return {}
+        a, b, r = self._sizes(ctx)
+        state = {}
+        for edge in near:
+            state[f"{edge.peer}/p"] = ctx.xp.transpose(self._drawn(a, r, edge, ctx))
+            state[f"{edge.peer}/q"] = self._drawn(b, r, edge, ctx)
+        return state
+
+    def mix(self, x: Array, state: State, ctx: Context, near: Sequence[Edge]) -> Program[tuple[Array, State]]:
+        if len(ctx.shape) < 2:
+            return (yield from Full().mix(x, state, ctx, near))
+        xp, (a, b, r) = ctx.xp, self._sizes(ctx)
+        matrix, state = xp.reshape(x, (a, b)), dict(state)
+        for step in range(ctx.step * self.steps, (ctx.step + 1) * self.steps):
+            # With full rank only the shorter side's basis spans all there is.
+            left = step % 2 == 0 if r < min(a, b) else a <= b
+            bases = [self._basis(left, state, edge, ctx) for edge in near]
+            mine = [xp.right_factor(basis, matrix) if left else xp.left_factor(matrix, basis) for basis in bases]
+            parts = {edge.peer: (product,) for edge, product in zip(near, mine, strict=True)}
+            received = yield from swap(parts, ctx)
+            change = xp.zeros((a, b))
+            for edge, basis, product, (other,) in zip(near, bases, mine, received, strict=True):
+                towards = other - product
+                change = change + (self.gamma * edge.weight) * (basis @ towards if left else towards @ basis)
+                if self.warm_start:  # one sign at both ends: the factor belongs to the edge
+                    state[f"{edge.peer}/{'q' if left else 'p'}"] = towards if ctx.rank > edge.peer else -towards
+            matrix = matrix + change
+        return xp.reshape(matrix, (-1,)), state
+
+    def _sizes(self, ctx: Context) -> tuple[int, int, int]:
+        # Rows, columns and rank, the shape being cut where rows and columns are fewest together.
+        cuts = [math.prod(ctx.shape[:cut]) for cut in range(1, len(ctx.shape))]
+        a = min(cuts, key=lambda a: a + ctx.size // a)
+        return a, ctx.size // a, min(self.rank, a, ctx.size // a)
+
+    def _drawn(self, count: int, r: int, edge: Edge, ctx: Context) -> Array:
+        # float32[r, count]: random directions, the same at both ends of an edge.
+        low, high = _ordered(ctx.rank, edge.peer)
+        return ctx.xp.reshape(ctx.stage(f"{low}-{high}").shared_rng("gossip").normal(r * count), (r, count))
+
+    def _basis(self, left: bool, state: State, edge: Edge, ctx: Context) -> Array:
+        # Orthonormal directions: float32[a, r] on the left, float32[r, b] on the right.
+        xp, (a, b, r) = ctx.xp, self._sizes(ctx)
+        count = a if left else b
+        if self.warm_start:
+            rows = xp.transpose(state[f"{edge.peer}/p"]) if left else state[f"{edge.peer}/q"]
+            # Unit scale keeps products in range. A direction that became zero would stay so, and is drawn anew.
+            largest = xp.max(xp.abs(rows), 1)
+            rows = rows / blocks.divisor(xp, largest)
+            alive = xp.reshape(largest, (-1, 1)) > 0
+            rows = xp.mended(alive, rows, lambda: self._drawn(count, r, edge, ctx))
+        else:
+            rows = self._drawn(count, r, edge, ctx)
+        if self.sign:
+            columns = xp.transpose((xp.cast(rows >= 0, "float32") * 2.0 - 1.0) / math.sqrt(count))
+        else:
+            columns = xp.qr(xp.transpose(rows))
+        return columns if left else xp.transpose(columns)
+
+
+# -- carried out -------------------------------------------------------------------------------------------------------
+class Gossip:
+    """Mixes named parameters between neighbours; one `step` after each of the optimizer's.
+
+    ``mixing``: default `PowerGossip()`. ``topology``: as for `edges`. ``transport``: "horovod", "torch", "local" or a
+    Transport; default: the one that is initialised. ``seed``: of all random numbers, the same on every worker.
+    Every worker must make the same calls. Messages of all tensors travel together, one for each step of the mixing.
+    """
+
+    def __init__(
+        self,
+        mixing: Mixing | None = None,
+        topology: Topology = "ring",
+        transport: str | Transport | None = None,
+        seed: int = 0,
+    ):
+        self.mixing: Mixing = PowerGossip() if mixing is None else mixing
+        self.transport = get_transport(transport)
+        if not isinstance(topology, str):
+            topology = sorted(_ordered(*pair) for pair in topology)
+        self.topology: Topology = topology
+        self.near = neighbours(self.topology, self.transport.size, self.transport.rank)
+        self.seed = seed
+        self._xp: Backend | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._state: dict[str, State] = {}
+        self._round = 0
+        self._flight: Flight | None = None
+        self._before: dict[str, Array] = {}
+        self._meter: Any = None
+
+    @property
+    def xp(self) -> Backend:
+        """The backend; known once `build` has seen a parameter."""
+        if self._xp is None:
+            raise RuntimeError("call build(named_parameters) first: nothing is known about the parameters yet")
+        return self._xp
+
+    @property
+    def built(self) -> bool:
+        """Whether `build` has seen the parameters."""
+        return self._xp is not None
+
+    def build(self, named_parameters: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
+        """Make the state of all parameters, once. Raises on every worker, with the difference, when workers differ."""
+        named = dict(named_parameters)
+        if self.built:
+            raise RuntimeError("built already: make one Gossip for all parameters, and build it once")
+        if not named:
+            raise ValueError("there are no parameters: pass named_parameters")
+        xp = self._xp = backend_of(next(iter(named.values())))
+        self.transport = self.transport.bind(xp)
+        self._tensors = {name: Tensor(name, xp.shape(array), xp.dtype(array)) for name, array in named.items()}
+        settings = [repr(self.mixing), str(self.topology), self.seed, [asdict(t) for t in self._tensors.values()]]
+        texts = self.transport.exchange(json.dumps(settings)) if self.transport.size > 1 else []
+        for worker, text in enumerate(texts):
+            if text != texts[0]:
+                pairs = zip(json.loads(texts[0]), json.loads(text), strict=True)
+                one, other = next(pair for pair in pairs if pair[0] != pair[1])
+                raise ValueError(
+                    f"worker 0 and worker {worker} differ: {one} and {other}. Use the same settings and model"
+                )
+        self._state = {name: self.mixing.init(self._context(t), self.near) for name, t in self._tensors.items()}
+        self._meter = Meter(xp)
+        self._meter.extend(list(self._tensors))
+
+    def _context(self, tensor: Tensor) -> Context:
+        return Context(
+            xp=self.xp,
+            name=tensor.name,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            rank=self.transport.rank,
+            world_size=self.transport.size,
+            step=self._round,
+            seed=self.seed,
+        )
+
+    def step(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
+        """All parameters after one round of mixing, in their shapes and dtypes; the arrays passed stay as they are."""
+        self.launch(parameters)
+        while not self.advance():
+            pass
+        return self.land()
+
+    def launch(self, parameters: Mapping[str, Array]) -> None:
+        """Begin a round. All parameters that were built must be named."""
+        if parameters.keys() != self._tensors.keys():
+            odd = sorted(parameters.keys() ^ self._tensors.keys())[0]
+            raise KeyError(f"a round mixes all parameters that were built and no others, which {odd!r} breaks")
+        xp, programs = self.xp, {}
+        self._before = dict(parameters)
+        for name, tensor in self._tensors.items():
+            if xp.shape(parameters[name]) != tensor.shape:
+                raise ValueError(f"{name!r} has shape {xp.shape(parameters[name])}, but {tensor.shape} was built")
+            x = xp.cast(xp.reshape(parameters[name], (-1,)), "float32")
+            if self.near and tensor.size:
+                programs[name] = self.mixing.mix(x, self._state[name], self._context(tensor), self.near)
+        with xp.quiet():
+            self._flight = Flight("gossip", programs, self.transport, Trace())
+
+    def advance(self) -> bool:
+        """Wait for one message and begin the next. True when nothing is left to exchange."""
+        assert self._flight is not None
+        with self.xp.quiet():
+            return self._flight.advance()
+
+    def land(self) -> dict[str, Array]:
+        """End the round: keep the new state, and give the new parameters."""
+        xp, flight, mixed = self.xp, self._flight, {}
+        assert flight is not None
+        for name, tensor in self._tensors.items():
+            before = mixed[name] = self._before[name]
+            if name in flight.results:
+                x, self._state[name] = flight.results[name]
+                # As a change, so that float64 keeps the digits that float32 has not.
+                change = x - xp.cast(xp.reshape(before, (-1,)), "float32")
+                mixed[name] = before + xp.cast(xp.reshape(change, tensor.shape), tensor.dtype)
+        self._meter.add(list(self._tensors), flight.asked, self.transport.group_rank, {})
+        self._round += 1
+        self._flight, self._before = None, {}
+        return mixed
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state of this worker, as NumPy arrays: each worker saves and loads its own."""
+        return {
+            "rank": self.transport.rank,
+            "world_size": self.transport.size,
+            "mixing": repr(self.mixing),
+            "round": self._round,
+            "tensors": {
+                name: {key: self.xp.to_numpy(array).copy() for key, array in state.items()}
+                for name, state in self._state.items()
+            },
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`, after `build`. Raises ValueError, and changes nothing, if it does not fit."""
+        mine = self.state_dict()
+        for key in ("rank", "world_size", "mixing"):
+            if saved[key] != mine[key]:
+                raise ValueError(f"this state has {key} {saved[key]!r}, but here it is {mine[key]!r}: load its own")
+        shapes = [
+            {(name, key): array.shape for name, arrays in state["tensors"].items() for key, array in arrays.items()}
+            for state in (saved, mine)
+        ]
+        if shapes[0] != shapes[1]:
+            odd = sorted(shapes[0].items() ^ shapes[1].items())[0]
+            raise ValueError(f"this state belongs to another model or topology: {odd} is in one of them only")
+        self._round = saved["round"]
+        self._state = {
+            name: {key: self.xp.asarray(array, "float32") for key, array in arrays.items()}
+            for name, arrays in saved["tensors"].items()
+        }
+
+    def report(self) -> Report:
+        """Bytes sent since this object was made. ``bytes_dense``: what `Full` gossip would have sent."""
+        name = type(self.mixing).__name__.lower()
+        topology = self.topology if isinstance(self.topology, str) else "listed edges"
+        head = (self._round, self.transport.rank, self.transport.size, f"{name} on {topology}")
+        traffic = self._meter.read() if self._meter else {}
+        tensors = [
+            TensorReport(
+                name=tensor.name,
+                shape=tensor.shape,
+                method=name,
+                reason="",
+                bytes_sent=traffic[tensor.name][0],
+                bytes_dense=traffic[tensor.name][2] * 4 * tensor.size * len(self.near),
+                residual_norm=None,
+            )
+            for tensor in self._tensors.values()
+        ]
+        sent, received = (sum(counts[column] for counts in traffic.values()) for column in (0, 1))
+        return Report(*head, sent, received, sum(tensor.bytes_dense for tensor in tensors), tensors)

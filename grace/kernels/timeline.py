@@ -1,0 +1,83 @@
+"""The planner's timelines in C++: what `grace.planner.timeline` plays, with the same results."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+from weakref import finalize
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+def native_player(backward: Sequence[float], servers: int, deferred: bool) -> NativePlayer | None:
+    """A player of timelines; None where it is not built or GRACE_KERNELS=off."""
+    if os.environ.get("GRACE_KERNELS", "").lower() in ("off", "0"):
+        return None
+    library = _library()
+    return library and NativePlayer(library, backward, servers, deferred)
+
+
+@cache
+def _library() -> Any:
+    from grace.kernels import build  # not above: it is run as a program, too
+
+    path = build.find(build.timeline_name())
+    if path is None:
+        return None
+    shared = ctypes.CDLL(str(path))
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "new": (_P, [_P, _I, _I, _I, _I]),
+        "free": (None, [_P]),
+        "chain": (_I, [_P, _P, _P, _I]),
+        "set": (_F, [_P, _P, _P, _I]),
+        "tried": (_F, [_P, _P, _P, _I, _F]),
+        "hide": (None, [_P, _P]),
+    }
+    for name, (result, types) in signatures.items():
+        function = shared[f"grace_timeline_{name}"]
+        function.restype, function.argtypes = result, types
+        setattr(shared, name, function)
+    return shared
+
+
+class NativePlayer:
+    """Plays timelines; its methods are those of the Python player."""
+
+    def __init__(self, library: Any, backward: Sequence[float], servers: int, deferred: bool):
+        from grace.planner.timeline import STRIDE
+
+        self.deferred, self.pool = deferred, (0.0,) * servers
+        self._library, self._count = library, len(backward)
+        self._handle = library.new((_F * len(backward))(*backward), len(backward), servers, deferred, STRIDE)
+        self._numbers: dict[Any, int] = {}
+        self._arguments = (_I * len(backward))(), (_I * len(backward))()
+        finalize(self, library.free, self._handle)
+
+    def _number(self, chain: Any) -> int:
+        found = self._numbers.get(chain)
+        if found is None:
+            resources = (ctypes.c_int32 * len(chain))(*(resource for resource, _ in chain))
+            seconds = (_F * len(chain))(*(seconds for _, seconds in chain))
+            found = self._numbers[chain] = self._library.chain(self._handle, resources, seconds, len(chain))
+        return found
+
+    def _listed(self, changes: Mapping[int, Any]) -> tuple[Any, Any, int]:
+        tensors, chains = self._arguments
+        for place, (tensor, chain) in enumerate(changes.items()):
+            tensors[place], chains[place] = tensor, self._number(chain)
+        return tensors, chains, len(changes)
+
+    def set(self, changes: Mapping[int, Any]) -> float:
+        """Give some tensors these chains; the time of all."""
+        return float(self._library.set(self._handle, *self._listed(changes)))
+
+    def tried(self, changes: Mapping[int, Any], best: float) -> float:
+        """The time if some tensors had these chains; infinite once it must be ``best`` or more."""
+        return float(self._library.tried(self._handle, *self._listed(changes), best))
+
+    def hide(self, hidden: bytearray) -> None:
+        """Set to 1 each tensor's byte where an idle gap follows its messages on every link that it uses."""
+        self._library.hide(self._handle, (ctypes.c_uint8 * self._count).from_buffer(hidden))

@@ -1,0 +1,483 @@
+"""What each action of a strategy takes: links, compressors, and the chain of operations that follows a gradient.
+
+A collective among w workers with V bytes held by each takes A(w) a + B(w) V b, with a the latency in seconds and b the
+seconds per byte of its level, from `COEFFICIENTS` (Thakur et al., 2005); a and b come from the link's bandwidth and
+latency, or are fitted for each collective to what was measured. The workers of a machine share its link to others.
+
+Espresso, section 4.2.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from grace.planner.options import (
+    DENSE_FLAT,
+    DENSE_HIERARCHICAL,
+    DEVICES,
+    Action,
+    Device,
+    Kind,
+    Level,
+    Option,
+    options,
+    parse,
+    states,
+)
+from grace.planner.profile import seconds as checked
+from grace.planner.timeline import CPU, DEVICE, INTER, INTRA, Chain
+
+FORMAT = 1
+MIN_NUMEL = 1024
+"""Smaller tensors go dense with others' messages, as `grace.pipeline.Options` has it by default."""
+KEPT = 12
+"""At most so many strategies of one tensor size are looked at by a search."""
+
+
+def _tree(w: int) -> float:
+    return math.ceil(math.log2(w)) if w > 1 else 0.0
+
+
+COEFFICIENTS: dict[Kind, Callable[[int], tuple[float, float]]] = {
+    "allreduce": lambda w: (2.0 * (w - 1), 2.0 * (w - 1) / w),
+    "reduce_scatter": lambda w: (w - 1.0, (w - 1) / w),
+    "alltoall": lambda w: (w - 1.0, (w - 1) / w),
+    "allgather": lambda w: (w - 1.0, w - 1.0),
+    "gather": lambda w: (w - 1.0, w - 1.0),
+    "reduce": lambda w: (_tree(w), float(w > 1)),
+    "broadcast": lambda w: (_tree(w), float(w > 1)),
+}
+"""Of each collective among w workers: how many latencies, and how often the bytes that a worker holds."""
+LIKE: dict[Kind, Kind] = {
+    "reduce_scatter": "alltoall",
+    "gather": "allgather",
+    "reduce": "broadcast",
+}
+"""Which fit stands in for a collective that was not measured."""
+
+
+class Rate(NamedTuple):
+    """Seconds of latency, and seconds per byte."""
+
+    latency: float
+    per_byte: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the workers of a level."""
+
+    latency: float
+    """Seconds."""
+    bandwidth: float
+    """Bytes per second; infinity: a free one."""
+    fits: Mapping[Kind, Rate] = field(default_factory=dict)
+    """Of single collectives, as measured; they hold instead."""
+
+    def rate(self, kind: Kind) -> Rate:
+        """Latency and seconds per byte of a collective."""
+        found = self.fits.get(kind) or self.fits.get(LIKE.get(kind, kind))
+        return found or Rate(self.latency, 1 / self.bandwidth)
+
+    def scaled(self, latency: float = 1.0, bandwidth: float = 1.0) -> Link:
+        """A link with so many times the latency and the bandwidth."""
+        fits = {kind: Rate(rate.latency * latency, rate.per_byte / bandwidth) for kind, rate in self.fits.items()}
+        return Link(self.latency * latency, self.bandwidth * bandwidth, fits)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: microseconds and Gbit/s; fits in seconds and seconds per byte."""
+        plain: dict[str, Any] = {"latency_us": self.latency * 1e6, "gbit_per_s": self.bandwidth * 8e-9}
+        return plain | ({"fits": {kind: list(rate) for kind, rate in self.fits.items()}} if self.fits else {})
+
+
+def link(data: Any, what: str) -> Link:
+    """A `Link` from JSON's data: {"latency_us", "gbit_per_s", "fits": {collective: [seconds, seconds per byte]}}."""
+    if not isinstance(data, Mapping) or not set(data) <= {"latency_us", "gbit_per_s", "fits"}:
+        raise ValueError(f'{what} is {{"gbit_per_s": ..., "latency_us": ...}}, not {data!r}')
+    gbit = checked(data.get("gbit_per_s"), f"gbit_per_s of {what}")
+    if gbit == 0:
+        raise ValueError(f"gbit_per_s of {what} is 0: write what the link carries")
+    fits = {}
+    for kind, pair in dict(data.get("fits", {})).items():
+        if kind not in COEFFICIENTS or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise ValueError(f"fits of {what} are {{collective: [seconds, seconds per byte]}}, not {kind!r}: {pair!r}")
+        fits[kind] = Rate(checked(pair[0], f"latency of {kind}"), checked(pair[1], f"seconds per byte of {kind}"))
+    return Link(checked(data.get("latency_us", 50.0), f"latency_us of {what}") * 1e-6, gbit / 8e-9, fits)
+
+
+INTRA_LINK = Link(5e-6, 100e9)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines with the same number of workers each, and the links within and between them."""
+
+    nodes: int
+    per_node: int
+    inter: Link
+    """Of one machine to the others; all its workers share it."""
+    intra: Link = INTRA_LINK
+    """Between the workers of one machine. Default: 5 us and 100 GB/s, about that of NVLink."""
+    source: str = "given"
+    flat: Link | None = None
+    """Of collectives among all workers; None: what limits them is the link between machines, if there are several."""
+
+    def __post_init__(self) -> None:
+        if min(self.nodes, self.per_node) < 1:
+            raise ValueError(f"{self.nodes} machines with {self.per_node} workers: write at least 1 of each")
+
+    @property
+    def workers(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def levels(self) -> bool:
+        """Strategies of several levels make sense."""
+        return min(self.nodes, self.per_node) > 1
+
+    def size(self, level: Level) -> int:
+        """Workers that take part at a level."""
+        return {"flat": self.workers, "intra": self.per_node, "inter": self.nodes}[level]
+
+    def link(self, level: Level) -> Link:
+        """What a level's collectives travel over."""
+        if level == "flat" and self.flat is not None:
+            return self.flat
+        return self.inter if self.between(level) else self.intra
+
+    def between(self, level: Level) -> bool:
+        """Its collectives occupy the link between machines."""
+        return level == "inter" or (level == "flat" and self.nodes > 1)
+
+    def seconds(self, action: Action, held: float, sharing: int = 1, joined: bool = False) -> float:
+        """Time of a collective. ``held``: bytes of each worker; ``sharing``: how many of them use a machine's link.
+
+        ``joined``: it travels with another message, and has no latency of its own.
+        """
+        count = self.size(action.level)
+        latencies, bytes_ = COEFFICIENTS[action.kind](count)
+        rate = self.link(action.level).rate(action.kind)
+        return latencies * rate.latency * (not joined) + bytes_ * held * rate.per_byte * sharing
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `cluster` undoes it."""
+        links = {"inter": self.inter.to_dict(), "intra": self.intra.to_dict()}
+        if self.flat is not None:
+            links["flat"] = self.flat.to_dict()
+        return {"nodes": self.nodes, "workers_per_node": self.per_node, **links, "source": self.source}
+
+
+def cluster(data: Any) -> Cluster:
+    """A `Cluster` from JSON's data: {"nodes", "workers_per_node", "inter": link, "intra": link}; else ValueError."""
+    if not isinstance(data, Mapping) or "inter" not in data:
+        raise ValueError('a cluster is {"nodes": 4, "workers_per_node": 8, "inter": {"gbit_per_s": 10}, "intra": ...}')
+    if unknown := set(data) - {"nodes", "workers_per_node", "inter", "intra", "flat", "source"}:
+        raise ValueError(f"a cluster has no {sorted(unknown)[0]!r}")
+    counts = [data.get(key, 1) for key in ("nodes", "workers_per_node")]
+    if not all(type(count) is int and count >= 1 for count in counts):
+        raise ValueError(f"nodes and workers_per_node are whole numbers of at least 1, not {counts}")
+    nodes, per_node = counts
+    intra = link(data["intra"], "intra") if "intra" in data else INTRA_LINK
+    flat = link(data["flat"], "flat") if "flat" in data else None
+    return Cluster(nodes, per_node, link(data["inter"], "inter"), intra, str(data.get("source", "given")), flat)
+
+
+def fitted(kind: Kind, workers: int, measured: Iterable[tuple[float, float]]) -> Rate:
+    """Latency and seconds per byte from measured pairs (bytes held, seconds), by least squares.
+
+    Errors count relative to the seconds, since sizes span decades. Neither number is negative.
+    """
+    latencies, bytes_ = COEFFICIENTS[kind](workers)
+    rows = [(latencies / t, bytes_ * held / t) for held, t in measured if t > 0]
+    if not rows or latencies == 0:
+        raise ValueError(f"{kind} needs measurements between at least 2 workers to be fitted")
+    xx, xy, yy = (
+        sum(a * b for a, b in pairs) for pairs in ([(x, x) for x, _ in rows], rows, [(y, y) for _, y in rows])
+    )
+    x1, y1 = sum(x for x, _ in rows), sum(y for _, y in rows)
+    determinant = xx * yy - xy * xy
+    latency = (x1 * yy - y1 * xy) / determinant if determinant > 1e-12 * xx * yy else -1.0
+    per_byte = (y1 * xx - x1 * xy) / determinant if determinant > 1e-12 * xx * yy else -1.0
+    if latency < 0:
+        latency, per_byte = 0.0, y1 / yy if yy else 0.0
+    elif per_byte < 0:
+        latency, per_byte = x1 / xx, 0.0
+    return Rate(latency, per_byte)
+
+
+# -- compressors ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Curve:
+    """A quantity that depends on the number of elements: known at some, with straight lines between them.
+
+    Below the least it stays what it is there. Beyond the largest it grows by the power by which it last grew, but not
+    faster than the elements (of one known number: with the elements).
+    """
+
+    sizes: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __call__(self, size: float) -> float:
+        sizes, values = self.sizes, self.values
+        if size <= sizes[0]:
+            return values[0]
+        right = bisect_right(sizes, size)
+        if right == len(sizes):
+            return values[-1] * (size / sizes[-1]) ** self._power
+        slope = (values[right] - values[right - 1]) / (sizes[right] - sizes[right - 1])
+        return values[right - 1] + slope * (size - sizes[right - 1])
+
+    def scaled(self, factor: float) -> Curve:
+        """So many times the values."""
+        return Curve(self.sizes, tuple(value * factor for value in self.values))
+
+    @cached_property
+    def _power(self) -> float:
+        if len(self.sizes) == 1 or min(self.values[-2:]) <= 0:
+            return 1.0
+        (a, b), (u, v) = self.sizes[-2:], self.values[-2:]
+        return min(max(math.log(v / u) / math.log(b / a), 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a compressor on one device, by number of elements."""
+
+    encode: Curve
+    decode: Curve
+    """Of one payload to a dense vector."""
+    piece: Curve
+    """Of each further payload that is added to it."""
+
+    def slowed(self, factor: float) -> Speed:
+        """So many times the seconds."""
+        return Speed(*(c.scaled(factor) for c in (self.encode, self.decode, self.piece)))
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What a compressor costs: bytes on the wire, and seconds on each device."""
+
+    params: Mapping[str, Any]
+    """As for `grace.grace_from_params`: the compressor and its parameters."""
+    wire: Curve
+    """Bytes of a payload, by number of elements."""
+    speeds: Mapping[Device, Speed]
+    source: str = "given"
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Those whose costs are known, the device that computes gradients first."""
+        return tuple(device for device in DEVICES if device in self.speeds)
+
+    def encode(self, size: float, device: Device = "gpu") -> float:
+        """Seconds to compress so many elements."""
+        return self.speeds[device].encode(size)
+
+    def decode(self, size: float, pieces: int = 1, device: Device = "gpu") -> float:
+        """Seconds to turn so many payloads of so many elements into one dense sum."""
+        speed = self.speeds[device]
+        return speed.decode(size) + (pieces - 1) * speed.piece(size)
+
+    def slowed(self, factor: float) -> Codec:
+        """The same bytes at so many times the seconds, on every device."""
+        speeds = {device: speed.slowed(factor) for device, speed in self.speeds.items()}
+        return replace(self, speeds=speeds)
+
+    def offloaded(self, device: float = 1.0, pool: float = 1.0) -> Codec:
+        """Of a codec that was measured on a host: with both devices, and factors on the seconds of each."""
+        host = self.speeds["gpu"]
+        return replace(self, speeds={"gpu": host.slowed(device), "cpu": host.slowed(pool)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `codec` undoes it."""
+
+        def pairs(curve: Curve) -> list[list[float]]:
+            return [list(pair) for pair in zip(curve.sizes, curve.values, strict=True)]
+
+        speeds = {
+            device: {"encode": pairs(speed.encode), "decode": pairs(speed.decode), "piece": pairs(speed.piece)}
+            for device, speed in self.speeds.items()
+        }
+        return {"params": dict(self.params), "wire": pairs(self.wire), "speeds": speeds, "source": self.source}
+
+
+def codec(data: Any) -> Codec:
+    """A `Codec` from JSON's data, as `Codec.to_dict` writes it. ValueError that says what is wrong."""
+    if not isinstance(data, Mapping) or not {"params", "wire", "speeds"} <= set(data):
+        raise ValueError('compression costs are {"params": {...}, "wire": [[elements, bytes], ...], "speeds": {...}}')
+    if not isinstance(data["params"], Mapping) or "compressor" not in data["params"]:
+        raise ValueError('params of compression costs name a "compressor"')
+    name = data["params"]["compressor"]
+
+    def curve(pairs: Any, what: str) -> Curve:
+        if (
+            not isinstance(pairs, Sequence)
+            or not pairs
+            or not all(isinstance(p, Sequence) and len(p) == 2 for p in pairs)
+        ):
+            raise ValueError(f"{what} of {name!r} is [[elements, value], ...], not {pairs!r}")
+        rows = [(checked(size, f"elements in {what}"), checked(value, what)) for size, value in pairs]
+        sizes, values = zip(*rows, strict=True)
+        if list(sizes) != sorted(set(sizes)) or sizes[0] <= 0:
+            raise ValueError(f"the numbers of elements in {what} of {name!r} must rise from above 0")
+        return Curve(sizes, values)
+
+    speeds = {}
+    for device, each in dict(data["speeds"]).items():
+        if device not in DEVICES or not isinstance(each, Mapping) or set(each) != {"encode", "decode", "piece"}:
+            raise ValueError(f'speeds of {name!r} are {{"gpu" or "cpu": {{"encode", "decode", "piece"}}}}')
+        speeds[device] = Speed(*(curve(each[what], what) for what in ("encode", "decode", "piece")))
+    if not speeds:
+        raise ValueError(f"speeds of {name!r} are empty: give those of at least one device")
+    return Codec(dict(data["params"]), curve(data["wire"], "wire"), speeds, str(data.get("source", "given")))
+
+
+# -- chains --------------------------------------------------------------------------------------------------------
+class _Term(NamedTuple):
+    # One action of a strategy, whatever the tensor's size. Data held: `share` of the tensor, in `pieces` payloads.
+    resource: int
+    action: Action
+    share: float
+    pieces: int
+    sharing: int
+
+
+class Costs:
+    """Strategies for tensors of any size, as chains of operations on one cluster with one compressor.
+
+    ``devices``: where compressions may run; default: those whose costs the codec has. ``max_compressions``: of one
+    tensor on its way. ``min_numel``: tensors of fewer elements have no choice: they join others' dense messages.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        codec: Codec,
+        devices: Iterable[Device] | None = None,
+        max_compressions: int | None = None,
+        min_numel: int = MIN_NUMEL,
+    ):
+        self.cluster, self.codec, self.max_compressions, self.min_numel = cluster, codec, max_compressions, min_numel
+        self.devices: tuple[Device, ...] = codec.devices if devices is None else tuple(devices)
+        if not self.devices or not set(self.devices) <= set(codec.devices):
+            raise ValueError(f"devices={self.devices}: the compressor's costs are known for {', '.join(codec.devices)}")
+        self._terms: dict[_Term, int] = {}
+        self._walked: dict[Option, tuple[tuple[int, int], ...]] = {}
+        self._seconds: dict[float, dict[int, float]] = {}
+        self._found: dict[tuple[float, bool], list[tuple[Option, Chain]]] = {}
+
+    @cached_property
+    def dense(self) -> tuple[Option, ...]:
+        """The plain strategies: an allreduce among all, and, on several machines, one of two levels."""
+        return tuple(map(parse, (DENSE_FLAT, DENSE_HIERARCHICAL)[: 1 + self.cluster.levels]))
+
+    def chain(self, option: Option, size: float) -> Chain:
+        """The operations of a strategy for a tensor of so many elements, one for each of its actions."""
+        return tuple((resource, self._of(number, size)) for resource, number in self._numbered(option))
+
+    def _numbered(self, option: Option) -> tuple[tuple[int, int], ...]:
+        # Resource and number of each action's term: the same action on as much data is one term in all strategies.
+        found = self._walked.get(option)
+        if found is None:
+            terms = self._terms
+            found = tuple((term.resource, terms.setdefault(term, len(terms))) for term in self._walk(option))
+            self._walked[option] = found
+            self._known = list(terms)
+        return found
+
+    def _walk(self, option: Option) -> Iterable[_Term]:
+        share, pieces, shared = 1.0, 1, 1
+        for action, held in zip(option.actions, states(option), strict=False):
+            if not action.collective:
+                yield _Term(DEVICE if action.device == "gpu" else CPU, action, share, pieces, 1)
+                pieces = 1
+                continue
+            count = self.cluster.size(action.level)
+            within = not self.cluster.between(action.level)
+            sharing = shared if action.level == "inter" else 1
+            if action.level == "flat" and action.kind == "alltoall" and not within:
+                sharing = self.cluster.per_node  # a ring crosses a machine's link once, everybody to everybody does not
+            yield _Term(INTRA if within else INTER, action, share, pieces, sharing)
+            if action.level == "intra":
+                shared = self.cluster.per_node if action.kind in ("reduce_scatter", "alltoall") else 1
+            place = held.at(action.level)
+            if action.kind in ("reduce_scatter", "alltoall"):
+                share /= count
+            elif place == "shard":
+                share *= count
+            if action.compressed and place == "own":
+                pieces *= count
+
+    def _of(self, number: int, size: float) -> float:
+        known = self._seconds.setdefault(size, {})
+        found = known.get(number)
+        if found is None:
+            _, action, share, pieces, sharing = self._known[number]
+            elements = share * size
+            if action.kind == "compress":
+                found = self.codec.encode(elements, action.device or "gpu")
+            elif action.kind == "decompress":
+                found = self.codec.decode(elements, pieces, action.device or "gpu")
+            else:
+                held = pieces * self.codec.wire(elements) if action.compressed else 4.0 * elements
+                found = self.cluster.seconds(action, held, sharing, joined=size < self.min_numel)
+            known[number] = found
+        return found
+
+    def candidates(self, size: float, offload: bool = True) -> list[tuple[Option, Chain]]:
+        """Strategies worth looking at for a tensor of so many elements, plain allreduce first.
+
+        Left out are those that need at least as long as another one on every resource, in no fewer actions; of the
+        others the `KEPT` that take least in all stay. ``offload``: with compressions on the CPU pool too; without: on
+        the first device.
+        """
+        key = (size, offload)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._candidates(size, offload)
+        return found
+
+    def _candidates(self, size: float, offload: bool) -> list[tuple[Option, Chain]]:
+        if size < self.min_numel:
+            return [(self.dense[0], self.chain(self.dense[0], size))]
+        every = options(not self.cluster.levels, self.devices[:1], self.max_compressions)
+        kept = self._pruned(every, size)
+        if offload and len(self.devices) > 1:
+            moved = [o.on(devices) for o in kept for devices in _placements(self.devices, len(o.devices))]
+            kept = self._pruned(moved, size)
+        return [(option, self.chain(option, size)) for option in kept]
+
+    def _pruned(self, every: Iterable[Option], size: float) -> list[Option]:
+        rows = []
+        for option in every:
+            loads = [0.0] * 4
+            for resource, number in self._numbered(option):
+                loads[resource] += self._of(number, size)
+            rows.append((sum(loads), *loads, len(option.actions), option))
+        rows.sort(key=itemgetter(0))
+        front: list[tuple[Any, ...]] = []
+        for row in rows:
+            _, device, cpu, intra, inter, length, _ = row
+            for _, device2, cpu2, intra2, inter2, length2, _ in front:
+                if device2 <= device and inter2 <= inter and intra2 <= intra and cpu2 <= cpu and length2 <= length:
+                    break
+            else:
+                front.append(row)
+        plain = self.dense
+        return [*plain, *(row[-1] for row in front if row[-1] not in plain)][: max(KEPT, len(plain))]
+
+
+def _placements(devices: Sequence[Device], count: int) -> Iterable[tuple[Device, ...]]:
+    if count == 0:
+        yield ()
+        return
+    for rest in _placements(devices, count - 1):
+        for device in devices:
+            yield (*rest, device)

@@ -1,0 +1,147 @@
+"""What compressors and links take on this machine, measured: the numbers that `grace.planner.costs` calculates with."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from grace.collectives import AllToAll, Broadcast, Collective, Gather, Group, Reduce
+from grace.core import Array, Transport
+from grace.planner.costs import COEFFICIENTS, Cluster, Codec, Curve, Link, Rate, Speed, fitted
+from grace.planner.options import Device, Kind, Level
+
+SIZES = (2**12, 2**15, 2**18, 2**21)
+"""Elements at which a compressor is measured where nothing else is asked for."""
+BYTES = tuple(int(2 ** (10 + 16 * i / 11)) // 64 * 64 for i in range(12))
+"""12 sizes of messages from 1 KiB to 64 MiB."""
+GROUPS: dict[Level, Group] = {"flat": "world", "intra": "node", "inter": "cross"}
+
+
+def compressor(
+    params: Mapping[str, Any], sizes: Sequence[int] = SIZES, backend: str = "numpy", budget: float = 0.2
+) -> Codec:
+    """Bytes and seconds of a compressor, on one thread's own: the fastest of a few calls at each size.
+
+    ``params``: as for `grace.grace_from_params`. ``sizes``: elements; a method that wants a matrix gets one that is
+    nearly square. ``budget``: seconds of measuring at each size, at least three calls. The encoding is that of the
+    whole method, with its memory.
+    """
+    from grace.backends import get_backend
+    from grace.bench.plan import Case, Config
+    from grace.bench.subjects import Bench, Ours
+
+    wire, encode, decode, piece = [], [], [], []
+    xp = get_backend(backend)
+    for size in sizes:
+        bench = Bench(xp, Config(backend, 1, "asis", size))
+        subject = Ours(Case(str(params["compressor"]), dict(params)), bench, "eager")
+        wire.append(float(subject.bytes))
+        encode.append(_fastest(lambda s=subject: _encoded(s), budget, subject.refill))  # type: ignore[misc]
+        one = _fastest(subject.decode, budget / 2)
+        subject.several(repeated=True)
+        more = subject.workers - 1
+        all_ = _fastest(subject.decode, budget / 2) if more else one
+        decode.append(one)
+        piece.append(max(all_ - one, 0.0) / more if more else 0.0)
+    curves = (Curve(tuple(map(float, sizes)), tuple(values)) for values in (encode, decode, piece))
+    speeds: dict[Device, Speed] = {"gpu": Speed(*curves)}
+    source = f"measured with {backend}, one thread"
+    return Codec(dict(params), Curve(tuple(map(float, sizes)), tuple(wire)), speeds, source)
+
+
+def contention(work: Callable[[], None], params: Mapping[str, Any], size: int = 2**18, budget: float = 0.5) -> float:
+    """How much longer a compressor takes in a thread while ``work``, such as a backward pass, runs in this one.
+
+    At least 1. The factor of `grace.planner.costs.Codec.offloaded` for the pool, where device and pool are one CPU.
+    """
+    alone = compressor(params, (size,), budget=budget).encode(size)
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(compressor, params, (size,), "numpy", budget)
+        while not beside.done():
+            work()
+    return max(beside.result().encode(size) / alone, 1.0)
+
+
+def _encoded(subject: Any) -> None:
+    subject.encode()
+    subject.look()
+    subject.commit()
+
+
+def _fastest(call: Callable[[], None], budget: float, before: Callable[[], None] = lambda: None) -> float:
+    before()
+    call()
+    found: list[float] = []
+    while len(found) < 3 or (sum(found) < budget and len(found) < 100):
+        before()
+        began = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - began)
+    return min(found)  # other programs only add
+
+
+def links(transport: Transport, node_size: int = 0, sizes: Iterable[int] = BYTES, repeats: int = 20) -> Cluster:
+    """The cluster that a transport spans, its collectives timed and fitted. All workers call it together.
+
+    ``transport``: bound to a backend. ``node_size``: workers of a machine, 0: as they were launched. ``sizes``: bytes;
+    each is timed ``repeats`` times and the least counts; the slowest worker's time holds for all. What a collective of
+    the tree is made of is what communicator "planned" makes it of.
+    """
+    xp: Any = transport.xp  # type: ignore[attr-defined]
+    per_node = node_size or transport.node_size
+    if transport.size < 2:
+        raise ValueError("links are between at least 2 workers: launch several")
+    if transport.size % per_node:
+        raise ValueError(f"node_size={per_node} does not divide {transport.size} workers")
+    nodes = transport.size // per_node
+    counts: dict[Level, int] = {"flat": transport.size}
+    if min(nodes, per_node) > 1:
+        transport.split(per_node)
+        counts = {"flat": transport.size, "intra": per_node, "inter": nodes}
+    measured: dict[Level, Link] = {}
+    for level, count in counts.items():
+        times: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in COEFFICIENTS}
+        for size in sizes:
+            x = xp.zeros(max(size // 4 // count, 1) * count)
+            for kind, pairs in times.items():
+                pairs.append((4.0 * xp.shape(x)[0], _least(transport, level, kind, x, count, repeats)))
+        everybody = [json.loads(text) for text in transport.exchange(json.dumps(times))]
+        fits: dict[Kind, Rate] = {}
+        for kind in times:
+            slowest = zip(*(worker[kind] for worker in everybody), strict=True)
+            rate = fitted(kind, count, [(each[0][0], max(seconds for _, seconds in each)) for each in slowest])
+            # All workers of a machine took part, and shared its link.
+            shared = per_node if level == "inter" or (level == "flat" and kind == "alltoall" and nodes > 1) else 1
+            fits[kind] = Rate(rate.latency, rate.per_byte / shared)
+        measured[level] = Link(fits["allreduce"].latency, 1 / max(fits["allreduce"].per_byte, 1e-15), fits)
+    flat = measured["flat"]
+    return Cluster(nodes, per_node, measured.get("inter", flat), measured.get("intra", flat), "measured", flat)
+
+
+def _least(transport: Transport, level: Level, kind: Kind, x: Array, count: int, repeats: int) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        asked = _collective(transport, level, kind, x, count)
+        transport.exchange("")  # everybody begins together
+        began = time.perf_counter()
+        transport.start([asked], f"measure.{kind}")()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _collective(transport: Transport, level: Level, kind: Kind, x: Array, count: int) -> Collective:
+    group = GROUPS[level]
+    (length,) = transport.xp.shape(x)  # type: ignore[attr-defined]
+    shard = length // count
+    if kind == "allreduce":
+        return Reduce((x,), "mean", group)
+    if kind == "allgather":
+        return Gather((x,), group=group)
+    if kind == "broadcast":
+        return Broadcast((x,), 0, group=group)
+    if kind in ("reduce", "gather"):
+        return AllToAll(((x,), *[(x[:0],)] * (count - 1)), group)
+    return AllToAll(tuple((x[i * shard : (i + 1) * shard],) for i in range(count)), group)

@@ -1,0 +1,158 @@
+"""The tensors of well-known models, computed from their architectures, with the FLOPs that each one's part costs.
+
+The order is that of a backward pass. FLOPs count a matrix product for the gradient of the input and one for that of
+the weight: 4 times elements times positions (pixels, tokens) times samples; for biases and norms what their activations
+cost to read. They are only used to share out a backward pass that was measured or assumed as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from grace.planner.profile import Profile, apportioned
+
+ASSUMED_FLOPS = 20e12
+"""FLOPs per second that a backward pass is assumed to reach where nobody measured it: about a GPU of 2020."""
+
+
+class Layer(NamedTuple):
+    """A tensor, in the order of a forward pass."""
+
+    name: str
+    shape: tuple[int, ...]
+    flops: float
+    """Of its part of the backward pass, for one sample."""
+
+
+def _weight(name: str, shape: tuple[int, ...], positions: int) -> Layer:
+    size = 1
+    for length in shape:
+        size *= length
+    return Layer(name, shape, 4.0 * size * positions)
+
+
+def _vector(name: str, length: int, positions: int) -> Layer:
+    return Layer(name, (length,), 4.0 * length * positions)
+
+
+def _pair(name: str, out: int, into: int, positions: int = 1) -> list[Layer]:
+    return [_weight(f"{name}.weight", (out, into), positions), _vector(f"{name}.bias", out, positions)]
+
+
+def _norm(name: str, length: int, positions: int) -> list[Layer]:
+    return [_vector(f"{name}.weight", length, positions), _vector(f"{name}.bias", length, positions)]
+
+
+def vgg16() -> list[Layer]:
+    """VGG-16 for ImageNet: 32 tensors, 138,357,544 elements. Simonyan and Zisserman, 2015, table 1, D."""
+    found: list[Layer] = []
+    into, side = 3, 224
+    for stage, (blocks, width) in enumerate(((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)), 1):
+        for block in range(1, blocks + 1):
+            found.append(_weight(f"conv{stage}_{block}.weight", (width, into, 3, 3), side * side))
+            found.append(_vector(f"conv{stage}_{block}.bias", width, side * side))
+            into = width
+        side //= 2
+    into *= side * side
+    for number, width in enumerate((4096, 4096, 1000), 6):
+        found += _pair(f"fc{number}", width, into)
+        into = width
+    return found
+
+
+def _resnet(blocks: tuple[int, ...]) -> list[Layer]:
+    found: list[Layer] = []
+
+    def convolution(name: str, out: int, into: int, kernel: int, side: int) -> None:
+        found.append(_weight(f"{name}.weight", (out, into, kernel, kernel), side * side))
+        found.extend(_norm(f"{name}.norm", out, side * side))
+
+    convolution("stem", 64, 3, 7, 112)
+    into, side = 64, 56
+    for stage, (count, width) in enumerate(zip(blocks, (64, 128, 256, 512), strict=True), 1):
+        for block in range(count):
+            name = f"stage{stage}.{block}"
+            convolution(f"{name}.reduce", width, into, 1, side * 2 if stage > 1 and block == 0 else side)
+            convolution(f"{name}.middle", width, width, 3, side)
+            convolution(f"{name}.expand", 4 * width, width, 1, side)
+            if block == 0:
+                convolution(f"{name}.shortcut", 4 * width, into, 1, side)
+            into = 4 * width
+        side //= 2
+    return found + _pair("head", 1000, into)
+
+
+def resnet50() -> list[Layer]:
+    """ResNet-50 for ImageNet: 161 tensors, 25,557,032 elements. He et al., 2016, table 1."""
+    return _resnet((3, 4, 6, 3))
+
+
+def resnet101() -> list[Layer]:
+    """ResNet-101 for ImageNet: 314 tensors, 44,549,160 elements. He et al., 2016, table 1."""
+    return _resnet((3, 4, 23, 3))
+
+
+def bert_base(tokens: int = 128) -> list[Layer]:
+    """BERT-base with the heads of its pre-training: 206 tensors, 110,106,428 elements. Devlin et al., 2019.
+
+    The output layer shares the word embedding's weight; Espresso's table 5 counts 207 tensors. A sample: 128 tokens.
+    """
+    width, inner, words = 768, 3072, 30522
+    found = [
+        Layer("embeddings.word", (words, width), 4.0 * words * width * tokens * 0.15),  # the masked tokens' scores
+        Layer("embeddings.position", (512, width), 4.0 * width * tokens),
+        Layer("embeddings.type", (2, width), 4.0 * width * tokens),
+        *_norm("embeddings.norm", width, tokens),
+    ]
+    for layer in range(12):
+        name = f"layer{layer}"
+        for part in ("query", "key", "value", "output"):
+            found += _pair(f"{name}.attention.{part}", width, width, tokens)
+        found += _norm(f"{name}.attention.norm", width, tokens)
+        found += _pair(f"{name}.inner", inner, width, tokens) + _pair(f"{name}.outer", width, inner, tokens)
+        found += _norm(f"{name}.norm", width, tokens)
+    found += _pair("pooler", width, width) + _pair("next_sentence", 2, width)
+    found += _pair("words.transform", width, width, tokens) + _norm("words.norm", width, tokens)
+    return [*found, _vector("words.bias", words, tokens)]
+
+
+def lstm(steps: int = 35) -> list[Layer]:
+    """A two-layer LSTM language model of width 1500 on WikiText-2, output tied to its embedding: 10 tensors,
+    85,974,278 elements. Merity et al., 2017. A sample: 35 words.
+    """
+    width, words = 1500, 33278
+    found = [Layer("embedding", (words, width), 4.0 * words * width * steps)]
+    for layer in range(2):
+        for part in ("input", "hidden"):
+            found += _pair(f"layer{layer}.{part}", 4 * width, width, steps)
+    return [*found, _vector("words.bias", words, steps)]
+
+
+MODELS: dict[str, tuple[Callable[[], list[Layer]], int]] = {
+    "vgg16": (vgg16, 32),
+    "resnet50": (resnet50, 64),
+    "resnet101": (resnet101, 32),
+    "bert-base": (bert_base, 8),
+    "lstm": (lstm, 20),
+}
+"""Tensors of a model, and the samples of a step of one worker that are assumed where nothing is said."""
+
+
+def profile(name: str, backward: float | None = None, batch: int | None = None) -> Profile:
+    """A profile of one of `MODELS`; the forward pass is taken to be half of the backward pass.
+
+    ``backward``: seconds of a backward pass, as measured. Without it they are assumed: the FLOPs of ``batch`` samples
+    at `ASSUMED_FLOPS`. ValueError for a name that is not there.
+    """
+    if name not in MODELS:
+        raise ValueError(f"no model {name!r}: choose from {', '.join(MODELS)}, or give a file with a profile")
+    layers, usual = MODELS[name]
+    found = layers()[::-1]
+    batch = usual if batch is None else batch
+    source = "measured as a whole, apportioned by FLOPs"
+    if backward is None:
+        backward = batch * sum(layer.flops for layer in found) / ASSUMED_FLOPS
+        source = f"assumed: FLOPs of {batch} samples at {ASSUMED_FLOPS / 1e12:g} TFLOP/s"
+    made = apportioned(found, backward, source)
+    return Profile(made.tensors, made.source, backward / 2)

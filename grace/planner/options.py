@@ -1,0 +1,288 @@
+"""The tree of strategies for one tensor: what is compressed, on which device, and which collectives carry it.
+
+A strategy (`Option`) is a sequence of actions that takes every worker's own dense gradient to the sum on every worker.
+`options` yields all of them, `check` says whether a sequence is one, and `states` what a worker holds on the way.
+
+Wang et al., "Hi-Speed DNN Training with Espresso", EuroSys 2023, section 4.1. Its four dimensions (compress or not,
+device, collectives, where compression stands) are written here as a grammar; it yields the paper's 4341 strategies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal, cast, get_args
+
+Kind = Literal[
+    "reduce_scatter", "reduce", "allreduce", "allgather", "alltoall", "gather", "broadcast", "compress", "decompress"
+]
+Level = Literal["flat", "intra", "inter"]
+"""Among all workers, those of one machine, or those with one place on their machines."""
+Device = Literal["gpu", "cpu"]
+"""The stream that computes gradients (a CPU's too, if that trains), or a pool of CPU threads beside it."""
+Place = Literal["own", "shard", "root", "full"]
+"""Of one level's sum: not begun, each worker has a part of it, the root has all of it, everybody has all of it."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+LEVELS: tuple[Level, ...] = get_args(Level)
+DEVICES: tuple[Device, ...] = get_args(Device)
+SECOND: dict[Kind, Kind] = {
+    "reduce_scatter": "allgather",
+    "reduce": "broadcast",
+    "alltoall": "allgather",
+    "gather": "broadcast",
+}
+"""The collective that hands back what the first one of a divided pair spread."""
+CODEC: tuple[Kind, ...] = ("compress", "decompress")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One step: a collective at a level, on compressed or dense data; or a (de)compression on a device."""
+
+    kind: Kind
+    level: Level = "flat"
+    """Of a collective; of a compression always "flat", which means nothing there."""
+    compressed: bool = False
+    """A collective carries payloads."""
+    device: Device | None = None
+    """Of a compression; None for a collective."""
+
+    @property
+    def collective(self) -> bool:
+        """It is no compression."""
+        return self.kind not in CODEC
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'*' * self.compressed}({self.level if self.collective else self.device})"
+
+
+@dataclass(frozen=True)
+class Option:
+    """A strategy for one tensor. ``str`` gives its text and `parse` undoes it.
+
+    The text names the actions in order, with a star where a collective carries payloads:
+    ``compress(gpu) alltoall*(flat) decompress(gpu) allgather(flat)``.
+    """
+
+    actions: tuple[Action, ...]
+
+    @property
+    def compressions(self) -> int:
+        """How often a worker compresses."""
+        return sum(action.kind == "compress" for action in self.actions)
+
+    @property
+    def flat(self) -> bool:
+        """Its collectives are among all workers, whatever machines they are on."""
+        return all(action.level == "flat" for action in self.actions)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Where its compressions and decompressions run, in order."""
+        return tuple(action.device for action in self.actions if action.device is not None)
+
+    def on(self, devices: Sequence[Device]) -> Option:
+        """The same strategy with its compressions and decompressions on these devices, in order."""
+        rest = iter(devices)
+        return Option(tuple(a if a.device is None else replace(a, device=next(rest)) for a in self.actions))
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.actions))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a worker holds between two actions."""
+
+    compressed: bool
+    flat: Place
+    intra: Place
+    inter: Place
+
+    def at(self, level: Level) -> Place:
+        """How far the sum at a level has come."""
+        return cast(Place, getattr(self, level))
+
+
+DENSE_FLAT = "allreduce(flat)"
+"""The strategy that all others compete with: one plain allreduce."""
+DENSE_HIERARCHICAL = "reduce_scatter(intra) allreduce(inter) allgather(intra)"
+_BEGIN = Held(False, "own", "own", "own")
+_ENDS = (Held(False, "full", "own", "own"), Held(False, "own", "full", "full"))
+_ACTION = re.compile(r"(\w+)(\*?)\((\w+)\)")
+
+
+def parse(text: str) -> Option:
+    """The strategy of that text. ValueError if it is not one of the tree's."""
+    if not isinstance(text, str):
+        raise ValueError(f"a strategy is a text such as {DENSE_FLAT!r}, not {text!r}")
+    actions = []
+    for word in text.split():
+        match = _ACTION.fullmatch(word)
+        kind, star, place = match.groups() if match else ("", "", "")
+        if kind not in KINDS or place not in (DEVICES if kind in CODEC else LEVELS) or (kind in CODEC and star):
+            raise ValueError(
+                f"{word!r} is no action of a strategy: write a collective with its level, such as allreduce(flat), "
+                "allgather*(inter) with a star for payloads, or compress(gpu), decompress(cpu)"
+            )
+        known = cast(Kind, kind)
+        if known in CODEC:
+            actions.append(Action(known, device=cast(Device, place)))
+        else:
+            actions.append(Action(known, cast(Level, place), bool(star)))
+    option = Option(tuple(actions))
+    check(option)
+    return option
+
+
+def check(option: Option) -> None:
+    """Raise ValueError, naming the action, unless the strategy leaves the dense, whole sum on every worker."""
+    states(option)
+
+
+@cache
+def states(option: Option) -> tuple[Held, ...]:
+    """What a worker holds before each action and, last, at the end. ValueError as `check`."""
+    held = [_BEGIN]
+    for number, action in enumerate(option.actions):
+        if action.kind == "decompress" and option.actions[number - 1].kind == "compress":
+            raise ValueError(f"{str(option)!r} decompresses what it has just compressed")
+        held.append(_after(held[-1], action, option))
+    if held[-1] not in _ENDS:
+        raise ValueError(f"{str(option)!r} does not end with the dense sum on every worker, but with {held[-1]}")
+    return tuple(held)
+
+
+def _after(held: Held, action: Action, option: Option) -> Held:
+    kind, level = action.kind, action.level
+
+    def need(truth: bool, what: str) -> None:
+        if not truth:
+            raise ValueError(f"{action} in {str(option)!r} needs {what}, but finds {held}")
+
+    if kind in CODEC:
+        need(action.device is not None and not action.compressed, "a device and no star")
+        need(held.compressed == (kind == "decompress"), f"{'payloads' if kind == 'decompress' else 'dense data'}")
+        return replace(held, compressed=not held.compressed)
+    need(action.device is None, "no device")
+    need(held.compressed == action.compressed, "payloads" if action.compressed else "dense data")
+    place = held.at(level)
+    if level == "flat":
+        need(held.intra == held.inter == "own", "that nothing was summed at other levels")
+    else:
+        need(held.flat == "own", "that nothing was summed among all workers")
+    if level == "inter":
+        need(held.intra in ("shard", "root"), "a first step at level intra")
+    if kind in ("reduce_scatter", "reduce", "allreduce"):
+        need(place == "own" and not held.compressed, "dense data that was not summed yet")
+        to: Place = {"reduce_scatter": "shard", "reduce": "root", "allreduce": "full"}[kind]  # type: ignore[assignment]
+    elif kind in ("alltoall", "gather"):
+        need(place == "own" and held.compressed, "payloads that were not collected yet")
+        to = "shard" if kind == "alltoall" else "root"
+    elif kind == "allgather":
+        need(place == "shard" or (place == "own" and held.compressed), "shards, or payloads that were not collected")
+        to = "full"
+    else:
+        need(place == "root", "a root that has the sum")
+        to = "full"
+    places = {each: to if each == level else held.at(each) for each in LEVELS}
+    return Held(held.compressed, **places)
+
+
+# -- the grammar ---------------------------------------------------------------------------------------------------
+# One function for each rule of the tree. ``first`` is the intra (or flat) collective whose partner must close the
+# strategy, ``pair`` the inter one. A rule yields what is left to do, as tuples of actions.
+Path = tuple[Action, ...]
+_SUMS: tuple[Action, ...] = (Action("reduce_scatter"), Action("reduce"))
+_COLLECTS: tuple[Action, ...] = (Action("alltoall", compressed=True), Action("gather", compressed=True))
+_AR = Action("allreduce")
+_AG = Action("allgather", compressed=True)
+
+
+@cache
+def options(
+    flat_only: bool = False, devices: tuple[Device, ...] = DEVICES, max_compressions: int | None = None
+) -> tuple[Option, ...]:
+    """All strategies, flat ones first, plain allreduce before all.
+
+    ``flat_only``: none of several levels (one machine, or one worker on each). ``devices``: where compressions may
+    run. ``max_compressions``: of one tensor on its way; a bound on what is lost.
+    """
+    tree = _Tree(devices)
+    paths = [*tree.flat(), *(() if flat_only else tree.hierarchical())]
+    found = [Option(path) for path in paths]
+    return tuple(o for o in found if max_compressions is None or o.compressions <= max_compressions)
+
+
+class _Tree:
+    def __init__(self, devices: Iterable[Device]):
+        devices = tuple(devices)
+        if not devices or any(device not in DEVICES for device in devices):
+            raise ValueError(f"devices={devices!r}: choose from {', '.join(DEVICES)}")
+        self.encode = [Action("compress", device=device) for device in devices]
+        self.decode = [Action("decompress", device=device) for device in devices]
+
+    def flat(self) -> Iterator[Path]:
+        yield (_AR,)
+        for first in _SUMS:
+            yield from _then([first], self.last_dense(first))
+        yield from _then(self.encode, [(_AG,)], [(d,) for d in self.decode])
+        for first in _COLLECTS:
+            yield from _then(self.encode, [(first,)], list(self.last_payload(first)))
+
+    def hierarchical(self) -> Iterator[Path]:
+        for first in _SUMS:
+            first = replace(first, level="intra")
+            yield from _then([first], self.inter_dense(first))
+            yield from _then([first], [(e,) for e in self.encode], list(self.inter_payload(first)))
+        for first in _COLLECTS:
+            first = replace(first, level="intra")
+            begin = list(_then(self.encode, [(first,)]))
+            yield from _then(begin, self.inter_payload(first))
+            middle = list(_then(begin, [(d,) for d in self.decode]))
+            yield from _then(middle, self.inter_dense(first))
+            yield from _then(middle, [(e,) for e in self.encode], list(self.inter_payload(first)))
+
+    def last_dense(self, first: Action) -> Iterator[Path]:
+        yield (_second(first, False),)
+        yield from _then(self.encode, [(_second(first, True),)], [(d,) for d in self.decode])
+
+    def last_payload(self, first: Action) -> Iterator[Path]:
+        yield from _then([_second(first, True)], [(d,) for d in self.decode])
+        yield from _then(self.decode, self.last_dense(first))
+
+    def inter_second(self, pair: Action, first: Action) -> Iterator[Path]:
+        yield from _then([_second(pair, False)], self.last_dense(first))
+        yield from _then(self.encode, [(_second(pair, True),)], list(self.last_payload(first)))
+
+    def inter_dense(self, first: Action) -> Iterator[Path]:
+        yield from _then([replace(_AR, level="inter")], self.last_dense(first))
+        for pair in _SUMS:
+            pair = replace(pair, level="inter")
+            yield from _then([pair], self.inter_second(pair, first))
+
+    def inter_payload(self, first: Action) -> Iterator[Path]:
+        yield from _then([replace(_AG, level="inter")], self.last_payload(first))
+        for pair in _COLLECTS:
+            pair = replace(pair, level="inter")
+            yield from _then([pair], _then([_second(pair, True)], self.last_payload(first)))
+            yield from _then([pair], [(d,) for d in self.decode], list(self.inter_second(pair, first)))
+
+
+def _second(first: Action, compressed: bool) -> Action:
+    return Action(SECOND[first.kind], first.level, compressed)
+
+
+def _then(begin: Iterable[Action | Path], *rest: Iterable[Path]) -> Iterator[Path]:
+    # Every beginning, followed by every continuation.
+    if not rest:
+        yield from (path if isinstance(path, tuple) else (path,) for path in begin)
+        return
+    head, *tail = rest
+    continuations = list(_then(head, *tail))
+    for path in _then(begin):
+        for continuation in continuations:
+            yield path + continuation

@@ -1,0 +1,232 @@
+"""A plan: each tensor's strategy and compressor, as JSON that another process, another day, reads and checks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from grace.planner.advise import step
+from grace.planner.costs import Costs
+from grace.planner.options import Option, parse
+from grace.planner.profile import Profile, read_json
+from grace.planner.profile import seconds as checked
+from grace.planner.search import MODES, Choice, Mode, Problem, Selection, select
+from grace.planner.timeline import Overheads, Span, Timeline, overheads, save_trace
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the simulator says of a step: all in seconds."""
+
+    step: float
+    """From the beginning of the forward pass to the last gradient's mean."""
+    dense: float
+    """The same without compression, dense gradients in buckets that overlap as well as they can."""
+    backward: float
+    communication: float
+    """Not hidden by the backward pass."""
+    compression: float
+    """Hidden by neither the backward pass nor messages."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Strategies by tensor, with the compressor that they use."""
+
+    tensors: Mapping[str, Option]
+    params: Mapping[str, Any]
+    """As for `grace.grace_from_params`: the compressor, its parameters, its memory."""
+    workers: int
+    per_node: int
+    predicted: Prediction
+    profile: Mapping[str, Any]
+    """What it was made from: "source", "tensors", "elements"."""
+    costs: Mapping[str, Any]
+    """And at which costs: "cluster", "compressor", the source of each."""
+    mode: str = "refined"
+
+    @property
+    def strategies(self) -> dict[str, str]:
+        """The text of each tensor's strategy."""
+        return {name: str(option) for name, option in self.tensors.items()}
+
+    @property
+    def compressed(self) -> list[str]:
+        """Names of the tensors that are compressed somewhere on their way."""
+        return [name for name, option in self.tensors.items() if option.compressions]
+
+    @cached_property
+    def hash(self) -> str:
+        """Of what workers must agree on: strategies, compressor and the shape of the cluster."""
+        agreed = [sorted(self.strategies.items()), dict(self.params), self.workers, self.per_node]
+        return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `from_dict` undoes it."""
+        return {
+            "version": FORMAT,
+            "hash": self.hash,
+            "workers": self.workers,
+            "workers_per_node": self.per_node,
+            "mode": self.mode,
+            "params": dict(self.params),
+            "predicted": {name: getattr(self.predicted, name) for name in Prediction.__annotations__},
+            "profile": dict(self.profile),
+            "costs": dict(self.costs),
+            "tensors": {
+                name: {"option": str(option)} | (dict(self.params) if option.compressions else {})
+                for name, option in self.tensors.items()
+            },
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def check(self, sizes: Mapping[str, int] | None = None, workers: int | None = None) -> None:
+        """Raise ValueError unless it was made for these tensors and so many workers."""
+        if workers is not None and workers != self.workers:
+            raise ValueError(f"the plan is for {self.workers} workers, but there are {workers}: plan again")
+        if sizes is not None and set(sizes) != set(self.tensors):
+            odd = sorted(set(sizes) ^ set(self.tensors))[:3]
+            raise ValueError(f"plan and model differ in {odd}: plan again, from this model's profile")
+
+
+def from_dict(data: Any) -> Plan:
+    """A plan from JSON's data. ValueError that says what is wrong: nothing of it is trusted."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("tensors"), Mapping):
+        raise ValueError("this is no plan: it has no tensors. `grace plan` writes plans")
+    if data.get("version") != FORMAT:
+        raise ValueError(f"this plan has version {data.get('version')!r}, but this version of grace reads {FORMAT}")
+    counts = [data.get("workers"), data.get("workers_per_node")]
+    if not all(type(count) is int and count >= 1 for count in counts) or counts[0] % counts[1]:  # type: ignore[operator]
+        raise ValueError(f"workers and workers_per_node of the plan are {counts}: whole machines are needed")
+    workers, per_node = counts
+    assert isinstance(workers, int)
+    assert isinstance(per_node, int)
+    params = _params(data.get("params"))
+    options = {}
+    for name, each in data["tensors"].items():
+        if not isinstance(each, Mapping) or "option" not in each:
+            raise ValueError(f"tensor {name!r} of the plan has no option")
+        try:
+            option = parse(each["option"])
+        except ValueError as error:
+            raise ValueError(f"tensor {name!r} of the plan: {error}") from error
+        if not option.flat and per_node in (1, workers):
+            raise ValueError(f"tensor {name!r} of the plan has levels, but {workers} workers by {per_node} have one")
+        rest = {key: value for key, value in each.items() if key != "option"}
+        if rest != (params if option.compressions else {}):
+            raise ValueError(f"tensor {name!r} of the plan has {rest}, but the plan's params are {params}")
+        options[name] = option
+    predicted = data.get("predicted")
+    if not isinstance(predicted, Mapping):
+        raise ValueError("the plan predicts nothing: it was not written by `grace plan`")
+    numbers = {name: checked(predicted.get(name), f"predicted {name}") for name in Prediction.__annotations__}
+    about = [data.get(key) for key in ("profile", "costs")]
+    profile, costs = (each if isinstance(each, Mapping) else {} for each in about)
+    mode = data.get("mode")
+    if mode not in MODES:
+        raise ValueError(f"the plan's mode is {mode!r}: it is one of {', '.join(MODES)}")
+    plan = Plan(options, params, workers, per_node, Prediction(**numbers), profile, costs, mode)
+    if data.get("hash") != plan.hash:
+        raise ValueError("the plan's hash does not fit its strategies: it was changed by hand. Plan again")
+    return plan
+
+
+def _params(data: Any) -> dict[str, Any]:
+    from grace.registry import grace_from_params
+
+    if not isinstance(data, Mapping) or not isinstance(data.get("compressor"), str):
+        raise ValueError('params of a plan name a "compressor"')
+    if odd := [key for key, value in data.items() if not isinstance(value, (str, int, float, bool, type(None)))]:
+        raise ValueError(f"params of a plan are names and numbers, but {odd[0]!r} is neither")
+    grace_from_params({**data, "world_size": 1}, "local")  # ValueError for what is not there
+    return dict(data)
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """A plan from a JSON file. ValueError as `from_dict`."""
+    return from_dict(read_json(path))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with the search and the timeline behind it."""
+
+    plan: Plan
+    selection: Selection
+    problem: Problem
+    names: tuple[str, ...]
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.problem.timeline(self.selection.choices)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the predicted timeline in Chrome's trace format."""
+        labels = [list(map(str, choice.option.actions)) for choice in self.selection.choices]
+        save_trace(path, self.timeline.spans(), self.names, labels)
+
+
+def make(profile: Profile, costs: Costs, mode: Mode = "refined", servers: int = 1, deferred: bool = False) -> Planned:
+    """Plan a model: the strategies of all tensors, and what they are predicted to take.
+
+    ``servers``: threads of the CPU pool. ``deferred``: as in `grace.planner.timeline.Timeline`. Where no strategies are
+    faster than dense gradients in buckets, the plan is that. ValueError for a compressor that no strategy of the tree
+    can carry.
+    """
+    refuse(costs.codec.params)
+    problem = Problem.of(profile, costs, servers, deferred)
+    selection = select(problem, mode)
+    dense = step(profile, costs.cluster) - profile.forward
+    if dense <= selection.seconds:
+        choices = tuple(each[0] for each in problem.candidates)
+        selection = Selection(choices, dense, selection.simulations)
+    names = tuple(tensor.name for tensor in profile.tensors)
+    spans: list[Span] = problem.timeline(selection.choices).spans()
+    parts: Overheads = overheads(spans)
+    predicted = Prediction(
+        profile.forward + selection.seconds,
+        profile.forward + dense,
+        parts.backward,
+        parts.communication,
+        parts.compression,
+    )
+    about = {"source": profile.source, "tensors": len(names), "elements": profile.size}
+    cluster = costs.cluster.to_dict()
+    priced = {"cluster": cluster, "compressor": costs.codec.source, "devices": list(costs.devices)}
+    tensors = {name: choice.option for name, choice in zip(names, selection.choices, strict=True)}
+    workers, per_node = costs.cluster.workers, costs.cluster.per_node
+    plan = Plan(tensors, dict(costs.codec.params), workers, per_node, predicted, about, priced, mode)
+    return Planned(plan, selection, problem, names)
+
+
+def predict(
+    profile: Profile, costs: Costs, tensors: Mapping[str, Option], servers: int = 1, deferred: bool = False
+) -> float:
+    """Seconds of a step under given strategies, forward pass included: to be compared with what is measured."""
+    chains = [Choice(tensors[t.name], costs.chain(tensors[t.name], t.size)) for t in profile.tensors]
+    backward = [tensor.backward for tensor in profile.tensors]
+    return profile.forward + Timeline(backward, [c.chain for c in chains], servers, deferred).seconds
+
+
+def refuse(params: Mapping[str, Any]) -> None:
+    """Raise ValueError for a compressor that agrees on its payload while it compresses: no strategy moves that."""
+    from grace.core import Combine, name_of
+    from grace.registry import grace_from_params
+
+    compressor = grace_from_params(dict(params), "local").method.compressor
+    if compressor.combine is Combine.AGREED:
+        raise ValueError(
+            f"{name_of(compressor)!r} exchanges inside compress, so no strategy of the tree carries it: plan with "
+            "another compressor, such as topk or efsignsgd; `grace advise` compares it with them"
+        )

@@ -1,0 +1,140 @@
+"""What a model's backward pass yields: its tensors in the order of their gradients, and how long each part takes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TensorProfile:
+    """A gradient: its shape, and the seconds of the backward pass between the gradient before it and this one."""
+
+    name: str
+    shape: tuple[int, ...]
+    backward: float
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The tensors of a model in the order in which their gradients come."""
+
+    tensors: tuple[TensorProfile, ...]
+    source: str
+    """Where the times come from: "measured", "measured as a whole, apportioned by FLOPs", "assumed"."""
+    forward: float = 0.0
+    """Seconds of a step outside the backward pass: forward pass and optimizer."""
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the whole backward pass."""
+        return sum(tensor.backward for tensor in self.tensors)
+
+    @property
+    def size(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    def scaled(self, backward: float, source: str) -> Profile:
+        """The same model with a backward pass of so many seconds; the forward pass changes with it."""
+        factor = backward / self.backward
+        tensors = tuple(replace(tensor, backward=tensor.backward * factor) for tensor in self.tensors)
+        return Profile(tensors, source, self.forward * factor)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `from_dict` undoes it."""
+        return {"version": FORMAT, **asdict(self)}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1))
+
+
+def from_dict(data: Any) -> Profile:
+    """A profile from JSON's data: {"tensors": [{"name", "shape" or "size", "backward"}], "source", "forward"}.
+
+    ValueError, naming the tensor, for anything else.
+    """
+    if not isinstance(data, Mapping) or not isinstance(data.get("tensors"), Sequence) or not data["tensors"]:
+        raise ValueError('a profile is {"tensors": [{"name": ..., "shape": [...], "backward": seconds}, ...]}')
+    if data.get("version", FORMAT) != FORMAT:
+        raise ValueError(f"this profile has version {data['version']!r}, but this version of grace reads {FORMAT}")
+    tensors = tuple(_tensor(each, number) for number, each in enumerate(data["tensors"]))
+    names = [tensor.name for tensor in tensors]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the profile has two tensors of the name {twice!r}")
+    return Profile(tensors, str(data.get("source", "given")), seconds(data.get("forward", 0.0), "forward"))
+
+
+def _tensor(data: Any, number: int) -> TensorProfile:
+    if not isinstance(data, Mapping) or not isinstance(data.get("name"), str):
+        raise ValueError(f"tensor {number} of the profile has no name")
+    name = data["name"]
+    shape = data.get("shape", [data.get("size")])
+    if not isinstance(shape, Sequence) or not all(type(length) is int and length > 0 for length in shape):
+        raise ValueError(f'tensor {name!r} of the profile needs a "shape" (or a "size") of positive whole numbers')
+    return TensorProfile(name, tuple(shape), seconds(data.get("backward", 0.0), f"backward of {name!r}"))
+
+
+def seconds(value: Any, what: str) -> float:
+    """A finite number of at least 0 from untrusted data; ValueError that says what it is otherwise."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{what}={value!r}: write a finite number of at least 0")
+    return float(value)
+
+
+def load(path: str | os.PathLike[str]) -> Profile:
+    """A profile from a JSON file."""
+    return from_dict(read_json(path))
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The data of a JSON file; ValueError that names the file if it has none."""
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def apportioned(work: Iterable[tuple[str, tuple[int, ...], float]], backward: float, source: str) -> Profile:
+    """A backward pass of so many seconds, shared out among tensors by their work.
+
+    ``work``: name, shape and FLOPs (in any unit) of each, in the order of the gradients.
+    """
+    rows = list(work)
+    total = sum(flops for *_, flops in rows) or 1.0
+    return Profile(tuple(TensorProfile(n, s, backward * flops / total) for n, s, flops in rows), source)
+
+
+def medians(steps: Sequence[Sequence[tuple[str, float]]], shapes: Mapping[str, tuple[int, ...]]) -> Profile:
+    """A profile from the moments at which gradients came in several backward passes.
+
+    ``steps``: for each pass the pairs (name, seconds since it began), in order. The order is that of the last pass,
+    the times are medians of the differences.
+    """
+    order = [name for name, _ in steps[-1]]
+    waits: dict[str, list[float]] = {name: [] for name in order}
+    for step in steps:
+        before = 0.0
+        for name, moment in step:
+            if name in waits:
+                waits[name].append(moment - before)
+            before = moment
+    tensors = []
+    for name in order:
+        found = sorted(waits[name])
+        tensors.append(TensorProfile(name, shapes[name], max(found[len(found) // 2], 0.0)))
+    return Profile(tuple(tensors), "measured")

@@ -1,0 +1,306 @@
+"""Which strategy each tensor gets, so that a step ends early.
+
+Two modes. "paper": one pass over the tensors, large ones first, then some of what was compressed moves to the CPU
+(Espresso, section 4.4, algorithms 1 and 2). "refined": passes until nothing changes, from several beginnings, swaps
+of two tensors' strategies, and passes after a few strategies were changed at random. docs/planner.md has how far each
+is from the optimum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+from grace.planner.costs import Costs
+from grace.planner.profile import Profile
+from grace.planner.timeline import Chain, Timeline
+
+Mode = Literal["paper", "refined", "exact"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+GAIN = 1e-9
+"""A step must become shorter by this share of it before a strategy changes: rounding decides nothing."""
+PLACEMENTS = 4096
+"""Up to so many ways to move groups of tensors to the CPU are all tried; beyond, one group after the other."""
+WORK = 4_000_000
+"""Timelines times tensors that the refined mode may play: hundreds of tensors get fewer passes."""
+SHAKES, SHAKEN = 24, 3
+"""How often the refined mode changes so many strategies at random, to see whether passes then end elsewhere."""
+EXACT = 10**6
+"""Up to so many combinations are tried where the optimum itself is asked for."""
+
+
+class Choice(NamedTuple):
+    """A strategy of a tensor, and its chain."""
+
+    option: Any
+    chain: Chain
+    compressed: bool = True
+
+
+def _alone(tensor: int, choice: Choice) -> Choice | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tensors in the order of their gradients, and what each can choose from."""
+
+    backward: Sequence[float]
+    sizes: Sequence[int]
+    candidates: Sequence[Sequence[Choice]]
+    """Of each tensor: ``plain`` uncompressed ones first, or that which it must have."""
+    plain: int = 1
+    wider: Callable[[], Sequence[Sequence[Choice]]] | None = None
+    """Gives what the refined mode chooses from; None: the same. The same plain ones first."""
+    offloaded: Callable[[int, Choice], Choice | None] = _alone
+    """A tensor's choice with its compressions on the CPU; None where there is no such thing."""
+    servers: int = 1
+    deferred: bool = False
+
+    @classmethod
+    def of(cls, profile: Profile, costs: Costs, servers: int = 1, deferred: bool = False) -> Problem:
+        """The strategies that are worth looking at for each tensor of a model."""
+        sizes = [tensor.size for tensor in profile.tensors]
+
+        def found(offload: bool) -> list[list[Choice]]:
+            known = {
+                size: [Choice(o, chain, o.compressions > 0) for o, chain in costs.candidates(size, offload)]
+                for size in set(sizes)
+            }
+            return [known[size] for size in sizes]
+
+        def offloaded(tensor: int, choice: Choice) -> Choice:
+            option = choice.option.on(["cpu"] * len(choice.option.devices))
+            return Choice(option, costs.chain(option, sizes[tensor]))
+
+        return cls(
+            [tensor.backward for tensor in profile.tensors],
+            sizes,
+            found(False),
+            len(costs.dense),
+            lambda: found(True),
+            offloaded if "cpu" in costs.devices[1:] else _alone,
+            servers,
+            deferred,
+        )
+
+    @cached_property
+    def wide(self) -> Sequence[Sequence[Choice]]:
+        """What the refined mode chooses from."""
+        return self.wider() if self.wider else self.candidates
+
+    def timeline(self, choices: Sequence[Choice] | None = None) -> Timeline:
+        """The timeline of these choices; default: plain allreduce everywhere."""
+        chains = [choice.chain for choice in choices or [each[0] for each in self.candidates]]
+        return Timeline(self.backward, chains, self.servers, self.deferred)
+
+    def order(self) -> list[int]:
+        """The tensors, large ones first; of equal size those whose gradients come last first."""
+        return sorted(range(len(self.sizes)), key=lambda tensor: (-self.sizes[tensor], -tensor))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a search found."""
+
+    choices: tuple[Choice, ...]
+    seconds: float
+    """From the first part of the backward pass to the end of the last operation."""
+    simulations: int
+    """Timelines that were played, or begun to be."""
+
+
+def select(problem: Problem, mode: Mode = "refined") -> Selection:
+    """Strategies for all tensors. Deterministic: the same problem has the same answer on every worker.
+
+    ValueError for an unknown mode, and for "exact" with more than `EXACT` combinations.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r}: choose from {', '.join(MODES)}")
+    if not problem.sizes:
+        return Selection((), 0.0, 0)
+    return {"paper": paper, "refined": refined, "exact": exhaustive}[mode](problem)
+
+
+class _State:
+    # The choices so far and their timeline, kept in step.
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.choices = [each[0] for each in problem.candidates]
+        self.line = problem.timeline(self.choices)
+
+    def change(self, changes: Mapping[int, Choice]) -> None:
+        for tensor, choice in changes.items():
+            self.choices[tensor] = choice
+        self.line.set({tensor: choice.chain for tensor, choice in changes.items()})
+
+    def reset(self, choices: Iterable[Choice]) -> None:
+        self.choices = list(choices)
+        self.line.set({tensor: choice.chain for tensor, choice in enumerate(self.choices)})
+
+    def improve(self, alternatives: Iterable[Mapping[int, Choice]]) -> bool:
+        # Take the best of these changes, if one is better than what there is.
+        best, found = self.line.seconds * (1 - GAIN), None
+        for changes in alternatives:
+            seconds = self.line.tried({tensor: choice.chain for tensor, choice in changes.items()}, best)
+            if seconds < best:
+                best, found = seconds, changes
+        if found is not None:
+            self.change(found)
+        return found is not None
+
+    def selection(self) -> Selection:
+        return Selection(tuple(self.choices), self.line.seconds, self.line.simulations)
+
+
+# -- the paper's -----------------------------------------------------------------------------------------------------
+def paper(problem: Problem) -> Selection:
+    """Algorithm 1, then, where there is a CPU pool, algorithm 2."""
+    state = _State(problem)
+    _one_pass(state)
+    _offload(state)
+    return state.selection()
+
+
+def _one_pass(state: _State) -> None:
+    problem = state.problem
+    removed = bytearray(len(problem.sizes))
+    state.line.hide(removed)
+    for tensor in problem.order():
+        if removed[tensor]:
+            continue  # an idle gap follows its messages: nothing later waits for them
+        if state.improve(
+            {tensor: choice} for choice in problem.candidates[tensor] if choice is not state.choices[tensor]
+        ):
+            state.line.hide(removed)
+
+
+def _offload(state: _State) -> None:
+    # Of equal tensors with equal strategies those whose gradients come first move to the CPU (the paper's lemma).
+    groups: dict[tuple[int, Any], list[tuple[int, Choice]]] = {}
+    for tensor, choice in enumerate(state.choices):
+        moved = state.problem.offloaded(tensor, choice) if choice.compressed else None
+        if moved is not None:
+            groups.setdefault((state.problem.sizes[tensor], choice.option), []).append((tensor, moved))
+    members = list(groups.values())
+    if math.prod(len(group) + 1 for group in members) <= PLACEMENTS:
+        counts = itertools.product(*(range(len(group) + 1) for group in members))
+        state.improve(
+            {tensor: moved for group, count in zip(members, each, strict=True) for tensor, moved in group[:count]}
+            for each in counts
+            if any(each)
+        )
+        return
+    for group in members:
+        for tensor, moved in group:
+            if not state.improve([{tensor: moved}]):
+                break
+
+
+# -- ours ------------------------------------------------------------------------------------------------------------
+def refined(problem: Problem) -> Selection:
+    """Passes to a fixed point from several beginnings, swaps and shakes; nothing stays compressed without gain.
+
+    The beginnings: what the paper's algorithms find, plain allreduces, each tensor's shortest chain, and on several
+    levels plain allreduces of two levels.
+    """
+    state = _State(problem)
+    _one_pass(state)
+    _offload(state)
+    candidates = problem.wide
+    plain = [[each[min(number, len(each) - 1)] for each in candidates] for number in range(problem.plain)]
+    solo = [min(each, key=lambda choice: sum(seconds for _, seconds in choice.chain)) for each in candidates]
+    best, found = math.inf, state.choices
+    starts = (state.choices, plain[0], solo, *plain[1:])
+    limit = WORK // len(candidates)
+    for number, start in enumerate(starts, 1):
+        state.reset(start)
+        _passes(state, candidates, limit * number // (len(starts) + 1))
+        if state.line.seconds < best * (1 - GAIN):
+            best, found = state.line.seconds, list(state.choices)
+    state.reset(found)
+    _settle(state, candidates, limit)
+    draw = random.Random(0)  # the same numbers everywhere
+    for _ in range(SHAKES if len(state.choices) > 1 else 0):
+        kept, seconds = list(state.choices), state.line.seconds
+        shaken = draw.sample(range(len(kept)), min(SHAKEN, len(kept)))
+        state.change({tensor: draw.choice(candidates[tensor]) for tensor in shaken})
+        _passes(state, candidates, limit)
+        _settle(state, candidates, limit)
+        if state.line.seconds >= seconds * (1 - GAIN):
+            state.reset(kept)
+        if state.line.simulations >= limit:
+            break
+    _plainer(state, candidates)
+    return state.selection()
+
+
+def _passes(state: _State, candidates: Sequence[Sequence[Choice]], limit: int) -> None:
+    order = state.problem.order()
+    last = order[-1]
+    while state.line.simulations < limit:
+        for tensor in order:
+            if state.improve({tensor: choice} for choice in candidates[tensor] if choice is not state.choices[tensor]):
+                last = tensor
+            elif tensor == last:
+                return  # once around without a change
+
+
+def _settle(state: _State, candidates: Sequence[Sequence[Choice]], limit: int) -> None:
+    while _swaps(state, limit):
+        _passes(state, candidates, limit)
+
+
+def _swaps(state: _State, limit: int) -> bool:
+    # Two tensors of one size exchange their strategies.
+    better = False
+    for changes in _exchanges(state):
+        if state.line.simulations >= limit:
+            return False
+        better = state.improve([changes]) or better
+    return better
+
+
+def _exchanges(state: _State) -> Iterator[dict[int, Choice]]:
+    sizes, choices = state.problem.sizes, state.choices
+    groups: dict[int, list[int]] = {}
+    for tensor, size in enumerate(sizes):
+        groups.setdefault(size, []).append(tensor)
+    for group in groups.values():
+        for one, two in itertools.combinations(group, 2):
+            if choices[one] is not choices[two]:
+                yield {one: choices[two], two: choices[one]}
+
+
+def _plainer(state: _State, candidates: Sequence[Sequence[Choice]]) -> None:
+    for tensor, choice in enumerate(state.choices):
+        limit = state.line.seconds * (1 + GAIN)
+        if choice.compressed and state.line.tried({tensor: candidates[tensor][0].chain}, limit) < limit:
+            state.change({tensor: candidates[tensor][0]})
+
+
+# -- all there are -----------------------------------------------------------------------------------------------------
+def exhaustive(problem: Problem) -> Selection:
+    """The best of all combinations, for few tensors."""
+    candidates = problem.wide
+    count = math.prod(map(len, candidates))
+    if count > EXACT:
+        raise ValueError(f"{count:.1e} combinations are too many to try: use mode 'refined' or 'paper'")
+    state = _State(problem)
+    *earlier, last = range(len(candidates))
+    best, found = math.inf, list(state.choices)
+    for combination in itertools.product(*(candidates[tensor] for tensor in earlier)):
+        changes = {t: choice for t, choice in enumerate(combination) if choice is not state.choices[t]}
+        if changes:
+            state.change(changes)
+        for choice in candidates[last]:
+            seconds = state.line.tried({last: choice.chain}, best)
+            if seconds < best:
+                best, found = seconds, [*combination, choice]
+    state.reset(found)
+    return state.selection()

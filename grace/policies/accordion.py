@@ -1,0 +1,141 @@
+"""Little compression in critical regimes of training, much outside of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grace.core import Compressor
+from grace.policies.base import Decision, Level, Policy, level_of, own_level
+from grace.registry import register
+
+LOW, HIGH = 0, 1  # the levels, named after how much they compress
+MODEL = "(model)"  # whose norm is that over all tensors
+
+
+def critical(before: float | None, now: float, eta: float) -> bool:
+    """Whether the norm of an epoch's summed gradient changed by at least the factor ``eta`` since the last window.
+
+    True as well where that cannot be said: before anything is known, and after zero, NaN or infinity.
+    """
+    return before is None or before == 0 or not abs(before - now) / before < eta
+
+
+@dataclass(frozen=True)
+class Detector(Policy):
+    """What Accordion's modes share: norms every ``window`` epochs, and the rule for learning rates that fall."""
+
+    eta: float = 0.5
+    window: int = 10
+    norm_source: str = "rank0"
+    lr_rule: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.eta > 0:
+            raise ValueError(f"eta={self.eta!r} must be positive")
+        if self.window < 1:
+            raise ValueError(f"window={self.window!r} must be at least 1 epoch")
+        if self.norm_source not in ("rank0", "mean", "aggregated"):
+            raise ValueError(f"norm_source={self.norm_source!r}: choose 'rank0', 'mean' or 'aggregated'")
+
+    def watches(self, epoch: int, decision: Decision) -> bool:
+        return epoch % self.window == 0
+
+    def falls(self, lr: float | None, next_lr: float | None) -> bool:
+        """Whether the learning rate falls now, if that counts."""
+        return self.lr_rule and lr is not None and next_lr is not None and next_lr < lr
+
+
+@register("accordion")
+@dataclass(frozen=True)
+class Accordion(Detector):
+    """Compress little while gradients change fast, as early in training and after the learning rate falls.
+
+    Every ``window`` epochs each tensor's gradients, summed over the epoch, are compared with those of the last window:
+    if the norm changed by a factor of at least ``eta``, the tensor has level ``k_low``, else ``k_high``. When the
+    learning rate falls (``lr_rule``), all tensors have ``k_low`` until the next comparison. With a rate that falls in
+    every epoch, set ``lr_rule=False``.
+    ``k_low``, ``k_high``: the levels of low and of high compression: fields of the compressor, such as
+    ``{"compress_rank": 2}``, or a number for its main field; ``k_high`` left out: the compressor as it is.
+    ``granularity``: "layer", or "model": one level for all, from the norm over all.
+    ``norm_source``: "rank0": worker 0's own gradients, as in the paper; "mean": every worker's own, the mean of their
+    squared norms; "aggregated": the means that all workers got. NaN on a worker that is looked at: low compression.
+    Agarwal et al., "Accordion: Adaptive Gradient Communication via Critical Learning Regime Identification",
+    MLSys 2021, arXiv:2010.16248, algorithm 1.
+    """
+
+    k_low: Any = None
+    k_high: Any = None
+    granularity: str = "layer"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k_low is None:
+            raise ValueError("policy 'accordion' needs k_low, the level of low compression, such as k_low=0.1")
+        if self.granularity not in ("layer", "model"):
+            raise ValueError(f"granularity={self.granularity!r}: choose 'layer' or 'model'")
+
+    @property
+    def together(self) -> bool:
+        return self.granularity == "model"
+
+    def levels(self, compressor: Compressor) -> tuple[Level, ...]:
+        low = level_of("k_low", self.k_low, compressor)
+        high = own_level(low, compressor) if self.k_high is None else level_of("k_high", self.k_high, compressor)
+        return low, high
+
+    def on_epoch_end(
+        self, decision: Decision, epoch: int, lr: float | None, next_lr: float | None, norms: Mapping[str, float]
+    ) -> Decision:
+        if self.watches(epoch, decision):
+            now = {MODEL: _norm(norms)} if self.together else dict(norms)
+            before = decision.memo.get("norms", {})
+            found = {name: LOW if critical(before.get(name), norm, self.eta) else HIGH for name, norm in now.items()}
+            levels = {name: found[MODEL if self.together else name] for name in decision.levels}
+            decision = replace(decision, levels=levels, memo={"norms": now})
+        if self.falls(lr, next_lr):
+            decision = replace(decision, levels=dict.fromkeys(decision.levels, LOW))
+        return decision
+
+
+@register("accordion_batch")
+@dataclass(frozen=True)
+class AccordionBatch(Detector):
+    """Small batches while gradients change fast, and large ones from the first calm window on.
+
+    A large batch is ``batch_growth`` batches whose gradients add up before they are exchanged: so many times fewer
+    messages. One decision for the whole model, by the rule of `Accordion`, from small to large and never back; not in
+    an epoch whose learning rate falls (``lr_rule``). With the switch comes the factor for the learning rate that linear
+    scaling asks for. To be used in a loop that adds up ``grace.decision.micro_steps`` batches, as PyTorch's do.
+    Agarwal et al., as `Accordion`, section 4.3.
+    """
+
+    batch_growth: int = 8
+    batch = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch_growth < 2:
+            raise ValueError(f"batch_growth={self.batch_growth!r} must be at least 2")
+
+    def watches(self, epoch: int, decision: Decision) -> bool:
+        return decision.micro_steps == 1 and super().watches(epoch, decision)
+
+    def on_epoch_end(
+        self, decision: Decision, epoch: int, lr: float | None, next_lr: float | None, norms: Mapping[str, float]
+    ) -> Decision:
+        decision = replace(decision, lr_scale=1.0)
+        if not self.watches(epoch, decision):
+            return decision
+        now = _norm(norms)
+        calm = not critical(decision.memo.get("norm"), now, self.eta) and not self.falls(lr, next_lr)
+        if calm:
+            return replace(decision, micro_steps=self.batch_growth, lr_scale=float(self.batch_growth), memo={})
+        return replace(decision, memo={"norm": now})
+
+
+def _norm(norms: Mapping[str, float]) -> float:
+    # Of the whole model. hypot does not overflow; it lets infinity win over NaN, which is as critical.
+    return math.hypot(*norms.values())

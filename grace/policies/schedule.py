@@ -1,0 +1,207 @@
+"""A policy at work: sums of gradients, the exchange of a decision, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from grace.backends.base import Backend
+from grace.collectives import Broadcast, Collective, Reduce
+from grace.core import Array, Compressor, Program
+from grace.policies.base import Decision, Policy, at_level
+
+
+class Schedule:
+    """What one worker keeps of a policy: every tensor's level, its history, and the sums of this epoch's gradients."""
+
+    def __init__(self, policy: Policy, compressor: Compressor):
+        self.policy = policy
+        self.levels = policy.levels(compressor)
+        self.compressors = [at_level(compressor, level) for level in self.levels]
+        self.decision = Decision({})
+        self.epoch = 0
+        """How many epochs have ended."""
+        self.step = 0
+        """How many exchanges there had been when the last one ended."""
+        self.history: dict[str, list[tuple[int, int]]] = {}
+        """For each tensor the epochs in which its level changed, and the level."""
+        self._lr: float | None = None
+        self._xp: Any = None
+        self._sums: dict[str, Any] = {}
+        self._cells: dict[str, Any] = {}  # levels, for graphs
+        self._flag: Any = None  # whether this epoch is watched, for graphs
+
+    def extend(self, sizes: Mapping[str, int], xp: Backend, rank: int) -> None:
+        """Take up tensors with so many elements; those that are known stay as they are."""
+        self._xp = xp
+        known = self.decision.levels
+        first = next(iter(known.values()), 0) if self.policy.together else 0
+        for name, size in sizes.items():
+            if name in known:
+                continue
+            known[name] = first
+            self.history[name] = [(self.epoch, first)]
+            if self.policy.norm_source == "mean" or (self.policy.norm_source and rank == 0):
+                self._sums[name] = xp.cell(xp.zeros(size))
+            if xp.traced:
+                self._cells[name] = xp.cell(xp.asarray(first, "int32"))
+        if xp.traced and self._flag is None:
+            self._flag = xp.cell(xp.asarray(int(self.watching), "int32"))
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop tensors that are no more."""
+        for name in names:
+            for book in (self.decision.levels, self.history, self._sums, self._cells):
+                book.pop(name, None)
+
+    @property
+    def watching(self) -> bool:
+        """Whether this epoch's gradients add up."""
+        return bool(self.policy.norm_source) and self.policy.watches(self.epoch, self.decision)
+
+    def level(self, name: str) -> int:
+        """The index of a tensor's level."""
+        return self.decision.levels[name]
+
+    def index(self, name: str) -> Array:
+        """The index of a tensor's level, as an int32 scalar that a graph reads when it runs."""
+        return self._cells[name].read()
+
+    # -- within an epoch --------------------------------------------------------------------------------------------
+    def on_gradient(self, gradients: Mapping[str, Array]) -> None:
+        """Add gradients, float32[n], to the sums; they may be changed as soon as this returns."""
+        mine = {name: x for name, x in gradients.items() if name in self._sums}
+
+        def add() -> Array:
+            for name, x in mine.items():
+                self._sums[name].add(x)
+            return self._xp.asarray(0, "int32")
+
+        if self._xp.tracing:
+            # On every worker, also where there is nothing to add: Horovod matches messages by the names of a graph's
+            # nodes, and those count the switches before them.
+            self._xp.switch(self._flag.read(), [lambda: self._xp.asarray(0, "int32"), add])
+        elif self.watching:
+            add()
+
+    # -- between epochs ---------------------------------------------------------------------------------------------
+    def on_epoch_end(self, lr: float | None, next_lr: float | None, step: int, rank: int) -> Program[list[str]]:
+        """Decide, on worker 0, for all workers; gives the tensors whose level changed.
+
+        Raises RuntimeError, on every worker, if the workers did not agree before, or do not afterwards.
+        """
+        xp = self._xp
+        lr = self._lr if lr is None else lr
+        next_lr = lr if next_lr is None else next_lr
+        names = list(self.decision.levels)
+        watched = self.watching
+        squares = self._squares(names) if watched else xp.zeros(0)
+        asked: tuple[Collective, ...] = self._check()
+        if watched and self.policy.norm_source == "mean":
+            asked = (*asked, Reduce((squares,), "mean"))
+        (least,), (most,), *rest = yield asked
+        self._agreed(least, most, "before this epoch ended: every worker must end the same epochs, and load its state")
+        if rest:
+            ((squares,),) = rest
+        before = dict(self.decision.levels)
+        if rank == 0:
+            norms = {}
+            if watched:
+                norms = {name: math.sqrt(s) for name, s in zip(names, xp.to_numpy(squares).tolist(), strict=True)}
+            decision = self.policy.on_epoch_end(self.decision, self.epoch, lr, next_lr, norms)
+            self._adopt(decision, next_lr, step)
+        text = xp.asarray(list(self.text().encode()), "uint8")
+        (received,) = yield Broadcast((text,), 0, ragged=True)
+        self._read(json.loads(bytes(xp.to_numpy(received).tolist())))
+        (least,), (most,) = yield self._check()
+        self._agreed(least, most, "after worker 0's decision was sent to all")
+        for cell in self._sums.values() if watched else ():
+            cell.assign(xp.zeros(xp.shape(cell.read())))
+        self._publish()
+        return [name for name, level in self.decision.levels.items() if level != before[name]]
+
+    def _squares(self, names: Iterable[str]) -> Array:
+        # Squared norms of the sums that this worker keeps.
+        xp = self._xp
+        sums = [self._sums[name].read() for name in names if name in self._sums]
+        return xp.concat([xp.reshape(xp.sum(each * each), (1,)) for each in sums]) if sums else xp.zeros(0)
+
+    def _check(self) -> tuple[Collective, Collective]:
+        facts = self._xp.asarray([self.epoch, zlib.crc32(self.text().encode()) & 0x7FFFFFFF], "int32")
+        return Reduce((facts,), "min"), Reduce((facts,), "max")
+
+    def _agreed(self, least: Array, most: Array, when: str) -> None:
+        least, most = (self._xp.to_numpy(each).tolist() for each in (least, most))
+        if least != most:
+            what = f"epochs {least[0]} to {most[0]} are under way" if least[0] != most[0] else "their states differ"
+            raise RuntimeError(f"the workers' policies did not agree {when} ({what})")
+
+    def _adopt(self, decision: Decision, lr: float | None, step: int) -> None:
+        last = len(self.levels) - 1
+        levels = {name: min(level, last) for name, level in decision.levels.items()}
+        self.epoch, self.step, self._lr = self.epoch + 1, step, lr
+        for name, level in levels.items():
+            if self.history[name][-1][1] != level:
+                self.history[name].append((self.epoch, level))
+        self.decision = Decision(levels, decision.micro_steps, decision.lr_scale, decision.memo)
+
+    def _publish(self) -> None:
+        for name, cell in self._cells.items():
+            cell.assign(self._xp.asarray(self.level(name), "int32"))
+        if self._flag is not None:
+            self._flag.assign(self._xp.asarray(int(self.watching), "int32"))
+
+    # -- state ------------------------------------------------------------------------------------------------------
+    def _plain(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "lr": self._lr,
+            "levels": self.decision.levels,
+            "micro_steps": self.decision.micro_steps,
+            "lr_scale": self.decision.lr_scale,
+            "memo": self.decision.memo,
+            "history": self.history,
+        }
+
+    def _read(self, plain: Mapping[str, Any]) -> None:
+        self.epoch, self.step, self._lr = plain["epoch"], plain["step"], plain["lr"]
+        self.decision = Decision(dict(plain["levels"]), plain["micro_steps"], plain["lr_scale"], dict(plain["memo"]))
+        self.history = {name: [(e, level) for e, level in past] for name, past in plain["history"].items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, and the sums of an epoch that is under way as arrays of the toolkit (not copied)."""
+        sums = {name: cell.read() for name, cell in self._sums.items()} if self.watching else {}
+        return {"settings": repr(self.policy), **json.loads(self.text()), "sums": sums}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if `load_state_dict` could not continue from this state."""
+        if sorted(state["levels"]) != sorted(self.decision.levels):
+            raise ValueError(
+                f"the policy's state has levels of {sorted(state['levels'])}, but the model compresses "
+                f"{sorted(self.decision.levels)}: use the same model and settings"
+            )
+        for name, array in state["sums"].items():
+            have, want = tuple(array.shape), self._xp.shape(self._sums[name].read()) if name in self._sums else None
+            if have != want:
+                raise ValueError(f"the sum of gradients of {name!r} has shape {have}, but this worker keeps {want}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self._read(state)
+        for name, cell in self._sums.items():
+            old = cell.read()
+            saved = state["sums"].get(name)
+            cell.assign(
+                self._xp.zeros(self._xp.shape(old))
+                if saved is None
+                else self._xp.copy(self._xp.asarray(saved, "float32"))
+            )
+        self._publish()
+
+    def text(self) -> str:
+        """All plain data, the same on every worker."""
+        return json.dumps(self._plain())

@@ -1,0 +1,98 @@
+"""State that moves: between runs with another number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grace.core import Context, Method, Resize
+
+Points = Mapping[str, tuple[Method, Context]]
+Tensors = dict[str, dict[str, Any]]
+
+
+def complete(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """All workers' states of one run, in rank order. Raises ValueError for those that do not belong together."""
+    ordered = sorted(states, key=lambda state: state["rank"])
+    ranks, first = [state["rank"] for state in ordered], ordered[0]
+    if ranks != list(range(first["world_size"])):
+        raise ValueError(
+            f"these are the states of workers {ranks}, but the run had {first['world_size']}: give those of all of them"
+        )
+    for state in ordered:
+        for key in ("format", "step", "world_size", "method"):
+            if state[key] != first[key]:
+                raise ValueError(
+                    f"worker {state['rank']}'s state has {key} {state[key]!r} where worker 0's has {first[key]!r}: "
+                    "they were not saved together"
+                )
+    return ordered
+
+
+def resized(
+    states: Sequence[Mapping[str, Any]], fresh: Tensors, points: Callable[[str, int], Points], rank: int, size: int
+) -> Tensors:
+    """What worker ``rank`` of ``size`` goes on with, from the states of all workers of a run with another number.
+
+    ``fresh``: its state as it was made, by unit and key. ``points``: a unit's points of compression on a worker. Each
+    array follows the rule that its memory or compressor has for it (`grace.core.Resize`): what is summed is added up
+    over the old workers, element by element of the tensor, and divided evenly among the new ones that hold the element.
+    What is the same on all workers of the same elements is copied, and begins anew where elements are cut otherwise.
+    """
+    return {
+        unit: {key: _follow(states, unit, key, value, points, rank, size) for key, value in cells.items()}
+        for unit, cells in fresh.items()
+    }
+
+
+def _follow(
+    states: Sequence[Mapping[str, Any]],
+    unit: str,
+    key: str,
+    value: Any,
+    points: Callable[[str, int], Points],
+    rank: int,
+    size: int,
+) -> Any:
+    import numpy as np
+
+    point, part, field = _parsed(key)
+    method, ctx = points(unit, rank)[point]
+    rule = getattr(method, part).resize.get(field, Resize.SAME)
+    start, stop = ctx.offset, ctx.offset + ctx.size
+    old = [(state["points"][unit].get(point), state["tensors"].get(unit, {}).get(key)) for state in states]
+    held = [(place, array) for place, array in old if place is not None and array is not None]
+    if rule is Resize.OWN:
+        theirs = [array for place, array in held if tuple(place) == (start, ctx.size)]
+        return host(theirs[rank % len(theirs)] if theirs else value)
+    if rule is Resize.SAME:
+        return next((host(array) for place, array in held if tuple(place) == (start, ctx.size)), host(value))
+    reach = max([stop, *(first + count for (first, count), _ in held)])
+    total, holders = np.zeros(reach), np.zeros(reach)
+    for (first, count), array in held:
+        total[first : first + count] += host(array)
+        holders[first : first + count] += 1
+    if rule is Resize.SUM:
+        holders = np.zeros(reach)
+        for each in range(size):
+            other = points(unit, each).get(point)
+            if other is not None:
+                holders[other[1].offset : other[1].offset + other[1].size] += 1
+    share = total[start:stop] / np.maximum(holders[start:stop], 1)
+    return share.astype(host(value).dtype)
+
+
+def host(array: Any) -> Any:
+    """An array of a state in NumPy; PyTorch's bfloat16, which NumPy lacks, as float32."""
+    import numpy as np
+
+    return np.asarray(array.float() if str(getattr(array, "dtype", "")) == "torch.bfloat16" else array)
+
+
+def _parsed(key: str) -> tuple[str, str, str]:
+    # The point of compression, whose array it is, and its name there. A dense tensor's state is the memory's.
+    steps = key.split("/")
+    for index, step in enumerate(steps):
+        if step in ("memory", "compressor"):
+            return "/".join(steps[:index]), step, "/".join(steps[index + 1 :])
+    return "", "memory", key

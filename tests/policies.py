@@ -1,0 +1,47 @@
+"""Gradients whose norms change from epoch to epoch, for tests of policies in one process and in several."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+STEPS, EPOCHS = 2, 8
+SHAPES = {"jumps": (40, 30), "calm": (50, 40)}
+
+BASES: dict[str, dict[str, Any]] = {
+    "topk": {"compressor": "topk", "compress_ratio": 0.01, "k_low": 0.1},
+    "powersgd": {"compressor": "powersgd", "compress_rank": 1, "k_low": 4},
+    "twostage": {"compressor": "qsgd", "quantum_num": 7, "k_low": 127, "communicator": "twostage"},
+}
+RUNS = [(name, granularity, "rank0") for name in BASES for granularity in ("layer", "model")]
+RUNS += [("topk", "layer", "mean"), ("topk", "layer", "aggregated")]
+
+
+@cache
+def sequence(size: int) -> list[list[dict[str, Any]]]:
+    """For each step each worker's gradients. "jumps" grows tenfold in epoch 4, "calm" stays as it is."""
+    found = []
+    for step in range(STEPS * EPOCHS):
+        scale = {"jumps": 10.0 if step // STEPS >= 4 else 1.0, "calm": 1.0}
+        found.append(
+            [
+                {
+                    name: np.random.default_rng((step, rank, index)).standard_normal(shape).astype(np.float32)
+                    * np.float32(scale[name])
+                    for index, (name, shape) in enumerate(SHAPES.items())
+                }
+                for rank in range(size)
+            ]
+        )
+    return found
+
+
+def levels_of(report: Any) -> dict[str, list[tuple[int, int]]]:
+    """For each compressed tensor the epochs in which its level changed: 0, the first one it had, or 1."""
+    return {
+        tensor.name: [(epoch, int(level != tensor.levels[0][1])) for epoch, level in tensor.levels]
+        for tensor in report.tensors
+        if tensor.levels
+    }

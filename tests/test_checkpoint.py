@@ -1,0 +1,405 @@
+"""Files of state: nothing lost, nothing half, nothing run; and runs that go on with another number of workers."""
+
+import io
+import json
+import os
+import zipfile
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grace import checkpoint, grace_from_params
+from grace.core import Resize
+from grace.registry import compressors, memories
+from grace.state import _parsed
+from grace.testing.cases import lockstep
+from grace.transports.local import LocalTransport, World
+
+SHAPES = {"a": (40, 50), "b": (3000,), "c": (7,)}
+METHODS = {
+    "topk": {"compressor": "topk", "compress_ratio": 0.05},
+    "powersgd": {"compressor": "powersgd"},
+    "dgc": {"compressor": "topk", "memory": "dgc"},
+    "ef21": {"compressor": "topk", "memory": "ef21"},
+    "diana": {"compressor": "qsgd", "memory": "diana"},
+    "two-stage": {"compressor": "efsignsgd", "block_size": 64, "communicator": "twostage"},
+    "adam": {"compressor": "efsignsgd", "memory": "onebit_adam", "freeze_step": 2},
+    "signum": {"compressor": "signum"},
+    "adacomp": {"compressor": "adacomp"},
+    "lowpass": {"compressor": "cltk"},
+    "machines": {"compressor": "topk", "communicator": "hierarchical", "node_size": 2},
+}
+
+
+def made(params, size, tensors=None):
+    world = World(size)
+    graces = [grace_from_params({"min_numel": 100, **params}, LocalTransport(world, rank)) for rank in range(size)]
+    for grace in graces:
+        grace.build(tensors or {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+    return graces
+
+
+def gradients(step, size):
+    rngs = [np.random.default_rng([step, rank]) for rank in range(size)]
+    return [{name: rng.standard_t(3, shape).astype(np.float32) for name, shape in SHAPES.items()} for rng in rngs]
+
+
+def train(graces, steps, first=0):
+    found = []
+    for step in range(first, first + steps):
+        found += [mean for worker in lockstep(graces, gradients(step, len(graces))) for mean in worker.values()]
+    return found
+
+
+def saved(graces, folder):
+    for grace in graces:
+        checkpoint.save(grace, folder)
+    return folder
+
+
+def loaded(params, size, folder):
+    graces = made(params, size)
+    for grace in graces:
+        grace.transport.exchange = lambda text: [text]  # one thread: nobody else is there to answer
+    return graces, [checkpoint.load(grace, folder) for grace in graces]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_saved_run_goes_on_bit_for_bit(name, tmp_path):
+    straight = made(METHODS[name], 2)
+    train(straight, 3)
+    saved(straight, tmp_path)
+    again, steps = loaded(METHODS[name], 2, tmp_path)
+    assert steps == [3, 3]
+    for one, other in zip(train(straight, 3, 3), train(again, 3, 3), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_every_backends_state_comes_back(xp, tmp_path):
+    grace = grace_from_params({"compressor": "topk", "min_numel": 0}, "local")
+    grace.build({"a": xp.zeros((40, 50))})
+    grace.step({"a": xp.asarray(np.random.default_rng(0).standard_normal((40, 50)), "float32")})
+    checkpoint.save(grace, tmp_path)
+    other = grace_from_params({"compressor": "topk", "min_numel": 0}, "local")
+    checkpoint.load(other, tmp_path)  # before its tensors are known
+    other.build({"a": xp.zeros((40, 50))})
+    assert other.report().steps == 1
+    one, two = (np.asarray(g.state_dict()["tensors"]["a"]["memory/residual"]) for g in (grace, other))
+    assert np.array_equal(one, two)
+    assert np.abs(one).sum() > 0
+
+
+def test_a_tensorflow_checkpoint_holds_it_too(tmp_path):
+    tf = pytest.importorskip("tensorflow")
+    import grace
+
+    graces = [grace_from_params({"compressor": "topk", "min_numel": 0}, "local") for _ in range(2)]
+    for each in graces:
+        each.build({"a": tf.zeros((40, 50))})
+    graces[0].step({"a": tf.random.stateless_normal((40, 50), (1, 2))})
+    path = tf.train.Checkpoint(grace=grace.tensorflow.CheckpointState(graces[0])).write(str(tmp_path / "here"))
+    tf.train.Checkpoint(grace=grace.tensorflow.CheckpointState(graces[1])).read(path).assert_consumed()
+    one, two = (each.state_dict()["tensors"]["a"]["memory/residual"] for each in graces)
+    assert np.array_equal(one, two)
+    assert np.any(one)
+
+
+# -- another number of workers -----------------------------------------------------------------------------------------
+def sums(graces):
+    """What is kept of each tensor over all workers, by the rule of its key: what must not change."""
+    totals = {}
+    for grace in graces:
+        state = grace.state_dict()
+        for unit, cells in state["tensors"].items():
+            for key, array in cells.items():
+                point, part, field = _parsed(key)
+                rule = getattr(grace.method, part).resize.get(field)
+                if rule is not None:
+                    start, count = state["points"][unit][point]
+                    shape = np.zeros(sum(int(np.prod(s)) for s in SHAPES.values()))
+                    total, holders = totals.setdefault((unit, key), (shape, shape.copy()))
+                    total[start : start + count] += np.asarray(array, np.float64)
+                    holders[start : start + count] += 1
+    return {
+        name: total if name[1].endswith("residual") else total / np.maximum(holders, 1)
+        for name, (total, holders) in totals.items()
+    }
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "sizes", [(4, 2), (2, 4), (4, 3), (3, 4), (1, 4), (4, 1)], ids=lambda sizes: "{}-{}".format(*sizes)
+)
+def test_nothing_is_lost_when_the_number_of_workers_changes(name, sizes, tmp_path):
+    before, after = sizes
+    if name == "machines" and (before % 2 or after % 2):
+        with pytest.raises(ValueError, match="machines of equal size"):
+            made(METHODS[name], before if before % 2 else after)
+        return
+    graces = made(METHODS[name], before)
+    train(graces, 4)
+    old = sums(graces)
+    assert old
+    resized, steps = loaded(METHODS[name], after, saved(graces, tmp_path))
+    assert steps == [4] * after
+    new = sums(resized)
+    assert set(new) == set(old)
+    for key in old:
+        np.testing.assert_allclose(new[key], old[key], atol=1e-5 * max(1, np.abs(old[key]).max()), err_msg=str(key))
+    for mean in train(resized, 2, 4):
+        assert np.isfinite(mean).all()
+
+
+def test_trackers_of_the_mean_stay_true(tmp_path):
+    graces = made(METHODS["ef21"], 3)
+    train(graces, 4)
+    resized, _ = loaded(METHODS["ef21"], 2, saved(graces, tmp_path))
+    states = [grace.state_dict()["tensors"]["b"] for grace in resized]
+    estimate = np.mean([state["memory/estimate"] for state in states], 0)
+    np.testing.assert_allclose(estimate, states[0]["memory/mean"], atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*without error feedback")
+def test_what_is_not_declared_is_the_same_on_all_workers():
+    """A law of memories and compressors, without which another number of workers would get one worker's own numbers."""
+    tried = set()
+    for name in [*compressors, *memories]:
+        params = {"compressor": name} if name in compressors else {"compressor": "topk", "memory": name}
+        if name in ("diana", "onebit_adam", "efsignsgd") and name in memories:
+            params["compressor"] = "qsgd" if name == "diana" else "efsignsgd"
+        if name == "efsignsgd":
+            params["memory"] = "residual"
+        graces = made(params, 2)
+        train(graces, 3)
+        one, two = (grace.state_dict()["tensors"] for grace in graces)
+        for unit, cells in one.items():
+            for key, array in cells.items():
+                _, part, field = _parsed(key)
+                if getattr(graces[0].method, part).resize.get(field, Resize.SAME) is Resize.SAME:
+                    tried.add(key)
+                    assert np.array_equal(array, two[unit][key]), f"{name}: {key} of {unit} differs between workers"
+    assert {"compressor/q", "memory/mean", "memory/second"} <= tried
+
+
+def test_states_that_were_not_saved_together_are_refused(tmp_path):
+    graces = made(METHODS["topk"], 3)
+    train(graces, 2)
+    states = [grace.state_dict() for grace in graces]
+    (alone,) = made(METHODS["topk"], 1)
+    with pytest.raises(ValueError, match=r"workers \[0, 2\], but the run had 3"):
+        alone.load_state_dict(states[0], states[2])
+    with pytest.raises(ValueError, match=r"worker 1's state has step 7.*were not saved together"):
+        alone.load_state_dict(states[0], {**states[1], "step": 7}, states[2])
+    alone.load_state_dict(*states)
+    assert alone.report().steps == 2
+
+
+def test_rows_of_sharded_training_do_not_follow():
+    params, tensors = {"compressor": "topk", "communicator": "reducescatter"}, {"w": np.zeros((2, 300), np.float32)}
+    states = [grace.state_dict() for grace in made(params, 2, tensors)]
+    (alone,) = made(params, 1, {"w": np.zeros((1, 600), np.float32)})
+    with pytest.raises(ValueError, match="go on with as many"):
+        alone.load_state_dict(*states)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    (grace,) = made(METHODS["topk"], 1)
+    train([grace], 1)
+    checkpoint.save(grace, tmp_path)
+    train([grace], 1)
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save(grace, tmp_path)
+    monkeypatch.undo()
+    assert checkpoint.steps(tmp_path) == [1]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.endswith(".grace")]
+    assert loaded(METHODS["topk"], 1, tmp_path)[1] == [1]
+
+
+def test_older_files_go_but_a_whole_checkpoint_stays(tmp_path):
+    graces = made(METHODS["topk"], 2)
+    for step in range(5):
+        train(graces, 1, step)
+        saved(graces, tmp_path)
+        assert checkpoint.steps(tmp_path) == [max(1, step), step + 1][-(step + 1) :]
+    train(graces, 1, 5)
+    checkpoint.save(graces[0], tmp_path)  # the other worker dies before it has saved
+    assert checkpoint.steps(tmp_path) == [5]
+    checkpoint.save(graces[0], tmp_path, keep=0)
+    with pytest.raises(ValueError, match=r"must be 0 .* or at least 2"):
+        checkpoint.save(graces[0], tmp_path, keep=1)
+
+
+def test_what_is_missing_is_named(tmp_path):
+    (grace,) = made(METHODS["topk"], 1)
+    with pytest.raises(FileNotFoundError, match="has no checkpoint that all 1 workers can read"):
+        checkpoint.load(grace, tmp_path / "nowhere")
+    checkpoint.save(grace, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 9 \(but of \[0\]\)"):
+        checkpoint.load(grace, tmp_path, step=9)
+
+
+def test_a_damaged_file_is_refused_and_another_one_named(tmp_path):
+    (grace,) = made(METHODS["topk"], 1)
+    for _ in range(2):
+        train([grace], 1)
+        path = checkpoint.save(grace, tmp_path)
+    path.write_bytes(path.read_bytes()[:-100])
+    before = grace.state_dict()
+    with pytest.raises(ValueError, match=r"is damaged.*Whole checkpoints are there of steps \[1\]"):
+        checkpoint.load(grace, tmp_path)
+    after = grace.state_dict()
+    assert after["step"] == before["step"] == 2
+    assert np.array_equal(after["tensors"]["b"]["memory/residual"], before["tensors"]["b"]["memory/residual"])
+    assert checkpoint.load(grace, tmp_path, step=1) == 1
+
+
+OTHERS = [
+    ({"a": (40, 50), "b": (3000,)}, None),
+    ({"a": (40, 50), "b": (3000,), "d": (200,)}, "name different tensors: .*'d'.* are not in the state"),
+    ({"a": (40, 50)}, r"\['b'\] are not in the model"),
+    ({"a": (50, 40), "b": (3001,)}, r"of 'b' has shape \(3000,\), but the model needs \(3001,\)"),
+]
+
+
+@pytest.mark.parametrize(("shapes", "message"), OTHERS)
+def test_another_models_state_is_refused_and_changes_nothing(shapes, message, tmp_path):
+    (grace,) = made(METHODS["topk"], 1)
+    train([grace], 2)
+    checkpoint.save(grace, tmp_path)
+    (other,) = made(METHODS["topk"], 1, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+    if message is None:
+        assert checkpoint.load(other, tmp_path) == 2
+        return
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(other, tmp_path)
+    assert other.report().steps == 0
+    assert not any(np.any(a) for cells in other.state_dict()["tensors"].values() for a in cells.values())
+
+
+@pytest.fixture(scope="module")
+def data():
+    (grace,) = made(METHODS["topk"], 1)
+    train([grace], 1)
+    return checkpoint.to_bytes(grace.state_dict())
+
+
+def same(one, two):
+    if isinstance(one, dict):
+        return isinstance(two, dict) and one.keys() == two.keys() and all(same(one[k], two[k]) for k in one)
+    if isinstance(one, list):
+        return isinstance(two, list) and len(one) == len(two) and all(map(same, one, two))
+    if isinstance(one, np.ndarray):
+        return isinstance(two, np.ndarray) and one.dtype == two.dtype and np.array_equal(one, two)
+    return one == two
+
+
+@given(place=st.floats(0, 1), value=st.integers(0, 255))
+@settings(max_examples=300, deadline=None)
+def test_a_changed_byte_is_refused_or_changes_nothing(data, place, value):
+    at = min(int(place * len(data)), len(data) - 1)
+    changed = data[:at] + bytes([value]) + data[at + 1 :]
+    try:
+        found = checkpoint.from_bytes(changed)
+    except ValueError:
+        return
+    assert same(found, checkpoint.from_bytes(data))
+
+
+@given(length=st.floats(0, 1, exclude_max=True))
+@settings(max_examples=100, deadline=None)
+def test_a_file_that_ends_early_is_refused(data, length):
+    with pytest.raises(ValueError, match=r"whole checkpoint|array"):
+        checkpoint.from_bytes(data[: int(length * len(data))])
+
+
+@given(st.binary(max_size=300))
+@settings(deadline=None)
+def test_any_other_bytes_are_refused(data):
+    with pytest.raises(ValueError, match="whole checkpoint"):
+        checkpoint.from_bytes(data)
+
+
+def archive(text, **members):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as zipped:
+        zipped.writestr("state.json", text)
+        for name, content in members.items():
+            zipped.writestr(f"{name}.npy", content)
+    return file.getvalue()
+
+
+def header(text):
+    text = text.ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+class Run:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/executed",)
+
+
+def npy(array):
+    stream = io.BytesIO()
+    np.save(stream, array, allow_pickle=True)
+    return stream.getvalue()
+
+
+BAD = {
+    "objects": archive('{"$array": 0}', **{"0": npy(np.array([Run()], dtype=object))}),
+    "huge": archive('{"$array": 0}', **{"0": header("{'descr': '<f4', 'fortran_order': False, 'shape': (2**40,), }")}),
+    "large": archive(
+        '{"$array": 0}', **{"0": header("{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776,), }")}
+    ),
+    "strings": archive('{"$array": 0}', **{"0": npy(np.array(["text"]))}),
+    "absent": archive('{"$array": 3}'),
+    "path": archive('{"$array": "../../etc/passwd"}'),
+    "a list": archive("[1, 2]"),
+    "no JSON": archive("{"),
+    "deep": archive("[" * 100_000 + "]" * 100_000),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_archives_that_want_more_are_refused(name):
+    with pytest.raises(ValueError, match=r"."):
+        checkpoint.from_bytes(BAD[name])
+    assert not os.path.exists("/tmp/executed")
+
+
+WRONG = {
+    "no format": {"format": None},
+    "a newer format": {"format": 99},
+    "another worker": {"rank": 1, "world_size": 2},
+    "no step": {"step": "x"},
+    "another method": {"method": "Other()"},
+    "no tensors": {"tensors": [1, 2]},
+    "no arrays": {"tensors": {"a": {"memory/residual": "zeros"}, "b": {"memory/residual": 1}}},
+    "other keys": {"tensors": {"a": {"memory/other": np.zeros(2000)}, "b": {"memory/other": np.zeros(3000)}}},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_states_that_make_no_sense_are_refused(name, data):
+    (grace,) = made(METHODS["topk"], 1)
+    state = {**checkpoint.from_bytes(data), **WRONG[name]}
+    with pytest.raises(ValueError, match=r"."):
+        grace.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"."):
+        grace.load_state_dict({key: value for key, value in checkpoint.from_bytes(data).items() if key != "tensors"})
+    assert grace.report().steps == 0
+
+
+def test_a_state_is_plain_text_and_arrays(data):
+    with zipfile.ZipFile(io.BytesIO(data)) as zipped:
+        names = zipped.namelist()
+        state = json.loads(zipped.read("state.json"))
+    assert names == ["state.json", "0.npy", "1.npy"]
+    assert state["tensors"]["b"]["memory/residual"] == {"$array": 0}  # the last tensor's gradient comes first

@@ -49,6 +49,11 @@ class Unit:
         """What the exchange computes in: float64 only for a dense float64 gradient."""
         return "float64" if self.dense and self.tensors[0].dtype == "float64" else "float32"
 
+    @property
+    def narrow(self) -> bool:
+        """Whether the means are handed back in float16, whose numbers end at 65504."""
+        return all(tensor.dtype == "float16" for tensor in self.tensors)
+
 
 @dataclass(frozen=True)
 class Bucket:

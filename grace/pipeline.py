@@ -27,6 +27,7 @@ from grace.trace import Trace
 FORMAT = 2  # of state_dict
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MOMENTUM_TWICE = "memory {!r} has momentum of its own: set the optimizer's momentum to 0"
+SPARSE = "its sparse gradients are made dense first"
 PRESENT = "(present)"  # the program that counts who has a gradient
 DENSE = "(dense)"  # the program of all tensors of a bucket that go dense
 
@@ -116,6 +117,7 @@ class Grace:
         self._buckets: list[Bucket] = []
         self._unit_of: dict[str, Unit] = {}
         self._cells: dict[str, list[dict[str, Any]]] = {}  # for each unit its state at each level
+        self._notes: dict[str, str] = {}
         self._step: Any = None
         self._meter: Any = None
         self.trace = Trace()
@@ -404,6 +406,10 @@ class Grace:
             done = [flight.advance() for flight, _ in self._flights]  # every one of them, so no generator
         return all(done)
 
+    def note(self, name: str, text: str) -> None:
+        """Have the report say this of a tensor."""
+        self._notes[name] = text
+
     def mean(self, name: str) -> Array | None:
         """The mean of a gradient after `land`; asked for once."""
         return self._means.pop(name)
@@ -536,10 +542,12 @@ class Grace:
             absent = all(counts.get(tensor.name) == 0 for tensor in unit.tensors)
             ok = None
             if (cells or policy != "poison") and not absent:
-                ok = mean.finite() if isinstance(mean, Mean) else None
+                # What was kept may make a mean larger than float16 holds. A row of it only its own worker could judge.
+                narrow = unit.narrow and not self.communicator.scattered
+                ok = mean.finite() if isinstance(mean, Mean) and not narrow else None
                 if ok is None:
                     mean = as_array(mean)
-                    ok = xp.finite(mean)
+                    ok = xp.finite(xp.cast(mean, "float16") if narrow else mean)
                 if not xp.traced and self._on_host(ok) and not ok:
                     self._skipped += 1
                 if policy == "raise":
@@ -804,7 +812,7 @@ class Grace:
                 name=unit.name,
                 shape=unit.shape,
                 method="dense" if unit.dense else name_of(self.communicator.method(self.method, unit.name).compressor),
-                reason=unit.dense,
+                reason="; ".join(filter(None, [unit.dense, *(self._notes.get(t.name) for t in unit.tensors)])),
                 bytes_sent=traffic[unit.name][0],
                 bytes_dense=traffic[unit.name][2] * sum(tensor.nbytes for tensor in unit.tensors),
                 residual_norm=self._residual_norm(unit),

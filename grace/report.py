@@ -15,7 +15,7 @@ class TensorReport:
     method: str
     """The compressor's name, or "dense"."""
     reason: str
-    """Why it went dense; empty if it did not."""
+    """Why it went dense, or that its sparse gradients were made dense first; else empty."""
     bytes_sent: int
     bytes_dense: int
     residual_norm: float | None

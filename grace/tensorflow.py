@@ -15,7 +15,7 @@ from grace.backends import get_backend
 from grace.collectives import Broadcast, Reduce
 from grace.core import Transport, name_of
 from grace.gossip import Gossip
-from grace.pipeline import MOMENTUM_TWICE, Grace
+from grace.pipeline import MOMENTUM_TWICE, SPARSE, Grace
 from grace.transports import get_transport
 
 __all__ = [
@@ -37,19 +37,25 @@ __all__ = [
 def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Means of gradients over all workers, eagerly or while a graph is traced.
 
-    Gradients that are None stay None: all workers run the same program, so they lack the same ones. IndexedSlices (of
-    embeddings) become dense.
+    A gradient that is None counts as zero if another worker has one, and stays None if none has. Inside a graph it just
+    stays None: all workers trace the same program, so they lack the same ones. IndexedSlices (of embeddings) become
+    dense.
     """
     names = _names(variables)
-    present = {
-        # A graph may not know the shape of a gradient: the variable does.
-        name: (variable, tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape))
-        for name, variable, gradient in zip(names, variables, gradients, strict=True)
-        if gradient is not None
-    }
+    eager = tf.executing_eagerly()
+    handed = {}
+    for name, variable, gradient in zip(names, variables, gradients, strict=True):
+        if isinstance(gradient, tf.IndexedSlices):
+            grace.note(name, SPARSE)
+        if gradient is not None:
+            # A graph may not know the shape of a gradient: the variable does.
+            handed[name] = (variable, tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape))
+        elif eager and tf.as_dtype(variable.dtype).is_floating:
+            handed[name] = (variable, None)
+    grace.track_missing = grace.track_missing or eager
     with tf.init_scope():  # state must outlive the graph that is being traced
-        grace.build({name: variable for name, (variable, _) in present.items()})
-    means = grace.step({name: gradient for name, (_, gradient) in present.items()})
+        grace.build({name: variable for name, (variable, _) in handed.items()})
+    means = grace.step({name: gradient for name, (_, gradient) in handed.items()})
     return [means.get(name) for name in names]
 
 

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +18,7 @@ from grace.collectives import Broadcast, Reduce
 from grace.core import Transport, name_of
 from grace.fsdp import fsdp
 from grace.gossip import Gossip
-from grace.pipeline import MOMENTUM_TWICE, Grace
+from grace.pipeline import MOMENTUM_TWICE, SPARSE, Grace
 from grace.policies import Decision
 from grace.transports import get_transport
 
@@ -114,7 +114,7 @@ class _Driver:
         self._versions: dict[str, tuple[Any, int]] = {}
         self._parameters: dict[str, torch.Tensor] = {}
         self._hooks: list[Any] = []
-        self._names: dict[torch.Tensor, str] = {p: name for name, p in named or ()}
+        self._names: dict[torch.Tensor, str] = {p: _plain(name) for name, p in named or ()}
         if named is not None:
             unnamed = [list(p.shape) for p in self._trained() if p not in self._names]
             if unnamed:
@@ -167,7 +167,7 @@ class _Driver:
             self._refuse_sum_with_means(p)
             self._synced = False
         if self._passes + 1 == self._passes_per_step:
-            self.grace.start(self._names[p], _dense(p.grad), spent=True)
+            self.grace.start(self._names[p], self._gradient(p), spent=True)
 
     def _begin_backward(self, task: int) -> None:
         if _inside_backward():
@@ -213,11 +213,12 @@ class _Driver:
         """Replace all gradients by their means, unless that was done since the last backward pass."""
         if self._synced:
             return
+        self._passes = 0
         self._adopt()
         started = self.grace.started
         for name, p in self._parameters.items():
             if name not in started:
-                self.grace.start(name, _dense(p.grad), spent=True)
+                self.grace.start(name, self._gradient(p), spent=True)
         self.grace.flush()
         self._versions = {}
         for name, p in self._parameters.items():
@@ -230,8 +231,13 @@ class _Driver:
                 with torch.no_grad():
                     p.grad.copy_(mean)
             self._versions[name] = (p.grad, p.grad._version)
-        self._synced, self._passes = True, 0
+        self._synced = True
         self._task = self._nested = -1
+
+    def _gradient(self, p: torch.Tensor) -> torch.Tensor | None:
+        if p.grad is None or not p.requires_grad:  # a frozen parameter may still have an old gradient
+            return None
+        return _dense(p.grad.detach(), self.grace, self._names[p])
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args = args[1:] if args and args[0] is optimizer else args
@@ -312,27 +318,36 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Communication hook: ``ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)``.
 
     State is kept by parameter, so DDP may rebuild its buckets. A bucket's first round travels while the backward pass
-    goes on; rounds after it follow when the last bucket is there, in the same order on all workers. Call
-    `name_parameters` first if state is to be saved under the model's names: DDP tells a hook none.
+    goes on; rounds after it follow when the last bucket is there, in the same order on all workers. In the first pass
+    all of them wait for the last bucket: only then are all tensors known. Call `name_parameters` first if state is to
+    be saved under the model's names: DDP tells a hook none.
     """
     if grace.options.fuse != "tensor":
         raise ValueError(f"fuse={grace.options.fuse!r} does not fit DDP, which rebuilds its buckets: use fuse='tensor'")
     book = _books.setdefault(grace, _Book())
-    names = [book.name(p) for p in bucket.parameters()]
-    gradients = dict(zip(names, bucket.gradients(), strict=True))
-    grace.build(gradients)
-    grace.launch(gradients, together=f"ddp{len(book.waiting)}", spent=True)
+    grace.track_missing = True  # of parameters that no worker uses DDP drops the mean: their state must stay
+    parameters = {book.name(p): p for p in bucket.parameters()}
+    buffer = bucket.buffer()
+    views = [_dense(buffer, grace, *parameters)] if buffer.is_sparse else bucket.gradients()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    book.waiting.append((future, bucket.buffer(), gradients))
+    book.waiting.append(_Arrived(future, buffer, parameters, dict(zip(parameters, views, strict=True))))
+    if grace.names or bucket.is_last():
+        # Parameters, not gradients: DDP shows complex gradients as real ones.
+        grace.build({name: p for arrived in book.waiting for name, p in arrived.parameters.items()})
+        for arrived in book.waiting[book.launched :]:
+            present = {n: None if p.grad is None else arrived.views[n] for n, p in arrived.parameters.items()}
+            grace.launch(present, together=f"ddp{book.launched}", spent=True)
+            book.launched += 1
     if bucket.is_last():
-        waiting, book.waiting = book.waiting, []
+        waiting, book.waiting, book.launched = book.waiting, [], 0
         grace.land()
-        for done, buffer, views in waiting:
-            for name, view in views.items():
+        for arrived in waiting:
+            for name, view in arrived.views.items():
                 mean = grace.mean(name)
                 if mean is not None and mean.data_ptr() != view.data_ptr():
                     view.copy_(mean)
-            done.set_result(buffer)
+            sparse = arrived.buffer.is_sparse
+            arrived.future.set_result(next(iter(arrived.views.values())).to_sparse(1) if sparse else arrived.buffer)
     return future
 
 
@@ -343,7 +358,17 @@ ddp_hook.__annotations__.clear()
 def name_parameters(grace: Grace, model: torch.nn.Module) -> None:
     """Let `ddp_hook` know a model's parameters by their names. Call it before the first backward pass."""
     model = getattr(model, "module", model)
-    _books.setdefault(grace, _Book()).names = {p: name for name, p in model.named_parameters()}
+    _books.setdefault(grace, _Book()).names = {p: _plain(name) for name, p in model.named_parameters()}
+
+
+class _Arrived(NamedTuple):
+    """A bucket of DDP."""
+
+    future: torch.futures.Future[torch.Tensor]
+    buffer: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+    views: dict[str, torch.Tensor]
+    """The gradients in ``buffer``, or a dense copy of a sparse one."""
 
 
 class _Book:
@@ -351,7 +376,8 @@ class _Book:
 
     def __init__(self) -> None:
         self.names: dict[torch.Tensor, str] = {}
-        self.waiting: list[tuple[Any, torch.Tensor, dict[str, torch.Tensor]]] = []
+        self.waiting: list[_Arrived] = []
+        self.launched = 0  # of those that wait
 
     def name(self, p: torch.Tensor) -> str:
         return self.names.setdefault(p, f"parameter{len(self.names)}")
@@ -452,11 +478,16 @@ def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield chunk
 
 
-def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
-    if grad is None:
-        return None
-    grad = grad.detach()
-    return grad.to_dense() if grad.is_sparse else grad
+def _dense(grad: torch.Tensor, grace: Grace, name: str) -> torch.Tensor:
+    if not grad.is_sparse:
+        return grad
+    grace.note(name, SPARSE)
+    return grad.to_dense()
+
+
+def _plain(name: str) -> str:
+    # torch.compile puts the model into another one; checkpoints fit both.
+    return name.replace("_orig_mod.", "")
 
 
 def _inside_backward() -> bool:

@@ -649,3 +649,18 @@ def test_a_placebo_has_as_many_low_epochs_elsewhere():
     assert not {0, 1, 2, 24, 25, 32, 33} & {epoch for epochs in plan.values() for epoch in epochs}
     assert accordion.better([3, 2, 4, 5, 6], [1, 1, 1, 1, 1]) == 1 / 32
     assert accordion.better([1, 1], [1, 1]) == 1
+
+
+def test_larger_batches_need_fewer_updates_for_the_same_loss():
+    from benchmarks import accordion
+
+    epochs, per_epoch, growth = 8, accordion.CHUNK // (accordion.WORKERS * accordion.BATCH), 4
+    policy = {"policy": "accordion_batch", "window": accordion.WINDOW, "batch_growth": growth}
+    small = accordion.train({"compressor": "none"}, 1, epochs)
+    large = accordion.train({"compressor": "none", **policy}, 1, epochs, scale_lr=True)
+    assert large["loss"] <= 1.02 * small["loss"]
+    assert small["updates"] == per_epoch * epochs
+    grown = [
+        sum(per_epoch // m for m in [1] * e + [growth] * (epochs - e)) for e in range(1, epochs)
+    ]  # from epoch e on
+    assert large["updates"] in grown

@@ -159,7 +159,7 @@ def test_methods_lists_the_registry():
     assert done.returncode == 0, done.stderr
     listed = json.loads(done.stdout)
     (topk,) = [entry for entry in listed["compressors"] if entry["name"] == "topk"]
-    assert topk["parameters"] == {"index_coding": "int32", "compress_ratio": 0.01}
+    assert topk["parameters"] == {"index_coding": "int32", "compress_ratio": 0.01, "selector": "exact"}
     assert (topk["family"], topk["memory"], topk["allreduce"]) == ("sparsification", "residual", False)
     assert topk["communicators"] == ["allgather", "broadcast", "hierarchical", "reducescatter"]
     assert topk["citation"].startswith("Aji and Heafield, EMNLP 2017, arXiv:1704.05021")

@@ -134,8 +134,8 @@ def test_golden_state(xp, params, expected):
         grace.build(gradients[0])
     lockstep(graces, gradients)
     state = graces[0].state_dict()
-    assert list(state) == ["format", "rank", "world_size", "step", "method", "tensors"]
-    assert (state["format"], state["rank"], state["world_size"], state["step"]) == (1, 0, 2, 1)
+    assert list(state) == ["format", "rank", "world_size", "step", "method", "points", "tensors", "policy"]
+    assert (state["format"], state["rank"], state["world_size"], state["step"]) == (2, 0, 2, 1)
     found = {key: tuple(array.shape) for arrays in state["tensors"].values() for key, array in arrays.items()}
     assert found == expected
 

@@ -42,16 +42,19 @@ def shapes(row):
     return MATRICES if row.matrix else [(n,) for n in SIZES]
 
 
+ELSEWHERE = {"hierarchical", "planned", "reducescatter"}
+"""Those that carry what others do, or rows of it: test_hierarchical.py, test_plan_execution.py, test_fsdp.py."""
+
+
 # -- the table -----------------------------------------------------------------------------------------------------
 def test_everything_registered_is_in_the_table():
     assert set(compressors) == {row.name for row in ROWS}
-    # What is hierarchical carries whatever its outer communicator does: test_hierarchical.py.
-    assert set(communicators) - {"hierarchical"} == {name for row in ROWS for name in row.communicators}
+    assert set(communicators) - ELSEWHERE == {name for row in ROWS for name in row.communicators}
 
 
 @rows()
 def test_the_table_names_every_communicator_that_fits(row):
-    for name in set(communicators) - {"hierarchical"}:
+    for name in set(communicators) - ELSEWHERE:
         params = {**row.params, "communicator": name}
         if name in row.communicators:
             assert grace_from_params(params, LocalTransport()).communicator == communicators[name]()

@@ -31,7 +31,8 @@ def test_every_part_is_exchanged_by_real_workers():
         parts = {"compressor": "method.compressor", "memory": "method.memory", "communicator": "communicator"}[kind]
         found = {name_of(attrgetter(parts)(grace)) for grace in graces}
         if kind == "communicator":
-            found.add("reducescatter")  # for rows, not for whole gradients: tests/test_fsdp.py
+            # Rows of gradients, and strategies by the hundred: tests/test_fsdp.py, tests/test_plan_execution.py.
+            found |= {"reducescatter", "planned"}
         assert set(registry) == found, f"no row has {set(registry) - found}"
 
 

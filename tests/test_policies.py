@@ -664,3 +664,13 @@ def test_larger_batches_need_fewer_updates_for_the_same_loss():
         sum(per_epoch // m for m in [1] * e + [growth] * (epochs - e)) for e in range(1, epochs)
     ]  # from epoch e on
     assert large["updates"] in grown
+
+
+def test_the_placebo_does_as_well():
+    """Not what the paper claims: as many epochs of low compression elsewhere help as much, here and over five seeds."""
+    from benchmarks import accordion
+
+    found = accordion.run("powersgd", False, seed=0, epochs=40, arms=("accordion", "placebo"))
+    assert found["placebo"]["floats"] == pytest.approx(found["accordion"]["floats"], rel=0.02)
+    assert found["placebo"]["levels"] != found["accordion"]["levels"]
+    assert abs(found["placebo"]["accuracy"] - found["accordion"]["accuracy"]) < 0.02

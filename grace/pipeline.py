@@ -21,7 +21,7 @@ from grace.meter import Meter
 from grace.policies.base import Decision, Policy
 from grace.policies.schedule import Schedule
 from grace.report import Report, TensorReport
-from grace.state import complete, resized
+from grace.state import complete, parsed, resized
 from grace.trace import Trace
 
 FORMAT = 2  # of state_dict
@@ -849,8 +849,7 @@ class Grace:
 
 def _lasting(key: str, way: Way) -> bool:
     # State that a change of level leaves alone: the memory's, and what a compressor itself did not send.
-    part = next((part for part in key.split("/") if part in ("memory", "compressor")), "memory")
-    return part == "memory" or way.method.compressor.feedback
+    return parsed(key)[1] == "memory" or way.method.compressor.feedback
 
 
 def _averaged(arrays: tuple[Array, ...]) -> Program[tuple[Array, ...]]:

@@ -56,7 +56,7 @@ def _follow(
 ) -> Any:
     import numpy as np
 
-    point, part, field = _parsed(key)
+    point, part, field = parsed(key)
     method, ctx = points(unit, rank)[point]
     rule = getattr(method, part).resize.get(field, Resize.SAME)
     start, stop = ctx.offset, ctx.offset + ctx.size
@@ -89,8 +89,11 @@ def host(array: Any) -> Any:
     return np.asarray(array.float() if str(getattr(array, "dtype", "")) == "torch.bfloat16" else array)
 
 
-def _parsed(key: str) -> tuple[str, str, str]:
-    # The point of compression, whose array it is, and its name there. A dense tensor's state is the memory's.
+def parsed(key: str) -> tuple[str, str, str]:
+    """A key of a state: the point of compression, "memory" or "compressor", and the array's name there.
+
+    A dense tensor's state is the memory's.
+    """
     steps = key.split("/")
     for index, step in enumerate(steps):
         if step in ("memory", "compressor"):

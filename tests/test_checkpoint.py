@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from grace import checkpoint, grace_from_params
 from grace.core import Resize
 from grace.registry import compressors, memories
-from grace.state import _parsed
+from grace.state import parsed
 from grace.testing.cases import lockstep
 from grace.transports.local import LocalTransport, World
 
@@ -114,7 +114,7 @@ def sums(graces):
         state = grace.state_dict()
         for unit, cells in state["tensors"].items():
             for key, array in cells.items():
-                point, part, field = _parsed(key)
+                point, part, field = parsed(key)
                 rule = getattr(grace.method, part).resize.get(field)
                 if rule is not None:
                     start, count = state["points"][unit][point]
@@ -176,7 +176,7 @@ def test_what_is_not_declared_is_the_same_on_all_workers():
         one, two = (grace.state_dict()["tensors"] for grace in graces)
         for unit, cells in one.items():
             for key, array in cells.items():
-                _, part, field = _parsed(key)
+                _, part, field = parsed(key)
                 if getattr(graces[0].method, part).resize.get(field, Resize.SAME) is Resize.SAME:
                     tried.add(key)
                     assert np.array_equal(array, two[unit][key]), f"{name}: {key} of {unit} differs between workers"

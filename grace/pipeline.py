@@ -646,6 +646,8 @@ class Grace:
     def _ending(self, lr: float | None, next_lr: float | None) -> Program[None]:
         schedule = self.schedule
         assert schedule is not None
+        if self._recorder is not None and self._recorder.begun:
+            self.record()  # no line spans a change of level
         changed = yield from schedule.on_epoch_end(lr, next_lr, int(self._step.read()), self.rank)
         for name in changed:
             level = schedule.level(name)

@@ -136,6 +136,11 @@ class Line:
         return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
 
     @property
+    def names(self) -> list[str]:
+        """Of the tensors."""
+        return [tensor["name"] for tensor in self.tensors]
+
+    @property
     def norm(self) -> float | None:
         """Of all residuals together; None where there are none."""
         known = [norm for norm in self.residual if norm is not None]
@@ -173,14 +178,15 @@ class Run:
         width = max(-(-len(self.lines) // most), 1)
         found: list[Line] = []
         for number, line in enumerate(self.lines):
-            same = found and [t["name"] for t in found[-1].tensors] == [t["name"] for t in line.tensors]
-            found[-1:] = [found[-1], line] if number % width == 0 or not same else [_joined(found[-1], line)]
+            if number % width and line.names == found[-1].names:
+                found[-1] = _joined(found[-1], line)
+            else:
+                found.append(line)
         return found
 
     def of_tensor(self, name: str) -> list[tuple[Line, int]]:
         """The lines in which there is a tensor of that name, and its place there."""
-        found = [(line, [tensor["name"] for tensor in line.tensors]) for line in self.lines]
-        return [(line, names.index(name)) for line, names in found if name in names]
+        return [(line, line.names.index(name)) for line in self.lines if name in line.names]
 
 
 def _joined(one: Line, two: Line) -> Line:
@@ -238,10 +244,8 @@ def warnings_of(run: Run) -> list[str]:
     """What somebody who looks at a run should know, a sentence each."""
     found = []
     if not run.lines:
-        return [
-            "No steps are recorded yet: they are written every "
-            f"{run.about['every']} steps. Inside a TensorFlow graph, use grace.tensorflow.RecordCallback or grc.record()."
-        ]
+        graph = " Inside a graph, use grace.tensorflow.RecordCallback or grc.record()." * run.about["graph"]
+        return [f"No steps are recorded yet: a line is written every {run.about['every']} steps.{graph}"]
     if skipped := run.total("skipped"):
         found.append(f"{skipped} times a tensor's mean was not finite, so that its state rested.")
     if run.ratio < 1:
@@ -275,11 +279,9 @@ def _growing(run: Run) -> list[str]:
     if not grown:
         return []
     grown.sort(reverse=True)
-    names = _listed([name for _, name in grown])
-    return [
-        f"Residuals are growing: {names} (up to {grown[0][0]:.1f} times in the second half of the record). Send more "
-        "of each gradient, lower the learning rate, or use memory 'ef21'."
-    ]
+    names, most = _listed([name for _, name in grown]), grown[0][0]
+    remedy = "Send more of each gradient, lower the learning rate, or use memory 'ef21'."
+    return [f"Residuals are growing: {names} (up to {most:.1f} times in the second half of the record). {remedy}"]
 
 
 def _dense(run: Run) -> list[str]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from html import escape
 
-from grace.cli.show import COLOURS, level_course, size, spans
+from grace.cli.show import COLOURS, size, spans
 from grace.record import Line, Run, warnings_of
 
 POINTS = 300  # of a curve
@@ -50,17 +50,20 @@ def page(run: Run, title: str) -> str:
     workers = f"{about['world_size']} worker{'s' * (about['world_size'] > 1)}"
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(about["when"]))
     notes = "".join(f"<li>{escape(text)}</li>" for text in warnings_of(run))
+    where = f"{escape(about['toolkit'])} · GRACE {escape(about['grace'])} · begun {began}"
+    counted = (
+        "Bytes are those that worker 0 handed to collectives; how often they cross a link is the library's choice. "
+        "Times are worker 0's, on its host."
+    )
     body = [
         f"<h1>{escape(about['method'])}</h1>",
-        f'<p class="soft">{escape(title)} · {workers} · {escape(about["toolkit"])} · GRACE {escape(about["grace"])} · '
-        f"begun {began}</p>",
+        f'<p class="soft">{escape(title)} · {workers} · {where}</p>',
         _tiles(run) if run.lines else "",
         f'<ul class="warnings">{notes}</ul>' if notes else "",
         *(_pictures(run) if run.lines else ()),
         _levels(run),
         _table(run) if run.lines else "",
-        '<p class="soft">Bytes are those that worker 0 handed to collectives; how often they cross a link is the '
-        "library's choice. Times are worker 0's, on its host.</p>",
+        f'<p class="soft">{counted}</p>',
     ]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
@@ -96,8 +99,8 @@ def _pictures(run: Run) -> list[str]:
         ("sent", over(lambda line: line.bytes_sent / line.steps)),
     ]
     found = [
-        _figure("Bytes a step", sizes, size, log=True),
-        _figure("Dense bytes over sent bytes", [("ratio", over(lambda line: line.ratio))], _number),
+        _figure("Bytes a step", sizes, size, log=True, colours=(COLOURS[3], COLOURS[5], COLOURS[0])),
+        _figure("Ratio: dense bytes over sent bytes", [("ratio", over(lambda line: line.ratio))], _number),
     ]
     if any(line.norm is not None for line in lines):
         found.append(_figure("Norms of residuals", _residuals(run, lines), _number))
@@ -136,9 +139,14 @@ def _residuals(run: Run, lines: Sequence[Line]) -> list[Series]:
     ]
 
 
-# -- pictures -----------------------------------------------------------------------------------------------------------
+# -- pictures ---------------------------------------------------------------------------------------------------------
 def _figure(
-    title: str, series: Sequence[Series], form: Callable[[float], str], log: bool = False, zero: bool = False
+    title: str,
+    series: Sequence[Series],
+    form: Callable[[float], str],
+    log: bool = False,
+    zero: bool = False,
+    colours: Sequence[str] = (*COLOURS[:3], *COLOURS[4:]),
 ) -> str:
     values = [y for _, points in series for _, y in points if y > 0 or not log]
     if not values:
@@ -163,13 +171,14 @@ def _figure(
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - drop(y) * (HEIGHT - TOP - BOTTOM)
 
     parts = [_axes(ticks, form, place, left, right)]
-    for (name, points), colour in zip(series, _colours(len(series)), strict=False):
+    for (name, points), colour in zip(series, colours, strict=False):
         shown = [place(x, y) for x, y in points]
         if len(shown) == 1:
             shown = [shown[0], (shown[0][0] + 0.1, shown[0][1])]
+        wide = 5 if name == "received" else 2  # or it could not be seen below what is sent
         way = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
         parts.append(
-            f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="2" stroke-linejoin="round" '
+            f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="{wide}" stroke-linejoin="round" '
             'stroke-linecap="round"/>'
         )
         for (x, y), (across, down) in zip(points, shown, strict=False):
@@ -177,7 +186,7 @@ def _figure(
                 f'<circle cx="{across:.1f}" cy="{down:.1f}" r="5" fill="transparent">'
                 f"<title>{escape(name)}: {escape(form(y))} at step {x:,.0f}</title></circle>"
             )
-    return _framed(title, "".join(parts), [name for name, _ in series])
+    return _framed(title, "".join(parts), [name for name, _ in series], colours)
 
 
 def _bars(title: str, series: Sequence[Series]) -> str:
@@ -238,7 +247,7 @@ def _levels(run: Run) -> str:
 def _table(run: Run) -> str:
     line = run.lines[-1]
     leveled = any(tensor["level"] for tensor in run.tensors)
-    heads = ["tensor", "shape", "method", "bytes a step", "ratio", "residual", *["levels"] * leveled, ""]
+    heads = ["tensor", "shape", "method", "bytes a step", "ratio", "residual", *["level"] * leveled, ""]
     numeric = ("bytes a step", "ratio", "residual")
     rows = []
     for place in sorted(range(len(line.tensors)), key=lambda place: -line.sent[place]):
@@ -250,7 +259,7 @@ def _table(run: Run) -> str:
             f"{sent / line.steps:,.0f}",
             f"{line.dense[place] / sent:.1f}" if sent else "",
             "" if norm is None else f"{norm:.3g}",
-            *[level_course(run, tensor["name"])] * leveled,
+            *[tensor["level"]] * leveled,
             tensor["reason"] or tensor["strategy"],
         ]
         rows.append(
@@ -268,8 +277,8 @@ def _table(run: Run) -> str:
     )
 
 
-def _framed(title: str, inside: str, names: Sequence[str], colours: Sequence[str] = ()) -> str:
-    key = _key(names, colours or _colours(len(names))) if len(names) > 1 else ""
+def _framed(title: str, inside: str, names: Sequence[str], colours: Sequence[str]) -> str:
+    key = _key(names, colours) if len(names) > 1 else ""
     return (
         f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
         f"<title>{escape(title)}</title>{inside}</svg>{key}</figure>"
@@ -296,9 +305,10 @@ def _axes(
             f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(form(tick))}</text>'
         )
     for tick in _ticks(left, right):
-        if left <= tick <= right:
+        if left + 0.12 * (right - left) <= tick <= right:
             x, _ = place(tick, ticks[0])
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{tick:,.0f}</text>')
+    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 10}">step</text>')
     return "".join(parts)
 
 
@@ -314,10 +324,6 @@ def _ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     return [step * number for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
-
-
-def _colours(count: int) -> Sequence[str]:
-    return (COLOURS[3], COLOURS[1], COLOURS[0]) if count == 3 else tuple(c for c in COLOURS if c != COLOURS[3])
 
 
 def _shade(number: int, count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from grace.cli.page import page
-from grace.cli.show import COLOURS, level_course, size
+from grace.cli.show import COLOURS, size, spans
 from grace.record import Run, read, warnings_of
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48  # of the small curves, in characters
+COURSE = 12  # of a tensor's levels, in characters
 SHOWN = 40  # tensors in the terminal; the page has all of them
 
 
@@ -123,10 +125,14 @@ def _times(run: Run) -> list[RenderableType]:
 
 def _tensors(run: Run) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    leveled = any(tensor["level"] for tensor in run.tensors)
-    for head in ("tensor", "shape", "method", "bytes/step", "ratio", "residual", *["levels"] * leveled, ""):
-        table.add_column(head, justify="right" if head in ("bytes/step", "ratio", "residual") else "left")
     line = run.lines[-1]
+    leveled = any(tensor["level"] for tensor in line.tensors)
+    planned = any(tensor["strategy"] for tensor in line.tensors)
+    heads = ["tensor", "shape", "method", "a step", "ratio", "residual"]
+    for head in [*heads, *["over time", "level"] * leveled, *["strategy"] * planned]:
+        right = head in ("a step", "ratio", "residual")
+        least = {"over time": COURSE, "tensor": 10, "residual": 8, "a step": 7}.get(head, 5)
+        table.add_column(head, justify="right" if right else "left", no_wrap=True, min_width=least)
     order = sorted(range(len(line.tensors)), key=lambda place: -line.sent[place])
     for place in order[:SHOWN]:
         tensor, sent, norm = line.tensors[place], line.sent[place], line.residual[place]
@@ -134,13 +140,23 @@ def _tensors(run: Run) -> Table:
             tensor["name"],
             "x".join(map(str, tensor["shape"])) or "scalar",
             tensor["method"],
-            f"{sent / line.steps:,.0f}",
+            size(sent / line.steps),
             f"{line.dense[place] / sent:.1f}" if sent else "",
             "" if norm is None else f"{norm:.3g}",
-            *[level_course(run, tensor["name"])] * leveled,
-            tensor["reason"] or tensor["strategy"],
+            *[_course(run, tensor["name"]), re.sub(r"\w+=", "", tensor["level"])] * leveled,
+            *[tensor["strategy"]] * planned,
         ]
         table.add_row(*map(escape, cells))
     if len(order) > SHOWN:
         table.add_row(f"and {len(order) - SHOWN} more: --html has all of them")
     return table
+
+
+def _course(run: Run, name: str) -> str:
+    # A tensor's levels over time: a height for each, in the order in which they came up.
+    held = spans(run, name)
+    known = list(dict.fromkeys(level for _, _, level in held))
+    first, last = held[0][0], held[-1][1]
+    steps = [first + (last - first) * (2 * part + 1) / (2 * COURSE) for part in range(COURSE)]
+    at = [next(known.index(level) for start, end, level in held if start <= step <= end) for step in steps]
+    return spark(at) if len(known) > 1 else BARS[0] * COURSE * bool(known[0])

@@ -24,9 +24,3 @@ def spans(run: Run, name: str) -> list[tuple[int, int, str]]:
     held = [(line.step - line.steps, line.step, line.tensors[place]["level"]) for line, place in run.of_tensor(name)]
     groups = [list(group) for _, group in groupby(held, key=lambda span: span[2])]
     return [(group[0][0], group[-1][1], group[0][2]) for group in groups]
-
-
-def level_course(run: Run, name: str) -> str:
-    """A tensor's levels over time in words: the first one, then from which step on which."""
-    first, *later = spans(run, name)
-    return ", ".join([first[2], *(f"from {start:,}: {level}" for start, _, level in later)])

@@ -264,14 +264,12 @@ def warnings_of(run: Run) -> list[str]:
 
 def _growing(run: Run) -> list[str]:
     # A residual settles when compression keeps up; one that goes on growing in the second half may never do so.
-    half = len(run.lines) // 2
-    if half < 4:
-        return []
     grown = []
     for tensor in run.tensors:
-        norms = [line.residual[place] for line, place in run.of_tensor(tensor["name"])]
-        known = [norm for norm in norms if norm is not None]
-        if len(known) < 2 * half:
+        held = [(line.residual[at], line.tensors[at]["level"]) for line, at in run.of_tensor(tensor["name"])]
+        known = [norm for norm, level in held if norm is not None and level == tensor["level"]]
+        half = len(known) // 2
+        if half < 4:
             continue
         middle, late, last = known[half], max(known[half : -len(known) // 4]), known[-1]
         if middle > 0 and last > GROWN * middle and last >= late:

@@ -295,7 +295,7 @@ def test_the_terminal_shows_totals_curves_levels_and_warnings(trained):
     assert re.search(r"^ratio +[▁-█]+ +[\d.]+ → [\d.]+", found.output, re.MULTILINE)
     assert re.search(r"^residual +[▁-█]+", found.output, re.MULTILINE)
     assert re.search(r"compress \d+% .* elsewhere \d+%", " ".join(found.output.split()))
-    assert re.search(r"^w<b> +2000 +topk +160 B +50.0 +[\d.]+ +[▁-█]+ +0.01 *$", found.output, re.MULTILINE), (
+    assert re.search(r"^w<b> +2000 +topk +400 B +20.0 +[\d.]+ +[▁-█]+ +0.025 *$", found.output, re.MULTILINE), (
         found.output
     )
     assert "! b goes dense" in found.output

@@ -285,7 +285,7 @@ def _growing(run: Run) -> list[str]:
 def _dense(run: Run) -> list[str]:
     reasons: dict[str, list[tuple[str, int]]] = {}
     for tensor, sent in zip(run.tensors, run.lines[-1].sent, strict=False):
-        if tensor["method"] == "dense":
+        if tensor["method"] == "dense" and tensor["reason"]:  # or a policy chose it
             reasons.setdefault(tensor["reason"], []).append((tensor["name"], sent))
     total = max(run.lines[-1].bytes_sent, 1)
     return [

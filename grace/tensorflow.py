@@ -57,6 +57,8 @@ def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequenc
     with tf.init_scope():  # state must outlive the graph that is being traced
         grace.build({name: variable for name, (variable, _) in handed.items()})
     means = grace.step({name: gradient for name, (_, gradient) in handed.items()})
+    if eager:
+        grace.tune()
     return [means.get(name) for name in names]
 
 
@@ -195,7 +197,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class PolicyCallback(keras.callbacks.Callback):
-    """Tell a Grace's policy that an epoch is over. Put it after callbacks that set the learning rate.
+    """Tell a Grace's policy that a step or an epoch is over. Put it after callbacks that set the learning rate.
 
     An epoch ends where the next one begins, when its learning rate is known, or with the training. ``grace``: by
     default that of the model's optimizer.
@@ -205,6 +207,9 @@ class PolicyCallback(keras.callbacks.Callback):
         super().__init__()
         self._grace = grace
         self._rate: float | None = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        _grace_of(self).tune()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         rate = float(self.model.optimizer.learning_rate)
@@ -271,7 +276,7 @@ class GossipCallback(keras.callbacks.Callback):
 
 
 def _grace_of(callback: Any) -> Grace:
-    grace = callback._grace or getattr(callback.model.optimizer, "_grace", None)
+    grace: Grace | None = callback._grace or getattr(callback.model.optimizer, "_grace", None)
     if grace is None:
         name = type(callback).__name__
         raise ValueError(f"the model's optimizer is not distributed: name the Grace, as {name}(grace)")

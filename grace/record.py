@@ -50,8 +50,7 @@ class Recorder:
         """Write what does not change, ``about`` included. Called again when counts or steps begin elsewhere."""
         self._facts = []
         head = {"format": FORMAT, "when": time.time(), "step": step, "every": self._every, **about}
-        self._append([{"kind": "begin", **head, "method": report.method, "world_size": report.world_size}])
-        self._append(self._news(report))
+        self._append([{"kind": "begin", **head, "world_size": report.world_size}, *self._news(report)])
         self._note(report, step)
 
     def write(self, report: Report, step: int) -> None:
@@ -91,7 +90,7 @@ class Recorder:
         if facts == self._facts:
             return []
         self._facts = facts
-        return [{"kind": "tensors", "tensors": facts}]
+        return [{"kind": "tensors", "method": report.method, "tensors": facts}]
 
     def _append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -152,7 +151,7 @@ class Run:
     """A record as read."""
 
     about: dict[str, Any]
-    """When the last part began, the method, the number of workers, the toolkit ..."""
+    """When the last part began, the method now, the number of workers, the toolkit ..."""
     tensors: list[dict[str, Any]]
     """As they are now."""
     lines: list[Line]
@@ -226,14 +225,14 @@ def read(path: str | os.PathLike[str]) -> Run:
                 about = found
                 lines = [line for line in lines if line.step <= found["step"]]
             elif kind == "tensors":
-                tensors = found["tensors"]
+                tensors, about = found["tensors"], {**about, "method": found["method"]}
             elif kind == "steps":
                 lines.append(Line(tensors=tensors, **found))
             else:
                 raise ValueError(f"its kind is {kind!r}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{os.fspath(path)}, line {number}, is not part of a record: {error!r}") from None
-    if not about:
+    if "format" not in about:
         raise ValueError(
             f"{os.fspath(path)} is no record: train with grace_from_params({{..., 'record': 'run.jsonl'}})"
         )

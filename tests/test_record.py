@@ -183,16 +183,33 @@ def test_a_disk_that_is_full_does_not_end_a_training(path):
     assert grc.report().steps == 1
 
 
+def test_a_policy_that_changes_the_method_is_followed(path):
+    grc = grace_from_params({"compressor": "auto", "candidates": ["topk"], "record": str(path)}, "local")
+    grc.build({"w": normal(N)})
+    for _ in range(20):
+        grc.step({"w": normal(N)})
+        grc.tune()
+    grc.record()
+    run = read(path)
+    assert run.about["method"] == grc.report().method
+    methods = [line.tensors[0]["method"] for line in run.lines]
+    assert list(dict.fromkeys(methods)) == ["dense", "topk"], "each trial has lines of its own"
+    for line, method in zip(run.lines, methods, strict=True):
+        assert line.sent == [line.steps * (8 * K if method == "topk" else 4 * N)]
+    assert warnings_of(run) == []
+
+
 # -- warnings -------------------------------------------------------------------------------------------------------
 def made(path, norms, reason="", method="topk", sent=10, dense=100, skipped=0, kernels=True):
     """A record of one tensor, a line for each norm."""
     facts = {"name": "w", "shape": [25], "method": method, "reason": reason, "strategy": "", "level": ""}
     begin = {"format": 1, "when": 0.0, "step": 0, "every": 1, "grace": "1", "toolkit": "numpy", "kernels": kernels}
-    begin |= {"kind": "begin", "graph": False, "method": "topk + residual + allgather", "world_size": 1}
+    begin |= {"kind": "begin", "graph": False, "world_size": 1}
     steps = {"kind": "steps", "steps": 1, "seconds": 0.1, "bytes_sent": sent, "bytes_received": sent, "times": {}}
     steps |= {"bytes_dense": dense, "skipped": skipped, "sent": [sent], "dense": [dense]}
+    tensors = {"kind": "tensors", "method": "topk + residual + allgather", "tensors": [facts]}
     lines = [{**steps, "step": number, "residual": [norm]} for number, norm in enumerate(norms, 1)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [begin, {"kind": "tensors", "tensors": [facts]}, *lines]))
+    path.write_text("".join(json.dumps(row) + "\n" for row in [begin, tensors, *lines]))
     return read(path)
 
 

@@ -192,17 +192,18 @@ def cluster(data: Any) -> Cluster:
 def fitted(kind: Kind, workers: int, measured: Iterable[tuple[float, float]]) -> Rate:
     """Latency and seconds per byte from measured pairs (bytes held, seconds), neither of them negative.
 
-    Of all lines through two of the pairs, that with the least sum of errors, as ratios: sizes span decades, and one that
-    is out of line (a burst that a link lets pass at once, a disturbance) does not bend it.
+    Of all lines through two of the pairs, or with their slope, that with the least sum of errors, as ratios: sizes span
+    decades, and one that is out of line (a burst that a link lets pass at once, a disturbance) does not bend it.
     """
     latencies, bytes_ = COEFFICIENTS[kind](workers)
     points = [(bytes_ * held, t) for held, t in measured if t > 0]
     if not points or latencies == 0:
         raise ValueError(f"{kind} needs measurements between at least 2 workers to be fitted")
+    least = min(t for _, t in points)
     lines = [(t, 0.0) for _, t in points] + [(0.0, t / x) for x, t in points if x > 0]
     for (x, t), (y, u) in combinations(points, 2):
-        if x != y and (slope := (u - t) / (y - x)) >= 0 and (start := t - slope * x) >= 0:
-            lines.append((start, slope))
+        if x != y and (slope := (u - t) / (y - x)) >= 0:
+            lines += [(max(t - slope * x, 0.0), slope), (least, slope)]
 
     def error(line: tuple[float, float]) -> float:
         start, slope = line

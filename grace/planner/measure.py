@@ -88,7 +88,8 @@ def links(transport: Transport, node_size: int = 0, sizes: Iterable[int] = BYTES
 
     ``transport``: bound to a backend. ``node_size``: workers of a machine, 0: as they were launched. ``sizes``: bytes;
     each is timed ``repeats`` times. Of each time the slowest worker counts (one that comes late finds its data there
-    already), and of those the least. What a collective of the tree is made of is what communicator "planned" makes it of.
+    already), and of those the least. What a collective of the tree is made of is what communicator "planned" makes it
+    of.
     """
     xp: Any = transport.xp  # type: ignore[attr-defined]
     per_node = node_size or transport.node_size
@@ -111,8 +112,8 @@ def links(transport: Transport, node_size: int = 0, sizes: Iterable[int] = BYTES
         everybody = [json.loads(text) for text in transport.exchange(json.dumps(times))]
         fits: dict[Kind, Rate] = {}
         for kind in times:
-            sizes_ = zip(*(worker[kind] for worker in everybody), strict=True)
-            least = [(each[0][0], min(map(max, zip(*(found for _, found in each), strict=True)))) for each in sizes_]
+            by_size = zip(*(worker[kind] for worker in everybody), strict=True)
+            least = [(each[0][0], min(map(max, zip(*(found for _, found in each), strict=True)))) for each in by_size]
             rate = fitted(kind, count, least)
             # All workers of a machine took part, and shared its link.
             shared = per_node if level == "inter" or (level == "flat" and kind == "alltoall" and nodes > 1) else 1

@@ -895,7 +895,7 @@ class Grace:
             TensorReport(
                 name=unit.name,
                 shape=unit.shape,
-                method="dense" if unit.dense or self._way(unit).dense else self._compressor_name(unit),
+                method="dense" if unit.dense else self._compressor_name(unit),
                 reason="; ".join(
                     filter(None, [unit.dense or untold, *(self._notes.get(t.name) for t in unit.tensors)])
                 ),

@@ -779,8 +779,8 @@ class Grace:
             return
         for cell, array in new:
             cell.assign(array)
+        self._first_step += step - int(self._step.read())  # the report counts what this object did
         self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
-        self._first_step = min(self._first_step, step)
         self._waiting = ()
         if self._recorder is not None and self._recorder.begun:
             self._begin_record()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from grace.checks import fitting
 from grace.collectives import Gather
 from grace.core import Array, Program
 
@@ -56,7 +57,8 @@ def norms(xp: Any, table: Array) -> Array:
 
 
 def scaled(xp: Any, values: Array, scale: Array, block: int | None) -> Array:
-    """[n], [m] -> [n]: each value times the scale of its block. The values are spent."""
+    """[n], float32[m] -> [n]: each value times the scale of its block. The values are spent."""
+    scale = fitting(xp, scale, "float32", block_count(xp.shape(values)[0], block), "scales")
     return flat(xp, xp.multiply_in(rows(xp, values, block), xp.reshape(scale, (-1, 1))), xp.shape(values)[0])
 
 

@@ -299,6 +299,11 @@ class NumpyBackend(Backend):
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
         return new if ok else old
 
+    def sound(self, x: Array, ok: Callable[[], Array], message: str) -> Array:
+        if not ok():
+            raise ValueError(message)
+        return x
+
     def require(self, ok: Array, message: str) -> None:
         if not ok:
             raise FloatingPointError(message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from grace.checks import matching
 from grace.compressors.lowrank import LowRank
 from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
@@ -42,8 +43,9 @@ class Atomo(LowRank):
         return tuple(xp.take(part, chosen) for part in (values, xp.transpose(u), xp.transpose(v))), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        values, left, right = payload
-        return ctx.xp.reshape((ctx.xp.transpose(left) * values) @ right, (-1,))
+        xp, (values, left, right) = ctx.xp, payload
+        left, right = matching(xp, left, values, "left vectors"), matching(xp, right, values, "right vectors")
+        return xp.reshape((xp.transpose(left) * values) @ right, (-1,))
 
     def _chances(self, xp: Any, s: Array, m: int, r: int) -> Array:
         # Proportional to the values; those that would exceed 1 are sent for certain, and leave the rest of r to others.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from grace import blocks
+from grace.checks import fitting
 from grace.collectives import Reduce
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Combine, Context, Payload, Program, State
@@ -68,6 +69,9 @@ class THC(Blockwise):
 
     def _values(self, total: Array, norm: Array, workers: int, ctx: Context) -> Array:
         xp, d = ctx.xp, width_of(ctx, self.block_size)
+        m = blocks.block_count(ctx.size, d)
+        norm = fitting(xp, norm, "float32", m, "norms")
+        total = fitting(xp, total, xp.dtype(total), m * d, "sums")
         normal = xp.cast(total, "float32") * (2 * CUT / (self.top * workers)) - CUT
         rows = hadamard(xp, xp.reshape(normal, (-1, d))) * self._signs(norm, ctx)
         # The transform is its own inverse but for the factor d, and the norm that of d numbers of variance 1.

@@ -12,9 +12,9 @@ import io
 import json
 import os
 import re
-import shutil
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,11 +56,7 @@ def save(grace: Grace, folder: str | os.PathLike[str], keep: int = 2) -> Path:
         part.unlink(missing_ok=True)
     _sync(here)
     if keep:
-        mine = [each for each in _folders(folder) if (each / path.name).exists()]
-        for old in mine[:-keep]:
-            (old / path.name).unlink(missing_ok=True)
-            if not any(old.iterdir()):
-                shutil.rmtree(old, ignore_errors=True)  # another worker may have done so
+        _prune(folder, path.name, keep)
     return path
 
 
@@ -118,19 +114,34 @@ def _name(rank: int, size: int) -> str:
     return f"worker-{rank:05}-of-{size:05}.grace"
 
 
+def _listed(here: Path) -> list[Path]:
+    # Nothing where there is no folder, or where another worker has just taken it away.
+    try:
+        return list(here.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def _numbered(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
-    here = Path(folder)
-    named = [(FOLDER.fullmatch(each.name), each) for each in here.iterdir()] if here.is_dir() else []
+    named = [(FOLDER.fullmatch(each.name), each) for each in _listed(Path(folder))]
     return sorted((int(match[1]), each) for match, each in named if match)
 
 
-def _folders(folder: str | os.PathLike[str]) -> list[Path]:
-    return [here for _, here in _numbered(folder)]
+def _prune(folder: str | os.PathLike[str], name: str, keep: int) -> None:
+    # Other workers do the same meanwhile: a folder goes with the last file in it, and nobody minds who takes it away.
+    folders = [here for _, here in _numbered(folder)]
+    mine = [here for here in folders if (here / name).exists()]
+    for old in folders[: folders.index(mine[-keep])] if len(mine) > keep else []:
+        for file in _listed(old):
+            if file.name.lstrip(".").startswith(name):  # or what was begun when this worker was killed
+                file.unlink(missing_ok=True)
+        with suppress(OSError):  # something is left in it, or it is gone
+            old.rmdir()
 
 
 def _whole(here: Path) -> list[Path]:
     # The files of all workers of a run, if they are there.
-    for size in sorted({int(match[2]) for each in here.iterdir() if (match := FILE.fullmatch(each.name))}):
+    for size in sorted({int(match[2]) for each in _listed(here) if (match := FILE.fullmatch(each.name))}):
         paths = [here / _name(rank, size) for rank in range(size)]
         if all(path.exists() for path in paths):
             return paths

@@ -445,8 +445,9 @@ class Plans:
         self.good = plan.to_dict()
 
     def __call__(self, rng: random.Random) -> None:
-        from grace.communicators.planned import ways
+        from grace.communicators.planned import Ways
         from grace.planner import plan
+        from grace.transports.local import LocalTransport
 
         changed = upset(self.good, rng) if rng.random() < 0.8 else None
         text = spoilt_text(json.dumps(self.good), rng) if changed is None else json.dumps(changed)
@@ -458,9 +459,12 @@ class Plans:
                 if found.to_dict()[key] != self.good[key]:
                     raise Silent(f"a plan with other {key} was taken")
         else:
-            for way in ways(text).values():
-                if way.method is not None:
-                    way.method.check()
+            ways = Ways(text)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # for another number of workers
+                ways.agree(LocalTransport(), 0)
+            if not all(isinstance(option.compressions, int) for option in ways.options):
+                raise Silent(f"a plan has ways {ways}")
 
 
 class Settings:
@@ -505,7 +509,7 @@ def targets(backends: tuple[str, ...] = ("numpy", "torch", "tensorflow")) -> lis
         for index, row in enumerate(ROWS):
             if backend == "tensorflow" and index % 4:
                 continue
-            weight = {"numpy": 1.0, "torch": 0.5, "tensorflow": 0.1}[backend]
+            weight = {"numpy": 1.0, "torch": 0.5, "tensorflow": 0.25}[backend]
             n = (300, 3000)[index % 2]
 
             def make(row: Any = row, backend: str = backend, n: int = n, by: bool = False) -> Any:
@@ -549,7 +553,7 @@ def go(target: Target, first: int, count: int, seed: int = 0, tell: Callable[[in
     return done
 
 
-def _work(target: Target, first: int, count: int, seed: int, pipe: Any) -> None:
+def _work(jobs: list[tuple[Target, int]], first: int, seed: int, pipe: Any) -> None:
     warnings.simplefilter("ignore")
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the process's own, to its end
     last = 0.0
@@ -562,53 +566,60 @@ def _work(target: Target, first: int, count: int, seed: int, pipe: Any) -> None:
             last = time.monotonic()
             pipe.send((number, done))
 
-    pipe.send((-1, go(target, first, count, seed, tell)))
+    for target, count in jobs:
+        pipe.send((-1, go(target, first, count - first, seed, tell)))
+        first = 0
 
 
-def apart(target: Target, count: int, seed: int = 0, hang: float = HANG) -> Count:
-    """As `go`, in processes that may die: each death, or silence of ``hang`` seconds, costs one input."""
-    total, first, begin = Count(target.name), 0, time.perf_counter()
-    while first < count:
+def apart(jobs: list[tuple[Target, int]], seed: int = 0, hang: float = HANG) -> list[Count]:
+    """As `go` with each target's count, in a process that may die: that, or ``hang`` seconds of silence, costs one input."""
+    done: list[Count] = []
+    total, first = Count(jobs[0][0].name), 0
+    while len(done) < len(jobs):
         mine, theirs = multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("fork").Process(
-            target=_work, args=(target, first, count - first, seed, theirs), daemon=True
+            target=_work, args=(jobs[len(done) :], first, seed, theirs), daemon=True
         )
         process.start()
         theirs.close()
-        number, known, result, late = first, Count(target.name), None, False
-        try:
-            while result is None:
+        number, known, late = first, Count(total.target), False
+        while len(done) < len(jobs):
+            try:
                 if not mine.poll(hang if number > first else 4 * hang):
                     late = True
                     break
                 number, counted = mine.recv()
-                known = known if counted is None else copy.deepcopy(counted)
-                result = counted if number == -1 else None
-        except EOFError:
-            pass
-        process.kill() if late else process.join()
+            except EOFError:
+                break
+            if counted is not None:
+                known = counted
+            if number == -1:  # the target is through
+                total.add(known)
+                done.append(total)
+                if len(done) < len(jobs):
+                    total, first, number = Count(jobs[len(done)][0].name), 0, 0
+                    known = Count(total.target)
+        if late:
+            process.kill()
         process.join()
-        if result is not None:
-            total.add(result)
-            break
-        # Of inputs since the last count nothing is known but that they were survived.
-        survived = number - first
-        known.harmless += survived - known.inputs
-        known.inputs = survived + 1
-        known.crash, known.hang = int(not late), int(late)
-        known.notes.append(f"input {number}: {'a hang' if late else f'exit code {process.exitcode}'}")
-        total.add(known)
-        first = number + 1
-        if total.crash + total.hang > 20:
-            break
-    total.seconds = time.perf_counter() - begin
-    return total
+        if len(done) < len(jobs):
+            # Of inputs since the last count nothing is known but that they were survived.
+            known.harmless += number - first - known.inputs
+            known.inputs = number - first + 1
+            known.crash, known.hang = int(not late), int(late)
+            known.notes.append(f"input {number}: {'a hang' if late else f'exit code {process.exitcode}'}")
+            total.add(known)
+            first = number + 1
+            if first >= jobs[len(done)][1] or total.crash + total.hang > 20:
+                done.append(total)
+                total, first = Count(jobs[len(done)][0].name if len(done) < len(jobs) else ""), 0
+    return done
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--inputs", type=int, default=100_000, help="in all (default: 100000)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further target after so many")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further kind of target after so many")
     parser.add_argument("--only", default="", help="targets whose names contain this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backends", default="numpy,torch,tensorflow")
@@ -622,13 +633,18 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no target's name contains {args.only!r}")
     weights, begin = sum(each.weight for each in chosen), time.perf_counter()
     counts: list[Count] = []
+    # One process for each kind of target, which loads its toolkit once; here none is loaded, so that a fork is safe.
+    batches: dict[str, list[tuple[Target, int]]] = {}
     for target in chosen:
+        count = max(1, round(args.inputs * target.weight / weights))
+        batches.setdefault(" ".join(target.name.split(" ")[:2]), []).append((target, count))
+    for batch in batches.values():
         if time.perf_counter() - begin > args.seconds:
             break
-        # In its own process a toolkit's threads may run: here none is loaded, so that a fork is safe.
-        counts.append(apart(target, max(1, round(args.inputs * target.weight / weights)), args.seed))
-        if args.all or counts[-1].failures:
-            print(line(counts[-1]), *counts[-1].notes, sep="\n    ", flush=True)
+        for found in apart(batch, args.seed):
+            counts.append(found)
+            if args.all or found.failures:
+                print(line(found), *found.notes, sep="\n    ", flush=True)
     groups: dict[str, Count] = {}
     for count in counts:
         kind, where = [*count.target.split(" "), ""][:2]

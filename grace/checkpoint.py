@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 from grace.state import host
@@ -214,7 +215,7 @@ def _read(file: Any) -> dict[str, Any]:
             if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
                 raise ValueError("its members are compressed, which GRACE never does")
             state = json.loads(archive.read(META), object_hook=lambda value: _filled(value, archive))
-    except (zipfile.BadZipFile, KeyError, EOFError, RecursionError, NotImplementedError, OSError) as error:
+    except (zipfile.BadZipFile, KeyError, EOFError, RecursionError, NotImplementedError, OSError, TokenError) as error:
         raise ValueError(f"it is no whole checkpoint ({error})") from error
     if not isinstance(state, dict):
         raise ValueError("it holds no state")

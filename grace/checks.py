@@ -25,8 +25,12 @@ def fitting(xp: Any, array: Array, dtype: str, shape: int | tuple[int, ...], wha
     return xp.sound(array, lambda: xp.all(xp.lengths([array]) == wanted[0]), message)
 
 
-def matching(xp: Any, array: Array, other: Array, what: str, times: int = 1) -> Array:
-    """The array itself, if its first dimension is that of the other array, or ``times`` it."""
+def matching(
+    xp: Any, array: Array, dtype: str, other: Array, what: str, times: int = 1, row: tuple[int, ...] = ()
+) -> Array:
+    """The array itself, if it has this dtype and as many rows of this shape as the other array, or ``times`` as many."""
+    if xp.dtype(array) != dtype or xp.shape(array)[1:] != row:
+        raise ValueError(f"its {what} are {dtype}{['?', *row]}, not {xp.dtype(array)}{list(xp.shape(array))}")
     found, wanted = xp.shape(array)[0], xp.shape(other)[0]
     if found is not None and wanted is not None:
         if found != times * wanted:

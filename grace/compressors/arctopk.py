@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace import blocks
+from grace.checks import placed
 from grace.collectives import Reduce
 from grace.compressors.sparse import AgreedSparsifier, kept, poisoned
 from grace.core import Array, Context, Payload, Program, State
@@ -61,7 +62,8 @@ class ARCTopK(AgreedSparsifier):
 
     def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
         # Those of the last row may lie beyond the end.
-        first = ctx.xp.reshape(sent[0] * self.row_size, (-1, 1))
+        rows = placed(ctx.xp, sent[0], blocks.block_count(ctx.size, self.row_size))
+        first = ctx.xp.reshape(rows * self.row_size, (-1, 1))
         return ctx.xp.reshape(first + ctx.xp.arange(self.row_size), (-1,))
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:

@@ -43,8 +43,10 @@ class Atomo(LowRank):
         return tuple(xp.take(part, chosen) for part in (values, xp.transpose(u), xp.transpose(v))), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        xp, (values, left, right) = ctx.xp, payload
-        left, right = matching(xp, left, values, "left vectors"), matching(xp, right, values, "right vectors")
+        xp, (values, left, right), (a, b, _) = ctx.xp, payload, self.sizes(ctx)
+        values = matching(xp, values, "float32", values, "values")
+        left = matching(xp, left, "float32", values, "left vectors", row=(a,))
+        right = matching(xp, right, "float32", values, "right vectors", row=(b,))
         return xp.reshape((xp.transpose(left) * values) @ right, (-1,))
 
     def _chances(self, xp: Any, s: Array, m: int, r: int) -> Array:

@@ -90,7 +90,7 @@ class Sparsifier(Scattered):
         values, positions = payload[0], self.read(payload[1:], ctx)
         if k is not None:
             positions = fitting(xp, positions, "int32", k, "positions")
-        return matching(xp, values, positions, "values"), positions
+        return matching(xp, values, "float32", positions, "values"), positions
 
     def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
         values, positions = self.parts(payload, ctx)
@@ -182,6 +182,7 @@ def signed(xp: Any, positions: Array, negative: Array) -> Array:
 
 def unsigned(xp: Any, sent: Array) -> tuple[Array, Array]:
     """The inverse of `signed`: positions, and where they are negative."""
+    sent = matching(xp, sent, "int32", sent, "positions")
     return xp.where(sent < 0, -1 - sent, sent), sent < 0
 
 

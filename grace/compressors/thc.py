@@ -52,8 +52,7 @@ class THC(Blockwise):
         normal = hadamard(xp, rows / blocks.divisor(xp, norm) * self._signs(norm, ctx))
         steps = (xp.maximum(xp.minimum(normal, CUT), -CUT) + CUT) * (self.top / (2 * CUT))
         steps = ctx.rng("round").rounded(xp.reshape(steps, (-1,)), xp.shape(norm)[0] * d)
-        dtype = "uint8" if self.top * ctx.world_size <= 255 else "int32"
-        own = xp.cast(xp.minimum(steps, float(self.top)), dtype)
+        own = xp.cast(xp.minimum(steps, float(self.top)), self._dtype(ctx))
         (total,) = yield Reduce((own,), "sum")
         return (total, norm, own), state
 
@@ -63,6 +62,9 @@ class THC(Blockwise):
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         return x - self._values(payload[2], payload[1], 1, ctx)
 
+    def _dtype(self, ctx: Context) -> str:
+        return "uint8" if self.top * ctx.world_size <= 255 else "int32"
+
     def _signs(self, norm: Array, ctx: Context) -> Array:
         d, m = width_of(ctx, self.block_size), ctx.xp.shape(norm)[0]
         return signs(ctx.xp, ctx.shared_rng("rotation").bits(m * d), ctx.xp.zeros(m, "uint8"), d)
@@ -71,7 +73,7 @@ class THC(Blockwise):
         xp, d = ctx.xp, width_of(ctx, self.block_size)
         m = blocks.block_count(ctx.size, d)
         norm = fitting(xp, norm, "float32", m, "norms")
-        total = fitting(xp, total, xp.dtype(total), m * d, "sums")
+        total = fitting(xp, total, self._dtype(ctx), m * d, "sums")
         normal = xp.cast(total, "float32") * (2 * CUT / (self.top * workers)) - CUT
         rows = hadamard(xp, xp.reshape(normal, (-1, d))) * self._signs(norm, ctx)
         # The transform is its own inverse but for the factor d, and the norm that of d numbers of variance 1.

@@ -62,7 +62,7 @@ class Wangni(Scattered):
         xp, (certain, values, drawn, magnitude) = ctx.xp, payload
         magnitude = fitting(xp, magnitude, "float32", 1, "magnitudes")
         drawn, negative = unsigned(xp, drawn)
-        total = xp.scatter_add(total, placed(xp, certain, ctx.size), matching(xp, values, certain, "values"))
+        total = xp.scatter_add(total, placed(xp, certain, ctx.size), matching(xp, values, "float32", certain, "values"))
         return xp.scatter_add(total, placed(xp, drawn, ctx.size), xp.where(negative, -magnitude, magnitude))
 
 

@@ -180,7 +180,10 @@ class Schedule:
 
         def past(value: Any) -> bool:
             pairs = isinstance(value, (list, tuple)) and value
-            return bool(pairs) and all(len(pair) == 2 and whole(pair[0], 0) and level(pair[1]) for pair in value)
+            return bool(pairs) and all(
+                isinstance(pair, (list, tuple)) and len(pair) == 2 and whole(pair[0], 0) and level(pair[1])
+                for pair in value
+            )
 
         rules: dict[str, Callable[[Any], bool]] = {
             "epoch": lambda value: whole(value, 0, 2**31 - 1),

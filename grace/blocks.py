@@ -12,6 +12,10 @@ from grace.collectives import Gather
 from grace.core import Array, Program
 
 
+LARGEST = 2**24
+"""Elements of the largest block: all of one must fit into memory, however small the tensor is."""
+
+
 def block_count(n: int, block: int | None) -> int:
     """Number of blocks that ``n`` elements make; the last may be short."""
     return min(n, 1) if block is None else -(-n // block)
@@ -64,5 +68,5 @@ def scaled(xp: Any, values: Array, scale: Array, block: int | None) -> Array:
 
 def check_block(key: str, block: int) -> None:
     """Raise ValueError unless a block's size is a multiple of 8 (whole bytes of bits), or 0 for the whole tensor."""
-    if block < 0 or block % 8:
-        raise ValueError(f"{key}={block!r} must be a multiple of 8, or 0 for the whole tensor")
+    if not 0 <= block <= LARGEST or block % 8:
+        raise ValueError(f"{key}={block!r} must be a multiple of 8 up to {LARGEST}, or 0 for the whole tensor")

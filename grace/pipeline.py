@@ -774,7 +774,7 @@ class Grace:
                 f"this state belongs to {state['method']}, but this is {self.method!r}: use the same settings"
             )
         saved: Any = state.get("policy")
-        settings = saved.get("settings") if isinstance(saved, Mapping) else saved
+        settings = saved.get("settings", "?") if isinstance(saved, Mapping) else saved
         if settings != (self.schedule and repr(self._policy)):
             raise ValueError(
                 f"this state belongs to policy {settings}, but this is {self._policy!r}: use the "

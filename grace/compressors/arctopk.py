@@ -35,10 +35,10 @@ class ARCTopK(AgreedSparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.row_size < 1:
-            raise ValueError(f"row_size={self.row_size!r} must be at least 1")
-        if not 1 <= self.sketch_size <= self.row_size:
-            raise ValueError(f"sketch_size={self.sketch_size!r} must lie in 1 .. row_size={self.row_size}")
+        if not 1 <= self.row_size <= blocks.LARGEST:
+            raise ValueError(f"row_size={self.row_size!r} must lie in 1 .. {blocks.LARGEST}")
+        if not 1 <= self.sketch_size <= min(self.row_size, 256):
+            raise ValueError(f"sketch_size={self.sketch_size!r} must lie in 1 .. row_size={self.row_size}, and 256")
 
     def count(self, n: int) -> int:
         return kept(self.compress_ratio, blocks.block_count(n, self.row_size)) * self.row_size

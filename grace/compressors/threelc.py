@@ -38,10 +38,10 @@ class ThreeLC(Blockwise):
     def __post_init__(self) -> None:
         if not 1 <= self.sparsity < 2:
             raise ValueError(f"sparsity={self.sparsity!r} must be 1 or more and below 2 (where all becomes zero)")
-        if self.block_size < 0 or self.block_size % 40:
+        if not 0 <= self.block_size <= blocks.LARGEST or self.block_size % 40:
             raise ValueError(
-                f"block_size={self.block_size!r} must be a multiple of 40 (whole bytes of 5 elements), or 0 for the "
-                "whole tensor"
+                f"block_size={self.block_size!r} must be a multiple of 40 (whole bytes of 5 elements) up to "
+                f"{blocks.LARGEST}, or 0 for the whole tensor"
             )
         if self.block_size and self.zero_run:
             raise ValueError("block_size needs zero_run=False: runs of zeros do not end where blocks do")

@@ -32,8 +32,8 @@ class Wangni(Scattered):
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)
-        if self.iterations < 0:
-            raise ValueError(f"iterations={self.iterations!r} must be 0 or more")
+        if not 0 <= self.iterations <= 100:
+            raise ValueError(f"iterations={self.iterations!r} must lie in 0 .. 100")
 
     def variance(self, n: int) -> float | None:
         # p >= ratio * n * |x| / |x|_1 where p < 1, so the sum of x²/p there is at most |x|_1² / (ratio * n).

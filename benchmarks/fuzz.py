@@ -270,7 +270,21 @@ class Payloads:
 # -- texts and files -----------------------------------------------------------------------------------------------------
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**200, -(2**63), 0.5, -0.5, 1e308, float("nan"), float("inf")),
-    *("", "x", "../../etc/passwd", "topk", "\0", "a" * 1000, [], [1], {}, {"$array": 0}, {"$array": -1}, [[]], {"a": []}),
+    *(
+        "",
+        "x",
+        "../../etc/passwd",
+        "topk",
+        "\0",
+        "a" * 1000,
+        [],
+        [1],
+        {},
+        {"$array": 0},
+        {"$array": -1},
+        [[]],
+        {"a": []},
+    ),
 )
 
 
@@ -527,7 +541,9 @@ def targets(backends: tuple[str, ...] = ("numpy", "torch", "tensorflow")) -> lis
     return found
 
 
-def go(target: Target, first: int, count: int, seed: int = 0, tell: Callable[[int, Count], None] | None = None) -> Count:
+def go(
+    target: Target, first: int, count: int, seed: int = 0, tell: Callable[[int, Count], None] | None = None
+) -> Count:
     """Give a target its inputs ``first .. first + count``, in this process."""
     made, done, begin = target.make(), Count(target.name), time.perf_counter()
     for number in range(first, first + count):
@@ -619,7 +635,9 @@ def apart(jobs: list[tuple[Target, int]], seed: int = 0, hang: float = HANG) -> 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--inputs", type=int, default=100_000, help="in all (default: 100000)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further kind of target after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no further kind of target after so many"
+    )
     parser.add_argument("--only", default="", help="targets whose names contain this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backends", default="numpy,torch,tensorflow")
@@ -657,7 +675,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(line(total))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps([asdict(count) for count in (total, *groups.values(), *counts)], indent=1) + "\n")
+        args.json.write_text(
+            json.dumps([asdict(count) for count in (total, *groups.values(), *counts)], indent=1) + "\n"
+        )
     if len(counts) < len(chosen):
         print(f"{len(chosen) - len(counts)} of {len(chosen)} targets were left out: the time was over")
     return 1 if total.failures else 0

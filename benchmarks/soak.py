@@ -129,9 +129,7 @@ def work(folder: Path, rank: int, life: int, seed: int) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     while True:
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * SIZE + rank)
-        whole = {
-            key: torch.randint(-8, 9, shape, generator=generator).float() for key, shape in SHAPES.items()
-        }
+        whole = {key: torch.randint(-8, 9, shape, generator=generator).float() for key, shape in SHAPES.items()}
         # All cases' messages are under way at once.
         for name, grace in graces.items():
             grace.launch({key: whole[key].reshape(shape) for key, shape in shapes_of(name).items()})
@@ -316,7 +314,11 @@ def _read(folder: Path, lives: int, found: Found) -> None:
         for rank in range(SIZE):
             path = folder / f"log-{life}-{rank}.jsonl"
             # The last line may be half.
-            rows = [json.loads(text) for text in path.read_text().splitlines(True) if text.endswith("\n")] if path.exists() else []
+            rows = (
+                [json.loads(text) for text in path.read_text().splitlines(True) if text.endswith("\n")]
+                if path.exists()
+                else []
+            )
             saves = [row for row in rows if "step" in row]
             for row in saves:
                 for name, value in row["digests"].items():

@@ -777,8 +777,7 @@ class Grace:
         settings = saved.get("settings", "?") if isinstance(saved, Mapping) else saved
         if settings != (self.schedule and repr(self._policy)):
             raise ValueError(
-                f"this state belongs to policy {settings}, but this is {self._policy!r}: use the "
-                "same settings"
+                f"this state belongs to policy {settings}, but this is {self._policy!r}: use the same settings"
             )
 
     def _check_names(self, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:

@@ -64,7 +64,9 @@ class Inceptionn(Compressor):
         xp, n = ctx.xp, ctx.size
         tags = unpack(xp, 2, payload[0], n)
         three, two, one = (xp.nonzero(tags == tag) for tag in (3, 2, 1))
-        pairs = xp.cast(xp.reshape(matching(xp, payload[2], "uint8", two, "bytes of 16 bits", times=2), (-1, 2)), "int32")
+        pairs = xp.cast(
+            xp.reshape(matching(xp, payload[2], "uint8", two, "bytes of 16 bits", times=2), (-1, 2)), "int32"
+        )
         narrow = xp.cast(matching(xp, payload[3], "uint8", one, "bytes of 8 bits"), "int32")
         found = xp.scatter(xp.zeros(n), three, matching(xp, payload[1], "float32", three, "magnitudes from 1"))
         found = xp.scatter(found, two, _signed(xp, pairs[:, 0] + pairs[:, 1] * 256, 2**15, 2.0**-15))

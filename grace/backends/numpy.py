@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from grace.backends.base import LARGE, PIECE, Array, Backend, Cell
+from grace.backends.base import ITEMSIZE, LARGE, PIECE, Array, Backend, Cell
 from grace.kernels.host import host_kernels
 from grace.rng import MASK32, noise_offset, noise_rows
+
+NAMES = {np.dtype(name): name for name in ITEMSIZE if name != "bfloat16"}
+"""NumPy makes a name anew each time it is asked, which takes longer than to look it up."""
 
 
 class NumpyBackend(Backend):
@@ -41,7 +44,7 @@ class NumpyBackend(Backend):
         return np.arange(n, dtype=dtype)
 
     def dtype(self, x: Array) -> str:
-        return x.dtype.name
+        return NAMES.get(x.dtype) or x.dtype.name
 
     def shape(self, x: Array) -> tuple[int, ...]:
         return tuple(x.shape)

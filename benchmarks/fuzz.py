@@ -2,7 +2,7 @@
 
     python -m benchmarks.fuzz [--inputs 100000] [--seconds S] [--only TEXT] [--json FILE]
 
-An input is a good one that was changed: cut, lengthened, other bytes, another dtype, indices out of range or order. Each
+An input is a good one that was changed: cut, lengthened, other bytes, another dtype, indices out of range. Each
 must be refused by a ValueError, or come to something harmless: a gradient of the right shape with nothing written
 outside its memory, a state that fits. Counted apart, and failures: what cannot be right and is taken all the same
 (silent), another exception (odd), a process that dies (crash) or does not come back (hang). Targets run in processes
@@ -267,7 +267,7 @@ class Payloads:
             raise Silent(f"the mean is {xp.dtype(out)}{list(xp.shape(out))}")
 
 
-# -- texts and files -----------------------------------------------------------------------------------------------------
+# -- texts and files ---------------------------------------------------------------------------------------------------
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**200, -(2**63), 0.5, -0.5, 1e308, float("nan"), float("inf")),
     *(
@@ -588,7 +588,7 @@ def _work(jobs: list[tuple[Target, int]], first: int, seed: int, pipe: Any) -> N
 
 
 def apart(jobs: list[tuple[Target, int]], seed: int = 0, hang: float = HANG) -> list[Count]:
-    """As `go` with each target's count, in a process that may die: that, or ``hang`` seconds of silence, costs one input."""
+    """As `go` with each target's count, in a process that may die or hold still ``hang`` seconds: one input lost."""
     done: list[Count] = []
     total, first = Count(jobs[0][0].name), 0
     while len(done) < len(jobs):

@@ -3,13 +3,13 @@
     python -m benchmarks.soak [--minutes 5] [--json FILE] [--seed N]
 
 Each worker exchanges the same gradients through one Grace for every communicator and adds the means up as its weights.
-It saves all of it every SAVE steps with `grace.checkpoint`. Now and then a worker, or several, get SIGKILL, at any point:
-in an exchange, in a checkpoint. The others have to end by themselves with an error; then all begin again from the last
+It saves all of it every SAVE steps with `grace.checkpoint`. Now and then some workers get SIGKILL, at any point: in an
+exchange, in a checkpoint. The others have to end by themselves with an error; then all begin again from the last
 checkpoint that all have. What must hold, or the program fails:
 
 - Weights are the same bits on all workers at every checkpoint, and so they are when steps are made again.
-- Nothing is lost: all gradients = the weights + what the residuals hold. Gradients are whole numbers, so for methods that
-  send elements as they are this holds to the bit; others round.
+- Nothing is lost: all gradients = the weights + what the residuals hold. Gradients are whole numbers, so for methods
+  that send elements as they are this holds to the bit; others round.
 - No worker waits for a dead one for longer than its time limit.
 - A worker's memory does not grow.
 """
@@ -117,7 +117,7 @@ def work(folder: Path, rank: int, life: int, seed: int) -> None:
     graces, weights, sums = {}, {}, {}
     for name, params in CASES.items():
         grace = graces[name] = grace_from_params({"min_numel": 0, "timeout": TIMEOUT, **params}, "torch")
-        grace.trace = Trace(events=100)  # which is full soon: 20,000 take thousands of steps, and would look like a leak
+        grace.trace = Trace(events=100)  # full soon: room for 20,000, filled over thousands of steps, looks like a leak
         shapes = shapes_of(name)
         grace.build({key: torch.zeros(shape) for key, shape in shapes.items()})
         scattered = grace.communicator.scattered

@@ -11,7 +11,6 @@ from grace.checks import fitting
 from grace.collectives import Gather
 from grace.core import Array, Program
 
-
 LARGEST = 2**24
 """Elements of the largest block: all of one must fit into memory, however small the tensor is."""
 

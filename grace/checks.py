@@ -1,8 +1,8 @@
-"""What other workers sent, checked before it is used. What does not fit is a ValueError; `grace.execution` adds whose it is.
+"""What other workers sent, checked before it is used. What does not fit is a ValueError; `grace.execution` adds whose.
 
-dtypes and lengths are known without looking at values, so to check them costs nothing; where a graph knows a length only
-when it runs, the graph checks it. Values that address memory are looked at on hosts and in graphs. A device would have
-to be waited for: it checks the indices of its memory itself.
+dtypes and lengths are known without looking at values, so to check them costs next to nothing; where a graph knows a
+length only when it runs, the graph checks it. Values that address memory are looked at on hosts and in graphs. A device
+would have to be waited for: it checks the indices of its memory itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def fitting(xp: Any, array: Array, dtype: str, shape: int | tuple[int, ...], wha
 def matching(
     xp: Any, array: Array, dtype: str, other: Array, what: str, times: int = 1, row: tuple[int, ...] = ()
 ) -> Array:
-    """The array itself, if it has this dtype and as many rows of this shape as the other array, or ``times`` as many."""
+    """The array itself, if it has this dtype and as many rows of this shape as the other one, or ``times`` as many."""
     if xp.dtype(array) != dtype or xp.shape(array)[1:] != row:
         raise ValueError(f"its {what} are {dtype}{['?', *row]}, not {xp.dtype(array)}{list(xp.shape(array))}")
     found, wanted = xp.shape(array)[0], xp.shape(other)[0]

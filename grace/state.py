@@ -52,7 +52,7 @@ def check_form(state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
 def _place(value: Any, size: int | None) -> bool:
     # Where a part of a tensor begins, and its number of elements.
     numbers = isinstance(value, (list, tuple)) and [type(each) for each in value] == [int, int]
-    return numbers and 0 <= min(value) and (size is None or sum(value) <= size)
+    return numbers and min(value) >= 0 and (size is None or sum(value) <= size)
 
 
 def check_kind(found: Any, wanted: str, what: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from methods import alone, backend, context, host, spread
 from table import ROWS
 
-from grace import grace_from_params, kernels
+from grace import grace_from_params
 from grace.backends import get_backend
 from grace.core import Method
 from grace.execution import pieces
@@ -170,7 +170,7 @@ def test_a_graph_refuses_positions_when_it_runs():
 
     assert np.flatnonzero(decoded(tf.ones(2), tf.constant([3, 9]))).tolist() == [3, 9]
     for values, positions in ((2, [3, 10]), (2, [4, 3]), (2, [-1, 3]), (2, [3]), (1, [3, 4])):
-        with pytest.raises(tf.errors.InvalidArgumentError, match="ascend|as many"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"ascend|as many"):
             decoded(tf.ones(values), tf.constant(positions))
 
 

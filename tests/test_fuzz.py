@@ -12,8 +12,9 @@ import pytest
 from methods import BACKENDS, backend
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.fuzz import Payloads, Silent, Target, apart, go, targets
 from table import ROWS
+
+from benchmarks.fuzz import Payloads, Silent, Target, apart, go, targets
 
 LOADERS = targets(())
 EACH, MANY = 24, 150  # inputs of each method, and of each loader

@@ -9,9 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.soak import CASES, ROUNDED, SIZE, Found
-
-from grace.registry import communicators
+from benchmarks.soak import CASES, ROUNDED, SIZE, Found  # noqa: E402 - benchmarks is no installed package
+from grace.registry import communicators  # noqa: E402
 
 
 @pytest.fixture(scope="module")

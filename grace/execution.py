@@ -73,9 +73,9 @@ def sent_by(worker: int | None, compressor: Compressor, ctx: Context) -> Iterato
     except ValueError as error:
         who = "the workers together" if worker is None else f"worker {worker} of {ctx.world_size}"
         raise ValueError(
-            f"{who} sent a payload for {ctx.name!r} that {name_of(compressor)!r} cannot have made: {error}. All workers "
-            "must run the same version of GRACE; if they do, memory or the network has failed on that machine: start "
-            "again from the last checkpoint, without it"
+            f"{who} sent a payload for {ctx.name!r} that {name_of(compressor)!r} cannot have made: {error}. All "
+            "workers must run the same version of GRACE; if they do, memory or the network has failed on that machine: "
+            "start again from the last checkpoint, without it"
         ) from error
 
 

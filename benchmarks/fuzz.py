@@ -15,6 +15,7 @@ import argparse
 import copy
 import io
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -654,7 +655,7 @@ def main(arguments: list[str] | None = None) -> int:
     # One process for each kind of target, which loads its toolkit once; here none is loaded, so that a fork is safe.
     batches: dict[str, list[tuple[Target, int]]] = {}
     for target in chosen:
-        count = max(1, round(args.inputs * target.weight / weights))
+        count = math.ceil(args.inputs * target.weight / weights)
         batches.setdefault(" ".join(target.name.split(" ")[:2]), []).append((target, count))
     for batch in batches.values():
         if time.perf_counter() - begin > args.seconds:

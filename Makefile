@@ -10,7 +10,7 @@ JOBS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs dist lab clean
+.PHONY: help install demo test check format docs dist lab soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,12 @@ $(VENV)/.release: $(VENV)/.installed
 # The lab says what it lacks (root, openssh-server, iproute2) and how to get it; it installs nothing.
 lab: install ## train across an emulated network and compare with others (about 10 minutes; needs root)
 	$(BIN)/python -m benchmarks.lab run $(ARGS)
+
+soak: install ## feed bad input, and kill workers in the middle of steps, for 10 minutes
+	@export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; status=0; \
+	$(BIN)/python -m benchmarks.fuzz --seconds 200 --json out/fuzz.json || status=$$?; \
+	$(BIN)/python -m benchmarks.soak --minutes 6.5 --json out/soak.json $(ARGS) || status=$$?; \
+	exit $$status
 
 clean: ## remove what was built; .venv and the cache of Horovod wheels stay
 	rm -rf build dist site out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

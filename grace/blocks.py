@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from grace.checks import fitting
 from grace.collectives import Gather
 from grace.core import Array, Program
+
+LARGEST = 2**24
+"""Elements of the largest block: all of one must fit into memory, however small the tensor is."""
 
 
 def block_count(n: int, block: int | None) -> int:
@@ -56,11 +60,12 @@ def norms(xp: Any, table: Array) -> Array:
 
 
 def scaled(xp: Any, values: Array, scale: Array, block: int | None) -> Array:
-    """[n], [m] -> [n]: each value times the scale of its block. The values are spent."""
+    """[n], float32[m] -> [n]: each value times the scale of its block. The values are spent."""
+    scale = fitting(xp, scale, "float32", block_count(xp.shape(values)[0], block), "scales")
     return flat(xp, xp.multiply_in(rows(xp, values, block), xp.reshape(scale, (-1, 1))), xp.shape(values)[0])
 
 
 def check_block(key: str, block: int) -> None:
     """Raise ValueError unless a block's size is a multiple of 8 (whole bytes of bits), or 0 for the whole tensor."""
-    if block < 0 or block % 8:
-        raise ValueError(f"{key}={block!r} must be a multiple of 8, or 0 for the whole tensor")
+    if not 0 <= block <= LARGEST or block % 8:
+        raise ValueError(f"{key}={block!r} must be a multiple of 8 up to {LARGEST}, or 0 for the whole tensor")

@@ -12,10 +12,11 @@ import io
 import json
 import os
 import re
-import shutil
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 from grace.state import host
@@ -27,6 +28,7 @@ __all__ = ["from_bytes", "load", "save", "steps", "to_bytes"]
 
 META = "state.json"
 ARRAY = "$array"
+DAMAGED = (zipfile.BadZipFile, SyntaxError, TokenError)  # the last two of headers of arrays, which NumPy parses
 KINDS = "fiub"  # floats, integers, bools: what a state's arrays may hold
 FILE = re.compile(r"worker-(\d{5,})-of-(\d{5,})\.grace")
 FOLDER = re.compile(r"step-(\d{9,})")
@@ -56,11 +58,7 @@ def save(grace: Grace, folder: str | os.PathLike[str], keep: int = 2) -> Path:
         part.unlink(missing_ok=True)
     _sync(here)
     if keep:
-        mine = [each for each in _folders(folder) if (each / path.name).exists()]
-        for old in mine[:-keep]:
-            (old / path.name).unlink(missing_ok=True)
-            if not any(old.iterdir()):
-                shutil.rmtree(old, ignore_errors=True)  # another worker may have done so
+        _prune(folder, path.name, keep)
     return path
 
 
@@ -118,19 +116,34 @@ def _name(rank: int, size: int) -> str:
     return f"worker-{rank:05}-of-{size:05}.grace"
 
 
+def _listed(here: Path) -> list[Path]:
+    # Nothing where there is no folder, or where another worker has just taken it away.
+    try:
+        return list(here.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def _numbered(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
-    here = Path(folder)
-    named = [(FOLDER.fullmatch(each.name), each) for each in here.iterdir()] if here.is_dir() else []
+    named = [(FOLDER.fullmatch(each.name), each) for each in _listed(Path(folder))]
     return sorted((int(match[1]), each) for match, each in named if match)
 
 
-def _folders(folder: str | os.PathLike[str]) -> list[Path]:
-    return [here for _, here in _numbered(folder)]
+def _prune(folder: str | os.PathLike[str], name: str, keep: int) -> None:
+    # Other workers do the same meanwhile: a folder goes with the last file in it, and nobody minds who takes it away.
+    folders = [here for _, here in _numbered(folder)]
+    mine = [here for here in folders if (here / name).exists()]
+    for old in folders[: folders.index(mine[-keep])] if len(mine) > keep else []:
+        for file in _listed(old):
+            if file.name.lstrip(".").startswith(name):  # or what was begun when this worker was killed
+                file.unlink(missing_ok=True)
+        with suppress(OSError):  # something is left in it, or it is gone
+            old.rmdir()
 
 
 def _whole(here: Path) -> list[Path]:
     # The files of all workers of a run, if they are there.
-    for size in sorted({int(match[2]) for each in here.iterdir() if (match := FILE.fullmatch(each.name))}):
+    for size in sorted({int(match[2]) for each in _listed(here) if (match := FILE.fullmatch(each.name))}):
         paths = [here / _name(rank, size) for rank in range(size)]
         if all(path.exists() for path in paths):
             return paths
@@ -203,7 +216,7 @@ def _read(file: Any) -> dict[str, Any]:
             if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
                 raise ValueError("its members are compressed, which GRACE never does")
             state = json.loads(archive.read(META), object_hook=lambda value: _filled(value, archive))
-    except (zipfile.BadZipFile, KeyError, EOFError, RecursionError, NotImplementedError, OSError) as error:
+    except (KeyError, EOFError, RuntimeError, OSError, *DAMAGED) as error:
         raise ValueError(f"it is no whole checkpoint ({error})") from error
     if not isinstance(state, dict):
         raise ValueError("it holds no state")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -64,6 +65,20 @@ def apart(arrays: Payload, others: Payload, xp: Any) -> Payload:
     return tuple(xp.copy(x) if any(xp.overlap(x, other) for other in others) else x for x in arrays)
 
 
+@contextmanager
+def sent_by(worker: int | None, compressor: Compressor, ctx: Context) -> Iterator[None]:
+    """Errors inside are about the payload of a worker, or of all of them together (None), and say so."""
+    try:
+        yield
+    except ValueError as error:
+        who = "the workers together" if worker is None else f"worker {worker} of {ctx.world_size}"
+        raise ValueError(
+            f"{who} sent a payload for {ctx.name!r} that {name_of(compressor)!r} cannot have made: {error}. All "
+            "workers must run the same version of GRACE; if they do, memory or the network has failed on that machine: "
+            "start again from the last checkpoint, without it"
+        ) from error
+
+
 class Mean:
     """The mean of payloads, not decoded yet: it may be written to where it belongs, piece by piece."""
 
@@ -79,15 +94,35 @@ class Mean:
         return xp.finite(xp.concat([xp.reshape(array, (-1,)) for array in floats]))
 
     def array(self) -> Array:
-        """float32[n]."""
+        """float32[n]. ValueError names a worker whose payload does not fit."""
         xp, ctx = self._ctx.xp, self._ctx
         if xp.mutable and (xp.kernels or _in_pieces(self._compressor, ctx)):
             return self.into(xp.empty(ctx.size))
+        with self._named():
+            return self._whole()
+
+    def into(self, out: Array) -> Array:
+        """As `array`, written to float32[n] ``out``. ValueError names a worker whose payload does not fit."""
+        with self._named():
+            return self._into(out)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        # An error says whose payload it is about: that of the first one which cannot be decoded by itself.
+        try:
+            yield
+        except ValueError:
+            for worker, payload in enumerate(self._payloads):
+                with sent_by(None if self._agreed else worker, self._compressor, self._ctx):
+                    self._compressor.decompress(payload, self._ctx)
+            raise
+
+    def _whole(self) -> Array:
+        xp, ctx = self._ctx.xp, self._ctx
         found = self._compressor.fused_mean(self._payloads, None, ctx) if xp.kernels and ctx.size else None
         return self._decode(self._payloads, ctx) if found is None else found
 
-    def into(self, out: Array) -> Array:
-        """As `array`, written to float32[n] ``out``."""
+    def _into(self, out: Array) -> Array:
         xp, ctx, compressor = self._ctx.xp, self._ctx, self._compressor
         if ctx.size == 0:
             return out

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from grace.blocks import LARGEST
 from grace.core import Array, Context
 
 STREAMS = 32  # each bit of a random word is one
@@ -14,8 +15,8 @@ STREAMS = 32  # each bit of a random word is one
 
 def check_width(key: str, width: int) -> None:
     """Raise ValueError unless a block's size is a power of two, and at least 8 (whole bytes of bits)."""
-    if width < 8 or width & (width - 1):
-        raise ValueError(f"{key}={width!r} must be a power of two, 8 or more")
+    if not 8 <= width <= LARGEST or width & (width - 1):
+        raise ValueError(f"{key}={width!r} must be a power of two, 8 .. {LARGEST}")
 
 
 def width_of(ctx: Context, block: int) -> int:

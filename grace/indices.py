@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from grace.checks import fitting
 from grace.core import Array
 from grace.packing import pack, packed_size, unpack
 
@@ -52,21 +53,25 @@ def write(xp: Any, coding: str, positions: Array, n: int, k: int | None = None) 
 
 
 def read(xp: Any, coding: str, sent: tuple[Array, ...], n: int, k: int | None = None) -> Array:
-    """The inverse of `write`."""
+    """The inverse of `write`. ValueError for arrays of other lengths; where the positions lie is left to be checked."""
     if coding == "int32":
         return sent[0]
     if coding == "bitmap":
-        found = xp.nonzero(xp.unpack_bits(sent[0], n))
-        return found if k is None else xp.reshape(found, (k,))
+        return _set(xp, sent[0], n, k)
     assert k is not None
     lower, upper = _widths(n, k)
-    marks = xp.reshape(xp.nonzero(xp.unpack_bits(sent[-1], upper)), (k,))
-    positions = xp.shift_left(marks - xp.arange(k), sum(lower))
+    positions = xp.shift_left(_set(xp, sent[-1], upper, k) - xp.arange(k), sum(lower))
     shift = 0
     for bits, plane in zip(lower, sent, strict=False):
         positions = xp.bitwise_or(positions, xp.shift_left(xp.cast(unpack(xp, bits, plane, k), "int32"), shift))
         shift += bits
     return positions
+
+
+def _set(xp: Any, packed: Array, n: int, k: int | None) -> Array:
+    # int32[k]: which of n bits are set.
+    found = xp.nonzero(xp.unpack_bits(fitting(xp, packed, "uint8", packed_size(1, n), "bits of positions"), n))
+    return found if k is None else xp.reshape(fitting(xp, found, "int32", k, "positions"), (k,))
 
 
 def _widths(n: int, k: int) -> tuple[list[int], int]:
@@ -84,7 +89,11 @@ def narrow(xp: Any, places: Array, width: int) -> tuple[Array, ...]:
 
 
 def widen(xp: Any, sent: tuple[Array, ...], width: int, k: int) -> Array:
-    """The inverse of `narrow`."""
+    """The inverse of `narrow`. ValueError for other lengths, and for places that are not below width."""
     above = max(0, (width - 1).bit_length() - 8)
-    low = xp.cast(sent[0], "int32")
-    return xp.bitwise_or(low, xp.shift_left(xp.cast(unpack(xp, above, sent[1], k), "int32"), 8)) if above else low
+    places = xp.cast(fitting(xp, sent[0], "uint8", k, "places"), "int32")
+    if above:
+        places = xp.bitwise_or(places, xp.shift_left(xp.cast(unpack(xp, above, sent[1], k), "int32"), 8))
+    if width == 1 << (8 + above):  # whatever the bits are
+        return places
+    return xp.sound(places, lambda: xp.all(places < width), f"its places are not below {width}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from grace.checks import fitting
 from grace.core import Array
 
 WORDS = {2: "int16", 4: "int32"}
@@ -48,7 +49,8 @@ def pack(xp: Any, bits: int, codes: Array) -> Array:
 
 
 def unpack(xp: Any, bits: int, packed: Array, n: int) -> Array:
-    """The inverse of `pack`: uint8[...] -> uint8[n]."""
+    """The inverse of `pack`: uint8[`packed_size`(bits, n)] -> uint8[n]; ValueError for another dtype or length."""
+    packed = fitting(xp, packed, "uint8", packed_size(bits, n), "codes")
     if bits == 8:
         return packed
     if bits == 1:
@@ -86,7 +88,7 @@ def pack_trits(xp: Any, trits: Array) -> Array:
 
 
 def unpack_trits(xp: Any, packed: Array, n: int) -> Array:
-    """The inverse of `pack_trits`: [...] -> int32[n]."""
+    """The inverse of `pack_trits`: [`packed_trits`(n)] -> int32[n]."""
     bytes_ = xp.cast(packed, "int32")
     columns = [xp.reshape(bytes_ // 3**i % 3 - 1, (-1, 1)) for i in range(5)]
     return xp.reshape(xp.concat(columns, 1), (-1,))[:n]

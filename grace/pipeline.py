@@ -22,7 +22,7 @@ from grace.policies.base import Decision, Policy
 from grace.policies.schedule import Schedule
 from grace.record import Recorder
 from grace.report import Report, TensorReport, leveled
-from grace.state import complete, parsed, resized
+from grace.state import check_form, check_kind, complete, parsed, resized
 from grace.trace import Trace
 
 FORMAT = 2  # of state_dict
@@ -842,24 +842,23 @@ class Grace:
                 if tuple(getattr(found, "shape", (None,))) != self.xp.shape(old):
                     shapes = f"{getattr(found, 'shape', None)}, but the model needs {self.xp.shape(old)}"
                     raise ValueError(f"state {key!r} of {unit!r} has shape {shapes}")
+                check_kind(found, self.xp.dtype(old), f"state {key!r} of {unit!r}")
                 new.append((cell, self.xp.copy(self.xp.asarray(found, self.xp.dtype(old)))))
         return new, step
 
     def _check_form(self, state: Mapping[str, Any]) -> None:
         if state.get("format") != FORMAT:
             raise ValueError(f"this state has format {state.get('format')!r}, but this version of grace reads {FORMAT}")
-        for key, kind in (("rank", int), ("world_size", int), ("step", int), ("tensors", Mapping), ("points", Mapping)):
-            if not isinstance(state.get(key), kind):
-                raise ValueError(f"this is no state of grace: its {key!r} is {state.get(key)!r}")
+        check_form(state, {unit.name: math.prod(unit.shape) for unit in self._unit_of.values()})
         if state["method"] != repr(self.method):
             raise ValueError(
                 f"this state belongs to {state['method']}, but this is {self.method!r}: use the same settings"
             )
         saved: Any = state.get("policy")
-        if (saved and saved["settings"]) != (self.schedule and repr(self._policy)):
+        settings = saved.get("settings", "?") if isinstance(saved, Mapping) else saved
+        if settings != (self.schedule and repr(self._policy)):
             raise ValueError(
-                f"this state belongs to policy {saved and saved['settings']}, but this is {self._policy!r}: use the "
-                "same settings"
+                f"this state belongs to policy {settings}, but this is {self._policy!r}: use the same settings"
             )
 
     def _check_names(self, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ def complete(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """All workers' states of one run, in rank order. Raises ValueError for those that do not belong together."""
     ordered = sorted(states, key=lambda state: state["rank"])
     ranks, first = [state["rank"] for state in ordered], ordered[0]
-    if ranks != list(range(first["world_size"])):
+    if ranks != list(range(len(ranks))) or len(ranks) != first["world_size"]:
         raise ValueError(
             f"these are the states of workers {ranks}, but the run had {first['world_size']}: give those of all of them"
         )
@@ -27,6 +27,39 @@ def complete(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
                     "they were not saved together"
                 )
     return ordered
+
+
+def check_form(state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Raise ValueError unless a state, which a file may have brought, is made as `Grace.state_dict` makes it.
+
+    ``sizes``: elements of the units that are known.
+    """
+    wanted = {"rank": int, "world_size": int, "step": int, "method": str, "tensors": Mapping, "points": Mapping}
+    for key, kind in wanted.items():
+        if not isinstance(state.get(key), kind) or isinstance(state[key], bool):
+            raise ValueError(f"this is no state of grace: its {key!r} is {state.get(key)!r}")
+    rank, size, step = state["rank"], state["world_size"], state["step"]
+    if not 0 <= rank < size or not 0 <= step < 2**63:
+        raise ValueError(f"this is no state of grace: worker {rank} of {size} at step {step}")
+    for unit, cells in state["tensors"].items():
+        if not isinstance(cells, Mapping):
+            raise ValueError(f"this is no state of grace: of {unit!r} it has {cells!r}")
+        places = state["points"].get(unit)
+        if not isinstance(places, Mapping) or not all(_place(each, sizes.get(unit)) for each in places.values()):
+            raise ValueError(f"this is no state of grace: the places of {unit!r} are {places!r}")
+
+
+def _place(value: Any, size: int | None) -> bool:
+    # Where a part of a tensor begins, and its number of elements.
+    numbers = isinstance(value, (list, tuple)) and [type(each) for each in value] == [int, int]
+    return numbers and min(value) >= 0 and (size is None or sum(value) <= size)
+
+
+def check_kind(found: Any, wanted: str, what: str) -> None:
+    """Raise ValueError unless an array holds numbers as one of dtype ``wanted`` does: floats, or integers."""
+    dtype = str(found.dtype).removeprefix("torch.")
+    if ("float" in dtype) != ("float" in wanted):
+        raise ValueError(f"{what} is {dtype}, but the model needs {wanted}")
 
 
 def resized(
@@ -67,6 +100,9 @@ def _follow(
         return host(theirs[rank % len(theirs)] if theirs else value)
     if rule is Resize.SAME:
         return next((host(array) for place, array in held if tuple(place) == (start, ctx.size)), host(value))
+    for (_, count), array in held:
+        if host(array).shape != (count,):
+            raise ValueError(f"state {key!r} of {unit!r} has shape {host(array).shape}, but is of {count} elements")
     reach = max([stop, *(first + count for (first, count), _ in held)])
     total, holders = np.zeros(reach), np.zeros(reach)
     for (first, count), array in held:

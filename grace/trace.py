@@ -27,9 +27,9 @@ class Event(NamedTuple):
 class Trace:
     """What happened when. Kinds: "backward", "compress", "communicate", "wait" and "decompress"."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: int = EVENTS) -> None:
         self.totals: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-        self._events: deque[Event] = deque(maxlen=EVENTS)
+        self._events: deque[Event] = deque(maxlen=events)
 
     def add(self, kind: str, name: str, began: float, ended: float | None = None) -> None:
         """Note what began then and ends now, or at ``ended``."""

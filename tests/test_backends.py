@@ -934,6 +934,44 @@ def test_searchsorted(ops):
     assert ops(lambda xp, bounds, x: xp.searchsorted(bounds, x), bounds, x[:0]).tolist() == []
 
 
+@pytest.mark.parametrize(
+    ("places", "fine"),
+    [
+        *[([], True), ([0], True), ([9], True), ([0, 1, 9], True), (list(range(10)), True)],
+        *[([10], False), ([-1], False), ([-1, 3], False), ([3, 10], False), ([3, 3], False), ([3, 2], False)],
+        *[([0, 5, 4, 9], False), ([2**31 - 1], False), ([-(2**31), 2], False), ([2, -(2**31)], False)],
+    ],
+)
+def test_ascending(ops, places, fine):
+    found = ops(lambda xp, places: xp.reshape(xp.ascending(places, 10), (1,)), np.array(places, np.int32))
+    assert found.tolist() == [fine]
+
+
+def test_sound(ops):
+    def first(xp, x):
+        return xp.sound(x, lambda: xp.all(x[:1] == 1), "not one here")
+
+    assert ops(first, f32([1, 2])).tolist() == [1, 2]
+    refused = [ValueError]
+    if ops.graph:
+        import tensorflow as tf
+
+        refused = [tf.errors.InvalidArgumentError]
+    with pytest.raises(tuple(refused), match="not one here"):
+        ops(first, f32([2, 1]))
+
+
+def test_a_device_is_not_waited_for():
+    # PyTorch's "meta" device has no values: whoever looks at one fails.
+    from grace.backends.torch import TorchBackend
+
+    backend("torch")
+    xp = TorchBackend("meta")
+    x = xp.arange(5)
+    assert xp.sound(x, lambda: pytest.fail("asked"), "never") is x
+    assert xp.shape(xp.ascending(x, 5)) == ()
+
+
 def test_require(xp):
     assert xp.require(xp.finite(xp.zeros(3)), "never") is None
     with pytest.raises(FloatingPointError, match="not finite here"):

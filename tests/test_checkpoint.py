@@ -197,6 +197,23 @@ def test_states_that_were_not_saved_together_are_refused(tmp_path):
     assert alone.state_dict()["step"] == 2
 
 
+WRONG_PARTS = {
+    "a world without end": ({"world_size": 2**40}, "give those of all of them"),
+    "a place beyond the tensor": ({"points": {"a": {"": [0, 2000]}, "b": {"": [2**40, 3000]}}}, "the places of 'b'"),
+    "a place of another size": ({"points": {"a": {"": [0, 2000]}, "b": {"": [0, 1]}}}, r"shape \(3000,\), but is of 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_states_of_another_number_of_workers_are_not_believed(name):
+    states = [grace.state_dict() for grace in made(METHODS["topk"], 2)]
+    change, message = WRONG_PARTS[name]
+    (alone,) = made(METHODS["topk"], 1)
+    with pytest.raises(ValueError, match=message):
+        alone.load_state_dict({**states[0], **change}, {**states[1], **({} if "points" in change else change)})
+    assert alone.report().steps == 0
+
+
 def test_rows_of_sharded_training_do_not_follow():
     params, tensors = {"compressor": "topk", "communicator": "reducescatter"}, {"w": np.zeros((2, 300), np.float32)}
     states = [grace.state_dict() for grace in made(params, 2, tensors)]
@@ -236,6 +253,43 @@ def test_older_files_go_but_a_whole_checkpoint_stays(tmp_path):
     checkpoint.save(graces[0], tmp_path, keep=0)
     with pytest.raises(ValueError, match=r"must be 0 .* or at least 2"):
         checkpoint.save(graces[0], tmp_path, keep=1)
+
+
+def test_workers_may_remove_old_files_at_once(tmp_path, monkeypatch):
+    graces = made(METHODS["topk"], 2)
+    for step in range(2):
+        train(graces, 1, step)
+        saved(graces, tmp_path)
+    train(graces, 1, 2)
+    listed = checkpoint._listed
+
+    def interrupted(folder):  # the other worker saves, and removes, while this one looks
+        found = listed(folder)
+        if folder.name == "step-000000001" and any(each.name.startswith("worker-00001") for each in found):
+            monkeypatch.setattr(checkpoint, "_listed", listed)
+            checkpoint.save(graces[1], tmp_path)
+        return found
+
+    monkeypatch.setattr(checkpoint, "_listed", interrupted)
+    checkpoint.save(graces[0], tmp_path)
+    assert checkpoint.steps(tmp_path) == [2, 3]
+    assert not (tmp_path / "step-000000001").exists()
+    assert checkpoint.steps(tmp_path / "nowhere") == []
+
+
+def test_what_a_killed_worker_had_begun_goes_with_the_rest(tmp_path):
+    graces = made(METHODS["topk"], 2)
+    for step in range(4):
+        train(graces, 1, step)
+        if step == 1:  # killed in the middle of its file: the step is whole on no worker
+            here = tmp_path / "step-000000002"
+            here.mkdir()
+            for rank in range(2):
+                (here / f".worker-0000{rank}-of-00002.grace.4711").write_bytes(b"PK")
+        else:
+            saved(graces, tmp_path)
+    assert checkpoint.steps(tmp_path) == [3, 4]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000000003", "step-000000004"]
 
 
 def test_what_is_missing_is_named(tmp_path):
@@ -365,6 +419,8 @@ BAD = {
     "a list": archive("[1, 2]"),
     "no JSON": archive("{"),
     "deep": archive("[" * 100_000 + "]" * 100_000),
+    "no header": archive('{"$array": 0}', **{"0": header("{'descr': '<f4', ")}),
+    "no Python": archive('{"$array": 0}', **{"0": header(", (")}),
 }
 
 
@@ -380,6 +436,19 @@ WRONG = {
     "a newer format": {"format": 99},
     "another worker": {"rank": 1, "world_size": 2},
     "no step": {"step": "x"},
+    "a step before the first": {"step": -1},
+    "no worker": {"rank": True},
+    "no method": {"method": None},
+    "no places": {"points": {"a": {"": [0, 2000]}}},
+    "places elsewhere": {"points": {"a": {"": [0, 2000]}, "b": {"": [1, 3000]}}},
+    "places of nothing": {"points": {"a": {"": [0, 2000]}, "b": {"": "x"}}},
+    "whole numbers": {
+        "tensors": {
+            "a": {"memory/residual": np.zeros(2000, np.int32)},
+            "b": {"memory/residual": np.zeros(3000, np.int32)},
+        }
+    },
+    "a policy": {"policy": {}},
     "another method": {"method": "Other()"},
     "no tensors": {"tensors": [1, 2]},
     "no arrays": {"tensors": {"a": {"memory/residual": "zeros"}, "b": {"memory/residual": 1}}},

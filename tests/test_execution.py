@@ -7,7 +7,7 @@ import pytest
 from methods import alone, backend, context, host, spread
 from table import ROWS
 
-from grace import grace_from_params, kernels
+from grace import grace_from_params
 from grace.backends import get_backend
 from grace.core import Method
 from grace.execution import pieces
@@ -135,17 +135,43 @@ def test_a_mean_that_is_not_finite_leaves_the_residual_bit_for_bit(name, monkeyp
             assert grc.report().skipped == 1
 
 
-def test_positions_out_of_range_are_refused():
-    xp = get_backend("numpy")
-    if kernels.library() is None:
-        pytest.skip("kernels are off")
-    method = grace_from_params({"compressor": "topk"}, LocalTransport()).method
-    payloads = [(np.ones(2, np.float32), np.array(places, np.int32)) for places in ([0, 4], [3, 99])]
-    with pytest.raises(ValueError, match="worker 1 sent positions"):
-        method.mean(payloads, context(xp, 10)).array()
-    payloads = [(np.ones(2, np.float32), np.array([1], np.int32))]
-    with pytest.raises(ValueError, match="worker 0 sent 2 values for 1 positions"):
-        method.mean(payloads, context(xp, 10)).array()
+PAIRS = [  # of values and positions that no worker can have sent, k being 2
+    (2, [3, 99], "ascend"),
+    (2, [4, 3], "ascend"),
+    (2, [3, 3], "ascend"),
+    (2, [-1, 3], "ascend"),
+    (2, [1], "its positions are int32"),
+    (1, [1, 2], "its values are 1, not 2"),
+]
+
+
+@pytest.mark.parametrize("use", ["with kernels", "without"])
+@pytest.mark.parametrize(("count", "places", "why"), PAIRS)
+def test_the_worker_is_named_whose_payload_does_not_fit(xp, count, places, why, use, monkeypatch):
+    monkeypatch.setenv("GRACE_KERNELS", "" if use == "with kernels" else "off")
+    method = grace_from_params({"compressor": "topk", "compress_ratio": 0.2}, LocalTransport()).method
+    good = (xp.full(2, 1.0), xp.asarray([0, 4], "int32"))
+    bad = (xp.full(count, 1.0), xp.asarray(places, "int32"))
+    with pytest.raises(ValueError, match=f"worker 1 of 4 sent a payload for 'w' that 'topk' cannot.*{why}"):
+        method.mean([good, bad, good], context(xp, 10)).array()
+    with pytest.raises(ValueError, match="the workers together sent a payload for 'w'"):
+        method.mean([bad], context(xp, 10), agreed=True).array()
+
+
+def test_a_graph_refuses_positions_when_it_runs():
+    xp = backend("tensorflow")
+    import tensorflow as tf
+
+    method = grace_from_params({"compressor": "threshold"}, LocalTransport()).method
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.float32), tf.TensorSpec([None], tf.int32)])
+    def decoded(values, positions):
+        return method.compressor.decompress((values, positions), context(xp, 10))
+
+    assert np.flatnonzero(decoded(tf.ones(2), tf.constant([3, 9]))).tolist() == [3, 9]
+    for values, positions in ((2, [3, 10]), (2, [4, 3]), (2, [-1, 3]), (2, [3]), (1, [3, 4])):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"ascend|as many"):
+            decoded(tf.ones(values), tf.constant(positions))
 
 
 @pytest.mark.parametrize("name", HOSTS)

@@ -310,6 +310,10 @@ class Backend(ABC):
         """int32[K]: positions where the magnitude is not at or below ``bound``, float32[1], ascending; so NaN's too."""
         return self.nonzero(self.invert(self.abs(x) <= bound))
 
+    def ascending(self, x: Array, n: int) -> Array:
+        """bool scalar: the elements of an integer vector ascend, each occurs once, and all lie in 0 .. n-1."""
+        return self.all(x[1:] > x[:-1]) & self.all(x[:1] >= 0) & self.all(x[-1:] < n)
+
     @abstractmethod
     def searchsorted(self, bounds: Array, x: Array) -> Array:
         """int32[n]: for each element of a vector, how many of the ascending ``bounds`` are below it; NaN: any."""
@@ -457,6 +461,13 @@ class Backend(ABC):
         Branches give the same structure of arrays, of the same shapes and dtypes. A graph holds them all.
         """
         return branches[int(index)]()
+
+    @abstractmethod
+    def sound(self, x: Array, ok: Callable[[], Array], message: str) -> Array:
+        """x itself, if the bool scalar ok() is true, else ValueError(message). A graph has an assertion in x's way.
+
+        Not asked on a device, which would have to be waited for.
+        """
 
     @abstractmethod
     def require(self, ok: Array, message: str) -> None:

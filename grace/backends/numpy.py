@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from grace.backends.base import LARGE, PIECE, Array, Backend, Cell
+from grace.backends.base import ITEMSIZE, LARGE, PIECE, Array, Backend, Cell
 from grace.kernels.host import host_kernels
 from grace.rng import MASK32, noise_offset, noise_rows
+
+NAMES = {np.dtype(name): name for name in ITEMSIZE if name != "bfloat16"}
+"""NumPy makes a name anew each time it is asked, which takes longer than to look it up."""
 
 
 class NumpyBackend(Backend):
@@ -41,7 +44,7 @@ class NumpyBackend(Backend):
         return np.arange(n, dtype=dtype)
 
     def dtype(self, x: Array) -> str:
-        return x.dtype.name
+        return NAMES.get(x.dtype) or x.dtype.name
 
     def shape(self, x: Array) -> tuple[int, ...]:
         return tuple(x.shape)
@@ -298,6 +301,11 @@ class NumpyBackend(Backend):
 
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
         return new if ok else old
+
+    def sound(self, x: Array, ok: Callable[[], Array], message: str) -> Array:
+        if not ok():
+            raise ValueError(message)
+        return x
 
     def require(self, ok: Array, message: str) -> None:
         if not ok:

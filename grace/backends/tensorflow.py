@@ -263,6 +263,14 @@ class TensorflowBackend(Backend):
 
         return tf.switch_case(index, [inside(branch) for branch in branches])
 
+    def sound(self, x: Array, ok: Callable[[], Array], message: str) -> Array:
+        if not tf.inside_function():
+            if not ok():
+                raise ValueError(message)
+            return x
+        with tf.control_dependencies([tf.debugging.Assert(ok(), [message])]):
+            return tf.identity(x)
+
     def require(self, ok: Array, message: str) -> None:
         if tf.inside_function():
             tf.debugging.Assert(ok, [message])

@@ -341,6 +341,12 @@ class TorchBackend(Backend):
     def beyond(self, x: Array, bound: Array) -> Array:
         return torch.from_numpy(beyond(x.numpy(), float(bound))) if self.on_host else super().beyond(x, bound)
 
+    def ascending(self, x: Array, n: int) -> Array:
+        if not self.on_host:
+            return super().ascending(x, n)
+        places = x.numpy()  # compares faster than PyTorch
+        return torch.tensor(not len(x) or bool(places[0] >= 0 and places[-1] < n and (places[1:] > places[:-1]).all()))
+
     def searchsorted(self, bounds: Array, x: Array) -> Array:
         return torch.bucketize(x, bounds, out_int32=True)
 
@@ -443,6 +449,11 @@ class TorchBackend(Backend):
         if isinstance(ok, torch.Tensor) and ok.device.type != "cpu":
             return torch.where(ok, new, old)  # does not wait for the device
         return new if ok else old
+
+    def sound(self, x: Array, ok: Callable[[], Array], message: str) -> Array:
+        if self.on_host and not ok():
+            raise ValueError(message)
+        return x
 
     def require(self, ok: Array, message: str) -> None:
         if not ok:

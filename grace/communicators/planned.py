@@ -157,10 +157,10 @@ class Ways:
         self._text = transport.exchange(self._text)[0]
         self._ways = ways(self._text)
         made_for = json.loads(self._text)
-        self.node_size = node_size or made_for.get("workers_per_node", 0)
+        self.node_size = node_size or _count(made_for, "workers_per_node", 0)
         if not all(option.flat for option in self.options):
             self.node_size = machine_size("planned", self.node_size, transport)
-        if made_for.get("workers", transport.size) != transport.size:
+        if _count(made_for, "workers", transport.size) != transport.size:
             warnings.warn(
                 f"the plan was made for {made_for['workers']} workers, but there are {transport.size}: it works, but "
                 "others may be faster. Plan anew",
@@ -193,7 +193,7 @@ def ways(text: str) -> dict[str, Way]:
     """
     try:
         data = json.loads(text)
-        tensors, common = data["tensors"], data.get("params") or {}
+        tensors, common = data["tensors"], dict(data.get("params") or {})
         entries = {name: dict(entry) for name, entry in tensors.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"this is no plan, which is JSON with an object 'tensors': {error!r}") from error
@@ -208,6 +208,13 @@ def ways(text: str) -> dict[str, Way]:
             raise ValueError(f"plan, tensor {name!r}: {error}") from error
         found[name] = Way(option, known[settings])
     return found
+
+
+def _count(data: Mapping[str, Any], key: str, default: int) -> int:
+    value = data.get(key, default)
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{key}={value!r} of the plan is no number of workers")
+    return value
 
 
 def check(option: Option, method: Method) -> None:

@@ -50,7 +50,8 @@ class ACPSGD(LowRank):
         return tuple(pairs), {"p": pairs[0], "q": pairs[1]}
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        return ctx.xp.reshape(payload[0] @ payload[1], (-1,))
+        p, q = self.factors(payload, ctx)
+        return ctx.xp.reshape(p @ q, (-1,))
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         # Against what this worker put in, not against the mean.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from grace import blocks
+from grace.checks import fitting, placed
 from grace.compressors.sparse import Scattered
 from grace.core import Array, Context, Payload, Resize, State, Steps
 from grace.registry import register
@@ -60,10 +61,16 @@ class AdaComp(Scattered):
     def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
         xp = ctx.xp
         counts, sent, scale = payload
+        counts = fitting(xp, counts, "uint8", blocks.block_count(ctx.size, self.bin_size), "counts")
+        scale = fitting(xp, scale, "float32", 1, "scales")
+        many, counts = xp.lengths([sent]), xp.cast(counts, "int32")
+        sent = xp.sound(sent, lambda: xp.all(xp.cast(xp.sum(counts), "int64") == many), "its counts do not add up")
         # The r-th element sent lies in the first bin up to which r have been sent. One more ends in none, so that there
         # is always one to look for.
         sent = xp.cast(xp.concat([sent, xp.zeros(1, "uint8")]), "int32")
-        bins = xp.searchsorted(xp.cumsum(xp.cast(counts, "int32")), xp.cumsum(sent * 0 + 1))[:-1]
+        bins = xp.searchsorted(xp.cumsum(counts), xp.cumsum(sent * 0 + 1))[:-1]
         sent = sent[:-1]
-        positions = bins * self.bin_size + xp.bitwise_and(sent, 127)
+        places = xp.bitwise_and(sent, 127)
+        places = xp.sound(places, lambda: xp.all(places < self.bin_size), "its places lie outside their bins")
+        positions = placed(xp, bins * self.bin_size + places, ctx.size)
         return xp.scatter_add(total, positions, xp.where(sent >= 128, -scale, scale))

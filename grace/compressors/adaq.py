@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from grace.checks import fitting, placed
 from grace.compressors.sparse import Scattered, check_ratio, first, poisoned, signed, unsigned
 from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
@@ -59,5 +60,6 @@ class AdaQ(Scattered):
         return xp.cast(-xp.floor(-self.compress_ratio * found), "int32")
 
     def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
-        positions, negative = unsigned(ctx.xp, payload[1])
-        return ctx.xp.scatter_add(total, positions, ctx.xp.where(negative, payload[0][1:], payload[0][:1]))
+        xp, means = ctx.xp, fitting(ctx.xp, payload[0], "float32", 2, "means")
+        positions, negative = unsigned(xp, payload[1])
+        return xp.scatter_add(total, placed(xp, positions, ctx.size), xp.where(negative, means[1:], means[:1]))

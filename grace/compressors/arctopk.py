@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace import blocks
+from grace.checks import placed
 from grace.collectives import Reduce
 from grace.compressors.sparse import AgreedSparsifier, kept, poisoned
 from grace.core import Array, Context, Payload, Program, State
@@ -34,10 +35,10 @@ class ARCTopK(AgreedSparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.row_size < 1:
-            raise ValueError(f"row_size={self.row_size!r} must be at least 1")
-        if not 1 <= self.sketch_size <= self.row_size:
-            raise ValueError(f"sketch_size={self.sketch_size!r} must lie in 1 .. row_size={self.row_size}")
+        if not 1 <= self.row_size <= blocks.LARGEST:
+            raise ValueError(f"row_size={self.row_size!r} must lie in 1 .. {blocks.LARGEST}")
+        if not 1 <= self.sketch_size <= min(self.row_size, 256):
+            raise ValueError(f"sketch_size={self.sketch_size!r} must lie in 1 .. row_size={self.row_size}, and 256")
 
     def count(self, n: int) -> int:
         return kept(self.compress_ratio, blocks.block_count(n, self.row_size)) * self.row_size
@@ -61,7 +62,8 @@ class ARCTopK(AgreedSparsifier):
 
     def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
         # Those of the last row may lie beyond the end.
-        first = ctx.xp.reshape(sent[0] * self.row_size, (-1, 1))
+        rows = placed(ctx.xp, sent[0], blocks.block_count(ctx.size, self.row_size))
+        first = ctx.xp.reshape(rows * self.row_size, (-1, 1))
         return ctx.xp.reshape(first + ctx.xp.arange(self.row_size), (-1,))
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from grace.checks import matching
 from grace.compressors.lowrank import LowRank
 from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
@@ -42,8 +43,11 @@ class Atomo(LowRank):
         return tuple(xp.take(part, chosen) for part in (values, xp.transpose(u), xp.transpose(v))), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        values, left, right = payload
-        return ctx.xp.reshape((ctx.xp.transpose(left) * values) @ right, (-1,))
+        xp, (values, left, right), (a, b, _) = ctx.xp, payload, self.sizes(ctx)
+        values = matching(xp, values, "float32", values, "values")
+        left = matching(xp, left, "float32", values, "left vectors", row=(a,))
+        right = matching(xp, right, "float32", values, "right vectors", row=(b,))
+        return xp.reshape((xp.transpose(left) * values) @ right, (-1,))
 
     def _chances(self, xp: Any, s: Array, m: int, r: int) -> Array:
         # Proportional to the values; those that would exceed 1 are sent for certain, and leave the rest of r to others.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.checks import fitting
 from grace.core import Array, Compressor, Context, Payload, State, Steps
 from grace.registry import register
 
@@ -58,5 +59,5 @@ class BF16(Compressor):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp = ctx.xp
-        pairs = xp.reshape(payload[0], (-1, 2))
+        pairs = xp.reshape(fitting(xp, payload[0], "uint8", 2 * ctx.size, "bytes"), (-1, 2))
         return xp.bitcast(xp.reshape(xp.concat([xp.zeros((ctx.size, 2), "uint8"), pairs], 1), (-1,)), "float32")

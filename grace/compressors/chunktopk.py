@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace import blocks, indices
+from grace.checks import fitting, placed
 from grace.compressors.sparse import Scattered
 from grace.core import Array, Context, Payload, State, Steps
 from grace.packing import pack, unpack
@@ -71,9 +72,11 @@ class ChunkTopK(Scattered):
         *sent, codes, magnitudes = payload
         places = indices.widen(xp, tuple(sent), self.chunk_size, k)
         codes = xp.cast(unpack(xp, 2, codes, k), "int32")
+        magnitudes = fitting(xp, magnitudes, "float32", 2 * blocks.block_count(k, self.chunk_k), "magnitudes")
         chunk = xp.arange(k) // self.chunk_k
         size = xp.take(magnitudes, 2 * chunk + xp.bitwise_and(codes, 1))
-        return xp.scatter_add(total, places + self._starts(k, ctx), xp.where(codes >= 2, -size, size))
+        positions = placed(xp, places + self._starts(k, ctx), ctx.size)
+        return xp.scatter_add(total, positions, xp.where(codes >= 2, -size, size))
 
     def _starts(self, k: int, ctx: Context) -> Array:
         # Where the chunks of the k elements begin.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.checks import placed
 from grace.collectives import Reduce
 from grace.compressors.sparse import AgreedSparsifier, poisoned
 from grace.core import Array, Context, Payload, Program, State
@@ -33,5 +34,6 @@ class CLTopK(AgreedSparsifier):
         leader = xp.zeros(1, "int64") + ctx.step % ctx.world_size
         own = self.select(x, ctx) * xp.cast(leader == ctx.rank, "int32")
         (positions,) = yield Reduce((own,), "sum")
+        positions = placed(xp, positions, ctx.size)
         (values,) = yield Reduce((poisoned(xp, xp.take(x, positions), x),), "mean")
         return (values, positions), state

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from grace import indices
+from grace.checks import fitting, placed
 from grace.core import Array, Compressor, Context, Payload, State, Steps
 from grace.registry import register
 
@@ -83,11 +84,13 @@ class DeMo(Compressor):
         down, across, width = -(-a // rows), -(-b // columns), rows * columns
         size, k = down * across * width, min(self.chunk_k, width)
         total, senders = xp.zeros(size), xp.zeros(size)
+        many = down * across * k
         for values, *places in payloads:
-            where = self._absolute(xp, indices.widen(xp, tuple(places), width, down * across * k), k, width)
-            total = xp.scatter_add(total, where, values)
+            where = self._absolute(xp, indices.widen(xp, tuple(places), width, many), k, width)
+            where = placed(xp, where, size)
+            total = xp.scatter_add(total, where, fitting(xp, values, "float32", many, "values"))
             if final and self.average == "senders":
-                senders = xp.scatter_add(senders, where, xp.full(down * across * k, 1.0))
+                senders = xp.scatter_add(senders, where, xp.full(many, 1.0))
         if final:
             total = total / (xp.maximum(senders, 1.0) if self.average == "senders" else len(payloads))
         chunks = (

@@ -72,5 +72,7 @@ class Dettmers8(Blockwise):
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
         codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
-        values = xp.take(xp.asarray(TABLES[self.table], "float32"), codes)
+        # A code that does not occur, should one come, stands for no number.
+        unused = [float("nan")] * ((1 << self.bits) - len(TABLES[self.table]))
+        values = xp.take(xp.asarray([*TABLES[self.table], *unused], "float32"), codes)
         return blocks.scaled(xp, values, payload[1], self.block)

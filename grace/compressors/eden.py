@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from grace import blocks
+from grace.checks import fitting
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Context, Payload, State, Steps
 from grace.hadamard import STREAMS, check_width, hadamard, signs, width_of
@@ -91,7 +92,9 @@ class Eden(Blockwise):
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, d = ctx.xp, width_of(ctx, self.block_size)
         codes, scale, streams = payload
-        m = xp.shape(scale)[0]
+        m = blocks.block_count(ctx.size, d)
+        scale = fitting(xp, scale, "float32", m, "scales")
+        streams = xp.bitwise_and(fitting(xp, streams, "uint8", m, "streams"), STREAMS - 1)
         chosen = xp.take(xp.asarray(self._levels(), "float32"), xp.cast(unpack(xp, self.bits, codes, m * d), "int32"))
         # The transform is its own inverse but for the factor d, half of which the scale has not had yet.
         rows = hadamard(xp, xp.reshape(chosen, (m, d))) * self._signs(streams, ctx)

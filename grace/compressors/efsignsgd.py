@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace import blocks
+from grace.checks import fitting
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
@@ -33,7 +34,8 @@ class EFSignSGD(Blockwise):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        return blocks.scaled(xp, xp.unpack_signs(payload[0], n), payload[1], self.block)
+        signs = xp.unpack_signs(fitting(xp, payload[0], "uint8", -(-n // 8), "bits"), n)
+        return blocks.scaled(xp, signs, payload[1], self.block)
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         bits, scales, left = ctx.xp.kernels.signs_encode(x, residual, self.block_size)

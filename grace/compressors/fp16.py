@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.checks import fitting
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
 from grace.registry import register
 
@@ -27,4 +28,4 @@ class FP16(Compressor):
         return (ctx.xp.cast(x, "float16"),), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        return ctx.xp.cast(payload[0], "float32")
+        return ctx.xp.cast(fitting(ctx.xp, payload[0], "float16", ctx.size, "elements"), "float32")

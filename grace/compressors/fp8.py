@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from grace import blocks
+from grace.checks import fitting
 from grace.compressors.blockwise import Rounded
 from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
@@ -89,4 +90,5 @@ class FP8(Rounded):
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, chosen = ctx.xp, FORMATS[self.format]
         table = xp.asarray([chosen.value(code) for code in range(256)], "float32")
-        return blocks.scaled(xp, xp.take(table, xp.cast(payload[0], "int32")), payload[1], self.block)
+        codes = fitting(xp, payload[0], "uint8", ctx.size, "codes")
+        return blocks.scaled(xp, xp.take(table, xp.cast(codes, "int32")), payload[1], self.block)

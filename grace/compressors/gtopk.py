@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace import execution
 from grace.collectives import Gather
 from grace.compressors.sparse import AgreedSparsifier
 from grace.core import Array, Context, Payload, Program, State
@@ -29,8 +30,9 @@ class GTopK(AgreedSparsifier):
         xp = ctx.xp
         own = self.select(x, ctx)
         total = xp.zeros(ctx.size)
-        for payload in (yield Gather((xp.take(x, own), own))):
-            total = self.add(total, payload, ctx)
+        for worker, payload in enumerate((yield Gather((xp.take(x, own), own)))):
+            with execution.sent_by(worker, self, ctx):
+                total = self.add(total, payload, ctx)
         positions = self.select(total, ctx)
         return (xp.take(total, positions) / ctx.world_size, positions, own), state
 

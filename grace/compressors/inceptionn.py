@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from grace.checks import matching
 from grace.core import Array, Compressor, Context, Payload, State, Steps
 from grace.packing import pack, unpack
 from grace.registry import register
@@ -62,13 +63,14 @@ class Inceptionn(Compressor):
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
         tags = unpack(xp, 2, payload[0], n)
-        pairs = xp.cast(xp.reshape(payload[2], (-1, 2)), "int32")
-        wide, narrow = pairs[:, 0] + pairs[:, 1] * 256, xp.cast(payload[3], "int32")
-        values = (payload[1], _signed(xp, wide, 2**15, 2.0**-15), _signed(xp, narrow, 128, 2.0 ** (self.powers[1] - 7)))
-        found = xp.zeros(n)
-        for tag, each in zip((3, 2, 1), values, strict=True):
-            found = xp.scatter(found, xp.nonzero(tags == tag), each)
-        return found
+        three, two, one = (xp.nonzero(tags == tag) for tag in (3, 2, 1))
+        pairs = xp.cast(
+            xp.reshape(matching(xp, payload[2], "uint8", two, "bytes of 16 bits", times=2), (-1, 2)), "int32"
+        )
+        narrow = xp.cast(matching(xp, payload[3], "uint8", one, "bytes of 8 bits"), "int32")
+        found = xp.scatter(xp.zeros(n), three, matching(xp, payload[1], "float32", three, "magnitudes from 1"))
+        found = xp.scatter(found, two, _signed(xp, pairs[:, 0] + pairs[:, 1] * 256, 2**15, 2.0**-15))
+        return xp.scatter(found, one, _signed(xp, narrow, 128, 2.0 ** (self.powers[1] - 7)))
 
 
 def _signed(xp: Any, codes: Array, top: int, unit: float) -> Array:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grace import blocks
+from grace.checks import fitting
 from grace.core import Array, Combine, Compressor, Context, Payload, State
 
 
@@ -40,6 +41,11 @@ class LowRank(Compressor):
         a, b, r = self.sizes(ctx)
         return len(ctx.shape) >= 2 and ctx.size > 0 and r * (a + b) * self.min_rate <= a * b
 
+    def factors(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        """P float32[a, r] and Q float32[r, b], with which a payload begins. ValueError for other shapes."""
+        xp, (a, b, r) = ctx.xp, self.sizes(ctx)
+        return fitting(xp, payload[0], "float32", (a, r), "rows"), fitting(xp, payload[1], "float32", (r, b), "columns")
+
     def directions(self, ctx: Context, label: str, count: int) -> Array:
         """float32[r, count]: random directions, the same on every worker."""
         r = self.sizes(ctx)[2]
@@ -68,11 +74,11 @@ class WarmStarted(LowRank):
         return {"q": self.directions(ctx, "q", self.sizes(ctx)[1])}
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        p, q = payload
+        p, q = self.factors(payload, ctx)
         return ctx.xp.reshape(p @ q, (-1,))
 
     def decompress_into(self, out: Array, payload: Payload, ctx: Context) -> Array:
-        return ctx.xp.product_into(out, *payload)
+        return ctx.xp.product_into(out, *self.factors(payload, ctx))
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         return ctx.xp.subtract_product(x, *payload)

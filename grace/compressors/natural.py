@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace import blocks
+from grace.checks import fitting
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
@@ -69,11 +70,13 @@ class Natural(Blockwise):
         return (xp.cast(code, "uint8"), xp.where(largest >= 0x7F800000, xp.full(m, 255, "int32"), top)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        xp, top = ctx.xp, ctx.xp.reshape(payload[1], (-1, 1))
-        codes = blocks.rows(xp, xp.cast(payload[0], "int32"), self.block)
+        xp, n = ctx.xp, ctx.size
+        codes = blocks.rows(xp, xp.cast(fitting(xp, payload[0], "uint8", n, "codes"), "int32"), self.block)
+        top = fitting(xp, payload[1], "int32", blocks.block_count(n, self.block), "tops")
+        top = xp.reshape(xp.where((top >= 0) & (top < 255), top, 255), (-1, 1))  # others do not occur
         magnitude = xp.bitwise_and(codes, 127)
         field = xp.maximum(magnitude + top - 127, 0)
         value = xp.bitcast(xp.reshape(xp.shift_left(field, 23), (-1,)), "float32")
         value = xp.where(magnitude > 0, xp.reshape(value, xp.shape(magnitude)), 0.0)
         value = xp.where(top < 255, xp.where(codes >= 128, -value, value), float("nan"))
-        return blocks.flat(xp, value, ctx.size)
+        return blocks.flat(xp, value, n)

@@ -63,7 +63,7 @@ class NaturalDithering(Blockwise):
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
         levels = [0.0, *(2.0 ** (level - self.s) for level in range(1, self.s + 1))]
-        levels += [0.0] * ((1 << (self.bits - 1)) - len(levels))  # codes that do not occur
+        levels += [float("nan")] * ((1 << (self.bits - 1)) - len(levels))  # codes that do not occur
         table = xp.asarray([*levels, *(-level for level in levels)], "float32")
         codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
         return blocks.scaled(xp, xp.take(table, codes), payload[1], self.block)

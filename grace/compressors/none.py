@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.checks import fitting
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
 from grace.registry import register
 
@@ -36,4 +37,4 @@ class NoCompression(Compressor):
         return ctx.xp.zeros(ctx.size)
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        return payload[0]
+        return fitting(ctx.xp, payload[0], "float32", ctx.size, "elements")

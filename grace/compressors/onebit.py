@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace import blocks
+from grace.checks import fitting
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
@@ -42,8 +43,10 @@ class OneBit(Blockwise):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        negative = blocks.rows(xp, xp.unpack_bits(payload[0], n), self.block)
-        means = xp.reshape(payload[1], (-1, 2))
+        bits = fitting(xp, payload[0], "uint8", -(-n // 8), "bits")
+        negative = blocks.rows(xp, xp.unpack_bits(bits, n), self.block)
+        means = fitting(xp, payload[1], "float32", 2 * blocks.block_count(n, self.block), "means")
+        means = xp.reshape(means, (-1, 2))
         # A mean that is not finite is seen in both classes: one of them may be empty.
         means = means + (means[:, :1] - means[:, :1]) + (means[:, 1:] - means[:, 1:])
         return blocks.flat(xp, xp.where(negative, means[:, :1], means[:, 1:]), n)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace import blocks
+from grace.checks import fitting
 from grace.collectives import Reduce
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Combine, Context, Payload, Program, State
@@ -72,5 +73,6 @@ class SharedInt(Blockwise):
         return x - self._values(payload[2], payload[1], 1, ctx)
 
     def _values(self, total: Array, scale: Array, workers: int, ctx: Context) -> Array:
+        total = fitting(ctx.xp, total, self.dtype, ctx.size, "sums")
         steps = ctx.xp.cast(total, "float32") / float(self.top(ctx) * workers)
         return blocks.scaled(ctx.xp, steps, scale, self.block)

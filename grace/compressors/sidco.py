@@ -68,9 +68,9 @@ class SIDCo(CodedSparsifier):
         for key, choices in (("sid", ("e", "gp", "p")), ("stage_rule", ("robust", "paper"))):
             if getattr(self, key) not in choices:
                 raise ValueError(f"{key}={getattr(self, key)!r}: choose one of {', '.join(map(repr, choices))}")
-        for key, least in (("stages", 0), ("q", 1), ("max_stages", 0)):
-            if getattr(self, key) < least:
-                raise ValueError(f"{key}={getattr(self, key)!r} must be at least {least}")
+        for key, least, most in (("stages", 0, 100), ("q", 1, 2**24), ("max_stages", 0, 100)):
+            if not least <= getattr(self, key) <= most:
+                raise ValueError(f"{key}={getattr(self, key)!r} must lie in {least} .. {most}")
         if self.stages > 1 and self.compress_ratio >= self.delta1:
             raise ValueError(
                 f"stages={self.stages} cannot be: the first one alone lets delta1={self.delta1} through, and "

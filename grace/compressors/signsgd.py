@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.blocks import rows
+from grace.blocks import block_count, rows
+from grace.checks import fitting
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
 from grace.registry import register
 
@@ -45,12 +46,13 @@ class SignSGD(Compressor):
         return (xp.pack_signs(x), _flags(xp, x)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        xp, n = ctx.xp, ctx.size
+        xp, n, m = ctx.xp, ctx.size, block_count(ctx.size, CHECKED)
         if self.packed:
-            signs = xp.unpack_signs(payload[0], n)
+            signs = xp.unpack_signs(fitting(xp, payload[0], "uint8", -(-n // 8), "bits"), n)
         else:
-            signs = xp.cast(payload[0], "float32")
-        poison = xp.where(payload[1] != 0, float("nan"), xp.zeros(xp.shape(payload[1])))
+            signs = xp.cast(fitting(xp, payload[0], "int8", n, "votes"), "float32")
+        flags = fitting(xp, payload[1], "uint8" if self.packed else "int8", m, "flags")
+        poison = xp.where(flags != 0, float("nan"), xp.zeros(m))
         return xp.reshape(rows(xp, signs, CHECKED) + xp.reshape(poison, (-1, 1)), (-1,))[:n]
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:

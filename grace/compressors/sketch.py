@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.checks import fitting
 from grace.core import Array, Compressor, Context, Payload, State, Steps
 from grace.packing import pack, unpack
 from grace.registry import register
@@ -45,5 +46,8 @@ class Sketch(Compressor):
         return (pack(xp, bits, codes), means), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        codes = unpack(ctx.xp, self.sizes(ctx)[1], payload[0], ctx.size)
-        return ctx.xp.take(payload[1], ctx.xp.cast(codes, "int32"))
+        xp, (q, bits) = ctx.xp, self.sizes(ctx)
+        means = fitting(xp, payload[1], "float32", q, "means")
+        # Codes beyond the buckets do not occur; should one come, its element is no number.
+        table = xp.concat([means, xp.full((1 << bits) - q, float("nan"))])
+        return xp.take(table, xp.cast(unpack(xp, bits, payload[0], ctx.size), "int32"))

@@ -34,10 +34,10 @@ class SketchSGD(AgreedSparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rows < 1 or self.rows % 2 == 0:
-            raise ValueError(f"rows={self.rows!r} must be odd: an estimate is the middle one of so many")
-        if self.columns < 0 or self.columns & (self.columns - 1):
-            raise ValueError(f"columns={self.columns!r} must be a power of two, or 0 to fit compress_ratio")
+        if not 1 <= self.rows <= 99 or self.rows % 2 == 0:
+            raise ValueError(f"rows={self.rows!r} must be odd, 1 .. 99: an estimate is the middle one of so many")
+        if not 0 <= self.columns <= 2**28 or self.columns & (self.columns - 1):
+            raise ValueError(f"columns={self.columns!r} must be a power of two up to 2**28, or 0 to fit compress_ratio")
         if self.candidates < 1:
             raise ValueError(f"candidates={self.candidates!r} must be at least 1")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace import indices
+from grace.checks import fitting, matching, placed
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
 
 LARGEST = 2.0**127 * (2 - 2.0**-23)
@@ -83,13 +84,22 @@ class Sparsifier(Scattered):
         # Exact, bit for bit: what was not sent stays as it is.
         return ctx.xp.put(x, self.read(payload[1:], ctx), 0.0)
 
+    def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        """Values and positions of a payload, as many of the one as of the other; where these lie is not checked yet."""
+        xp, k = ctx.xp, self.count(ctx.size)
+        values, positions = payload[0], self.read(payload[1:], ctx)
+        if k is not None:
+            positions = fitting(xp, positions, "int32", k, "positions")
+        return matching(xp, values, "float32", positions, "values"), positions
+
     def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
-        return ctx.xp.scatter_add(total, self.read(payload[1:], ctx), payload[0])
+        values, positions = self.parts(payload, ctx)
+        return ctx.xp.scatter_add(total, placed(ctx.xp, positions, ctx.xp.shape(total)[0]), values)
 
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         if type(self).add is not Sparsifier.add or type(self).aggregate is not Scattered.aggregate:
             return None
-        pairs = [(payload[0], self.read(payload[1:], ctx)) for payload in payloads]
+        pairs = [self.parts(payload, ctx) for payload in payloads]  # the kernel looks where positions lie
         return ctx.xp.kernels.sparse_mean(pairs, out, ctx.size)
 
 
@@ -172,6 +182,7 @@ def signed(xp: Any, positions: Array, negative: Array) -> Array:
 
 def unsigned(xp: Any, sent: Array) -> tuple[Array, Array]:
     """The inverse of `signed`: positions, and where they are negative."""
+    sent = matching(xp, sent, "int32", sent, "positions")
     return xp.where(sent < 0, -1 - sent, sent), sent < 0
 
 

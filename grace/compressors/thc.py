@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from grace import blocks
+from grace.checks import fitting
 from grace.collectives import Reduce
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Combine, Context, Payload, Program, State
@@ -51,8 +52,7 @@ class THC(Blockwise):
         normal = hadamard(xp, rows / blocks.divisor(xp, norm) * self._signs(norm, ctx))
         steps = (xp.maximum(xp.minimum(normal, CUT), -CUT) + CUT) * (self.top / (2 * CUT))
         steps = ctx.rng("round").rounded(xp.reshape(steps, (-1,)), xp.shape(norm)[0] * d)
-        dtype = "uint8" if self.top * ctx.world_size <= 255 else "int32"
-        own = xp.cast(xp.minimum(steps, float(self.top)), dtype)
+        own = xp.cast(xp.minimum(steps, float(self.top)), self._dtype(ctx))
         (total,) = yield Reduce((own,), "sum")
         return (total, norm, own), state
 
@@ -62,12 +62,18 @@ class THC(Blockwise):
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         return x - self._values(payload[2], payload[1], 1, ctx)
 
+    def _dtype(self, ctx: Context) -> str:
+        return "uint8" if self.top * ctx.world_size <= 255 else "int32"
+
     def _signs(self, norm: Array, ctx: Context) -> Array:
         d, m = width_of(ctx, self.block_size), ctx.xp.shape(norm)[0]
         return signs(ctx.xp, ctx.shared_rng("rotation").bits(m * d), ctx.xp.zeros(m, "uint8"), d)
 
     def _values(self, total: Array, norm: Array, workers: int, ctx: Context) -> Array:
         xp, d = ctx.xp, width_of(ctx, self.block_size)
+        m = blocks.block_count(ctx.size, d)
+        norm = fitting(xp, norm, "float32", m, "norms")
+        total = fitting(xp, total, self._dtype(ctx), m * d, "sums")
         normal = xp.cast(total, "float32") * (2 * CUT / (self.top * workers)) - CUT
         rows = hadamard(xp, xp.reshape(normal, (-1, d))) * self._signs(norm, ctx)
         # The transform is its own inverse but for the factor d, and the norm that of d numbers of variance 1.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace import blocks
+from grace.checks import fitting
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Context, Payload, State, Steps
 from grace.packing import pack_trits, packed_trits, unpack_trits
@@ -37,10 +38,10 @@ class ThreeLC(Blockwise):
     def __post_init__(self) -> None:
         if not 1 <= self.sparsity < 2:
             raise ValueError(f"sparsity={self.sparsity!r} must be 1 or more and below 2 (where all becomes zero)")
-        if self.block_size < 0 or self.block_size % 40:
+        if not 0 <= self.block_size <= blocks.LARGEST or self.block_size % 40:
             raise ValueError(
-                f"block_size={self.block_size!r} must be a multiple of 40 (whole bytes of 5 elements), or 0 for the "
-                "whole tensor"
+                f"block_size={self.block_size!r} must be a multiple of 40 (whole bytes of 5 elements) up to "
+                f"{blocks.LARGEST}, or 0 for the whole tensor"
             )
         if self.block_size and self.zero_run:
             raise ValueError("block_size needs zero_run=False: runs of zeros do not end where blocks do")
@@ -64,7 +65,8 @@ class ThreeLC(Blockwise):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        sent = _lengthen(xp, payload[0], packed_trits(n)) if self.zero_run and n else payload[0]
+        sent, size = payload[0], packed_trits(n)
+        sent = _lengthen(xp, sent, size) if self.zero_run and n else fitting(xp, sent, "uint8", size, "bytes")
         return blocks.scaled(xp, xp.cast(unpack_trits(xp, sent, n), "float32"), payload[1], self.block)
 
 
@@ -86,6 +88,7 @@ def _lengthen(xp: Any, sent: Array, size: int) -> Array:
     # The inverse of _shorten.
     codes = xp.cast(sent, "int32")
     lengths = xp.where(codes >= FIRST, codes - (FIRST - 2), 1)
+    lengths = xp.sound(lengths, lambda: xp.sum(lengths) == size, f"its runs do not make {size} bytes")
     starts = xp.cumsum(lengths) - lengths
     # Where a run begins is already what it consists of.
     return xp.scatter(xp.full(size, ZEROS, "int32"), starts, xp.where(codes >= FIRST, ZEROS, codes))

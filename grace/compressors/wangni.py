@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.checks import fitting, matching, placed
 from grace.compressors.sparse import Scattered, check_ratio, signed, unsigned
 from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
@@ -31,8 +32,8 @@ class Wangni(Scattered):
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)
-        if self.iterations < 0:
-            raise ValueError(f"iterations={self.iterations!r} must be 0 or more")
+        if not 0 <= self.iterations <= 100:
+            raise ValueError(f"iterations={self.iterations!r} must lie in 0 .. 100")
 
     def variance(self, n: int) -> float | None:
         # p >= ratio * n * |x| / |x|_1 where p < 1, so the sum of x²/p there is at most |x|_1² / (ratio * n).
@@ -58,10 +59,11 @@ class Wangni(Scattered):
         return (certain, xp.take(x, certain), drawn, xp.reshape(largest * unit, (1,))), state
 
     def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
-        certain, values, drawn, magnitude = payload
-        drawn, negative = unsigned(ctx.xp, drawn)
-        total = ctx.xp.scatter_add(total, certain, values)
-        return ctx.xp.scatter_add(total, drawn, ctx.xp.where(negative, -magnitude, magnitude))
+        xp, (certain, values, drawn, magnitude) = ctx.xp, payload
+        magnitude = fitting(xp, magnitude, "float32", 1, "magnitudes")
+        drawn, negative = unsigned(xp, drawn)
+        total = xp.scatter_add(total, placed(xp, certain, ctx.size), matching(xp, values, "float32", certain, "values"))
+        return xp.scatter_add(total, placed(xp, drawn, ctx.size), xp.where(negative, -magnitude, magnitude))
 
 
 TINY = 1e-30

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from grace.checks import fitting
 from grace.kernels import Library, library
 from grace.rng import NOISE, Rng
 
@@ -42,7 +43,7 @@ class HostKernels:
 
     def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
         """Each worker's bits and scales -> float32[n], in ``out`` if it is given."""
-        out, kept = self._out(out, n), [self._ready(*payload) for payload in payloads]
+        out, kept = self._out(out, n), self._received(payloads, ("uint8", -(-n // 8)), ("float32", _count(n, block)))
         bits, scales = self._columns(kept)
         self.library.signs_mean(bits, scales, len(kept), self._xp.address(out), n, block, self._xp.threads)
         return out
@@ -70,7 +71,8 @@ class HostKernels:
 
     def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
         """Each worker's codes and scales -> float32[n], in ``out`` if it is given."""
-        out, kept = self._out(out, n), [self._ready(*payload) for payload in payloads]
+        sizes = ("uint8", -(-n * bits // 8)), ("float32", _count(n, block))
+        out, kept = self._out(out, n), self._received(payloads, *sizes)
         codes, scales = self._columns(kept)
         self.library.ints_mean(codes, scales, len(kept), self._xp.address(out), n, block, bits, self._xp.threads)
         return out
@@ -99,13 +101,10 @@ class HostKernels:
 
     def sparse_mean(self, payloads: Pairs, out: Array | None, n: int) -> Array:
         """Each worker's values and ascending positions -> float32[n]; ValueError names a worker whose are wrong."""
-        out, kept = self._out(out, n), [self._ready(*payload) for payload in payloads]
-        counts = [self._xp.shape(values)[0] for values, _ in kept]
-        for worker, (_, places) in enumerate(kept):
-            if self._xp.shape(places)[0] != counts[worker]:
-                raise ValueError(
-                    f"worker {worker} sent {counts[worker]} values for {self._xp.shape(places)[0]} positions"
-                )
+        counts = [self._xp.shape(values)[0] for values, _ in payloads]
+        sizes = [(("float32", count), ("int32", count)) for count in counts]
+        kept = [self._received([pair], *size)[0] for pair, size in zip(payloads, sizes, strict=True)]
+        out = self._out(out, n)
         values, positions = self._columns(kept)
         self.library.sparse_mean(values, positions, counts, len(kept), self._xp.address(out), n, self._xp.threads)
         return out
@@ -113,7 +112,9 @@ class HostKernels:
     def product(self, x: Array | None, p: Array, q: Array, out: Array) -> Array:
         """The vector x minus p[a, r] q[r, b], without x the product, written to ``out``, which may be x."""
         xp, (p, q) = self._xp, self._ready(p, q)
-        at, (a, r), (_, b) = xp.address, xp.shape(p), xp.shape(q)
+        at, (a, r), (rows, b) = xp.address, xp.shape(p), xp.shape(q)
+        if rows != r or any(xp.shape(each) != (a * b,) for each in (x, out) if each is not None):
+            raise ValueError(f"factors {(a, r)} and {(rows, b)} do not make the product {xp.shape(out)}")
         self.library.product(at(x), at(p), at(q), at(out), a, b, r, xp.threads)
         return out
 
@@ -150,6 +151,13 @@ class HostKernels:
 
     def _out(self, out: Array | None, n: int) -> Array:
         return self._xp.empty(n) if out is None else out
+
+    def _received(self, payloads: Pairs, *sizes: tuple[str, int]) -> list[tuple[Array, ...]]:
+        # A kernel looks at no length.
+        for payload in payloads:
+            for array, (dtype, n) in zip(payload, sizes, strict=True):
+                fitting(self._xp, array, dtype, n, "arrays")
+        return [self._ready(*payload) for payload in payloads]
 
     def _ready(self, *arrays: Array) -> tuple[Array, ...]:
         return tuple(self._xp.contiguous(array) for array in arrays)

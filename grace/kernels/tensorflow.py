@@ -9,7 +9,8 @@ no gradients.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -116,6 +117,15 @@ def _ops() -> Any:
     return operations
 
 
+@contextmanager
+def _refusals() -> Iterator[None]:
+    # Of payloads: as of the other backends, where TensorFlow runs eagerly. A graph that runs has an error of its own.
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        raise ValueError(error.message) from error
+
+
 class TensorflowKernels:
     """As `grace.kernels.host.HostKernels`, of TensorFlow's tensors on the CPU."""
 
@@ -132,7 +142,8 @@ class TensorflowKernels:
     def signs_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int, block: int) -> Tensor:
         """Each worker's bits and scales -> float32[n]."""
         bits, scales = zip(*payloads, strict=True)
-        return signs_mean(bits, scales, n, block, self._xp.threads)
+        with _refusals():
+            return signs_mean(bits, scales, n, block, self._xp.threads)
 
     def ints_encode(
         self, x: Tensor, residual: Tensor | None, block: int, bits: int, rng: Rng | None
@@ -147,7 +158,8 @@ class TensorflowKernels:
     def ints_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int, block: int, bits: int) -> Tensor:
         """Each worker's codes and scales -> float32[n]."""
         codes, scales = zip(*payloads, strict=True)
-        return ints_mean(codes, scales, n, block, bits, self._xp.threads)
+        with _refusals():
+            return ints_mean(codes, scales, n, block, bits, self._xp.threads)
 
     def topk_encode(self, x: Tensor, residual: Tensor | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
@@ -156,7 +168,8 @@ class TensorflowKernels:
     def sparse_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int) -> Tensor:
         """Each worker's values and ascending positions -> float32[n]."""
         values, positions = zip(*payloads, strict=True)
-        return sparse_mean(values, positions, n, self._xp.threads)
+        with _refusals():
+            return sparse_mean(values, positions, n, self._xp.threads)
 
     def _upper(self, keys: tuple[Any, Any], start: int, n: int) -> Tensor:
         # The upper halves of words.

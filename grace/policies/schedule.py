@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -216,7 +216,47 @@ class Schedule:
             "history": self.history,
         }
 
+    def _check_plain(self, plain: Any) -> None:
+        # Another worker or a file has written it.
+        def whole(value: Any, least: int, most: float = math.inf) -> bool:
+            return type(value) is int and least <= value <= most
+
+        def number(value: Any) -> bool:
+            return type(value) in (int, float)
+
+        def level(value: Any) -> bool:
+            return whole(value, 0, len(self.levels) - 1)
+
+        def past(value: Any) -> bool:
+            pairs = isinstance(value, (list, tuple)) and value
+            return bool(pairs) and all(
+                isinstance(pair, (list, tuple)) and len(pair) == 2 and whole(pair[0], 0) and level(pair[1])
+                for pair in value
+            )
+
+        rules: dict[str, Callable[[Any], bool]] = {
+            "epoch": lambda value: whole(value, 0, 2**31 - 1),
+            "step": lambda value: whole(value, 0, 2**63 - 1),
+            "lr": lambda value: value is None or number(value),
+            "levels": lambda value: isinstance(value, Mapping) and all(map(level, value.values())),
+            "micro_steps": lambda value: whole(value, 1),
+            "lr_scale": number,
+            "memo": lambda value: isinstance(value, Mapping),
+            "history": lambda value: isinstance(value, Mapping) and all(map(past, value.values())),
+        }
+        for key, rule in rules.items():
+            if not isinstance(plain, Mapping) or key not in plain or not rule(plain[key]):
+                value = plain.get(key) if isinstance(plain, Mapping) else plain
+                raise ValueError(f"this is no state of a policy: its {key!r} is {value!r}")
+        for key in ("levels", "history"):
+            if sorted(plain[key]) != sorted(self.decision.levels):
+                raise ValueError(
+                    f"the policy's state has {key} of {sorted(plain[key])}, but the model compresses "
+                    f"{sorted(self.decision.levels)}: use the same model and settings"
+                )
+
     def _read(self, plain: Mapping[str, Any]) -> None:
+        self._check_plain(plain)
         self.epoch, self.step, self._lr = plain["epoch"], plain["step"], plain["lr"]
         self.decision = Decision(dict(plain["levels"]), plain["micro_steps"], plain["lr_scale"], dict(plain["memo"]))
         self.history = {name: [(e, level) for e, level in past] for name, past in plain["history"].items()}
@@ -228,12 +268,12 @@ class Schedule:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if `load_state_dict` could not continue from this state."""
-        if sorted(state["levels"]) != sorted(self.decision.levels):
-            raise ValueError(
-                f"the policy's state has levels of {sorted(state['levels'])}, but the model compresses "
-                f"{sorted(self.decision.levels)}: use the same model and settings"
-            )
+        self._check_plain(state)
+        if not isinstance(state.get("sums"), Mapping):
+            raise ValueError(f"this is no state of a policy: its 'sums' are {state.get('sums')!r}")
         for name, array in state["sums"].items():
+            if not hasattr(array, "shape"):
+                raise ValueError(f"the sum of gradients of {name!r} is no array but {array!r}")
             have, want = tuple(array.shape), self._xp.shape(self._sums[name].read()) if name in self._sums else None
             if have != want:
                 raise ValueError(f"the sum of gradients of {name!r} has shape {have}, but this worker keeps {want}")

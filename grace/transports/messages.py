@@ -158,22 +158,24 @@ class MessageTransport(Transport):
     def _start_gather(self, items: list[Gather], tag: str) -> Wait:
         buffer, layout = self._pack(array for item in items for array in item.arrays)
         wait = self._skip_empty(buffer, lambda: self.gather(buffer, tag), [buffer] * self.size)
-        return lambda: _deal(items, [self._unpack(received, layout) for received in wait()])
+        return lambda: _deal(items, [self._unpack(received, layout, w) for w, received in enumerate(wait())])
 
     def _start_gather_ragged(self, items: list[Gather], tag: str) -> Wait:
         buffer, layout = self._pack_ragged(items)
         wait = self.gather_ragged(buffer, tag)
-        return lambda: _deal(items, [self._unpack_ragged(received, layout) for received in wait()])
+        return lambda: _deal(items, [self._unpack_ragged(received, layout, w) for w, received in enumerate(wait())])
 
     def _start_broadcast(self, items: list[Broadcast], tag: str) -> Wait:
         buffer, layout = self._pack(array for item in items for array in item.arrays)
-        wait = self._skip_empty(buffer, lambda: self.broadcast(buffer, items[0].root, tag), buffer)
-        return lambda: [arrays for (arrays,) in _deal(items, [self._unpack(wait(), layout)])]
+        root = items[0].root
+        wait = self._skip_empty(buffer, lambda: self.broadcast(buffer, root, tag), buffer)
+        return lambda: [arrays for (arrays,) in _deal(items, [self._unpack(wait(), layout, root)])]
 
     def _start_broadcast_ragged(self, items: list[Broadcast], tag: str) -> Wait:
         buffer, layout = self._pack_ragged(items)
-        wait = self.broadcast_ragged(buffer, items[0].root, tag)
-        return lambda: [arrays for (arrays,) in _deal(items, [self._unpack_ragged(wait(), layout)])]
+        root = items[0].root
+        wait = self.broadcast_ragged(buffer, root, tag)
+        return lambda: [arrays for (arrays,) in _deal(items, [self._unpack_ragged(wait(), layout, root)])]
 
     def _start_alltoall(self, items: list[AllToAll], tag: str) -> Wait:
         xp = self.xp
@@ -184,9 +186,10 @@ class MessageTransport(Transport):
 
         def finish() -> list[Any]:
             results: list[Any] = [[] for _ in items]
-            for w, received in zip(like, wait(), strict=True):
+            for sender, (w, received) in enumerate(zip(like, wait(), strict=True)):
                 parts = [Gather(item.parts[w]) for item in items]
-                for result, dealt in zip(results, _deal(parts, [self._unpack(received, packed[w][1])]), strict=True):
+                arrays = self._unpack(received, packed[w][1], sender)
+                for result, dealt in zip(results, _deal(parts, [arrays]), strict=True):
                     result += dealt
             return results
 
@@ -200,7 +203,13 @@ class MessageTransport(Transport):
         layout = [(xp.dtype(array), xp.shape(array)) for array in arrays]
         return xp.concat([xp.to_bytes(array) for array in arrays]) if arrays else xp.zeros((0,), "uint8"), layout
 
-    def _unpack(self, buffer: Array, layout: Layout) -> tuple[Array, ...]:
+    def _unpack(self, buffer: Array, layout: Layout, sender: int) -> tuple[Array, ...]:
+        needed, (size,) = sum(_nbytes(dtype, shape) for dtype, shape in layout), self.xp.shape(buffer)
+        if size is not None and size != needed:
+            raise self._misfit(sender, f"has {size} bytes, and not {needed} as this worker's")
+        return self._cut(buffer, layout)
+
+    def _cut(self, buffer: Array, layout: Layout) -> tuple[Array, ...]:
         arrays = []
         start: Any = 0
         for dtype, shape in layout:
@@ -215,11 +224,38 @@ class MessageTransport(Transport):
         body, layout = self._pack(arrays)
         return self.xp.concat([self.xp.to_bytes(self.xp.lengths(arrays)), body]), layout
 
-    def _unpack_ragged(self, buffer: Array, layout: Layout) -> tuple[Array, ...]:
-        head = 8 * len(layout)
-        lengths = self.xp.integers(self.xp.from_bytes(buffer[:head], "int64", (len(layout),)))
+    def _unpack_ragged(self, buffer: Array, layout: Layout, sender: int) -> tuple[Array, ...]:
+        xp, head = self.xp, 8 * len(layout)
+        (size,) = xp.shape(buffer)
+        if size is not None and size < head:
+            raise self._misfit(sender, f"has {size} bytes, which are too few")
+        heads = xp.from_bytes(buffer[:head], "int64", (len(layout),))
+        widths = [_nbytes(dtype, shape[1:]) for dtype, shape in layout]
+        why = "has other lengths than it says"
+        if xp.tracing:
+            buffer = xp.sound(buffer, lambda: self._adds_up(buffer, heads, widths), str(self._misfit(sender, why)))
+        lengths = xp.integers(heads)
+        if not xp.tracing:
+            lengths = [int(length) for length in lengths]
+            total = sum(length * width for length, width in zip(lengths, widths, strict=True))
+            if min(lengths, default=0) < 0 or head + total != size:
+                raise self._misfit(sender, why)
         sizes = [(dtype, (length, *shape[1:])) for (dtype, shape), length in zip(layout, lengths, strict=True)]
-        return self._unpack(buffer[head:], sizes)
+        return self._cut(buffer[head:], sizes)
+
+    def _adds_up(self, buffer: Array, heads: Array, widths: list[int]) -> Array:
+        # bool scalar: the lengths are those of the rest of the buffer. None exceeds it, so that no product wraps.
+        xp = self.xp
+        (room,) = xp.integers(xp.lengths([buffer]) - 8 * len(widths))
+        sound = xp.all((heads >= 0) & (heads <= room))
+        return sound & xp.all(xp.sum(heads * xp.asarray(widths, "int64")) == room)
+
+    def _misfit(self, sender: int, why: str) -> ValueError:
+        return ValueError(
+            f"worker {self.rank} of {self.size} cannot unpack the message of worker {sender}, which {why}. All workers "
+            "must run the same version of GRACE with the same settings; if they do, the network or that machine's "
+            "memory has failed: start again from the last checkpoint"
+        )
 
     def _skip_empty(self, buffer: Array, begin: Callable[[], Wait], result: Any) -> Wait:
         # Equal sizes everywhere: nobody sends an empty message.

@@ -1,0 +1,371 @@
+"""Thousands of steps on four workers over every communicator, with workers killed at random and begun again.
+
+    python -m benchmarks.soak [--minutes 5] [--json FILE] [--seed N]
+
+Each worker exchanges the same gradients through one Grace for every communicator and adds the means up as its weights.
+It saves all of it every SAVE steps with `grace.checkpoint`. Now and then some workers get SIGKILL, at any point: in an
+exchange, in a checkpoint. The others have to end by themselves with an error; then all begin again from the last
+checkpoint that all have. What must hold, or the program fails:
+
+- Weights are the same bits on all workers at every checkpoint, and so they are when steps are made again.
+- Nothing is lost: all gradients = the weights + what the residuals hold. Gradients are whole numbers, so for methods
+  that send elements as they are this holds to the bit; others round.
+- No worker waits for a dead one for longer than its time limit.
+- A worker's memory does not grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SIZE = 4
+SAVE = 10
+"""Steps between two checkpoints."""
+TIMEOUT = 20.0
+"""Seconds that a worker waits for the others."""
+SHAPES = {"matrix": (48, 64), "vector": (3000,)}
+PLANNED = "reduce_scatter(intra) compress(gpu) allgather*(inter) decompress(gpu) allgather(intra)"
+CASES: dict[str, dict[str, Any]] = {
+    "allgather": {"compressor": "topk", "compress_ratio": 0.05},
+    "broadcast": {"compressor": "threshold", "threshold": 20.0, "communicator": "broadcast"},
+    "allreduce": {"compressor": "randomk", "compress_ratio": 0.1},
+    "allreduce, agreed": {"compressor": "gtopk", "compress_ratio": 0.05},
+    "hierarchical": {"compressor": "topk", "compress_ratio": 0.05, "communicator": "hierarchical", "node_size": 2},
+    "planned": {"compressor": "topk", "communicator": "planned", "option": PLANNED, "node_size": 2},
+    "reducescatter": {"compressor": "topk", "compress_ratio": 0.05, "communicator": "reducescatter"},
+    "twostage": {"compressor": "blockint", "bits": 8, "block_size": 64, "communicator": "twostage"},
+    "allreduce, low rank": {"compressor": "powersgd", "compress_rank": 2},
+}
+ROUNDED = {"twostage": 1e-4, "allreduce, low rank": 1e-4}
+"""Cases that round, and how far the sum may be off, relative to its largest element."""
+
+
+@dataclass
+class Found:
+    """What a run has shown."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    """Of the training; each is one exchange in each case."""
+    executed: int = 0
+    """With those that were made again after a restart."""
+    checkpoints: int = 0
+    compared: int = 0
+    """Digests of weights, of all workers and lives."""
+    different: int = 0
+    kills: int = 0
+    restarts: int = 0
+    hangs: int = 0
+    """Workers that had to be ended."""
+    slowest_end: float = 0.0
+    """Seconds from a kill until the last worker had ended."""
+    unexpected: list[str] = field(default_factory=list)
+    """Workers that ended otherwise than they should have."""
+    lost: dict[str, float] = field(default_factory=dict)
+    """For each case the largest difference of the sums, relative to the largest element: 0 is none to the bit."""
+    memory: float = 0.0
+    """MiB of the largest worker."""
+    growth: float = 0.0
+    """KiB per 1000 steps, the median over the workers of the longest life, after its first third."""
+    longest: int = 0
+    """Steps of that life."""
+
+    @property
+    def failures(self) -> list[str]:
+        """What should not be."""
+        bad = [f"{name} has lost {off:g}" for name, off in self.lost.items() if off > ROUNDED.get(name, 0.0)]
+        bad += [f"{name} was not compared" for name in CASES if name not in self.lost]
+        if self.different:
+            bad.append(f"{self.different} digests differ")
+        if self.hangs:
+            bad.append(f"{self.hangs} workers hung")
+        if self.longest >= 1000 and self.growth > 256:
+            bad.append(f"memory grows by {self.growth:.0f} KiB in 1000 steps")
+        return bad + self.unexpected
+
+
+# -- a worker ----------------------------------------------------------------------------------------------------------
+def work(folder: Path, rank: int, life: int, seed: int) -> None:
+    """One worker's life, from the last checkpoint to its end."""
+    import torch
+    import torch.distributed as dist
+
+    from grace import checkpoint, grace_from_params
+    from grace.trace import Trace
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(folder / f"store-{life}"), SIZE), rank=rank, world_size=SIZE
+    )
+    graces, weights, sums = {}, {}, {}
+    for name, params in CASES.items():
+        grace = graces[name] = grace_from_params({"min_numel": 0, "timeout": TIMEOUT, **params}, "torch")
+        grace.trace = Trace(events=100)  # full soon: room for 20,000, filled over thousands of steps, looks like a leak
+        shapes = shapes_of(name)
+        grace.build({key: torch.zeros(shape) for key, shape in shapes.items()})
+        scattered = grace.communicator.scattered
+        weights[name] = {
+            key: torch.zeros(shape[1:] if scattered else shape, dtype=torch.float64) for key, shape in shapes.items()
+        }
+        sums[name] = {key: torch.zeros(shape, dtype=torch.float64) for key, shape in shapes.items()}
+    step = resume(folder, rank, graces, weights, sums)
+    log = (folder / f"log-{life}-{rank}.jsonl").open("w", buffering=1)
+    log.write(json.dumps({"begin": step}) + "\n")
+    page = os.sysconf("SC_PAGE_SIZE")
+    while True:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * SIZE + rank)
+        whole = {key: torch.randint(-8, 9, shape, generator=generator).float() for key, shape in SHAPES.items()}
+        # All cases' messages are under way at once.
+        for name, grace in graces.items():
+            grace.launch({key: whole[key].reshape(shape) for key, shape in shapes_of(name).items()})
+        for name, grace in graces.items():
+            grace.land()
+            for key, shape in shapes_of(name).items():
+                weights[name][key] += grace.mean(key)
+                sums[name][key] += whole[key].reshape(shape)
+        step += 1
+        if step % SAVE:
+            continue
+        digests = {name: digest(weights[name], graces[name]) for name in graces}
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
+        log.write(json.dumps({"step": step, "digests": digests, "resident": resident}) + "\n")
+        keep(folder / f"weights-{rank}", step, weights, sums)
+        for name, grace in graces.items():
+            checkpoint.save(grace, folder / "state" / name)
+        stop = torch.tensor([int((folder / "stop").exists())])
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        if stop.item():
+            break
+    log.write(json.dumps({"lost": {name: missing(graces[name], weights[name], sums[name]) for name in graces}}) + "\n")
+    log.close()
+
+
+def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a case's tensors: rows for the workers where it scatters."""
+    if name != "reducescatter":
+        return SHAPES
+    return {key: (SIZE, shape[0] // SIZE, *shape[1:]) for key, shape in SHAPES.items()}
+
+
+def digest(weights: dict[str, Any], grace: Any) -> str:
+    """Of all weights, which every worker should have; of scattered ones, after they were gathered."""
+    import torch
+    import torch.distributed as dist
+
+    found = hashlib.sha256()
+    for array in weights.values():
+        if grace.communicator.scattered:
+            rows = [torch.empty_like(array) for _ in range(SIZE)]
+            dist.all_gather(rows, array)
+            array = torch.cat(rows)
+        found.update(array.numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def keep(folder: Path, step: int, weights: dict[str, Any], sums: dict[str, Any]) -> None:
+    """What a training would save beside grace's state; the last three."""
+    from grace import checkpoint
+
+    folder.mkdir(exist_ok=True)
+    part = folder / "part"
+    part.write_bytes(checkpoint.to_bytes({"weights": weights, "sums": sums}))
+    part.replace(folder / f"{step:09}")
+    for old in sorted(folder.glob("0*"))[:-3]:
+        old.unlink()
+
+
+def resume(folder: Path, rank: int, graces: dict[str, Any], weights: dict[str, Any], sums: dict[str, Any]) -> int:
+    """Go on from the last step that all cases have of all workers; 0: there is none yet."""
+    import torch
+
+    from grace import checkpoint
+
+    common = set.intersection(*(set(checkpoint.steps(folder / "state" / name)) for name in graces))
+    if not common:
+        return 0
+    step = max(common)
+    saved = checkpoint.from_bytes((folder / f"weights-{rank}" / f"{step:09}").read_bytes())
+    for name, grace in graces.items():
+        checkpoint.load(grace, folder / "state" / name, step)
+        for mine, theirs in ((weights, saved["weights"]), (sums, saved["sums"])):
+            for key in mine[name]:
+                mine[name][key].copy_(torch.from_numpy(theirs[name][key]))
+    return step
+
+
+def missing(grace: Any, weights: dict[str, Any], sums: dict[str, Any]) -> float:
+    """How far all gradients are from what was applied and what is kept, relative to the largest element."""
+    import torch
+    import torch.distributed as dist
+
+    from grace.state import parsed
+
+    state, worst = grace.state_dict(), 0.0
+    for key, total in sums.items():
+        total = total.clone().reshape(-1)
+        dist.all_reduce(total)
+        total /= SIZE
+        kept = torch.zeros_like(total)
+        for cell, array in state["tensors"].get(key, {}).items():
+            point, _, name = parsed(cell)
+            if name != "residual":
+                continue
+            start, count = state["points"][key][point]
+            kept[start : start + count] += array.double() / holders(grace, point)
+        dist.all_reduce(kept)
+        applied = weights[key].reshape(-1)
+        if grace.communicator.scattered:
+            rows = [torch.empty_like(applied) for _ in range(SIZE)]
+            dist.all_gather(rows, applied)
+            applied = torch.cat(rows)
+        worst = max(worst, float((total - applied - kept).abs().max() / total.abs().max()))
+    return worst
+
+
+def holders(grace: Any, point: str) -> int:
+    """Of how many workers' parts a mean is made where this residual arises: it weighs one of so many."""
+    if point == "server":  # of a mean already
+        return 1
+    return SIZE // (getattr(grace.communicator, "node_size", 0) or 1)
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+def _child(folder: Path, rank: int, life: int, seed: int) -> None:
+    sys.stdout = sys.stderr = (folder / f"output-{life}-{rank}.txt").open("w", buffering=1)
+    warnings.simplefilter("ignore")
+    try:
+        work(folder, rank, life, seed)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # gloo's threads may abort a clean-up
+
+
+def soak(seconds: float, folder: Path, seed: int = 0, rest: float = 0.35) -> Found:
+    """Run for so many seconds, the last ``rest`` of them without kills."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch  # noqa: F401 - once, so that a restart is a fork; nothing is run here, so there are no threads
+
+    import grace.torch
+    from grace.registry import compressors
+
+    list(compressors)
+    assert grace.torch
+    context, rng, found, begin = multiprocessing.get_context("fork"), random.Random(seed), Found(), time.monotonic()
+    end, calm = begin + seconds, begin + seconds * (1 - rest)
+    life = 0
+    while True:
+        workers = [context.Process(target=_child, args=(folder, rank, life, seed)) for rank in range(SIZE)]
+        for worker in workers:
+            worker.start()
+        pause = rng.uniform(2, max(6.0, seconds / 12))
+        last = time.monotonic() + pause >= calm
+        stop = end if last else time.monotonic() + pause
+        while time.monotonic() < stop and all(worker.is_alive() for worker in workers):
+            time.sleep(0.05)
+        killed = set()
+        if last:
+            (folder / "stop").touch()
+        elif all(worker.is_alive() for worker in workers):
+            killed = set(rng.sample(range(SIZE), rng.choice((1, 1, 1, 2, SIZE))))
+            for rank in killed:
+                os.kill(workers[rank].pid or 0, signal.SIGKILL)
+            found.kills += len(killed)
+        at = time.monotonic()
+        for rank, worker in enumerate(workers):
+            worker.join(max(0.1, at + TIMEOUT + 10 - time.monotonic()))
+            if worker.is_alive():
+                found.hangs += 1
+                worker.kill()
+                worker.join()
+            wanted = -signal.SIGKILL if rank in killed else 0 if last else 1
+            if worker.exitcode != wanted or (not last and not killed):
+                said = (folder / f"output-{life}-{rank}.txt").read_text()[-600:]
+                found.unexpected.append(f"worker {rank} of life {life} ended with {worker.exitcode}: {said}")
+        if killed:
+            found.slowest_end = max(found.slowest_end, time.monotonic() - at)
+        if last or found.unexpected or found.hangs:
+            break
+        life += 1
+    found.restarts, found.seconds = life, time.monotonic() - begin
+    _read(folder, life + 1, found)
+    return found
+
+
+def _read(folder: Path, lives: int, found: Found) -> None:
+    digests: dict[tuple[int, str], set[str]] = {}
+    for life in range(lives):
+        slopes, reached = [], 0
+        for rank in range(SIZE):
+            path = folder / f"log-{life}-{rank}.jsonl"
+            # The last line may be half.
+            rows = (
+                [json.loads(text) for text in path.read_text().splitlines(True) if text.endswith("\n")]
+                if path.exists()
+                else []
+            )
+            saves = [row for row in rows if "step" in row]
+            for row in saves:
+                for name, value in row["digests"].items():
+                    digests.setdefault((row["step"], name), set()).add(value)
+                    found.compared += 1
+                found.memory = max(found.memory, row["resident"] / 2**20)
+            for row in rows:
+                for name, off in row.get("lost", {}).items():
+                    found.lost[name] = max(found.lost.get(name, 0.0), off)
+            if saves:
+                reached = max(reached, saves[-1]["step"] - rows[0]["begin"])
+                found.steps = max(found.steps, saves[-1]["step"])
+                late = saves[len(saves) // 3 :]
+                if len(late) >= 5:
+                    fit = statistics.linear_regression([r["step"] for r in late], [r["resident"] for r in late])
+                    slopes.append(fit.slope * 1000 / 1024)
+        found.executed += reached
+        if reached > found.longest and slopes:
+            found.longest, found.growth = reached, statistics.median(slopes)
+    found.checkpoints = len({step for step, _ in digests})
+    found.different = sum(len(values) > 1 for values in digests.values())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write what was found to this file")
+    args = parser.parse_args(arguments)
+    folder = Path(tempfile.mkdtemp(prefix="grace-soak-"))
+    try:
+        found = soak(60 * args.minutes, folder, args.seed)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    stream = io.StringIO()
+    for name, value in asdict(found).items():
+        print(f"{name:<12} {value}", file=stream)
+    print(stream.getvalue(), end="")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(asdict(found), indent=1) + "\n")
+    for failure in found.failures:
+        print(f"FAILED: {failure}")
+    return 1 if found.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Messages that are not what they should be: refused on arrival, with the name of the worker that sent them."""
+
+import re
+
+import numpy as np
+import pytest
+from methods import BACKENDS, backend, normal, workers
+
+from grace.collectives import Gather
+from grace.transports.local import LocalTransport, World
+
+
+def packed(xp, ragged=True):
+    """A transport, a message of two arrays, and its layout."""
+    transport = LocalTransport().bind(xp)
+    arrays = (xp.asarray([1.0, 2.0, 3.0], "float32"), xp.asarray([[7, 8], [9, 10]], "int32"))
+    data, layout = transport._pack_ragged([Gather(arrays)]) if ragged else transport._pack(arrays)
+    return transport, np.array(xp.to_numpy(data)), layout
+
+
+def test_what_was_packed_comes_out(xp):
+    for ragged in (True, False):
+        transport, data, layout = packed(xp, ragged)
+        unpack = transport._unpack_ragged if ragged else transport._unpack
+        floats, numbers = unpack(xp.asarray(data, "uint8"), layout, 1)
+        assert xp.to_numpy(floats).tolist() == [1, 2, 3]
+        assert xp.to_numpy(numbers).tolist() == [[7, 8], [9, 10]]
+
+
+@pytest.mark.parametrize("change", [-1, -4, 1, 28, -28])
+def test_messages_of_another_length_are_refused(xp, change):
+    transport, data, layout = packed(xp, ragged=False)
+    data = np.resize(data, len(data) + change)
+    with pytest.raises(ValueError, match=rf"the message of worker 3, which has {28 + change} bytes, and not 28"):
+        transport._unpack(xp.asarray(data, "uint8"), layout, 3)
+
+
+HEADS = {  # [3, 2] are right: 3 of 4 bytes and 2 of 8
+    "too many": [4, 2],
+    "too few": [3, 1],
+    "less than none": [5, -1],
+    "none": [0, 0],
+    "a product that wraps": [3 + 2**62, 2],
+    "two that wrap": [3 + 2**62, 2 + 2**61],
+    "the largest": [2**63 - 1, 2],
+    "the smallest": [3, -(2**63)],
+}
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_lengths_that_do_not_add_up_are_refused(xp, heads):
+    transport, data, layout = packed(xp)
+    data[:16] = np.array(heads, np.int64).view(np.uint8)
+    with pytest.raises(ValueError, match="the message of worker 2, which has other lengths than it says"):
+        transport._unpack_ragged(xp.asarray(data, "uint8"), layout, 2)
+    with pytest.raises(ValueError, match="which has 15 bytes, which are too few"):
+        transport._unpack_ragged(xp.asarray(data[:15], "uint8"), layout, 2)
+
+
+def test_a_graph_refuses_them_when_it_runs():
+    xp = backend("tensorflow")
+    import tensorflow as tf
+
+    transport, data, layout = packed(xp)
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.uint8)])
+    def unpacked(buffer):
+        return transport._unpack_ragged(buffer, layout, 2)
+
+    assert unpacked(tf.constant(data))[1].numpy().tolist() == [[7, 8], [9, 10]]
+    for heads in HEADS.values():
+        data[:16] = np.array(heads, np.int64).view(np.uint8)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="worker 2, which has other lengths"):
+            unpacked(tf.constant(data))
+
+
+# What worker 1's message becomes on the way: each time a number of it that addresses memory.
+SPOILT = {
+    "topk": {"compressor": "topk", "compress_ratio": 0.1},
+    "threshold": {"compressor": "threshold", "threshold": 1.0},
+    "gtopk": {"compressor": "gtopk", "compress_ratio": 0.1},
+    "hierarchical": {"compressor": "topk", "communicator": "hierarchical", "node_size": 1, "compress_ratio": 0.1},
+    "broadcast": {"compressor": "topk", "communicator": "broadcast", "compress_ratio": 0.1},
+}
+
+
+@pytest.mark.parametrize("kernels", ["", "off"])
+@pytest.mark.parametrize("name", SPOILT)
+@pytest.mark.parametrize("toolkit", BACKENDS)
+def test_all_workers_refuse_a_position_and_name_its_worker(toolkit, name, kernels, monkeypatch):
+    monkeypatch.setenv("GRACE_KERNELS", kernels)
+    xp = backend(toolkit)
+    post = World.post
+
+    def spoilt(self, key, rank, value):
+        if rank == 1 and key[1].startswith("grace.") and not isinstance(value, list):
+            data = np.array(xp.to_numpy(value))
+            data[-4:] = np.array([500], np.int32).view(np.uint8)  # the last position, of 500 elements
+            value = xp.asarray(data, "uint8")
+        return post(self, key, rank, value)
+
+    graces = workers(SPOILT[name], 3)
+    for rank, grace in enumerate(graces):
+        grace.build({"w": xp.asarray(normal(500, seed=rank), "float32")})
+    monkeypatch.setattr(World, "post", spoilt)
+    gradients = [{"w": xp.asarray(normal(500, seed=rank), "float32")} for rank in range(3)]
+    for grace, mine in zip(graces, gradients, strict=True):
+        grace.launch(mine)
+    waiting, said = list(graces), []
+    while waiting:  # in lockstep, each to its end or its error
+        for grace in list(waiting):
+            try:
+                if grace.advance():
+                    grace.land()
+                    waiting.remove(grace)
+            except ValueError as error:
+                said.append(str(error))
+                waiting.remove(grace)
+    assert len(said) == 3
+    for text in said:
+        assert re.search(r"worker 1 of 3 sent a payload for 'w' that '\w+' cannot have made.*ascend", text)

@@ -28,9 +28,16 @@ __all__ = [
     "PolicyCallback",
     "average_gradients",
     "broadcast_variables",
+    "build",
     "gossip_variables",
     "release",
 ]
+
+
+def build(grace: Grace, variables: Iterable[Any]) -> None:
+    """Make all state of these variables now instead of with their first gradients. Eagerly."""
+    variables = [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
+    grace.build(dict(zip(_names(variables), variables, strict=True)))
 
 
 @tf.autograph.experimental.do_not_convert  # its loops run once, while the graph is made
@@ -55,6 +62,7 @@ def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequenc
     grace.track_missing = grace.track_missing or eager
     with tf.init_scope():  # state must outlive the graph that is being traced
         grace.build({name: variable for name, (variable, _) in handed.items()})
+        grace.settle()
     means = grace.step({name: gradient for name, (_, gradient) in handed.items()})
     return [means.get(name) for name in names]
 

@@ -325,6 +325,7 @@ class Grace:
             new._bind(self._xp)
             new._lay(self._tensors)
         new.load_state_dict(*(states or own), lost=bool(states))
+        new._first_step = 0 if new._step is None else int(new._step.read())
         vars(self).update(vars(new))
 
     def _agree(self, tensors: Iterable[Tensor]) -> None:

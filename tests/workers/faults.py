@@ -93,8 +93,9 @@ for name, wait in (("slow", lambda: time.sleep(2)), ("stopped", lambda: stop(10)
     began = time.monotonic()
     found[name] = (train(timeout=60), time.monotonic() - began)
 
-# One that is slower than the timeout is an error for the others. It finds them gone, or done with it.
-disturb = lambda step: time.sleep(6) if (rank, step) == (1, 3) else None  # noqa: E731
+# One that is slower than the timeout is an error for the others. Over gloo it finds them gone then; over Horovod, where
+# messages have names, what the others had sent already.
+disturb = lambda step: time.sleep(6) if (rank, step) == (1, 5) else None  # noqa: E731
 began = time.monotonic()
 try:
     train(timeout=3)
@@ -110,12 +111,8 @@ def fail(step):
         raise ArithmeticError("a compressor that fails")
 
 
-time.sleep(max(0, 10 - found["late"][2]))  # until all have seen it
 if transport == "torch":
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{out}/again", rank=rank, world_size=size)
-else:
-    hvd.shutdown()
-    hvd.init()
 disturb = fail
 train(timeout=60)

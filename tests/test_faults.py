@@ -1,0 +1,101 @@
+"""Workers that differ, are slow, stand still, raise, die and join: training goes on, or ends everywhere with a message."""
+
+import pickle
+import re
+import time
+
+import numpy as np
+import pytest
+from launch import TESTS, elastic, launch, launcher, run
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+
+def load(out, size):
+    return [pickle.loads((out / f"{rank}.pickle").read_bytes()) for rank in range(size)]
+
+
+# -- workers that are together from beginning to end -------------------------------------------------------------------
+@pytest.fixture(scope="module", params=["horovod", "torch"])
+def faults(request, tmp_path_factory):
+    """What two workers found, what they printed, and how long after its last fault the job has ended."""
+    out, name = tmp_path_factory.mktemp("faults"), {"torch": "torchrun", "horovod": "horovodrun"}[request.param]
+    script = TESTS / "workers" / "faults.py"
+    printed = run(*launcher(name, 2), script, out, request.param, log=out / "log", timeout=120, fails=True)
+    ended = time.time()
+    return request.param, load(out, 2), printed, ended - float(re.search(r"raised at ([\d.]+)", printed)[1])
+
+
+def test_workers_that_differ_are_refused_with_the_difference(faults):
+    _, found, _, _ = faults
+    for worker in found:
+        assert "compress_ratio=0.1" in worker["other settings"]
+        assert "compress_ratio=0.2" in worker["other settings"]
+        assert "grace's version is 1.0 on the one and 1.1 on the other" in worker["other versions"]
+        assert "only worker 0 has ['a']" in worker["other parameters"]
+
+
+@pytest.mark.parametrize("fault, seconds", [("slow", 2), ("stopped", 10)])
+def test_a_slow_worker_is_waited_for_and_changes_nothing(faults, fault, seconds):
+    for worker in faults[1]:
+        weights, took = worker[fault]
+        assert took >= seconds
+        assert np.array_equal(weights, worker["undisturbed"])
+        assert np.array_equal(weights, faults[1][0]["undisturbed"])
+
+
+def test_who_waits_longer_than_the_timeout_raises_and_names_the_message(faults):
+    transport, found, _, _ = faults
+    kind, message, took = found[0]["late"]
+    assert kind == "TimeoutError"
+    assert re.search(r"worker 0 of 2 has waited 3 s for the others' 'grace\.bucket0\.\d.gather'", message)
+    assert 3 <= took < 6
+    if transport == "torch":  # the library gives up too: nobody waits half an hour to end
+        assert found[1]["late"][0] == "ConnectionError"
+        assert "worker 1 of 2 has lost another one at" in found[1]["late"][1]
+
+
+def test_a_worker_that_raises_takes_the_others_down_with_its_message(faults):
+    _, _, printed, seconds = faults
+    assert "ArithmeticError: a compressor that fails" in printed
+    assert seconds < 30
+
+
+# -- workers that die and are started again ----------------------------------------------------------------------------
+def test_torchrun_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
+    name, *rest = launcher("torchrun", 2)
+    command = [name, *rest[:2], "--max-restarts=1", *rest[2:], TESTS / "workers" / "restart.py", tmp_path]
+    printed = run(*command, log=tmp_path / "log", timeout=120)
+    assert "exitcode: -9" in printed
+    for worker in load(tmp_path, 2):
+        assert worker["first"] == 8  # it died in step 10
+        assert np.array_equal(worker["weights"], worker["uninterrupted"])
+
+
+# -- workers that die and come while the others go on ------------------------------------------------------------------
+@pytest.fixture(scope="module", params=["torch", "tensorflow"])
+def joined(request, tmp_path_factory):
+    """What four workers found at the end, and what was printed; one died and another one came."""
+    out = tmp_path_factory.mktemp("elastic")
+    printed = elastic(TESTS / "workers" / "elastic.py", out, request.param, log=out / "log", at="epoch 4:")
+    return load(out, 4), printed
+
+
+def test_training_goes_on_with_three_workers_and_with_four_again(joined):
+    found, printed = joined
+    for name in ("interrupted", "in peace"):
+        weights, history, step = found[0][name]
+        assert [epoch["epoch"] for epoch in history] == list(range(1, len(history) + 1))
+        for other in found[1:]:
+            assert np.array_equal(other[name][0], weights)
+            assert other[name][1:] == (history, step)
+    workers = [epoch["workers"] for epoch in found[0]["interrupted"][1]]
+    assert sorted(set(zip(workers, workers[1:], strict=False)) - {(4, 4), (3, 3)}) == [(3, 4), (4, 3)]
+    assert "1 of 4 workers are gone, and with them what they had not sent" in printed
+    assert {epoch["workers"] for epoch in found[0]["in peace"][1]} == {4}
+
+
+def test_accuracy_is_that_of_a_training_in_peace(joined):
+    interrupted, peaceful = (joined[0][0][name][1][-1]["accuracy"] for name in ("interrupted", "in peace"))
+    assert peaceful > 0.94
+    assert interrupted >= peaceful - 0.01

@@ -111,8 +111,7 @@ def elastic(*command: Any, log: Path, at: str, timeout: float = 240) -> str:
     flags = ["--min-np", "2", "--max-np", "4", "--network-interface", "lo", "--blacklist-cooldown-range", "2", "4"]
     horovodrun, *rest = launcher("horovodrun", 4)
     launch = [horovodrun, "--host-discovery-script", hosts, *flags, *rest]
-    # Survivors notice a death after so many seconds, and wait so long for a worker that starts.
-    limit = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "15"}
+    limit = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}  # after which survivors notice a death
     return run(*launch, *command, log=log, timeout=timeout, meanwhile=kill_one, **limit)
 
 

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from launch import TESTS, elastic, launch, launcher, run
+from launch import TESTS, elastic, launcher, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -65,7 +65,9 @@ def test_a_worker_that_raises_takes_the_others_down_with_its_message(faults):
 def test_torchrun_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
     name, *rest = launcher("torchrun", 2)
     command = [name, *rest[:2], "--max-restarts=1", *rest[2:], TESTS / "workers" / "restart.py", tmp_path]
-    printed = run(*command, log=tmp_path / "log", timeout=120)
+    # Otherwise those that begin again find the addresses of those that died (PyTorch's issue 135712).
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    printed = run(*command, log=tmp_path / "log", timeout=120, **environment)
     assert "exitcode: -9" in printed
     for worker in load(tmp_path, 2):
         assert worker["first"] == 8  # it died in step 10
@@ -85,17 +87,17 @@ def test_training_goes_on_with_three_workers_and_with_four_again(joined):
     found, printed = joined
     for name in ("interrupted", "in peace"):
         weights, history, step = found[0][name]
-        assert [epoch["epoch"] for epoch in history] == list(range(1, len(history) + 1))
+        assert [epoch for epoch, _, _ in history] == list(range(1, len(history) + 1))
         for other in found[1:]:
             assert np.array_equal(other[name][0], weights)
             assert other[name][1:] == (history, step)
-    workers = [epoch["workers"] for epoch in found[0]["interrupted"][1]]
+    workers = [size for _, size, _ in found[0]["interrupted"][1]]
     assert sorted(set(zip(workers, workers[1:], strict=False)) - {(4, 4), (3, 3)}) == [(3, 4), (4, 3)]
     assert "1 of 4 workers are gone, and with them what they had not sent" in printed
-    assert {epoch["workers"] for epoch in found[0]["in peace"][1]} == {4}
+    assert {size for _, size, _ in found[0]["in peace"][1]} == {4}
 
 
 def test_accuracy_is_that_of_a_training_in_peace(joined):
-    interrupted, peaceful = (joined[0][0][name][1][-1]["accuracy"] for name in ("interrupted", "in peace"))
+    interrupted, peaceful = (joined[0][0][name][1][-1][2] for name in ("interrupted", "in peace"))
     assert peaceful > 0.94
     assert interrupted >= peaceful - 0.01

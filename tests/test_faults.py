@@ -1,8 +1,9 @@
-"""Workers that differ, are slow, stand still, raise, die and join: training goes on, or ends everywhere with a message."""
+"""Workers that differ, are slow, stop, raise, die and join: training goes on, or ends everywhere with a message."""
 
 import pickle
 import re
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_training_goes_on_with_three_workers_and_with_four_again(joined):
             assert np.array_equal(other[name][0], weights)
             assert other[name][1:] == (history, step)
     workers = [size for _, size, _ in found[0]["interrupted"][1]]
-    assert sorted(set(zip(workers, workers[1:], strict=False)) - {(4, 4), (3, 3)}) == [(3, 4), (4, 3)]
+    assert sorted(set(pairwise(workers)) - {(4, 4), (3, 3)}) == [(3, 4), (4, 3)]
     assert "1 of 4 workers are gone, and with them what they had not sent" in printed
     assert {size for _, size, _ in found[0]["in peace"][1]} == {4}
 

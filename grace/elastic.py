@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -30,24 +31,33 @@ from grace.transports import get_transport
 
 __all__ = ["KerasState", "TorchState", "run"]
 
+Folder = str | os.PathLike[str] | None
 
-def TorchState(model: Any = None, optimizer: Any = None, grace: Grace | None = None, **kwargs: Any) -> Any:
+
+def TorchState(
+    model: Any = None, optimizer: Any = None, grace: Grace | None = None, folder: Folder = None, **kwargs: Any
+) -> Any:
     """A horovod.torch.elastic.TorchState with a Grace in it.
 
-    ``grace``: by default that of the optimizer, if it is distributed. All else is as Horovod has it: more models,
-    optimizers and samplers by name, and plain objects. Make it before `run`; nothing is sent to other workers.
+    ``grace``: by default that of the optimizer, if it is distributed. ``folder``: where every commit is written too, as
+    by `grace.checkpoint.save`, so that what a worker had committed outlives it: a new one for each job, on a disk (or
+    /dev/shm) that another worker of the machine, or all, can see. All else is as Horovod has it: more models, optimizers and samplers by name,
+    and plain objects. Make it before `run`; nothing is sent to other workers.
     """
-    return _torch_state()(model, optimizer, grace, **kwargs)
+    return _torch_state()(model, optimizer, grace, folder, **kwargs)
 
 
-def KerasState(model: Any, optimizer: Any = None, grace: Grace | None = None, **kwargs: Any) -> Any:
+def KerasState(
+    model: Any, optimizer: Any = None, grace: Grace | None = None, folder: Folder = None, **kwargs: Any
+) -> Any:
     """As horovod.tensorflow.elastic.TensorFlowKerasState, for Keras 3 and with a Grace in it.
 
     ``model``: built. ``optimizer``: by default that which the model was compiled with. ``grace``: by default that of
-    the optimizer, if it is distributed. ``kwargs``: plain objects by name. A tf.function of your own that averages
-    gradients has to be made inside the function that `run` wraps: a graph is for one number of workers.
+    the optimizer, if it is distributed. ``folder``: as of `TorchState`. ``kwargs``: plain objects by name. A
+    tf.function of your own that averages gradients has to be made inside the function that `run` wraps: a graph is for
+    one number of workers, and raises InvalidArgumentError where there are others.
     """
-    return _keras_state()(model, optimizer, grace, **kwargs)
+    return _keras_state()(model, optimizer, grace, folder, **kwargs)
 
 
 def run(train: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,14 +83,15 @@ def run(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plainly(train: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
-    # TensorFlow makes errors of its own of Horovod's.
+    # TensorFlow makes errors of its own of Horovod's. Others are the user's: to begin again would not end.
     from horovod.common.exceptions import HorovodInternalError
 
     try:
         return train(state, *args, **kwargs)
     except Exception as error:
         tf = sys.modules.get("tensorflow")
-        if tf is None or not isinstance(error, tf.errors.OpError) or "orovod" not in str(error):
+        lost = () if tf is None else (tf.errors.UnknownError, tf.errors.AbortedError)
+        if not isinstance(error, lost) or "Horovod" not in str(error):
             raise
         raise HorovodInternalError(error) from error
 
@@ -90,7 +101,7 @@ class _Carrying:
 
     toolkit = ""
 
-    def carry(self, grace: Grace | None, optimizer: Any) -> None:
+    def carry(self, grace: Grace | None, optimizer: Any, folder: Folder) -> None:
         """Take a Grace up, by default that of an optimizer."""
         if grace is None:
             held = getattr(optimizer, "_grace", None)
@@ -100,7 +111,7 @@ class _Carrying:
                 "the optimizer is not distributed by grace: wrap it in DistributedOptimizer first, or name the Grace, "
                 "as grace=grc"
             )
-        self.grace = grace
+        self.grace, self._folder = grace, folder
         self._commits = [grace.state_dict()]  # the last two: a worker may die while others commit
         self._restored = False  # what counts is the commit, not what the Grace holds now
         self._met = False  # this worker has been in step with others
@@ -108,6 +119,8 @@ class _Carrying:
     def save(self) -> None:
         super().save()  # type: ignore[misc]
         self._commits = [*self._commits[-1:], self.grace.state_dict()]
+        if self._folder is not None and self._met:
+            checkpoint.save(self.grace, self._folder)
 
     def restore(self) -> None:
         super().restore()  # type: ignore[misc]
@@ -151,22 +164,36 @@ class _Carrying:
                 "gives rank 0 to a worker that stayed as long as its host is up"
             )
         if not met and [place for _, place, _ in told] == [[rank, len(told)] for rank in range(len(told))]:
+            self._check_folder(newest["step"])
             self.grace.settle()  # a start: each has what it began with
             return
         step = told[0][2][-1]  # of worker 0's last commit, as the weights are
         counts = step in mine and (self._met or not met)
-        data = transport.xp.asarray(bytearray(checkpoint.to_bytes(mine[step]) if counts else b""), "uint8")
+        here = [place for known, place, has in told if step in has and (known or not met)]
+        sent = [mine[step]] if counts else []
+        if self._folder is not None:
+            sent += checkpoint.left_behind(self._folder, step, [rank for rank, _ in here], told[0][1][1])
+        data = transport.xp.asarray(bytearray(checkpoint.to_bytes({"states": sent})), "uint8")
         (received,) = transport.start([Gather((data,), ragged=True)], "states")()
-        bodies = [transport.xp.to_numpy(each).tobytes() for (each,) in received]
-        states = [checkpoint.from_bytes(body) for body in bodies if body]
+        bodies = [checkpoint.from_bytes(transport.xp.to_numpy(body).tobytes()) for (body,) in received]
+        states = list({state["rank"]: state for body in bodies for state in body["states"]}.values())
         self.grace.reset("horovod", states)
         self.grace.settle()
         before = states[0]["world_size"]
         if len(states) < before and transport.rank == 0:
             warnings.warn(
                 f"{before - len(states)} of {before} workers are gone, and with them what they had not sent of their "
-                f"gradients; {transport.size} go on from step {step}",
+                f"gradients; {transport.size} go on from step {step}. With folder=... only what they had not committed "
+                "is lost",
                 stacklevel=2,
+            )
+
+    def _check_folder(self, step: int) -> None:
+        later = [each for each in checkpoint.numbers(self._folder) if each > step] if self._folder is not None else []
+        if later:
+            raise ValueError(
+                f"{self._folder} has commits of steps {later}, and this job begins at {step}: what another job left "
+                "must not be taken for what a worker had. Give each job a folder of its own"
             )
 
 
@@ -185,12 +212,12 @@ def _torch_state() -> Any:
     class TorchState(_Carrying, Base):
         toolkit = "torch"
 
-        def __init__(self, model: Any, optimizer: Any, grace: Grace | None, **kwargs: Any):
+        def __init__(self, model: Any, optimizer: Any, grace: Grace | None, folder: Folder, **kwargs: Any):
             super().__init__(model=model, optimizer=optimizer, **kwargs)
             for name, handler in self._handlers.items():
                 if isinstance(handler.value, torch.optim.Optimizer):
                     self._handlers[name] = Optimizer(handler.value)
-            self.carry(grace, optimizer)
+            self.carry(grace, optimizer, folder)
 
         def reset(self) -> None:
             super().reset()
@@ -212,7 +239,7 @@ def _keras_state() -> Any:
     class KerasState(_Carrying, ObjectState):
         toolkit = "tensorflow"
 
-        def __init__(self, model: Any, optimizer: Any, grace: Grace | None, **kwargs: Any):
+        def __init__(self, model: Any, optimizer: Any, grace: Grace | None, folder: Folder, **kwargs: Any):
             self.model = model
             self.optimizer = model.optimizer if optimizer is None else optimizer
             if not model.built:
@@ -220,7 +247,7 @@ def _keras_state() -> Any:
             if not self.optimizer.built:
                 self.optimizer.build(model.trainable_variables)
             super().__init__(bcast_object=broadcast_object, get_rank=rank, **kwargs)
-            self.carry(grace, self.optimizer)
+            self.carry(grace, self.optimizer, folder)
             build(self.grace, model.trainable_variables)
             self.save()
 

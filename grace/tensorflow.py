@@ -63,6 +63,8 @@ def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequenc
     with tf.init_scope():  # state must outlive the graph that is being traced
         grace.build({name: variable for name, (variable, _) in handed.items()})
         grace.settle()
+    if not eager and grace.transport.elastic:
+        _check_workers(grace.world_size)
     means = grace.step({name: gradient for name, (_, gradient) in handed.items()})
     return [means.get(name) for name in names]
 
@@ -262,6 +264,18 @@ class GossipCallback(keras.callbacks.Callback):
 def _transport(grace: Grace | None) -> Transport:
     transport = get_transport() if grace is None else grace.transport
     return transport.bind(get_backend("tensorflow")) if getattr(transport, "xp", None) is None else transport
+
+
+def _check_workers(number: int) -> None:
+    # A graph that is run by other workers than it was made for would leave some of them out, and say nothing.
+    from horovod.tensorflow import size_op
+
+    tf.debugging.assert_equal(
+        size_op(),
+        number,
+        f"this graph averages over {number} workers, and now there are others: make the tf.function inside the "
+        "function that grace.elastic.run wraps",
+    )
 
 
 def _names(variables: Sequence[Any]) -> list[str]:

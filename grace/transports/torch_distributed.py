@@ -58,7 +58,7 @@ class TorchDistributedTransport(MessageTransport):
         # gloo's own limit follows: a worker that gives up could not end before gloo does, after half an hour.
         self._timeout = seconds
         group = dist.group.WORLD if self._group is None else self._group
-        if "gloo" in dist.get_backend_config(group):
+        if "cpu:gloo" in dist.get_backend_config(group):
             backend = group._get_backend(torch.device("cpu"))
             if hasattr(backend, "_set_default_timeout"):
                 backend._set_default_timeout(_delta(seconds))

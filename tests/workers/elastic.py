@@ -29,7 +29,8 @@ summary = example.digits.summary
 def made(*args, **kwargs):
     # From now on the others wait longer for a worker that starts: this machine may be busy.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "60"
-    states.append(original(*args, **kwargs))
+    folder = {"folder": Path(out, "commits")} if toolkit == "torch" else {}
+    states.append(original(*args, **folder, **kwargs))
     return states[-1]
 
 
@@ -50,11 +51,34 @@ def weights(state):
     return np.concatenate([np.ravel(v.numpy()) for v in state.model.variables])
 
 
-found = {}
+followed = []
+reset = grace.Grace.reset
+
+
+def counted(self, transport, given):
+    followed.append((self.world_size, len(given)))
+    reset(self, transport, given)
+
+
+grace.Grace.reset = counted
+found = {"followed": followed}
 for name in ("interrupted", "in peace"):
     sys.argv = ["example", "--epochs", str(EPOCHS), "--json", str(Path(out, f"{name}.json"))]
     example.main()
     grc = states[-1].grace
     history = [(epoch["epoch"], epoch["workers"], epoch["accuracy"]) for epoch in states[-1].history]
     found[name] = (weights(states[-1]), history, grc.state_dict()["step"])
+if toolkit == "tensorflow":
+    # A graph that was made when there were three workers, run by four.
+    import tensorflow as tf
+
+    grc, variable = grace.grace_from_params({"compressor": "none"}), tf.Variable(tf.zeros(3))
+    grace.tensorflow.build(grc, [variable])
+    grc.settle()
+    grc.transport.size = 3
+    graph = tf.function(lambda: grace.tensorflow.average_gradients(grc, [tf.ones(3)], [variable]))
+    try:
+        graph()
+    except tf.errors.InvalidArgumentError as error:
+        found["stale"] = str(error)
 save(out, hvd.rank(), found)

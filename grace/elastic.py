@@ -41,8 +41,8 @@ def TorchState(
 
     ``grace``: by default that of the optimizer, if it is distributed. ``folder``: where every commit is written too, as
     by `grace.checkpoint.save`, so that what a worker had committed outlives it: a new one for each job, on a disk (or
-    /dev/shm) that another worker of the machine, or all, can see. All else is as Horovod has it: more models, optimizers and samplers by name,
-    and plain objects. Make it before `run`; nothing is sent to other workers.
+    /dev/shm) that another worker of the machine, or all, can see. All else is as Horovod has it: more models,
+    optimizers and samplers by name, and plain objects. Make it before `run`; nothing is sent to other workers.
     """
     return _torch_state()(model, optimizer, grace, folder, **kwargs)
 

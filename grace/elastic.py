@@ -153,33 +153,31 @@ class _Carrying:
         # All workers are here, those that stay with their state: each says what it has, then what counts is sent.
         transport: Any = get_transport("horovod").bind(get_backend(self.toolkit))
         transport.timeout = self.grace.options.timeout
-        mine = {state["step"]: state for state in self._commits}
-        steps, newest = sorted(mine), self._commits[-1]
-        place = [newest["rank"], newest["world_size"]]
-        told = [json.loads(text) for text in transport.exchange(json.dumps([self._met, place, steps]))]
-        met = any(here for here, _, _ in told)
+        places = [[state[key] for key in ("step", "world_size", "rank")] for state in self._commits]
+        told = [json.loads(text) for text in transport.exchange(json.dumps([self._met, places]))]
+        met = any(here for here, _ in told)
         if met and not told[0][0]:
             raise RuntimeError(
                 "worker 0 is new, so the weights are those that it began with: start again from a checkpoint. Horovod "
                 "gives rank 0 to a worker that stayed as long as its host is up"
             )
-        if not met and [place for _, place, _ in told] == [[rank, len(told)] for rank in range(len(told))]:
-            self._check_folder(newest["step"])
+        if not met and [has[-1][1:] for _, has in told] == [[len(told), rank] for rank in range(len(told))]:
+            self._check_folder(places[-1][0])
             self.grace.settle()  # a start: each has what it began with
             return
-        step = told[0][2][-1]  # of worker 0's last commit, as the weights are
-        counts = step in mine and (self._met or not met)
-        here = [place for known, place, has in told if step in has and (known or not met)]
-        sent = [mine[step]] if counts else []
+        counting = [has if known or not met else [] for known, has in told]  # what a new worker has is no part of it
+        step, before = _common(counting)
+        sent = [state for state in self._commits if (state["step"], state["world_size"]) == (step, before)][-1:]
+        sent = sent if counting[transport.rank] else []
         if self._folder is not None:
-            sent += checkpoint.left_behind(self._folder, step, [rank for rank, _ in here], told[0][1][1])
+            here = [rank for has in counting for when, world, rank in has if (when, world) == (step, before)]
+            sent += checkpoint.left_behind(self._folder, step, here, before)
         data = transport.xp.asarray(bytearray(checkpoint.to_bytes({"states": sent})), "uint8")
         (received,) = transport.start([Gather((data,), ragged=True)], "states")()
         bodies = [checkpoint.from_bytes(transport.xp.to_numpy(body).tobytes()) for (body,) in received]
         states = list({state["rank"]: state for body in bodies for state in body["states"]}.values())
         self.grace.reset("horovod", states)
         self.grace.settle()
-        before = states[0]["world_size"]
         if len(states) < before and transport.rank == 0:
             warnings.warn(
                 f"{before - len(states)} of {before} workers are gone, and with them what they had not sent of their "
@@ -195,6 +193,14 @@ class _Carrying:
                 f"{self._folder} has commits of steps {later}, and this job begins at {step}: what another job left "
                 "must not be taken for what a worker had. Give each job a folder of its own"
             )
+
+
+def _common(commits: list[list[list[int]]]) -> tuple[int, int]:
+    # Of every worker's commits as (step, number of workers, rank), step and number of those that count: worker 0's last
+    # step, as the weights are. If workers have just met again, some may not know yet: then what most of them have.
+    step = commits[0][-1][0]
+    worlds = [world for when, world, _ in commits[0] if when == step]
+    return step, max(worlds, key=lambda world: sum([step, world] in [each[:2] for each in has] for has in commits))
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import shutil
 import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -60,8 +59,8 @@ def save(grace: Grace, folder: str | os.PathLike[str], keep: int = 2) -> Path:
         mine = [each for each in _folders(folder) if (each / path.name).exists()]
         for old in mine[:-keep]:
             (old / path.name).unlink(missing_ok=True)
-            if not any(old.iterdir()):
-                shutil.rmtree(old, ignore_errors=True)  # another worker may have done so
+            with suppress(OSError):  # others' files are there still, or another worker has done so
+                old.rmdir()
     return path
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -339,6 +340,23 @@ def test_older_files_go_but_a_whole_checkpoint_stays(tmp_path):
     checkpoint.save(graces[0], tmp_path, keep=0)
     with pytest.raises(ValueError, match=r"must be 0 .* or at least 2"):
         checkpoint.save(graces[0], tmp_path, keep=1)
+
+
+def test_several_workers_may_remove_an_old_folder_at_once(tmp_path, monkeypatch):
+    (grace,) = made(METHODS["topk"], 1)
+    unlink = Path.unlink
+
+    def another_was_quicker(path, missing_ok=False):
+        unlink(path, missing_ok)
+        if path.suffix == ".grace":
+            path.parent.rmdir()
+
+    monkeypatch.setattr(Path, "unlink", another_was_quicker)
+    for step in range(4):
+        train([grace], 1, step)
+        checkpoint.save(grace, tmp_path)
+    assert checkpoint.steps(tmp_path) == [3, 4]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_what_is_missing_is_named(tmp_path):

@@ -1,13 +1,18 @@
 """Workers that differ, are slow, stop, raise, die and join: training goes on, or ends everywhere with a message."""
 
+import os
 import pickle
 import re
+import shutil
+import subprocess
+import sys
 import time
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from launch import TESTS, elastic, launcher, run
+from launch import end as stop
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -60,6 +65,59 @@ def test_a_worker_that_raises_takes_the_others_down_with_its_message(faults):
     _, _, printed, seconds = faults
     assert "ArithmeticError: a compressor that fails" in printed
     assert seconds < 30
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="hosts of one machine need root and iproute2")
+def test_a_link_that_is_cut_for_10_seconds_changes_nothing(tmp_path):
+    hosts = [f"grace{os.getpid()}{letter}" for letter in "ab"]
+
+    def ip(*arguments):
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "10.99.0.1",
+        "MASTER_PORT": "29600",
+        "WORLD_SIZE": "2",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+    workers = []
+    try:
+        for host in hosts:
+            ip("netns", "add", host)
+        ip("link", "add", "eth0", "netns", hosts[0], "type", "veth", "peer", "name", "eth0", "netns", hosts[1])
+        for number, host in enumerate(hosts):
+            ip("-n", host, "addr", "add", f"10.99.0.{number + 1}/24", "dev", "eth0")
+            ip("-n", host, "link", "set", "lo", "up")
+            ip("-n", host, "link", "set", "eth0", "up")
+            command = ["ip", "netns", "exec", host, sys.executable, TESTS / "workers" / "cut.py", tmp_path]
+            with (tmp_path / f"{number}.log").open("w") as log:
+                mine = {**environment, "RANK": str(number)}
+                workers.append(subprocess.Popen(command, env=mine, stdout=log, stderr=subprocess.STDOUT))
+        end = time.monotonic() + 100
+        while not (tmp_path / "half-way-0").exists():
+            assert time.monotonic() < end, (tmp_path / "0.log").read_text()
+            time.sleep(0.05)
+        time.sleep(0.3)
+        ip("-n", hosts[1], "link", "set", "eth0", "down")
+        time.sleep(10)
+        ip("-n", hosts[1], "link", "set", "eth0", "up")
+        for number, worker in enumerate(workers):
+            assert worker.wait(60) == 0, (tmp_path / f"{number}.log").read_text()
+    finally:
+        for worker in workers:
+            stop(worker)
+        for host in hosts:
+            subprocess.run(["ip", "netns", "del", host], check=False, capture_output=True)
+    found = load(tmp_path, 2)
+    for worker in found:
+        weights, longest = worker["cut"]
+        assert longest > 9
+        assert worker["in peace"][1] < 5
+        assert np.array_equal(weights, worker["in peace"][0])
+        assert np.array_equal(weights, found[0]["cut"][0])
 
 
 # -- workers that die and are started again ----------------------------------------------------------------------------

@@ -29,7 +29,7 @@ summary = example.digits.summary
 def made(*args, **kwargs):
     # From now on the others wait longer for a worker that starts: this machine may be busy.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "60"
-    folder = {"folder": Path(out, "commits")} if toolkit == "torch" else {}
+    folder = {"folder": Path(out, "commits")} if toolkit == "torch" and not states else {}
     states.append(original(*args, **folder, **kwargs))
     return states[-1]
 

@@ -184,6 +184,15 @@ def test_what_the_workers_have_that_are_left_is_kept(name, gone, size):
     assert {grace.state_dict()["step"] for grace in after} == {6}
 
 
+def test_a_worker_that_alone_is_left_shares_with_a_new_one():
+    graces = made(METHODS["topk"], 2)
+    train(graces, 3)
+    old = sums(graces[:1])
+    new = sums(reset("topk", graces, 2, (1,)))  # its rank and their number are what they were
+    for key in old:
+        np.testing.assert_allclose(new[key], old[key], atol=1e-5)
+
+
 def rule_of(grace, key):
     _, part, field = parsed(key)
     return getattr(grace.method, part).resize.get(field)

@@ -824,7 +824,10 @@ class Grace:
 
     def _whose(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         # The state that this worker takes over where arrays have no rule.
-        return states[self.rank % len(states)]
+        state = states[self.rank % len(states)]
+        if self.schedule is None or not state.get("policy") or state["rank"] == self.rank:
+            return state
+        return {**state, "policy": self.schedule.taken_over(state["policy"])}
 
     def check_state(self, *states: Mapping[str, Any], lost: bool = False) -> tuple[list[tuple[Any, Array]], int]:
         """What `load_state_dict` would set, each cell with its new array, and the step; raises as that does."""

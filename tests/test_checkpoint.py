@@ -193,6 +193,20 @@ def test_a_worker_that_alone_is_left_shares_with_a_new_one():
         np.testing.assert_allclose(new[key], old[key], atol=1e-5)
 
 
+def test_a_new_worker_takes_the_policy_over_but_not_worker_0s_sums():
+    params = {"compressor": "topk", "policy": "accordion", "k_low": 0.1, "k_high": 0.01}
+    graces = made(params, 2)
+    train(graces, 3)
+    states, world = [grace.state_dict() for grace in graces], World(3)
+    assert [bool(state["policy"]["sums"]) for state in states] == [True, False]
+    graces.append(made(params, 3)[2])
+    for rank, grace in enumerate(graces):
+        grace.reset(LocalTransport(world, rank), states)
+    after = [grace.state_dict()["policy"] for grace in graces]
+    assert [bool(policy["sums"]) for policy in after] == [True, False, False]
+    assert all(policy["levels"] == states[0]["policy"]["levels"] for policy in after)
+
+
 def rule_of(grace, key):
     _, part, field = parsed(key)
     return getattr(grace.method, part).resize.get(field)

@@ -34,6 +34,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # `grace.torch` and `grace.tensorflow` import their toolkit when they are first used.
-    if name in ("torch", "tensorflow", "checkpoint"):
+    if name in ("torch", "tensorflow", "checkpoint", "elastic"):
         return importlib.import_module(f"grace.{name}")
     raise AttributeError(f"module 'grace' has no attribute {name!r}")

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tokenize import TokenError
@@ -97,6 +97,23 @@ def load(grace: Grace, folder: str | os.PathLike[str], step: int | None = None) 
 def steps(folder: str | os.PathLike[str]) -> list[int]:
     """The steps of which ``folder`` has the files of all workers, ascending."""
     return [number for number, here in _numbered(folder) if _whole(here)]
+
+
+def numbers(folder: str | os.PathLike[str]) -> list[int]:
+    """The steps of which ``folder`` has files, of all workers or of some, ascending."""
+    return [number for number, _ in _numbered(folder)]
+
+
+def left_behind(
+    folder: str | os.PathLike[str], step: int, here: Sequence[int], world_size: int
+) -> list[dict[str, Any]]:
+    """What `save` wrote at a step for those of ``world_size`` workers that are not ``here``, where it is whole."""
+    found = []
+    for rank in set(range(world_size)) - set(here):
+        path = Path(folder) / f"step-{step:09}" / _name(rank, world_size)
+        with suppress(OSError, ValueError):
+            found.append(_read_file(path, step))
+    return found
 
 
 def to_bytes(state: Mapping[str, Any]) -> bytes:

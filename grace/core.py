@@ -65,6 +65,9 @@ class Resize(Enum):
     """Every worker gets the mean."""
     OWN = "own"
     """A worker's own affair: each takes one of the old workers' over, as they come."""
+    TRACKED = "tracked"
+    """All workers keep the mean of it as "mean", beside it: every worker goes on from that. So the two stay true to
+    each other, also where what a worker had is lost."""
 
 
 @dataclass(frozen=True)
@@ -397,6 +400,8 @@ class Transport(ABC):
     """Messages may go to one worker alone, to which the others give without getting."""
     timeout: float = 600.0
     """Seconds after which a wait for other workers raises TimeoutError, where the library lets us look."""
+    elastic: bool = False
+    """Workers may join others that train already: nothing is said to them before `grace.Grace.settle`."""
 
     @property
     def node_size(self) -> int:

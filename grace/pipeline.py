@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,6 +25,7 @@ from grace.record import Recorder
 from grace.report import Report, TensorReport, leveled
 from grace.state import check_form, check_kind, complete, parsed, resized
 from grace.trace import Trace
+from grace.transports import get_transport
 
 FORMAT = 2  # of state_dict
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -118,6 +120,7 @@ class Grace:
             parts = (each.compressor, each.memory, fitted)
             self._ways.append(Way(each, fitted, [name_of(part) for part in parts] == ["none", "none", "allreduce"]))
         self.method, self.communicator, self.options = method, self._ways[0].communicator, options
+        self._unfitted = communicator
         self.transport = transport
         self.track_missing = False
         """Some gradient may be absent on some workers (None): costs 4 bytes per tensor and step."""
@@ -136,7 +139,9 @@ class Grace:
         self._skipped = 0
         self._recorder = Recorder(options.record, options.record_every) if options.record and self.rank == 0 else None
         self._first_step = 0  # from which on the report counts
-        self._waiting: tuple[Mapping[str, Any], ...] = ()  # a checkpoint that came before the tensors
+        self._unsettled: dict[str, Tensor] = {}  # not compared with the other workers' yet
+        self._prepared = False
+        self._waiting: Callable[[], None] | None = None  # a checkpoint that came before the tensors
         self._clear()
 
     def _clear(self) -> None:
@@ -181,18 +186,14 @@ class Grace:
         """Lay out tensors and make all their state. ``named_tensors``: parameters or gradients; only shapes count.
 
         Called again, it adds what is new. Raises on every worker, naming the difference, when the workers' tensors or
-        settings differ.
+        settings differ; where workers come while others train (Horovod's elastic launches), `settle` does so instead.
         """
         named = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
         new: dict[str, Tensor] = {}
         for name, array in named:
             xp = backend_of(array)
             if self._xp is None:
-                self._xp = xp
-                self.transport = self.transport.bind(xp)
-                self.transport.timeout = self.options.timeout
-                for way in self._ways:
-                    way.communicator.prepare(self.transport)
+                self._bind(xp)
             elif xp is not self._xp:
                 raise ValueError(
                     f"{name!r} lies on another toolkit or device than the tensors before it: use a second Grace"
@@ -212,10 +213,39 @@ class Grace:
                 raise ValueError(f"two tensors are named {name!r}: names must be unique, and shapes must not change")
             if name not in self._tensors:
                 new[name] = tensor
-        if not new:
-            return
+        if new:
+            self._lay(new)
+
+    def _bind(self, xp: Backend) -> None:
+        self._xp = xp
+        self.transport = self.transport.bind(xp)
+        self.transport.timeout = self.options.timeout
+        if not self.transport.elastic:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        for way in self._ways:
+            way.communicator.prepare(self.transport)
+        self._prepared = True
+
+    def settle(self) -> None:
+        """Compare with the other workers what was built without them, and make the groups of workers.
+
+        Needed where workers come while others train: `build` says nothing to them then. Done before a first gradient
+        leaves; `grace.elastic` does it when all workers meet. In a graph call it before. Raises as `build` does.
+        """
+        if not self._prepared and self._xp is not None:
+            self._prepare()
+        if self._unsettled:
+            self._agree(self._unsettled.values())
+            self._unsettled = {}
+
+    def _lay(self, new: Mapping[str, Tensor]) -> None:
         xp = self.xp
-        self._agree(new.values())
+        if self.transport.elastic:
+            self._unsettled.update(new)
+        else:
+            self._agree(new.values())
         self._tensors.update(new)
 
         def refusal(ctx: Context) -> str:
@@ -240,8 +270,8 @@ class Grace:
             units = [unit for bucket in buckets for unit in bucket.units if not unit.dense]
             self.schedule.extend({unit.name: math.prod(unit.shape) for unit in units}, xp, self.rank)
         self._meter.extend([unit.name for bucket in buckets for unit in bucket.units])
-        if self._waiting:
-            self.load_state_dict(*self._waiting)
+        if self._waiting is not None:
+            self._waiting()
         if self._recorder is not None and not self._recorder.begun:
             self._begin_record()
 
@@ -301,6 +331,27 @@ class Grace:
             self._cells[unit.name] = kept[unit]
         if self._recorder is not None and self._recorder.begun:
             self._begin_record()
+
+    def reset(self, transport: str | Transport | None = None, states: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Go on over another transport, with other workers; a step that was begun is dropped, `report` begins anew.
+
+        ``transport``: as of `grace_from_params`. ``states``: the `state_dict` of every worker that was there before and
+        is left, the same on all workers; arrays follow their rules (`grace.core.Resize`), and what those held that are
+        gone is lost. Without states this worker keeps its own, and its place. Every worker must make this call, also
+        one that has just come. Raises as `build` and `load_state_dict` do, and then nothing has changed here.
+        """
+        own = () if states else (self.state_dict(),)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it was said when this was made
+            new = Grace(self.method, self._unfitted, get_transport(transport), self.options, self._policy)
+        for key in ("learning_rate", "track_missing", "_notes", "trace"):
+            setattr(new, key, getattr(self, key))
+        if self._xp is not None:
+            new._bind(self._xp)
+            new._lay(self._tensors)
+        new.load_state_dict(*(states or own), lost=bool(states))
+        new._first_step = 0 if new._step is None else int(new._step.read())
+        vars(self).update(vars(new))
 
     def _agree(self, tensors: Iterable[Tensor]) -> None:
         from grace import __version__
@@ -443,6 +494,8 @@ class Grace:
         return self._means.pop(name)
 
     def _hand_in(self, name: str, gradient: Array | None, spent: bool) -> None:
+        if self._unsettled:
+            self.settle()
         tensor = self._tensors.get(name)
         if tensor is None:
             raise KeyError(
@@ -765,23 +818,24 @@ class Grace:
             return array.detach().cpu().clone()
         return self.xp.to_numpy(array).copy()
 
-    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
+    def load_state_dict(self, *states: Mapping[str, Any], lost: bool = False) -> None:
         """Continue from a `state_dict`: this worker's own, or, where the number of workers has changed, those of all
-        workers of the run before, on every worker. Then every array follows its rule (`grace.core.Resize`).
+        workers of the run before, on every worker. Then every array follows its rule (`grace.core.Resize`). ``lost``:
+        some of those workers' may be missing, and with them what those workers held.
 
         Before `build` they are kept until the tensors are known. With a policy every worker must make this call: they
         compare their levels. Raises ValueError, and changes nothing, when a state is another worker's, of another
         format, method or policy, or when names or shapes differ from the model's.
         """
-        new, step = self.check_state(*states)
+        new, step = self.check_state(*states, lost=lost)
         if self._xp is None:
-            self._waiting = states
+            self._waiting = partial(self.load_state_dict, *states, lost=lost)
             return
         for cell, array in new:
             cell.assign(array)
         self._first_step += step - int(self._step.read())  # the report counts what this object did
         self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
-        self._waiting = ()
+        self._waiting = None
         if self._recorder is not None and self._recorder.begun:
             self._begin_record()
         if self.schedule is not None:
@@ -792,15 +846,19 @@ class Grace:
 
     def _whose(self, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         # The state that this worker takes over where arrays have no rule.
-        return states[self.rank % len(states)]
+        state = states[self.rank % len(states)]
+        if self.schedule is None or not state.get("policy") or state["rank"] == self.rank:
+            return state
+        return {**state, "policy": self.schedule.taken_over(state["policy"])}
 
-    def check_state(self, *states: Mapping[str, Any]) -> tuple[list[tuple[Any, Array]], int]:
+    def check_state(self, *states: Mapping[str, Any], lost: bool = False) -> tuple[list[tuple[Any, Array]], int]:
         """What `load_state_dict` would set, each cell with its new array, and the step; raises as that does."""
         for state in states:
             self._check_form(state)
         whose = [(state["rank"], state["world_size"]) for state in states]
-        if whose != [(self.rank, self.world_size)]:
-            if len(states) == 1 and whose[0][1] != 1:
+        moved = lost or whose != [(self.rank, self.world_size)]
+        if moved:
+            if len(states) == 1 and whose[0][1] != 1 and not lost:
                 raise ValueError(
                     f"this is the state of worker {whose[0][0]} of {whose[0][1]}, but this is worker {self.rank} of "
                     f"{self.world_size}: load each worker's own, or give the states of all {whose[0][1]} workers"
@@ -810,7 +868,7 @@ class Grace:
                     f"communicator {name_of(self.communicator)!r} cuts tensors into other rows for another number of "
                     f"workers: this is the state of {whose[0][1]}, so go on with as many"
                 )
-            states = tuple(complete(states))
+            states = tuple(complete(states, lost))
         step = states[0]["step"]
         if self._xp is None:
             return [], step
@@ -821,7 +879,7 @@ class Grace:
         mine = self._held(levels)
         for state in states:
             self._check_names(mine, state["tensors"])
-        if whose != [(self.rank, self.world_size)]:
+        if moved:
             units = {unit.name: unit for unit in self._unit_of.values()}
             fresh = {
                 name: {key: self._export(cell.read()) for key, cell in cells.items()} for name, cells in mine.items()

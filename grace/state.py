@@ -11,11 +11,16 @@ Points = Mapping[str, tuple[Method, Context]]
 Tensors = dict[str, dict[str, Any]]
 
 
-def complete(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """All workers' states of one run, in rank order. Raises ValueError for those that do not belong together."""
+def complete(states: Sequence[Mapping[str, Any]], lost: bool = False) -> list[Mapping[str, Any]]:
+    """All workers' states of one run, in rank order. Raises ValueError for those that do not belong together.
+
+    ``lost``: some of them may be missing.
+    """
     ordered = sorted(states, key=lambda state: state["rank"])
     ranks, first = [state["rank"] for state in ordered], ordered[0]
-    if ranks != list(range(len(ranks))) or len(ranks) != first["world_size"]:
+    count = first["world_size"]
+    whole = len(ranks) == count and ranks == list(range(len(ranks)))
+    if not whole and not (lost and len(set(ranks)) == len(ranks) and ranks[0] >= 0 and ranks[-1] < count):
         raise ValueError(
             f"these are the states of workers {ranks}, but the run had {first['world_size']}: give those of all of them"
         )
@@ -67,6 +72,7 @@ def resized(
 ) -> Tensors:
     """What worker ``rank`` of ``size`` goes on with, from the states of all workers of a run with another number.
 
+    ``states`` of workers that are gone may be missing; what was theirs is lost then.
     ``fresh``: its state as it was made, by unit and key. ``points``: a unit's points of compression on a worker. Each
     array follows the rule that its memory or compressor has for it (`grace.core.Resize`): what is summed is added up
     over the old workers, element by element of the tensor, and divided evenly among the new ones that hold the element.
@@ -92,6 +98,8 @@ def _follow(
     point, part, field = parsed(key)
     method, ctx = points(unit, rank)[point]
     rule = getattr(method, part).resize.get(field, Resize.SAME)
+    if rule is Resize.TRACKED:
+        return _follow(states, unit, key.removesuffix(field) + "mean", value, points, rank, size)
     start, stop = ctx.offset, ctx.offset + ctx.size
     old = [(state["points"][unit].get(point), state["tensors"].get(unit, {}).get(key)) for state in states]
     held = [(place, array) for place, array in old if place is not None and array is not None]

@@ -29,9 +29,16 @@ __all__ = [
     "RecordCallback",
     "average_gradients",
     "broadcast_variables",
+    "build",
     "gossip_variables",
     "release",
 ]
+
+
+def build(grace: Grace, variables: Iterable[Any]) -> None:
+    """Make all state of these variables now instead of with their first gradients. Eagerly."""
+    variables = [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
+    grace.build(dict(zip(_names(variables), variables, strict=True)))
 
 
 @tf.autograph.experimental.do_not_convert  # its loops run once, while the graph is made
@@ -56,6 +63,9 @@ def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequenc
     grace.track_missing = grace.track_missing or eager
     with tf.init_scope():  # state must outlive the graph that is being traced
         grace.build({name: variable for name, (variable, _) in handed.items()})
+        grace.settle()
+    if not eager and grace.transport.elastic:
+        _check_workers(grace.world_size)
     means = grace.step({name: gradient for name, (_, gradient) in handed.items()})
     if eager:
         grace.tune()
@@ -286,6 +296,18 @@ def _grace_of(callback: Any) -> Grace:
 def _transport(grace: Grace | None) -> Transport:
     transport = get_transport() if grace is None else grace.transport
     return transport.bind(get_backend("tensorflow")) if getattr(transport, "xp", None) is None else transport
+
+
+def _check_workers(number: int) -> None:
+    # A graph that is run by other workers than it was made for would leave some of them out, and say nothing.
+    from horovod.tensorflow import size_op
+
+    tf.debugging.assert_equal(
+        size_op(),
+        number,
+        f"this graph averages over {number} workers, and now there are others: make the tf.function inside the "
+        "function that grace.elastic.run wraps",
+    )
 
 
 def _names(variables: Sequence[Any]) -> list[str]:

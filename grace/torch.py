@@ -160,6 +160,12 @@ class _Driver:
         for hook in self._hooks:
             hook.remove()
 
+    def reset(self) -> None:
+        """Forget the pass and the gradients that were under way when the workers changed."""
+        self._passes, self._task, self._nested, self._synced, self._versions = 0, -1, -1, False, {}
+        for p in self._parameters.values():
+            p.grad = None
+
     def _on_gradient(self, p: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if task not in (self._task, self._nested):

@@ -6,6 +6,8 @@ import os
 import pickle
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,21 @@ def launcher(name: str, size: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
 
 
-def run(*command: Any, log: Path, timeout: float = 240) -> str:
-    """Run a command to its end and return what it printed; fails with that when it fails or takes too long."""
+def run(
+    *command: Any,
+    log: Path,
+    timeout: float = 240,
+    meanwhile: Callable[[subprocess.Popen[bytes]], None] = lambda process: None,
+    fails: bool = False,
+    **environment: str,
+) -> str:
+    """Run a command to its end and return what it printed; fails with that when it fails or takes too long.
+
+    ``meanwhile`` is called once the command has begun. ``fails``: it has to fail. ``environment``: further variables.
+    """
     environment = {
         **os.environ,
+        **environment,
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -42,6 +55,7 @@ def run(*command: Any, log: Path, timeout: float = 240) -> str:
         )
         late = False
         try:
+            meanwhile(process)
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             late = True
@@ -49,7 +63,7 @@ def run(*command: Any, log: Path, timeout: float = 240) -> str:
             end(process)
     printed = log.read_text()
     assert not late, f"{command} took longer than {timeout} seconds:\n{printed[-5000:]}"
-    assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{printed[-5000:]}"
+    assert (process.returncode != 0) == fails, f"{command} ended with {process.returncode}:\n{printed[-5000:]}"
     return printed
 
 
@@ -69,6 +83,36 @@ def launch(name: str, size: int, script: str, out: Path, *args: str, timeout: fl
     """Run tests/workers/<script> on ``size`` workers; what each of them saved, in rank order."""
     run(*launcher(name, size), TESTS / "workers" / script, out, *args, log=out / "output.txt", timeout=timeout)
     return [pickle.loads((out / f"{rank}.pickle").read_bytes()) for rank in range(size)]
+
+
+def elastic(*command: Any, log: Path, at: str, timeout: float = 240) -> str:
+    """Run a command on 4 elastic Horovod workers; one is killed once the log has ``at``, and another one comes later.
+
+    The one that dies, and its successor, are alone on their "host", so that the others stay.
+    """
+    hosts = log.with_name("hosts.sh")
+    hosts.write_text("#!/bin/sh\necho localhost:3\necho 127.0.0.1:1\n")
+    hosts.chmod(0o755)
+
+    def kill_one(launcher: subprocess.Popen[bytes]) -> None:
+        end = time.monotonic() + timeout
+        while at not in log.read_text():
+            assert launcher.poll() is None, f"{command} ended before {at!r}:\n{log.read_text()[-5000:]}"
+            assert time.monotonic() < end, f"{command} has not come to {at!r}:\n{log.read_text()[-5000:]}"
+            time.sleep(0.05)
+        (victim,) = [
+            process
+            for process in psutil.Process(launcher.pid).children(recursive=True)
+            if process.exe() == os.path.realpath(sys.executable)
+            and process.environ().get("HOROVOD_HOSTNAME") == "127.0.0.1"
+        ]
+        victim.kill()
+
+    flags = ["--min-np", "2", "--max-np", "4", "--network-interface", "lo", "--blacklist-cooldown-range", "2", "4"]
+    horovodrun, *rest = launcher("horovodrun", 4)
+    launch = [horovodrun, "--host-discovery-script", hosts, *flags, *rest]
+    limit = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}  # after which survivors notice a death
+    return run(*launch, *command, log=log, timeout=timeout, meanwhile=kill_one, **limit)
 
 
 def save(out: str, rank: int, found: Any) -> None:

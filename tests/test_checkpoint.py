@@ -4,6 +4,7 @@ import io
 import json
 import os
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -153,13 +154,137 @@ def test_nothing_is_lost_when_the_number_of_workers_changes(name, sizes, tmp_pat
         assert np.isfinite(mean).all()
 
 
-def test_trackers_of_the_mean_stay_true(tmp_path):
-    graces = made(METHODS["ef21"], 3)
+def reset(name, graces, size, gone):
+    """Graces of a world of another size: those of the old one that are not gone, then new ones."""
+    left = [grace for grace in graces if grace.rank not in gone]
+    states, world = [grace.state_dict() for grace in left], World(size)
+    left = [*left[:size], *made(METHODS[name], size)[len(left) :]]
+    for rank, grace in enumerate(left):
+        grace.reset(LocalTransport(world, rank), states)
+    return left
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("gone, size", [((1,), 3), ((0, 3), 4), ((), 4), ((2,), 4)], ids=str)
+def test_what_the_workers_have_that_are_left_is_kept(name, gone, size):
+    graces = made(METHODS[name], 4)
+    if name == "machines" and size % 2:
+        with pytest.raises(ValueError, match="machines of equal size"):
+            reset(name, graces, size, gone)
+        return
     train(graces, 4)
-    resized, _ = loaded(METHODS["ef21"], 2, saved(graces, tmp_path))
-    states = [grace.state_dict()["tensors"]["b"] for grace in resized]
-    estimate = np.mean([state["memory/estimate"] for state in states], 0)
-    np.testing.assert_allclose(estimate, states[0]["memory/mean"], atol=1e-5)
+    old = sums([grace for grace in graces if grace.rank not in gone])
+    tracked = {key for key in old if Resize.TRACKED is rule_of(graces[0], key[1])}
+    after = reset(name, graces, size, gone)
+    new = sums(after)
+    assert set(new) == set(old)
+    for key in old.keys() - tracked:
+        np.testing.assert_allclose(new[key], old[key], atol=1e-5 * max(1, np.abs(old[key]).max()), err_msg=str(key))
+    for mean in train(after, 2, 4):
+        assert np.isfinite(mean).all()
+    assert {grace.state_dict()["step"] for grace in after} == {6}
+
+
+def test_a_worker_that_alone_is_left_shares_with_a_new_one():
+    graces = made(METHODS["topk"], 2)
+    train(graces, 3)
+    old = sums(graces[:1])
+    new = sums(reset("topk", graces, 2, (1,)))  # its rank and their number are what they were
+    for key in old:
+        np.testing.assert_allclose(new[key], old[key], atol=1e-5)
+
+
+def test_a_new_worker_takes_the_policy_over_but_not_worker_0s_sums():
+    params = {"compressor": "topk", "policy": "accordion", "k_low": 0.1, "k_high": 0.01}
+    graces = made(params, 2)
+    train(graces, 3)
+    states, world = [grace.state_dict() for grace in graces], World(3)
+    assert [bool(state["policy"]["sums"]) for state in states] == [True, False]
+    graces.append(made(params, 3)[2])
+    for rank, grace in enumerate(graces):
+        grace.reset(LocalTransport(world, rank), states)
+    after = [grace.state_dict()["policy"] for grace in graces]
+    assert [bool(policy["sums"]) for policy in after] == [True, False, False]
+    assert all(policy["levels"] == states[0]["policy"]["levels"] for policy in after)
+
+
+def rule_of(grace, key):
+    _, part, field = parsed(key)
+    return getattr(grace.method, part).resize.get(field)
+
+
+@pytest.mark.parametrize("name", ["ef21", "diana"])
+@pytest.mark.parametrize("gone, size", [((), 2), ((1,), 2), ((0, 2), 4)], ids=str)
+def test_trackers_of_the_mean_stay_true(name, gone, size):
+    graces = made(METHODS[name], 3)
+    train(graces, 4)
+    track = {"ef21": "memory/estimate", "diana": "memory/shift"}[name]
+    for steps in range(3):  # at once, and as training goes on
+        if steps == 0:
+            graces = reset(name, graces, size, gone)
+        else:
+            train(graces, 1, 3 + steps)
+        states = [grace.state_dict()["tensors"]["b"] for grace in graces]
+        mean = np.mean([state[track] for state in states], 0)
+        assert np.abs(mean).max() > 0.01
+        np.testing.assert_allclose(mean, states[0]["memory/mean"], atol=1e-5)
+
+
+def test_a_reset_keeps_a_workers_own_state_and_drops_the_step_under_way():
+    straight, again = made(METHODS["topk"], 2), made(METHODS["topk"], 2)
+    for graces in (straight, again):
+        train(graces, 3)
+    world = World(2)
+    for rank, grace in enumerate(again):
+        grace.start("b", gradients(3, 2)[rank]["b"])
+        grace.reset(LocalTransport(world, rank))
+        assert grace.report().steps == 0
+        assert not grace.started
+    for one, other in zip(train(straight, 3, 3), train(again, 3, 3), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_a_reset_that_cannot_be_changes_nothing():
+    graces = made(METHODS["machines"], 4)
+    train(graces, 2)
+    states = [grace.state_dict() for grace in graces]
+    with pytest.raises(ValueError, match="machines of equal size"):
+        graces[0].reset(LocalTransport(World(3), 0), states)
+    with pytest.raises(ValueError, match=r"give the states of all 4 workers"):
+        graces[1].reset(LocalTransport(World(2), 1))
+    train(graces, 1, 2)
+    assert {grace.state_dict()["step"] for grace in graces} == {3}
+
+
+class Joining(LocalTransport):
+    """A transport over which workers may come later; tells what it exchanged."""
+
+    elastic = True
+
+    def __init__(self):
+        super().__init__(World(2))
+        self.told = []
+
+    def exchange(self, text):
+        self.told.append(text)
+        return [text, text.replace('"c"', '"d"') if len(self.told) > 1 else text]
+
+
+def test_where_workers_join_nothing_is_said_before_they_meet():
+    transport = Joining()
+    grace = grace_from_params({"compressor": "topk"}, transport)
+    grace.build({"a": np.zeros(3000, np.float32)})
+    grace.build({"b": np.zeros(3000, np.float32)})
+    assert not transport.told
+    grace.settle()
+    assert len(transport.told) == 1
+    assert '"a"' in transport.told[0]
+    assert '"b"' in transport.told[0]
+    grace.settle()
+    assert len(transport.told) == 1
+    grace.build({"c": np.zeros(3000, np.float32)})
+    with pytest.raises(ValueError, match=r"only worker 0 has \['c'\]"):
+        grace.start("c", np.zeros(3000, np.float32))
 
 
 @pytest.mark.filterwarnings("ignore:.*without error feedback")
@@ -178,7 +303,10 @@ def test_what_is_not_declared_is_the_same_on_all_workers():
         for unit, cells in one.items():
             for key, array in cells.items():
                 _, part, field = parsed(key)
-                if getattr(graces[0].method, part).resize.get(field, Resize.SAME) is Resize.SAME:
+                rules = getattr(graces[0].method, part).resize
+                if rules.get(field, Resize.SAME) is Resize.SAME or (field, Resize.TRACKED) in (
+                    ("mean", rule) for rule in rules.values()
+                ):
                     tried.add(key)
                     assert np.array_equal(array, two[unit][key]), f"{name}: {key} of {unit} differs between workers"
     assert {"compressor/q", "memory/mean", "memory/second"} <= tried
@@ -290,6 +418,23 @@ def test_what_a_killed_worker_had_begun_goes_with_the_rest(tmp_path):
             saved(graces, tmp_path)
     assert checkpoint.steps(tmp_path) == [3, 4]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000000003", "step-000000004"]
+
+
+def test_several_workers_may_remove_an_old_folder_at_once(tmp_path, monkeypatch):
+    (grace,) = made(METHODS["topk"], 1)
+    unlink = Path.unlink
+
+    def another_was_quicker(path, missing_ok=False):
+        unlink(path, missing_ok)
+        if path.suffix == ".grace":
+            path.parent.rmdir()
+
+    monkeypatch.setattr(Path, "unlink", another_was_quicker)
+    for step in range(4):
+        train([grace], 1, step)
+        checkpoint.save(grace, tmp_path)
+    assert checkpoint.steps(tmp_path) == [3, 4]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_what_is_missing_is_named(tmp_path):

@@ -41,6 +41,10 @@ def test_the_door_of_one_toolkit_leaves_the_others_shut():
     assert {"tensorflow", "keras", "horovod"} & loaded("import grace; grace.torch") == set()
 
 
+def test_elastic_states_import_their_toolkit_when_they_are_made():
+    assert loaded("import grace; grace.elastic.run") == set()
+
+
 def test_the_door_of_tensorflow_leaves_torch_shut():
     backend("tensorflow")
     assert {"torch", "horovod"} & loaded("import os, grace; grace.tensorflow") == set()

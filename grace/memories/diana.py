@@ -24,7 +24,7 @@ class Diana(Memory):
     """
 
     alpha: float = 0.0
-    resize: ClassVar[Mapping[str, Resize]] = {"shift": Resize.MEAN}
+    resize: ClassVar[Mapping[str, Resize]] = {"shift": Resize.TRACKED, "mean": Resize.MEAN}
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:

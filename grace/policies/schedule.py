@@ -266,6 +266,10 @@ class Schedule:
         sums = {name: cell.read() for name, cell in self._sums.items()} if self.watching else {}
         return {"settings": repr(self.policy), **json.loads(self.text()), "sums": sums}
 
+    def taken_over(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Another worker's state, without the sums that this one keeps not."""
+        return {**state, "sums": {name: array for name, array in state["sums"].items() if name in self._sums}}
+
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if `load_state_dict` could not continue from this state."""
         self._check_plain(state)

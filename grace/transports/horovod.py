@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import time
 from abc import abstractmethod
 from itertools import accumulate, pairwise
@@ -30,6 +31,7 @@ class HorovodTransport(Transport):
         self._process_set = process_set
         if process_set is not None and not process_set.included():
             raise ValueError("this worker is not in the process set that it was given")
+        self.elastic = elastic()
         self.rank = initialised[0].rank() if process_set is None else process_set.rank()
         self.size = initialised[0].size() if process_set is None else process_set.size()
 
@@ -54,6 +56,11 @@ class HorovodTransport(Transport):
         raise RuntimeError("bind the transport to a backend first: HorovodTransport().bind(xp)")
 
 
+def elastic() -> bool:
+    """Whether horovodrun started this job with a script that names its hosts."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
 POLL_SECONDS = 0.0005
 SETS: dict[tuple[int, ...], Any] = {}
 """Process sets that were made here, by their workers: Horovod refuses to make one twice."""
@@ -61,7 +68,7 @@ SETS: dict[tuple[int, ...], Any] = {}
 
 class _BoundHorovod(MessageTransport):
     def __init__(self, xp: Any, hvd: Any, process_set: Any, rank: int, size: int):
-        self.xp, self.rank, self.size = xp, rank, size
+        self.xp, self.rank, self.size, self.elastic = xp, rank, size, elastic()
         self._hvd, self._process_set = hvd, process_set
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 

@@ -20,12 +20,18 @@ POINT_TO_POINT = 2**20
 OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
+def _delta(seconds: float) -> timedelta:
+    return timedelta(seconds=min(seconds, 1e8))  # gloo knows no infinity
+
+
 class TorchDistributedTransport(MessageTransport):
     """Workers of a process group (``group`` None: of the default one).
 
     torch.distributed matches collectives by order, not by name. The scheduler keeps one order on all workers; your own
     collectives in the same group must not be called from another thread during a backward pass.
     """
+
+    _timeout = Transport.timeout
 
     def __init__(self, group: Any = None):
         if not dist.is_initialized():
@@ -42,6 +48,20 @@ class TorchDistributedTransport(MessageTransport):
             )
         self.xp = xp
         return self
+
+    @property
+    def timeout(self) -> float:
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        # gloo's own limit follows: a worker that gives up could not end before gloo does, after half an hour.
+        self._timeout = seconds
+        group = dist.group.WORLD if self._group is None else self._group
+        if "cpu:gloo" in dist.get_backend_config(group):
+            backend = group._get_backend(torch.device("cpu"))
+            if hasattr(backend, "_set_default_timeout"):
+                backend._set_default_timeout(_delta(seconds))
 
     @property
     def node_size(self) -> int:
@@ -86,7 +106,7 @@ class TorchDistributedTransport(MessageTransport):
             work.wait()  # a time limit would hold the host up; NCCL has a watchdog of its own
             return
         try:
-            work.wait(timedelta(seconds=min(self.timeout, 1e8)))  # it knows no infinity
+            work.wait(_delta(self.timeout))
         except RuntimeError as error:
             if "imed out" in str(error):
                 raise self.late(name) from error

@@ -1,0 +1,281 @@
+"""Horovod elastic: training goes on while workers come and go, and what they had not sent yet goes with it.
+
+    state = grace.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)    # or KerasState(model, epoch=0)
+
+    @grace.elastic.run
+    def train(state):
+        ...
+        state.commit()
+
+A state commits, restores and syncs what Horovod's own do, and all that a Grace keeps of its tensors. When the workers
+have changed, every array follows its rule (`grace.core.Resize`): residuals of the workers that are left are added up
+and divided among all. What is lost is what a worker held that is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from grace import checkpoint
+from grace.backends import get_backend
+from grace.collectives import Gather
+from grace.pipeline import Grace
+from grace.transports import get_transport
+
+__all__ = ["KerasState", "TorchState", "run"]
+
+Folder = str | os.PathLike[str] | None
+
+
+def TorchState(
+    model: Any = None, optimizer: Any = None, grace: Grace | None = None, folder: Folder = None, **kwargs: Any
+) -> Any:
+    """A horovod.torch.elastic.TorchState with a Grace in it.
+
+    ``grace``: by default that of the optimizer, if it is distributed. ``folder``: where every commit is written too, as
+    by `grace.checkpoint.save`, so that what a worker had committed outlives it: a new one for each job, on a disk (or
+    /dev/shm) that another worker of the machine, or all, can see. All else is as Horovod has it: more models,
+    optimizers and samplers by name, and plain objects. Make it before `run`; nothing is sent to other workers.
+    """
+    return _torch_state()(model, optimizer, grace, folder, **kwargs)
+
+
+def KerasState(
+    model: Any, optimizer: Any = None, grace: Grace | None = None, folder: Folder = None, **kwargs: Any
+) -> Any:
+    """As horovod.tensorflow.elastic.TensorFlowKerasState, for Keras 3 and with a Grace in it.
+
+    ``model``: built. ``optimizer``: by default that which the model was compiled with. ``grace``: by default that of
+    the optimizer, if it is distributed. ``folder``: as of `TorchState`. ``kwargs``: plain objects by name. A
+    tf.function of your own that averages gradients has to be made inside the function that `run` wraps: a graph is for
+    one number of workers, and raises InvalidArgumentError where there are others.
+    """
+    return _keras_state()(model, optimizer, grace, folder, **kwargs)
+
+
+def run(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Run ``train(state, ...)`` again from the last commit whenever workers were lost, or have come.
+
+    As horovod.torch.elastic.run and horovod.tensorflow.elastic.run, which miss some of the errors that TensorFlow makes
+    of a lost worker. ``state``: a `TorchState` or `KerasState`.
+    """
+
+    @functools.wraps(train)
+    def running(state: Any, *args: Any, **kwargs: Any) -> Any:
+        from horovod.common.elastic import run_fn
+
+        hvd = importlib.import_module(f"horovod.{state.toolkit}")
+
+        def begin_again() -> None:
+            hvd.shutdown()
+            hvd.init()
+
+        return run_fn(functools.partial(_plainly, train), begin_again)(state, *args, **kwargs)
+
+    return running
+
+
+def _plainly(train: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
+    # TensorFlow makes errors of its own of Horovod's. Others are the user's: to begin again would not end.
+    from horovod.common.exceptions import HorovodInternalError
+
+    try:
+        return train(state, *args, **kwargs)
+    except Exception as error:
+        tf = sys.modules.get("tensorflow")
+        lost = () if tf is None else (tf.errors.UnknownError, tf.errors.AbortedError)
+        if not isinstance(error, lost) or "Horovod" not in str(error):
+            raise
+        raise HorovodInternalError(error) from error
+
+
+class _Carrying:
+    """What a Grace adds to a state of Horovod's; comes before that among the bases."""
+
+    toolkit = ""
+
+    def carry(self, grace: Grace | None, optimizer: Any, folder: Folder) -> None:
+        """Take a Grace up, by default that of an optimizer."""
+        if grace is None:
+            held = getattr(optimizer, "_grace", None)
+            grace = held if isinstance(held, Grace) else getattr(held, "grace", None)
+        if grace is None:
+            raise ValueError(
+                "the optimizer is not distributed by grace: wrap it in DistributedOptimizer first, or name the Grace, "
+                "as grace=grc"
+            )
+        self.grace, self._folder = grace, folder
+        self._commits = [grace.state_dict()]  # the last two: a worker may die while others commit
+        self._restored = False  # what counts is the commit, not what the Grace holds now
+        self._met = False  # this worker has been in step with others
+
+    def save(self) -> None:
+        super().save()  # type: ignore[misc]
+        self._commits = [*self._commits[-1:], self.grace.state_dict()]
+        if self._folder is not None and self._met:
+            checkpoint.save(self.grace, self._folder)
+
+    def restore(self) -> None:
+        super().restore()  # type: ignore[misc]
+        self._restored = True
+
+    def reset(self) -> None:
+        from grace.transports.horovod import SETS
+
+        super().reset()  # type: ignore[misc]
+        SETS.clear()  # they went with the workers
+        if not self._restored:
+            self._commits = [self.grace.state_dict()]
+
+    def sync(self) -> None:
+        super().sync()  # type: ignore[misc]
+        self._follow()
+        self._restored, self._met = False, True
+        self.save()  # from here on, all together
+
+    def check_host_updates(self) -> None:
+        from horovod.common.exceptions import HostsUpdatedInterrupt
+
+        try:
+            super().check_host_updates()  # type: ignore[misc]
+        except HostsUpdatedInterrupt:
+            # Also where workers only go, those that stay have to meet.
+            raise HostsUpdatedInterrupt(skip_sync=False) from None
+
+    def _follow(self) -> None:
+        # All workers are here, those that stay with their state: each says what it has, then what counts is sent.
+        transport: Any = get_transport("horovod").bind(get_backend(self.toolkit))
+        transport.timeout = self.grace.options.timeout
+        places = [[state[key] for key in ("step", "world_size", "rank")] for state in self._commits]
+        told = [json.loads(text) for text in transport.exchange(json.dumps([self._met, places]))]
+        met = any(here for here, _ in told)
+        if met and not told[0][0]:
+            raise RuntimeError(
+                "worker 0 is new, so the weights are those that it began with: start again from a checkpoint. Horovod "
+                "gives rank 0 to a worker that stayed as long as its host is up"
+            )
+        if not met and [has[-1][1:] for _, has in told] == [[len(told), rank] for rank in range(len(told))]:
+            self._check_folder(places[-1][0])
+            self.grace.settle()  # a start: each has what it began with
+            return
+        counting = [has if known or not met else [] for known, has in told]  # what a new worker has is no part of it
+        step, before = _common(counting)
+        sent = [state for state in self._commits if (state["step"], state["world_size"]) == (step, before)][-1:]
+        sent = sent if counting[transport.rank] else []
+        if self._folder is not None:
+            here = [rank for has in counting for when, world, rank in has if (when, world) == (step, before)]
+            sent += checkpoint.left_behind(self._folder, step, here, before)
+        data = transport.xp.asarray(bytearray(checkpoint.to_bytes({"states": sent})), "uint8")
+        (received,) = transport.start([Gather((data,), ragged=True)], "states")()
+        bodies = [checkpoint.from_bytes(transport.xp.to_numpy(body).tobytes()) for (body,) in received]
+        states = list({state["rank"]: state for body in bodies for state in body["states"]}.values())
+        self.grace.reset("horovod", states)
+        self.grace.settle()
+        if len(states) < before and transport.rank == 0:
+            warnings.warn(
+                f"{before - len(states)} of {before} workers are gone, and with them what they had not sent of their "
+                f"gradients; {transport.size} go on from step {step}. With folder=... only what they had not committed "
+                "is lost",
+                stacklevel=2,
+            )
+
+    def _check_folder(self, step: int) -> None:
+        later = [each for each in checkpoint.numbers(self._folder) if each > step] if self._folder is not None else []
+        if later:
+            raise ValueError(
+                f"{self._folder} has commits of steps {later}, and this job begins at {step}: what another job left "
+                "must not be taken for what a worker had. Give each job a folder of its own"
+            )
+
+
+def _common(commits: list[list[list[int]]]) -> tuple[int, int]:
+    # Of every worker's commits as (step, number of workers, rank), step and number of those that count: worker 0's last
+    # step, as the weights are. If workers have just met again, some may not know yet: then what most of them have.
+    step = commits[0][-1][0]
+    worlds = [world for when, world, _ in commits[0] if when == step]
+    return step, max(worlds, key=lambda world: sum([step, world] in [each[:2] for each in has] for has in commits))
+
+
+@functools.cache
+def _torch_state() -> Any:
+    import torch
+    from horovod.torch.elastic import TorchState as Base
+    from horovod.torch.elastic.state import OptimizerStateHandler
+
+    from grace.torch import broadcast_optimizer_state
+
+    class Optimizer(OptimizerStateHandler):
+        def sync(self) -> None:
+            broadcast_optimizer_state(self.value)  # Horovod's steps an optimizer that has no state yet
+
+    class TorchState(_Carrying, Base):
+        toolkit = "torch"
+
+        def __init__(self, model: Any, optimizer: Any, grace: Grace | None, folder: Folder, **kwargs: Any):
+            super().__init__(model=model, optimizer=optimizer, **kwargs)
+            for name, handler in self._handlers.items():
+                if isinstance(handler.value, torch.optim.Optimizer):
+                    self._handlers[name] = Optimizer(handler.value)
+            self.carry(grace, optimizer, folder)
+
+        def reset(self) -> None:
+            super().reset()
+            for handler in self._handlers.values():
+                if hasattr(handler.value, "_grace"):
+                    handler.value._grace.reset()
+
+    return TorchState
+
+
+@functools.cache
+def _keras_state() -> Any:
+    from horovod.common.elastic import ObjectState
+    from horovod.tensorflow.functions import broadcast_object
+    from horovod.tensorflow.mpi_ops import rank
+
+    from grace.tensorflow import broadcast_variables, build
+
+    class KerasState(_Carrying, ObjectState):
+        toolkit = "tensorflow"
+
+        def __init__(self, model: Any, optimizer: Any, grace: Grace | None, folder: Folder, **kwargs: Any):
+            self.model = model
+            self.optimizer = model.optimizer if optimizer is None else optimizer
+            if not model.built:
+                raise ValueError("the model must be built first: give it an Input, or call it once")
+            if not self.optimizer.built:
+                self.optimizer.build(model.trainable_variables)
+            super().__init__(bcast_object=broadcast_object, get_rank=rank, **kwargs)
+            self.carry(grace, self.optimizer, folder)
+            build(self.grace, model.trainable_variables)
+            self.save()
+
+        @property
+        def _variables(self) -> list[Any]:
+            return [*self.model.variables, *self.optimizer.variables]
+
+        def save(self) -> None:
+            super().save()
+            self._values = [variable.numpy() for variable in self._variables]
+
+        def restore(self) -> None:
+            super().restore()
+            for variable, value in zip(self._variables, self._values, strict=True):
+                variable.assign(value)
+
+        def sync(self) -> None:
+            broadcast_variables(self._variables)
+            super().sync()
+
+        def reset(self) -> None:
+            super().reset()
+            self.model.train_function = None  # its graph is for the workers before
+
+    return KerasState

@@ -1,0 +1,172 @@
+"""Workers that differ, are slow, stop, raise, die and join: training goes on, or ends everywhere with a message."""
+
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from launch import TESTS, elastic, launcher, run
+from launch import end as stop
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+
+def load(out, size):
+    return [pickle.loads((out / f"{rank}.pickle").read_bytes()) for rank in range(size)]
+
+
+# -- workers that are together from beginning to end -------------------------------------------------------------------
+@pytest.fixture(scope="module", params=["horovod", "torch"])
+def faults(request, tmp_path_factory):
+    """What two workers found, what they printed, and how long after its last fault the job has ended."""
+    out, name = tmp_path_factory.mktemp("faults"), {"torch": "torchrun", "horovod": "horovodrun"}[request.param]
+    script = TESTS / "workers" / "faults.py"
+    printed = run(*launcher(name, 2), script, out, request.param, log=out / "log", timeout=120, fails=True)
+    ended = time.time()
+    return request.param, load(out, 2), printed, ended - float(re.search(r"raised at ([\d.]+)", printed)[1])
+
+
+def test_workers_that_differ_are_refused_with_the_difference(faults):
+    _, found, _, _ = faults
+    for worker in found:
+        assert "compress_ratio=0.1" in worker["other settings"]
+        assert "compress_ratio=0.2" in worker["other settings"]
+        assert "grace's version is 1.0 on the one and 1.1 on the other" in worker["other versions"]
+        assert "only worker 0 has ['a']" in worker["other parameters"]
+
+
+@pytest.mark.parametrize("fault, seconds", [("slow", 2), ("stopped", 10)])
+def test_a_slow_worker_is_waited_for_and_changes_nothing(faults, fault, seconds):
+    for worker in faults[1]:
+        weights, took = worker[fault]
+        assert took >= seconds
+        assert np.array_equal(weights, worker["undisturbed"])
+        assert np.array_equal(weights, faults[1][0]["undisturbed"])
+
+
+def test_who_waits_longer_than_the_timeout_raises_and_names_the_message(faults):
+    transport, found, _, _ = faults
+    kind, message, took = found[0]["late"]
+    assert kind == "TimeoutError"
+    assert re.search(r"worker 0 of 2 has waited 3 s for the others' 'grace\.bucket0\.\d.gather'", message)
+    assert 3 <= took < 6
+    if transport == "torch":  # the library gives up too: nobody waits half an hour to end
+        assert found[1]["late"][0] == "ConnectionError"
+        assert "worker 1 of 2 has lost another one at" in found[1]["late"][1]
+
+
+def test_a_worker_that_raises_takes_the_others_down_with_its_message(faults):
+    _, _, printed, seconds = faults
+    assert "ArithmeticError: a compressor that fails" in printed
+    assert seconds < 30
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="hosts of one machine need root and iproute2")
+def test_a_link_that_is_cut_for_10_seconds_changes_nothing(tmp_path):
+    hosts = [f"grace{os.getpid()}{letter}" for letter in "ab"]
+
+    def ip(*arguments):
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "10.99.0.1",
+        "MASTER_PORT": "29600",
+        "WORLD_SIZE": "2",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+    workers = []
+    try:
+        for host in hosts:
+            ip("netns", "add", host)
+        ip("link", "add", "eth0", "netns", hosts[0], "type", "veth", "peer", "name", "eth0", "netns", hosts[1])
+        for number, host in enumerate(hosts):
+            ip("-n", host, "addr", "add", f"10.99.0.{number + 1}/24", "dev", "eth0")
+            ip("-n", host, "link", "set", "lo", "up")
+            ip("-n", host, "link", "set", "eth0", "up")
+            command = ["ip", "netns", "exec", host, sys.executable, TESTS / "workers" / "cut.py", tmp_path]
+            with (tmp_path / f"{number}.log").open("w") as log:
+                mine = {**environment, "RANK": str(number)}
+                workers.append(subprocess.Popen(command, env=mine, stdout=log, stderr=subprocess.STDOUT))
+        end = time.monotonic() + 100
+        while not (tmp_path / "half-way-0").exists():
+            assert time.monotonic() < end, (tmp_path / "0.log").read_text()
+            time.sleep(0.05)
+        time.sleep(0.3)
+        ip("-n", hosts[1], "link", "set", "eth0", "down")
+        time.sleep(10)
+        ip("-n", hosts[1], "link", "set", "eth0", "up")
+        for number, worker in enumerate(workers):
+            assert worker.wait(60) == 0, (tmp_path / f"{number}.log").read_text()
+    finally:
+        for worker in workers:
+            stop(worker)
+        for host in hosts:
+            subprocess.run(["ip", "netns", "del", host], check=False, capture_output=True)
+    found = load(tmp_path, 2)
+    for worker in found:
+        weights, longest = worker["cut"]
+        assert longest > 9
+        assert worker["in peace"][1] < 5
+        assert np.array_equal(weights, worker["in peace"][0])
+        assert np.array_equal(weights, found[0]["cut"][0])
+
+
+# -- workers that die and are started again ----------------------------------------------------------------------------
+def test_torchrun_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
+    name, *rest = launcher("torchrun", 2)
+    command = [name, *rest[:2], "--max-restarts=1", *rest[2:], TESTS / "workers" / "restart.py", tmp_path]
+    # Otherwise those that begin again find the addresses of those that died (PyTorch's issue 135712).
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    printed = run(*command, log=tmp_path / "log", timeout=120, **environment)
+    assert "exitcode: -9" in printed
+    for worker in load(tmp_path, 2):
+        assert worker["first"] == 8  # it died in step 10
+        assert np.array_equal(worker["weights"], worker["uninterrupted"])
+
+
+# -- workers that die and come while the others go on ------------------------------------------------------------------
+@pytest.fixture(scope="module", params=["torch", "tensorflow"])
+def joined(request, tmp_path_factory):
+    """Toolkit, what four workers found at the end, and what was printed; one died and another one came."""
+    out = tmp_path_factory.mktemp("elastic")
+    printed = elastic(TESTS / "workers" / "elastic.py", out, request.param, log=out / "log", at="epoch 4:")
+    return request.param, load(out, 4), printed
+
+
+def test_training_goes_on_with_three_workers_and_with_four_again(joined):
+    toolkit, found, printed = joined
+    for name in ("interrupted", "in peace"):
+        weights, history, step = found[0][name]
+        assert [epoch for epoch, _, _ in history] == list(range(1, len(history) + 1))
+        for other in found[1:]:
+            assert np.array_equal(other[name][0], weights)
+            assert other[name][1:] == (history, step)
+    workers = [size for _, size, _ in found[0]["interrupted"][1]]
+    assert sorted(set(pairwise(workers)) - {(4, 4), (3, 3)}) == [(3, 4), (4, 3)]
+    # With a folder of commits what the dead one had is there; without one that is said.
+    kept = toolkit == "torch"
+    assert ("1 of 4 workers are gone, and with them what they had not sent" in printed) != kept
+    assert sorted(worker["followed"] for worker in found)[1:] == [[(4, 3 + kept), (3, 3)]] * 3
+    assert {size for _, size, _ in found[0]["in peace"][1]} == {4}
+
+
+def test_a_graph_for_other_workers_is_refused(joined):
+    toolkit, found, _ = joined
+    messages = [worker["stale"] for worker in found if "stale" in worker]
+    assert len(messages) == (4 if toolkit == "tensorflow" else 0)
+    assert all("this graph averages over 3 workers, and now there are others" in message for message in messages)
+
+
+def test_accuracy_is_that_of_a_training_in_peace(joined):
+    interrupted, peaceful = (joined[1][0][name][1][-1][2] for name in ("interrupted", "in peace"))
+    assert peaceful > 0.94
+    assert interrupted >= peaceful - 0.01

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab.network import Lab, LabError
+from grace.bench.lab.network import Lab, LabError
 
 BIN = Path(sys.executable).parent
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]  # where `grace` is imported from
 PORT = 29500
 GRACE_PERIOD = 20.0  # seconds for the other ranks to end after the first one has
 

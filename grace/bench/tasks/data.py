@@ -100,38 +100,41 @@ def _inside(kind: Any, x: Any, y: Any) -> Any:
     return np.choose(kind, tests)
 
 
-def shapes(rng: np.random.Generator, n: int, side: int = 32, noise: float = 0.25) -> tuple[Any, Any, Any]:
-    """Noisy images with one coloured shape each: float32[n, side, side, 3], classes int64[n], masks of 0 and class + 1.
+def shapes(rng: np.random.Generator, n: int, noise: float, side: int = 32) -> tuple[Any, Any, Any]:
+    """Noisy images with one coloured shape each: float32[n, side, side, 3], classes int64[n], masks int64[n, side, side].
 
-    There are ten classes: each of `SHAPES` brighter and darker than its ground. Masks know five, whatever the shade.
+    There are ten classes: each of `SHAPES` brighter and darker than its ground. A mask is 1 where the shape is.
     """
+    one = np.float32(1)
     kind, dark = rng.integers(len(SHAPES), size=n), rng.integers(2, size=n)
-    radius = rng.uniform(0.2, 0.34, n) * side
-    centre = rng.uniform(0.36, 0.64, (2, n)) * side
-    row, column = np.mgrid[:side, :side] + 0.5
-    x, y = ((axis - where[:, None, None]) / radius[:, None, None] for axis, where in zip((column, row), centre))
-    turn = rng.uniform(-0.3, 0.3, n)[:, None, None]
+    radius = rng.uniform(0.2, 0.34, (n, 1, 1)).astype(np.float32) * side
+    centre = rng.uniform(0.36, 0.64, (2, n, 1, 1)).astype(np.float32) * side
+    row, column = np.mgrid[:side, :side].astype(np.float32) + one / 2
+    x, y = (column - centre[0]) / radius, (row - centre[1]) / radius
+    turn = rng.uniform(-0.3, 0.3, (n, 1, 1)).astype(np.float32)
     x, y = x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn)
     mask = _inside(kind[:, None, None], x, y)
-    ground = rng.uniform(-0.5, 0.5, (n, 1, 1, 3))
-    change = rng.uniform(0.35, 0.9, (n, 1, 1, 3)) * np.where(dark, -1, 1)[:, None, None, None]
-    slope = rng.uniform(-0.4, 0.4, (2, n, 1, 1, 1)) * ((np.mgrid[:side, :side] / side - 0.5)[:, None, :, :, None])
-    images = ground + slope.sum(0) + change * mask[..., None] + noise * rng.standard_normal((n, side, side, 3))
-    return images.astype(np.float32), kind + len(SHAPES) * dark, mask * (kind[:, None, None] + 1)
+    ground = rng.uniform(-0.5, 0.5, (n, 1, 1, 3)).astype(np.float32)
+    change = rng.uniform(0.35, 0.9, (n, 1, 1, 3)).astype(np.float32) * np.where(dark, -one, one)[:, None, None, None]
+    across, down = rng.uniform(-0.4, 0.4, (2, n, 1, 1, 1)).astype(np.float32)
+    images = noise * rng.standard_normal((n, side, side, 3), np.float32)
+    images += ground + across * (column / side - one / 2)[..., None] + down * (row / side - one / 2)[..., None]
+    images += change * mask[..., None]
+    return images, kind + len(SHAPES) * dark, mask.astype(np.int64)
 
 
-def made_images(train: int = 6000, test: int = 1000) -> Images:
+def made_images(train: int = 3500, test: int = 500) -> Images:
     """Ten classes of `shapes`, in CIFAR-10's form."""
-    images, labels, _ = shapes(np.random.default_rng(1), train + test, noise=0.45)
+    images, labels, _ = shapes(np.random.default_rng(1), train + test, 0.45)
     parts = slice(test, None), slice(test)
     return Images(*((images[part], labels[part]) for part in parts), 10, "made shapes")
 
 
-def made_masks(train: int = 3000, test: int = 500) -> Masks:
-    """The pixels of five kinds of `shapes`."""
-    images, _, masks = shapes(np.random.default_rng(2), train + test, noise=0.2)
+def made_masks(train: int = 2250, test: int = 250) -> Masks:
+    """Where the shape of each of `shapes` is, under more noise."""
+    images, _, masks = shapes(np.random.default_rng(2), train + test, 1.0)
     parts = slice(test, None), slice(test)
-    return Masks(*((images[part], masks[part]) for part in parts), 1 + len(SHAPES), "made shapes")
+    return Masks(*((images[part], masks[part]) for part in parts), 2, "made shapes")
 
 
 def cifar10(folder: Path) -> Images:

@@ -145,7 +145,7 @@ TASKS = {
             **{"name": "segmentation", "title": "segmentation, U-Net", "model": "unet"},
             **{"metric": "IoU", "higher": True, "target": 0.6, "unit": "images", "unit_size": 1},
             **{"binary": False, "optimizer": "adam"},
-            quick=Scale(160, 20, 16, 0.01, {"width": 16, "levels": 4}),
+            quick=Scale(160, 20, 8, 0.003, {"width": 16, "levels": 4}),
             full=Scale(12_000, 500, 32, 0.001, {"width": 64, "levels": 5}),
             made=data.made_masks,
         ),

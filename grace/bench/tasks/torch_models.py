@@ -9,17 +9,19 @@ from torch import nn
 from torch.nn import functional
 
 
-def _conv(into: int, out: int, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(into, out, 3, stride, padding=1, bias=False), nn.BatchNorm2d(out))
+def _conv(into: int, out: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
+    convolution = nn.Conv2d(into, out, kernel, stride, padding=kernel // 2, bias=False)
+    nn.init.kaiming_uniform_(convolution.weight, nonlinearity="relu")
+    return nn.Sequential(convolution, nn.BatchNorm2d(out))
 
 
 class _Residual(nn.Module):
     def __init__(self, into: int, out: int, stride: int):
         super().__init__()
-        self.first, self.second = _conv(into, out, stride), _conv(out, out)
+        self.first, self.second = _conv(into, out, stride=stride), _conv(out, out)
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or into != out:
-            self.shortcut = nn.Sequential(nn.Conv2d(into, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+            self.shortcut = _conv(into, out, 1, stride)
 
     def forward(self, x: Any) -> Any:
         return torch.relu(self.second(torch.relu(self.first(x))) + self.shortcut(x))
@@ -30,7 +32,7 @@ class ResNet(nn.Module):
 
     def __init__(self, side: int, classes: int, width: int, blocks: int):
         super().__init__()
-        layers: list[nn.Module] = [_conv(3, width, 2), nn.ReLU()]
+        layers: list[nn.Module] = [_conv(3, width, stride=2), nn.ReLU()]
         into = width
         for stage in range(4):
             out = min(width * 2**stage, 4 * width)

@@ -42,7 +42,7 @@ class ResNet(nn.Module):
         self.layers, self.head = nn.Sequential(*layers), nn.Linear(into, classes)
 
     def forward(self, images: Any) -> Any:
-        return self.head(self.layers(images.permute(0, 3, 1, 2)).mean((2, 3)))
+        return self.head(self.layers(images.permute(0, 3, 1, 2).contiguous()).mean((2, 3)))
 
 
 class LSTM(nn.Module):
@@ -135,7 +135,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, images: Any) -> Any:
-        x, kept = images.permute(0, 3, 1, 2), []
+        x, kept = images.permute(0, 3, 1, 2).contiguous(), []
         for level, pair in enumerate(self.down):
             x = pair(functional.max_pool2d(x, 2) if level else x)
             kept.append(x)

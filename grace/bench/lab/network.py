@@ -251,9 +251,9 @@ class Lab:
                 host.sshd = host.popen(sshd, "-D", "-e", "-f", config, stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + 20
         for host in self.hosts:
-            while "listening on" not in (log := (self.folder / f"sshd{host.index}.log").read_text()):
+            while "listening on" not in (said := (self.folder / f"sshd{host.index}.log").read_text()):
                 if time.monotonic() > deadline or (host.sshd and host.sshd.poll() is not None):
-                    raise LabError(f"sshd did not start: {log}")
+                    raise LabError(f"sshd did not start: {said}")
                 time.sleep(0.02)
 
 

@@ -101,7 +101,7 @@ def _inside(kind: Any, x: Any, y: Any) -> Any:
 
 
 def shapes(rng: np.random.Generator, n: int, noise: float, side: int = 32) -> tuple[Any, Any, Any]:
-    """Noisy images with one coloured shape each: float32[n, side, side, 3], classes int64[n], masks int64[n, side, side].
+    """Noisy images of one coloured shape each: float32[n, side, side, 3]; classes int64[n]; masks int64[n, side, side].
 
     There are ten classes: each of `SHAPES` brighter and darker than its ground. A mask is 1 where the shape is.
     """
@@ -126,15 +126,13 @@ def shapes(rng: np.random.Generator, n: int, noise: float, side: int = 32) -> tu
 def made_images(train: int = 3500, test: int = 500) -> Images:
     """Ten classes of `shapes`, in CIFAR-10's form."""
     images, labels, _ = shapes(np.random.default_rng(1), train + test, 0.45)
-    parts = slice(test, None), slice(test)
-    return Images(*((images[part], labels[part]) for part in parts), 10, "made shapes")
+    return Images((images[test:], labels[test:]), (images[:test], labels[:test]), 10, "made shapes")
 
 
 def made_masks(train: int = 2250, test: int = 250) -> Masks:
     """Where the shape of each of `shapes` is, under more noise."""
     images, _, masks = shapes(np.random.default_rng(2), train + test, 1.0)
-    parts = slice(test, None), slice(test)
-    return Masks(*((images[part], masks[part]) for part in parts), 2, "made shapes")
+    return Masks((images[test:], masks[test:]), (images[:test], masks[:test]), 2, "made shapes")
 
 
 def cifar10(folder: Path) -> Images:
@@ -304,9 +302,9 @@ def made_interactions(users: int = 3000, items: int = 1500, each: int = 30) -> I
 
 
 def movielens(file: Path) -> Interactions:
-    """MovieLens 100K (``u.data``) or 1M (``ratings.dat``): every rating is an interaction, each user's last is held out.
+    """MovieLens 100K (``u.data``) or 1M (``ratings.dat``): every rating is an interaction.
 
-    He et al., section 4.1.
+    Each user's last one is held out, as by He et al., section 4.1.
     """
     separator = "::" if file.suffix == ".dat" else "\t"
     rows = [line.split(separator) for line in file.read_text(encoding="latin1").splitlines() if line]

@@ -95,7 +95,7 @@ def jobs(
     workers: Sequence[int],
     **common: Any,
 ) -> list[Job]:
-    """All combinations. Methods change last: if time runs out, all tasks have the first methods, baselines before all."""
+    """All combinations. Methods change last, baselines first: if time runs out, all tasks have the same methods."""
     order = sorted(methods, key=lambda method: BASELINES.index(method) if method in BASELINES else len(BASELINES))
     return [
         Job(task, toolkit, count, method, **common)

@@ -96,6 +96,7 @@ class Worker:
             parameters=sum(self.trainer.tensors),
             tensors=len(self.trainer.tensors),
             source=self.data.source,
+            size=self.trainer.size,
             batch=self.scale.batch,
         )
         if self.job.train:

@@ -205,11 +205,12 @@ def tasks(
 ) -> None:
     """Train tasks with every method: time to a target quality, throughput, bytes, quality; plots and a page."""
     try:
-        chosen = list(dict.fromkeys(map(task_plan.known, method or (task_plan.FULL if full else task_plan.QUICK))))
+        given = [task_plan.known(each) for each in method or (task_plan.FULL if full else ())]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     names = listed(",".join(task or TASKS), tuple(TASKS), "--task")
     toolkits = listed(toolkit, task_plan.TOOLKITS, "--toolkit")
+    chosen = {each: list(dict.fromkeys(given)) or task_plan.QUICK[each] for each in toolkits}
     if data is not None and not data.is_dir():
         raise typer.BadParameter(f"--data {str(data)!r} is no folder")
     counts = numbers(workers, "--workers")

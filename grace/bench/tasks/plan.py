@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,10 @@ LOOPBACK = "loopback"
 """The bandwidth of workers that share a machine without emulated links."""
 AS_IS = "as it is"
 """The bandwidth of a cluster."""
-QUICK = ("dense", "fp16", "topk", "efsignsgd:block_size=512", "blockint:bits=8", "powersgd")
+QUICK = {
+    "torch": ("dense", "fp16", "topk", "efsignsgd:block_size=512", "blockint:bits=8", "powersgd"),
+    "keras": ("dense", "fp16", "topk", "powersgd"),  # a launch over Horovod takes twice as long
+}
 FULL = (
     *("dense", "fp16", "topk", "topk:compress_ratio=0.001", "randomk", "dgc", "sidco", "threshold", "adacomp"),
     *("efsignsgd:block_size=512", "onebit", "signum", "blockint:bits=8", "blockint:bits=4", "qsgd", "terngrad"),
@@ -49,9 +52,9 @@ class Job:
     """A folder with real data sets."""
     steps: int = 0
     """0: as the task says."""
-    seconds: float = 2.5
+    seconds: float = 2.0
     """Of timed steps at a bandwidth."""
-    most: int = 25
+    most: int = 20
     """Timed steps at a bandwidth."""
 
     @property
@@ -90,18 +93,20 @@ class Job:
 
 def jobs(
     tasks: Sequence[str],
-    methods: Sequence[str],
+    methods: Mapping[str, Sequence[str]],
     toolkits: Sequence[str],
     workers: Sequence[int],
     **common: Any,
 ) -> list[Job]:
-    """All combinations. Methods change last, baselines first: if time runs out, all tasks have the same methods."""
-    order = sorted(methods, key=lambda method: BASELINES.index(method) if method in BASELINES else len(BASELINES))
+    """All combinations; ``methods`` by toolkit. Methods change last, baselines first: if time runs out, all tasks have the same methods."""
+    names = dict.fromkeys(method for toolkit in toolkits for method in methods[toolkit])
+    order = sorted(names, key=lambda method: BASELINES.index(method) if method in BASELINES else len(BASELINES))
     return [
         Job(task, toolkit, count, method, **common)
         for count in workers
         for method in order
         for toolkit in toolkits
+        if method in methods[toolkit]
         for task in tasks
     ]
 

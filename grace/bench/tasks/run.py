@@ -156,7 +156,7 @@ def events(file: Path) -> list[Row]:
 
 def rows_of(job: Job, ranks: Sequence[Sequence[Row]], outcome: Outcome | None = None) -> list[Row]:
     """The rows of a job out of what its workers wrote: the slowest one's time, the busiest one's bytes."""
-    first: dict[str, Row] = {event["event"]: event for event in ranks[0]} if ranks else {}
+    first: dict[str, Row] = {event["event"]: event for event in (ranks[0] if ranks else ())}
     ready = first.get("ready", {})
     about = {key: ready[key] for key in ("parameters", "tensors", "source", "batch") if key in ready}
     head = {**job.head, **about, "time": time.time(), "load": os.getloadavg()[0]}

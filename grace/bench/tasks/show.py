@@ -220,9 +220,11 @@ def _number(value: float | None, form: str, none: str = "-") -> str:
 def caption(group: Sequence[Row]) -> str:
     """What is above a table."""
     head, task = group[0], TASKS[group[0]["task"]]
-    goal = "no target: dense is missing" if head["target"] is None else f"target {task.metric} {head['target']:.3g}"
+    goal = "no target, since dense is missing"
+    if head["target"] is not None:
+        goal = f"target {task.metric} {head['target']:.3g} or {'more' if task.higher else 'less'}"
     size = f"{head['parameters']:,} parameters, {head['source']}, " if head["parameters"] else ""
-    return f"{title(head)}: {size}{head['steps']} steps, {goal} or {'more' if task.higher else 'less'}"
+    return f"{title(head)}: {size}{head['steps']} steps, {goal}"
 
 
 def overview(found: Sequence[Row]) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -282,7 +284,8 @@ def render(rows: Sequence[Row], console: Console) -> None:
     found = lines(rows)
 
     def shown(name: str, heads: Sequence[str], body: Sequence[Sequence[str]]) -> None:
-        made = Table(title=escape(name), title_justify="left", box=None, padding=(0, 2, 0, 0))
+        console.print(escape(name), style="italic")
+        made = Table(box=None, padding=(0, 2, 0, 0))
         for head in heads:
             made.add_column(escape(head), justify="left" if head == "method" else "right")
         for cells in body:
@@ -291,8 +294,9 @@ def render(rows: Sequence[Row], console: Console) -> None:
 
     for group in grouped(found):
         shown(caption(group), *table(group))
+    console.print(f"{OVERVIEW}:")
     for name, heads, body in overview(found):
-        shown(f"{OVERVIEW}: {name}", heads, body)
+        shown(name, heads, body)
     for text in lost(found):
         console.print(escape(f"Lost: {text}"))
     for text in notes(rows, found):

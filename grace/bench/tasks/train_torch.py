@@ -56,6 +56,7 @@ class Trainer:
             self._counted += bucket.buffer().numel() * (2 if name == "fp16" else bucket.buffer().element_size())
             return hook(state, bucket)
 
+        counted.__annotations__.clear()  # DDP compares them with its own types, and these are text
         return counted
 
     def step(self, inputs: Arrays, targets: Any, lr: float) -> None:

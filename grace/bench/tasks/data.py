@@ -250,11 +250,12 @@ class Interactions(Data):
         self.users, self.items, self.source = users, items, source
         self._size = int(max(users.max(initial=0) + 1, len(held))), int(max(items.max(), held.max()) + 1)
         rng = np.random.default_rng(3)
-        asked = np.flatnonzero(held >= 0)
-        asked = np.sort(rng.permutation(asked)[:judged])
-        taken = np.zeros((len(held), self._size[1]), bool)
+        taken = np.zeros(self._size, bool)
         taken[users, items] = True
-        taken[asked, held[asked]] = True
+        known = np.flatnonzero(held >= 0)
+        taken[known, held[known]] = True
+        asked = known[~taken[known].all(1)]  # who took everything cannot be asked
+        asked = np.sort(rng.permutation(asked)[:judged])
         rivals = [rng.choice(np.flatnonzero(~taken[user]), RIVALS) for user in asked]
         self._asked = np.repeat(asked, 1 + RIVALS).astype(np.int32)
         self._ranked = np.concatenate([held[asked, None], rivals], 1).astype(np.int32)

@@ -98,7 +98,10 @@ def jobs(
     workers: Sequence[int],
     **common: Any,
 ) -> list[Job]:
-    """All combinations; ``methods`` by toolkit. Methods change last, baselines first: if time runs out, all tasks have the same methods."""
+    """All combinations; ``methods`` by toolkit.
+
+    Methods change last, baselines first: if time runs out, all tasks have the same methods.
+    """
     names = dict.fromkeys(method for toolkit in toolkits for method in methods[toolkit])
     order = sorted(names, key=lambda method: BASELINES.index(method) if method in BASELINES else len(BASELINES))
     return [

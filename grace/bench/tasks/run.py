@@ -92,7 +92,7 @@ def run(
                 _probe(network, mine, store, tell)
             for job in mine:
                 spent, ahead = time.monotonic() - began, plan.seconds_of(job)
-                if spent + ahead * max(1.0, spent / expected if expected else 1.0) > budget:
+                if left_out or spent + ahead * max(1.0, spent / expected if expected else 1.0) > budget:
                     left_out.append(job)
                     continue
                 tell(str(job))
@@ -157,9 +157,9 @@ def events(file: Path) -> list[Row]:
 def rows_of(job: Job, ranks: Sequence[Sequence[Row]], outcome: Outcome | None = None) -> list[Row]:
     """The rows of a job out of what its workers wrote: the slowest one's time, the busiest one's bytes."""
     first: dict[str, Row] = {event["event"]: event for event in (ranks[0] if ranks else ())}
-    ready = first.get("ready", {})
-    about = {key: ready[key] for key in ("parameters", "tensors", "source", "batch") if key in ready}
-    head = {**job.head, **about, "time": time.time(), "load": os.getloadavg()[0]}
+    ready: Row = first.get("ready", {})
+    about: Row = {key: ready[key] for key in ("parameters", "tensors", "source", "batch") if key in ready}
+    head: Row = {**job.head, **about, "time": time.time(), "load": os.getloadavg()[0]}
     failed: Row = {}
     if outcome is not None and outcome.failed:
         failed = {"error": reason(outcome), "log": str(outcome)[-3000:]}

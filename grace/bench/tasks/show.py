@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -304,12 +304,13 @@ def render(rows: Sequence[Row], console: Console) -> None:
 
 
 # -- plots -------------------------------------------------------------------------------------------------------------
-def plots(rows: Sequence[Row]) -> dict[str, Any]:
-    """Figures of matplotlib: relative throughput and relative volume against quality, and quality over time."""
+def plots(rows: Sequence[Row]) -> dict[str, bytes]:
+    """PNG files: relative throughput and relative volume against quality, and quality over time."""
     found = [line for line in lines(rows) if line["curves"] and line["times"]]
     if not found:
         return {}
-    return {"throughput": _scatter(found, True), "volume": _scatter(found, False), "time": _curves(found)}
+    drawn = {"throughput": _scatter(found, True), "volume": _scatter(found, False), "time": _curves(found)}
+    return {name: _png(figure) for name, figure in drawn.items()}
 
 
 def _panels(found: Sequence[Row]) -> tuple[Any, list[tuple[Any, list[Row]]], dict[str, Any]]:
@@ -423,8 +424,8 @@ div.wide { overflow-x: auto } pre { font-size: 12px; white-space: pre-wrap }
 """
 
 
-def page(rows: Sequence[Row], left_out: Sequence[str] = (), command: str = "grace bench tasks") -> str:
-    """One HTML page with everything in it, pictures as well."""
+def page(rows: Sequence[Row], pictures: Mapping[str, bytes], left_out: Sequence[str], command: str) -> str:
+    """One HTML page with everything in it; ``pictures``: PNG files, by name."""
     found = lines(rows)
 
     def made(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
@@ -443,7 +444,8 @@ def page(rows: Sequence[Row], left_out: Sequence[str] = (), command: str = "grac
     if left_out:
         parts.append("<h2>Not measured</h2><p>Time ran out; the same command goes on from here.</p>" + listed(left_out))
     parts.append("<h2>Plots</h2>")
-    parts += [f'<p><img alt="{name}" src="data:image/png;base64,{_png(f)}"></p>' for name, f in plots(rows).items()]
+    for name, file in pictures.items():
+        parts.append(f'<p><img alt="{name}" src="data:image/png;base64,{base64.b64encode(file).decode()}"></p>')
     parts.append("<h2>Tables</h2>")
     parts += [f"<h3>{html.escape(caption(group))}</h3>{made(*table(group))}" for group in grouped(found)]
     failed = [row for row in latest(rows) if "error" in row]
@@ -459,21 +461,19 @@ def page(rows: Sequence[Row], left_out: Sequence[str] = (), command: str = "grac
     return f"{head}{''.join(parts)}</html>\n"
 
 
-def _png(figure: Any) -> str:
+def _png(figure: Any) -> bytes:
     from matplotlib import pyplot
 
     made = BytesIO()
-    figure.savefig(made, format="png", dpi=110)
+    figure.savefig(made, format="png", dpi=90)
     pyplot.close(figure)
-    return base64.b64encode(made.getvalue()).decode()
+    return made.getvalue()
 
 
 def save(rows: Sequence[Row], folder: Path, left_out: Sequence[str] = (), command: str = "grace bench tasks") -> None:
     """Write report.html, report.md and the plots into a folder."""
-    from matplotlib import pyplot
-
-    (folder / "report.html").write_text(page(rows, left_out, command))
+    pictures = plots(rows)
+    (folder / "report.html").write_text(page(rows, pictures, left_out, command))
     (folder / "report.md").write_text(markdown(rows))
-    for name, figure in plots(rows).items():
-        figure.savefig(folder / f"{name}.png", dpi=90)
-        pyplot.close(figure)
+    for name, file in pictures.items():
+        (folder / f"{name}.png").write_bytes(file)

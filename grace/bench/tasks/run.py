@@ -82,7 +82,8 @@ def run(
 
     ``limit``: seconds in which a launch must end. ``tell`` hears what happens, ``done`` is called after each job.
     """
-    began, expected, left_out = time.monotonic(), 0.0, []
+    began, expected = time.monotonic(), 0.0
+    left_out: list[Job] = []
     store.add({"kind": MACHINE, **machine()})
     for workers in dict.fromkeys(job.workers for job in jobs):
         mine = [job for job in jobs if job.workers == workers]

@@ -195,7 +195,7 @@ def table(group: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     bandwidths = sorted({b for line in group for b in line["times"]}, key=_rate)
     heads = ["method", task.metric, "steps to target", "MB sent", "MB on wire"]
     for bandwidth in bandwidths:
-        heads += [f"{bandwidth}: s/step", f"{task.unit}/s", "s to target", "x dense"]
+        heads += [f"{bandwidth}: s/step", f"{task.unit}/s", "s to target"]
     body = []
     for line in group:
         quality = "diverged" if line["diverged"] else _number(line["quality"], ".4g")
@@ -205,10 +205,10 @@ def table(group: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         for bandwidth in bandwidths:
             times = line["times"].get(bandwidth)
             if times is None:
-                cells += ["failed" if any(b == bandwidth for b, _ in line["errors"]) else "-", "", "", ""]
+                cells += ["failed" if any(b == bandwidth for b, _ in line["errors"]) else "-", "", ""]
                 continue
-            cells += [f"{times['seconds']:.3g}", f"{times['throughput']:.3g}"]
-            cells += [_number(times["time"], ".3g", "never"), _number(times["x_time"], ".2f")]
+            cells += [f"{times['seconds']:.3g}", f"{times['throughput']:,.0f}"]
+            cells.append(_number(times["time"], ".3g", "never"))
         body.append(cells)
     return heads, body
 

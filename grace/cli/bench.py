@@ -257,7 +257,7 @@ def tasks(
     task_show.render(rows, Console() if sys.stdout.isatty() else Console(width=WIDE))
     for line in left_out:
         console.print(f"not measured, time ran out: {line}; the same command goes on from here")
-    console.print(f"page, tables and plots: {out / 'report.html'}, report.md, *.png; rows: rows.jsonl")
+    console.print(f"page, tables and plots: {out / 'report.html'}, report.md, *.png")
 
 
 def _train(

@@ -17,7 +17,7 @@ import numpy as np
 Arrays = tuple[Any, ...]
 Predict = Callable[[Arrays], Any]
 """A model in use: arrays of inputs -> logits of float32, classes last."""
-PIECE = 125  # examples of one call of a model in use
+PIECE = 64  # examples of one call of a model in use
 
 
 class Data(ABC):
@@ -169,7 +169,7 @@ class _Plain(pickle.Unpickler):
 class Text(Data):
     """A long text, int32[n], in pieces of ``length`` words whose next words are asked for: judged by perplexity."""
 
-    def __init__(self, train: Any, test: Any, words: int, source: str, length: int = 32, pieces: int = 125):
+    def __init__(self, train: Any, test: Any, words: int, source: str, length: int = 32, pieces: int = 64):
         self.train, self.test, self.words, self.source, self.length = train, test, words, source, length
         starts = np.linspace(0, len(test) - length - 1, pieces).astype(int)
         self._held = test[starts[:, None] + np.arange(length + 1)]

@@ -358,6 +358,16 @@ def _where(found: Sequence[Row]) -> str:
     return "as measured on this cluster" if bandwidths == {AS_IS} else "emulated network"
 
 
+def _logarithmic(axis: Any, which: str) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set(**{f"{which}scale": "log"})
+    ticks = getattr(axis, f"{which}axis")
+    ticks.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
+    ticks.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ticks.set_minor_formatter(NullFormatter())
+
+
 def _scatter(found: Sequence[Row], throughput: bool) -> Any:
     from matplotlib.lines import Line2D
 
@@ -379,7 +389,7 @@ def _scatter(found: Sequence[Row], throughput: bool) -> Any:
         if group[0]["target"] is not None:
             axis.axhline(group[0]["target"], color="0.5", linewidth=0.8, linestyle="--")
         axis.axvline(1, color="0.5", linewidth=0.8, linestyle=":")
-        axis.set_xscale("log")
+        _logarithmic(axis, "x")
         axis.set_xlabel("throughput, x dense" if throughput else "bytes sent, x dense", fontsize=7)
         axis.set_ylabel(f"{task.metric} ({'more' if task.higher else 'less'} is better)", fontsize=7)
         if not task.higher:
@@ -404,11 +414,11 @@ def _curves(found: Sequence[Row]) -> Any:
                 axis.plot(*zip(*points, strict=True), color=colours[line["method"]], linewidth=1.2)
         if group[0]["target"] is not None:
             axis.axhline(group[0]["target"], color="0.5", linewidth=0.8, linestyle="--")
-        axis.set_xscale("log")
+        _logarithmic(axis, "x")
         axis.set_xlabel(f"seconds at {slow}", fontsize=7)
         axis.set_ylabel(task.metric, fontsize=7)
         if not task.higher:
-            axis.set_yscale("log")
+            _logarithmic(axis, "y")
             axis.invert_yaxis()
     handles = [Line2D([], [], color=c, label=m) for m, c in colours.items()]
     return _finished(figure, handles, f"Quality over time (dashed: target; up is better), {_where(found)}")

@@ -469,7 +469,7 @@ def test_the_command_shows_what_is_stored(rows, tmp_path):
         (["--toolkit", "jax"], "choose from torch, keras"),
         (["--method", "topq"], "grace methods"),
         (["--workers", "none"], "whole numbers"),
-        (["--data", "/nowhere"], "is no folder"),
+        (["--data", "/nowhere"], "does not exist"),
         (["--full", "--workers", "2,4"], "one number of workers"),
     ],
 )

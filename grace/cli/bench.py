@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -190,7 +192,8 @@ def tasks(
         "out/tasks"
     ),
     data: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Real data sets to use where it has them.")
+        Path | None,
+        typer.Option(metavar="FOLDER", exists=True, file_okay=False, help="Real data sets to use where it has them."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 1,
     steps: Annotated[int, typer.Option(min=0, help="Of each training; 0: as the task says.")] = 0,
@@ -204,60 +207,82 @@ def tasks(
     collect: Annotated[bool, typer.Option("--collect", help="Tables of what the cluster's scripts wrote.")] = False,
 ) -> None:
     """Train tasks with every method: time to a target quality, throughput, bytes, quality; plots and a page."""
-    try:
-        given = [task_plan.known(each) for each in method or (task_plan.FULL if full else ())]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    names = listed(",".join(task or TASKS), tuple(TASKS), "--task")
+    if full and not (collect or show_only) and len(numbers(workers, "--workers")) > 1:
+        raise typer.BadParameter("--full writes scripts for one number of workers: give --workers once for each --out")
     toolkits = listed(toolkit, task_plan.TOOLKITS, "--toolkit")
-    chosen = {each: list(dict.fromkeys(given)) or task_plan.QUICK[each] for each in toolkits}
-    if data is not None and not data.is_dir():
-        raise typer.BadParameter(f"--data {str(data)!r} is no folder")
+    if not (full or show_only):
+        toolkits = _present(toolkits)
+    lacks = ["not --loopback"] if loopback else network.missing()
+    common = {
+        "bandwidths": (task_plan.AS_IS,) if full else (task_plan.LOOPBACK,) if lacks else _rates(bandwidth),
+        "full": full,
+        "data": str(data.resolve()) if data else "",
+        "steps": steps,
+    }
+    names, methods = listed(",".join(task or TASKS), tuple(TASKS), "--task"), _methods(method or [], full)
     counts = numbers(workers, "--workers")
-    lacks = [] if loopback or full else network.missing()
-    bandwidths = [task_plan.LOOPBACK] if loopback or lacks else [word.strip() for word in bandwidth.split(",")]
-    try:
-        for each in bandwidths if not (loopback or lacks) else ():
-            network.bits_per_second(each)
-    except network.LabError as error:
-        raise typer.BadParameter(str(error)) from error
-    common = {"full": full, "data": str(data.resolve()) if data else "", "steps": steps}
-    common |= {"bandwidths": (task_plan.AS_IS,) if full else tuple(bandwidths)}
     jobs = [
-        each for seed in range(seeds) for each in task_plan.jobs(names, chosen, toolkits, counts, **common, seed=seed)
+        job for seed in range(seeds) for job in task_plan.jobs(names, methods, toolkits, counts, **common, seed=seed)
     ]
-    out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
     left_out: list[str] = []
-    if collect:
-        rows = task_cluster.collect(out)
-    elif full and not show_only:
-        if len(counts) > 1:
-            raise typer.BadParameter(
-                "--full writes scripts for one number of workers: give --workers once for each --out"
-            )
+    out.mkdir(parents=True, exist_ok=True)
+    if full and not (collect or show_only):
         for path in task_cluster.write(jobs, out, counts[0]):
             console.print(f"written: {path}")
         console.print(f"{len(jobs)} jobs in {out / 'jobs'}; then: grace bench tasks --full --collect --out {out}")
         return
+    if collect:
+        rows = task_cluster.collect(out)
     else:
         store = task_run.Store(out / "rows.jsonl")
         if not show_only:
-            if lacks:
+            if lacks and not loopback:
                 console.print(f"over plain loopback: an emulated network needs {'; and '.join(lacks)}")
-            left_out = _train(jobs, store, not (loopback or lacks), limit, 60 * minutes, retry, console)
+            left_out = _train(jobs, store, not lacks, limit, 60 * minutes, retry, console)
         rows = store.rows
     if not any(row["kind"] == task_run.TRAINED for row in rows):
         console.print(f"nothing was measured in {out}")
         raise typer.Exit(1)
-    words = " ".join(
-        ["grace", "bench", "tasks", *(sys.argv[sys.argv.index("tasks") + 1 :] if "tasks" in sys.argv else [])]
-    )
-    task_show.save(rows, out, left_out, words)
+    task_show.save(rows, out, left_out, " ".join(["grace", *sys.argv[1:]]))
     task_show.render(rows, Console() if sys.stdout.isatty() else Console(width=WIDE))
     for line in left_out:
         console.print(f"not measured, time ran out: {line}; the same command goes on from here")
     console.print(f"page, tables and plots: {out / 'report.html'}, report.md, *.png")
+
+
+def _present(toolkits: list[str]) -> list[str]:
+    # Those that are installed with what carries their gradients.
+    found = []
+    for toolkit in toolkits:
+        needed = {"torch": ("torch",), "keras": ("tensorflow", "keras", "horovod")}[toolkit]
+        lacks = [name for name in needed if importlib.util.find_spec(name) is None]
+        if lacks:
+            Console(stderr=True).print(f"left out: {toolkit}, since {', '.join(lacks)} is missing: see `grace doctor`")
+        else:
+            found.append(toolkit)
+    if not found:
+        raise typer.BadParameter("--toolkit: none of them is installed; `grace doctor` says how to get them")
+    return found
+
+
+def _methods(specs: list[str], full: bool) -> dict[str, Sequence[str]]:
+    # The methods of each toolkit.
+    try:
+        given = list(dict.fromkeys(map(task_plan.known, specs or (task_plan.FULL if full else ()))))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return {toolkit: given or task_plan.QUICK[toolkit] for toolkit in task_plan.TOOLKITS}
+
+
+def _rates(text: str) -> tuple[str, ...]:
+    rates = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    try:
+        for rate in rates:
+            network.bits_per_second(rate)
+    except network.LabError as error:
+        raise typer.BadParameter(f"--bandwidth: {error}") from error
+    return rates
 
 
 def _train(

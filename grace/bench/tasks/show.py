@@ -23,6 +23,11 @@ NAMES = {"torch": "PyTorch", "keras": "Keras"}
 
 
 # -- what follows from the rows ----------------------------------------------------------------------------------------
+def measured(rows: Iterable[Row]) -> list[Row]:
+    """The newest row of each training and each time."""
+    return latest(row for row in rows if row["kind"] in (TRAINED, TIMED))
+
+
 def lines(rows: Iterable[Row]) -> list[Row]:
     """One line for each method of each group (task, toolkit, workers, size): its training, and its times by bandwidth.
 
@@ -30,7 +35,7 @@ def lines(rows: Iterable[Row]) -> list[Row]:
     it never was. ``times[bandwidth]``: seconds of a step, examples per second, seconds to the target, and the last two
     relative to dense (more is faster).
     """
-    rows = latest(row for row in rows if row["kind"] in (TRAINED, TIMED))
+    rows = measured(rows)
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in GROUP), []).append(row)
@@ -167,6 +172,12 @@ def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
         "measured at each bandwidth, over a few steps that follow. Time to the target is their product. Quality is "
         "looked at every so many steps, which is how finely steps to the target are known."
     )
+    spans = [(r["quartiles"][1] - r["quartiles"][0]) / r["seconds"] for r in measured(rows) if "quartiles" in r]
+    if spans:
+        texts.append(
+            f"The middle half of a cell's timed steps spans {statistics.median(spans):.0%} of their median in the usual "
+            f"cell, {max(spans):.0%} in the worst."
+        )
     seeds = len({row["seed"] for row in rows if row["kind"] == TRAINED})
     texts.append(
         f"{'One seed' if seeds == 1 else f'{seeds} seeds, medians'}; the same data, batches, learning rate and number "
@@ -458,7 +469,7 @@ def page(rows: Sequence[Row], pictures: Mapping[str, bytes], left_out: Sequence[
         parts.append(f'<p><img alt="{name}" src="data:image/png;base64,{base64.b64encode(file).decode()}"></p>')
     parts.append("<h2>Tables</h2>")
     parts += [f"<h3>{html.escape(caption(group))}</h3>{made(*table(group))}" for group in grouped(found)]
-    failed = [row for row in latest(rows) if "error" in row]
+    failed = [row for row in measured(rows) if "error" in row]
     if failed:
         parts.append("<h2>What failed</h2>")
         for row in failed:

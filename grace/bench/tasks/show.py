@@ -175,7 +175,7 @@ def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
     spans = [(r["quartiles"][1] - r["quartiles"][0]) / r["seconds"] for r in measured(rows) if "quartiles" in r]
     if spans:
         texts.append(
-            f"The middle half of a cell's timed steps spans {statistics.median(spans):.0%} of their median in the usual "
+            f"The middle half of a cell's timed steps spans {statistics.median(spans):.0%} of their median in a usual "
             f"cell, {max(spans):.0%} in the worst."
         )
     seeds = len({row["seed"] for row in rows if row["kind"] == TRAINED})

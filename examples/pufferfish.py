@@ -12,20 +12,23 @@ import digits
 
 from grace import Grace
 
+WIDTHS = (64, 1024, 1024, 1024, 10)
+"""Of the examples' network, wide enough that arithmetic and gradients take most of a step: 2,176,010 numbers."""
+
 Form = tuple["dict[str, Any] | None", int]
 """Settings of `grace.factorize.plan` (None: dense) and epochs of full rank."""
 
 FORMS: dict[str, Callable[[argparse.Namespace], Form]] = {
     "dense": lambda options: (None, 0),
-    "low rank": lambda options: ({"rank_ratio": options.rank_ratio}, 0),
-    "hybrid": lambda options: ({"rank_ratio": options.rank_ratio, "keep_first": 2}, options.warm_up),
+    "low rank": lambda options: ({"rank_ratio": options.rank_ratio, "keep_first": 0}, 0),
+    "hybrid": lambda options: ({"rank_ratio": options.rank_ratio, "keep_first": 1}, options.warm_up),
 }
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
     parser = digits.arguments(description, one_method=False)
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
-    parser.add_argument("--rank-ratio", type=float, default=0.25)
+    parser.add_argument("--rank-ratio", type=float, default=0.125)
     parser.add_argument("--warm-up", type=int, default=4, help="epochs at full rank, of the hybrid form")
     parser.add_argument("--method", default="none", help="compressor of the gradients, also of the factors'")
     parser.add_argument("--params", type=json.loads, default={}, metavar="JSON", help="further keys, as its ratio")
@@ -34,7 +37,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def outcome(form: str, parameters: int, grc: Grace, seconds: float, accuracy: float) -> dict[str, Any]:
-    """A row of the table. Bytes and seconds are those of the last epochs: after the switch, if there was one."""
+    """A row of the table. Bytes and seconds are those after the switch, if there was one, of the median epoch."""
     report = grc.report()
     gradients = sum(tensor.bytes_sent for tensor in report.tensors)  # without the four bytes that say who has one
     return {

@@ -20,7 +20,7 @@ from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
 from grace.policies.base import Decision, Policy
 from grace.policies.schedule import Schedule
-from grace.report import Report, TensorReport
+from grace.report import Report, TensorReport, leveled
 from grace.state import complete, parsed, resized
 from grace.trace import Trace
 
@@ -28,6 +28,7 @@ FORMAT = 2  # of state_dict
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MOMENTUM_TWICE = "memory {!r} has momentum of its own: set the optimizer's momentum to 0"
 SPARSE = "its sparse gradients are made dense first"
+UNTOLD = "no method was tried: call Grace.tune() after each step, or in Keras add a PolicyCallback"
 PRESENT = "(present)"  # the program that counts who has a gradient
 DENSE = "(dense)"  # the program of all tensors of a bucket that go dense
 
@@ -69,6 +70,8 @@ class Way(NamedTuple):
 
     method: Method
     communicator: Communicator
+    dense: bool
+    """It averages gradients as they are: together, in their bucket's one dense message."""
 
 
 class Job(NamedTuple):
@@ -92,20 +95,20 @@ class Grace:
         options: Options,
         policy: Policy | None = None,
     ):
-        self.schedule = None if policy is None else Schedule(policy, method.compressor)
+        self.schedule = None if policy is None else Schedule(policy, method, communicator)
         """The policy at work, if there is one."""
         self._ways: list[Way] = []
-        for compressor in [method.compressor] if self.schedule is None else self.schedule.compressors:
-            leveled = Method(compressor, method.memory)
-            leveled.check()
-            fitted = communicator.fitted(leveled, transport)
-            fitted.check(leveled, transport.size)
+        for each, carrier in [(method, communicator)] if self.schedule is None else self.schedule.ways:
+            each.check()
+            fitted = carrier.fitted(each, transport)
+            fitted.check(each, transport.size)
             if fitted.scattered and options.fuse != "tensor":
                 raise ValueError(
                     f"communicator {name_of(communicator)!r} needs the rows of each tensor apart: use fuse='tensor', "
                     f"not {options.fuse!r}"
                 )
-            self._ways.append(Way(leveled, fitted))
+            parts = (each.compressor, each.memory, fitted)
+            self._ways.append(Way(each, fitted, [name_of(part) for part in parts] == ["none", "none", "allreduce"]))
         self.method, self.communicator, self.options = method, self._ways[0].communicator, options
         self.transport = transport
         self.track_missing = False
@@ -233,10 +236,10 @@ class Grace:
 
     def _made(self, unit: Unit, way: Way, state: State) -> dict[str, Any]:
         # Cells for a unit's state at one level; what outlasts a change of level is shared with the levels before.
-        xp, cells, shared = self.xp, {}, self._cells[unit.name][:1]
+        xp, cells, before = self.xp, {}, self._cells[unit.name]
         for number, (key, value) in enumerate(state.items()):
-            if shared and _lasting(key, way):
-                old = shared[0].get(key)
+            old = next((held[key] for held in before if key in held), None)
+            if before and _lasting(key, way) and not (old is None and self._switches):
                 if old is None or xp.shape(old.read()) != xp.shape(value):
                     raise ValueError(
                         f"{key!r} of {unit.name!r} outlasts a change of level, but its shape is not the same at all "
@@ -247,6 +250,13 @@ class Grace:
                 (own,) = apart((value,), tuple(state.values())[:number], xp)
                 cells[key] = xp.cell(own)
         return cells
+
+    @property
+    def _switches(self) -> bool:
+        return self.schedule is not None and self.schedule.policy.switches_methods
+
+    def _way(self, unit: Unit) -> Way:
+        return self._ways[self._level(unit)]
 
     def _level(self, unit: Unit) -> int:
         return 0 if self.schedule is None or unit.dense else self.schedule.level(unit.name)
@@ -447,11 +457,11 @@ class Grace:
     def _depart(self, name: str, flat: Mapping[Unit, Array], levels: Mapping[Unit, int], step: Any) -> Flight:
         programs: dict[str, Program[Any]] = {}
         for unit, x in flat.items():
-            if not unit.dense:
-                way = self._ways[levels[unit]]
+            way = self._ways[levels[unit]]
+            if not (unit.dense or way.dense):
                 state = {key: cell.read() for key, cell in self._cells[unit.name][levels[unit]].items()}
                 programs[unit.name] = way.communicator.reduce(x, way.method, state, self._context(unit, step))
-        if dense := tuple(x for unit, x in flat.items() if unit.dense):
+        if dense := tuple(x for unit, x in flat.items() if unit.dense or self._ways[levels[unit]].dense):
             programs[DENSE] = _averaged(dense)
         if self.track_missing:
             programs[PRESENT] = self._presence(flat)
@@ -535,7 +545,8 @@ class Grace:
         dense = iter(flight.results.pop(DENSE, ()))
         for unit, x in flat.items():
             cells = self._cells[unit.name][levels[unit]]
-            mean, state = (next(dense), {}) if unit.dense else flight.results.pop(unit.name)
+            plain = unit.dense or self._ways[levels[unit]].dense
+            mean, state = (next(dense), {}) if plain else flight.results.pop(unit.name)
             if unit.dense and (cells or type(self.method.memory).finish_dense is not Memory.finish_dense):
                 state = {key: cell.read() for key, cell in cells.items()}
                 mean, state = self.method.memory.finish_dense(mean, state, self._context(unit, self._step.read()))
@@ -568,7 +579,11 @@ class Grace:
                 part = xp.reshape(mean[start : start + size], shape)
                 means[tensor.name] = None if counts.get(tensor.name) == 0 else xp.cast(part, tensor.dtype)
                 start += size
-        sizes = {unit.name: sum(t.size for t in unit.tensors) * ITEMSIZE[unit.dtype] for unit in flat if unit.dense}
+        sizes = {
+            unit.name: sum(t.size for t in unit.tensors) * ITEMSIZE[unit.dtype]
+            for unit in flat
+            if unit.dense or self._ways[levels[unit]].dense
+        }
         asked = [(name, *rest) for name, *rest in flight.asked if name != DENSE]
         units = [*(unit.name for unit in flat), *flight.results]
         return means, self._meter.count(units, asked, self.transport.group_rank, sizes)
@@ -622,14 +637,49 @@ class Grace:
         """`end_epoch`, for several workers of one process: ``advance()`` all of them in turn until each gives True."""
         if self._gradients or self._flights:
             raise RuntimeError("a step is under way: finish it before the epoch ends")
-        programs = {} if self.schedule is None else {"policy": self._ending(lr, next_lr)}
+        programs: dict[str, Program[Any]] = {}
+        if self.schedule is not None:
+            ended = self.schedule.on_epoch_end(lr, next_lr, int(self._step.read()), self.rank)
+            programs["policy"] = self._entering(ended)
         return Flight("policy", programs, self.transport, self.trace)
 
-    def _ending(self, lr: float | None, next_lr: float | None) -> Program[None]:
+    @property
+    def trying(self) -> bool:
+        """Whether a policy is still timing steps; see `tune`."""
+        return self.schedule is not None and self.schedule.on_trial(self.world_size)
+
+    def tune(self) -> Decision:
+        """A training step is over: let a policy that times steps decide when a trial ends. Every worker must call this.
+
+        The doors do it, but for graphs of TensorFlow: there it is for `grace.tensorflow.PolicyCallback`, or for a loop
+        of your own, after each step. Raises as `end_epoch`.
+        """
+        flight = self.tuning()
+        while flight is not None and not flight.advance():
+            pass
+        return self.decision
+
+    def tuning(self) -> Flight | None:
+        """`tune`, for several workers of one process: ``advance()`` all of them in turn until each gives True.
+
+        None where nothing is to be decided, on all workers.
+        """
+        if self._gradients or self._flights:
+            raise RuntimeError("a step is under way: finish it before the policy is told of it")
+        schedule = self.schedule
+        if schedule is None or self._step is None or not self.trying:
+            return None
+        step = int(self._step.read())
+        if not schedule.trial_over(step, self.world_size):
+            return None
+        decided = schedule.on_trial_end(step, self.rank, self.world_size)
+        return Flight("policy", {"policy": self._entering(decided)}, self.transport, self.trace)
+
+    def _entering(self, decided: Program[list[str]]) -> Program[None]:
+        # Carries a decision out: what does not outlast a change of level is made anew.
         schedule = self.schedule
         assert schedule is not None
-        changed = yield from schedule.on_epoch_end(lr, next_lr, int(self._step.read()), self.rank)
-        for name in changed:
+        for name in (yield from decided):
             level = schedule.level(name)
             (unit,) = {unit for unit in self._unit_of.values() if unit.name == name}
             way = self._ways[level]
@@ -667,12 +717,21 @@ class Grace:
     def _points(self, unit: Unit, rank: int, level: int) -> dict[str, tuple[Method, Context]]:
         # Where a worker compresses a unit; what goes dense is at one place, and its state is the memory's.
         ctx, way = replace(self._context(unit, 0), rank=rank), self._ways[level]
+        if self._switches:  # one memory, whichever method uses it now
+            memories = (each.method.memory for each in self._ways)
+            memory = next((memory for memory in memories if memory.feedback), way.method.memory)
+            return {"": (replace(way.method, memory=memory), ctx)}
         return {"": (way.method, ctx)} if unit.dense else way.communicator.points(way.method, ctx)
 
     def _held(self, levels: Mapping[str, int] | None = None) -> dict[str, dict[str, Any]]:
-        # The cells of units that have state, at their level, or at the ``levels`` of a checkpoint.
+        # The cells of units that have state, at their level, or at the ``levels`` of a checkpoint; and what outlasts a
+        # change of method.
         levels = self.decision.levels if levels is None else levels
-        held = {unit: cells[levels.get(unit, 0)] for unit, cells in self._cells.items()}
+        held = {}
+        for unit, cells in self._cells.items():
+            pairs = zip(self._ways, cells, strict=False)
+            lasting = {key: cell for way, each in pairs for key, cell in each.items() if _lasting(key, way)}
+            held[unit] = {**(lasting if self._switches else {}), **cells[levels.get(unit, 0)]}
         return {unit: cells for unit, cells in held.items() if cells}
 
     def _export_policy(self) -> dict[str, Any] | None:
@@ -801,18 +860,22 @@ class Grace:
             if self._xp is not None and self._xp.traced:
                 raise ValueError("a graph runs by itself and cannot be traced from here: use tf.profiler.experimental")
             self.trace.save(trace, self.rank)
-        name = name_of(self.method.compressor)
-        method = f"{name} + {name_of(self.method.memory)} + {name_of(self.communicator)}"
+        leading = next((self._way(unit) for unit in self._unit_of.values() if not unit.dense), self._ways[0])
+        parts = (leading.method.compressor, leading.method.memory, leading.communicator)
+        method = " + ".join(name_of(part) for part in parts)
         if self._xp is None:
             return Report(0, self.rank, self.world_size, method, 0, 0, 0)
         traffic = self._meter.read()
+        untold = UNTOLD if self._switches and self.schedule is not None and not self.schedule.told else ""
         units = [unit for bucket in self._buckets[::-1] for unit in bucket.units[::-1]]
         tensors = [
             TensorReport(
                 name=unit.name,
                 shape=unit.shape,
-                method="dense" if unit.dense else name_of(self.communicator.method(self.method, unit.name).compressor),
-                reason="; ".join(filter(None, [unit.dense, *(self._notes.get(t.name) for t in unit.tensors)])),
+                method="dense" if unit.dense or self._way(unit).dense else self._compressor_name(unit),
+                reason="; ".join(
+                    filter(None, [unit.dense or untold, *(self._notes.get(t.name) for t in unit.tensors)])
+                ),
                 bytes_sent=traffic[unit.name][0],
                 bytes_dense=traffic[unit.name][2] * sum(tensor.nbytes for tensor in unit.tensors),
                 residual_norm=self._residual_norm(unit),
@@ -832,7 +895,18 @@ class Grace:
             tensors=tensors,
             times={} if self.xp.traced else dict(self.trace.totals),
             skipped=self._skipped,
+            trials=self._trials(),
         )
+
+    def _trials(self) -> dict[str, float]:
+        if self.schedule is None:
+            return {}
+        found = self.schedule.policy.trials(self.decision)
+        return {leveled(self.schedule.levels[level]): seconds for level, seconds in found.items()}
+
+    def _compressor_name(self, unit: Unit) -> str:
+        way = self._way(unit)
+        return name_of(way.communicator.method(way.method, unit.name).compressor)
 
     def _levels(self, unit: Unit) -> list[tuple[int, dict[str, Any]]]:
         if self.schedule is None or unit.dense:
@@ -840,7 +914,7 @@ class Grace:
         return [(epoch, dict(self.schedule.levels[level])) for epoch, level in self.schedule.history[unit.name]]
 
     def _residual_norm(self, unit: Unit) -> float | None:
-        cells = self._cells[unit.name][self._level(unit)]
+        cells = self._held().get(unit.name, {})
         arrays = [cell.read() for key, cell in cells.items() if key.endswith("memory/residual")]
         if not arrays:
             return None

@@ -133,6 +133,9 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
     as ``min_numel``); ``world_size``, if given, must be the transport's. What is left out has the default that a user
     should have: the memory that the method names, and allreduce for what can be summed on the wire, else allgather.
 
+    ``compressor="auto"``: the first steps try dense gradients and several methods (``candidates``), and training goes
+    on with what was fastest; see `grace.policies.auto.Auto`.
+
     ``plan``: a strategy for each tensor, and perhaps a method, instead of a communicator: the file that `grace plan`
     wrote, or what it holds. Worker 0's holds for all.
 
@@ -151,9 +154,9 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
     if "plan" in rest:
         communicator = _planned(rest)
         rest = {"min_numel": 0, **rest, "communicator": communicator}
-    compressor = _take(compressors, rest.pop("compressor", "none"), rest)
-    memory = _take(memories, rest.pop("memory", compressor.memory), rest)
-    communicator = _take(communicators, rest.pop("communicator", usual_communicator(compressor)), rest)
+    if rest.get("compressor") == "auto":
+        rest = _automatic(rest)
+    compressor, memory, communicator = _three(rest)
     policy = rest.pop("policy", None)
     policy = None if policy is None else _take(policies, policy, rest)
     options = Options(**_values(Options, rest))
@@ -166,11 +169,41 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
 def method_from_params(params: Mapping[str, Any]) -> Method:
     """A compressor with its memory from the keys that `grace_from_params` takes for them. ValueError for others."""
     rest = dict(params)
-    compressor = _take(compressors, rest.pop("compressor", "none"), rest)
-    memory = _take(memories, rest.pop("memory", compressor.memory), rest)
+    compressor, memory = _pair(rest)
     if rest:
         raise ValueError(_unknown_key(next(iter(rest)), compressor, memory))
     return Method(compressor, memory)
+
+
+def triple(params: str | Mapping[str, Any]) -> tuple[Method, Communicator]:
+    """A method and its communicator: from the keys of `grace_from_params` for them, or from a compressor's name alone.
+
+    ValueError for other keys.
+    """
+    rest = {"compressor": params} if isinstance(params, str) else dict(params)
+    compressor, memory, communicator = _three(rest)
+    if rest:
+        raise ValueError(_unknown_key(next(iter(rest)), compressor, memory, communicator))
+    return Method(compressor, memory), communicator
+
+
+def _pair(rest: dict[str, Any]) -> tuple[Compressor, Memory]:
+    # What is meant for them is taken out of ``rest``.
+    compressor = _take(compressors, rest.pop("compressor", "none"), rest)
+    return compressor, _take(memories, rest.pop("memory", compressor.memory), rest)
+
+
+def _three(rest: dict[str, Any]) -> tuple[Compressor, Memory, Communicator]:
+    compressor, memory = _pair(rest)
+    return compressor, memory, _take(communicators, rest.pop("communicator", usual_communicator(compressor)), rest)
+
+
+def _automatic(rest: dict[str, Any]) -> dict[str, Any]:
+    # "auto" is a policy over whole methods.
+    if odd := sorted({"memory", "communicator", "policy", "plan"} & rest.keys()):
+        raise ValueError(f"compressor 'auto' chooses whole methods: give {odd[0]!r} to its candidates, as in "
+                         f"candidates=[{{'compressor': 'topk', {odd[0]!r}: {rest[odd[0]]!r}}}]")  # fmt: skip
+    return {**rest, "compressor": "none", "policy": "auto"}
 
 
 def _planned(rest: dict[str, Any]) -> Communicator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,12 +22,12 @@ class TensorReport:
     residual_norm: float | None
     """L2 norm of the error-feedback memory on this worker; None where there is none."""
     levels: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """With a policy: from which epoch on it had which level, the last one now."""
+    """With a policy: from which epoch on it had which level, the last one now; with "auto": from which step on."""
 
     @property
     def level(self) -> str:
         """The level that it has now, as text; empty without a policy."""
-        return ", ".join(f"{key}={value}" for key, value in self.levels[-1][1].items()) if self.levels else ""
+        return leveled(self.levels[-1][1]) if self.levels else ""
 
     strategy: str = ""
     """How it travels, where a plan says so."""
@@ -53,6 +54,8 @@ class Report:
     """Seconds: "compress", "wait" for the transport, "decompress". Empty where a graph runs all of them."""
     skipped: int = 0
     """Steps of tensors whose mean was not finite, so that their state was left as it was (0 inside graphs)."""
+    trials: dict[str, float] = field(default_factory=dict)
+    """With the compressor "auto": seconds of a step, by what was tried."""
 
     @property
     def ratio(self) -> float:
@@ -91,4 +94,11 @@ class Report:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in self.times.items())
-        return "\n".join([head, *lines, *([times] if times else [])])
+        trials = "  ".join(f"{level} {seconds * 1e3:.1f} ms" for level, seconds in self.trials.items())
+        return "\n".join([head, *lines, *filter(None, [times, trials and f"tried: {trials}"])])
+
+
+def leveled(level: Mapping[str, Any]) -> str:
+    """A level of a policy as text."""
+    fields = (f"{key}={value}" for key, value in level.items() if key != "compressor")
+    return ", ".join([*filter(None, [level.get("compressor")]), *fields])

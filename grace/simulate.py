@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.backends import Backend, backend_of, get_backend
+from grace.flight import Flight
 from grace.pipeline import Grace
 from grace.registry import grace_from_params
 from grace.report import Report
@@ -63,6 +64,7 @@ def simulate(
             pass
         for grace in graces:
             grace.land()
+        _settle([grace.tuning() for grace in graces])
         history.append([{name: _host(xp, grace.mean(name)) for name in example} for grace in graces])
         if steps_per_epoch and (step + 1) % steps_per_epoch == 0:
             end_epoch(graces)
@@ -71,8 +73,11 @@ def simulate(
 
 def end_epoch(graces: Sequence[Grace], lr: float | None = None, next_lr: float | None = None) -> None:
     """`Grace.end_epoch` for all workers of a world in this process."""
-    flights = [grace.ending(lr, next_lr) for grace in graces]
-    while [flight for flight in flights if not flight.advance()]:
+    _settle([grace.ending(lr, next_lr) for grace in graces])
+
+
+def _settle(flights: Sequence[Flight | None]) -> None:
+    while [flight for flight in flights if flight is not None and not flight.advance()]:
         pass
 
 

@@ -56,6 +56,8 @@ def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequenc
     with tf.init_scope():  # state must outlive the graph that is being traced
         grace.build({name: variable for name, (variable, _) in handed.items()})
     means = grace.step({name: gradient for name, (_, gradient) in handed.items()})
+    if eager:
+        grace.tune()
     return [means.get(name) for name in names]
 
 
@@ -194,7 +196,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class PolicyCallback(keras.callbacks.Callback):
-    """Tell a Grace's policy that an epoch is over. Put it after callbacks that set the learning rate.
+    """Tell a Grace's policy that a step or an epoch is over. Put it after callbacks that set the learning rate.
 
     An epoch ends where the next one begins, when its learning rate is known, or with the training. ``grace``: by
     default that of the model's optimizer.
@@ -205,6 +207,9 @@ class PolicyCallback(keras.callbacks.Callback):
         self._grace = grace
         self._rate: float | None = None
 
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._distributed().tune()
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         rate = float(self.model.optimizer.learning_rate)
         self._end(rate)
@@ -213,10 +218,14 @@ class PolicyCallback(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         self._end(self._rate)
 
-    def _end(self, next_rate: float | None) -> None:
-        grace = self._grace or getattr(self.model.optimizer, "_grace", None)
+    def _distributed(self) -> Grace:
+        grace: Grace | None = self._grace or getattr(self.model.optimizer, "_grace", None)
         if grace is None:
             raise ValueError("the model's optimizer is not distributed: name the Grace, as PolicyCallback(grace)")
+        return grace
+
+    def _end(self, next_rate: float | None) -> None:
+        grace = self._distributed()
         if grace.steps_this_epoch:
             grace.end_epoch(self._rate, next_rate)
 

@@ -233,6 +233,7 @@ class _Driver:
             self._versions[name] = (p.grad, p.grad._version)
         self._synced = True
         self._task = self._nested = -1
+        self.grace.tune()
 
     def _gradient(self, p: torch.Tensor) -> torch.Tensor | None:
         if p.grad is None or not p.requires_grad:  # a frozen parameter may still have an old gradient
@@ -348,6 +349,7 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
                     view.copy_(mean)
             sparse = arrived.buffer.is_sparse
             arrived.future.set_result(next(iter(arrived.views.values())).to_sparse(1) if sparse else arrived.buffer)
+        grace.tune()
     return future
 
 

@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 @pytest.mark.parametrize("script, launch", [("torch", "horovodrun"), ("torch", "torchrun"), ("keras", "horovodrun")])
 def test_over_two_workers(script, launch, tmp_path):
     out = tmp_path / "result.json"
-    options = ["--epochs", 4, "--warm-up", 2, "--forms", "dense", "hybrid", "--json", out]
+    options = ["--forms", "dense", "hybrid", "--json", out]
     printed = run(*launcher(launch, 2), EXAMPLES / f"pufferfish_{script}.py", *options, log=tmp_path / "log")
     found = json.loads(out.read_text())
     dense, hybrid = found["rows"]
@@ -22,7 +22,8 @@ def test_over_two_workers(script, launch, tmp_path):
     assert hybrid["parameters"] < dense["parameters"] / 2
     for row in (dense, hybrid):
         assert row["bytes_per_step"] == 4 * row["parameters"]
-        assert 0.3 < row["accuracy"] <= 1  # chance is 0.1
+    assert dense["accuracy"] > 0.94
+    assert hybrid["accuracy"] > dense["accuracy"] - 0.02  # 10 of 500 images; one run with one seed
     assert "hybrid" in printed
 
 

@@ -459,7 +459,7 @@ def test_a_tensor_is_compressed_where_every_level_applies():
 
 
 def test_registered():
-    assert list(policies) == ["accordion", "accordion_batch", "warmup"]
+    assert list(policies) == ["accordion", "accordion_batch", "auto", "warmup"]
     chain = at_level(compressors["chain"](), {"compress_ratio": 0.3, "quantum_num": 100})
     assert (chain.sparsifier.compress_ratio, chain.quantizer.quantum_num) == (0.3, 100)
     own = build(compressor="topk", policy=Warmup(warmup_ratio=0.5))

@@ -77,8 +77,10 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
         joined.optimizer.step()
         seconds.append(time.perf_counter() - began)
 
-    for index in range(WARM_UP):
-        step(index)
+    warm = 0
+    while warm < WARM_UP or (joined.grc is not None and joined.grc.trying):
+        step(warm)
+        warm += 1
     # Slow cases make fewer steps, if only their time is of interest.
     fit = int(job["budget"] / statistics.median(seconds[1:])) if job["budget"] else job["steps"]
     steps = world.agree(max(min(job["steps"], fit), LEAST))
@@ -87,10 +89,10 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
     usage, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     paused = 0.0
     for index in range(steps):
-        step(WARM_UP + index)
+        step(warm + index)
         if job["losses"] and (index + 1) % max(steps // job["losses"], 1) == 0 and world.rank == 0:
             pause = time.perf_counter()
-            losses.append((WARM_UP + index + 1, task.held_out_loss(model)))
+            losses.append((warm + index + 1, task.held_out_loss(model)))
             paused += time.perf_counter() - pause
     wall = time.perf_counter() - began - paused
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -115,6 +117,7 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
     }
     if joined.grc:
         now = joined.grc.report()
+        found["method"], found["trials"] = now.method, now.trials
         found["sent"] = (now.bytes_sent - report.bytes_sent) / steps
         found["received"] = (now.bytes_received - report.bytes_received) / steps
         found["times"] = {key: (value - report.times.get(key, 0.0)) / steps for key, value in now.times.items()}

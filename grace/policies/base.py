@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-from grace.core import Compressor, name_of
+from grace.core import Communicator, Compressor, Method, name_of
 from grace.values import checked
 
 Level = Mapping[str, Any]
@@ -42,6 +42,8 @@ class Policy(ABC):
     the mean of their squared norms), "aggregated" (the means that all got); empty: nobody's."""
     batch: ClassVar[bool] = False
     """It decides on ``micro_steps``."""
+    switches_methods: ClassVar[bool] = False
+    """Its levels are methods, each with the memory and the communicator that it has."""
 
     @property
     def together(self) -> bool:
@@ -51,6 +53,11 @@ class Policy(ABC):
     def levels(self, compressor: Compressor) -> tuple[Level, ...]:
         """The levels of this compressor; ValueError, with the remedy, if it cannot have them."""
         return ({},)
+
+    def ways(self, method: Method, communicator: Communicator) -> tuple[tuple[Method, Communicator], ...]:
+        """What a tensor goes through at each level: by default the method, with its compressor at that level."""
+        compressors = (at_level(method.compressor, level) for level in self.levels(method.compressor))
+        return tuple((replace(method, compressor=compressor), communicator) for compressor in compressors)
 
     def watches(self, epoch: int, decision: Decision) -> bool:
         """Whether the norms of this epoch's summed gradients are wanted; epochs count from 0."""
@@ -65,6 +72,18 @@ class Policy(ABC):
         ``lr``, ``next_lr``: learning rates of this epoch and of the next one, as far as they are known. ``norms``: of
         each tensor's gradients, summed over the epoch as vectors; empty unless it was watched.
         """
+
+    def trial(self, decision: Decision, workers: int) -> int | None:
+        """So many steps are to be timed now, after one that is not; 0: decide after this step; None: no trial."""
+        return None
+
+    def on_trial_end(self, decision: Decision, workers: int, seconds: float) -> Decision:
+        """What holds after a trial. ``seconds``: its median step, on the slowest worker."""
+        return decision
+
+    def trials(self, decision: Decision) -> dict[int, float]:
+        """Seconds of a step at the levels that were tried, for the report."""
+        return {}
 
 
 def at_level(compressor: Compressor, level: Level) -> Compressor:

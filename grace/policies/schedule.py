@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import zlib
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 from grace.backends.base import Backend
 from grace.collectives import Broadcast, Collective, Reduce
-from grace.core import Array, Compressor, Program
-from grace.policies.base import Decision, Policy, at_level
+from grace.core import Array, Communicator, Method, Program
+from grace.policies.base import Decision, Policy
 
 
 class Schedule:
     """What one worker keeps of a policy: every tensor's level, its history, and the sums of this epoch's gradients."""
 
-    def __init__(self, policy: Policy, compressor: Compressor):
+    def __init__(self, policy: Policy, method: Method, communicator: Communicator):
         self.policy = policy
-        self.levels = policy.levels(compressor)
-        self.compressors = [at_level(compressor, level) for level in self.levels]
+        self.levels = policy.levels(method.compressor)
+        self.ways = policy.ways(method, communicator)
         self.decision = Decision({})
         self.epoch = 0
         """How many epochs have ended."""
         self.step = 0
         """How many exchanges there had been when the last one ended."""
         self.history: dict[str, list[tuple[int, int]]] = {}
-        """For each tensor the epochs in which its level changed, and the level."""
+        """For each tensor the epochs (of a policy with trials: the steps) in which its level changed, and the level."""
+        self._moments: list[tuple[float, int]] = []  # when steps of the trial under way ended
+        self._told = 0  # the last step of which it was told
         self._lr: float | None = None
         self._xp: Any = None
         self._sums: dict[str, Any] = {}
@@ -56,6 +61,11 @@ class Schedule:
         for name in names:
             for book in (self.decision.levels, self.history, self._sums, self._cells):
                 book.pop(name, None)
+
+    @property
+    def told(self) -> bool:
+        """Whether it was ever told that a step has ended."""
+        return bool(self._told or self.decision.memo)
 
     @property
     def watching(self) -> bool:
@@ -96,31 +106,71 @@ class Schedule:
         xp = self._xp
         lr = self._lr if lr is None else lr
         next_lr = lr if next_lr is None else next_lr
-        names = list(self.decision.levels)
+        before = dict(self.decision.levels)
         watched = self.watching
-        squares = self._squares(names) if watched else xp.zeros(0)
-        asked: tuple[Collective, ...] = self._check()
-        if watched and self.policy.norm_source == "mean":
-            asked = (*asked, Reduce((squares,), "mean"))
-        (least,), (most,), *rest = yield asked
-        self._agreed(least, most, "before this epoch ended: every worker must end the same epochs, and load its state")
+        squares = self._squares(before) if watched else xp.zeros(0)
+        wanted = (Reduce((squares,), "mean"),) if watched and self.policy.norm_source == "mean" else ()
+        event = "this epoch ended: every worker must end the same epochs, and load its state"
+        rest = yield from self._agreed(wanted, event)
         if rest:
             ((squares,),) = rest
-        before = dict(self.decision.levels)
         if rank == 0:
             norms = {}
             if watched:
-                norms = {name: math.sqrt(s) for name, s in zip(names, xp.to_numpy(squares).tolist(), strict=True)}
+                norms = {name: math.sqrt(s) for name, s in zip(before, xp.to_numpy(squares).tolist(), strict=True)}
             decision = self.policy.on_epoch_end(self.decision, self.epoch, lr, next_lr, norms)
-            self._adopt(decision, next_lr, step)
-        text = xp.asarray(list(self.text().encode()), "uint8")
-        (received,) = yield Broadcast((text,), 0, ragged=True)
-        self._read(json.loads(bytes(xp.to_numpy(received).tolist())))
-        (least,), (most,) = yield self._check()
-        self._agreed(least, most, "after worker 0's decision was sent to all")
+            self.epoch, self.step, self._lr = self.epoch + 1, step, next_lr
+            self._adopt(decision, self.epoch)
+        changed = yield from self._spread(before)
         for cell in self._sums.values() if watched else ():
             cell.assign(xp.zeros(xp.shape(cell.read())))
         self._publish()
+        return changed
+
+    # -- between steps ----------------------------------------------------------------------------------------------
+    def on_trial(self, workers: int) -> bool:
+        """Whether a trial is under way."""
+        return self.policy.trial(self.decision, workers) is not None
+
+    def trial_over(self, step: int, workers: int) -> bool:
+        """Note that step ``step`` of a trial has ended; True when the trial is over, on all workers together."""
+        wanted = self.policy.trial(self.decision, workers) or 0
+        if step == self._told:
+            return False
+        self._told = step
+        self._moments.append((perf_counter(), step))
+        return len(self._moments) > (wanted and wanted + 1)
+
+    def on_trial_end(self, step: int, rank: int, workers: int) -> Program[list[str]]:
+        """Decide, on worker 0, for all workers; gives the tensors whose level changed. Raises as `on_epoch_end`."""
+        xp, before = self._xp, dict(self.decision.levels)
+        # Two are left out: one that began before the trial, and one that warms up.
+        steps = [(b - a) / (j - i) for (a, i), (b, j) in pairwise(self._moments[1:])]
+        mine = statistics.median(steps) if steps else 0.0
+        wanted = (Reduce((xp.asarray([mine], "float32"),), "max"),)
+        ((slowest,),) = yield from self._agreed(wanted, "this trial ended: every worker must make the same steps")
+        if rank == 0:
+            (seconds,) = xp.to_numpy(slowest).tolist()
+            self._adopt(self.policy.on_trial_end(self.decision, workers, seconds), step)
+        changed = yield from self._spread(before)
+        self._moments = []
+        self._publish()
+        return changed
+
+    # -- agreement --------------------------------------------------------------------------------------------------
+    def _agreed(self, wanted: tuple[Collective, ...], event: str) -> Program[list[Any]]:
+        # Results of what is wanted besides; raises unless all workers know the same.
+        (least,), (most,), *rest = yield (*self._check(), *wanted)
+        self._compare(least, most, f"before {event}")
+        return rest
+
+    def _spread(self, before: Mapping[str, int]) -> Program[list[str]]:
+        # Worker 0's decision, to all; gives the tensors whose level is not what it was.
+        text = self._xp.asarray(list(self.text().encode()), "uint8")
+        (received,) = yield Broadcast((text,), 0, ragged=True)
+        self._read(json.loads(bytes(self._xp.to_numpy(received).tolist())))
+        (least,), (most,) = yield self._check()
+        self._compare(least, most, "after worker 0's decision was sent to all")
         return [name for name, level in self.decision.levels.items() if level != before[name]]
 
     def _squares(self, names: Iterable[str]) -> Array:
@@ -133,19 +183,18 @@ class Schedule:
         facts = self._xp.asarray([self.epoch, zlib.crc32(self.text().encode()) & 0x7FFFFFFF], "int32")
         return Reduce((facts,), "min"), Reduce((facts,), "max")
 
-    def _agreed(self, least: Array, most: Array, when: str) -> None:
+    def _compare(self, least: Array, most: Array, when: str) -> None:
         least, most = (self._xp.to_numpy(each).tolist() for each in (least, most))
         if least != most:
             what = f"epochs {least[0]} to {most[0]} are under way" if least[0] != most[0] else "their states differ"
             raise RuntimeError(f"the workers' policies did not agree {when} ({what})")
 
-    def _adopt(self, decision: Decision, lr: float | None, step: int) -> None:
+    def _adopt(self, decision: Decision, now: int) -> None:
         last = len(self.levels) - 1
         levels = {name: min(level, last) for name, level in decision.levels.items()}
-        self.epoch, self.step, self._lr = self.epoch + 1, step, lr
         for name, level in levels.items():
             if self.history[name][-1][1] != level:
-                self.history[name].append((self.epoch, level))
+                self.history[name].append((now, level))
         self.decision = Decision(levels, decision.micro_steps, decision.lr_scale, decision.memo)
 
     def _publish(self) -> None:

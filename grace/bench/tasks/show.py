@@ -298,7 +298,10 @@ def render(rows: Sequence[Row], console: Console) -> None:
         console.print(escape(name), style="italic")
         made = Table(box=None, padding=(0, 2, 0, 0))
         for head in heads:
-            made.add_column(escape(head), justify="left" if head == "method" else "right")
+            if head == "method":
+                made.add_column(head, no_wrap=True)
+            else:
+                made.add_column(escape(head), justify="right", overflow="fold")
         for cells in body:
             made.add_row(*map(escape, cells))
         console.print(made, "")

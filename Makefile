@@ -10,7 +10,7 @@ JOBS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs lab clean
+.PHONY: help install demo test check format docs dist lab clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,16 @@ docs: $(VENV)/.docs ## build the documentation into site/
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[docs]'
+	@touch $@
+
+dist: $(VENV)/.release ## build sdist and wheel, check them, and try the wheel on each Python that is here
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python scripts/try_pythons.py dist/*.whl
+
+$(VENV)/.release: $(VENV)/.installed
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[release]'
 	@touch $@
 
 # The lab says what it lacks (root, openssh-server, iproute2) and how to get it; it installs nothing.

@@ -20,6 +20,7 @@ from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
 from grace.policies.base import Decision, Policy
 from grace.policies.schedule import Schedule
+from grace.record import Recorder
 from grace.report import Report, TensorReport, leveled
 from grace.state import complete, parsed, resized
 from grace.trace import Trace
@@ -52,6 +53,11 @@ class Options:
     timeout: float = 600.0
     """Seconds that a worker waits for the others before it raises TimeoutError; float("inf"): for ever. Horovod inside
     TensorFlow graphs, and NCCL, have time limits of their own."""
+    record: str = ""
+    """A file to which worker 0 adds a line of what `Grace.report` gives every ``record_every`` steps, for `grace
+    report`; empty: none."""
+    record_every: int = 100
+    """Steps. Norms of residuals are computed for each line; on a GPU that is when the host waits for it."""
 
     def __post_init__(self) -> None:
         for key, choices in (("fuse", ("tensor", "bucket", "model")), ("nonfinite", ("poison", "zero", "raise"))):
@@ -63,6 +69,8 @@ class Options:
             raise ValueError(f"bucket_mb={self.bucket_mb!r} must be positive")
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout!r} must be positive, in seconds")
+        if self.record_every < 1:
+            raise ValueError(f"record_every={self.record_every!r} must be 1 or more")
 
 
 class Way(NamedTuple):
@@ -126,6 +134,7 @@ class Grace:
         self.trace = Trace()
         """Where the time goes; the toolkits' doors note what they know."""
         self._skipped = 0
+        self._recorder = Recorder(options.record, options.record_every) if options.record and self.rank == 0 else None
         self._first_step = 0  # from which on the report counts
         self._waiting: tuple[Mapping[str, Any], ...] = ()  # a checkpoint that came before the tensors
         self._clear()
@@ -233,6 +242,8 @@ class Grace:
         self._meter.extend([unit.name for bucket in buckets for unit in bucket.units])
         if self._waiting:
             self.load_state_dict(*self._waiting)
+        if self._recorder is not None and not self._recorder.begun:
+            self._begin_record()
 
     def _made(self, unit: Unit, way: Way, state: State) -> dict[str, Any]:
         # Cells for a unit's state at one level; what outlasts a change of level is shared with the levels before.
@@ -270,6 +281,8 @@ class Grace:
         if self._gradients or self._flights:
             raise RuntimeError("a step is under way: finish it before the tensors change")
         named = dict(named_tensors)
+        if self._recorder is not None and self._recorder.begun:
+            self.record()  # what is counted anew below
         shapes = {name: self.xp.shape(array) for name, array in named.items()} if self._xp is not None else {}
         units = [unit for bucket in self._buckets for unit in bucket.units]
         same = [unit for unit in units if all(shapes.get(tensor.name) == tensor.shape for tensor in unit.tensors)]
@@ -286,6 +299,8 @@ class Grace:
         self.build(named)
         for unit in kept.keys() & set(self._unit_of.values()):
             self._cells[unit.name] = kept[unit]
+        if self._recorder is not None and self._recorder.begun:
+            self._begin_record()
 
     def _agree(self, tensors: Iterable[Tensor]) -> None:
         from grace import __version__
@@ -300,7 +315,8 @@ class Grace:
             "policy": repr(self._policy),
             # Both decode the same numbers, but a graph may round a constant division otherwise than a kernel.
             "the use of native kernels": "on" if self.xp.kernels else "off",
-            **asdict(self.options),
+            # The record is worker 0's own affair.
+            **asdict(replace(self.options, record="", record_every=1)),
         }
         mine = json.dumps([settings, [asdict(tensor) for tensor in tensors]])
         texts = self.transport.exchange(mine)
@@ -403,6 +419,8 @@ class Grace:
         self._means = means
         if last:
             self._step.assign(self._step.read() + 1)
+            if self._recorder is not None and not self.xp.tracing and self._recorder.passed():
+                self.record()
 
     def abandon(self) -> None:
         """Drop a step that was begun: wait for what is under way, and keep neither means nor state."""
@@ -679,6 +697,8 @@ class Grace:
         # Carries a decision out: what does not outlast a change of level is made anew.
         schedule = self.schedule
         assert schedule is not None
+        if self._recorder is not None and self._recorder.begun:
+            self.record()  # no line spans a change of level
         for name in (yield from decided):
             level = schedule.level(name)
             (unit,) = {unit for unit in self._unit_of.values() if unit.name == name}
@@ -762,6 +782,8 @@ class Grace:
         self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
         self._first_step = min(self._first_step, step)
         self._waiting = ()
+        if self._recorder is not None and self._recorder.begun:
+            self._begin_record()
         if self.schedule is not None:
             self.schedule.load_state_dict(self._whose(states)["policy"])
             texts = self.transport.exchange(self.schedule.text())
@@ -868,17 +890,18 @@ class Grace:
         traffic = self._meter.read()
         untold = UNTOLD if self._switches and self.schedule is not None and not self.schedule.told else ""
         units = [unit for bucket in self._buckets[::-1] for unit in bucket.units[::-1]]
+        norms = self._residual_norms(units)
         tensors = [
             TensorReport(
                 name=unit.name,
                 shape=unit.shape,
-                method="dense" if unit.dense or self._way(unit).dense else self._compressor_name(unit),
+                method="dense" if unit.dense else self._compressor_name(unit),
                 reason="; ".join(
                     filter(None, [unit.dense or untold, *(self._notes.get(t.name) for t in unit.tensors)])
                 ),
                 bytes_sent=traffic[unit.name][0],
                 bytes_dense=traffic[unit.name][2] * sum(tensor.nbytes for tensor in unit.tensors),
-                residual_norm=self._residual_norm(unit),
+                residual_norm=norms.get(unit.name),
                 levels=self._levels(unit),
                 strategy="" if unit.dense else self.communicator.strategy(unit.name),
             )
@@ -898,6 +921,27 @@ class Grace:
             trials=self._trials(),
         )
 
+    def record(self) -> None:
+        """Write a line to the record now: what happened since the line before. Other workers than 0 write nothing.
+
+        Lines are written without this call, except in TensorFlow graphs, which run by themselves: there call it between
+        two steps (`grace.tensorflow.RecordCallback` does), and anywhere at a training's end, for its last steps.
+        ValueError if no record was asked for.
+        """
+        if not self.options.record:
+            raise ValueError("there is no record: name a file, as grace_from_params({..., 'record': 'run.jsonl'})")
+        if self._recorder is not None and self._recorder.begun:
+            self._recorder.write(self.report(), int(self._step.read()))
+
+    def _begin_record(self) -> None:
+        from grace import __version__
+
+        assert self._recorder is not None
+        on_host = self._on_host(self.xp)
+        kernels = bool(self.xp.kernels) if on_host else None
+        about = {"grace": __version__, "toolkit": self.xp.name, "kernels": kernels, "graph": self.xp.traced}
+        self._recorder.begin(self.report(), int(self._step.read()), about)
+
     def _trials(self) -> dict[str, float]:
         if self.schedule is None:
             return {}
@@ -913,12 +957,18 @@ class Grace:
             return []
         return [(epoch, dict(self.schedule.levels[level])) for epoch, level in self.schedule.history[unit.name]]
 
-    def _residual_norm(self, unit: Unit) -> float | None:
-        cells = self._held().get(unit.name, {})
-        arrays = [cell.read() for key, cell in cells.items() if key.endswith("memory/residual")]
-        if not arrays:
-            return None
-        return sum(float(self.xp.to_numpy(self.xp.sum(array * array))) for array in arrays) ** 0.5
+    def _residual_norms(self, units: Iterable[Unit]) -> dict[str, float]:
+        # Of all units together, so that a device is waited for once.
+        xp, held, squares = self.xp, self._held(), {}
+        for unit in units:
+            cells = held.get(unit.name, {})
+            arrays = [cell.read() for key, cell in cells.items() if key.endswith("memory/residual")]
+            if arrays:
+                squares[unit.name] = sum(xp.sum(array * array) for array in arrays)
+        if not squares:
+            return {}
+        found = xp.to_numpy(xp.concat([xp.reshape(square, (1,)) for square in squares.values()])).tolist()
+        return {name: square**0.5 for name, square in zip(squares, found, strict=True)}
 
 
 def _lasting(key: str, way: Way) -> bool:

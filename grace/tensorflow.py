@@ -26,6 +26,7 @@ __all__ = [
     "GossipCallback",
     "MetricAverageCallback",
     "PolicyCallback",
+    "RecordCallback",
     "average_gradients",
     "broadcast_variables",
     "gossip_variables",
@@ -208,7 +209,7 @@ class PolicyCallback(keras.callbacks.Callback):
         self._rate: float | None = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._distributed().tune()
+        _grace_of(self).tune()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         rate = float(self.model.optimizer.learning_rate)
@@ -218,16 +219,30 @@ class PolicyCallback(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         self._end(self._rate)
 
-    def _distributed(self) -> Grace:
-        grace: Grace | None = self._grace or getattr(self.model.optimizer, "_grace", None)
-        if grace is None:
-            raise ValueError("the model's optimizer is not distributed: name the Grace, as PolicyCallback(grace)")
-        return grace
-
     def _end(self, next_rate: float | None) -> None:
-        grace = self._distributed()
+        grace = _grace_of(self)
         if grace.steps_this_epoch:
             grace.end_epoch(self._rate, next_rate)
+
+
+class RecordCallback(keras.callbacks.Callback):
+    """Write the record of a training in ``fit`` (`Options.record`), which a graph cannot do by itself.
+
+    A line after every ``record_every`` batches and one at the end. ``grace``: by default that of the model's optimizer.
+    """
+
+    def __init__(self, grace: Grace | None = None):
+        super().__init__()
+        self._grace = grace
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._batches += 1
+        if self._batches % _grace_of(self).options.record_every == 0:
+            _grace_of(self).record()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        _grace_of(self).record()
 
 
 def gossip_variables(gossip: Gossip, variables: Sequence[Any]) -> None:
@@ -258,6 +273,14 @@ class GossipCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         gossip_variables(self._gossip, self.model.trainable_variables)
+
+
+def _grace_of(callback: Any) -> Grace:
+    grace: Grace | None = callback._grace or getattr(callback.model.optimizer, "_grace", None)
+    if grace is None:
+        name = type(callback).__name__
+        raise ValueError(f"the model's optimizer is not distributed: name the Grace, as {name}(grace)")
+    return grace
 
 
 def _transport(grace: Grace | None) -> Transport:

@@ -20,7 +20,7 @@ def for_the_site(readme: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Called by MkDocs for every page; only the index is replaced."""
+    """Called by MkDocs for every page; the index is replaced, and links to README.md lead there."""
     if page.file.src_uri != "index.md":
-        return markdown
+        return markdown.replace("](../README.md", "](index.md")
     return for_the_site(Path(config.config_file_path).with_name("README.md").read_text())

@@ -1,5 +1,6 @@
 """README and docs: their code runs, their links lead somewhere, their tables and commands are true."""
 
+import ast
 import os
 import re
 import socket
@@ -82,6 +83,28 @@ def test_the_readme_names_every_method():
     for kind, registry in (("Memories", memories), ("Communicators", communicators)):
         (line,) = re.findall(rf"^- {kind}: (.*?)\.$", text, re.MULTILINE | re.DOTALL)
         assert re.findall(r"`(\w+)`", line) == list(registry)
+
+
+def public(path):
+    """What a module's __all__ names, read without importing its toolkit."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return {name for name in ast.literal_eval(node.value) if not name.startswith("_")}
+    return set()
+
+
+def test_the_reference_has_all_that_is_public():
+    text = (ROOT / "docs" / "reference.md").read_text()
+    shown = set()
+    for path, members in re.findall(r"^::: (\S+)\n(?: +options:\n +members: \[(.*)\]\n)?", text, re.MULTILINE):
+        shown |= {f"{path}.{member}" for member in re.split(r", *", members)} if members else set()
+        shown.add(path)
+    for module in ("grace", "grace.torch", "grace.tensorflow", "grace.checkpoint"):
+        path = ROOT / module.replace(".", "/")
+        names = public(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
+        assert names, module
+        absent = {f"{module}.{name}" for name in names if f"{module}.{name}.{name}" not in shown} - shown
+        assert not absent, absent
 
 
 def shell(page):

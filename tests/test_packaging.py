@@ -1,28 +1,39 @@
-"""What a wheel of GRACE holds and asks for, and that importing it imports no toolkit."""
+"""What is released: what wheel and sdist hold and ask for, on which Python they work, and whom GRACE cites."""
 
 import email
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import grace
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel, built from a copy: setuptools leaves its build folder in the tree it builds from."""
+def tree(tmp_path_factory):
+    """A copy of this tree to build from: setuptools leaves its build folder there."""
+    tree = tmp_path_factory.mktemp("tree")
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, tree)
+    for name in ("grace", "docs", "examples", "scripts", "tests", "benchmarks"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(tree, tmp_path_factory):
     pytest.importorskip("setuptools", "77", reason="builds a wheel")
-    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, tree)
-    shutil.copytree(ROOT / "grace", tree / "grace", ignore=shutil.ignore_patterns("__pycache__"))
+    out = tmp_path_factory.mktemp("wheel")
     options = ["--quiet", "--no-deps", "--no-build-isolation", f"--wheel-dir={out}"]
     subprocess.run([*PIP, "wheel", *options, str(tree)], check=True, cwd=tree)
     (made,) = out.glob("*.whl")
@@ -78,3 +89,100 @@ def test_installed_wheel_imports_without_any_toolkit(wheel, tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def sdist(tree, tmp_path_factory):
+    pytest.importorskip("setuptools", "77", reason="builds a source distribution")
+    out = tmp_path_factory.mktemp("sdist")
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
+    subprocess.run([sys.executable, "-c", build], check=True, cwd=tree, capture_output=True)
+    (made,) = out.glob("*.tar.gz")
+    return made
+
+
+def test_sdist_holds_what_tests_and_docs_need_and_nothing_built(sdist):
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in ("grace", "tests", "docs", "examples", "scripts", "benchmarks"):
+        sources = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py")}
+        assert sources - inside == set()
+    assert {"CITATION.cff", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "grace/py.typed"} <= inside
+    assert {"grace/kernels/kernels.cc", "docs/gradient.svg"} <= inside
+    assert [name for name in inside if re.search(r"\.so$|\.pyc$|__pycache__", name)] == []
+
+
+def test_the_version_stands_in_one_place(wheel, sdist):
+    version = grace.__version__
+    assert f"-{version}-" in wheel.name
+    assert sdist.name.endswith(f"-{version}.tar.gz")
+    files = [ROOT / "setup.cfg", ROOT / "pyproject.toml", *(ROOT / "grace").rglob("*.py")]
+    assert [
+        path.name for path in files if f'"{version}"' in path.read_text() or f"= {version}" in path.read_text()
+    ] == ["__init__.py"]
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_index_would_take_them(wheel, sdist):
+    pytest.importorskip("twine", reason="in the extra `release`")
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel, sdist], check=True)
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+def test_each_python_reads_all_sources_and_imports_grace(version, wheel, tmp_path):
+    python = try_pythons().find(version)
+    if python is None:
+        pytest.skip(f"there is no Python {version} on this machine")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    for code in ("import compileall; assert compileall.compile_dir('grace', quiet=1)", "import grace; grace.Grace"):
+        done = subprocess.run([python, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Programming Language :: Python :: {version}" in (ROOT / "setup.cfg").read_text()
+
+
+def try_pythons():
+    spec = importlib.util.spec_from_file_location("try_pythons", ROOT / "scripts" / "try_pythons.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- citation -------------------------------------------------------------------------------------------------------
+NUMBER = r"arXiv:\d+\.\d+|10\.\d{4}/[\w.]*\w"
+
+
+@pytest.fixture(scope="module")
+def citation():
+    yaml = pytest.importorskip("yaml")
+    return yaml.safe_load((ROOT / "CITATION.cff").read_text())
+
+
+def test_the_citation_file_has_the_form_of_its_standard(citation):
+    assert str(citation["cff-version"]) == "1.2.0"
+    assert {"message", "title", "authors"} <= set(citation), "what the standard requires"
+    assert "version" not in citation, "the version stands in one place"
+    for reference in [citation["preferred-citation"], *citation["references"]]:
+        assert {"type", "title", "authors"} <= set(reference), reference
+        assert reference["type"] in ("article", "conference-paper")
+        assert isinstance(reference["year"], int)
+        for author in reference["authors"]:
+            assert set(author) in ({"name"}, {"family-names"}, {"family-names", "given-names"}), author
+            assert all(isinstance(part, str) and part for part in author.values())
+    titles = [reference["title"] for reference in citation["references"]]
+    assert len(set(titles)) == len(titles)
+
+
+def test_every_paper_of_the_sources_is_cited_and_no_other():
+    sources = "".join(path.read_text() for path in (ROOT / "grace").rglob("*.py"))
+    numbers = set(re.findall(NUMBER, sources))
+    assert len(numbers) > 40
+    assert set(re.findall(NUMBER, (ROOT / "CITATION.cff").read_text())) == numbers
+
+
+def test_titles_are_those_of_the_docstrings(citation):
+    texts = [path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]]
+    texts += [path.read_text() for path in (ROOT / "grace").rglob("*.py")]
+    text = re.sub(r"\s+", " ", " ".join(texts))
+    for reference in [citation["preferred-citation"], *citation["references"]]:
+        assert f'"{reference["title"]}' in text, reference["title"]

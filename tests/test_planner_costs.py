@@ -89,6 +89,13 @@ def test_fits_recover_what_made_the_numbers(kind):
         assert fitted(kind, workers, noisy) == pytest.approx(Rate(1e-4, 1e-8), rel=0.1)
 
 
+def test_a_burst_does_not_bend_the_line():
+    # A link of 4e-8 seconds per byte that lets 100 kB pass at once.
+    measured = [(size, 1e-3 + 4e-8 * max(size - 1e5, 0)) for size in (2**12, 2**16, 2**19, 2**22)]
+    found = fitted("broadcast", 2, measured)
+    assert found.latency + found.per_byte * 2**22 == pytest.approx(measured[-1][1], rel=0.2)
+
+
 def test_no_fit_is_negative():
     falling = fitted("allreduce", 4, [(1e3, 1.0), (1e6, 0.1)])
     steep = fitted("allreduce", 4, [(1e3, 1e-6), (1e6, 1.0)])

@@ -16,9 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lab import bench, table
+from benchmarks.lab import bench, fidelity, table
 from benchmarks.lab.cases import CASES, SETS, select
 from grace.bench.lab import network
+from grace.bench.lab.launch import ROOT, torchrun
 from grace.bench.lab.network import Lab, LabError
 from grace.bench.lab.probe import probe as probe_
 
@@ -139,6 +140,35 @@ def probe(rates: Rates = "50mbit,100mbit,200mbit,500mbit,1gbit", hosts: Hosts = 
             share = "" if rate == network.UNSHAPED else f"{reached / network.bits_per_second(rate):.1%}"
             found.add_row(rate, f"{reached / 1e6:.1f}", share)
         Console().print(found)
+
+
+@app.command()
+def plans(
+    rates: Rates = "50mbit,200mbit,1gbit",
+    hosts: Hosts = "2",
+    burst: Burst = 0,
+    out: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for each rate.")] = 600.0,
+) -> None:
+    """Hold the planner's predictions against measured steps: strategies by chance, methods, and the plan itself."""
+    found: dict[str, Any] = {}
+    with _plain_errors():
+        count, workers = network.parse_topology(hosts)
+        with Lab(count, "1gbit", workers, burst or None) as lab:
+            for rate in _words(rates):
+                lab.shape(rate, burst or None)
+                folder = lab.folder / f"fidelity-{rate}"
+                folder.mkdir()
+                command = (sys.executable, ROOT / "benchmarks" / "lab" / "fidelity.py", folder)
+                torchrun(lab, *command, timeout=timeout).check()
+                found[rate] = json.loads((folder / "fidelity.json").read_text())
+                _tell(f"{rate}: {len(found[rate]['rows'])} steps measured and predicted")
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    console = Console() if sys.stdout.isatty() else Console(width=170)
+    for shown in fidelity.tables(found):
+        console.print(shown)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from grace.cli import bench as bench_
 from grace.cli import doctor as doctor_
 from grace.cli import methods as methods_
 from grace.cli import plan as plan_
+from grace.cli import report as report_
 
 app = typer.Typer(
     name="grace",
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.add_typer(bench_.app)
 app.command()(plan_.plan)
 app.command()(advise_.advise)
+app.command()(report_.report)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

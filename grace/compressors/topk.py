@@ -22,8 +22,8 @@ class TopK(SelectingSparsifier):
     ``index_coding``: of the positions; "int32", "bitmap" (n bits), "elias_fano" (about 2 + log2(n / k) bits each; needs
     a fixed number), or "auto" for the smallest.
     State: of selector "sidco", as in compressor `sidco`; else none.
-    Aji and Heafield, EMNLP 2017, arXiv:1704.05021; Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory",
-    NeurIPS 2018, arXiv:1809.07599, section 2.
+    Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017, arXiv:1704.05021; Stich,
+    Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, arXiv:1809.07599, section 2.
     """
 
     compress_ratio: float = 0.01

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -189,25 +190,27 @@ def cluster(data: Any) -> Cluster:
 
 
 def fitted(kind: Kind, workers: int, measured: Iterable[tuple[float, float]]) -> Rate:
-    """Latency and seconds per byte from measured pairs (bytes held, seconds), by least squares.
+    """Latency and seconds per byte from measured pairs (bytes held, seconds), neither of them negative.
 
-    Errors count relative to the seconds, since sizes span decades. Neither number is negative.
+    Of all lines through two of the pairs, or with their slope, that with the least sum of errors, as ratios: sizes span
+    decades, and one that is out of line (a burst that a link lets pass at once, a disturbance) does not bend it.
     """
     latencies, bytes_ = COEFFICIENTS[kind](workers)
-    rows = [(latencies / t, bytes_ * held / t) for held, t in measured if t > 0]
-    if not rows or latencies == 0:
+    points = [(bytes_ * held, t) for held, t in measured if t > 0]
+    if not points or latencies == 0:
         raise ValueError(f"{kind} needs measurements between at least 2 workers to be fitted")
-    xx, xy, yy = (
-        sum(a * b for a, b in pairs) for pairs in ([(x, x) for x, _ in rows], rows, [(y, y) for _, y in rows])
-    )
-    x1, y1 = sum(x for x, _ in rows), sum(y for _, y in rows)
-    determinant = xx * yy - xy * xy
-    latency = (x1 * yy - y1 * xy) / determinant if determinant > 1e-12 * xx * yy else -1.0
-    per_byte = (y1 * xx - x1 * xy) / determinant if determinant > 1e-12 * xx * yy else -1.0
-    if latency < 0:
-        latency, per_byte = 0.0, y1 / yy if yy else 0.0
-    elif per_byte < 0:
-        latency, per_byte = x1 / xx, 0.0
+    least = min(t for _, t in points)
+    lines = [(t, 0.0) for _, t in points] + [(0.0, t / x) for x, t in points if x > 0]
+    for (x, t), (y, u) in combinations(points, 2):
+        if x != y and (slope := (u - t) / (y - x)) >= 0:
+            lines += [(max(t - slope * x, 0.0), slope), (least, slope)]
+
+    def error(line: tuple[float, float]) -> float:
+        start, slope = line
+        return sum(abs(math.log(max(start + slope * x, 1e-12) / t)) for x, t in points)
+
+    latency, per_byte = min(lines, key=error)
+    latency /= latencies
     return Rate(latency, per_byte)
 
 

@@ -87,8 +87,9 @@ def links(transport: Transport, node_size: int = 0, sizes: Iterable[int] = BYTES
     """The cluster that a transport spans, its collectives timed and fitted. All workers call it together.
 
     ``transport``: bound to a backend. ``node_size``: workers of a machine, 0: as they were launched. ``sizes``: bytes;
-    each is timed ``repeats`` times and the least counts; the slowest worker's time holds for all. What a collective of
-    the tree is made of is what communicator "planned" makes it of.
+    each is timed ``repeats`` times. Of each time the slowest worker counts (one that comes late finds its data there
+    already), and of those the least. What a collective of the tree is made of is what communicator "planned" makes it
+    of.
     """
     xp: Any = transport.xp  # type: ignore[attr-defined]
     per_node = node_size or transport.node_size
@@ -103,16 +104,17 @@ def links(transport: Transport, node_size: int = 0, sizes: Iterable[int] = BYTES
         counts = {"flat": transport.size, "intra": per_node, "inter": nodes}
     measured: dict[Level, Link] = {}
     for level, count in counts.items():
-        times: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in COEFFICIENTS}
+        times: dict[Kind, list[tuple[float, list[float]]]] = {kind: [] for kind in COEFFICIENTS}
         for size in sizes:
             x = xp.zeros(max(size // 4 // count, 1) * count)
             for kind, pairs in times.items():
-                pairs.append((4.0 * xp.shape(x)[0], _least(transport, level, kind, x, count, repeats)))
+                pairs.append((4.0 * xp.shape(x)[0], _timed(transport, level, kind, x, count, repeats)))
         everybody = [json.loads(text) for text in transport.exchange(json.dumps(times))]
         fits: dict[Kind, Rate] = {}
         for kind in times:
-            slowest = zip(*(worker[kind] for worker in everybody), strict=True)
-            rate = fitted(kind, count, [(each[0][0], max(seconds for _, seconds in each)) for each in slowest])
+            by_size = zip(*(worker[kind] for worker in everybody), strict=True)
+            least = [(each[0][0], min(map(max, zip(*(found for _, found in each), strict=True)))) for each in by_size]
+            rate = fitted(kind, count, least)
             # All workers of a machine took part, and shared its link.
             shared = per_node if level == "inter" or (level == "flat" and kind == "alltoall" and nodes > 1) else 1
             fits[kind] = Rate(rate.latency, rate.per_byte / shared)
@@ -121,15 +123,15 @@ def links(transport: Transport, node_size: int = 0, sizes: Iterable[int] = BYTES
     return Cluster(nodes, per_node, measured.get("inter", flat), measured.get("intra", flat), "measured", flat)
 
 
-def _least(transport: Transport, level: Level, kind: Kind, x: Array, count: int, repeats: int) -> float:
-    best = float("inf")
+def _timed(transport: Transport, level: Level, kind: Kind, x: Array, count: int, repeats: int) -> list[float]:
+    found = []
     for _ in range(repeats):
         asked = _collective(transport, level, kind, x, count)
         transport.exchange("")  # everybody begins together
         began = time.perf_counter()
         transport.start([asked], f"measure.{kind}")()
-        best = min(best, time.perf_counter() - began)
-    return best
+        found.append(time.perf_counter() - began)
+    return found
 
 
 def _collective(transport: Transport, level: Level, kind: Kind, x: Array, count: int) -> Collective:

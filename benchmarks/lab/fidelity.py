@@ -1,0 +1,214 @@
+"""How true the planner's predictions are: strategies and methods, predicted and measured on shaped links.
+
+Every worker runs this file, by torchrun: FOLDER. Worker 0 writes FOLDER/fidelity.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import nn
+
+import grace.torch
+from benchmarks.lab.table import EMULATED
+from grace import grace_from_params
+from grace.backends import get_backend
+from grace.core import Transport
+from grace.planner import measure, plan
+from grace.planner.advise import Candidate, candidate, step
+from grace.planner.costs import Codec, Costs, codec
+from grace.planner.options import Option, parse
+from grace.planner.profile import Profile, from_dict
+from grace.planner.torch import profile
+from grace.transports import get_transport
+
+WIDTH, DEPTH, BATCH = 1024, 6, 32
+SIZES = (2**12, 2**16, 2**19, 2**22)  # bytes at which collectives are timed
+WARM_UP, STEPS = 2, 7
+METHOD = {"compressor": "topk", "compress_ratio": 0.01}
+DENSE, GATHERED = "allreduce(flat)", "compress(gpu) allgather*(flat) decompress(gpu)"
+SHUFFLED = "compress(gpu) alltoall*(flat) decompress(gpu) compress(gpu) allgather*(flat) decompress(gpu)"
+CHOICES = (
+    DENSE,
+    GATHERED,
+    SHUFFLED,
+    "reduce_scatter(flat) allgather(flat)",
+    "reduce_scatter(flat) compress(gpu) allgather*(flat) decompress(gpu)",
+)
+METHODS: Mapping[str, dict[str, Any]] = {
+    "fp16": {"compressor": "fp16"},
+    "topk": METHOD,
+    "powersgd": {"compressor": "powersgd", "compress_rank": 4},
+}
+ONE_EACH = {"bucket_mb": 1e-6}  # a message for each tensor, which is what a plan's prediction is about
+WHOLE = 2**18  # elements from which on a strategy is drawn; the others are dense
+
+
+def network() -> nn.Sequential:
+    """Six layers of equal width: 6.3 million parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+
+
+class Bench:
+    """What all measurements share."""
+
+    def __init__(self, carrier: Transport):
+        self.carrier = carrier
+        self.inputs = torch.randn(BATCH, WIDTH)
+
+    def loss(self, model: nn.Module) -> torch.Tensor:
+        return model(self.inputs).square().mean()
+
+    def agreed(self, text: str) -> str:
+        """Worker 0's text."""
+        return self.carrier.exchange(text)[0]
+
+    def seconds(self, params: Mapping[str, Any]) -> float:
+        """A step until all means are there: median of the slowest worker's."""
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        grace.torch.DistributedOptimizer(optimizer, grace_from_params(params), model.named_parameters())
+        found = []
+        for index in range(WARM_UP + STEPS):
+            optimizer.zero_grad()
+            self.carrier.exchange("")  # all begin together
+            began = time.perf_counter()
+            self.loss(model).backward()
+            if index >= WARM_UP:
+                found.append(time.perf_counter() - began)
+            optimizer.step()
+        texts = self.carrier.exchange(json.dumps(found))
+        return statistics.median(map(max, zip(*map(json.loads, texts), strict=True)))
+
+
+def strategies(found: Profile, costs: Costs) -> dict[str, dict[str, str]]:
+    """Named ways to send all tensors: by hand, by chance, and the planner's."""
+    large = [tensor.name for tensor in found.tensors if tensor.size >= WHOLE]
+    dense = dict.fromkeys((tensor.name for tensor in found.tensors), DENSE)
+    named = {"dense": dense}
+    for label, text in (("all gathered", GATHERED), ("all shuffled", SHUFFLED)):
+        named[label] = {**dense, **dict.fromkeys(large, text)}
+    for count in range(1, len(large)):  # all are of one size: the first or the last so many
+        named[f"last {count} gathered"] = {**dense, **dict.fromkeys(large[:count], GATHERED)}
+    draw = random.Random(0)
+    for number in range(10):
+        named[f"random {number}"] = {**dense, **{name: draw.choice(CHOICES) for name in large}}
+    planned = plan.make(found, costs, deferred=True).plan
+    named["planned"] = planned.strategies
+    return named
+
+
+def run(folder: Path) -> None:
+    """Measure and predict; all workers together."""
+    dist.init_process_group("gloo")
+    carrier = get_transport("torch").bind(get_backend("torch"))
+    bench = Bench(carrier)
+    model = network()
+    found = from_dict(json.loads(bench.agreed(json.dumps(profile(model, lambda: bench.loss(model)).to_dict()))))
+    cluster = measure.links(carrier, sizes=SIZES, repeats=5)
+    codecs: dict[str, Codec] = {}
+    for label, params in METHODS.items():
+        carrier.exchange("")
+        codecs[label] = measure.compressor(params, backend="torch")
+    texts = carrier.exchange(json.dumps({label: each.to_dict() for label, each in codecs.items()}))
+    codecs = {label: codec(data) for label, data in json.loads(texts[0]).items()}
+    costs = Costs(cluster, codecs["topk"])
+    rows: list[dict[str, Any]] = []
+    named = json.loads(bench.agreed(json.dumps(strategies(found, costs))))
+    for label, options in named.items():
+        tensors: dict[str, Option] = {name: parse(text) for name, text in options.items()}
+        predicted = plan.predict(found, costs, tensors, deferred=True)
+        given = {"params": METHOD, "tensors": {name: {"option": text} for name, text in options.items()}}
+        measured = bench.seconds({"plan": given, **ONE_EACH})
+        rows.append({"kind": "strategy", "name": label, "predicted": predicted, "measured": measured})
+        _tell(rows[-1])
+    candidates: dict[str, Candidate | None] = {"fp32": None}
+    candidates |= {label: candidate(label, each) for label, each in codecs.items()}
+    for label, each in candidates.items():
+        predicted = step(found, cluster, each)
+        measured = bench.seconds(METHODS.get(label, {"compressor": "none"}))
+        rows.append({"kind": "method", "name": label, "predicted": predicted, "measured": measured})
+        _tell(rows[-1])
+    if carrier.rank == 0:
+        about = {"cluster": cluster.to_dict(), "backward": found.backward, "forward": found.forward}
+        (folder / "fidelity.json").write_text(json.dumps({**about, "rows": rows}))
+    carrier.exchange("")
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the group
+
+
+def _tell(row: Mapping[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        print(json.dumps(row), flush=True)
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+def judged(found: Mapping[str, Any]) -> dict[str, float]:
+    """Figures of one link rate: errors of the predictions, their order, and what the plan was worth."""
+    rows = found["rows"]
+    drawn = [row for row in rows if row["name"].startswith("random")]
+    ways = {row["name"]: row["measured"] for row in rows if row["kind"] == "strategy"}
+    methods = [row for row in rows if row["kind"] == "method"]
+    return {
+        "error of random strategies": statistics.mean(map(_error, drawn)),
+        "rank correlation": _rank_correlation([(row["predicted"], row["measured"]) for row in drawn]),
+        "plan / best": ways["planned"] / min(ways.values()),
+        "plan / dense": ways["planned"] / ways["dense"],
+        **{f"error of {row['name']}": _error(row) for row in methods},
+    }
+
+
+def signs(found: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Speed-ups over dense, predicted and measured, of methods and strategies."""
+    pairs = []
+    for kind, base in (("method", "fp32"), ("strategy", "dense")):
+        rows = {row["name"]: row for row in found["rows"] if row["kind"] == kind}
+        first = rows.pop(base)
+        for row in rows.values():
+            pairs.append((first["predicted"] / row["predicted"], first["measured"] / row["measured"]))
+    return pairs
+
+
+def tables(found: Mapping[str, Any]) -> list[Table]:
+    """By rate of the links: every step predicted and measured, and what that says."""
+    every = Table("", *(f"{rate}: predicted" if part else rate for rate in found for part in (1, 0)), title=EMULATED)
+    rows = {rate: {row["name"]: row for row in figures["rows"]} for rate, figures in found.items()}
+    for name in next(iter(rows.values())):
+        cells = (rows[rate][name][key] for rate in found for key in ("predicted", "measured"))
+        every.add_row(name, *(f"{1e3 * seconds:.1f} ms" for seconds in cells))
+    verdicts = {rate: judged(figures) for rate, figures in found.items()}
+    said = Table("", *found)
+    for key in next(iter(verdicts.values())):
+        said.add_row(key, *(f"{verdict[key]:.2f}" for verdict in verdicts.values()))
+    pairs = [pair for figures in found.values() for pair in signs(figures) if abs(pair[1] - 1) > 0.05]
+    right = sum((predicted > 1) == (measured > 1) for predicted, measured in pairs)
+    said.caption = f"faster or slower than dense by more than 5 %: {right} of {len(pairs)} predicted rightly"
+    return [every, said]
+
+
+def _error(row: Mapping[str, Any]) -> float:
+    return abs(row["predicted"] / row["measured"] - 1)
+
+
+def _rank_correlation(pairs: list[tuple[float, float]]) -> float:
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(*zip(*pairs, strict=True)).statistic)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]))

@@ -1,0 +1,162 @@
+"""`grace report`: a training's record in the terminal and as a page."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from grace.cli.page import page
+from grace.cli.show import COLOURS, size, spans
+from grace.record import Run, read, warnings_of
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 48  # of the small curves, in characters
+COURSE = 12  # of a tensor's levels, in characters
+SHOWN = 40  # tensors in the terminal; the page has all of them
+
+
+def report(
+    path: Annotated[Path, typer.Argument(help="What `record` named in grace_from_params, of a running training too.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page there, all in one file, instead.")
+    ] = None,
+    follow: Annotated[bool, typer.Option(help="Show it anew whenever a line is added, until Ctrl-C.")] = False,
+) -> None:
+    """Show a training's record: bytes, ratio over time, residuals, levels, where the time goes, warnings."""
+    console = Console()
+    run = _read(path)
+    if html is not None:
+        html.write_text(page(run, path.name), encoding="utf-8")
+        console.print(f"{html}: {html.stat().st_size / 1000:.0f} kB", highlight=False, soft_wrap=True)
+    if not follow:
+        if html is None:
+            console.print(view(run))
+        return
+    seen = path.stat().st_size
+    with Live(view(run), console=console, auto_refresh=False) as live:
+        while True:
+            try:
+                time.sleep(1.0)
+            except KeyboardInterrupt:
+                return
+            if path.stat().st_size != seen:
+                seen, run = path.stat().st_size, _read(path)
+                live.update(view(run), refresh=True)
+                if html is not None:
+                    html.write_text(page(run, path.name), encoding="utf-8")
+
+
+def _read(path: Path) -> Run:
+    try:
+        return read(path)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def view(run: Run) -> RenderableType:
+    """The terminal's picture of a run."""
+    about = run.about
+    steps, seconds = run.total("steps"), run.total("seconds")
+    last = run.lines[-1].step if run.lines else about["step"]
+    head = Text(f"{about['method']}", style="bold")
+    head.append(f"  {about['world_size']} worker{'s' * (about['world_size'] > 1)}, {about['toolkit']}, step {last:,}")
+    parts: list[RenderableType] = [head]
+    if run.lines:
+        parts += [
+            Text(
+                f"per step {size(run.total('bytes_sent') / steps)} sent by worker 0, dense "
+                f"{size(run.total('bytes_dense') / steps)}: {run.ratio:.1f} times fewer; "
+                f"{seconds / steps * 1e3:.3g} ms a step"
+            ),
+            "",
+            _curves(run),
+            "",
+            *_times(run),
+            _tensors(run),
+            "",
+        ]
+    parts += [Text(f"! {text}", style="yellow") for text in warnings_of(run)]
+    return Group(*parts)
+
+
+def _curves(run: Run) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    lines = run.thinned(WIDTH)
+    curves = [
+        ("ratio", [line.ratio for line in lines], "{:.1f}"),
+        ("ms a step", [line.seconds / line.steps * 1e3 for line in lines], "{:.3g}"),
+        ("residual", [line.norm for line in lines if line.norm is not None], "{:.3g}"),
+    ]
+    for name, values, form in curves:
+        if values:
+            ends = f"{form.format(values[0])} → {form.format(values[-1])}"
+            table.add_row(name, Text(spark(values), style="cyan"), ends)
+    return table
+
+
+def spark(values: Sequence[float]) -> str:
+    """A curve of block characters, from the smallest value to the largest."""
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in values)
+
+
+def _times(run: Run) -> list[RenderableType]:
+    times = run.times
+    total = sum(times.values())
+    if not total:
+        return ["Where the time goes is not known inside graphs: use tf.profiler.experimental.", ""]
+    bar = Text()
+    for (name, seconds), colour in zip(times.items(), COLOURS, strict=False):
+        bar.append("█" * round(seconds / total * WIDTH), style=colour)
+        bar.append(f" {name} {seconds / total:.0%}  ")
+    return [bar, ""]
+
+
+def _tensors(run: Run) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    line = run.lines[-1]
+    leveled = any(tensor["level"] for tensor in line.tensors)
+    planned = any(tensor["strategy"] for tensor in line.tensors)
+    heads = ["tensor", "shape", "method", "a step", "ratio", "residual"]
+    for head in [*heads, *["over time", "level"] * leveled, *["strategy"] * planned]:
+        right = head in ("a step", "ratio", "residual")
+        least = {"over time": COURSE, "tensor": 10, "residual": 8, "a step": 7}.get(head, 5)
+        table.add_column(head, justify="right" if right else "left", no_wrap=True, min_width=least)
+    order = sorted(range(len(line.tensors)), key=lambda place: -line.sent[place])
+    for place in order[:SHOWN]:
+        tensor, sent, norm = line.tensors[place], line.sent[place], line.residual[place]
+        cells = [
+            tensor["name"],
+            "x".join(map(str, tensor["shape"])) or "scalar",
+            tensor["method"],
+            size(sent / line.steps),
+            f"{line.dense[place] / sent:.1f}" if sent else "",
+            "" if norm is None else f"{norm:.3g}",
+            *[_course(run, tensor["name"]), re.sub(r"\w+=", "", tensor["level"])] * leveled,
+            *[tensor["strategy"]] * planned,
+        ]
+        table.add_row(*map(escape, cells))
+    if len(order) > SHOWN:
+        table.add_row(f"and {len(order) - SHOWN} more: --html has all of them")
+    return table
+
+
+def _course(run: Run, name: str) -> str:
+    # A tensor's levels over time: a height for each, in the order in which they came up.
+    held = spans(run, name)
+    known = list(dict.fromkeys(level for _, _, level in held))
+    first, last = held[0][0], held[-1][1]
+    steps = [first + (last - first) * (2 * part + 1) / (2 * COURSE) for part in range(COURSE)]
+    at = [next(known.index(level) for start, end, level in held if start <= step <= end) for step in steps]
+    return spark(at) if len(known) > 1 else BARS[0] * COURSE * bool(known[0])

@@ -1,0 +1,26 @@
+"""What the terminal's and the page's picture of a record share."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from grace.record import Run
+
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#8a8f98", "#cc79a7", "#56b4e9", "#d55e00")
+"""Told apart by readers who see few colours (Okabe and Ito); the fourth is for what is not GRACE's."""
+
+
+def size(count: float) -> str:
+    """A number of bytes in three digits, with decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"
+
+
+def spans(run: Run, name: str) -> list[tuple[int, int, str]]:
+    """A tensor's levels over time: from which step on, up to which, what."""
+    held = [(line.step - line.steps, line.step, line.tensors[place]["level"]) for line, place in run.of_tensor(name)]
+    groups = [list(group) for _, group in groupby(held, key=lambda span: span[2])]
+    return [(group[0][0], group[-1][1], group[0][2]) for group in groups]

@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.lab import Lab, LabError, network
 from benchmarks.lab.bench import bound, joined, summary
 from benchmarks.lab.cases import CASES, SETS, select
-from benchmarks.lab.launch import LAUNCHERS, Outcome
-from benchmarks.lab.probe import probe
 from benchmarks.lab.table import HEAD, markdown, plot, tables
+from grace.bench.lab import Lab, LabError, network
+from grace.bench.lab.launch import LAUNCHERS, Outcome
+from grace.bench.lab.probe import probe
 
 SCRIPT = """
 import os, sys
@@ -288,7 +288,7 @@ def test_a_lab_is_gone_after_an_exception(lab):
 
 @pytest.mark.processes
 def test_a_lab_whose_process_was_killed_is_cleaned_up(lab):
-    made = "import os\nfrom benchmarks.lab import Lab\nlab = Lab(2).__enter__()"
+    made = "import os\nfrom grace.bench.lab import Lab\nlab = Lab(2).__enter__()"
     script = f"{made}\nprint(lab.name, flush=True)\nos._exit(1)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     name = done.stdout.strip()

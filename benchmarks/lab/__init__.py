@@ -1,9 +1,4 @@
-"""A network of several hosts on one machine, and training across it with the real launchers.
+"""Training across a network of several hosts on one machine, which `grace.bench.lab` builds.
 
-Hosts are network namespaces, links are shaped to a rate: ``python -m benchmarks.lab --help``. Figures measured here
-are of an *emulated* network.
+``python -m benchmarks.lab --help``. Figures measured here are of an *emulated* network.
 """
-
-from benchmarks.lab.network import Lab, LabError
-
-__all__ = ["Lab", "LabError"]

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.cases import Case
-from benchmarks.lab.launch import LAUNCHERS
-from benchmarks.lab.network import Lab, bits_per_second, parse_topology
-from benchmarks.lab.probe import probe
+from grace.bench.lab.launch import LAUNCHERS
+from grace.bench.lab.network import Lab, bits_per_second, parse_topology
+from grace.bench.lab.probe import probe
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]

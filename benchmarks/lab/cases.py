@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from benchmarks.lab.network import LabError
+from grace.bench.lab.network import LabError
 
 TORCHRUN, HOROVODRUN = "torchrun", "horovodrun"
 

@@ -16,11 +16,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lab import bench, fidelity, network, table
+from benchmarks.lab import bench, fidelity, table
 from benchmarks.lab.cases import CASES, SETS, select
-from benchmarks.lab.launch import ROOT, torchrun
-from benchmarks.lab.network import Lab, LabError
-from benchmarks.lab.probe import probe as probe_
+from grace.bench.lab import network
+from grace.bench.lab.launch import ROOT, torchrun
+from grace.bench.lab.network import Lab, LabError
+from grace.bench.lab.probe import probe as probe_
 
 app = typer.Typer(
     help="Training across an emulated network on one machine: hosts are network namespaces, links are shaped.",

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.lab.bench import Row
-from benchmarks.lab.network import bits_per_second
+from grace.bench.lab.network import bits_per_second
 
 EMULATED = "emulated network"
 HEAD = (

@@ -1,27 +1,39 @@
-"""How long methods take on this machine, and how well thresholds are estimated: `grace bench kernels`, `sidco`."""
+"""How long methods take, and what they do to trainings: `grace bench kernels`, `sidco`, `tasks`."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from grace.bench import kernels as bench
 from grace.bench import plan, show
 from grace.bench import sidco as thresholds
+from grace.bench.lab import network
+from grace.bench.tasks import cluster as task_cluster
+from grace.bench.tasks import plan as task_plan
+from grace.bench.tasks import run as task_run
+from grace.bench.tasks import show as task_show
+from grace.bench.tasks.tasks import TASKS
 
 WIDE = 160  # columns of a table that goes to a file or a pipe
 
-app = typer.Typer(name="bench", help="Measure how long methods take.", no_args_is_help=True)
+app = typer.Typer(
+    name="bench", help="Measure how long methods take, and what they do to trainings.", no_args_is_help=True
+)
 
 
 @app.callback()
 def options() -> None:
-    """Measure how long methods take."""
+    """Measure how long methods take, and what they do to trainings."""
 
 
 def listed(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
@@ -160,6 +172,149 @@ def sidco(
         json_file.write_text(json.dumps(results.to_dict(), indent=1) + "\n")
     if plot_file is not None and results.training:
         thresholds.plot(results, str(plot_file))
+
+
+@app.command()
+def tasks(
+    full: Annotated[
+        bool,
+        typer.Option("--full/--quick", help="Scripts for a cluster, or half an hour on this machine with 2 cores."),
+    ] = False,
+    task: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}; may be repeated.")] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="dense, fp16, or such as topk:compress_ratio=0.001; may be repeated."),
+    ] = None,
+    bandwidth: Annotated[str, typer.Option(help="Of emulated links, as tc writes them.")] = "100mbit,1gbit",
+    workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "2",
+    toolkit: Annotated[str, typer.Option(help="Toolkits.")] = ",".join(task_plan.TOOLKITS),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="What is there already is not measured again.")] = Path(
+        "out/tasks"
+    ),
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", exists=True, file_okay=False, help="Real data sets to use where it has them."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 1,
+    steps: Annotated[int, typer.Option(min=0, help="Of each training; 0: as the task says.")] = 0,
+    minutes: Annotated[float, typer.Option(min=0, help="No job is begun that would end later.")] = 28.0,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds after which a job is ended.")] = 240.0,
+    loopback: Annotated[
+        bool, typer.Option("--loopback", help="No emulated network, even if it could be made.")
+    ] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed.")] = False,
+    show_only: Annotated[bool, typer.Option("--show", help="Measure nothing: tables, plots and page again.")] = False,
+    collect: Annotated[bool, typer.Option("--collect", help="Tables of what the cluster's scripts wrote.")] = False,
+) -> None:
+    """Train tasks with every method: time to a target quality, throughput, bytes, quality; plots and a page."""
+    if full and not (collect or show_only) and len(numbers(workers, "--workers")) > 1:
+        raise typer.BadParameter("--full writes scripts for one number of workers: give --workers once for each --out")
+    toolkits = listed(toolkit, task_plan.TOOLKITS, "--toolkit")
+    if not (full or show_only):
+        toolkits = _present(toolkits)
+    lacks = ["not --loopback"] if loopback else network.missing()
+    common = {
+        "bandwidths": (task_plan.AS_IS,) if full else (task_plan.LOOPBACK,) if lacks else _rates(bandwidth),
+        "full": full,
+        "data": str(data.resolve()) if data else "",
+        "steps": steps,
+    }
+    names, methods = listed(",".join(task or TASKS), tuple(TASKS), "--task"), _methods(method or [], full)
+    counts = numbers(workers, "--workers")
+    jobs = [
+        job for seed in range(seeds) for job in task_plan.jobs(names, methods, toolkits, counts, **common, seed=seed)
+    ]
+    console = Console(stderr=True)
+    left_out: list[str] = []
+    out.mkdir(parents=True, exist_ok=True)
+    if full and not (collect or show_only):
+        for path in task_cluster.write(jobs, out, counts[0]):
+            console.print(f"written: {path}")
+        console.print(f"{len(jobs)} jobs in {out / 'jobs'}; then: grace bench tasks --full --collect --out {out}")
+        return
+    if collect:
+        rows = task_cluster.collect(out)
+    else:
+        store = task_run.Store(out / "rows.jsonl")
+        if not show_only:
+            if lacks and not loopback:
+                console.print(f"over plain loopback: an emulated network needs {'; and '.join(lacks)}")
+            left_out = _train(jobs, store, not lacks, limit, 60 * minutes, retry, console)
+        rows = store.rows
+    if not any(row["kind"] == task_run.TRAINED for row in rows):
+        console.print(f"nothing was measured in {out}")
+        raise typer.Exit(1)
+    task_show.save(rows, out, left_out, " ".join(["grace", *sys.argv[1:]]))
+    task_show.render(rows, Console() if sys.stdout.isatty() else Console(width=WIDE))
+    for line in left_out:
+        console.print(f"not measured, time ran out: {line}; the same command goes on from here")
+    console.print(f"page, tables and plots: {out / 'report.html'}, report.md, *.png")
+
+
+def _present(toolkits: list[str]) -> list[str]:
+    # Those that are installed with what carries their gradients.
+    found = []
+    for toolkit in toolkits:
+        needed = {"torch": ("torch",), "keras": ("tensorflow", "keras", "horovod")}[toolkit]
+        lacks = [name for name in needed if importlib.util.find_spec(name) is None]
+        if lacks:
+            Console(stderr=True).print(f"left out: {toolkit}, since {', '.join(lacks)} is missing: see `grace doctor`")
+        else:
+            found.append(toolkit)
+    if not found:
+        raise typer.BadParameter("--toolkit: none of them is installed; `grace doctor` says how to get them")
+    return found
+
+
+def _methods(specs: list[str], full: bool) -> dict[str, Sequence[str]]:
+    # The methods of each toolkit.
+    try:
+        given = list(dict.fromkeys(map(task_plan.known, specs or (task_plan.FULL if full else ()))))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return {toolkit: given or task_plan.QUICK[toolkit] for toolkit in task_plan.TOOLKITS}
+
+
+def _rates(text: str) -> tuple[str, ...]:
+    rates = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    try:
+        for rate in rates:
+            network.bits_per_second(rate)
+    except network.LabError as error:
+        raise typer.BadParameter(f"--bandwidth: {error}") from error
+    return rates
+
+
+def _train(
+    jobs: list[task_plan.Job],
+    store: task_run.Store,
+    shaped: bool,
+    limit: float,
+    budget: float,
+    retry: bool,
+    console: Console,
+) -> list[str]:
+    # Run what is left of the jobs, with a bar; what was not begun, in words.
+    todo = task_run.remaining(jobs, store.rows, retry)
+    expected = task_plan.estimate(todo) / 60
+    said = f"{len(todo)} launches" + (f", {len(jobs) - len(todo)} are done already" if len(todo) < len(jobs) else "")
+    console.print(f"{said}; about {expected:.0f} minutes on 2 cores, {budget / 60:.0f} at most")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the network is taken down then, too
+    with Progress(
+        *(TextColumn("{task.completed}/{task.total}"), BarColumn(), TimeElapsedColumn()),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bars:
+        bar = bars.add_task("", total=len(todo))
+
+        def tell(text: str) -> None:
+            bars.update(bar, description=text)
+            if not console.is_terminal and ": step" not in text:
+                console.print(text, markup=False)
+
+        left = task_run.run(todo, store, shaped, limit, budget, tell, lambda: bars.advance(bar))
+    return list(map(str, left))
 
 
 def _chosen(specs: list[str], with_peers: bool) -> tuple[list[plan.Case], dict[str, str]]:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab.network import Lab, LabError
+from grace.bench.lab.network import Lab, LabError, Loopback
 
 BIN = Path(sys.executable).parent
-ROOT = Path(__file__).resolve().parent.parent.parent
-PORT = 29500
+ROOT = Path(__file__).resolve().parents[3]  # where `grace` is imported from
 GRACE_PERIOD = 20.0  # seconds for the other ranks to end after the first one has
 
 # What starts a rank: it keeps what the rank prints, and how it ends. $0 is the folder.
@@ -57,18 +56,19 @@ class Outcome:
         return self
 
 
-def horovodrun(lab: Lab, *command: Any, **options: Any) -> Outcome:
+def horovodrun(lab: Lab | Loopback, *command: Any, **options: Any) -> Outcome:
     """Run a command on all workers with ``horovodrun --gloo``, started on host 0."""
     slots = ",".join(f"{host.address}:{lab.workers_per_host}" for host in lab.hosts)
     words = [_tool("horovodrun"), "--gloo", "--disable-cache", "-np", lab.size, "-H", slots]
-    words += ["--network-interface", "eth0", "--ssh-identity-file", lab.key, "--start-timeout", 120]
+    words += ["--network-interface", lab.interface, "--start-timeout", 120]
+    words += ["--ssh-identity-file", lab.key] if lab.key else []
     return _run(lab, "horovodrun", [(0, words)], command, **options)
 
 
-def torchrun(lab: Lab, *command: Any, **options: Any) -> Outcome:
+def torchrun(lab: Lab | Loopback, *command: Any, **options: Any) -> Outcome:
     """Run a command on all workers with one ``torchrun`` on each host."""
     words = [_tool("torchrun"), "--nnodes", len(lab.hosts), "--nproc-per-node", lab.workers_per_host]
-    words += ["--master-addr", lab.hosts[0].address, "--master-port", PORT, "--max-restarts", 0, "--no-python"]
+    words += ["--master-addr", lab.hosts[0].address, "--master-port", lab.port, "--max-restarts", 0, "--no-python"]
     starts = [(h.index, [*words, "--node-rank", h.index, "--local-addr", h.address]) for h in lab.hosts]
     return _run(lab, "torchrun", starts, command, **options)
 
@@ -84,7 +84,7 @@ def _tool(name: str) -> Path:
 
 
 def _run(
-    lab: Lab,
+    lab: Lab | Loopback,
     launcher: str,
     starts: Sequence[tuple[int, Sequence[Any]]],
     command: Sequence[Any],
@@ -98,7 +98,7 @@ def _run(
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "eth0",
+        "GLOO_SOCKET_IFNAME": lab.interface,
         "PYTHONUNBUFFERED": "1",
         **(env or {}),
     }

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -130,6 +131,7 @@ class Lab:
         if not 1 <= hosts <= 250 or workers_per_host < 1:
             raise LabError(f"{hosts} hosts with {workers_per_host} workers each: 1 to 250 hosts, at least 1 worker")
         bits_per_second(rate)
+        self.interface, self.port = "eth0", 29500  # nobody else is on these hosts
         self.rate, self.burst, self.workers_per_host = rate, burst, workers_per_host
         self.name = f"{PREFIX}-{os.getpid()}-{next(_counter)}"
         self.switch = f"{self.name}-sw"
@@ -249,10 +251,67 @@ class Lab:
                 host.sshd = host.popen(sshd, "-D", "-e", "-f", config, stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + 20
         for host in self.hosts:
-            while "listening on" not in (log := (self.folder / f"sshd{host.index}.log").read_text()):
+            while "listening on" not in (said := (self.folder / f"sshd{host.index}.log").read_text()):
                 if time.monotonic() > deadline or (host.sshd and host.sshd.poll() is not None):
-                    raise LabError(f"sshd did not start: {log}")
+                    raise LabError(f"sshd did not start: {said}")
                 time.sleep(0.02)
+
+
+class Loopback:
+    """This machine as it is, as a lab of one host on which all workers are: no links, no rate. No root is needed."""
+
+    def __init__(self, workers: int):
+        self.interface, self.address, self.index = "lo", "localhost", 0
+        self.size = self.workers_per_host = workers
+        self.hosts = [self]
+        self.key = None
+        self._mark = f"GRACE_LOOPBACK={uuid.uuid4().hex}"
+        self.folder = Path()
+
+    @property
+    def port(self) -> int:
+        """One that is free."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            return free.getsockname()[1]
+
+    def __enter__(self) -> Loopback:
+        self.folder = Path(tempfile.mkdtemp(prefix="grace-loopback-"))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def popen(self, *words: Any, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
+        """Start a command."""
+        name, _, value = self._mark.partition("=")
+        return subprocess.Popen(
+            [*map(str, words)],
+            env={**os.environ, **(env or {}), name: value},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            **options,
+        )
+
+    def processes(self) -> set[int]:
+        """All that was started here and still runs, in whichever group: launchers give workers groups of their own."""
+        found = set()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if self._mark.encode() in path.read_bytes().split(b"\0"):
+                    found.add(int(path.parent.name))
+        return found
+
+    def stop(self) -> None:
+        """Kill it."""
+        for _ in range(50):
+            left = self.processes()
+            if not left:
+                return
+            _kill(left)
+            time.sleep(0.1)
+        raise LabError(f"processes {sorted(left)} cannot be killed")
 
 
 def topology(hosts: int, workers_per_host: int) -> str:

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from benchmarks.lab.network import Lab
+    from grace.bench.lab.network import Lab
 
 PORT = 5999
 SKIPPED = 0.4  # seconds at the start: connection set-up, and what an idle link may send at once

@@ -1,0 +1,5 @@
+"""A network of several hosts on one machine: namespaces, shaped links, and the real launchers across them."""
+
+from grace.bench.lab.network import Lab, LabError, Loopback
+
+__all__ = ["Lab", "LabError", "Loopback"]

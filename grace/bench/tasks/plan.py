@@ -1,0 +1,140 @@
+"""What is measured: jobs, each a task with a method, a toolkit and a number of workers, and how long they will take."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grace.bench.plan import parse
+from grace.bench.tasks.tasks import TASKS, Scale
+
+TOOLKITS = ("torch", "keras")
+LAUNCHERS = {"torch": "torchrun", "keras": "horovodrun"}
+BASELINES = ("dense", "fp16")
+"""The toolkit's own exchange in float32 and in float16."""
+LOOPBACK = "loopback"
+"""The bandwidth of workers that share a machine without emulated links."""
+AS_IS = "as it is"
+"""The bandwidth of a cluster."""
+QUICK = {
+    "torch": ("dense", "fp16", "topk", "efsignsgd:block_size=512", "blockint:bits=8", "powersgd"),
+    "keras": ("dense", "fp16", "topk", "powersgd"),  # a launch over Horovod takes twice as long
+}
+FULL = (
+    *("dense", "fp16", "topk", "topk:compress_ratio=0.001", "randomk", "dgc", "sidco", "threshold", "adacomp"),
+    *("efsignsgd:block_size=512", "onebit", "signum", "blockint:bits=8", "blockint:bits=4", "qsgd", "terngrad"),
+    *("natural", "fp8", "sketch", "powersgd", "powersgd:compress_rank=1"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One launch: a training, and the times of steps at some bandwidths."""
+
+    task: str
+    toolkit: str
+    workers: int
+    method: str
+    """As written: a baseline's name, or a method as ``topk:compress_ratio=0.001``."""
+    bandwidths: tuple[str, ...]
+    full: bool = False
+    train: bool = True
+    """Whether to train to the end, or only to measure times."""
+    shaped: bool = False
+    """Whether somebody gives the links each bandwidth when the worker asks for it."""
+    seed: int = 0
+    data: str = ""
+    """A folder with real data sets."""
+    steps: int = 0
+    """0: as the task says."""
+    seconds: float = 2.0
+    """Of timed steps at a bandwidth."""
+    most: int = 20
+    """Timed steps at a bandwidth."""
+
+    @property
+    def params(self) -> dict[str, Any] | str:
+        """What the trainer is told: a dictionary of `grace_from_params`, or a baseline's name."""
+        return self.method if self.method in BASELINES else parse(self.method).params
+
+    @property
+    def sized(self) -> Scale:
+        """How large its task is."""
+        scale = TASKS[self.task].scale(self.full)
+        if not self.steps:
+            return scale
+        return dataclasses.replace(scale, steps=self.steps, every=min(scale.every, max(self.steps // 4, 1)))
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What names its training: equal heads are the same measurement."""
+        keys = ("task", "toolkit", "workers", "method", "seed")
+        found = {key: getattr(self, key) for key in keys}
+        return {**found, "scale": "full" if self.full else "quick", "steps": self.sized.steps, "real": bool(self.data)}
+
+    def write(self, file: Path) -> None:
+        """As JSON."""
+        file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, file: Path) -> Job:
+        """What `write` wrote."""
+        found = json.loads(file.read_text())
+        return cls(**{**found, "bandwidths": tuple(found["bandwidths"])})
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.toolkit} x{self.workers} {self.method}"
+
+
+def jobs(
+    tasks: Sequence[str],
+    methods: Mapping[str, Sequence[str]],
+    toolkits: Sequence[str],
+    workers: Sequence[int],
+    **common: Any,
+) -> list[Job]:
+    """All combinations; ``methods`` by toolkit.
+
+    Methods change last, baselines first: if time runs out, all tasks have the same methods.
+    """
+    names = dict.fromkeys(method for toolkit in toolkits for method in methods[toolkit])
+    order = sorted(names, key=lambda method: BASELINES.index(method) if method in BASELINES else len(BASELINES))
+    return [
+        Job(task, toolkit, count, method, **common)
+        for count in workers
+        for method in order
+        for toolkit in toolkits
+        if method in methods[toolkit]
+        for task in tasks
+    ]
+
+
+def known(method: str) -> str:
+    """The method as it is written in tables. Raises ValueError, naming the remedy."""
+    return method if method in BASELINES else parse(method).label
+
+
+# Seconds of a launch, and of a training with its looks at the quality: measured with 2 workers on 2 cores.
+START = {"torch": 7.0, "keras": 16.0}
+TRAINING = {
+    "torch": {"image": 9.0, "lstm": 11.0, "transformer": 14.0, "ncf": 13.0, "segmentation": 10.0},
+    "keras": {"image": 14.0, "lstm": 12.0, "transformer": 21.0, "ncf": 15.0, "segmentation": 21.0},
+}
+
+
+def estimate(found: Iterable[Job]) -> float:
+    """Seconds that jobs will take on a machine as the one above, more where workers outnumber cores."""
+    return sum(map(seconds_of, found))
+
+
+def seconds_of(job: Job) -> float:
+    """See `estimate`."""
+    crowd = max(1.0, job.workers / (os.cpu_count() or 1))
+    scale, quick = job.sized, TASKS[job.task].quick
+    trained = TRAINING[job.toolkit][job.task] * scale.steps / quick.steps * job.train
+    return START[job.toolkit] * crowd + trained * crowd + len(job.bandwidths) * (job.seconds + 1) * crowd

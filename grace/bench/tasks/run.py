@@ -1,0 +1,202 @@
+"""Run jobs, each in processes of its own with a time limit, and keep what they find: a line of JSON for each cell.
+
+A cell is a training, or the time of a step at one bandwidth. What failed is a cell as well, with its error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from grace.bench.kernels import machine
+from grace.bench.lab.launch import LAUNCHERS, Outcome
+from grace.bench.lab.network import UNSHAPED, Lab, LabError, Loopback
+from grace.bench.lab.probe import probe
+from grace.bench.tasks import plan
+from grace.bench.tasks.plan import Job
+
+Row = dict[str, Any]
+Tell = Callable[[str], None]
+TRAINED, TIMED, PROBED, MACHINE = "trained", "timed", "probed", "machine"
+HEAD = ("task", "toolkit", "workers", "method", "seed", "scale", "steps", "real")
+
+
+class Store:
+    """The rows of a file, and those that are added to it."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.rows: list[Row] = list(read(file)) if file.exists() else []
+
+    def add(self, row: Row) -> None:
+        """Keep a row; it is on disk when this returns."""
+        self.rows.append(row)
+        with self.file.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+            lines.flush()
+            os.fsync(lines.fileno())
+
+
+def read(file: Path) -> Iterator[Row]:
+    """The rows of a file; a last line that was cut short is none."""
+    for line in file.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
+
+
+def cell(row: Row) -> tuple[Any, ...]:
+    """What a row is a measurement of."""
+    return (row["kind"], *(row.get(key) for key in HEAD), row.get("bandwidth"))
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """Of each cell the last row."""
+    return list({cell(row): row for row in rows}.values())
+
+
+def remaining(jobs: Iterable[Job], rows: Sequence[Row], retry: bool = False) -> list[Job]:
+    """What of the jobs is still to do. ``retry``: what failed is to be done again."""
+    done = {cell(row) for row in latest(rows) if not (retry and "error" in row)}
+    found = []
+    for job in jobs:
+        train = (TRAINED, *job.head.values(), None) not in done
+        bandwidths = tuple(b for b in job.bandwidths if (TIMED, *job.head.values(), b) not in done)
+        if train or bandwidths:
+            found.append(dataclasses.replace(job, train=train, bandwidths=bandwidths))
+    return found
+
+
+def run(
+    jobs: Sequence[Job], store: Store, shaped: bool, limit: float, budget: float, tell: Tell, done: Callable[[], None]
+) -> list[Job]:
+    """Run jobs; those that were not begun, because ``budget`` seconds would not do, are returned.
+
+    ``limit``: seconds in which a launch must end. ``tell`` hears what happens, ``done`` is called after each job.
+    """
+    began, expected = time.monotonic(), 0.0
+    left_out: list[Job] = []
+    store.add({"kind": MACHINE, **machine()})
+    for workers in dict.fromkeys(job.workers for job in jobs):
+        mine = [job for job in jobs if job.workers == workers]
+        network: Lab | Loopback = Lab(workers, UNSHAPED) if shaped else Loopback(workers)
+        with network:
+            if isinstance(network, Lab):
+                _probe(network, mine, store, tell)
+            for job in mine:
+                spent, ahead = time.monotonic() - began, plan.seconds_of(job)
+                if left_out or spent + ahead * max(1.0, spent / expected if expected else 1.0) > budget:
+                    left_out.append(job)
+                    continue
+                tell(str(job))
+                for row in launch(network, dataclasses.replace(job, shaped=shaped), limit, tell):
+                    store.add(row)
+                expected += ahead
+                done()
+    return left_out
+
+
+def _probe(lab: Lab, jobs: Sequence[Job], store: Store, tell: Tell) -> None:
+    known = {(row["workers"], row["bandwidth"]) for row in store.rows if row["kind"] == PROBED}
+    for bandwidth in dict.fromkeys(b for job in jobs for b in job.bandwidths):
+        if lab.size > 1 and (lab.size, bandwidth) not in known:
+            lab.shape(bandwidth)
+            reached = probe(lab)
+            tell(f"links of {bandwidth}: a probe reaches {reached / 1e6:.0f} Mbit/s")
+            store.add({"kind": PROBED, "workers": lab.size, "bandwidth": bandwidth, "reached": reached})
+
+
+def launch(network: Lab | Loopback, job: Job, limit: float, tell: Tell) -> list[Row]:
+    """One job in processes of its own; its rows."""
+    with tempfile.TemporaryDirectory(prefix="job-", dir=network.folder) as name:
+        folder = Path(name)
+        job.write(folder / "job.json")
+        if isinstance(network, Lab):
+            network.shape(UNSHAPED)
+        heard = 0
+
+        def listen() -> int:
+            nonlocal heard
+            found = events(folder / "0.jsonl")
+            for event in found[heard:]:
+                if event["event"] == "wants" and isinstance(network, Lab):
+                    network.shape(event["bandwidth"])
+                    (folder / f"is-{event['bandwidth']}").touch()
+                elif event["event"] == "looked":
+                    tell(f"{job}: step {event['step']}, {event['quality']}")
+            heard = len(found)
+            return 0  # so that the limit is that of the whole launch
+
+        began = time.monotonic()
+        command = (sys.executable, "-m", "grace.bench.tasks.worker", folder / "job.json", folder)
+        env = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+        start = LAUNCHERS[plan.LAUNCHERS[job.toolkit]]
+        try:
+            outcome = start(network, *command, env=env, timeout=limit, alive=listen)
+        except LabError as error:
+            outcome = Outcome(plan.LAUNCHERS[job.toolkit], {}, {}, "", str(error))
+        rows = rows_of(job, [events(folder / f"{rank}.jsonl") for rank in range(job.workers)], outcome)
+        seconds = time.monotonic() - began
+    return [{**row, "launch_seconds": round(seconds, 2)} for row in rows]
+
+
+def events(file: Path) -> list[Row]:
+    """What a worker wrote so far, in whole lines."""
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def rows_of(job: Job, ranks: Sequence[Sequence[Row]], outcome: Outcome | None = None) -> list[Row]:
+    """The rows of a job out of what its workers wrote: the slowest one's time, the busiest one's bytes."""
+    first: dict[str, Row] = {event["event"]: event for event in (ranks[0] if ranks else ())}
+    ready: Row = first.get("ready", {})
+    about: Row = {key: ready[key] for key in ("parameters", "tensors", "source", "batch") if key in ready}
+    head: Row = {**job.head, **about, "time": time.time(), "load": os.getloadavg()[0]}
+    failed: Row = {}
+    if outcome is not None and outcome.failed:
+        failed = {"error": reason(outcome), "log": str(outcome)[-3000:]}
+    elif "done" not in first:
+        failed = {"error": "the workers did not come to their end"}
+    rows: list[Row] = []
+    if job.train:
+        found = {"curve": first["trained"]["curve"]} if "trained" in first else failed
+        rows.append({"kind": TRAINED, **head, **found})
+    for bandwidth in job.bandwidths:
+        timed = [e for rank in ranks for e in rank if e["event"] == "timed" and e["bandwidth"] == bandwidth]
+        row = {"kind": TIMED, **head, "bandwidth": bandwidth, "shaped": job.shaped}
+        rows.append({**row, **(_joined(timed) if len(timed) == job.workers else failed)})
+    return rows
+
+
+def _joined(timed: Sequence[Row]) -> Row:
+    slowest = max(timed, key=lambda found: statistics.median(found["seconds"]))
+    seconds = sorted(slowest["seconds"])
+    wires = [max(found["wire"]) for found in timed if found["wire"]]
+    return {
+        "seconds": statistics.median(seconds),
+        "quartiles": [seconds[len(seconds) // 4], seconds[-1 - len(seconds) // 4]],
+        "timed_steps": len(seconds),
+        "sent": max(found["sent"] for found in timed),
+        "wire": max(wires) if wires else None,
+    }
+
+
+def reason(outcome: Outcome) -> str:
+    """Why a launch failed, in a line: what the first worker that failed said last."""
+    if outcome.reason.startswith("nothing happened for"):
+        return outcome.reason.replace("nothing happened for", "did not end within")
+    for rank, text in outcome.outputs.items():
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if outcome.codes[rank] != 0 and lines:
+            wrong = [line for line in lines if "Error" in line or "error:" in line]
+            return (wrong or lines)[-1][:300]
+    return outcome.reason or f"exit codes {outcome.codes}"

@@ -1,0 +1,191 @@
+"""What is trained: data, model, metric and target of each task, said once for both toolkits. NumPy alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grace.bench.tasks import data
+from grace.bench.tasks.data import Arrays, Data
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a task is."""
+
+    steps: int
+    every: int
+    """Steps from one look at the quality to the next."""
+    batch: int
+    """Examples of one worker's step."""
+    lr: float
+    model: dict[str, int]
+    """Sizes that the model's builders take, beside those of the data."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to learn."""
+
+    name: str
+    title: str
+    model: str
+    """Which builder of `torch_models` and `keras_models`."""
+    metric: str
+    higher: bool
+    """Whether more of the metric is better."""
+    target: float
+    """Quality to reach with made data at the quick scale: about what dense training was seen to reach half-way.
+
+    Elsewhere the target is `near` what the dense run came to.
+    """
+    unit: str
+    """What throughput counts, `unit_size` of them in an example."""
+    unit_size: int
+    binary: bool
+    """Whether the model gives one logit for yes and no, not one for each class."""
+    optimizer: str
+    """sgd (momentum 0.9) or adam."""
+    quick: Scale
+    full: Scale
+    made: Callable[[], Data]
+    real: tuple[tuple[str, Callable[[Path], Data]], ...] = ()
+    """Files that may be in a user's folder, and what reads them; the first that is there is read."""
+
+    def data(self, folder: Path | None = None) -> Data:
+        """The user's real data, if ``folder`` has it; else made data."""
+        for file, read in self.real:
+            if folder is not None and (folder / file).exists():
+                return read(folder / file)
+        return self.made()
+
+    def scale(self, full: bool) -> Scale:
+        """How large it is."""
+        return self.full if full else self.quick
+
+    def reached(self, quality: float, target: float) -> bool:
+        """Whether a quality is as good as a target."""
+        return quality >= target if self.higher else quality <= target
+
+    def near(self, dense: float) -> float:
+        """The target where none is fixed: `TOLERANCE` worse than what the dense run came to."""
+        return dense * (1 - TOLERANCE if self.higher else 1 + TOLERANCE)
+
+
+TOLERANCE = 0.03
+
+
+def rate(scale: Scale, step: int) -> float:
+    """The learning rate of a step: up over the first 5 %, then down to a tenth as a cosine."""
+    warm = max(scale.steps // 20, 1)
+    done = min(step / scale.steps, 1.0)
+    return scale.lr * min(1.0, (step + 1) / warm) * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def batch(found: Data, size: int, rank: int, step: int, seed: int = 0) -> tuple[Arrays, Any]:
+    """The examples of a worker's step: the same for every method and toolkit."""
+    return found.batch(np.random.default_rng((seed, rank, step)), size)
+
+
+def _ptb(file: Path) -> Data:
+    return data.word_files(file, file.with_name("ptb.test.txt"), "Penn Treebank")
+
+
+def _wikitext(file: Path) -> Data:
+    return data.word_files(file, file.with_name(file.name.replace("train", "test")), "WikiText-2")
+
+
+_TEXTS = (
+    ("wikitext-2/wiki.train.tokens", _wikitext),
+    ("wikitext-2/wiki.train.raw", _wikitext),
+    ("ptb/ptb.train.txt", _ptb),
+)
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            name="image",
+            title="image classification, ResNet",
+            model="resnet",
+            metric="accuracy",
+            higher=True,
+            target=0.77,
+            unit="images",
+            unit_size=1,
+            binary=False,
+            optimizer="sgd",
+            quick=Scale(240, 20, 16, 0.06, {"width": 32, "blocks": 1}),
+            full=Scale(12_000, 500, 128, 0.1, {"width": 64, "blocks": 3}),
+            made=data.made_images,
+            real=(("cifar-10-batches-py", data.cifar10),),
+        ),
+        Task(
+            name="lstm",
+            title="language model, LSTM",
+            model="lstm",
+            metric="perplexity",
+            higher=False,
+            target=46.0,
+            unit="words",
+            unit_size=32,
+            binary=False,
+            optimizer="adam",
+            quick=Scale(240, 20, 8, 0.004, {"width": 192, "layers": 1}),
+            full=Scale(12_000, 500, 32, 0.002, {"width": 650, "layers": 2}),
+            made=data.python_sources,
+            real=_TEXTS,
+        ),
+        Task(
+            name="transformer",
+            title="language model, Transformer",
+            model="transformer",
+            metric="perplexity",
+            higher=False,
+            target=33.0,
+            unit="words",
+            unit_size=32,
+            binary=False,
+            optimizer="adam",
+            quick=Scale(240, 20, 8, 0.002, {"width": 128, "layers": 2, "heads": 4}),
+            full=Scale(12_000, 500, 32, 0.0005, {"width": 512, "layers": 6, "heads": 8}),
+            made=data.python_sources,
+            real=_TEXTS,
+        ),
+        Task(
+            name="ncf",
+            title="recommendation, NCF",
+            model="ncf",
+            metric="HR@10",
+            higher=True,
+            target=0.6,
+            unit="interactions",
+            unit_size=1,
+            binary=True,
+            optimizer="adam",
+            quick=Scale(600, 40, 500, 0.005, {"width": 64}),
+            full=Scale(20_000, 1000, 1000, 0.001, {"width": 128}),
+            made=data.made_interactions,
+            real=(("ml-1m/ratings.dat", data.movielens), ("ml-100k/u.data", data.movielens)),
+        ),
+        Task(
+            name="segmentation",
+            title="segmentation, U-Net",
+            model="unet",
+            metric="IoU",
+            higher=True,
+            target=0.65,
+            unit="images",
+            unit_size=1,
+            binary=False,
+            optimizer="adam",
+            quick=Scale(200, 20, 6, 0.003, {"width": 16, "levels": 4}),
+            full=Scale(12_000, 500, 32, 0.001, {"width": 64, "levels": 5}),
+            made=data.made_masks,
+        ),
+    )
+}

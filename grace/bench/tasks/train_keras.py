@@ -1,0 +1,71 @@
+"""A task's training in Keras over Horovod. Horovod's own Keras optimizer is broken on Keras 3, so the baselines are
+GRACE's compressors `none` and `fp16`, which are one allreduce.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+import grace.tensorflow
+from grace import grace_from_params
+from grace.bench.tasks.data import Arrays
+from grace.bench.tasks.keras_models import MODELS
+from grace.bench.tasks.tasks import Scale, Task
+
+
+class Trainer:
+    """See `train_torch.Trainer`."""
+
+    def __init__(self, task: Task, scale: Scale, sizes: dict[str, int], params: dict[str, Any] | str, seed: int):
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+        hvd.init()
+        self.rank, self.size = hvd.rank(), hvd.size()
+        keras.utils.set_random_seed(seed)
+        self._model = MODELS[task.model](**sizes, **scale.model)
+        self.tensors = [int(np.prod(variable.shape)) for variable in self._model.trainable_variables]
+        names = {"dense": "none", "fp16": "fp16"}
+        self._grace = grace_from_params({"compressor": names[params]} if isinstance(params, str) else params)
+        optimizer: Any
+        if task.optimizer == "adam":
+            optimizer = keras.optimizers.Adam(scale.lr)
+        else:
+            optimizer = keras.optimizers.SGD(scale.lr, 0.0 if self._grace.method.memory.momentum_inside else 0.9)
+        self._optimizer = grace.tensorflow.DistributedOptimizer(optimizer, grace=self._grace)
+        losses = keras.losses
+        loss = (losses.BinaryCrossentropy if task.binary else losses.SparseCategoricalCrossentropy)(from_logits=True)
+        self._model.compile(self._optimizer, loss, jit_compile=False)
+        grace.tensorflow.broadcast_variables(self._model.variables, root_rank=0)
+        self._logits = tf.function(lambda *inputs: self._model(_one_or_list(inputs), training=False))
+
+    def step(self, inputs: Arrays, targets: Any, lr: float) -> None:
+        """Learn from one batch."""
+        self._optimizer.learning_rate = lr
+        self._model.train_on_batch(_one_or_list(inputs), targets)
+
+    def predict(self, inputs: Arrays) -> Any:
+        """Logits, as the metrics want them."""
+        return self._logits(*map(tf.constant, inputs)).numpy()
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this worker has handed over so far."""
+        return self._grace.report().bytes_sent
+
+    def agree(self, number: int) -> int:
+        """Worker 0's number, on all workers; nobody goes on before all have come."""
+        value = tf.constant([number if self.rank == 0 else 0], tf.int64)
+        return int(hvd.allreduce(value, op=hvd.Sum, name="agree")[0])
+
+
+def _one_or_list(inputs: Arrays) -> Any:
+    return list(inputs) if len(inputs) > 1 else inputs[0]

@@ -1,0 +1,92 @@
+"""A task's training in PyTorch: DistributedDataParallel, and one hook or another that averages the gradients."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import grace.torch
+from grace import grace_from_params
+from grace.bench.tasks.data import Arrays
+from grace.bench.tasks.tasks import Scale, Task
+from grace.bench.tasks.torch_models import MODELS
+
+
+class Trainer:
+    """One worker's model and how it learns. ``params``: a dictionary of `grace_from_params`, or a baseline's name."""
+
+    def __init__(self, task: Task, scale: Scale, sizes: dict[str, int], params: dict[str, Any] | str, seed: int):
+        torch.set_num_threads(1)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        torch.manual_seed(seed)
+        self._binary, self._counted, self._grace = task.binary, 0, None
+        self._model = MODELS[task.model](**sizes, **scale.model)
+        self.tensors = [p.numel() for p in self._model.parameters()]
+        momentum = 0.9
+        # Each worker's statistics of norms are its own: nothing but gradients travels.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer versions have another name for it, older ones do not
+            self._ddp = nn.parallel.DistributedDataParallel(self._model, broadcast_buffers=False)
+        if isinstance(params, str):
+            self._ddp.register_comm_hook(None, self._baseline(params))
+        else:
+            self._grace = grace_from_params(params)
+            if self._grace.method.memory.momentum_inside:
+                momentum = 0.0
+            grace.torch.name_parameters(self._grace, self._ddp)
+            self._ddp.register_comm_hook(self._grace, grace.torch.ddp_hook)
+        trained = self._model.parameters()
+        self._optimizer: torch.optim.Optimizer
+        if task.optimizer == "adam":
+            self._optimizer = torch.optim.Adam(trained, scale.lr)
+        else:
+            self._optimizer = torch.optim.SGD(trained, scale.lr, momentum=momentum)
+
+    def _baseline(self, name: str) -> Any:
+        hook: Any = {"dense": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}[name]
+
+        def counted(state: Any, bucket: Any) -> Any:
+            self._counted += bucket.buffer().numel() * (2 if name == "fp16" else bucket.buffer().element_size())
+            return hook(state, bucket)
+
+        counted.__annotations__.clear()  # DDP compares them with its own types, and these are text
+        return counted
+
+    def step(self, inputs: Arrays, targets: Any, lr: float) -> None:
+        """Learn from one batch."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.zero_grad()
+        logits, wanted = self._ddp(*map(torch.from_numpy, inputs)), torch.from_numpy(targets)
+        if self._binary:
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, wanted.float())
+        else:
+            loss = nn.functional.cross_entropy(logits.flatten(0, -2), wanted.flatten())
+        loss.backward()
+        self._optimizer.step()
+
+    def predict(self, inputs: Arrays) -> Any:
+        """Logits, as the metrics want them."""
+        self._model.eval()
+        with torch.no_grad():
+            found = self._model(*map(torch.from_numpy, inputs)).numpy()
+        self._model.train()
+        return found
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this worker has handed over so far."""
+        return self._counted if self._grace is None else self._grace.report().bytes_sent
+
+    def agree(self, number: int) -> int:
+        """Worker 0's number, on all workers; nobody goes on before all have come."""
+        value = torch.tensor([number if self.rank == 0 else 0])
+        dist.all_reduce(value)
+        return int(value)

@@ -1,0 +1,121 @@
+"""What every worker of a launch runs: one job, its training and its times; a line of JSON for each thing that happened.
+
+python -m grace.bench.tasks.worker JOB FOLDER, by torchrun or horovodrun.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from grace.bench.tasks.plan import Job
+from grace.bench.tasks.tasks import TASKS, batch, rate
+
+WARM_UP = 3  # DDP rebuilds its buckets after the first step; graphs are traced in it
+WARM_AT_RATE = 2
+LEAST = 3  # timed steps
+
+
+def traffic() -> tuple[int, int]:
+    """Bytes that left and reached this emulated host so far."""
+    folder = Path("/sys/class/net/eth0/statistics")
+    return int((folder / "tx_bytes").read_text()), int((folder / "rx_bytes").read_text())
+
+
+class Worker:
+    """One worker at its job."""
+
+    def __init__(self, job: Job, folder: Path):
+        self.job, self.folder, self.steps = job, folder, 0
+        self.task = TASKS[job.task]
+        self.scale = job.sized
+        self.data = self.task.data(Path(job.data) if job.data else None)
+        module = importlib.import_module(f"grace.bench.tasks.train_{job.toolkit}")
+        self.trainer = module.Trainer(self.task, self.scale, self.data.sizes, job.params, job.seed)
+        self._lines = (folder / f"{self.trainer.rank}.jsonl").open("a")
+
+    def tell(self, event: str, **found: Any) -> None:
+        """One line about what happened."""
+        self._lines.write(json.dumps({"event": event, "rank": self.trainer.rank, **found}) + "\n")
+        self._lines.flush()
+
+    def step(self, lr: float | None = None) -> float:
+        """Learn from the next batch; the seconds that it took, without making the batch."""
+        inputs, targets = batch(self.data, self.scale.batch, self.trainer.rank, self.steps, self.job.seed)
+        began = time.perf_counter()
+        self.trainer.step(inputs, targets, rate(self.scale, self.steps) if lr is None else lr)
+        self.steps += 1
+        return time.perf_counter() - began
+
+    def train(self) -> None:
+        """All steps, with a look at the quality now and then, on worker 0."""
+        curve: list[tuple[int, float | None]] = []
+        for done in range(1, self.scale.steps + 1):
+            self.step()
+            if (done % self.scale.every == 0 or done == self.scale.steps) and self.trainer.rank == 0:
+                quality = self.data.quality(self.trainer.predict)
+                curve.append((done, round(quality, 5) if math.isfinite(quality) else None))
+                self.tell("looked", step=done, quality=curve[-1][1])
+        self.trainer.agree(0)
+        if self.trainer.rank == 0:
+            self.tell("trained", curve=curve)
+
+    def time(self, bandwidth: str) -> None:
+        """Some steps at a bandwidth. Their rate of learning is nought: it is not the training that is measured."""
+        if self.job.shaped and self.trainer.rank == 0:
+            self.tell("wants", bandwidth=bandwidth)
+            while not (self.folder / f"is-{bandwidth}").exists():
+                time.sleep(0.02)
+        self.trainer.agree(0)
+        first = statistics.median(self.step(0.0) for _ in range(WARM_AT_RATE))
+        fit = int(self.job.seconds / max(first, 1e-6))
+        count = self.trainer.agree(max(LEAST, min(fit, self.job.most)))
+        before, sent = traffic() if self.job.shaped else (0, 0), self.trainer.sent
+        seconds = [self.step(0.0) for _ in range(count)]
+        sent = self.trainer.sent - sent
+        self.trainer.agree(0)
+        wire = None  # on a machine's own interface others are heard as well
+        if self.job.shaped:
+            wire = [(now - then) / count for now, then in zip(traffic(), before, strict=True)]
+        self.tell("timed", bandwidth=bandwidth, seconds=[round(s, 6) for s in seconds], sent=sent / count, wire=wire)
+
+    def run(self) -> None:
+        """The whole job."""
+        self.tell(
+            "ready",
+            parameters=sum(self.trainer.tensors),
+            tensors=len(self.trainer.tensors),
+            source=self.data.source,
+            size=self.trainer.size,
+            batch=self.scale.batch,
+        )
+        if self.job.train:
+            self.train()
+        else:
+            for _ in range(WARM_UP):
+                self.step()
+        for bandwidth in self.job.bandwidths:
+            self.time(bandwidth)
+        self.tell("done")
+
+
+def main() -> None:
+    """Run the job of the command line."""
+    worker = Worker(Job.read(Path(sys.argv[1])), Path(sys.argv[2]))
+    worker.run()
+    worker.trainer.agree(0)
+    # Threads of gloo may outlive the group and now and then abort in Python's clean-up: there is none.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

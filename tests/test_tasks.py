@@ -1,0 +1,554 @@
+"""`grace bench tasks`: data, models and metrics are what they are said to be, and nothing that was measured is lost."""
+
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer", reason="the grace command needs the extra [cli]")
+from typer.testing import CliRunner
+
+from grace.bench.lab import Loopback
+from grace.bench.lab.launch import Outcome
+from grace.bench.tasks import cluster, data, plan, run, show
+from grace.bench.tasks.plan import Job
+from grace.bench.tasks.tasks import TASKS, batch, rate
+from grace.cli.app import app
+
+ROOT = Path(__file__).parents[1]
+PARAMETERS = {"image": 620_714, "lstm": 1_065_680, "transformer": 914_896, "ncf": 602_945, "segmentation": 482_754}
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Every task's made data."""
+    return {name: task.data() for name, task in TASKS.items()}
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", TASKS)
+def test_batches_depend_on_worker_and_step_alone(made, name):
+    again = TASKS[name].data()
+    inputs, targets = batch(made[name], 12, rank=1, step=5)
+    same_inputs, same_targets = batch(again, 12, rank=1, step=5)
+    assert all(np.array_equal(a, b) for a, b in zip(inputs, same_inputs, strict=True))
+    assert np.array_equal(targets, same_targets)
+    for other in ({"rank": 0, "step": 5}, {"rank": 1, "step": 6}, {"rank": 1, "step": 5, "seed": 1}):
+        assert not np.array_equal(inputs[0], batch(made[name], 12, **other)[0][0])
+    assert targets.dtype == np.int64
+    assert len(targets) == len(inputs[0]) == 12
+
+
+def test_quality_of_whoever_knows_the_answer_and_of_whoever_guesses(made):
+    """Each metric at its best, and where chance would have it."""
+    images, masks, text, pairs = made["image"], made["segmentation"], made["lstm"], made["ncf"]
+
+    def oracle(found):
+        known = {image.tobytes(): answer for image, answer in zip(*found.test, strict=True)}
+        return lambda inputs: np.stack([np.eye(found.classes)[known[image.tobytes()]] for image in inputs[0]])
+
+    assert images.quality(oracle(images)) == 1.0
+    assert masks.quality(oracle(masks)) == 1.0
+    assert images.quality(lambda inputs: np.eye(10)[np.zeros(len(inputs[0]), int)]) == pytest.approx(0.1, abs=0.04)
+    everywhere = np.mean(masks.test[1])  # who says "shape" everywhere is right where there is one
+    assert masks.quality(lambda inputs: np.eye(2)[np.ones(inputs[0].shape[:3], int)]) == pytest.approx(everywhere)
+    uniform = text.quality(lambda inputs: np.zeros((*inputs[0].shape, text.words), np.float32))
+    assert uniform == pytest.approx(text.words, rel=1e-4)
+    assert pairs.quality(lambda inputs: np.zeros(len(inputs[0]))) == 0.0, "ties count against the model"
+    drawn = np.random.default_rng(0)
+    assert pairs.quality(lambda inputs: drawn.random(len(inputs[0]))) == pytest.approx(0.1, abs=0.03)
+    assert 0.1 < pairs.popularity < TASKS["ncf"].target, "the target takes more than popularity"
+
+
+def test_examples_go_to_the_model_in_pieces_of_one_size():
+    values = np.arange(613, dtype=np.float32)
+    seen = []
+
+    def predict(inputs):
+        seen.append(len(inputs[0]))
+        return inputs[0] * 2
+
+    assert np.array_equal(data.in_pieces(predict, (values,)), values * 2)
+    assert set(seen) == {data.PIECE}
+
+
+def test_held_out_examples_are_never_drawn(made):
+    pairs = made["ncf"]
+    asked = {(int(u), int(i)) for u, i in zip(pairs._asked[:: data.RIVALS + 1], pairs._ranked[:, 0], strict=True)}
+    assert len(asked) == 1000
+    assert not asked & set(zip(pairs.users.tolist(), pairs.items.tolist(), strict=True))
+    taken = set(zip(pairs.users.tolist(), pairs.items.tolist(), strict=True))
+    rivals = zip(
+        np.repeat(pairs._asked[:: data.RIVALS + 1], data.RIVALS), pairs._ranked[:, 1:].reshape(-1), strict=True
+    )
+    assert not {(int(u), int(i)) for u, i in rivals} & taken, "rivals are items that the user did not take"
+    images = made["image"]
+    assert not {x.tobytes() for x in images.train[0]} & {x.tobytes() for x in images.test[0]}
+
+
+def test_one_example_in_five_is_an_interaction(made):
+    (users, items), targets = batch(made["ncf"], 500, 0, 0)
+    assert targets.sum() == 100
+    assert len(np.unique(users.reshape(-1, 5), axis=1)) == 100
+    taken = set(zip(made["ncf"].users.tolist(), made["ncf"].items.tolist(), strict=True))
+    assert all(pair in taken for pair in zip(users[targets == 1].tolist(), items[targets == 1].tolist(), strict=True))
+
+
+def test_next_words_are_the_targets(made):
+    (pieces,), targets = batch(made["lstm"], 4, 0, 0)
+    assert pieces.shape == targets.shape == (4, 32)
+    assert np.array_equal(pieces[:, 1:], targets[:, :-1])
+
+
+def test_words_that_are_rare_or_new_are_unknown():
+    train, test, words = data.numbered(["a", "b", "a", "c", "b", "a"], ["b", "c", "d"], words=3)
+    assert train.tolist() == [1, 2, 1, 0, 2, 1]
+    assert test.tolist() == [2, 0, 0]
+    assert words == 3
+
+
+# -- data on disk ------------------------------------------------------------------------------------------------------
+def write_cifar10(folder):
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        found = {"data": rng.integers(256, size=(20, 3072), dtype=np.uint8), "labels": [*range(10)] * 2}
+        (folder / name).write_bytes(pickle.dumps(found, protocol=2))
+    return found
+
+
+def test_cifar10_is_read_and_only_arrays_of_it(tmp_path):
+    last = write_cifar10(tmp_path / "cifar-10-batches-py")
+    found = TASKS["image"].data(tmp_path)
+    assert found.source == "CIFAR-10"
+    assert (found.train[0].shape, found.test[0].shape) == ((100, 32, 32, 3), (20, 32, 32, 3))
+    assert found.test[1].tolist() == last["labels"]
+    assert found.train[0].mean((0, 1, 2)) == pytest.approx([0, 0, 0], abs=1e-4)
+    planes = last["data"][3].reshape(3, 32, 32)  # red, green, blue, row by row
+    spread = np.polyfit(planes[1].reshape(-1), found.test[0][3, :, :, 1].reshape(-1), 1, full=True)
+    assert spread[1][0] == pytest.approx(0, abs=1e-6), "the second plane is the second channel"
+    (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(pickle.dumps(os.system))
+    with pytest.raises(pickle.UnpicklingError, match="no place in CIFAR-10"):
+        TASKS["image"].data(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "train, test, source",
+    [
+        ("ptb/ptb.train.txt", "ptb/ptb.test.txt", "Penn Treebank"),
+        ("wikitext-2/wiki.train.tokens", "wikitext-2/wiki.test.tokens", "WikiText-2"),
+        ("wikitext-2/wiki.train.raw", "wikitext-2/wiki.test.raw", "WikiText-2"),
+    ],
+)
+def test_texts_are_read(tmp_path, train, test, source):
+    (tmp_path / train).parent.mkdir()
+    (tmp_path / train).write_text(" the <unk> sat on the mat \n the end \n" * 20)
+    (tmp_path / test).write_text(" the dog sat \n" * 20)
+    found = TASKS["lstm"].data(tmp_path)
+    assert found.source == source
+    assert found.words == 7  # <unk>, <eos>, the, sat, on, mat, end
+    assert len(found.train) == 20 * 10
+    assert found.test[:4].tolist().count(0) == 1, "the dog is unknown"
+
+
+@pytest.mark.parametrize("file, line", [("ml-1m/ratings.dat", "{}::{}::5::{}"), ("ml-100k/u.data", "{}\t{}\t5\t{}")])
+def test_movielens_is_read(tmp_path, file, line):
+    rows = [(user, 100 + item, (7 * item) % 50) for user in (3, 1, 9) for item in range(user % 4, 150, 2 + user % 3)]
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text("\n".join(line.format(*row) for row in rows) + "\n")
+    found = TASKS["ncf"].data(tmp_path)
+    assert found.source.startswith("MovieLens")
+    assert len(found.users) == len(rows) - 3, "one of each user is held out"
+    assert found.sizes["users"] == 3
+    latest = {user: max(when for who, _, when in rows if who == user) for user in (1, 3, 9)}
+    times = {(user, item): when for user, item, when in rows}
+    items = sorted({item for _, item, _ in rows})
+    held = {u: items[i] for u, i in zip(found._asked[:: data.RIVALS + 1], found._ranked[:, 0], strict=True)}
+    assert [times[user, held[i]] for i, user in enumerate((1, 3, 9))] == [latest[user] for user in (1, 3, 9)]
+
+
+def test_what_is_not_there_is_made(tmp_path):
+    assert TASKS["image"].data(tmp_path).source == "made shapes"
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+def logits_of(toolkit, name, found):
+    task = TASKS[name]
+    inputs, targets = batch(found, 3, 0, 0)
+    if toolkit == "torch":
+        torch = pytest.importorskip("torch")
+        from grace.bench.tasks.torch_models import MODELS
+
+        model = MODELS[task.model](**found.sizes, **task.quick.model)
+        count = sum(p.numel() for p in model.parameters())
+        with torch.no_grad():
+            return model(*map(torch.from_numpy, inputs)).numpy(), targets, count
+    pytest.importorskip("keras")
+    from grace.bench.tasks.keras_models import MODELS
+
+    model = MODELS[task.model](**found.sizes, **task.quick.model)
+    count = sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
+    return model(list(inputs) if len(inputs) > 1 else inputs[0]).numpy(), targets, count
+
+
+@pytest.mark.parametrize("toolkit", plan.TOOLKITS)
+@pytest.mark.parametrize("name", TASKS)
+def test_models_have_the_parameters_and_logits_that_are_said(made, name, toolkit):
+    found, targets, count = logits_of(toolkit, name, made[name])
+    classes = {"image": (10,), "lstm": (2000,), "transformer": (2000,), "ncf": (), "segmentation": (2,)}[name]
+    assert found.shape == (*targets.shape, *classes)
+    assert np.isfinite(found).all()
+    more = 4 * TASKS["lstm"].quick.model["width"] if (name, toolkit) == ("lstm", "torch") else 0  # a second bias
+    assert count == PARAMETERS[name] + more
+
+
+@pytest.mark.parametrize("toolkit", plan.TOOLKITS)
+def test_a_word_is_predicted_from_those_before_it(made, toolkit):
+    """Logits of a place do not depend on what comes later, and do on what came before."""
+    found = made["transformer"]
+    task = TASKS["transformer"]
+    pieces = batch(found, 2, 0, 0)[0][0].copy()
+    other = pieces.copy()
+    other[:, 20] = (other[:, 20] + 1) % found.words
+    if toolkit == "torch":
+        torch = pytest.importorskip("torch")
+        from grace.bench.tasks.torch_models import MODELS
+
+        model = MODELS["transformer"](**found.sizes, **task.quick.model)
+        with torch.no_grad():
+            one, two = (model(torch.from_numpy(x)).numpy() for x in (pieces, other))
+    else:
+        pytest.importorskip("keras")
+        from grace.bench.tasks.keras_models import MODELS
+
+        model = MODELS["transformer"](**found.sizes, **task.quick.model)
+        one, two = (model(x).numpy() for x in (pieces, other))
+    assert np.allclose(one[:, :20], two[:, :20], atol=1e-5)
+    assert abs(one[:, 21:] - two[:, 21:]).max() > 1e-4
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+def test_the_direction_of_targets():
+    for task in TASKS.values():
+        better = task.target * (1.1 if task.higher else 0.9)
+        assert task.reached(better, task.target)
+        assert task.reached(task.target, task.target)
+        assert not task.reached(2 * task.target - better, task.target)
+        assert task.reached(0.98 if task.higher else 1.02, task.near(1.0))
+        assert not task.reached(0.9 if task.higher else 1.1, task.near(1.0))
+    assert {name for name, task in TASKS.items() if not task.higher} == {"lstm", "transformer"}
+
+
+def test_the_learning_rate_rises_and_falls():
+    scale = TASKS["image"].quick
+    rates = [rate(scale, step) for step in range(scale.steps)]
+    peak = rates.index(max(rates))
+    assert 0 < peak < scale.steps // 10
+    assert rates[0] < 0.1 * scale.lr
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1 * scale.lr, rel=0.01)
+
+
+def quick_jobs(**changed):
+    common = {"bandwidths": ("100mbit", "1gbit"), **changed}
+    return plan.jobs([*TASKS], plan.QUICK, plan.TOOLKITS, [2], **common)
+
+
+def test_quick_fits_into_half_an_hour_and_begins_with_baselines():
+    found = quick_jobs()
+    assert 10 * 60 < plan.estimate(found) < 28 * 60
+    assert [job.method for job in found[:10]] == ["dense"] * 10
+    assert {(job.task, job.toolkit) for job in found[:10]} == {(t, k) for t in TASKS for k in plan.TOOLKITS}
+    for toolkit in plan.TOOLKITS:
+        assert {"dense", "fp16"} < {job.method for job in found if job.toolkit == toolkit}
+    assert all(isinstance(job.params, dict) for job in found if job.method not in plan.BASELINES)
+    assert all(plan.known(method) for method in plan.FULL)
+
+
+def test_a_job_is_read_as_it_was_written(tmp_path):
+    job = quick_jobs(seed=3, steps=8)[7]
+    job.write(tmp_path / "job.json")
+    assert Job.read(tmp_path / "job.json") == job
+    assert (job.sized.steps, job.sized.every) == (8, 2)
+
+
+# -- what was measured is kept, and not measured again -----------------------------------------------------------------
+JOB = Job("image", "torch", 2, "topk", ("100mbit", "1gbit"))
+
+
+def told(job, rank, seconds=0.1, bandwidths=None):
+    """What a worker writes."""
+    found = [{"event": "ready", "parameters": 1000, "tensors": 3, "source": "made", "batch": 16, "size": 2}]
+    if job.train and rank == 0:
+        found.append({"event": "trained", "curve": [[20, 0.5], [40, 0.86], [60, 0.9]]})
+    for bandwidth in job.bandwidths if bandwidths is None else bandwidths:
+        times = [seconds, 2 * seconds, 3 * seconds]
+        timed = {"seconds": times, "sent": 100.0 + rank, "wire": [110.0, 120.0 + rank]}
+        found.append({"event": "timed", "bandwidth": bandwidth, **timed})
+    return [*found, {"event": "done"}]
+
+
+def test_the_slowest_worker_and_the_busiest_link_count():
+    trained, slow, fast = run.rows_of(JOB, [told(JOB, 0), told(JOB, 1, seconds=0.2)])
+    assert trained["curve"][-1] == [60, 0.9]
+    assert (slow["bandwidth"], fast["bandwidth"]) == JOB.bandwidths
+    assert (slow["seconds"], slow["sent"], slow["wire"]) == (0.4, 101.0, 121.0)
+    assert slow["quartiles"] == [0.2, pytest.approx(0.6)]
+
+
+def test_what_is_done_is_not_done_again(tmp_path):
+    store = run.Store(tmp_path / "rows.jsonl")
+    jobs = quick_jobs()
+    assert run.remaining(jobs, store.rows) == jobs
+    for row in run.rows_of(JOB, [told(JOB, 0), told(JOB, 1)]):
+        store.add(row)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"kind": "trained", "ta')  # the machine went down
+    again = run.Store(tmp_path / "rows.jsonl")
+    assert again.rows == store.rows
+    left = run.remaining(jobs, again.rows)
+    assert {(job.task, job.toolkit, job.method) for job in jobs} - {(j.task, j.toolkit, j.method) for j in left} == {
+        ("image", "torch", "topk")
+    }
+    third = dataclasses.replace(JOB, bandwidths=("100mbit", "10mbit"))
+    assert run.remaining([third], again.rows) == [dataclasses.replace(JOB, bandwidths=("10mbit",), train=False)]
+    for other in ({"seed": 1}, {"steps": 8}, {"data": "somewhere"}, {"full": True}, {"workers": 4}):
+        changed = dataclasses.replace(JOB, **other)
+        assert run.remaining([changed], again.rows) == [changed], "another setting is another measurement"
+
+
+def test_failures_are_rows_and_can_be_tried_again(tmp_path):
+    store = run.Store(tmp_path / "rows.jsonl")
+    outcome = Outcome("torchrun", {0: 1, 1: None}, {0: "Trace\nValueError: too bad\nbye", 1: ""}, "", "")
+    rows = run.rows_of(JOB, [told(JOB, 0, bandwidths=["100mbit"])[:-1], told(JOB, 1, bandwidths=["100mbit"])], outcome)
+    for row in rows:
+        store.add(row)
+    assert [("error" in row) for row in rows] == [False, False, True], "what was found before it failed is kept"
+    assert rows[2]["error"] == "ValueError: too bad"
+    assert "bye" in rows[2]["log"]
+    assert run.remaining([JOB], store.rows) == []
+    assert run.remaining([JOB], store.rows, retry=True) == [
+        dataclasses.replace(JOB, train=False, bandwidths=("1gbit",))
+    ]
+    late = Outcome("torchrun", {0: None}, {0: ""}, "", "nothing happened for 9 seconds")
+    assert run.reason(late) == "did not end within 9 seconds"
+
+
+def test_jobs_that_time_does_not_allow_are_named_and_not_begun(tmp_path, monkeypatch):
+    begun = []
+    monkeypatch.setattr(run, "launch", lambda network, job, limit, tell: begun.append(job) or [])
+    jobs = quick_jobs(bandwidths=(plan.LOOPBACK,))
+    left = run.run(jobs, run.Store(tmp_path / "rows.jsonl"), False, 60, plan.seconds_of(jobs[0]) + 0.5, print, list)
+    assert left
+    assert begun + left == jobs
+    assert len(begun) == [plan.seconds_of(job) > plan.seconds_of(jobs[0]) + 0.5 for job in jobs].index(True)
+
+
+# -- tables, plots and the page ----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def rows():
+    """A small measurement: dense, top-k that pays at one bandwidth, one that never arrives, one that failed."""
+    found = [{"kind": "machine", "cpu": "Z80", "cores": 2}]
+    found += [{"kind": "probed", "workers": 2, "bandwidth": "100mbit", "reached": 95e6}]
+    for toolkit in plan.TOOLKITS:
+        for name in ("image", "lstm"):
+            head = {"task": name, "toolkit": toolkit, "workers": 2, "seed": 0, "scale": "quick", "real": False}
+            head |= {"steps": TASKS[name].quick.steps, "parameters": 1000, "source": "made shapes", "batch": 16}
+            good = [[20, 0.5], [40, 0.88], [60, 0.9]] if name == "image" else [[20, 900.0], [40, 45.0], [60, 40.0]]
+            slow = [[20, 0.4], [40, 0.5], [60, 0.88]] if name == "image" else [[20, 900.0], [40, 70.0], [60, 44.0]]
+            never = [[20, 0.2], [40, 0.3], [60, 0.4]] if name == "image" else [[20, 900.0], [40, None], [60, None]]
+            for method, curve, seconds, sent in (
+                ("topk", slow, (0.1, 0.09), 40.0),
+                ("dense", good, (0.4, 0.05), 4000.0),
+                ("randomk", never, (0.1, 0.09), 40.0),
+            ):
+                found.append({"kind": "trained", **head, "method": method, "curve": curve})
+                for bandwidth, time in zip(("100mbit", "1gbit"), seconds, strict=True):
+                    timed = {"seconds": time, "sent": sent, "wire": 1.1 * sent, "bandwidth": bandwidth}
+                    found.append({"kind": "timed", **head, "method": method, **timed})
+            failed = {"method": "qsgd", "error": "ValueError: <no>", "log": "Traceback <no>"}
+            found += [{"kind": "trained", **head, **failed}]
+            found += [{"kind": "timed", **head, **failed, "bandwidth": "100mbit"}]
+    return found
+
+
+def test_lines_follow_from_the_rows(rows):
+    found = show.lines(rows)
+    assert [line["method"] for line in found[:4]] == ["dense", "qsgd", "randomk", "topk"]
+    dense, failed, never, topk = found[:4]
+    assert (dense["quality"], dense["to_target"], dense["target"]) == (0.9, 40, 0.77)
+    assert dense["times"]["100mbit"]["time"] == pytest.approx(16.0)
+    assert dense["times"]["100mbit"]["throughput"] == pytest.approx(2 * 16 / 0.4)
+    assert topk["times"]["100mbit"]["x_throughput"] == pytest.approx(4)
+    assert topk["times"]["100mbit"]["x_time"] == pytest.approx(16 / 6)
+    assert topk["times"]["1gbit"]["x_time"] == pytest.approx(2 / 5.4)
+    assert topk["volume"] == pytest.approx(100)
+    assert (never["to_target"], never["times"]["100mbit"]["time"]) == (None, None)
+    assert failed["errors"] == [("training", "ValueError: <no>"), ("100mbit", "ValueError: <no>")]
+    words = next(line for line in found if line["task"] == "lstm")
+    assert words["times"]["100mbit"]["throughput"] == pytest.approx(2 * 16 * 32 / 0.4)
+    assert next(line for line in found if (line["task"], line["method"]) == ("lstm", "randomk"))["diverged"]
+
+
+def test_a_target_that_is_not_fixed_follows_dense(rows):
+    changed = [{**row, "steps": 60} if "steps" in row else row for row in rows]
+    by_task = {line["task"]: line["target"] for line in show.lines(changed)}
+    assert by_task == {"image": pytest.approx(0.97 * 0.9), "lstm": pytest.approx(1.03 * 40)}
+    without = [row for row in changed if row.get("method") != "dense"]
+    assert {line["target"] for line in show.lines(without)} == {None}
+    assert "since dense is missing" in show.markdown(without)
+
+
+def test_seeds_are_medians(rows):
+    more = [{**row, "seed": 1, "curve": [[20, 0.9]]} for row in rows if row.get("method") == "dense" and "curve" in row]
+    dense = show.lines([*rows, *more])[0]
+    assert (dense["quality"], dense["to_target"]) == (0.9, 30)
+
+
+def test_what_lost_is_said(rows):
+    text = " ".join(show.lost(show.lines(rows)))
+    assert "randomk missed it (0.4)" in text
+    assert "randomk missed it (it diverged)" in text
+    assert "qsgd failed (ValueError: <no>)" in text
+    assert "topk at 1gbit (2.70x the time of dense)" in text
+    assert "topk at 100mbit" not in text
+
+
+def test_tables_have_every_method_and_say_what_the_network_was(rows):
+    text = show.markdown(rows)
+    for block in text.split("\n\n"):
+        lines = [line for line in block.splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) <= 1
+    assert "| dense | 0.9 | 40 | 0.004 | 0.0044 | 0.4 | 80 | 16 | 0.05 | 640 | 2 |" in text
+    assert "| qsgd | - | failed | - | - | failed |" in text
+    assert "| topk | 2.67 (4.00) |" in text
+    assert "Emulated network" in text
+    assert "100mbit: 95 Mbit/s" in text
+    assert "Steps to the target were measured once" in text
+    loop = [{**row, "bandwidth": plan.LOOPBACK} if row.get("bandwidth") == "100mbit" else row for row in rows]
+    assert "Plain loopback, no network" in show.markdown([r for r in loop if r.get("bandwidth") != "1gbit"])
+
+
+def test_the_page_holds_tables_plots_and_failures(rows, tmp_path):
+    show.save(rows, tmp_path, ["ncf torch x2 topk"], "grace bench tasks <x>")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<img") == 3
+    assert page.count("<tr>") > 30
+    assert "Traceback &lt;no&gt;" in page
+    assert "<x>" not in page
+    assert "Z80" in page
+    assert "ncf torch x2 topk" in page
+    for name in ("throughput", "volume", "time"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    assert (tmp_path / "report.md").read_text() == show.markdown(rows)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+def grace_bench(*words):
+    return CliRunner().invoke(app, ["bench", "tasks", *map(str, words)])
+
+
+def test_the_command_shows_what_is_stored(rows, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = grace_bench("--out", tmp_path, "--show")
+    assert done.exit_code == 0, done.output
+    assert "Lost: image classification, ResNet, PyTorch" in done.output
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    "words, remedy",
+    [
+        (["--task", "chess"], "choose from image"),
+        (["--toolkit", "jax"], "choose from torch, keras"),
+        (["--method", "topq"], "grace methods"),
+        (["--workers", "none"], "whole numbers"),
+        (["--data", "/nowhere"], "does not exist"),
+        (["--full", "--workers", "2,4"], "one number of workers"),
+    ],
+)
+def test_what_cannot_be_is_said(tmp_path, words, remedy):
+    done = grace_bench("--out", tmp_path, *words)
+    assert done.exit_code == 2
+    assert remedy in " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_cluster_gets_jobs_and_scripts(tmp_path):
+    words = ["--full", "--workers", 4, "--task", "ncf", "--method", "dense", "--method", "topk", "--out", tmp_path]
+    assert grace_bench(*words).exit_code == 0
+    jobs = [Job.read(file) for file in sorted((tmp_path / "jobs").glob("*.json"))]
+    assert sorted((job.toolkit, job.method) for job in jobs) == [
+        (toolkit, method) for toolkit in ("keras", "torch") for method in ("dense", "topk")
+    ]
+    assert all(job.full and job.train and not job.shaped and job.bandwidths == (plan.AS_IS,) for job in jobs)
+    for script in ("torchrun.sh", "horovodrun.sh", "tasks.slurm"):
+        subprocess.run(["bash", "-n", tmp_path / script], check=True)
+    assert grace_bench("--full", "--collect", "--out", tmp_path).exit_code == 1, "nothing ran yet"
+    out = tmp_path / "results" / next(file.stem for file in (tmp_path / "jobs").glob("torch-*dense*"))
+    out.mkdir(parents=True)
+    job = dataclasses.replace(jobs[0], workers=2)
+    for rank in range(2):  # of fewer workers than were planned
+        lines = [json.dumps(event) for event in told(job, rank)]
+        (out / f"{rank}.jsonl").write_text("\n".join(lines) + "\n")
+    rows = cluster.collect(tmp_path)
+    assert [(row["kind"], row["workers"]) for row in rows] == [("trained", 2), ("timed", 2)]
+    assert grace_bench("--full", "--collect", "--out", tmp_path).exit_code == 0
+
+
+# -- real workers ------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """One task on both toolkits, a few steps of two workers; the command of each toolkit."""
+    out = tmp_path_factory.mktemp("out")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def command(*words):
+        line = [sys.executable, "-m", "grace.cli", "bench", "tasks", "--loopback", "--task", "ncf", "--steps", "8"]
+        done = subprocess.run([*line, "--out", str(out), *words], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done
+
+    command("--toolkit", "torch", "--method", "dense", "--method", "topk")
+    return command, out, command("--toolkit", "keras", "--method", "fp16")
+
+
+@pytest.mark.processes
+def test_real_workers_train_and_are_timed(trained):
+    _, out, done = trained
+    rows = [row for row in run.read(out / "rows.jsonl") if row["kind"] in ("trained", "timed")]
+    assert [row.get("error") for row in rows] == [None] * 6
+    sent = {(row["toolkit"], row["method"]): row["sent"] for row in rows if row["kind"] == "timed"}
+    assert sent["torch", "dense"] == 4 * PARAMETERS["ncf"]
+    assert sent["torch", "topk"] < 0.03 * sent["torch", "dense"]
+    assert sent["keras", "fp16"] == pytest.approx(2 * PARAMETERS["ncf"], rel=0.01)  # small tensors stay float32
+    curves = [row["curve"] for row in rows if row["kind"] == "trained"]
+    assert all([step for step, _ in curve] == [2, 4, 6, 8] for curve in curves)
+    assert curves[0] != curves[1]
+    assert "Plain loopback, no network" in " ".join(done.stdout.split())
+    assert (out / "report.html").stat().st_size > 50_000
+
+
+@pytest.mark.processes
+def test_a_second_call_measures_nothing_again(trained):
+    command, out, _ = trained
+    before = list(run.read(out / "rows.jsonl"))
+    done = command("--toolkit", "keras", "--method", "fp16")
+    assert "0 launches, 1 are done already" in done.stderr
+    after = list(run.read(out / "rows.jsonl"))
+    assert [row for row in after if row["kind"] != "machine"] == [row for row in before if row["kind"] != "machine"]
+
+
+@pytest.mark.processes
+def test_a_job_that_takes_too_long_is_ended_and_recorded():
+    with Loopback(2) as network:
+        job = Job("lstm", "torch", 2, "dense", (plan.LOOPBACK,))
+        rows = run.launch(network, job, 6, print)
+        assert network.processes() == set()
+    assert {row["error"] for row in rows} == {"did not end within 6 seconds"}
+    assert [row["kind"] for row in rows] == ["trained", "timed"]

@@ -925,7 +925,7 @@ class Grace:
             raise ValueError(
                 f"the state and the model name different tensors: the model's {absent or 'none'} are not in the state, "
                 f"the state's {extra or 'none'} are not in the model. If a parameter was renamed, rename its key in "
-                "state['tensors'] to the model's name before you load"
+                "state['tensors'] and state['points'] to the model's name before you load"
             )
 
     # -- report -----------------------------------------------------------------------------------------------------

@@ -31,6 +31,11 @@ def complete(states: Sequence[Mapping[str, Any]], lost: bool = False) -> list[Ma
                     f"worker {state['rank']}'s state has {key} {state[key]!r} where worker 0's has {first[key]!r}: "
                     "they were not saved together"
                 )
+        if absent := sorted(set(state["tensors"]) - set(state["points"])):
+            raise ValueError(
+                f"worker {state['rank']}'s state does not say where {absent} were cut: if you renamed a key in "
+                "state['tensors'], rename it in state['points'] too"
+            )
     return ordered
 
 
@@ -49,7 +54,7 @@ def check_form(state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     for unit, cells in state["tensors"].items():
         if not isinstance(cells, Mapping):
             raise ValueError(f"this is no state of grace: of {unit!r} it has {cells!r}")
-        places = state["points"].get(unit)
+        places = state["points"].get(unit, {})  # wanted for another number of workers: see `complete`
         if not isinstance(places, Mapping) or not all(_place(each, sizes.get(unit)) for each in places.values()):
             raise ValueError(f"this is no state of grace: the places of {unit!r} are {places!r}")
 

@@ -618,3 +618,14 @@ def test_a_state_is_plain_text_and_arrays(data):
         state = json.loads(zipped.read("state.json"))
     assert names == ["state.json", "0.npy", "1.npy"]
     assert state["tensors"]["b"]["memory/residual"] == {"$array": 0}  # the last tensor's gradient comes first
+
+
+def test_a_renamed_tensor_is_renamed_in_both_places():
+    graces = made(METHODS["topk"], 2)
+    train(graces, 2)
+    states = [grace.state_dict() for grace in graces]
+    for state in states:
+        state["tensors"]["new"] = state["tensors"].pop("a")
+    (alone,) = made(METHODS["topk"], 1)
+    with pytest.raises(ValueError, match=r"where \['new'\] were cut.*state\['points'\] too"):
+        alone.load_state_dict(*states)

@@ -584,7 +584,6 @@ WRONG = {
     "a step before the first": {"step": -1},
     "no worker": {"rank": True},
     "no method": {"method": None},
-    "no places": {"points": {"a": {"": [0, 2000]}}},
     "places elsewhere": {"points": {"a": {"": [0, 2000]}, "b": {"": [1, 3000]}}},
     "places of nothing": {"points": {"a": {"": [0, 2000]}, "b": {"": "x"}}},
     "whole numbers": {

@@ -183,6 +183,7 @@ def joined(ranks: Sequence[Row]) -> Row:
     }
     row |= {key: max(found[key] for found in ranks) for key in ("tx", "rx")}
     row |= {key: max(found[key] for found in ranks) for key in ("sent", "received") if key in ranks[0]}
+    row |= {key: ranks[0][key] for key in ("method", "trials") if key in ranks[0]}
     row["seconds_all"] = slowest["seconds_all"]
     if "times" in slowest:
         row["times"] = slowest["times"]

@@ -105,7 +105,7 @@ def strategies(found: Profile, costs: Costs) -> dict[str, dict[str, str]]:
     draw = random.Random(0)
     for number in range(10):
         named[f"random {number}"] = {**dense, **{name: draw.choice(CHOICES) for name in large}}
-    planned = plan.make(found, costs, deferred=True).plan
+    planned = plan.make(found, costs).plan
     named["planned"] = planned.strategies
     return named
 
@@ -129,7 +129,7 @@ def run(folder: Path) -> None:
     named = json.loads(bench.agreed(json.dumps(strategies(found, costs))))
     for label, options in named.items():
         tensors: dict[str, Option] = {name: parse(text) for name, text in options.items()}
-        predicted = plan.predict(found, costs, tensors, deferred=True)
+        predicted = plan.predict(found, costs, tensors)
         given = {"params": METHOD, "tensors": {name: {"option": text} for name, text in options.items()}}
         measured = bench.seconds({"plan": given, **ONE_EACH})
         rows.append({"kind": "strategy", "name": label, "predicted": predicted, "measured": measured})

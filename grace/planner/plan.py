@@ -177,12 +177,12 @@ class Planned:
         save_trace(path, self.timeline.spans(), self.names, labels)
 
 
-def make(profile: Profile, costs: Costs, mode: Mode = "refined", servers: int = 1, deferred: bool = False) -> Planned:
+def make(profile: Profile, costs: Costs, mode: Mode = "refined", servers: int = 1, deferred: bool = True) -> Planned:
     """Plan a model: the strategies of all tensors, and what they are predicted to take.
 
-    ``servers``: threads of the CPU pool. ``deferred``: as in `grace.planner.timeline.Timeline`. Where no strategies are
-    faster than dense gradients in buckets, the plan is that. ValueError for a compressor that no strategy of the tree
-    can carry.
+    ``servers``: threads of the CPU pool. ``deferred``: what follows a tensor's first message waits for the end of the
+    backward pass, as it does in GRACE; False: it comes as soon as it can, as in Espresso. Where no strategies are faster
+    than dense gradients in buckets, the plan is that. ValueError for a compressor that no strategy of the tree can carry.
     """
     refuse(costs.codec.params)
     problem = Problem.of(profile, costs, servers, deferred)
@@ -211,7 +211,7 @@ def make(profile: Profile, costs: Costs, mode: Mode = "refined", servers: int = 
 
 
 def predict(
-    profile: Profile, costs: Costs, tensors: Mapping[str, Option], servers: int = 1, deferred: bool = False
+    profile: Profile, costs: Costs, tensors: Mapping[str, Option], servers: int = 1, deferred: bool = True
 ) -> float:
     """Seconds of a step under given strategies, forward pass included: to be compared with what is measured."""
     chains = [Choice(tensors[t.name], costs.chain(tensors[t.name], t.size)) for t in profile.tensors]

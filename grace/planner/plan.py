@@ -181,8 +181,9 @@ def make(profile: Profile, costs: Costs, mode: Mode = "refined", servers: int = 
     """Plan a model: the strategies of all tensors, and what they are predicted to take.
 
     ``servers``: threads of the CPU pool. ``deferred``: what follows a tensor's first message waits for the end of the
-    backward pass, as it does in GRACE; False: it comes as soon as it can, as in Espresso. Where no strategies are faster
-    than dense gradients in buckets, the plan is that. ValueError for a compressor that no strategy of the tree can carry.
+    backward pass, as it does in GRACE; False: it comes as soon as it can, as in Espresso. Where no strategies are
+    faster than dense gradients in buckets, the plan is that. ValueError for a compressor that no strategy of the tree
+    can carry.
     """
     refuse(costs.codec.params)
     problem = Problem.of(profile, costs, servers, deferred)

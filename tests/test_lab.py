@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.lab import fidelity
 from benchmarks.lab.bench import bound, joined, summary
 from benchmarks.lab.cases import CASES, SETS, select
 from benchmarks.lab.table import HEAD, markdown, plot, tables
@@ -317,3 +318,46 @@ def test_the_benchmark_runs(tmp_path):
     assert found["grace-hvd-topk"]["tx"] < 2e6
     assert found["alone"]["tx"] < 1e5
     assert drawn.exists()
+
+
+# -- predictions held against measurements -----------------------------------------------------------------------------
+def test_predictions_are_judged_by_what_was_measured():
+    ways = {"dense": (1.0, 1.0), "random 0": (0.5, 0.4), "random 1": (0.8, 0.8), "planned": (0.3, 0.44)}
+    methods = {"fp32": (1.0, 1.0), "topk": (0.5, 1.2), "fp16": (0.9, 0.96)}
+    rows = [
+        {"kind": kind, "name": name, "predicted": predicted, "measured": measured}
+        for kind, named in (("strategy", ways), ("method", methods))
+        for name, (predicted, measured) in named.items()
+    ]
+    figures = fidelity.judged({"rows": rows})
+    assert figures["error of random strategies"] == pytest.approx((0.25 + 0) / 2)
+    assert figures["rank correlation"] == pytest.approx(1)
+    assert figures["plan / best"] == pytest.approx(1.1)
+    assert figures["plan / dense"] == pytest.approx(0.44)
+    assert figures["error of topk"] == pytest.approx(1 - 0.5 / 1.2)
+    every, said = fidelity.tables({"1gbit": {"rows": rows}})
+    assert len(every.rows) == 7
+    # fp16 is within 5 % of dense, top-k was predicted wrongly.
+    assert "4 of 5" not in said.caption
+    assert "3 of 4 predicted rightly" in said.caption
+
+
+def test_strategies_by_hand_by_chance_and_by_the_planner():
+    from grace.planner import profile
+    from grace.planner.costs import Cluster, Codec, Costs, Curve, Link, Speed
+
+    made = profile.from_dict(
+        {
+            "tensors": [{"name": str(i), "size": size, "backward": 1e-3} for i, size in enumerate([10, 2**20] * 3)],
+            "source": "made up",
+        }
+    )
+    curve = Curve((1e3, 1e6), (1e-5, 1e-3))
+    codec = Codec(dict(fidelity.METHOD), Curve((1e3, 1e6), (80.0, 8e4)), {"gpu": Speed(curve, curve, curve)}, "made up")
+    link = Link(1e-4, 1e7)
+    named = fidelity.strategies(made, Costs(Cluster(2, 1, link, link), codec))
+    assert {"dense", "all gathered", "all shuffled", "planned", "last 1 gathered", "random 9"} <= named.keys()
+    assert all(way["0"] == fidelity.DENSE for name, way in named.items() if name != "planned")
+    assert sum(text == fidelity.GATHERED for text in named["last 2 gathered"].values()) == 2
+    assert len({tuple(way.values()) for way in named.values()}) > 10
+    assert any("compress" in text for text in named["planned"].values())

@@ -162,7 +162,7 @@ def test_methods_lists_the_registry():
     assert topk["parameters"] == {"index_coding": "int32", "compress_ratio": 0.01, "selector": "exact"}
     assert (topk["family"], topk["memory"], topk["allreduce"]) == ("sparsification", "residual", False)
     assert topk["communicators"] == ["allgather", "broadcast", "hierarchical", "planned", "reducescatter"]
-    assert topk["citation"].startswith("Aji and Heafield, EMNLP 2017, arXiv:1704.05021")
+    assert "EMNLP 2017, arXiv:1704.05021" in topk["citation"]
     assert topk["bits_per_element"] == pytest.approx(0.64, rel=1e-4)
     assert (topk["unbiased"], topk["variance"]) == (False, None)
     assert topk["contraction"] == pytest.approx(0.01, rel=1e-4)

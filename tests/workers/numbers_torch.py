@@ -433,7 +433,7 @@ if transport == "torch":
         for each in ((model, optimizer, net), (remodel, reoptimizer, again)):
             buckets.append([])
             train(*each, [rank], steps=3)
-        found[f"checkpoint {named}"] = (weights(net), weights(again), len(buckets[-1]) // 3, regrc.report().steps)
+        found[f"checkpoint {named}"] = (weights(net), weights(again), len(buckets[-1]) // 3, regrc.state_dict()["step"])
 
     # Workers with unequal numbers of batches.
     net = network()

@@ -106,6 +106,7 @@ def elastic(*command: Any, log: Path, at: str, timeout: float = 240) -> str:
             if process.exe() == os.path.realpath(sys.executable)
             and process.environ().get("HOROVOD_HOSTNAME") == "127.0.0.1"
         ]
+        time.sleep(0.3)  # into the next epoch: what ``at`` tells of is being committed now
         victim.kill()
 
     flags = ["--min-np", "2", "--max-np", "4", "--network-interface", "lo", "--blacklist-cooldown-range", "2", "4"]

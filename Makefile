@@ -75,7 +75,7 @@ lab: install ## train across an emulated network and compare with others (about 
 soak: install ## feed bad input, and kill workers in the middle of steps, for 10 minutes
 	@export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; status=0; \
 	$(BIN)/python -m benchmarks.fuzz --seconds 200 --json out/fuzz.json || status=$$?; \
-	$(BIN)/python -m benchmarks.soak --minutes 6.5 --json out/soak.json $(ARGS) || status=$$?; \
+	$(BIN)/python -m benchmarks.soak --minutes 8 --json out/soak.json $(ARGS) || status=$$?; \
 	exit $$status
 
 clean: ## remove what was built; .venv and the cache of Horovod wheels stay

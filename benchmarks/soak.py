@@ -57,6 +57,9 @@ ROUNDED = {"twostage": 1e-4, "allreduce, low rank": 1e-4}
 """Cases that round, and how far the sum may be off, relative to its largest element."""
 
 
+SETTLED = 2000  # steps in which libraries, and pages shared with the process that forked, find their size
+
+
 @dataclass
 class Found:
     """What a run has shown."""
@@ -83,7 +86,7 @@ class Found:
     memory: float = 0.0
     """MiB of the largest worker."""
     growth: float = 0.0
-    """KiB per 1000 steps, the median over the workers of the longest life, after its first third."""
+    """KiB per 1000 steps, the median over the workers of the longest life, after `SETTLED` steps."""
     longest: int = 0
     """Steps of that life."""
 
@@ -96,7 +99,7 @@ class Found:
             bad.append(f"{self.different} digests differ")
         if self.hangs:
             bad.append(f"{self.hangs} workers hung")
-        if self.longest >= 1000 and self.growth > 256:
+        if self.growth > 64:
             bad.append(f"memory grows by {self.growth:.0f} KiB in 1000 steps")
         return bad + self.unexpected
 
@@ -258,7 +261,7 @@ def _child(folder: Path, rank: int, life: int, seed: int) -> None:
     os._exit(0)  # gloo's threads may abort a clean-up
 
 
-def soak(seconds: float, folder: Path, seed: int = 0, rest: float = 0.35) -> Found:
+def soak(seconds: float, folder: Path, seed: int = 0, rest: float = 0.55) -> Found:
     """Run for so many seconds, the last ``rest`` of them without kills."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch  # noqa: F401 - once, so that a restart is a fork; nothing is run here, so there are no threads
@@ -333,8 +336,8 @@ def _read(folder: Path, lives: int, found: Found) -> None:
             if saves:
                 reached = max(reached, saves[-1]["step"] - rows[0]["begin"])
                 found.steps = max(found.steps, saves[-1]["step"])
-                late = saves[len(saves) // 3 :]
-                if len(late) >= 5:
+                late = [row for row in saves if row["step"] - rows[0]["begin"] > SETTLED]
+                if len(late) >= 20:
                     fit = statistics.linear_regression([r["step"] for r in late], [r["resident"] for r in late])
                     slopes.append(fit.slope * 1000 / 1024)
         found.executed += reached

@@ -133,6 +133,17 @@ def test_torchrun_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
         assert np.array_equal(worker["weights"], worker["uninterrupted"])
 
 
+def test_keras_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
+    command = [*launcher("horovodrun", 2), TESTS / "workers" / "restart_keras.py", tmp_path]
+    with pytest.raises(AssertionError, match="ended with"):
+        run(*command, 10, log=tmp_path / "first", timeout=120)
+    assert not (tmp_path / "0.pickle").exists()
+    run(*command, log=tmp_path / "second", timeout=120)
+    for worker in load(tmp_path, 2):
+        assert worker["first"] == 8  # it died in step 10
+        assert np.array_equal(worker["weights"], worker["uninterrupted"])
+
+
 # -- workers that die and come while the others go on ------------------------------------------------------------------
 @pytest.fixture(scope="module", params=["torch", "tensorflow"])
 def joined(request, tmp_path_factory):

@@ -99,7 +99,7 @@ class Found:
             bad.append(f"{self.different} digests differ")
         if self.hangs:
             bad.append(f"{self.hangs} workers hung")
-        if self.growth > 64:
+        if self.growth > 256:
             bad.append(f"memory grows by {self.growth:.0f} KiB in 1000 steps")
         return bad + self.unexpected
 

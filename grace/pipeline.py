@@ -299,6 +299,10 @@ class Grace:
     def _way(self, unit: Unit) -> Way:
         return self._ways[self._level(unit)]
 
+    def _plain(self, unit: Unit, levels: Mapping[Unit, int]) -> bool:
+        # Whether a unit travels in its bucket's one dense message.
+        return unit.dense != "" or self._ways[levels[unit]].dense
+
     def _level(self, unit: Unit) -> int:
         return 0 if self.schedule is None or unit.dense else self.schedule.level(unit.name)
 
@@ -311,7 +315,7 @@ class Grace:
         if self._gradients or self._flights:
             raise RuntimeError("a step is under way: finish it before the tensors change")
         named = dict(named_tensors)
-        if self._recorder is not None and self._recorder.begun:
+        if self._recording:
             self.record()  # what is counted anew below
         shapes = {name: self.xp.shape(array) for name, array in named.items()} if self._xp is not None else {}
         units = [unit for bucket in self._buckets for unit in bucket.units]
@@ -329,7 +333,7 @@ class Grace:
         self.build(named)
         for unit in kept.keys() & set(self._unit_of.values()):
             self._cells[unit.name] = kept[unit]
-        if self._recorder is not None and self._recorder.begun:
+        if self._recording:
             self._begin_record()
 
     def reset(self, transport: str | Transport | None = None, states: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -528,11 +532,11 @@ class Grace:
     def _depart(self, name: str, flat: Mapping[Unit, Array], levels: Mapping[Unit, int], step: Any) -> Flight:
         programs: dict[str, Program[Any]] = {}
         for unit, x in flat.items():
-            way = self._ways[levels[unit]]
-            if not (unit.dense or way.dense):
+            if not self._plain(unit, levels):
+                way = self._ways[levels[unit]]
                 state = {key: cell.read() for key, cell in self._cells[unit.name][levels[unit]].items()}
                 programs[unit.name] = way.communicator.reduce(x, way.method, state, self._context(unit, step))
-        if dense := tuple(x for unit, x in flat.items() if unit.dense or self._ways[levels[unit]].dense):
+        if dense := tuple(x for unit, x in flat.items() if self._plain(unit, levels)):
             programs[DENSE] = _averaged(dense)
         if self.track_missing:
             programs[PRESENT] = self._presence(flat)
@@ -616,8 +620,7 @@ class Grace:
         dense = iter(flight.results.pop(DENSE, ()))
         for unit, x in flat.items():
             cells = self._cells[unit.name][levels[unit]]
-            plain = unit.dense or self._ways[levels[unit]].dense
-            mean, state = (next(dense), {}) if plain else flight.results.pop(unit.name)
+            mean, state = (next(dense), {}) if self._plain(unit, levels) else flight.results.pop(unit.name)
             if unit.dense and (cells or type(self.method.memory).finish_dense is not Memory.finish_dense):
                 state = {key: cell.read() for key, cell in cells.items()}
                 mean, state = self.method.memory.finish_dense(mean, state, self._context(unit, self._step.read()))
@@ -653,7 +656,7 @@ class Grace:
         sizes = {
             unit.name: sum(t.size for t in unit.tensors) * ITEMSIZE[unit.dtype]
             for unit in flat
-            if unit.dense or self._ways[levels[unit]].dense
+            if self._plain(unit, levels)
         }
         asked = [(name, *rest) for name, *rest in flight.asked if name != DENSE]
         units = [*(unit.name for unit in flat), *flight.results]
@@ -750,7 +753,7 @@ class Grace:
         # Carries a decision out: what does not outlast a change of level is made anew.
         schedule = self.schedule
         assert schedule is not None
-        if self._recorder is not None and self._recorder.begun:
+        if self._recording:
             self.record()  # no line spans a change of level
         for name in (yield from decided):
             level = schedule.level(name)
@@ -800,11 +803,12 @@ class Grace:
         # The cells of units that have state, at their level, or at the ``levels`` of a checkpoint; and what outlasts a
         # change of method.
         levels = self.decision.levels if levels is None else levels
-        held = {}
-        for unit, cells in self._cells.items():
-            pairs = zip(self._ways, cells, strict=False)
-            lasting = {key: cell for way, each in pairs for key, cell in each.items() if _lasting(key, way)}
-            held[unit] = {**(lasting if self._switches else {}), **cells[levels.get(unit, 0)]}
+        held = {unit: cells[levels.get(unit, 0)] for unit, cells in self._cells.items()}
+        if self._switches:
+            for unit, cells in self._cells.items():
+                pairs = zip(self._ways, cells, strict=False)
+                lasting = {key: cell for way, each in pairs for key, cell in each.items() if _lasting(key, way)}
+                held[unit] = {**lasting, **held[unit]}
         return {unit: cells for unit, cells in held.items() if cells}
 
     def _export_policy(self) -> dict[str, Any] | None:
@@ -836,7 +840,7 @@ class Grace:
         self._first_step += step - int(self._step.read())  # the report counts what this object did
         self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
         self._waiting = None
-        if self._recorder is not None and self._recorder.begun:
+        if self._recording:
             self._begin_record()
         if self.schedule is not None:
             self.schedule.load_state_dict(self._whose(states)["policy"])
@@ -989,6 +993,10 @@ class Grace:
             raise ValueError("there is no record: name a file, as grace_from_params({..., 'record': 'run.jsonl'})")
         if self._recorder is not None and self._recorder.begun:
             self._recorder.write(self.report(), int(self._step.read()))
+
+    @property
+    def _recording(self) -> bool:
+        return self._recorder is not None and self._recorder.begun
 
     def _begin_record(self) -> None:
         from grace import __version__

@@ -121,6 +121,22 @@ def save(out: str, rank: int, found: Any) -> None:
     Path(out, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 
+def join_torch(transport: str) -> tuple[int, int]:
+    """How a worker of PyTorch begins, on one thread, over torch.distributed ("torch") or Horovod: rank and size."""
+    import torch
+
+    torch.set_num_threads(1)
+    if transport == "torch":
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        return dist.get_rank(), dist.get_world_size()
+    import horovod.torch as hvd
+
+    hvd.init()
+    return hvd.rank(), hvd.size()
+
+
 def leave_gloo() -> None:
     """How a gloo worker ends, after it has saved what it found.
 

@@ -27,7 +27,7 @@ class Auto(Policy):
     ``candidates``: names of compressors, or settings as for `grace.grace_from_params` (compressor, memory,
     communicator and their parameters). Their memory is "residual" or "none", their communicator "allreduce" or
     "allgather".
-    ``trial_steps``: timed steps of each; one before them is not timed. The median counts.
+    ``trial_steps``: timed steps of each; two before them are not timed. The median counts.
     ``margin``: by what part of its time a step must be shorter than a dense one for dense gradients to be given up.
     """
 

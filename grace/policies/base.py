@@ -74,7 +74,7 @@ class Policy(ABC):
         """
 
     def trial(self, decision: Decision, workers: int) -> int | None:
-        """So many steps are to be timed now, after one that is not; 0: decide after this step; None: no trial."""
+        """So many steps are to be timed now, after two that are not; 0: decide after this step; None: no trial."""
         return None
 
     def on_trial_end(self, decision: Decision, workers: int, seconds: float) -> Decision:

@@ -4,21 +4,11 @@ import sys
 
 import numpy as np
 import torch
-from launch import leave_gloo, save
+from launch import join_torch, leave_gloo, save
 from torch import nn
 
 out, transport = sys.argv[1:]
-torch.set_num_threads(1)
-if transport == "torch":
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-else:
-    import horovod.torch as hvd
-
-    hvd.init()
-    rank, size = hvd.rank(), hvd.size()
+rank, size = join_torch(transport)
 
 import grace
 import grace.factorize.algebra

@@ -8,20 +8,10 @@ import time
 from dataclasses import dataclass
 
 import torch
-from launch import save
+from launch import join_torch, save
 
 out, transport = sys.argv[1:]
-torch.set_num_threads(1)
-if transport == "torch":
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-else:
-    import horovod.torch as hvd
-
-    hvd.init()
-    rank, size = hvd.rank(), hvd.size()
+rank, size = join_torch(transport)
 
 import grace
 from grace.compressors.topk import TopK
@@ -112,7 +102,7 @@ def fail(step):
 
 
 if transport == "torch":
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{out}/again", rank=rank, world_size=size)
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{out}/again", rank=rank, world_size=size)
 disturb = fail
 train(timeout=60)

@@ -5,7 +5,7 @@ import math
 import sys
 
 import numpy as np
-from launch import leave_gloo, save
+from launch import join_torch, leave_gloo, save
 from policies import BASES, EPOCHS, RUNS, STEPS, levels_of, sequence
 
 out, transport = sys.argv[1:]
@@ -20,18 +20,8 @@ if transport == "tensorflow":
 else:
     import torch
 
-    torch.set_num_threads(1)
+    rank, size = join_torch(transport)
     array = torch.tensor
-    if transport == "torch":
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        rank, size = dist.get_rank(), dist.get_world_size()
-    else:
-        import horovod.torch as hvd
-
-        hvd.init()
-        rank, size = hvd.rank(), hvd.size()
 
 import grace
 

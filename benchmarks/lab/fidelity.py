@@ -11,7 +11,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,22 @@ from grace.backends import get_backend
 from grace.core import Transport
 from grace.planner import measure, plan
 from grace.planner.advise import Candidate, candidate, step
-from grace.planner.costs import Codec, Costs, codec
+from grace.planner.costs import Costs, codec
 from grace.planner.options import Option, parse
 from grace.planner.profile import Profile, from_dict
 from grace.planner.torch import profile
 from grace.transports import get_transport
 
-WIDTH, DEPTH, BATCH = 1024, 6, 32
-SIZES = (2**12, 2**18, 2**21, 2**22, 2**23)  # bytes at which collectives are timed; most of them beyond a link's burst
-WARM_UP, STEPS = 2, 7
+WIDTH, DEPTH, BATCH = 1024, 6, 128
+SIZES = (
+    2**12,
+    2**16,
+    2**18,
+    2**21,
+    2**22,
+    2**23,
+)  # bytes at which collectives are timed; most of them beyond a link's burst
+WARM_UP, LEAST, SECONDS = 3, 4, 100.0  # steps of each, rounds of steps, and in all
 METHOD = {"compressor": "topk", "compress_ratio": 0.01}
 DENSE, GATHERED = "allreduce(flat)", "compress(gpu) allgather*(flat) decompress(gpu)"
 SHUFFLED = "compress(gpu) alltoall*(flat) decompress(gpu) compress(gpu) allgather*(flat) decompress(gpu)"
@@ -75,22 +83,53 @@ class Bench:
         """Worker 0's text."""
         return self.carrier.exchange(text)[0]
 
-    def seconds(self, params: Mapping[str, Any]) -> float:
-        """A step until all means are there: median of the slowest worker's."""
+    def step(self, params: Mapping[str, Any]) -> Callable[[], float]:
+        """A model's training; each call gives the seconds from a step's beginning until all means are there."""
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         grace.torch.DistributedOptimizer(optimizer, grace_from_params(params), model.named_parameters())
-        found = []
-        for index in range(WARM_UP + STEPS):
+
+        def timed() -> float:
             optimizer.zero_grad()
             self.carrier.exchange("")  # all begin together
             began = time.perf_counter()
             self.loss(model).backward()
-            if index >= WARM_UP:
-                found.append(time.perf_counter() - began)
+            found = time.perf_counter() - began
             optimizer.step()
-        texts = self.carrier.exchange(json.dumps(found))
-        return statistics.median(map(max, zip(*map(json.loads, texts), strict=True)))
+            return found
+
+        return timed
+
+    def profile(self, model: nn.Module, steps: int = 20) -> Profile:
+        """That of the slowest worker."""
+        texts = self.carrier.exchange(json.dumps(profile(model, lambda: self.loss(model), steps, 1).to_dict()))
+        return max((from_dict(json.loads(text)) for text in texts), key=_alone)
+
+    def seconds(self, ways: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, float], Profile]:
+        """A step of each, in rounds through all of them, shuffled anew: medians of the slowest worker's.
+
+        And the model's profile in the same rounds: other programs may slow the machine for a while.
+        """
+        model, trainings = network(), {label: self.step(params) for label, params in ways.items()}
+        for train in trainings.values():
+            for _ in range(WARM_UP):
+                train()
+        found: dict[str, list[float]] = {label: [] for label in ways}
+        profiles: list[Profile] = []
+        draw, began = random.Random(0), time.perf_counter()
+        while len(profiles) < LEAST or self.agreed(str(time.perf_counter() - began < SECONDS)) == "True":
+            profiles.append(self.profile(model, 4))
+            for label in draw.sample([*ways], len(ways)):
+                trainings[label]()  # what it finds in the caches is another's
+                found[label].append(trainings[label]())
+        everybody = [*map(json.loads, self.carrier.exchange(json.dumps(found)))]
+        slowest = {label: [*map(max, zip(*(each[label] for each in everybody), strict=True))] for label in ways}
+        profiles.sort(key=_alone)
+        return {label: statistics.median(each) for label, each in slowest.items()}, profiles[len(profiles) // 2]
+
+
+def _alone(found: Profile) -> float:
+    return found.forward + found.backward
 
 
 def strategies(found: Profile, costs: Costs) -> dict[str, dict[str, str]]:
@@ -105,9 +144,13 @@ def strategies(found: Profile, costs: Costs) -> dict[str, dict[str, str]]:
     draw = random.Random(0)
     for number in range(10):
         named[f"random {number}"] = {**dense, **{name: draw.choice(CHOICES) for name in large}}
-    planned = plan.make(found, costs).plan
-    named["planned"] = planned.strategies
+    named["planned"] = plan.make(found, costs).plan.strategies
     return named
+
+
+def planned(options: Mapping[str, str]) -> dict[str, Any]:
+    """A plan of these strategies."""
+    return {"params": METHOD, "tensors": {name: {"option": text} for name, text in options.items()}}
 
 
 def run(folder: Path) -> None:
@@ -116,31 +159,25 @@ def run(folder: Path) -> None:
     carrier = get_transport("torch").bind(get_backend("torch"))
     bench = Bench(carrier)
     model = network()
-    found = from_dict(json.loads(bench.agreed(json.dumps(profile(model, lambda: bench.loss(model)).to_dict()))))
     cluster = measure.links(carrier, sizes=SIZES, repeats=5)
-    codecs: dict[str, Codec] = {}
-    for label, params in METHODS.items():
-        carrier.exchange("")
-        codecs[label] = measure.compressor(params, backend="torch")
-    texts = carrier.exchange(json.dumps({label: each.to_dict() for label, each in codecs.items()}))
-    codecs = {label: codec(data) for label, data in json.loads(texts[0]).items()}
+    alone = [measure.compressor(params, backend="torch").to_dict() for params in METHODS.values()]
+    alone = json.loads(bench.agreed(json.dumps(alone)))
+    message, priced = measure.at_work(carrier, [*map(codec, alone)])
+    cluster, codecs = replace(cluster, message=message), dict(zip(METHODS, priced, strict=True))
     costs = Costs(cluster, codecs["topk"])
-    rows: list[dict[str, Any]] = []
-    named = json.loads(bench.agreed(json.dumps(strategies(found, costs))))
-    for label, options in named.items():
-        tensors: dict[str, Option] = {name: parse(text) for name, text in options.items()}
-        predicted = plan.predict(found, costs, tensors)
-        given = {"params": METHOD, "tensors": {name: {"option": text} for name, text in options.items()}}
-        measured = bench.seconds({"plan": given, **ONE_EACH})
-        rows.append({"kind": "strategy", "name": label, "predicted": predicted, "measured": measured})
-        _tell(rows[-1])
+    named = json.loads(bench.agreed(json.dumps(strategies(bench.profile(model), costs))))
+    ways = {label: {"plan": planned(options), **ONE_EACH} for label, options in named.items()}
     candidates: dict[str, Candidate | None] = {"fp32": None}
     candidates |= {label: candidate(label, each) for label, each in codecs.items()}
+    ways |= {label: METHODS.get(label, {"compressor": "none"}) for label in candidates}
+    measured, found = bench.seconds(ways)
+    rows: list[dict[str, Any]] = []
+    for label, options in named.items():
+        tensors: dict[str, Option] = {name: parse(text) for name, text in options.items()}
+        rows.append({"kind": "strategy", "name": label, "predicted": plan.predict(found, costs, tensors)})
     for label, each in candidates.items():
-        predicted = step(found, cluster, each)
-        measured = bench.seconds(METHODS.get(label, {"compressor": "none"}))
-        rows.append({"kind": "method", "name": label, "predicted": predicted, "measured": measured})
-        _tell(rows[-1])
+        rows.append({"kind": "method", "name": label, "predicted": step(found, cluster, each)})
+    rows = [{**row, "measured": measured[row["name"]]} for row in rows]
     if carrier.rank == 0:
         about = {"cluster": cluster.to_dict(), "backward": found.backward, "forward": found.forward}
         (folder / "fidelity.json").write_text(json.dumps({**about, "rows": rows}))
@@ -148,11 +185,6 @@ def run(folder: Path) -> None:
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may outlive the group
-
-
-def _tell(row: Mapping[str, Any]) -> None:
-    if dist.get_rank() == 0:
-        print(json.dumps(row), flush=True)
 
 
 # -- what it says ------------------------------------------------------------------------------------------------------

@@ -156,25 +156,24 @@ def step(
 def _chain(bucket: Bucket, cluster: Cluster, method: Candidate | None, shrink: float) -> Chain:
     resource = INTER if cluster.between("flat") else INTRA
 
-    def send(kind: Kind, held: float) -> tuple[int, float]:
+    def send(kind: Kind, held: float) -> Chain:
         seconds = cluster.seconds(Action(kind), held)
         if kind == "allreduce":  # libraries go up and down a tree where a ring would take longer
             seconds = min(seconds, sum(cluster.seconds(Action(half), held) for half in TREE))
-        return resource, seconds
+        handled = cluster.handling(held)
+        return ((DEVICE, handled), (resource, seconds)) if handled else ((resource, seconds),)
 
     large = [tensor for tensor in bucket if tensor.size >= MIN_NUMEL] if method else []
     dense = 4.0 * sum(tensor.size for tensor in bucket if method is None or tensor.size < MIN_NUMEL) / shrink
     if method is None or not large:
-        return (send("allreduce", dense),)
+        return send("allreduce", dense)
     codec, count = method.codec, 1 if method.summed else cluster.workers
     wire = sum(codec.wire(tensor.size) for tensor in large)
     encode = sum(codec.encode(tensor.size) for tensor in large)
     decode = sum(codec.decode(tensor.size, count) for tensor in large)
     kind: Kind = "allreduce" if method.summed else "allgather"
-    chain = [(DEVICE, encode), *[send(kind, wire / method.rounds)] * method.rounds]
-    if dense:
-        chain.insert(1, send("allreduce", dense))
-    return (*chain, (DEVICE, decode))
+    beside = send("allreduce", dense) if dense else ()
+    return ((DEVICE, encode), *beside, *send(kind, wire / method.rounds) * method.rounds, (DEVICE, decode))
 
 
 # -- the comparison --------------------------------------------------------------------------------------------------
@@ -264,6 +263,7 @@ def _limit(step_: Step, profile: Profile, cluster: Cluster, method: Candidate | 
         inter=cluster.inter.scaled(latency=0.0),
         intra=cluster.intra.scaled(latency=0.0),
         flat=cluster.flat and cluster.flat.scaled(latency=0.0),
+        message=cluster.message._replace(latency=0.0),
     )
     idle = replace(profile, tensors=tuple(replace(t, backward=0.0) for t in profile.tensors), forward=0.0)
     without = {

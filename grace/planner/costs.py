@@ -70,6 +70,9 @@ class Rate(NamedTuple):
     per_byte: float
 
 
+NOTHING = Rate(0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Link:
     """What connects the workers of a level."""
@@ -106,10 +109,16 @@ def link(data: Any, what: str) -> Link:
         raise ValueError(f"gbit_per_s of {what} is 0: write what the link carries")
     fits = {}
     for kind, pair in dict(data.get("fits", {})).items():
-        if kind not in COEFFICIENTS or not isinstance(pair, Sequence) or len(pair) != 2:
-            raise ValueError(f"fits of {what} are {{collective: [seconds, seconds per byte]}}, not {kind!r}: {pair!r}")
-        fits[kind] = Rate(checked(pair[0], f"latency of {kind}"), checked(pair[1], f"seconds per byte of {kind}"))
+        if kind not in COEFFICIENTS:
+            raise ValueError(f"fits of {what} are {{collective: [seconds, seconds per byte]}}, not of {kind!r}")
+        fits[kind] = _rate(pair, kind)
     return Link(checked(data.get("latency_us", 50.0), f"latency_us of {what}") * 1e-6, gbit / 8e-9, fits)
+
+
+def _rate(pair: Any, what: str) -> Rate:
+    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+        raise ValueError(f"{what} is [seconds, seconds per byte], not {pair!r}")
+    return Rate(checked(pair[0], f"latency of {what}"), checked(pair[1], f"seconds per byte of {what}"))
 
 
 INTRA_LINK = Link(5e-6, 100e9)
@@ -128,6 +137,8 @@ class Cluster:
     source: str = "given"
     flat: Link | None = None
     """Of collectives among all workers; None: what limits them is the link between machines, if there are several."""
+    message: Rate = NOTHING
+    """What a collective takes of the thread that computes, which hands it over and takes its result."""
 
     def __post_init__(self) -> None:
         if min(self.nodes, self.per_node) < 1:
@@ -166,19 +177,25 @@ class Cluster:
         rate = self.link(action.level).rate(action.kind)
         return latencies * rate.latency * (not joined) + bytes_ * held * rate.per_byte * sharing
 
+    def handling(self, held: float, joined: bool = False) -> float:
+        """Seconds that the computing thread spends on a collective of so many bytes; ``joined`` as in `seconds`."""
+        return self.message.latency * (not joined) + self.message.per_byte * held
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `cluster` undoes it."""
-        links = {"inter": self.inter.to_dict(), "intra": self.intra.to_dict()}
+        parts: dict[str, Any] = {"inter": self.inter.to_dict(), "intra": self.intra.to_dict()}
         if self.flat is not None:
-            links["flat"] = self.flat.to_dict()
-        return {"nodes": self.nodes, "workers_per_node": self.per_node, **links, "source": self.source}
+            parts["flat"] = self.flat.to_dict()
+        if any(self.message):
+            parts["message"] = list(self.message)
+        return {"nodes": self.nodes, "workers_per_node": self.per_node, **parts, "source": self.source}
 
 
 def cluster(data: Any) -> Cluster:
     """A `Cluster` from JSON's data: {"nodes", "workers_per_node", "inter": link, "intra": link}; else ValueError."""
     if not isinstance(data, Mapping) or "inter" not in data:
         raise ValueError('a cluster is {"nodes": 4, "workers_per_node": 8, "inter": {"gbit_per_s": 10}, "intra": ...}')
-    if unknown := set(data) - {"nodes", "workers_per_node", "inter", "intra", "flat", "source"}:
+    if unknown := set(data) - {"nodes", "workers_per_node", "inter", "intra", "flat", "message", "source"}:
         raise ValueError(f"a cluster has no {sorted(unknown)[0]!r}")
     counts = [data.get(key, 1) for key in ("nodes", "workers_per_node")]
     if not all(type(count) is int and count >= 1 for count in counts):
@@ -186,7 +203,10 @@ def cluster(data: Any) -> Cluster:
     nodes, per_node = counts
     intra = link(data["intra"], "intra") if "intra" in data else INTRA_LINK
     flat = link(data["flat"], "flat") if "flat" in data else None
-    return Cluster(nodes, per_node, link(data["inter"], "inter"), intra, str(data.get("source", "given")), flat)
+    message = _rate(data.get("message", (0.0, 0.0)), "message")
+    return Cluster(
+        nodes, per_node, link(data["inter"], "inter"), intra, str(data.get("source", "given")), flat, message
+    )
 
 
 def fitted(kind: Kind, workers: int, measured: Iterable[tuple[float, float]]) -> Rate:
@@ -344,7 +364,8 @@ def codec(data: Any) -> Codec:
 
 # -- chains --------------------------------------------------------------------------------------------------------
 class _Term(NamedTuple):
-    # One action of a strategy, whatever the tensor's size. Data held: `share` of the tensor, in `pieces` payloads.
+    # One operation of a strategy, whatever the tensor's size. Data held: `share` of the tensor, in `pieces` payloads.
+    # A collective on the device: the thread's part of it.
     resource: int
     action: Action
     share: float
@@ -382,8 +403,15 @@ class Costs:
         return tuple(map(parse, (DENSE_FLAT, DENSE_HIERARCHICAL)[: 1 + self.cluster.levels]))
 
     def chain(self, option: Option, size: float) -> Chain:
-        """The operations of a strategy for a tensor of so many elements, one for each of its actions."""
+        """The operations of a strategy for a tensor of so many elements: `labels` has their names."""
         return tuple((resource, self._of(number, size)) for resource, number in self._numbered(option))
+
+    def labels(self, option: Option) -> list[str]:
+        """What each operation of a strategy's chain is."""
+        return [
+            f"hand over {term.action}" if term.action.collective and term.resource == DEVICE else str(term.action)
+            for term in self._walk(option)
+        ]
 
     def _numbered(self, option: Option) -> tuple[tuple[int, int], ...]:
         # Resource and number of each action's term: the same action on as much data is one term in all strategies.
@@ -407,6 +435,8 @@ class Costs:
             sharing = shared if action.level == "inter" else 1
             if action.level == "flat" and action.kind == "alltoall" and not within:
                 sharing = self.cluster.per_node  # a ring crosses a machine's link once, everybody to everybody does not
+            if any(self.cluster.message):
+                yield _Term(DEVICE, action, share, pieces, 1)
             yield _Term(INTRA if within else INTER, action, share, pieces, sharing)
             if action.level == "intra":
                 shared = self.cluster.per_node if action.kind in ("reduce_scatter", "alltoall") else 1
@@ -422,15 +452,18 @@ class Costs:
         known = self._seconds.setdefault(size, {})
         found = known.get(number)
         if found is None:
-            _, action, share, pieces, sharing = self._known[number]
-            elements = share * size
+            resource, action, share, pieces, sharing = self._known[number]
+            elements, joined = share * size, size < self.min_numel
             if action.kind == "compress":
                 found = self.codec.encode(elements, action.device or "gpu")
             elif action.kind == "decompress":
                 found = self.codec.decode(elements, pieces, action.device or "gpu")
             else:
                 held = pieces * self.codec.wire(elements) if action.compressed else 4.0 * elements
-                found = self.cluster.seconds(action, held, sharing, joined=size < self.min_numel)
+                if resource == DEVICE:
+                    found = self.cluster.handling(held, joined)
+                else:
+                    found = self.cluster.seconds(action, held, sharing, joined)
             known[number] = found
         return found
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from grace.collectives import AllToAll, Broadcast, Collective, Gather, Group, Reduce
@@ -17,6 +19,9 @@ SIZES = (2**12, 2**15, 2**18, 2**21)
 """Elements at which a compressor is measured where nothing else is asked for."""
 BYTES = tuple(int(2 ** (10 + 16 * i / 11)) // 64 * 64 for i in range(12))
 """12 sizes of messages from 1 KiB to 64 MiB."""
+EVICTED = 2**26
+"""Bytes that are written between two exchanges, more than caches hold."""
+WARM_UP = 3
 GROUPS: dict[Level, Group] = {"flat": "world", "intra": "node", "inter": "cross"}
 
 
@@ -65,6 +70,87 @@ def contention(work: Callable[[], None], params: Mapping[str, Any], size: int = 
     return max(beside.result().encode(size) / alone, 1.0)
 
 
+def at_work(
+    transport: Transport, codecs: Iterable[Codec], sizes: Sequence[int] = SIZES, steps: int = 15
+) -> tuple[Rate, list[Codec]]:
+    """What messages and compressors take of the thread that computes, in exchanges of all workers at once.
+
+    Costs measured on one idle machine are too low for a training: there caches hold other things, workers share the
+    memory's bandwidth, and each message is handed over. All workers make this call together, and get the same.
+    ``transport``: bound to a backend. ``sizes``: elements of one tensor, rising. ``steps``: exchanges of each; medians
+    count, and the mean of all workers. Gives `grace.planner.costs.Cluster.message`, and the codecs with these seconds.
+    """
+    xp: Any = transport.xp  # type: ignore[attr-defined]
+    itself = {"compressor": "none"}
+    asked = [itself, *(codec.params for codec in codecs)]
+    mine = [[_handled(transport, params, size, steps) for size in sizes] for params in asked]
+    everybody = [json.loads(text) for text in transport.exchange(json.dumps(mine))]
+    means = [[_mean(each) for each in zip(*rows, strict=True)] for rows in zip(*everybody, strict=True)]
+    dense, *rest = means
+    least, most = (sum(pair) for pair in (dense[0], dense[-1]))
+    spread = 4.0 * (sizes[-1] - sizes[0])
+    message = Rate(least, max(most - least, 0.0) / spread if spread else 0.0)
+    source = f"measured in exchanges of {transport.size} workers with {xp.name}"
+    return message, [
+        _scaled(codec, sizes, found, message, transport.size, source) for codec, found in zip(codecs, rest, strict=True)
+    ]
+
+
+def _mean(pairs: Iterable[Sequence[float]]) -> tuple[float, float]:
+    first, second = zip(*pairs, strict=True)
+    return statistics.fmean(first), statistics.fmean(second)
+
+
+def _handled(transport: Transport, params: Mapping[str, Any], size: int, steps: int) -> tuple[float, float]:
+    # Seconds of this worker's thread until a tensor's first message has left, and for the rest; waiting is neither.
+    import numpy as np
+
+    from grace.bench.plan import SCALE
+    from grace.registry import grace_from_params
+
+    xp: Any = transport.xp  # type: ignore[attr-defined]
+    rows = 2 ** (size.bit_length() // 2)
+    draw = np.random.default_rng(size)
+    given = [xp.asarray(draw.laplace(0, SCALE, (rows, size // rows)), "float32") for _ in range(2)]
+    others = xp.asarray(np.zeros(EVICTED // 4), "float32")
+    exchange = grace_from_params({**params, "fuse": "tensor", "timeout": 60}, transport)
+    exchange.build({"tensor": given[0]})
+    found = []
+    for step in range(WARM_UP + steps):
+        others = others + 1  # what a step's other work does to the caches
+        gradient = xp.copy(given[step % 2])
+        transport.exchange("")  # everybody begins together
+        waited, began = exchange.trace.totals["wait"], time.perf_counter()
+        job = exchange.start("tensor", gradient, spent=True)
+        left = time.perf_counter()
+        exchange.finish(job)
+        ended = time.perf_counter()
+        found.append((left - began, ended - left - (exchange.trace.totals["wait"] - waited)))
+    before, after = zip(*found[WARM_UP:], strict=True)
+    return statistics.median(before), statistics.median(after)
+
+
+def _scaled(
+    codec: Codec, sizes: Sequence[int], found: Sequence[tuple[float, float]], message: Rate, workers: int, source: str
+) -> Codec:
+    # The codec with measured seconds; how those of decoding depend on the number of payloads stays as it is.
+    count = 1 if _summed(codec) else workers
+    encode, decode, piece = [], [], []
+    for size, (before, after) in zip(sizes, found, strict=True):
+        encode.append(max(before - message.latency - message.per_byte * codec.wire(size), 0.0))
+        share = after / max(codec.decode(size, count), 1e-12)
+        decode.append(share * codec.decode(size))
+        piece.append(share * (codec.decode(size, 2) - codec.decode(size)))
+    curves = (Curve(tuple(map(float, sizes)), tuple(values)) for values in (encode, decode, piece))
+    return replace(codec, speeds={**codec.speeds, "gpu": Speed(*curves)}, source=source)
+
+
+def _summed(codec: Codec) -> bool:
+    from grace.planner.advise import candidate
+
+    return candidate("", codec).summed
+
+
 def _encoded(subject: Any) -> None:
     subject.encode()
     subject.look()
@@ -88,7 +174,7 @@ def links(transport: Transport, node_size: int = 0, sizes: Iterable[int] = BYTES
 
     ``transport``: bound to a backend. ``node_size``: workers of a machine, 0: as they were launched. ``sizes``: bytes;
     each is timed ``repeats`` times. Of each time the slowest worker counts (one that comes late finds its data there
-    already), and of those the least. What a collective of the tree is made of is what communicator "planned" makes it
+    already), and of those the median. What a collective of the tree is made of is what communicator "planned" makes it
     of.
     """
     xp: Any = transport.xp  # type: ignore[attr-defined]
@@ -113,8 +199,8 @@ def links(transport: Transport, node_size: int = 0, sizes: Iterable[int] = BYTES
         fits: dict[Kind, Rate] = {}
         for kind in times:
             by_size = zip(*(worker[kind] for worker in everybody), strict=True)
-            least = [(each[0][0], min(map(max, zip(*(found for _, found in each), strict=True)))) for each in by_size]
-            rate = fitted(kind, count, least)
+            slowest = [(each[0][0], [*map(max, zip(*(found for _, found in each), strict=True))]) for each in by_size]
+            rate = fitted(kind, count, [(held, statistics.median(found)) for held, found in slowest])
             # All workers of a machine took part, and shared its link.
             shared = per_node if level == "inter" or (level == "flat" and kind == "alltoall" and nodes > 1) else 1
             fits[kind] = Rate(rate.latency, rate.per_byte / shared)

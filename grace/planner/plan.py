@@ -166,6 +166,8 @@ class Planned:
     selection: Selection
     problem: Problem
     names: tuple[str, ...]
+    labels: tuple[list[str], ...]
+    """What each operation of each tensor is."""
 
     @property
     def timeline(self) -> Timeline:
@@ -173,8 +175,7 @@ class Planned:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted timeline in Chrome's trace format."""
-        labels = [list(map(str, choice.option.actions)) for choice in self.selection.choices]
-        save_trace(path, self.timeline.spans(), self.names, labels)
+        save_trace(path, self.timeline.spans(), self.names, self.labels)
 
 
 def make(profile: Profile, costs: Costs, mode: Mode = "refined", servers: int = 1, deferred: bool = True) -> Planned:
@@ -208,7 +209,8 @@ def make(profile: Profile, costs: Costs, mode: Mode = "refined", servers: int = 
     tensors = {name: choice.option for name, choice in zip(names, selection.choices, strict=True)}
     workers, per_node = costs.cluster.workers, costs.cluster.per_node
     plan = Plan(tensors, dict(costs.codec.params), workers, per_node, predicted, about, priced, mode)
-    return Planned(plan, selection, problem, names)
+    labels = tuple(costs.labels(choice.option) for choice in selection.choices)
+    return Planned(plan, selection, problem, names, labels)
 
 
 def predict(

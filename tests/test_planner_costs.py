@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 from methods import backend
 
+from grace import execution
 from grace.backends import get_backend
+from grace.core import Method
 from grace.planner import measure, models
+from grace.planner.advise import step
 from grace.planner.costs import COEFFICIENTS, Cluster, Codec, Costs, Curve, Link, Rate, Speed, cluster, codec, fitted
 from grace.planner.options import Action, options, parse
 from grace.planner.profile import Profile, TensorProfile, apportioned, from_dict, load, medians
@@ -104,6 +107,25 @@ def test_no_fit_is_negative():
         fitted("allreduce", 1, [(1e3, 1.0)])
 
 
+def test_messages_take_their_time_of_the_device():
+    flat = Cluster(4, 1, Link(1e-3, 1e6), message=Rate(1e-3, 1e-8))
+    costs = Costs(flat, TENTH)
+    text = "compress(gpu) allgather*(flat) decompress(gpu)"
+    assert seconds(text, cluster=flat) == [0.01, 0.001 + 4e-5, 0.015, 0.035]
+    assert [resource for resource, _ in costs.chain(parse(text), 10_000)] == [DEVICE, DEVICE, INTER, DEVICE]
+    assert costs.labels(parse(text)) == [
+        "compress(gpu)", "hand over allgather*(flat)", "allgather*(flat)", "decompress(gpu)"
+    ]  # fmt: skip
+    # A small tensor joins others' messages: its bytes only.
+    assert costs.chain(parse("allreduce(flat)"), 100)[0] == (DEVICE, pytest.approx(4e-6))
+    again = cluster(json.loads(json.dumps(flat.to_dict())))
+    assert again.message == flat.message
+    # Two buckets of 40 MB, one after the other: two allreduces, each handed over before the backward pass goes on.
+    found = Profile((TensorProfile("b", (10**7,), 0.1), TensorProfile("a", (10**7,), 0.1)), "given")
+    free = Cluster(4, 1, Link(0.0, float("inf")), message=Rate(1e-3, 1e-9))
+    assert step(found, free) == pytest.approx(0.2 + 2 * (0.001 + 0.04))
+
+
 def test_curves():
     curve = Curve((10.0, 100.0, 1000.0), (1.0, 10.0, 55.0))
     assert [curve(size) for size in (1, 10, 55, 100, 550)] == pytest.approx([1, 1, 5.5, 10, 32.5])
@@ -132,6 +154,8 @@ def test_files_and_back():
         (cluster, {"inter": {"gbit_per_s": 1}, "hosts": 2}, "a cluster has no 'hosts'"),
         (cluster, {"inter": {"gbit_per_s": 1, "fits": {"shout": [1, 2]}}}, "fits of inter"),
         (cluster, {"inter": {"gbit_per_s": float("nan")}}, "finite"),
+        (cluster, {"inter": {"gbit_per_s": 1}, "message": 3}, "message is"),
+        (cluster, {"inter": {"gbit_per_s": 1}, "message": [1, -1]}, "seconds per byte of message"),
         (codec, {}, "compression costs are"),
         (codec, {"params": {}, "wire": [], "speeds": {}}, "name a"),
         (codec, {**TENTH.to_dict(), "wire": [[2, 1], [1, 1]]}, "must rise"),
@@ -249,6 +273,38 @@ def test_measured_links_are_fitted(monkeypatch):
     assert (found.nodes, found.per_node, found.source) == (2, 1, "measured")
     for kind in COEFFICIENTS:
         assert found.inter.rate(kind) == pytest.approx(Rate(1e-4, 1e-8), rel=1e-3)
+
+
+def test_costs_at_work_are_those_of_whole_exchanges(monkeypatch):
+    # A clock that only stands still: compressing takes 2 us per element, decoding 1 us, a message 50 us of the thread,
+    # and 1 s until it is there, in which the thread waits.
+    clock = [0.0]
+
+    def taking(call, seconds):
+        def slow(*args, **settings):
+            clock[0] += seconds(args)
+            return call(*args, **settings)
+
+        return slow
+
+    def started(self, collectives, name):
+        clock[0] += 50e-6
+        return taking(start(self, collectives, name), lambda _: 1.0)
+
+    start = LocalTransport.start
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(LocalTransport, "start", started)
+    monkeypatch.setattr(execution, "encode", taking(execution.encode, lambda args: 2e-6 * args[1].size))
+    monkeypatch.setattr(Method, "mean", taking(Method.mean, lambda args: 1e-6 * args[2].size))
+    given = Codec({"compressor": "topk"}, TENTH.wire, {"gpu": SPEED}, "idle")
+    message, (found,) = measure.at_work(LocalTransport().bind(get_backend("numpy")), [given], (2**12, 2**14), 3)
+    assert message == pytest.approx(Rate(50e-6, 0.0))
+    for size in (2**12, 2**14):
+        assert found.encode(size) == pytest.approx(2e-6 * size)
+        assert found.decode(size) == pytest.approx(1e-6 * size)
+        assert found.decode(size, 3) == pytest.approx(1e-6 * size * 1.5)  # the same for further payloads as before
+    assert found.wire is given.wire
+    assert found.source == "measured in exchanges of 1 workers with numpy"
 
 
 def test_links_need_workers():

@@ -177,6 +177,27 @@ def test_a_run_goes_on_from_the_middle_of_the_trials(saved, clock):
             np.testing.assert_array_equal(a[name], b[name])
 
 
+@pytest.mark.parametrize(
+    "memo",
+    [
+        {"workers": 1},
+        {"workers": 1, "seconds": {}},
+        {"workers": "1", "seconds": {}, "chosen": None},
+        {"workers": 1, "seconds": {"1": 0.5}, "chosen": None},
+        {"workers": 1, "seconds": {"0": "fast"}, "chosen": None},
+        {"workers": 1, "seconds": {}, "chosen": 9},
+        {"workers": 1, "seconds": [], "chosen": None},
+    ],
+)
+def test_a_choice_that_cannot_have_been_made_is_not_believed(memo):
+    grc = grace_from_params(AUTO, "local")
+    grc.build({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+    state = grc.state_dict()
+    state["policy"]["memo"] = memo
+    with pytest.raises(ValueError, match="'memo' is"):
+        grc.load_state_dict(state)
+
+
 def test_what_is_kept_follows_the_number_of_workers():
     out = simulate(AUTO, gradients(1 + 2 * TRIAL))
     kept = sum(state["tensors"]["w"]["memory/residual"] for state in out.state)

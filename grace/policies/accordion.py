@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grace.core import Compressor
-from grace.policies.base import Decision, Level, Policy, level_of, own_level
+from grace.policies.base import Decision, Level, Policy, level_of, number, own_level
 from grace.registry import register
 
 LOW, HIGH = 0, 1  # the levels, named after how much they compress
@@ -99,6 +99,10 @@ class Accordion(Detector):
             decision = replace(decision, levels=dict.fromkeys(decision.levels, LOW))
         return decision
 
+    def remembers(self, memo: Mapping[str, Any]) -> bool:
+        norms = memo.get("norms", {})
+        return set(memo) <= {"norms"} and isinstance(norms, Mapping) and all(map(number, norms.values()))
+
 
 @register("accordion_batch")
 @dataclass(frozen=True)
@@ -134,6 +138,9 @@ class AccordionBatch(Detector):
         if calm:
             return replace(decision, micro_steps=self.batch_growth, lr_scale=float(self.batch_growth), memo={})
         return replace(decision, memo={"norm": now})
+
+    def remembers(self, memo: Mapping[str, Any]) -> bool:
+        return set(memo) <= {"norm"} and all(map(number, memo.values()))
 
 
 def _norm(norms: Mapping[str, float]) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from grace.core import Communicator, Compressor, Method, name_of
-from grace.policies.base import Decision, Level, Policy
+from grace.policies.base import Decision, Level, Policy, number
 from grace.registry import register, triple
 
 DENSE, FLUSH, FIRST = 0, 1, 2
@@ -89,6 +89,20 @@ class Auto(Policy):
 
     def trials(self, decision: Decision) -> dict[int, float]:
         return {int(level): seconds for level, seconds in decision.memo.get("seconds", {}).items()}
+
+    def remembers(self, memo: Mapping[str, Any]) -> bool:
+        if not memo:
+            return True
+        levels = [DENSE, *range(FIRST, FIRST + len(self.candidates))]
+        seconds, chosen = memo.get("seconds"), memo.get("chosen")
+        return (
+            set(memo) == {"workers", "seconds", "chosen"}
+            and type(memo["workers"]) is int
+            and isinstance(seconds, Mapping)
+            and set(seconds) <= set(map(str, levels))
+            and all(map(number, seconds.values()))
+            and (chosen is None or (type(chosen) is int and chosen in levels))
+        )
 
     def on_epoch_end(
         self, decision: Decision, epoch: int, lr: float | None, next_lr: float | None, norms: Mapping[str, float]

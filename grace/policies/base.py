@@ -85,6 +85,15 @@ class Policy(ABC):
         """Seconds of a step at the levels that were tried, for the report."""
         return {}
 
+    def remembers(self, memo: Mapping[str, Any]) -> bool:
+        """Whether this could be what it keeps between decisions: a state comes from a file or another worker."""
+        return True
+
+
+def number(value: Any) -> bool:
+    """Whether a value of JSON is a number."""
+    return type(value) in (int, float)
+
 
 def at_level(compressor: Compressor, level: Level) -> Compressor:
     """The compressor with some fields changed, its own or those of its parts; ValueError if it has no such field."""

@@ -14,7 +14,7 @@ from typing import Any
 from grace.backends.base import Backend
 from grace.collectives import Broadcast, Collective, Reduce
 from grace.core import Array, Communicator, Method, Program
-from grace.policies.base import Decision, Policy
+from grace.policies.base import Decision, Policy, number
 
 
 class Schedule:
@@ -221,9 +221,6 @@ class Schedule:
         def whole(value: Any, least: int, most: float = math.inf) -> bool:
             return type(value) is int and least <= value <= most
 
-        def number(value: Any) -> bool:
-            return type(value) in (int, float)
-
         def level(value: Any) -> bool:
             return whole(value, 0, len(self.levels) - 1)
 
@@ -241,7 +238,7 @@ class Schedule:
             "levels": lambda value: isinstance(value, Mapping) and all(map(level, value.values())),
             "micro_steps": lambda value: whole(value, 1),
             "lr_scale": number,
-            "memo": lambda value: isinstance(value, Mapping),
+            "memo": lambda value: isinstance(value, Mapping) and self.policy.remembers(value),
             "history": lambda value: isinstance(value, Mapping) and all(map(past, value.values())),
         }
         for key, rule in rules.items():

@@ -7,16 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lab import bench, fidelity, table
+from benchmarks.lab import bench, choice, fidelity, table
 from benchmarks.lab.cases import CASES, SETS, select
 from grace.bench.lab import network
 from grace.bench.lab.launch import ROOT, torchrun
@@ -151,24 +152,37 @@ def plans(
     timeout: Annotated[float, typer.Option(help="Seconds for each rate.")] = 600.0,
 ) -> None:
     """Hold the planner's predictions against measured steps: strategies by chance, methods, and the plan itself."""
-    found: dict[str, Any] = {}
+    found = {}
     with _plain_errors():
-        count, workers = network.parse_topology(hosts)
-        with Lab(count, "1gbit", workers, burst or None) as lab:
-            for rate in _words(rates):
-                lab.shape(rate, burst or None)
-                folder = lab.folder / f"fidelity-{rate}"
-                folder.mkdir()
-                command = (sys.executable, ROOT / "benchmarks" / "lab" / "fidelity.py", folder)
-                torchrun(lab, *command, timeout=timeout).check()
-                found[rate] = json.loads((folder / "fidelity.json").read_text())
-                _tell(f"{rate}: {len(found[rate]['rows'])} steps measured and predicted")
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        for rate, read in _measured(_words(rates), hosts, burst, timeout):
+            found[rate] = read("fidelity")
+            _tell(f"{rate}: {len(found[rate]['rows'])} steps measured and predicted")
+    _write(out, found)
     console = Console() if sys.stdout.isatty() else Console(width=170)
     for shown in fidelity.tables(found):
         console.print(shown)
+
+
+@app.command()
+def auto(
+    rates: Rates = "50mbit,200mbit,1gbit",
+    models: Annotated[str, typer.Option(help="mlp, cnn, lm.")] = "mlp,cnn",
+    hosts: Hosts = "2",
+    burst: Burst = 0,
+    seconds: Annotated[float, typer.Option(help="Of timed rounds, for each model and rate.")] = 30.0,
+    out: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for each model and rate.")] = 600.0,
+) -> None:
+    """Time the compressor "auto" beside every method that it could have chosen, step by step in turn."""
+    found = {}
+    with _plain_errors():
+        for rate, read in _measured(_words(rates), hosts, burst, timeout):
+            for model in _words(models):
+                found[model, rate] = read("choice", model, seconds)
+                _tell(f"{model}, {rate}: {found[model, rate]['chosen']}")
+    _write(out, [{"model": model, "rate": rate, **each} for (model, rate), each in found.items()])
+    console = Console() if sys.stdout.isatty() else Console(width=170)
+    console.print(choice.table(found))
 
 
 @app.command()
@@ -196,6 +210,28 @@ def clean(
     with _plain_errors():
         removed = network.clean(everything)
         print("removed " + ", ".join(removed) if removed else "nothing to remove")
+
+
+def _measured(rates: Sequence[str], hosts: str, burst: int, timeout: float) -> Iterator[tuple[str, Callable[..., Any]]]:
+    # Each rate, with what runs a worker's file at it, given arguments and a folder, and gives what that wrote.
+    count, workers = network.parse_topology(hosts)
+    with Lab(count, "1gbit", workers, burst or None) as lab:
+        for rate in rates:
+            lab.shape(rate, burst or None)
+
+            def read(name: str, *arguments: object) -> Any:
+                with TemporaryDirectory(dir=lab.folder) as folder:
+                    command = (sys.executable, ROOT / "benchmarks" / "lab" / f"{name}.py", *arguments, folder)
+                    torchrun(lab, *command, timeout=timeout).check()
+                    return json.loads(Path(folder, f"{name}.json").read_text())
+
+            yield rate, read
+
+
+def _write(out: Path | None, found: Any) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _tell(text: str) -> None:

@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import nn
 
 import grace.torch
+from benchmarks.lab.rounds import medians
 from benchmarks.lab.table import EMULATED
 from grace import grace_from_params
 from grace.backends import get_backend
@@ -35,15 +36,9 @@ from grace.planner.torch import profile
 from grace.transports import get_transport
 
 WIDTH, DEPTH, BATCH = 1024, 6, 128
-SIZES = (
-    2**12,
-    2**16,
-    2**18,
-    2**21,
-    2**22,
-    2**23,
-)  # bytes at which collectives are timed; most of them beyond a link's burst
-WARM_UP, LEAST, SECONDS = 3, 4, 100.0  # steps of each, rounds of steps, and in all
+SIZES = (2**12, 2**16, 2**18, 2**21, 2**22, 2**23)
+"""Bytes at which collectives are timed; most are more than a link's burst."""
+WARM_UP, SECONDS = 3, 100.0  # steps of each before rounds begin, and of all rounds
 METHOD = {"compressor": "topk", "compress_ratio": 0.01}
 DENSE, GATHERED = "allreduce(flat)", "compress(gpu) allgather*(flat) decompress(gpu)"
 SHUFFLED = "compress(gpu) alltoall*(flat) decompress(gpu) compress(gpu) allgather*(flat) decompress(gpu)"
@@ -106,26 +101,15 @@ class Bench:
         return max((from_dict(json.loads(text)) for text in texts), key=_alone)
 
     def seconds(self, ways: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, float], Profile]:
-        """A step of each, in rounds through all of them, shuffled anew: medians of the slowest worker's.
-
-        And the model's profile in the same rounds: other programs may slow the machine for a while.
-        """
+        """A step of each, and the model's profile from the same rounds."""
         model, trainings = network(), {label: self.step(params) for label, params in ways.items()}
         for train in trainings.values():
             for _ in range(WARM_UP):
                 train()
-        found: dict[str, list[float]] = {label: [] for label in ways}
         profiles: list[Profile] = []
-        draw, began = random.Random(0), time.perf_counter()
-        while len(profiles) < LEAST or self.agreed(str(time.perf_counter() - began < SECONDS)) == "True":
-            profiles.append(self.profile(model, 4))
-            for label in draw.sample([*ways], len(ways)):
-                trainings[label]()  # what it finds in the caches is another's
-                found[label].append(trainings[label]())
-        everybody = [*map(json.loads, self.carrier.exchange(json.dumps(found)))]
-        slowest = {label: [*map(max, zip(*(each[label] for each in everybody), strict=True))] for label in ways}
+        found = medians(self.carrier, trainings, SECONDS, lambda: profiles.append(self.profile(model, 4)))
         profiles.sort(key=_alone)
-        return {label: statistics.median(each) for label, each in slowest.items()}, profiles[len(profiles) // 2]
+        return found, profiles[len(profiles) // 2]
 
 
 def _alone(found: Profile) -> float:

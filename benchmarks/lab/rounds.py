@@ -1,0 +1,40 @@
+"""Trainings side by side: a step of each in turn, so that whatever slows the machine slows all of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+from grace.core import Transport
+
+LEAST = 3  # rounds
+
+
+def medians(
+    carrier: Transport,
+    trainings: Mapping[str, Callable[[], float]],
+    seconds: float,
+    beside: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """The seconds that each training's step takes, as the slowest worker sees it; medians over rounds through all.
+
+    A training is called for a step and gives its seconds. In a round all are called twice, in an order that is drawn
+    anew; what the first step finds in the caches is another training's, and it is not counted. ``seconds``: after which
+    no round begins. ``beside``: called in every round. All workers make this call together.
+    """
+    found: dict[str, list[float]] = {label: [] for label in trainings}
+    draw, began, rounds = random.Random(0), time.perf_counter(), 0
+    while rounds < LEAST or carrier.exchange(str(time.perf_counter() - began < seconds))[0] == "True":
+        beside()
+        for label in draw.sample([*trainings], len(trainings)):
+            trainings[label]()
+            found[label].append(trainings[label]())
+        rounds += 1
+    everybody = [json.loads(text) for text in carrier.exchange(json.dumps(found))]
+    return {
+        label: statistics.median(map(max, zip(*(worker[label] for worker in everybody), strict=True)))
+        for label in trainings
+    }

@@ -12,13 +12,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.lab import fidelity
+from benchmarks.lab import choice, fidelity, rounds
 from benchmarks.lab.bench import bound, joined, summary
 from benchmarks.lab.cases import CASES, SETS, select
 from benchmarks.lab.table import HEAD, markdown, plot, tables
 from grace.bench.lab import Lab, LabError, network
 from grace.bench.lab.launch import LAUNCHERS, Outcome
 from grace.bench.lab.probe import probe
+from grace.transports.local import LocalTransport
 
 SCRIPT = """
 import os, sys
@@ -361,3 +362,34 @@ def test_strategies_by_hand_by_chance_and_by_the_planner():
     assert sum(text == fidelity.GATHERED for text in named["last 2 gathered"].values()) == 2
     assert len({tuple(way.values()) for way in named.values()}) > 10
     assert any("compress" in text for text in named["planned"].values())
+
+
+# -- steps in turn -----------------------------------------------------------------------------------------------------
+class Played(LocalTransport):
+    """Three workers whose steps take what is written: each hears of the others' numbers with its own."""
+
+    def __init__(self, others):
+        super().__init__()
+        self.others = others
+
+    def exchange(self, text):
+        return [text] if text in ("True", "False") else [text, *(json.dumps(other) for other in self.others)]
+
+
+def test_the_median_step_is_that_of_the_slowest_worker():
+    taken = {"a": iter([9.0, 1.0, 9.0, 2.0, 9.0, 6.0]), "b": iter([9.0, 5.0] * 3)}
+    others = [{"a": [3.0, 1.0, 1.0], "b": [1.0, 1.0, 8.0]}, {"a": [1.0, 7.0, 1.0], "b": [1.0, 1.0, 1.0]}]
+    beside = []
+    trainings = {name: lambda seconds=seconds: next(seconds) for name, seconds in taken.items()}
+    found = rounds.medians(Played(others), trainings, 0.0, lambda: beside.append(1))
+    assert found == {"a": 6.0, "b": 5.0}  # of 3, 7, 6 and of 5, 5, 8: first steps do not count
+    assert len(beside) == rounds.LEAST
+
+
+def test_what_was_chosen_is_held_against_the_best():
+    seconds = {"none": 2.0, "fp16": 1.0, "topk": 0.5, "auto": 0.55}
+    assert choice.judged(seconds) == ("topk", pytest.approx(1.1), pytest.approx(0.275))
+    every = {**dict.fromkeys(choice.BY_HAND, 1.0), "auto": 0.9}
+    shown = choice.table({("mlp", "1gbit"): {"seconds": every, "chosen": "topk + residual + allgather", "trials": {}}})
+    assert len(shown.rows) == 1
+    assert [*shown.columns[-1].cells] == ["0.90"]

@@ -618,6 +618,8 @@ class Grace:
         counts = self._counts(flight, flat)
         means: dict[str, Array | None] = {}
         dense = iter(flight.results.pop(DENSE, ()))
+        marks = self._marks(flight, flat, levels)
+        sound = self._sound(marks)
         for unit, x in flat.items():
             cells = self._cells[unit.name][levels[unit]]
             mean, state = (next(dense), {}) if self._plain(unit, levels) else flight.results.pop(unit.name)
@@ -626,13 +628,13 @@ class Grace:
                 mean, state = self.method.memory.finish_dense(mean, state, self._context(unit, self._step.read()))
             absent = all(counts.get(tensor.name) == 0 for tensor in unit.tensors)
             ok = None
-            if (cells or policy != "poison") and not absent:
-                # What was kept may make a mean larger than float16 holds. A row of it only its own worker could judge.
-                narrow = unit.narrow and not self.communicator.scattered
-                ok = mean.finite() if isinstance(mean, Mean) and not narrow else None
-                if ok is None:
+            if self._judged(unit, levels) and not absent:
+                seen = marks.get(unit)
+                if seen is None:
                     mean = as_array(mean)
-                    ok = xp.finite(xp.cast(mean, "float16") if narrow else mean)
+                    ok = xp.finite(xp.cast(mean, "float16") if self._narrow(unit) else mean)
+                else:
+                    ok = xp.finite(xp.concat(seen)) if sound is None else sound
                 if not xp.traced and self._on_host(ok) and not ok:
                     self._skipped += 1
                 if policy == "raise":
@@ -661,6 +663,34 @@ class Grace:
         asked = [(name, *rest) for name, *rest in flight.asked if name != DENSE]
         units = [*(unit.name for unit in flat), *flight.results]
         return means, self._meter.count(units, asked, self.transport.group_rank, sizes)
+
+    def _narrow(self, unit: Unit) -> bool:
+        # What was kept may make a mean larger than float16 holds. A row of it only its own worker could judge.
+        return unit.narrow and not self.communicator.scattered
+
+    def _judged(self, unit: Unit, levels: Mapping[Unit, int]) -> bool:
+        # Whether anything depends on its mean being finite.
+        return bool(self._cells[unit.name][levels[unit]]) or self.options.nonfinite != "poison"
+
+    def _marks(
+        self, flight: Flight, units: Iterable[Unit], levels: Mapping[Unit, int]
+    ) -> dict[Unit, list[Array]]:
+        # Where it shows whether a mean is finite that is not decoded yet.
+        found = {}
+        for unit in units:
+            mean = None if self._plain(unit, levels) else flight.results[unit.name][0]
+            if isinstance(mean, Mean) and self._judged(unit, levels) and not self._narrow(unit):
+                marks = mean.marks()
+                if marks is not None:
+                    found[unit] = marks
+        return found
+
+    def _sound(self, marks: Mapping[Unit, list[Array]]) -> Array | None:
+        # That all of these are finite, if so: one look at all of them costs less than one at each. A device would wait.
+        if self.xp.traced or not self._on_host(self.xp) or not marks:
+            return None
+        ok = self.xp.finite(self.xp.concat([array for each in marks.values() for array in each]))
+        return ok if ok else None
 
     def _keep(self, cell: Any, ok: Array, new: Array, x: Array) -> None:
         old = cell.read()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate, pairwise
 from typing import Any
 
 from grace.rng import NOISE
@@ -89,6 +90,13 @@ class Backend(ABC):
     def integers(self, x: Array) -> list[Any]:
         """The elements of an integer vector as numbers that may bound a slice (waits for a device)."""
 
+    def nbytes(self, x: Array) -> Any:
+        """Bytes of an array: an int, or a scalar of a graph that knows its first dimension only when it runs."""
+        size: Any = ITEMSIZE[self.dtype(x)]
+        for length in self.shape(x):
+            size = size * (self.integers(self.lengths([x]))[0] if length is None else length)
+        return size
+
     def empty(self, shape: Any, dtype: str = "float32") -> Array:
         """An array of any values, to be written to."""
         return self.zeros(shape, dtype)
@@ -127,6 +135,11 @@ class Backend(ABC):
 
     @abstractmethod
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array: ...
+
+    def split(self, x: Array, sizes: Sequence[Any]) -> Sequence[Array]:
+        """A vector as consecutive ones of these sizes, which add up to its own."""
+        ends = list(accumulate(sizes, initial=0))
+        return [x[start:stop] for start, stop in pairwise(ends)]
 
     @abstractmethod
     def pad(self, x: Array, n: int) -> Array:

@@ -123,6 +123,9 @@ class TorchBackend(Backend):
     def shape(self, x: Array) -> tuple[int, ...]:
         return tuple(x.shape)
 
+    def nbytes(self, x: Array) -> int:
+        return x.nbytes
+
     def lengths(self, arrays: Sequence[Array]) -> Array:
         return torch.tensor([x.shape[0] for x in arrays], dtype=torch.int64, device=self.device)
 
@@ -164,6 +167,9 @@ class TorchBackend(Backend):
         out = POOL.empty((sum(array.shape[0] for array in arrays), *arrays[0].shape[1:]), arrays[0].dtype)
         return torch.cat(list(arrays), out=out)
 
+    def split(self, x: Array, sizes: Sequence[int]) -> Sequence[Array]:
+        return x.split(list(sizes)) if sizes else ()
+
     def pad(self, x: Array, n: int) -> Array:
         return x if x.shape[0] == n else torch.nn.functional.pad(x, (0, n - x.shape[0]))
 
@@ -171,12 +177,16 @@ class TorchBackend(Backend):
         return x.permute(tuple(axes))
 
     def cast(self, x: Array, dtype: str) -> Array:
-        if x.dtype == DTYPES[dtype] or not self.on_host:
+        if x.dtype == DTYPES[dtype]:
+            return x
+        if not self.on_host:
             return x.to(DTYPES[dtype])
         return POOL.empty(x.shape, DTYPES[dtype]).copy_(x)
 
     def bitcast(self, x: Array, dtype: str) -> Array:
         x = x.contiguous()
+        if x.dtype == DTYPES[dtype]:
+            return x
         if x.stride(-1) != 1:  # one element counts as contiguous with any stride, but a view wants it to be 1
             x = x.new_empty(x.shape).copy_(x)
         size = DTYPES[dtype].itemsize

@@ -142,9 +142,13 @@ class Grace:
         self._unsettled: dict[str, Tensor] = {}  # not compared with the other workers' yet
         self._prepared = False
         self._waiting: Callable[[], None] | None = None  # a checkpoint that came before the tensors
+        self._undo: dict[str, list[tuple[Array, Array]]] = {}  # where each unit's last residuals are in this step
         self._clear()
 
     def _clear(self) -> None:
+        for noted in self._undo.values():  # of a step that does not count
+            self._restore(noted)
+        self._undo.clear()
         self._gradients: dict[str, Array | None] = {}
         self._spent: set[str] = set()
         self._flights: list[tuple[Flight, dict[Unit, Array]]] = []
@@ -535,7 +539,10 @@ class Grace:
             if not self._plain(unit, levels):
                 way = self._ways[levels[unit]]
                 state = {key: cell.read() for key, cell in self._cells[unit.name][levels[unit]].items()}
-                programs[unit.name] = way.communicator.reduce(x, way.method, state, self._context(unit, step))
+                ctx = self._context(unit, step)
+                if self.xp.mutable:
+                    ctx = replace(ctx, undo=self._undo.setdefault(unit.name, []))
+                programs[unit.name] = way.communicator.reduce(x, way.method, state, ctx)
         if dense := tuple(x for unit, x in flat.items() if self._plain(unit, levels)):
             programs[DENSE] = _averaged(dense)
         if self.track_missing:
@@ -641,6 +648,9 @@ class Grace:
                     xp.require(ok, f"the mean gradient of {unit.name!r} is not finite on any worker")
                 for key, cell in cells.items():
                     self._keep(cell, ok, state[key], x)
+            noted = self._undo.pop(unit.name, [])
+            if noted and (ok is None or not ok):
+                self._restore(noted)
             # Only now, since what was not sent may be where the mean belongs.
             if isinstance(mean, Mean):
                 mean = mean.into(x) if xp.mutable else mean.array()
@@ -700,6 +710,15 @@ class Grace:
             self.xp.write(old, self.xp.choose(ok, new, old))  # x is wanted for the mean
         else:
             cell.assign(self.xp.choose(ok, new, old))
+
+    def _restore(self, noted: list[tuple[Array, Array]]) -> None:
+        for residual, last in reversed(noted):
+            self.xp.write(residual, last)
+
+    def _last(self, unit: str, cell: Any) -> Array:
+        # A state's array as it was when the step under way began.
+        value = cell.read()
+        return next((last for residual, last in self._undo.get(unit, ()) if residual is value), value)
 
     def _counts(self, flight: Flight, units: Iterable[Unit]) -> dict[str, float]:
         # How many workers had a gradient; looked at (a device waits) only for what this worker lacks.
@@ -815,7 +834,8 @@ class Grace:
                 if unit.name in held
             },
             "tensors": {
-                unit: {key: self._export(cell.read()) for key, cell in cells.items()} for unit, cells in held.items()
+                unit: {key: self._export(self._last(unit, cell)) for key, cell in cells.items()}
+                for unit, cells in held.items()
             },
             "policy": self._export_policy(),
         }
@@ -1057,7 +1077,7 @@ class Grace:
         xp, held, squares = self.xp, self._held(), {}
         for unit in units:
             cells = held.get(unit.name, {})
-            arrays = [cell.read() for key, cell in cells.items() if key.endswith("memory/residual")]
+            arrays = [self._last(unit.name, cell) for key, cell in cells.items() if key.endswith("memory/residual")]
             if arrays:
                 squares[unit.name] = sum(xp.sum(array * array) for array in arrays)
         if not squares:

@@ -88,8 +88,8 @@ class Context:
     offset: int = 0
     """Where a piece begins in the flattened tensor; 0 for a whole one."""
     undo: list[tuple[Array, Array]] | None = field(default=None, repr=False, compare=False)
-    """A kernel may write the next residual over the last one, if it notes here where: the residual's array, and that which
-    has the last one now (the spent x, of as many elements). None: the last residual must stay as it is."""
+    """A kernel may write the next residual over the last one if it notes here the residual's array, and the array that
+    has the last one now: the spent x, of as many elements. None: the last residual must stay as it is."""
 
     @property
     def size(self) -> int:

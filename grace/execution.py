@@ -86,7 +86,7 @@ class Mean:
         self._compressor, self._payloads, self._ctx, self._agreed = compressor, payloads, ctx, agreed
 
     def marks(self) -> list[Array] | None:
-        """float32 vectors that are finite where every element of the mean is; None if only the decoded mean can tell."""
+        """float32 vectors, all finite if and only if the mean is; None if only the decoded mean can tell."""
         xp = self._ctx.xp
         if not self._compressor.marked:
             return None

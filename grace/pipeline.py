@@ -547,7 +547,8 @@ class Grace:
             programs[DENSE] = _averaged(dense)
         if self.track_missing:
             programs[PRESENT] = self._presence(flat)
-        with self.xp.quiet():
+        size = sum(self.xp.nbytes(x) for x in flat.values()) if self.xp.mutable else 0
+        with self.xp.quiet(), self.xp.side_by_side(size):
             return Flight(name, programs, self.transport, self.trace)
 
     def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
@@ -682,9 +683,7 @@ class Grace:
         # Whether anything depends on its mean being finite.
         return bool(self._cells[unit.name][levels[unit]]) or self.options.nonfinite != "poison"
 
-    def _marks(
-        self, flight: Flight, units: Iterable[Unit], levels: Mapping[Unit, int]
-    ) -> dict[Unit, list[Array]]:
+    def _marks(self, flight: Flight, units: Iterable[Unit], levels: Mapping[Unit, int]) -> dict[Unit, list[Array]]:
         # Where it shows whether a mean is finite that is not decoded yet.
         found = {}
         for unit in units:

@@ -101,6 +101,18 @@ class Backend(ABC):
         """An array of any values, to be written to."""
         return self.zeros(shape, dtype)
 
+    def side_by_side(self, size: int) -> AbstractContextManager[None]:
+        """Inside, each `part` lies behind the last one, if they fit into ``size`` bytes: to join them is free."""
+        return nullcontext()
+
+    def part(self, shape: Any, dtype: str = "float32") -> Array:
+        """As `empty`, for an array that is going to be part of a message."""
+        return self.empty(shape, dtype)
+
+    def joined(self, arrays: Sequence[Array]) -> Array:
+        """uint8[nbytes of all]: their memory, one after the other. Not copied where it lies so already."""
+        return self.concat([self.to_bytes(array) for array in arrays])
+
     def copy(self, x: Array) -> Array:
         """An array of its own with the values of x; x itself where arrays cannot be written to."""
         if not self.mutable:

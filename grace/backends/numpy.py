@@ -49,7 +49,7 @@ class NumpyBackend(Backend):
     def shape(self, x: Array) -> tuple[int, ...]:
         return tuple(x.shape)
 
-    def nbytes(self, x: Array) -> int:
+    def nbytes(self, x: Array) -> Any:
         return x.nbytes
 
     def lengths(self, arrays: Sequence[Array]) -> Array:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,32 @@ def _references(arrays: list[Any]) -> list[int]:
 POOL = Pool()
 
 
+class Room(threading.local):
+    """Memory that is given out from front to back, one for each thread. What is never written to takes no memory."""
+
+    memory: Array | None = None
+    used = 0
+
+    @contextmanager
+    def of(self, size: int) -> Iterator[None]:
+        self.memory, self.used = POOL.empty((size,), torch.uint8), 0
+        try:
+            yield
+        finally:
+            self.memory = None
+
+    def next(self, shape: Sequence[int], dtype: torch.dtype) -> Array | None:
+        """The next array; None if it does not fit, or its elements would not lie as PyTorch wants them."""
+        start, stop = self.used, self.used + math.prod(shape) * dtype.itemsize
+        if self.memory is None or stop > self.memory.shape[0] or start % dtype.itemsize:
+            return None
+        self.used = stop
+        return self.memory[start:stop].view(dtype).view(shape)
+
+
+ROOM = Room()
+
+
 class TorchBackend(Backend):
     """PyTorch tensors of one device."""
 
@@ -123,7 +150,7 @@ class TorchBackend(Backend):
     def shape(self, x: Array) -> tuple[int, ...]:
         return tuple(x.shape)
 
-    def nbytes(self, x: Array) -> int:
+    def nbytes(self, x: Array) -> Any:
         return x.nbytes
 
     def lengths(self, arrays: Sequence[Array]) -> Array:
@@ -137,6 +164,27 @@ class TorchBackend(Backend):
         if not self.on_host:
             return torch.empty(shape, dtype=DTYPES[dtype], device=self.device)
         return POOL.empty(shape, DTYPES[dtype])
+
+    def side_by_side(self, size: int) -> AbstractContextManager[None]:
+        return ROOM.of(size) if self.on_host else nullcontext()
+
+    def part(self, shape: Any, dtype: str = "float32") -> Array:
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        found = ROOM.next(shape, DTYPES[dtype]) if self.on_host else None
+        return self.empty(shape, dtype) if found is None else found
+
+    def joined(self, arrays: Sequence[Array]) -> Array:
+        first, storage = arrays[0], arrays[0].untyped_storage()
+        begin = end = first.data_ptr()
+        for array in arrays:
+            if array.data_ptr() != end or not array.is_contiguous():
+                return super().joined(arrays)
+            end += array.nbytes
+        if end > storage.data_ptr() + storage.nbytes():  # others are neighbours by chance
+            return super().joined(arrays)
+        return torch.empty(0, dtype=torch.uint8, device=first.device).set_(
+            storage, begin - storage.data_ptr(), (end - begin,)
+        )
 
     def same_memory(self, x: Array, y: Array) -> bool:
         return x.data_ptr() == y.data_ptr()
@@ -167,7 +215,7 @@ class TorchBackend(Backend):
         out = POOL.empty((sum(array.shape[0] for array in arrays), *arrays[0].shape[1:]), arrays[0].dtype)
         return torch.cat(list(arrays), out=out)
 
-    def split(self, x: Array, sizes: Sequence[int]) -> Sequence[Array]:
+    def split(self, x: Array, sizes: Sequence[Any]) -> Sequence[Array]:
         return x.split(list(sizes)) if sizes else ()
 
     def pad(self, x: Array, n: int) -> Array:

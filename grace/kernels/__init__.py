@@ -54,8 +54,8 @@ class Library:
     the dtypes and sizes given, and not change meanwhile. Any address will do, aligned or not. ``n`` is a number of
     elements, 0 too; ``block`` how many share a scale, a multiple of 8, or 0 for all; m = ceil(n / block), of 0 elements
     none. ``residual`` is added to ``x``, if it is given, and v is their sum; ``out`` takes what the payload does not
-    carry of v, if it is given, and may be ``x`` or ``residual``. With ``swap`` it must be the residual if there is one, and
-    x takes what that held, so that it can be had back. Beyond 262,144 elements the work is split over
+    carry of v, if it is given, and may be ``x`` or ``residual``. With ``swap`` it must be the residual, if there is
+    one, and x takes what that held, so that it can be had back. Beyond 262,144 elements the work is split over
     ``threads``; the results do not depend on their number. The interpreter's lock is released meanwhile.
     """
 

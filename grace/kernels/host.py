@@ -29,8 +29,8 @@ def host_kernels(xp: Any) -> HostKernels | None:
 class HostKernels:
     """A `Library` for a backend's arrays. x is spent: what is left, where it is asked for, lies in its memory.
 
-    With ``undo``, of a `grace.core.Context`, what is left lies in the residual's own memory instead, and x, which is noted
-    there with it, has what the residual was.
+    With ``undo``, of a `grace.core.Context`, what is left lies in the residual's own memory instead, and x, which is
+    noted there with it, has what the residual was.
     """
 
     def __init__(self, xp: Any, library: Library):
@@ -43,7 +43,7 @@ class HostKernels:
         """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left (if there is a residual)."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
-        bits, scales = xp.empty(-(-n // 8), "uint8"), xp.empty(_count(n, block))
+        bits, scales = xp.part(-(-n // 8), "uint8"), xp.part(_count(n, block))
         left, swap = (x, False) if undo is None or residual is None else (residual, True)
         out = None if residual is None else at(left)
         self.library.signs_encode(at(x), at(residual), out, at(bits), at(scales), n, block, xp.threads, swap)
@@ -63,7 +63,7 @@ class HostKernels:
         """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], what is left. ``rng``: rounds at random."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
-        codes, scales = xp.empty(-(-n * bits // 8), "uint8"), xp.empty(_count(n, block))
+        codes, scales = xp.part(-(-n * bits // 8), "uint8"), xp.part(_count(n, block))
         left, swap = (x, False) if undo is None or residual is None else (residual, True)
         out = None if residual is None else at(left)
         table = offsets = None
@@ -95,7 +95,7 @@ class HostKernels:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
-        values, positions = xp.empty(k), xp.empty(k, "int32")
+        values, positions = xp.part(k), xp.part(k, "int32")
         left, swap = (x, False) if undo is None or residual is None else (residual, True)
         self.library.topk_encode(at(x), at(residual), at(left), at(values), at(positions), n, k, xp.threads, swap)
         self._note(x, residual, undo)

@@ -205,7 +205,7 @@ class MessageTransport(Transport):
     def _pack(self, arrays: Any) -> tuple[Array, Layout]:
         xp, arrays = self.xp, list(arrays)
         layout = [(xp.dtype(array), xp.shape(array)) for array in arrays]
-        return xp.concat([xp.to_bytes(array) for array in arrays]) if arrays else xp.zeros((0,), "uint8"), layout
+        return xp.joined(arrays) if arrays else xp.zeros((0,), "uint8"), layout
 
     def _unpack(self, buffer: Array, layout: Layout, sender: int) -> tuple[Array, ...]:
         needed, (size,) = sum(_nbytes(dtype, shape) for dtype, shape in layout), self.xp.shape(buffer)

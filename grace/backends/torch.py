@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,15 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def _octets(size: int) -> Any:
+    return np.empty(size, np.uint8)
+
+
+def _sparse_octets(size: int) -> Any:
+    # What is never written to takes no memory: NumPy would ask for large pages.
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+
 class Pool:
     """Host memory that is used again as soon as nothing refers to it any more.
 
@@ -41,7 +51,8 @@ class Pool:
 
     SMALL = 2**17  # bytes: what the C library keeps by itself
 
-    def __init__(self) -> None:
+    def __init__(self, made: Callable[[int], Any] = _octets) -> None:
+        self._made = made
         self._lock = threading.Lock()
         self._arrays: list[Any] = []
 
@@ -63,7 +74,7 @@ class Pool:
             # More lies idle than is in use: sizes have changed.
             gone = {id(array) for array in free}
             self._arrays = [array for array in self._arrays if id(array) not in gone]
-        array = np.empty(size, np.uint8)
+        array = self._made(size)
         self._arrays.append(array)
         return array
 
@@ -75,17 +86,19 @@ def _references(arrays: list[Any]) -> list[int]:
 (FREE,) = _references([np.empty(1)])
 """References to an array that only a list has: how many counting adds is the interpreter's affair."""
 POOL = Pool()
+SPARSE = Pool(_sparse_octets)
+"""Of arrays that are not going to be filled."""
 
 
 class Room(threading.local):
-    """Memory that is given out from front to back, one for each thread. What is never written to takes no memory."""
+    """Memory that is given out from front to back, one for each thread."""
 
     memory: Array | None = None
     used = 0
 
     @contextmanager
     def of(self, size: int) -> Iterator[None]:
-        self.memory, self.used = POOL.empty((size,), torch.uint8), 0
+        self.memory, self.used = SPARSE.empty((size,), torch.uint8), 0
         try:
             yield
         finally:

@@ -312,7 +312,7 @@ bool collect(const Loops* loops, const float* x, const float* residual, float* o
 
 // Keys of a sample spread over x + residual, descending.
 std::vector<int32_t> sample(const float* x, const float* residual, int64_t n) {
-  const int64_t size = std::min<int64_t>(n, std::clamp<int64_t>(n / 64, 1024, 65536));
+  const int64_t size = std::min<int64_t>(n, std::clamp<int64_t>(n / 256, 1024, 65536));
   std::vector<int32_t> keys;
   keys.resize(size_t(size));
   uint32_t state = 0x9E3779B9;

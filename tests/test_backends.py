@@ -420,6 +420,10 @@ def test_arrays_are_joined_whether_or_not_they_lie_side_by_side(ops):
     x, y = f32(range(6)), np.arange(5, dtype=np.uint8)
     joined = ops(lambda xp, x, y: xp.joined([x, y, xp.transpose(xp.reshape(x, (2, 3)))]), x, y)
     assert joined.tobytes() == x.tobytes() + y.tobytes() + x.reshape(2, 3).T.tobytes()
+    empty = ops(lambda xp, x, y: xp.joined([y[:0], x[2:2]]), x, y)
+    assert (empty.dtype, empty.shape) == (np.uint8, (0,))
+    parts = ops(lambda xp, x, y: xp.joined([x[:0], x[:2], y[:0], x[2:4], y[5:]]), x, y)
+    assert parts.tobytes() == x[:4].tobytes()
 
 
 def test_parts_of_a_message_lie_side_by_side():

@@ -187,9 +187,12 @@ class TorchBackend(Backend):
         return self.empty(shape, dtype) if found is None else found
 
     def joined(self, arrays: Sequence[Array]) -> Array:
-        first, storage = arrays[0], arrays[0].untyped_storage()
+        filled = [array for array in arrays if array.numel()]  # what is empty lies nowhere
+        if not filled:
+            return super().joined(arrays)
+        first, storage = filled[0], filled[0].untyped_storage()
         begin = end = first.data_ptr()
-        for array in arrays:
+        for array in filled:
             if array.data_ptr() != end or not array.is_contiguous():
                 return super().joined(arrays)
             end += array.nbytes

@@ -85,13 +85,13 @@ class Mean:
     def __init__(self, compressor: Compressor, payloads: Sequence[Payload], ctx: Context, agreed: bool = False):
         self._compressor, self._payloads, self._ctx, self._agreed = compressor, payloads, ctx, agreed
 
-    def finite(self) -> Array | None:
-        """Whether every element is finite, a bool scalar; None if only the decoded mean can tell."""
+    def marks(self) -> list[Array] | None:
+        """float32 vectors, all finite if and only if the mean is; None if only the decoded mean can tell."""
         xp = self._ctx.xp
         if not self._compressor.marked:
             return None
         floats = [array for payload in self._payloads for array in payload if xp.dtype(array) == "float32"]
-        return xp.finite(xp.concat([xp.reshape(array, (-1,)) for array in floats]))
+        return [xp.reshape(array, (-1,)) for array in floats]
 
     def array(self) -> Array:
         """float32[n]. ValueError names a worker whose payload does not fit."""

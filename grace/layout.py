@@ -22,11 +22,11 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: str
 
-    @property
+    @cached_property
     def size(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.size * ITEMSIZE[self.dtype]
 
@@ -40,16 +40,19 @@ class Unit:
     dense: str = ""
     """Why it travels uncompressed; empty if it is compressed."""
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.name)  # a step asks for it a thousand times
+
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return self.tensors[0].shape if len(self.tensors) == 1 else (sum(tensor.size for tensor in self.tensors),)
 
-    @property
+    @cached_property
     def dtype(self) -> str:
         """What the exchange computes in: float64 only for a dense float64 gradient."""
         return "float64" if self.dense and self.tensors[0].dtype == "float64" else "float32"
 
-    @property
+    @cached_property
     def narrow(self) -> bool:
         """Whether the means are handed back in float16, whose numbers end at 65504."""
         return all(tensor.dtype == "float16" for tensor in self.tensors)

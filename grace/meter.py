@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from grace.backends.base import ITEMSIZE, Array, Backend
+from grace.backends.base import Array, Backend
 from grace.collectives import AllToAll, Broadcast, Collective, Gather, arrays_of
 
 
@@ -74,10 +74,4 @@ class Meter:
         return self._bytes(result)
 
     def _bytes(self, arrays: Iterable[Array]) -> Any:
-        total: Any = 0
-        for array in arrays:
-            size: Any = ITEMSIZE[self._xp.dtype(array)]
-            for length in self._xp.shape(array):
-                size = size * (self._xp.integers(self._xp.lengths([array]))[0] if length is None else length)
-            total = total + size
-        return total
+        return sum(map(self._xp.nbytes, arrays))

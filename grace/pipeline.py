@@ -142,9 +142,13 @@ class Grace:
         self._unsettled: dict[str, Tensor] = {}  # not compared with the other workers' yet
         self._prepared = False
         self._waiting: Callable[[], None] | None = None  # a checkpoint that came before the tensors
+        self._undo: dict[str, list[tuple[Array, Array]]] = {}  # where each unit's last residuals are in this step
         self._clear()
 
     def _clear(self) -> None:
+        for noted in self._undo.values():  # of a step that does not count
+            self._restore(noted)
+        self._undo.clear()
         self._gradients: dict[str, Array | None] = {}
         self._spent: set[str] = set()
         self._flights: list[tuple[Flight, dict[Unit, Array]]] = []
@@ -535,12 +539,16 @@ class Grace:
             if not self._plain(unit, levels):
                 way = self._ways[levels[unit]]
                 state = {key: cell.read() for key, cell in self._cells[unit.name][levels[unit]].items()}
-                programs[unit.name] = way.communicator.reduce(x, way.method, state, self._context(unit, step))
+                ctx = self._context(unit, step)
+                if self.xp.mutable:
+                    ctx = replace(ctx, undo=self._undo.setdefault(unit.name, []))
+                programs[unit.name] = way.communicator.reduce(x, way.method, state, ctx)
         if dense := tuple(x for unit, x in flat.items() if self._plain(unit, levels)):
             programs[DENSE] = _averaged(dense)
         if self.track_missing:
             programs[PRESENT] = self._presence(flat)
-        with self.xp.quiet():
+        size = sum(self.xp.nbytes(x) for x in flat.values()) if self.xp.mutable else 0
+        with self.xp.quiet(), self.xp.side_by_side(size):
             return Flight(name, programs, self.transport, self.trace)
 
     def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
@@ -618,6 +626,8 @@ class Grace:
         counts = self._counts(flight, flat)
         means: dict[str, Array | None] = {}
         dense = iter(flight.results.pop(DENSE, ()))
+        marks = self._marks(flight, flat, levels)
+        sound = self._sound(marks)
         for unit, x in flat.items():
             cells = self._cells[unit.name][levels[unit]]
             mean, state = (next(dense), {}) if self._plain(unit, levels) else flight.results.pop(unit.name)
@@ -626,19 +636,22 @@ class Grace:
                 mean, state = self.method.memory.finish_dense(mean, state, self._context(unit, self._step.read()))
             absent = all(counts.get(tensor.name) == 0 for tensor in unit.tensors)
             ok = None
-            if (cells or policy != "poison") and not absent:
-                # What was kept may make a mean larger than float16 holds. A row of it only its own worker could judge.
-                narrow = unit.narrow and not self.communicator.scattered
-                ok = mean.finite() if isinstance(mean, Mean) and not narrow else None
-                if ok is None:
+            if self._judged(unit, levels) and not absent:
+                seen = marks.get(unit)
+                if seen is None:
                     mean = as_array(mean)
-                    ok = xp.finite(xp.cast(mean, "float16") if narrow else mean)
+                    ok = xp.finite(xp.cast(mean, "float16") if self._narrow(unit) else mean)
+                else:
+                    ok = xp.finite(xp.concat(seen)) if sound is None else sound
                 if not xp.traced and self._on_host(ok) and not ok:
                     self._skipped += 1
                 if policy == "raise":
                     xp.require(ok, f"the mean gradient of {unit.name!r} is not finite on any worker")
                 for key, cell in cells.items():
                     self._keep(cell, ok, state[key], x)
+            noted = self._undo.pop(unit.name, [])
+            if noted and (ok is None or not ok):
+                self._restore(noted)
             # Only now, since what was not sent may be where the mean belongs.
             if isinstance(mean, Mean):
                 mean = mean.into(x) if xp.mutable else mean.array()
@@ -662,6 +675,32 @@ class Grace:
         units = [*(unit.name for unit in flat), *flight.results]
         return means, self._meter.count(units, asked, self.transport.group_rank, sizes)
 
+    def _narrow(self, unit: Unit) -> bool:
+        # What was kept may make a mean larger than float16 holds. A row of it only its own worker could judge.
+        return unit.narrow and not self.communicator.scattered
+
+    def _judged(self, unit: Unit, levels: Mapping[Unit, int]) -> bool:
+        # Whether anything depends on its mean being finite.
+        return bool(self._cells[unit.name][levels[unit]]) or self.options.nonfinite != "poison"
+
+    def _marks(self, flight: Flight, units: Iterable[Unit], levels: Mapping[Unit, int]) -> dict[Unit, list[Array]]:
+        # Where it shows whether a mean is finite that is not decoded yet.
+        found = {}
+        for unit in units:
+            mean = None if self._plain(unit, levels) else flight.results[unit.name][0]
+            if isinstance(mean, Mean) and self._judged(unit, levels) and not self._narrow(unit):
+                marks = mean.marks()
+                if marks is not None:
+                    found[unit] = marks
+        return found
+
+    def _sound(self, marks: Mapping[Unit, list[Array]]) -> Array | None:
+        # That all of these are finite, if so: one look at all of them costs less than one at each. A device would wait.
+        if self.xp.traced or not self._on_host(self.xp) or not marks:
+            return None
+        ok = self.xp.finite(self.xp.concat([array for each in marks.values() for array in each]))
+        return ok if ok else None
+
     def _keep(self, cell: Any, ok: Array, new: Array, x: Array) -> None:
         old = cell.read()
         if new is old:
@@ -670,6 +709,15 @@ class Grace:
             self.xp.write(old, self.xp.choose(ok, new, old))  # x is wanted for the mean
         else:
             cell.assign(self.xp.choose(ok, new, old))
+
+    def _restore(self, noted: list[tuple[Array, Array]]) -> None:
+        for residual, last in reversed(noted):
+            self.xp.write(residual, last)
+
+    def _last(self, unit: str, cell: Any) -> Array:
+        # A state's array as it was when the step under way began.
+        value = cell.read()
+        return next((last for residual, last in self._undo.get(unit, ()) if residual is value), value)
 
     def _counts(self, flight: Flight, units: Iterable[Unit]) -> dict[str, float]:
         # How many workers had a gradient; looked at (a device waits) only for what this worker lacks.
@@ -785,7 +833,8 @@ class Grace:
                 if unit.name in held
             },
             "tensors": {
-                unit: {key: self._export(cell.read()) for key, cell in cells.items()} for unit, cells in held.items()
+                unit: {key: self._export(self._last(unit, cell)) for key, cell in cells.items()}
+                for unit, cells in held.items()
             },
             "policy": self._export_policy(),
         }
@@ -1027,7 +1076,7 @@ class Grace:
         xp, held, squares = self.xp, self._held(), {}
         for unit in units:
             cells = held.get(unit.name, {})
-            arrays = [cell.read() for key, cell in cells.items() if key.endswith("memory/residual")]
+            arrays = [self._last(unit.name, cell) for key, cell in cells.items() if key.endswith("memory/residual")]
             if arrays:
                 squares[unit.name] = sum(xp.sum(array * array) for array in arrays)
         if not squares:

@@ -404,6 +404,54 @@ def test_to_bytes_and_back(ops, dtype):
     assert ops(lambda xp, x: xp.to_bytes(xp.transpose(x)), x.reshape(24, 50)).tobytes() == x.reshape(24, 50).T.tobytes()
 
 
+def test_a_vector_is_split_and_bytes_are_counted(ops):
+    x = f32(range(10))
+    for sizes in ([3, 0, 5, 2], [10], [0, 10]):
+        found = [ops(lambda xp, x, i=i: xp.split(x, sizes)[i], x) for i in range(len(sizes))]
+        assert [len(part) for part in found] == sizes
+        assert np.concatenate(found).tolist() == x.tolist()
+    assert ops(lambda xp, x: xp.asarray([len(xp.split(x, []))], "int32"), x[:0]).tolist() == [0]
+    for dtype, size in ITEMSIZE.items():
+        found = ops(lambda xp, x: xp.asarray(xp.nbytes(xp.cast(x, dtype)), "int64"), x.reshape(5, 2))
+        assert int(found) == 10 * size
+
+
+def test_arrays_are_joined_whether_or_not_they_lie_side_by_side(ops):
+    x, y = f32(range(6)), np.arange(5, dtype=np.uint8)
+    joined = ops(lambda xp, x, y: xp.joined([x, y, xp.transpose(xp.reshape(x, (2, 3)))]), x, y)
+    assert joined.tobytes() == x.tobytes() + y.tobytes() + x.reshape(2, 3).T.tobytes()
+    empty = ops(lambda xp, x, y: xp.joined([y[:0], x[2:2]]), x, y)
+    assert (empty.dtype, empty.shape) == (np.uint8, (0,))
+    parts = ops(lambda xp, x, y: xp.joined([x[:0], x[:2], y[:0], x[2:4], y[5:]]), x, y)
+    assert parts.tobytes() == x[:4].tobytes()
+
+
+def test_parts_of_a_message_lie_side_by_side():
+    xp = backend("torch")
+    with xp.side_by_side(400_000):
+        parts = [xp.part(40_000, "uint8"), xp.part((100, 30)), xp.part(3, "uint8")]
+        odd, large = xp.part(7, "int32"), xp.part(90_000)
+        more = xp.part(1, "uint8")
+    for number, part in enumerate(parts):
+        part[...] = number
+    joined = xp.joined(parts)
+    assert xp.same_memory(joined, parts[0])
+    assert joined.shape == (40_000 + 12_000 + 3,)
+    assert xp.to_numpy(joined).tobytes() == b"".join(xp.to_numpy(part).tobytes() for part in parts)
+    assert xp.overlap(joined, more), "what did not fit took no room"
+    for other in (odd, large, xp.part(10)):  # one that would not be aligned, one that is too long, one too late
+        assert not xp.overlap(joined, other)
+        other[...] = 1
+        assert not xp.overlap(xp.joined([parts[0], other]), parts[0])
+    assert not xp.same_memory(xp.joined([parts[0], parts[2]]), parts[0]), "there is a gap"
+    # Neighbours by chance: of one larger array, seen as two.
+    whole = xp.asarray(range(200), "uint8")
+    import torch
+
+    one, two = (torch.frombuffer(memoryview(whole.numpy())[i : i + 100], dtype=torch.uint8) for i in (0, 100))
+    assert xp.to_numpy(xp.joined([one, two])).tolist() == list(range(200))
+
+
 @pytest.mark.parametrize("dtype", FIXED)
 def test_from_bytes_of_slices_that_are_not_aligned(ops, dtype):
     size = ITEMSIZE[dtype] * 125

@@ -10,7 +10,7 @@ from table import ROWS
 from grace import grace_from_params
 from grace.backends import get_backend
 from grace.core import Method
-from grace.execution import pieces
+from grace.execution import Mean, pieces
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
 from grace.transports.local import LocalTransport
@@ -133,6 +133,69 @@ def test_a_mean_that_is_not_finite_leaves_the_residual_bit_for_bit(name, monkeyp
             after = grc.state_dict()["tensors"]
             assert np.array_equal(np.asarray(before["w"]["memory/residual"]), np.asarray(after["w"]["memory/residual"]))
             assert grc.report().skipped == 1
+
+
+SWAPPING = [
+    {"compressor": "efsignsgd", "block_size": 64},
+    {"compressor": "topk"},
+    {"compressor": "blockint"},
+    {"compressor": "blockint", "communicator": "twostage"},
+]
+
+
+def begun(name, params):
+    """A Grace after one step, its state then, and a second step that has left."""
+    xp = backend(name)
+    grc = grace_from_params({**params, "memory": "residual"}, LocalTransport())
+    grc.build({"w": xp.zeros(5000), "v": xp.zeros(3000)})
+    grc.step({"w": xp.asarray(spread(5000), "float32"), "v": xp.asarray(spread(3000), "float32")})
+    before = grc.state_dict()
+    given = xp.asarray(spread(5000, seed=1), "float32")
+    grc.launch({"w": given, "v": xp.asarray(spread(3000, seed=1), "float32")}, spent=True)
+    return xp, grc, before
+
+
+def arrays(state):
+    return [np.asarray(array) for unit in state["tensors"].values() for array in unit.values()]
+
+
+def equal_states(one, two):
+    return all(np.array_equal(a, b) for a, b in zip(arrays(one), arrays(two), strict=True))
+
+
+@pytest.mark.parametrize("params", SWAPPING, ids=str)
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_step_that_is_dropped_leaves_the_residual_bit_for_bit(name, params, monkeypatch):
+    _, grc, before = begun(name, params)
+    assert equal_states(before, grc.state_dict()), "while the step is under way"
+    norm = grc.report().tensors[0].residual_norm
+    grc.abandon()
+    assert equal_states(before, grc.state_dict())
+    assert grc.report().tensors[0].residual_norm == norm
+
+    _, grc, before = begun(name, params)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mean, "marks", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            grc.land()
+    assert equal_states(before, grc.state_dict())
+
+    _, grc, before = begun(name, params)
+    grc.reset(LocalTransport())
+    assert equal_states(before, grc.state_dict())
+
+    _, grc, before = begun(name, params)
+    grc.land()
+    assert not equal_states(before, grc.state_dict())
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_step_on_a_host_with_kernels_copies_no_residual(name, monkeypatch):
+    xp, grc, _ = begun(name, SWAPPING[0])
+    written, write = [], type(xp).write
+    monkeypatch.setattr(type(xp), "write", lambda self, out, x: written.append(out) or write(self, out, x))
+    grc.land()
+    assert not written
 
 
 PAIRS = [  # of values and positions that no worker can have sent, k being 2

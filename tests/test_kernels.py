@@ -390,6 +390,71 @@ def test_topk_of_what_a_sample_overrates(lib):
     equal(np.flatnonzero(out.check() == 0).astype(np.int32), expected)
 
 
+def encoders(lib, n, threads, stochastic):
+    """Each kernel that encodes: what it sends, given the addresses of x, residual and out."""
+    rng = np.random.default_rng(3)
+    table = Memory.of(rng.integers(0, 65536, 65536).astype(np.uint16), 2)
+    offsets = Memory.of(rng.integers(0, 65536, 16).astype(np.uint16), 6)
+    for block in (0, 512):
+        bits, scales = Memory(-(-n // 8), np.uint8, 3), Memory(-(-n // (block or max(n, 1))), np.float32, 4)
+        yield (
+            (bits, scales),
+            lambda *at, sent=(bits, scales), block=block, **swap: lib.signs_encode(
+                *at, *map(address, sent), n, block, threads, **swap
+            ),
+        )
+        codes, scales = Memory(n, np.uint8, 3), Memory(-(-n // (block or max(n, 1))), np.float32, 4)
+        noise = (table.address, offsets.address, 65529) if stochastic else (None, None, 0)
+        yield (
+            (codes, scales),
+            lambda *at, sent=(codes, scales), block=block, **swap: lib.ints_encode(
+                *at, *map(address, sent), n, block, 8, *noise, threads, **swap
+            ),
+        )
+    for k in {0, n // 100, n // 3, n}:
+        values, positions = Memory(k, np.float32, 4), Memory(k, np.int32, 8)
+        yield (
+            (values, positions),
+            lambda *at, sent=(values, positions), k=k, **swap: lib.topk_encode(
+                *at, *map(address, sent), n, k, threads, **swap
+            ),
+        )
+
+
+@CASES
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_residual_may_change_places_with_x(lib, n, kind, threads, stochastic):
+    first, last = vector(n, 1, kind), vector(n, 2)
+    if kind == "ties":  # what a sample underrates, so that top-k goes over it again
+        first, last = np.sort(first), np.sort(last)
+    for sent, encode in encoders(lib, n, threads, stochastic):
+        x, residual, out = Memory.of(first, 4), Memory.of(last, 8), Memory(n, np.float32, 4)
+        encode(x.address, residual.address, out.address)
+        expected, left = [each.check().copy() for each in sent], out.check().copy()
+        equal(x.check(), first)
+        encode(x.address, residual.address, residual.address, swap=True)
+        for each, wanted in zip(sent, expected, strict=True):
+            equal(each.check(), wanted)
+        equal(residual.check(), left)
+        equal(x.check(), last)
+
+
+def test_topk_changes_places_also_where_a_sample_misjudges(lib):
+    n, k, v = 300_000, 900, np.full(300_000, 1e-3, np.float32)
+    v[-k - 30_000 :] = np.arange(k + 30_000)
+    for threads in (1, 2):
+        x, residual = Memory.of(v), Memory.of(np.ones(n, np.float32))
+        values, positions = Memory(k, np.float32), Memory(k, np.int32)
+        at = (each.address for each in (x, residual, residual, values, positions))
+        lib.topk_encode(*at, n, k, threads, swap=True)
+        rest, expected = v + 1, topk_oracle(v + 1, k)
+        rest[expected] = 0
+        equal(positions.check(), expected)
+        equal(residual.check(), rest)
+        equal(x.check(), np.ones(n, np.float32))
+
+
 @CASES
 @pytest.mark.parametrize("bound", [0.0, 0.5, 3.0, 1e39])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

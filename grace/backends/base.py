@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate, pairwise
 from typing import Any
 
 from grace.rng import NOISE
@@ -89,9 +90,28 @@ class Backend(ABC):
     def integers(self, x: Array) -> list[Any]:
         """The elements of an integer vector as numbers that may bound a slice (waits for a device)."""
 
+    def nbytes(self, x: Array) -> Any:
+        """Bytes of an array: an int, or a scalar of a graph that knows its first dimension only when it runs."""
+        size: Any = ITEMSIZE[self.dtype(x)]
+        for length in self.shape(x):
+            size = size * (self.integers(self.lengths([x]))[0] if length is None else length)
+        return size
+
     def empty(self, shape: Any, dtype: str = "float32") -> Array:
         """An array of any values, to be written to."""
         return self.zeros(shape, dtype)
+
+    def side_by_side(self, size: int) -> AbstractContextManager[None]:
+        """Inside, each `part` lies behind the last one, if they fit into ``size`` bytes: to join them is free."""
+        return nullcontext()
+
+    def part(self, shape: Any, dtype: str = "float32") -> Array:
+        """As `empty`, for an array that is going to be part of a message."""
+        return self.empty(shape, dtype)
+
+    def joined(self, arrays: Sequence[Array]) -> Array:
+        """uint8[nbytes of all]: their memory, one after the other. Not copied where it lies so already."""
+        return self.concat([self.to_bytes(array) for array in arrays])
 
     def copy(self, x: Array) -> Array:
         """An array of its own with the values of x; x itself where arrays cannot be written to."""
@@ -127,6 +147,11 @@ class Backend(ABC):
 
     @abstractmethod
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array: ...
+
+    def split(self, x: Array, sizes: Sequence[Any]) -> Sequence[Array]:
+        """A vector as consecutive ones of these sizes, which add up to its own."""
+        ends = list(accumulate(sizes, initial=0))
+        return [x[start:stop] for start, stop in pairwise(ends)]
 
     @abstractmethod
     def pad(self, x: Array, n: int) -> Array:

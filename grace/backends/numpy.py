@@ -49,6 +49,9 @@ class NumpyBackend(Backend):
     def shape(self, x: Array) -> tuple[int, ...]:
         return tuple(x.shape)
 
+    def nbytes(self, x: Array) -> Any:
+        return x.nbytes
+
     def lengths(self, arrays: Sequence[Array]) -> Array:
         return np.array([len(x) for x in arrays], np.int64)
 

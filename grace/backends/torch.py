@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import mmap
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,15 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def _octets(size: int) -> Any:
+    return np.empty(size, np.uint8)
+
+
+def _sparse_octets(size: int) -> Any:
+    # What is never written to takes no memory: NumPy would ask for large pages.
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+
 class Pool:
     """Host memory that is used again as soon as nothing refers to it any more.
 
@@ -40,7 +51,8 @@ class Pool:
 
     SMALL = 2**17  # bytes: what the C library keeps by itself
 
-    def __init__(self) -> None:
+    def __init__(self, made: Callable[[int], Any] = _octets) -> None:
+        self._made = made
         self._lock = threading.Lock()
         self._arrays: list[Any] = []
 
@@ -62,7 +74,7 @@ class Pool:
             # More lies idle than is in use: sizes have changed.
             gone = {id(array) for array in free}
             self._arrays = [array for array in self._arrays if id(array) not in gone]
-        array = np.empty(size, np.uint8)
+        array = self._made(size)
         self._arrays.append(array)
         return array
 
@@ -74,6 +86,34 @@ def _references(arrays: list[Any]) -> list[int]:
 (FREE,) = _references([np.empty(1)])
 """References to an array that only a list has: how many counting adds is the interpreter's affair."""
 POOL = Pool()
+SPARSE = Pool(_sparse_octets)
+"""Of arrays that are not going to be filled."""
+
+
+class Room(threading.local):
+    """Memory that is given out from front to back, one for each thread."""
+
+    memory: Array | None = None
+    used = 0
+
+    @contextmanager
+    def of(self, size: int) -> Iterator[None]:
+        self.memory, self.used = SPARSE.empty((size,), torch.uint8), 0
+        try:
+            yield
+        finally:
+            self.memory = None
+
+    def next(self, shape: Sequence[int], dtype: torch.dtype) -> Array | None:
+        """The next array; None if it does not fit, or its elements would not lie as PyTorch wants them."""
+        start, stop = self.used, self.used + math.prod(shape) * dtype.itemsize
+        if self.memory is None or stop > self.memory.shape[0] or start % dtype.itemsize:
+            return None
+        self.used = stop
+        return self.memory[start:stop].view(dtype).view(shape)
+
+
+ROOM = Room()
 
 
 class TorchBackend(Backend):
@@ -123,6 +163,9 @@ class TorchBackend(Backend):
     def shape(self, x: Array) -> tuple[int, ...]:
         return tuple(x.shape)
 
+    def nbytes(self, x: Array) -> Any:
+        return x.nbytes
+
     def lengths(self, arrays: Sequence[Array]) -> Array:
         return torch.tensor([x.shape[0] for x in arrays], dtype=torch.int64, device=self.device)
 
@@ -134,6 +177,30 @@ class TorchBackend(Backend):
         if not self.on_host:
             return torch.empty(shape, dtype=DTYPES[dtype], device=self.device)
         return POOL.empty(shape, DTYPES[dtype])
+
+    def side_by_side(self, size: int) -> AbstractContextManager[None]:
+        return ROOM.of(size) if self.on_host else nullcontext()
+
+    def part(self, shape: Any, dtype: str = "float32") -> Array:
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        found = ROOM.next(shape, DTYPES[dtype]) if self.on_host else None
+        return self.empty(shape, dtype) if found is None else found
+
+    def joined(self, arrays: Sequence[Array]) -> Array:
+        filled = [array for array in arrays if array.numel()]  # what is empty lies nowhere
+        if not filled:
+            return super().joined(arrays)
+        first, storage = filled[0], filled[0].untyped_storage()
+        begin = end = first.data_ptr()
+        for array in filled:
+            if array.data_ptr() != end or not array.is_contiguous():
+                return super().joined(arrays)
+            end += array.nbytes
+        if end > storage.data_ptr() + storage.nbytes():  # others are neighbours by chance
+            return super().joined(arrays)
+        return torch.empty(0, dtype=torch.uint8, device=first.device).set_(
+            storage, begin - storage.data_ptr(), (end - begin,)
+        )
 
     def same_memory(self, x: Array, y: Array) -> bool:
         return x.data_ptr() == y.data_ptr()
@@ -164,6 +231,9 @@ class TorchBackend(Backend):
         out = POOL.empty((sum(array.shape[0] for array in arrays), *arrays[0].shape[1:]), arrays[0].dtype)
         return torch.cat(list(arrays), out=out)
 
+    def split(self, x: Array, sizes: Sequence[Any]) -> Sequence[Array]:
+        return x.split(list(sizes)) if sizes else ()
+
     def pad(self, x: Array, n: int) -> Array:
         return x if x.shape[0] == n else torch.nn.functional.pad(x, (0, n - x.shape[0]))
 
@@ -171,12 +241,16 @@ class TorchBackend(Backend):
         return x.permute(tuple(axes))
 
     def cast(self, x: Array, dtype: str) -> Array:
-        if x.dtype == DTYPES[dtype] or not self.on_host:
+        if x.dtype == DTYPES[dtype]:
+            return x
+        if not self.on_host:
             return x.to(DTYPES[dtype])
         return POOL.empty(x.shape, DTYPES[dtype]).copy_(x)
 
     def bitcast(self, x: Array, dtype: str) -> Array:
         x = x.contiguous()
+        if x.dtype == DTYPES[dtype]:
+            return x
         if x.stride(-1) != 1:  # one element counts as contiguous with any stride, but a view wants it to be 1
             x = x.new_empty(x.shape).copy_(x)
         size = DTYPES[dtype].itemsize

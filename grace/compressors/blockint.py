@@ -70,7 +70,7 @@ class BlockInt(Rounded):
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         rng = ctx.rng("round") if self.unbiased else None
-        codes, scales, left = ctx.xp.kernels.ints_encode(x, residual, self.block_size, self.bits, rng)
+        codes, scales, left = ctx.xp.kernels.ints_encode(x, residual, self.block_size, self.bits, rng, ctx.undo)
         return (codes, scales), left
 
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:

@@ -38,7 +38,7 @@ class EFSignSGD(Blockwise):
         return blocks.scaled(xp, signs, payload[1], self.block)
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        bits, scales, left = ctx.xp.kernels.signs_encode(x, residual, self.block_size)
+        bits, scales, left = ctx.xp.kernels.signs_encode(x, residual, self.block_size, ctx.undo)
         return (bits, scales), left
 
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:

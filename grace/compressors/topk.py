@@ -31,5 +31,6 @@ class TopK(SelectingSparsifier):
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         if self.selector != "exact":
             return None
-        values, positions, left = ctx.xp.kernels.topk_encode(x, residual, kept(self.compress_ratio, ctx.size))
+        k = kept(self.compress_ratio, ctx.size)
+        values, positions, left = ctx.xp.kernels.topk_encode(x, residual, k, ctx.undo)
         return (values, *self.write(positions, ctx)), left

@@ -54,7 +54,8 @@ class Library:
     the dtypes and sizes given, and not change meanwhile. Any address will do, aligned or not. ``n`` is a number of
     elements, 0 too; ``block`` how many share a scale, a multiple of 8, or 0 for all; m = ceil(n / block), of 0 elements
     none. ``residual`` is added to ``x``, if it is given, and v is their sum; ``out`` takes what the payload does not
-    carry of v, if it is given, and may be ``x`` or ``residual``. Beyond 262,144 elements the work is split over
+    carry of v, if it is given, and may be ``x`` or ``residual``. With ``swap`` it must be the residual, if there is
+    one, and x takes what that held, so that it can be had back. Beyond 262,144 elements the work is split over
     ``threads``; the results do not depend on their number. The interpreter's lock is released meanwhile.
     """
 
@@ -67,11 +68,11 @@ class Library:
         self.handle = handle
         self.isa: str = bind("name", result=ctypes.c_char_p)(handle).decode()
         self.path: str = shared._name
-        self._signs_encode = bind("signs_encode", _P, _P, _P, _P, _P, _I, _I, _I)
+        self._signs_encode = bind("signs_encode", _P, _P, _P, _P, _P, _I, _I, _I, _I)
         self._signs_mean = bind("signs_mean", _P, _P, _I, _P, _I, _I, _I)
-        self._ints_encode = bind("ints_encode", _P, _P, _P, _P, _P, _I, _I, _I, _P, _P, _I, _I)
+        self._ints_encode = bind("ints_encode", _P, _P, _P, _P, _P, _I, _I, _I, _P, _P, _I, _I, _I)
         self._ints_mean = bind("ints_mean", _P, _P, _I, _P, _I, _I, _I, _I)
-        self._topk_encode = bind("topk_encode", _P, _P, _P, _P, _P, _I, _I, _I, result=_I)
+        self._topk_encode = bind("topk_encode", _P, _P, _P, _P, _P, _I, _I, _I, _I, result=_I)
         self._threshold_encode = bind("threshold_encode", _P, _P, _P, _F, _P, _P, _I, _I, _I, result=_I)
         self._sparse_mean = bind("sparse_mean", _P, _P, _P, _I, _P, _I, _I, result=_I)
         self._words = bind("words", _I, _I, _I, _I, _P, _I)
@@ -90,12 +91,13 @@ class Library:
         n: int,
         block: int,
         threads: int = 1,
+        swap: bool = False,
     ) -> None:
         """Signs and mean magnitudes, as `grace.compressors.efsignsgd` has them.
 
         x, residual, out: float32[n]; bits: uint8[ceil(n/8)], v >= 0; scales: float32[m]; out = v - (+-scale).
         """
-        self._signs_encode(self.handle, x, residual, out, bits, scales, n, block, threads)
+        self._signs_encode(self.handle, x, residual, out, bits, scales, n, block, swap, threads)
 
     def signs_mean(
         self,
@@ -126,6 +128,7 @@ class Library:
         offsets: Address = None,
         start: int = 0,
         threads: int = 1,
+        swap: bool = False,
     ) -> None:
         """Integers relative to each block's largest magnitude, as `grace.compressors.blockint` has them.
 
@@ -133,7 +136,9 @@ class Library:
         Rounds to nearest without a ``table``, uint16[65536]; with it floor(steps + u), u = (noise + 0.5) / 65536 where
         noise = (table[p % 65536] + offsets[p // 65536 - start // 65536]) % 65536 for the element at p = start + j.
         """
-        self._ints_encode(self.handle, x, residual, out, codes, scales, n, block, bits, table, offsets, start, threads)
+        self._ints_encode(
+            self.handle, x, residual, out, codes, scales, n, block, bits, table, offsets, start, swap, threads
+        )
 
     def ints_mean(
         self,
@@ -161,12 +166,13 @@ class Library:
         n: int,
         k: int,
         threads: int = 1,
+        swap: bool = False,
     ) -> None:
         """The k <= n elements of largest magnitude: exactly those of ``xp.topk(xp.abs(v), k)``.
 
         x, residual, out: float32[n], out is needed; values: float32[k]; positions: int32[k], ascending.
         """
-        if self._topk_encode(self.handle, x, residual, out, values, positions, n, k, threads):
+        if self._topk_encode(self.handle, x, residual, out, values, positions, n, k, swap, threads):
             raise MemoryError("top-k needs memory for about 2 k elements")
 
     def threshold_encode(

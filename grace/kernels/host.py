@@ -11,6 +11,7 @@ from grace.rng import NOISE, Rng
 
 Array = Any
 Pairs = Sequence[tuple[Array, ...]]
+Undo = list[tuple[Array, Array]]
 TABLES = 16  # of noise that are kept: those of the labels and workers of a step
 
 
@@ -26,20 +27,28 @@ def host_kernels(xp: Any) -> HostKernels | None:
 
 
 class HostKernels:
-    """A `Library` for a backend's arrays. x is spent: what is left, where it is asked for, lies in its memory."""
+    """A `Library` for a backend's arrays. x is spent: what is left, where it is asked for, lies in its memory.
+
+    With ``undo``, of a `grace.core.Context`, what is left lies in the residual's own memory instead, and x, which is
+    noted there with it, has what the residual was.
+    """
 
     def __init__(self, xp: Any, library: Library):
         self._xp, self.library, self.isa = xp, library, library.isa
         self._tables: dict[Any, Array] = {}
 
-    def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, Array, Array]:
+    def signs_encode(
+        self, x: Array, residual: Array | None, block: int, undo: Undo | None = None
+    ) -> tuple[Array, Array, Array]:
         """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left (if there is a residual)."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
-        bits, scales = xp.empty(-(-n // 8), "uint8"), xp.empty(_count(n, block))
-        left = None if residual is None else at(x)
-        self.library.signs_encode(at(x), at(residual), left, at(bits), at(scales), n, block, xp.threads)
-        return bits, scales, x
+        bits, scales = xp.part(-(-n // 8), "uint8"), xp.part(_count(n, block))
+        left, swap = (x, False) if undo is None or residual is None else (residual, True)
+        out = None if residual is None else at(left)
+        self.library.signs_encode(at(x), at(residual), out, at(bits), at(scales), n, block, xp.threads, swap)
+        self._note(x, residual, undo)
+        return bits, scales, left
 
     def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
         """Each worker's bits and scales -> float32[n], in ``out`` if it is given."""
@@ -49,13 +58,14 @@ class HostKernels:
         return out
 
     def ints_encode(
-        self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
+        self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None, undo: Undo | None = None
     ) -> tuple[Array, Array, Array]:
         """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], what is left. ``rng``: rounds at random."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
-        codes, scales = xp.empty(-(-n * bits // 8), "uint8"), xp.empty(_count(n, block))
-        left = None if residual is None else at(x)
+        codes, scales = xp.part(-(-n * bits // 8), "uint8"), xp.part(_count(n, block))
+        left, swap = (x, False) if undo is None or residual is None else (residual, True)
+        out = None if residual is None else at(left)
         table = offsets = None
         start = 0
         if rng is not None:
@@ -64,10 +74,12 @@ class HostKernels:
             offsets = xp.empty(last, "int16")
             self.library.noise_table(*rng.keys, last, at(offsets))
             offsets = offsets[first:]
+        noise = at(table), at(offsets), start
         self.library.ints_encode(
-            at(x), at(residual), left, at(codes), at(scales), n, block, bits, at(table), at(offsets), start, xp.threads
+            at(x), at(residual), out, at(codes), at(scales), n, block, bits, *noise, xp.threads, swap
         )
-        return codes, scales, x
+        self._note(x, residual, undo)
+        return codes, scales, left
 
     def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
         """Each worker's codes and scales -> float32[n], in ``out`` if it is given."""
@@ -77,13 +89,17 @@ class HostKernels:
         self.library.ints_mean(codes, scales, len(kept), self._xp.address(out), n, block, bits, self._xp.threads)
         return out
 
-    def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[Array, Array, Array]:
+    def topk_encode(
+        self, x: Array, residual: Array | None, k: int, undo: Undo | None = None
+    ) -> tuple[Array, Array, Array]:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
-        values, positions = xp.empty(k), xp.empty(k, "int32")
-        self.library.topk_encode(at(x), at(residual), at(x), at(values), at(positions), n, k, xp.threads)
-        return values, positions, x
+        values, positions = xp.part(k), xp.part(k, "int32")
+        left, swap = (x, False) if undo is None or residual is None else (residual, True)
+        self.library.topk_encode(at(x), at(residual), at(left), at(values), at(positions), n, k, xp.threads, swap)
+        self._note(x, residual, undo)
+        return values, positions, left
 
     def threshold_encode(self, x: Array, residual: Array | None, bound: float) -> tuple[Array, Array, Array]:
         """float32[n] -> values and positions of all that reach the bound or are not finite, and what is left."""
@@ -148,6 +164,10 @@ class HostKernels:
             self.library.noise_table(*keys, NOISE, self._xp.address(table))
             self._tables[keys] = table
         return self._tables[keys]
+
+    def _note(self, x: Array, residual: Array | None, undo: Undo | None) -> None:
+        if undo is not None and residual is not None:
+            undo.append((residual, x))
 
     def _out(self, out: Array | None, n: int) -> Array:
         return self._xp.empty(n) if out is None else out

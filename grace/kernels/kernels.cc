@@ -19,6 +19,7 @@
 using grace::Found;
 using grace::Loops;
 using grace::Noise;
+using grace::Out;
 
 namespace {
 
@@ -84,6 +85,13 @@ bool streams(const float* x, const float* residual, const float* out, int64_t n)
   return out && out != x && out != residual && n >= streamed && reinterpret_cast<uintptr_t>(out) % 16 == 0;
 }
 
+// How what is left is written; ``swap``: as a residual that changes places with x.
+Out form_of(const float* x, const float* residual, const float* out, int64_t n, int64_t swap) {
+  if (!out) return grace::NONE;
+  if (swap && residual) return grace::SWAPPED;
+  return streams(x, residual, out, n) ? grace::STREAMED : grace::KEPT;
+}
+
 // Pieces of a block larger than one: statistic(begin, size) of all, then, with what `scale` makes of them,
 // emit(begin, size, scale) of all, the last piece first: it may still be in a cache.
 template <class Statistic, class Scale, class Emit>
@@ -124,14 +132,14 @@ API int64_t grace_stream_from(int64_t n) {
 API const char* grace_name(const Loops* loops) { return loops->name; }
 
 API void grace_signs_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* bits,
-                            float* scales, int64_t n, int64_t block, int64_t threads) {
+                            float* scales, int64_t n, int64_t block, int64_t swap, int64_t threads) {
   if (n <= 0) return;
   if (block <= 0 || block > n) block = n;
-  const bool stream = streams(x, residual, out, n);
+  const Out form = form_of(x, residual, out, n, swap);
   if (block <= PIECE)
     return split(n, block, threads, [=](int64_t begin, int64_t end, int64_t) {
       loops->signs_blocks(x + begin, at(residual, begin), at(out, begin), bits + begin / 8, scales + begin / block,
-                          end - begin, block, stream);
+                          end - begin, block, form);
     });
   for (int64_t start = 0, b = 0; start < n; start += block, b++) {
     const int64_t size = std::min(block, n - start);
@@ -147,7 +155,7 @@ API void grace_signs_encode(const Loops* loops, const float* x, const float* res
         },
         [=](int64_t i, int64_t count, float scale) {
           loops->signs_emit(x + start + i, at(residual, start + i), at(out, start + i), bits + (start + i) / 8, scale,
-                            count, stream);
+                            count, form);
         });
   }
 }
@@ -164,16 +172,16 @@ API void grace_signs_mean(const Loops* loops, const uint8_t* const* bits, const 
 
 API void grace_ints_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
                            float* scales, int64_t n, int64_t block, int64_t bits, const uint16_t* table,
-                           const uint16_t* offsets, int64_t start, int64_t threads) {
+                           const uint16_t* offsets, int64_t start, int64_t swap, int64_t threads) {
   if (n <= 0) return;
   if (block <= 0 || block > n) block = n;
-  const bool stream = streams(x, residual, out, n);
+  const Out form = form_of(x, residual, out, n, swap);
   const Noise noise = {table, offsets, start / 65536, start};
   const int width = int(bits);
   if (block <= PIECE)
     return split(n, block, threads, [=](int64_t begin, int64_t end, int64_t) {
       loops->ints_blocks(x + begin, at(residual, begin), at(out, begin), codes + begin * width / 8,
-                         scales + begin / block, end - begin, block, width, &noise, begin, stream);
+                         scales + begin / block, end - begin, block, width, &noise, begin, form);
     });
   for (int64_t from = 0, b = 0; from < n; from += block, b++) {
     in_pieces(
@@ -186,7 +194,7 @@ API void grace_ints_encode(const Loops* loops, const float* x, const float* resi
         },
         [=](int64_t i, int64_t count, float scale) {
           loops->ints_emit(x + from + i, at(residual, from + i), at(out, from + i), codes + (from + i) * width / 8,
-                           scale, count, width, &noise, from + i, stream);
+                           scale, count, width, &noise, from + i, form);
         });
   }
 }
@@ -282,15 +290,15 @@ int32_t keep_largest(Candidates& all, int64_t k, float* out) {
 // out = x + residual with zeros where there are candidates: elements begin .. end whose key reaches the bound, but at
 // most those k that may belong to the k largest. False: no memory.
 bool collect(const Loops* loops, const float* x, const float* residual, float* out, int64_t begin, int64_t end,
-             int32_t bound, int64_t k, int64_t expected, bool stream, Candidates& all) {
+             int32_t bound, int64_t k, int64_t expected, Out form, Candidates& all, int64_t& reached) {
   const int64_t limit = 2 * k + 4096;
-  all.count = 0;
+  all.count = 0, reached = begin;
   if (!all.reserve(std::min(limit, expected + expected / 4 + 1024))) return false;
   while (begin < end) {
     const Found found =
         loops->select(x + begin, at(residual, begin), out + begin, end - begin, bound, INFINITE,
-                      all.values + all.count, all.positions + all.count, all.capacity - all.count, int32_t(begin), stream);
-    begin += found.read;
+                      all.values + all.count, all.positions + all.count, all.capacity - all.count, int32_t(begin), form);
+    begin += found.read, reached = begin;
     all.count += found.count;
     if (begin >= end) break;
     if (all.capacity < limit) {
@@ -304,7 +312,7 @@ bool collect(const Loops* loops, const float* x, const float* residual, float* o
 
 // Keys of a sample spread over x + residual, descending.
 std::vector<int32_t> sample(const float* x, const float* residual, int64_t n) {
-  const int64_t size = std::min<int64_t>(n, std::clamp<int64_t>(n / 64, 1024, 65536));
+  const int64_t size = std::min<int64_t>(n, std::clamp<int64_t>(n / 256, 1024, 65536));
   std::vector<int32_t> keys;
   keys.resize(size_t(size));
   uint32_t state = 0x9E3779B9;
@@ -321,59 +329,73 @@ std::vector<int32_t> sample(const float* x, const float* residual, int64_t n) {
 
 // 0, or -2 if there is no memory.
 API int64_t grace_topk_encode(const Loops* loops, const float* x, const float* residual, float* out, float* values,
-                              int32_t* positions, int64_t n, int64_t k, int64_t threads) try {
+                              int32_t* positions, int64_t n, int64_t k, int64_t swap, int64_t threads) {
   if (n <= 0) return 0;
   k = std::clamp<int64_t>(k, 0, n);
-  bool stream = streams(x, residual, out, n);
+  Out form = form_of(x, residual, out, n, swap);
   threads = n > ALONE && threads > 1 ? std::min<int64_t>(threads, 64) : 1;
   static thread_local Candidates kept_scratch;
-  std::vector<Candidates> own(size_t(threads - 1));
-  const auto scratch = [&](int64_t t) -> Candidates& { return t ? own[size_t(t - 1)] : kept_scratch; };
+  const bool swapped = form == grace::SWAPPED;
+  const float* const spent = x;
+  int64_t begun[64] = {}, reached[64] = {};  // by the first pass of each thread
+  const auto fail = [&] {
+    for (int64_t t = 0; swapped && t < 64; t++)
+      memcpy(reinterpret_cast<char*>(out) + begun[t] * 4, reinterpret_cast<const char*>(spent) + begun[t] * 4,
+             size_t(reached[t] - begun[t]) * 4);
+    return int64_t(-2);
+  };
+  try {
+    std::vector<Candidates> own(size_t(threads - 1));
+    const auto scratch = [&](int64_t t) -> Candidates& { return t ? own[size_t(t - 1)] : kept_scratch; };
 
-  std::vector<int32_t> keys = sample(x, residual, n);
-  const double share = double(k) / double(n), expected_rank = share * double(keys.size());
-  double rank = expected_rank + 3 * std::max(1.0, __builtin_sqrt(expected_rank * (1 - share))) + 1;
-  for (;; rank *= 2) {
-    int32_t bound = 0;
-    int64_t expected = n;
-    if (k == 0) {
-      bound = INT32_MAX, expected = 0;
-    } else if (rank < double(keys.size())) {
-      std::nth_element(keys.begin(), keys.begin() + int64_t(rank), keys.end(), std::greater<int32_t>());
-      bound = keys[size_t(rank)];
-      expected = int64_t(rank / double(keys.size()) * double(n));
-    }
-    bool failed[64] = {};
-    split(n, 4096, threads, [&](int64_t begin, int64_t end, int64_t t) {
-      failed[t] = !collect(loops, x, residual, out, begin, end, bound, k, expected / threads, stream, scratch(t));
-    });
-    for (const bool each : failed)
-      if (each) return -2;
-    int64_t count = kept_scratch.count;
-    for (const auto& each : own) count += each.count;
-    if (count >= k || bound == 0) {
-      if (!kept_scratch.reserve(count)) return -2;
-      for (const auto& each : own) {
-        if (!each.count) continue;
-        memcpy(kept_scratch.values + kept_scratch.count, each.values, size_t(each.count) * 4);
-        memcpy(kept_scratch.positions + kept_scratch.count, each.positions, size_t(each.count) * 4);
-        kept_scratch.count += each.count;
+    std::vector<int32_t> keys = sample(x, residual, n);
+    const double share = double(k) / double(n), expected_rank = share * double(keys.size());
+    double rank = expected_rank + 3 * std::max(1.0, __builtin_sqrt(expected_rank * (1 - share))) + 1;
+    for (;; rank *= 2) {
+      int32_t bound = 0;
+      int64_t expected = n;
+      if (k == 0) {
+        bound = INT32_MAX, expected = 0;
+      } else if (rank < double(keys.size())) {
+        std::nth_element(keys.begin(), keys.begin() + int64_t(rank), keys.end(), std::greater<int32_t>());
+        bound = keys[size_t(rank)];
+        expected = int64_t(rank / double(keys.size()) * double(n));
       }
-      keep_largest(kept_scratch, k, out);
-      if (k) {
-        memcpy(values, kept_scratch.values, size_t(k) * 4);
-        memcpy(positions, kept_scratch.positions, size_t(k) * 4);
+      bool failed[64] = {};
+      split(n, 4096, threads, [&](int64_t begin, int64_t end, int64_t t) {
+        int64_t again = 0;
+        if (residual) begun[t] = begin;
+        failed[t] = !collect(loops, x, residual, out, begin, end, bound, k, expected / threads, form, scratch(t),
+                             residual ? reached[t] : again);
+      });
+      for (const bool each : failed)
+        if (each) return fail();
+      int64_t count = kept_scratch.count;
+      for (const auto& each : own) count += each.count;
+      if (count >= k || bound == 0) {
+        if (!kept_scratch.reserve(count)) return fail();
+        for (const auto& each : own) {
+          if (!each.count) continue;
+          memcpy(kept_scratch.values + kept_scratch.count, each.values, size_t(each.count) * 4);
+          memcpy(kept_scratch.positions + kept_scratch.count, each.positions, size_t(each.count) * 4);
+          kept_scratch.count += each.count;
+        }
+        keep_largest(kept_scratch, k, out);
+        if (k) {
+          memcpy(values, kept_scratch.values, size_t(k) * 4);
+          memcpy(positions, kept_scratch.positions, size_t(k) * 4);
+        }
+        if (kept_scratch.capacity > MOST_KEPT) kept_scratch.release();
+        return 0;
       }
-      if (kept_scratch.capacity > MOST_KEPT) kept_scratch.release();
-      return 0;
+      // Too few: everything goes back, and from now on out is what is read.
+      for (int64_t t = 0; t < threads; t++)
+        for (int64_t i = 0; i < scratch(t).count; i++) set(out, scratch(t).positions[i], scratch(t).values[i]);
+      x = out, residual = nullptr, form = grace::KEPT;
     }
-    // Too few: everything goes back, and from now on out is what is read.
-    for (int64_t t = 0; t < threads; t++)
-      for (int64_t i = 0; i < scratch(t).count; i++) set(out, scratch(t).positions[i], scratch(t).values[i]);
-    x = out, residual = nullptr, stream = false;
+  } catch (const std::bad_alloc&) {
+    return fail();
   }
-} catch (const std::bad_alloc&) {
-  return -2;
 }
 
 // ---- threshold -------------------------------------------------------------------------------------------------------
@@ -382,14 +404,14 @@ namespace {
 
 // How many of begin .. end are chosen. The first `capacity` are written; if there are more, out has them all back.
 int64_t choose(const Loops* loops, const float* x, const float* residual, float* out, int64_t begin, int64_t end,
-               int32_t bound, float* values, int32_t* positions, int64_t capacity, bool stream) {
+               int32_t bound, float* values, int32_t* positions, int64_t capacity, Out form) {
   constexpr int64_t CHUNK = 4096;
   float chosen[CHUNK + 16];
   int32_t where[CHUNK + 16];
   int64_t count = 0;
   for (int64_t i = begin; i < end; i += CHUNK) {
     const int64_t found = loops->select(x + i, at(residual, i), at(out, i), std::min(CHUNK, end - i), bound, MAGNITUDE,
-                                        chosen, where, CHUNK + 16, int32_t(i), stream).count;
+                                        chosen, where, CHUNK + 16, int32_t(i), form).count;
     const int64_t fit = std::clamp<int64_t>(capacity - count, 0, found);
     if (fit) {
       memcpy(reinterpret_cast<char*>(values) + 4 * count, chosen, size_t(fit) * 4);
@@ -411,14 +433,14 @@ API int64_t grace_threshold_encode(const Loops* loops, const float* x, const flo
                                    float* values, int32_t* positions, int64_t capacity, int64_t n, int64_t threads) {
   if (n <= 0) return 0;
   const int32_t least = bound > 0 ? bits_of(bound) : 0;
-  const bool stream = streams(x, residual, out, n);
+  const Out form = form_of(x, residual, out, n, 0);
   if (threads > 1 && n > ALONE && capacity >= 4096) {  // each thread fills its share of the capacity
     threads = std::min<int64_t>(threads, 64);
     const int64_t share = capacity / threads;
     int64_t counts[64] = {};
     split(n, 4096, threads, [&](int64_t begin, int64_t end, int64_t t) {
       counts[t] = choose(loops, x, residual, out, begin, end, least, values + t * share, positions + t * share, share,
-                         stream);
+                         form);
     });
     int64_t count = 0;
     const bool fits = *std::max_element(counts, counts + threads) <= share;
@@ -434,7 +456,7 @@ API int64_t grace_threshold_encode(const Loops* loops, const float* x, const flo
     if (fits || count > capacity) return count;
     if (out) x = out, residual = nullptr;  // they fit, but unevenly: once more, one after the other
   }
-  const int64_t count = choose(loops, x, residual, out, 0, n, least, values, positions, capacity, stream);
+  const int64_t count = choose(loops, x, residual, out, 0, n, least, values, positions, capacity, form);
   if (count > capacity) put_back(out, values, positions, capacity);
   return count;
 }

@@ -19,28 +19,32 @@ struct Found {
   int64_t count;  // of these written to values and positions
 };
 
+// What becomes of what the payload does not carry: it is not asked for; it goes to `out`; it goes there past the caches;
+// it goes to the residual's own memory, which is `out`, and what was there goes to x.
+enum Out { NONE, KEPT, STREAMED, SWAPPED };
+
 // x, residual, out: float32; residual may be null. `stream`: write past the caches. Ranges of elements and pointers to
 // packed bytes begin at whole bytes. No alignment is assumed.
 struct Loops {
   const char* name;
   double (*signs_total)(const float* x, const float* residual, int64_t n);
   void (*signs_emit)(const float* x, const float* residual, float* out, uint8_t* bits, float scale, int64_t n,
-                     bool stream);
+                     Out form);
   void (*signs_blocks)(const float* x, const float* residual, float* out, uint8_t* bits, float* scales, int64_t n,
-                       int64_t block, bool stream);
+                       int64_t block, Out form);
   void (*signs_sum)(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out, int64_t begin,
                     int64_t end, int64_t block, bool stream);
   int32_t (*ints_largest)(const float* x, const float* residual, int64_t n);
   void (*ints_emit)(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n, int bits,
-                    const Noise* noise, int64_t first, bool stream);
+                    const Noise* noise, int64_t first, Out form);
   void (*ints_blocks)(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
-                      int64_t block, int bits, const Noise* noise, int64_t first, bool stream);
+                      int64_t block, int bits, const Noise* noise, int64_t first, Out form);
   void (*ints_sum)(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out, int64_t begin,
                    int64_t end, int64_t block, int bits, bool stream);
   // Elements whose key, the bits of their magnitude as an integer but at most `cap`, reaches `bound`: to values and
   // positions (first + index), and a zero in their place in out (may be null). Stops when fewer than 16 places are free.
   Found (*select)(const float* x, const float* residual, float* out, int64_t n, int32_t bound, int32_t cap, float* values,
-                  int32_t* positions, int64_t capacity, int32_t first, bool stream);
+                  int32_t* positions, int64_t capacity, int32_t first, Out form);
   void (*divide)(const float* x, float* out, int64_t n, int64_t divisor, bool stream);
   void (*words)(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* out);
   void (*noise)(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out);
@@ -65,16 +69,16 @@ extern const Loops loops_avx512;
 // Of the C interface (kernels.cc, described in __init__.py), what tensorflow_ops.cc uses.
 extern "C" {
 void grace_signs_encode(const grace::Loops* loops, const float* x, const float* residual, float* out, uint8_t* bits,
-                        float* scales, int64_t n, int64_t block, int64_t threads);
+                        float* scales, int64_t n, int64_t block, int64_t swap, int64_t threads);
 void grace_signs_mean(const grace::Loops* loops, const uint8_t* const* bits, const float* const* scales,
                       int64_t workers, float* out, int64_t n, int64_t block, int64_t threads);
 void grace_ints_encode(const grace::Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
                        float* scales, int64_t n, int64_t block, int64_t bits, const uint16_t* table,
-                       const uint16_t* offsets, int64_t start, int64_t threads);
+                       const uint16_t* offsets, int64_t start, int64_t swap, int64_t threads);
 void grace_ints_mean(const grace::Loops* loops, const uint8_t* const* codes, const float* const* scales,
                      int64_t workers, float* out, int64_t n, int64_t block, int64_t bits, int64_t threads);
 int64_t grace_topk_encode(const grace::Loops* loops, const float* x, const float* residual, float* out, float* values,
-                          int32_t* positions, int64_t n, int64_t k, int64_t threads);
+                          int32_t* positions, int64_t n, int64_t k, int64_t swap, int64_t threads);
 int64_t grace_sparse_mean(const grace::Loops* loops, const float* const* values, const int32_t* const* positions,
                           const int64_t* counts, int64_t workers, float* out, int64_t n, int64_t threads);
 }

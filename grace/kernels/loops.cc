@@ -24,8 +24,8 @@ namespace {
 
 using grace::Found;
 using grace::Noise;
-
-enum Out { NONE, KEPT, STREAMED };
+using grace::Out;
+using grace::NONE, grace::KEPT, grace::STREAMED, grace::SWAPPED;
 
 template <bool RESIDUAL>
 INLINE F value(const float* x, const float* residual, int64_t i) {
@@ -37,6 +37,19 @@ template <bool RESIDUAL>
 INLINE F value_some(const float* x, const float* residual, int64_t i, int64_t count) {
   if constexpr (RESIDUAL) return load_some(x + i, count) + load_some(residual + i, count);
   return load_some(x + i, count);
+}
+
+// Writes what is left, as OUT says.
+template <Out OUT>
+INLINE void leave(const float* x, const float* residual, float* out, int64_t i, F left) {
+  if constexpr (OUT == SWAPPED) store(const_cast<float*>(x) + i, load(residual + i));
+  if constexpr (OUT != NONE) put<OUT == STREAMED>(out + i, left);
+}
+
+template <Out OUT>
+INLINE void leave_some(const float* x, const float* residual, float* out, int64_t i, F left, int64_t count) {
+  if constexpr (OUT == SWAPPED) store_some(const_cast<float*>(x) + i, load_some(residual + i, count), count);
+  if constexpr (OUT != NONE) store_some(out + i, left, count);
 }
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -51,13 +64,15 @@ INLINE void prefetch(const float* x, const float* residual, int64_t i) {
 // How far ahead, for blocks of n; large ones leave that cache before they are needed.
 INLINE int64_t distance(int64_t n) { return n > 8192 ? 0 : n > 2048 ? n : 2048; }
 
-// Calls f<RESIDUAL, OUT>(...) for what is given.
-#define FORMS(f, ...)                                                      \
-  (!residual                                                               \
-       ? (!out ? f<false, NONE>(__VA_ARGS__)                               \
-               : stream ? f<false, STREAMED>(__VA_ARGS__) : f<false, KEPT>(__VA_ARGS__)) \
-       : (!out ? f<true, NONE>(__VA_ARGS__)                                \
-               : stream ? f<true, STREAMED>(__VA_ARGS__) : f<true, KEPT>(__VA_ARGS__)))
+// Calls f<RESIDUAL, OUT>(...) for what is given; nothing is swapped with a residual that is not there.
+#define FORMS(f, ...)                                               \
+  (!residual ? (form == NONE       ? f<false, NONE>(__VA_ARGS__)    \
+                : form == STREAMED ? f<false, STREAMED>(__VA_ARGS__) \
+                                   : f<false, KEPT>(__VA_ARGS__))   \
+             : (form == NONE       ? f<true, NONE>(__VA_ARGS__)     \
+                : form == STREAMED ? f<true, STREAMED>(__VA_ARGS__) \
+                : form == SWAPPED  ? f<true, SWAPPED>(__VA_ARGS__)  \
+                                   : f<true, KEPT>(__VA_ARGS__)))
 
 // ---- signs -----------------------------------------------------------------------------------------------------------
 
@@ -80,7 +95,7 @@ INLINE void signs_emit_to(const float* x, const float* residual, float* out, uin
     const F v = value<RESIDUAL>(x, residual, i);
     const M m = not_below_zero(v);
     write(reinterpret_cast<uint16_t*>(bits + i / 8), 0, uint16_t(bits_of(m)));
-    if constexpr (OUT != NONE) put<OUT == STREAMED>(out + i, v - pick(m, plus, minus));
+    leave<OUT>(x, residual, out, i, v - pick(m, plus, minus));
   }
   if (i < n) {
     const F v = value_some<RESIDUAL>(x, residual, i, n - i);
@@ -88,7 +103,7 @@ INLINE void signs_emit_to(const float* x, const float* residual, float* out, uin
     const uint32_t some = bits_of(m) & ((1u << (n - i)) - 1);
     bits[i / 8] = uint8_t(some);
     if (n - i > 8) bits[i / 8 + 1] = uint8_t(some >> 8);
-    if constexpr (OUT != NONE) store_some(out + i, v - pick(m, plus, minus), n - i);
+    leave_some<OUT>(x, residual, out, i, v - pick(m, plus, minus), n - i);
   }
 }
 
@@ -109,13 +124,13 @@ double signs_total(const float* x, const float* residual, int64_t n) {
   return residual ? signs_total_of<true>(x, residual, n) : signs_total_of<false>(x, residual, n);
 }
 
-void signs_emit(const float* x, const float* residual, float* out, uint8_t* bits, float scale, int64_t n, bool stream) {
+void signs_emit(const float* x, const float* residual, float* out, uint8_t* bits, float scale, int64_t n, Out form) {
   FORMS(signs_emit_to, x, residual, out, bits, scale, n);
-  if (stream) fence();
+  if (form == STREAMED) fence();
 }
 
 void signs_blocks(const float* x, const float* residual, float* out, uint8_t* bits, float* scales, int64_t n,
-                  int64_t block, bool stream) {
+                  int64_t block, Out form) {
   FORMS(signs_blocks_to, x, residual, out, bits, scales, n, block);
 }
 
@@ -199,7 +214,7 @@ OUTLINE void ints_emit_as(const float* x, const float* residual, float* out, uin
     const F steps = v / divisor * tops;
     const I code = RANDOM ? down(steps + uniform(table, offset)) : nearest(steps);
     to_codes<BITS>(codes + i * BITS / 8, code);
-    if constexpr (OUT != NONE) put<OUT == STREAMED>(out + i, v - relative<BITS>(to_float(code)) * scales);
+    leave<OUT>(x, residual, out, i, v - relative<BITS>(to_float(code)) * scales);
   };
   int64_t i = 0;
   while (i + W <= n) {  // as far as one offset reaches
@@ -225,7 +240,7 @@ OUTLINE void ints_emit_as(const float* x, const float* residual, float* out, uin
     uint8_t bytes[W];
     to_codes<BITS>(bytes, code);
     memcpy(codes + i * BITS / 8, bytes, size_t((count * BITS + 7) / 8));  // what is missing is 0 / scale, code 0
-    if constexpr (OUT != NONE) store_some(out + i, v - relative<BITS>(to_float(code)) * scales, count);
+    leave_some<OUT>(x, residual, out, i, v - relative<BITS>(to_float(code)) * scales, count);
   }
 }
 
@@ -265,13 +280,13 @@ int32_t ints_largest(const float* x, const float* residual, int64_t n) {
 }
 
 void ints_emit(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n, int bits,
-               const Noise* noise, int64_t first, bool stream) {
+               const Noise* noise, int64_t first, Out form) {
   FORMS(ints_emit_to, x, residual, out, codes, scale, n, bits, *noise, first);
-  if (stream) fence();
+  if (form == STREAMED) fence();
 }
 
 void ints_blocks(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
-                 int64_t block, int bits, const Noise* noise, int64_t first, bool stream) {
+                 int64_t block, int bits, const Noise* noise, int64_t first, Out form) {
   FORMS(ints_blocks_to, x, residual, out, codes, scales, n, block, bits, *noise, first);
 }
 
@@ -333,7 +348,7 @@ INLINE Found select_to(const float* x, const float* residual, float* out, int64_
   for (; i + W <= n && capacity - count >= W; i += W) {
     const F v = value<RESIDUAL>(x, residual, i);
     const M m = at_least(smaller(magnitude_bits(v), caps), bounds);
-    if constexpr (OUT != NONE) put<OUT == STREAMED>(out + i, clear(m, v));
+    leave<OUT>(x, residual, out, i, clear(m, v));
     count += compact(m, v, first + int32_t(i), values + count, positions + count);
   }
   if (i + W > n && capacity - count >= W) {
@@ -348,6 +363,7 @@ INLINE Found select_to(const float* x, const float* residual, float* out, int64_
         write(values, count, v);
         write(positions, count++, first + int32_t(i));
       }
+      if constexpr (OUT == SWAPPED) write(const_cast<float*>(x), i, read(residual, i));
       if constexpr (OUT != NONE) write(out, i, chosen ? 0.0f : v);
     }
   }
@@ -356,7 +372,7 @@ INLINE Found select_to(const float* x, const float* residual, float* out, int64_
 }
 
 Found select(const float* x, const float* residual, float* out, int64_t n, int32_t bound, int32_t cap, float* values,
-             int32_t* positions, int64_t capacity, int32_t first, bool stream) {
+             int32_t* positions, int64_t capacity, int32_t first, Out form) {
   return FORMS(select_to, x, residual, out, n, bound, cap, values, positions, capacity, first);
 }
 

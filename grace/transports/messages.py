@@ -120,9 +120,11 @@ class MessageTransport(Transport):
         xp = self.xp
         arrays = [(array, item.op == "mean") for item in items for array in item.arrays]
         waits: dict[str, Wait] = {}
+        sizes: dict[str, list[Any]] = {}
         divided: set[str] = set()  # dtypes whose buffers hold means already, or are divided as a whole
         for dtype in dict.fromkeys(xp.dtype(array) for array, _ in arrays):
             mine = [(xp.reshape(array, (-1,)), mean) for array, mean in arrays if xp.dtype(array) == dtype]
+            sizes[dtype] = [self._length(array) for array, _ in mine]
             if ITEMSIZE[dtype] == 2:  # half precision overflows in the sum: divide first
                 mine = [(array / self.size if mean else array, False) for array, mean in mine]
             parts = [array for array, _ in mine]
@@ -134,20 +136,22 @@ class MessageTransport(Transport):
                 divided.add(dtype)
 
         def finish() -> list[Any]:
-            rest = {dtype: wait() for dtype, wait in waits.items()}
+            parts = {dtype: iter(xp.split(wait(), sizes[dtype])) for dtype, wait in waits.items()}
             reduced = []
             for array, mean in arrays:
                 dtype, shape = xp.dtype(array), xp.shape(array)
-                # A graph may know the length of a vector only when it runs; it is the same on all workers.
-                (size,) = xp.integers(xp.lengths([array])) if None in shape else (math.prod(shape),)
-                found = rest[dtype][:size]
-                rest[dtype] = rest[dtype][size:]
+                found = next(parts[dtype])
                 if mean and dtype not in divided:
                     found = xp.divide_in(found, self.size)
                 reduced.append(xp.reshape(found, (-1,) if None in shape else shape))
             return [tuple(reduced[part]) for part in _slices(items)]
 
         return finish
+
+    def _length(self, x: Array) -> Any:
+        # A graph may know the length of a vector only when it runs; it is the same on all workers.
+        (n,) = self.xp.shape(x)
+        return self.xp.integers(self.xp.lengths([x]))[0] if n is None else n
 
     def _reduce_buffer(self, buffer: Array, op: str, mean: bool, tag: str) -> Wait:
         if self.xp.shape(buffer)[0] == 0:
@@ -201,7 +205,7 @@ class MessageTransport(Transport):
     def _pack(self, arrays: Any) -> tuple[Array, Layout]:
         xp, arrays = self.xp, list(arrays)
         layout = [(xp.dtype(array), xp.shape(array)) for array in arrays]
-        return xp.concat([xp.to_bytes(array) for array in arrays]) if arrays else xp.zeros((0,), "uint8"), layout
+        return xp.joined(arrays) if arrays else xp.zeros((0,), "uint8"), layout
 
     def _unpack(self, buffer: Array, layout: Layout, sender: int) -> tuple[Array, ...]:
         needed, (size,) = sum(_nbytes(dtype, shape) for dtype, shape in layout), self.xp.shape(buffer)
@@ -210,13 +214,8 @@ class MessageTransport(Transport):
         return self._cut(buffer, layout)
 
     def _cut(self, buffer: Array, layout: Layout) -> tuple[Array, ...]:
-        arrays = []
-        start: Any = 0
-        for dtype, shape in layout:
-            stop = start + _nbytes(dtype, shape)
-            arrays.append(self.xp.from_bytes(buffer[start:stop], dtype, shape))
-            start = stop
-        return tuple(arrays)
+        parts = self.xp.split(buffer, [_nbytes(dtype, shape) for dtype, shape in layout])
+        return tuple(self.xp.from_bytes(part, *form) for part, form in zip(parts, layout, strict=True))
 
     def _pack_ragged(self, items: Sequence[Gather | Broadcast]) -> tuple[Array, Layout]:
         # The buffer begins with the lengths of its arrays, so a receiver needs no other worker's layout.

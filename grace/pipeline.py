@@ -15,7 +15,7 @@ from grace.backends import Backend, backend_of
 from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
 from grace.core import Array, Communicator, Context, Memory, Method, Program, State, Transport, name_of
-from grace.execution import Mean, apart, as_array
+from grace.execution import Mean, Rest, apart, as_array
 from grace.flight import Flight
 from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
@@ -625,7 +625,7 @@ class Grace:
                 state = {key: cell.read() for key, cell in cells.items()}
                 mean, state = self.method.memory.finish_dense(mean, state, self._context(unit, self._step.read()))
             absent = all(counts.get(tensor.name) == 0 for tensor in unit.tensors)
-            ok = None
+            ok, parted = None, False
             if (cells or policy != "poison") and not absent:
                 # What was kept may make a mean larger than float16 holds. A row of it only its own worker could judge.
                 narrow = unit.narrow and not self.communicator.scattered
@@ -638,9 +638,11 @@ class Grace:
                 if policy == "raise":
                     xp.require(ok, f"the mean gradient of {unit.name!r} is not finite on any worker")
                 for key, cell in cells.items():
-                    self._keep(cell, ok, state[key], x)
+                    parted |= self._keep(cell, ok, state[key], x)
             # Only now, since what was not sent may be where the mean belongs.
-            if isinstance(mean, Mean):
+            if parted:
+                mean = x
+            elif isinstance(mean, Mean):
                 mean = mean.into(x) if xp.mutable else mean.array()
             if policy == "zero" and ok is not None:
                 mean = xp.choose(ok, mean, xp.zeros(xp.shape(mean), unit.dtype))
@@ -662,14 +664,20 @@ class Grace:
         units = [*(unit.name for unit in flat), *flight.results]
         return means, self._meter.count(units, asked, self.transport.group_rank, sizes)
 
-    def _keep(self, cell: Any, ok: Array, new: Array, x: Array) -> None:
+    def _keep(self, cell: Any, ok: Array, new: Array | Rest, x: Array) -> bool:
+        # Whether x holds the mean now.
         old = cell.read()
         if new is old:
-            return
+            return False
+        if isinstance(new, Rest):
+            if ok:
+                new.into(old)
+            return bool(ok) and self.xp.same_memory(new.x, x) and self.xp.shape(new.x) == self.xp.shape(x)
         if self.xp.mutable and self.xp.overlap(new, x):
             self.xp.write(old, self.xp.choose(ok, new, old))  # x is wanted for the mean
         else:
             cell.assign(self.xp.choose(ok, new, old))
+        return False
 
     def _counts(self, flight: Flight, units: Iterable[Unit]) -> dict[str, float]:
         # How many workers had a gradient; looked at (a device waits) only for what this worker lacks.

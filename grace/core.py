@@ -191,6 +191,18 @@ class Compressor(ABC):
         """float32[n]: what of ``x`` the payload does not carry. x is spent: its memory may be reused."""
         return ctx.xp.subtract_from(x, self.decompress(payload, ctx))
 
+    def part(self, x: Array, payload: Payload, rest: Array, ctx: Context) -> None:
+        """x becomes what the payload carries, and float32[n] ``rest`` its `residual`.
+
+        For toolkits whose arrays can be written to.
+        """
+        xp = ctx.xp
+        xp.write(rest, x)
+        left = self.residual(rest, payload, ctx)
+        if not xp.same_memory(left, rest):
+            xp.write(rest, left)
+        self.decompress_into(x, payload, ctx)
+
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         """All workers' payloads, in rank order -> float32[n], the mean. One dense buffer, whatever their number."""
         (total,) = execution.apart((self.decompress(payloads[0], ctx),), payloads[0], ctx.xp)
@@ -309,15 +321,21 @@ class Method:
     def init(self, ctx: Context) -> State:
         return join(memory=self.memory.init(ctx), compressor=self.compressor.init(ctx))
 
-    def encode(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        """compensate -> compress -> update. x is spent: its memory may be reused, also for the next state."""
+    def encode(self, x: Array, state: State, ctx: Context, late: bool = False) -> Program[tuple[Payload, State]]:
+        """compensate -> compress -> update. x is spent: its memory may be reused, also for the next state.
+
+        ``late``: a residual may come as a `grace.execution.Rest`, to be worked out where it is kept.
+        """
         done = execution.encode(self, x, state, ctx)
         if done is not None:
             return done
         x, memory = yield from run(self.memory.compensate(x, scope(state, "memory"), ctx))
         payload, kept = yield from run(self.compressor.compress(x, scope(state, "compressor"), ctx))
         payload = execution.apart(payload, (x,), ctx.xp)
-        memory = self.memory.update(x, payload, self.compressor, memory, ctx)
+        if late and self.memory.plain and "residual" in memory and ctx.xp.piece:
+            memory = {"residual": execution.Rest(self.compressor, x, payload, ctx)}
+        else:
+            memory = self.memory.update(x, payload, self.compressor, memory, ctx)
         return payload, join(memory=memory, compressor=kept)
 
     @property

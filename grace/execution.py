@@ -143,6 +143,20 @@ class Mean:
         )
 
 
+class Rest:
+    """What a payload does not carry of x, not worked out yet: x is parted where each of the two belongs.
+
+    Until then x and the payload stay as they are.
+    """
+
+    def __init__(self, compressor: Compressor, x: Array, payload: Payload, ctx: Context):
+        self.x, self._compressor, self._payload, self._ctx = x, compressor, payload, ctx
+
+    def into(self, out: Array) -> None:
+        """It is written to float32[n] ``out``, and x becomes what the payload carries."""
+        self._compressor.part(self.x, self._payload, out, self._ctx)
+
+
 def as_array(mean: Array | Mean) -> Array:
     """A mean as float32[n], decoded if it is not yet."""
     return mean.array() if isinstance(mean, Mean) else mean

@@ -15,7 +15,7 @@ from grace.backends import Backend, backend_of
 from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
 from grace.core import Array, Communicator, Context, Memory, Method, Program, State, Transport, name_of
-from grace.execution import Mean, apart, as_array
+from grace.execution import Mean, Rest, apart, as_array
 from grace.flight import Flight
 from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
@@ -635,7 +635,7 @@ class Grace:
                 state = {key: cell.read() for key, cell in cells.items()}
                 mean, state = self.method.memory.finish_dense(mean, state, self._context(unit, self._step.read()))
             absent = all(counts.get(tensor.name) == 0 for tensor in unit.tensors)
-            ok = None
+            ok, parted = None, False
             if self._judged(unit, levels) and not absent:
                 seen = marks.get(unit)
                 if seen is None:
@@ -648,12 +648,14 @@ class Grace:
                 if policy == "raise":
                     xp.require(ok, f"the mean gradient of {unit.name!r} is not finite on any worker")
                 for key, cell in cells.items():
-                    self._keep(cell, ok, state[key], x)
+                    parted |= self._keep(cell, ok, state[key], x)
             noted = self._undo.pop(unit.name, [])
             if noted and (ok is None or not ok):
                 self._restore(noted)
             # Only now, since what was not sent may be where the mean belongs.
-            if isinstance(mean, Mean):
+            if parted:
+                mean = x
+            elif isinstance(mean, Mean):
                 mean = mean.into(x) if xp.mutable else mean.array()
             if policy == "zero" and ok is not None:
                 mean = xp.choose(ok, mean, xp.zeros(xp.shape(mean), unit.dtype))
@@ -701,14 +703,20 @@ class Grace:
         ok = self.xp.finite(self.xp.concat([array for each in marks.values() for array in each]))
         return ok if ok else None
 
-    def _keep(self, cell: Any, ok: Array, new: Array, x: Array) -> None:
+    def _keep(self, cell: Any, ok: Array, new: Array | Rest, x: Array) -> bool:
+        # Whether x holds the mean now.
         old = cell.read()
         if new is old:
-            return
+            return False
+        if isinstance(new, Rest):
+            if ok:
+                new.into(old)
+            return bool(ok) and self.xp.same_memory(new.x, x) and self.xp.shape(new.x) == self.xp.shape(x)
         if self.xp.mutable and self.xp.overlap(new, x):
             self.xp.write(old, self.xp.choose(ok, new, old))  # x is wanted for the mean
         else:
             cell.assign(self.xp.choose(ok, new, old))
+        return False
 
     def _restore(self, noted: list[tuple[Array, Array]]) -> None:
         for residual, last in reversed(noted):

@@ -186,22 +186,40 @@ def test_spent_arguments(ops):
     assert equal(ops(lambda xp, x, i, v: xp.put(own(xp, x), i, v), x, places, f32([1, 2, 3])), expected)
 
 
-def test_products_of_factors(ops):
-    p, q = mixed(30, special=False).reshape(10, 3), mixed(21, seed=1, special=False).reshape(3, 7)
-    x = mixed(70, seed=2, special=False)
+@pytest.fixture(params=["kernels", "plain", "plain, many threads"])
+def products(request, monkeypatch):
+    monkeypatch.setenv("GRACE_KERNELS", "on" if request.param == "kernels" else "off")
+    if request.param == "plain, many threads":
+        monkeypatch.setattr("grace.backends.torch.MANY", 1)
+
+
+MATRICES = [(10, 7, 3), (700, 401, 4), (3, 140_000, 2), (5, 1, 1)]  # the second and third are more than one part
+
+
+@pytest.mark.parametrize(("a", "b", "r"), MATRICES)
+def test_products_of_factors(ops, products, a, b, r):
+    p, q = mixed(a * r, special=False).reshape(a, r), mixed(r * b, seed=1, special=False).reshape(r, b)
+    x, product = mixed(a * b, seed=2, special=False), (p.astype(float) @ q).reshape(-1)
     own = lambda xp, x: x if xp.traced else xp.copy(x)  # noqa: E731
     found = ops(lambda xp, x, p, q: xp.subtract_product(own(xp, x), p, q), x, p, q)
-    np.testing.assert_allclose(found, x - (p @ q).reshape(-1), atol=1e-5)
+    np.testing.assert_allclose(found, x - product, atol=1e-5)
     if not ops.xp.traced:
-        found = ops(lambda xp, p, q: xp.product_into(xp.empty(70), p, q), p, q)
-        np.testing.assert_allclose(found, (p @ q).reshape(-1), atol=1e-5)
+        found = ops(lambda xp, p, q: xp.product_into(xp.empty(a * b), p, q), p, q)
+        np.testing.assert_allclose(found, product, atol=1e-5)
+        # What one worker decodes where it keeps a residual is what another one decodes alone.
+        given, rest = ops.xp.asarray(x.copy(), "float32"), ops.xp.zeros(a * b)
+        ops.xp.part_product(given, ops.xp.asarray(p, "float32"), ops.xp.asarray(q, "float32"), rest)
+        assert np.array_equal(ops.xp.to_numpy(given), found)
+        assert np.array_equal(ops.xp.to_numpy(rest), x - found)
 
 
-def test_factors_of_matrices(ops):
-    m, p, q = mixed(70, special=False).reshape(10, 7), mixed(30).reshape(10, 3), mixed(21, seed=1).reshape(3, 7)
-    p, q = np.nan_to_num(p, posinf=1, neginf=-1), np.nan_to_num(q, posinf=1, neginf=-1)
-    np.testing.assert_allclose(ops(lambda xp, m, q: xp.left_factor(m, q), m, q), m @ q.T, atol=1e-5)
-    np.testing.assert_allclose(ops(lambda xp, p, m: xp.right_factor(p, m), p, m), p.T @ m, atol=1e-5)
+@pytest.mark.parametrize(("a", "b", "r"), MATRICES)
+def test_factors_of_matrices(ops, products, a, b, r):
+    rng = np.random.default_rng(0)
+    m, p, q = (rng.standard_normal(shape).astype(np.float32) for shape in ((a, b), (a, r), (r, b)))
+    left, right = ops(lambda xp, m, q: xp.left_factor(m, q), m, q), ops(lambda xp, p, m: xp.right_factor(p, m), p, m)
+    np.testing.assert_allclose(left, m.astype(float) @ q.T, atol=1e-5 * b**0.5 * 4)
+    np.testing.assert_allclose(right, p.T.astype(float) @ m, atol=1e-5 * a**0.5 * 4)
 
 
 def test_mended(ops):

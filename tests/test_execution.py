@@ -198,6 +198,31 @@ def test_a_step_on_a_host_with_kernels_copies_no_residual(name, monkeypatch):
     assert not written
 
 
+@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize("kernel", ["on", "off"])
+@pytest.mark.parametrize("compressor", ["powersgd", "acpsgd", "gradzip", "gtopk"])
+def test_a_gradient_is_parted_in_mean_and_residual_once_both_are_kept(compressor, kernel, name, monkeypatch):
+    monkeypatch.setenv("GRACE_KERNELS", kernel)
+    xp, first = backend(name), spread(5000).reshape(50, 100)
+    grc = grace_from_params({"compressor": compressor, "memory": "residual"}, LocalTransport())
+    given = xp.asarray(first.copy(), "float32")
+    grc.build({"w": given})
+    grc.start("w", given, spent=True)
+    grc.flush()
+    mean, residual = grc.mean("w"), grc._cells["w"][0]["memory/residual"].read()
+    assert xp.same_memory(mean, given)
+    assert not xp.overlap(residual, given)
+    assert np.linalg.norm(xp.to_numpy(residual)) > 0.1 * np.linalg.norm(first)
+    np.testing.assert_allclose(xp.to_numpy(residual).reshape(50, 100) + xp.to_numpy(mean), first, atol=1e-6)
+    before = xp.to_numpy(residual).copy()
+    bad = spread(5000, seed=1).reshape(50, 100)
+    bad[40, 3] = np.nan
+    grc.start("w", xp.asarray(bad, "float32"), spent=True)
+    grc.flush()
+    assert not np.isfinite(xp.to_numpy(grc.mean("w"))).all()
+    assert np.array_equal(xp.to_numpy(grc._cells["w"][0]["memory/residual"].read()), before)
+
+
 PAIRS = [  # of values and positions that no worker can have sent, k being 2
     (2, [3, 99], "ascend"),
     (2, [4, 3], "ascend"),

@@ -385,6 +385,12 @@ class Backend(ABC):
         """The vector x minus the product p[a, r] q[r, b], but may reuse x's memory: x is spent."""
         return self.subtract_from(x, self.reshape(p @ q, (-1,)))
 
+    def part_product(self, x: Array, p: Array, q: Array, rest: Array) -> None:
+        """Write to ``rest`` the vector x minus the product p[a, r] q[r, b], and to x the product; where `mutable`."""
+        self.write(rest, x)
+        self.subtract_product(rest, p, q)
+        self.product_into(x, p, q)
+
     @abstractmethod
     def svd(self, x: Array) -> tuple[Array, Array, Array]:
         """u[a, r], s[r], v[b, r] with x = u diag(s) v^T, s descending, r = min(a, b). x[a, b] must be finite."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from grace.backends.base import LARGE, PIECE, Array, Backend, Cell
-from grace.backends.numpy import beyond, excess, largest_magnitudes
+from grace.backends.numpy import beyond, excess, largest_magnitudes, left_factor, products, right_factor, room
 from grace.kernels.host import host_kernels
 from grace.rng import MASK32, noise_offset, noise_rows
 
@@ -31,6 +31,8 @@ DTYPES = {
     "float64": torch.float64,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MANY = 4
+"""Threads from which on PyTorch's products of low rank are left to it: one thread makes NumPy's."""
 
 
 def _octets(size: int) -> Any:
@@ -447,23 +449,61 @@ class TorchBackend(Backend):
     def qr(self, x: Array) -> Array:
         return torch.linalg.qr(x).Q
 
+    # Products of low rank are NumPy's on the host, up to a few threads. That of the mean always is: workers with other
+    # numbers of threads must get the same bits.
     def left_factor(self, matrix: Array, q: Array) -> Array:
-        return self.kernels.left_factor(matrix, q) if self.kernels else super().left_factor(matrix, q)
+        if self.kernels:
+            return self.kernels.left_factor(matrix, q)
+        if self._threaded:
+            return super().left_factor(matrix, q)
+        return torch.from_numpy(left_factor(matrix.numpy(), q.numpy()))
 
     def right_factor(self, p: Array, matrix: Array) -> Array:
-        return self.kernels.right_factor(p, matrix) if self.kernels else super().right_factor(p, matrix)
+        if self.kernels:
+            return self.kernels.right_factor(p, matrix)
+        if self._threaded:
+            return super().right_factor(p, matrix)
+        return torch.from_numpy(right_factor(p.numpy(), matrix.numpy()))
 
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
         if self.kernels:
             return self.kernels.product(None, p, q, out)
-        torch.mm(p, q, out=out.view(p.shape[0], q.shape[1]))
+        if not self.on_host:
+            torch.mm(p, q, out=out.view(p.shape[0], q.shape[1]))
+            return out
+        for part, product in self._products(p, q):
+            out[part].copy_(product)
         return out
 
     def subtract_product(self, x: Array, p: Array, q: Array) -> Array:
         if self.kernels:
             return self.kernels.product(x, p, q, x)
-        x.view(p.shape[0], q.shape[1]).addmm_(p, q, alpha=-1)
+        if self._threaded:
+            x.view(p.shape[0], q.shape[1]).addmm_(p, q, alpha=-1)
+            return x
+        for part, product in self._products(p, q):
+            x[part].sub_(product)
         return x
+
+    def part_product(self, x: Array, p: Array, q: Array, rest: Array) -> None:
+        if self.kernels:
+            self.kernels.product(x, p, q, rest)
+            self.kernels.product(None, p, q, x)
+        elif not self.on_host:
+            super().part_product(x, p, q, rest)
+        else:
+            for part, product in self._products(p, q):
+                torch.sub(x[part], product, out=rest[part])
+                x[part].copy_(product)
+
+    @property
+    def _threaded(self) -> bool:
+        return not self.on_host or self.threads >= MANY
+
+    def _products(self, p: Array, q: Array) -> Iterator[tuple[slice, Array]]:
+        p, q = p.numpy(), q.numpy()
+        for part, product in products(p, q, POOL.empty((room(p, q),), torch.float32).numpy()):
+            yield part, torch.from_numpy(product)
 
     def svd(self, x: Array) -> tuple[Array, Array, Array]:
         u, s, vt = torch.linalg.svd(x, full_matrices=False)

@@ -13,6 +13,7 @@ from grace.backends import Backend
 from grace.backends.base import ITEMSIZE
 from grace.bench.plan import SCALE, SEVERAL, WORKERS, Case, Config, method_of, shapes
 from grace.core import Array, Combine, Context, Method, Payload, State, run
+from grace.execution import Rest
 from grace.flight import Flight
 from grace.meter import Meter
 from grace.pipeline import Grace, Options
@@ -237,17 +238,20 @@ class Ours:
 
     def _encode(self, x: Array, states: Any, contexts: Any, answers: Any) -> list[tuple[Payload, State]]:
         return [
-            drive(run(self.method.encode(part.of(x), state, ctx)), heard)
+            drive(run(self.method.encode(part.of(x), state, ctx, late=self.agreed)), heard)
             for part, state, ctx, heard in zip(self.parts, states, contexts, answers, strict=True)
         ]
 
     def look(self) -> None:
         x = self.bench.x(self.turn)
         self._moves = [
-            (cell, cell.read(), state[key], self.bench.xp.same_memory(state[key], part.of(x)))
+            (cell, cell.read(), state[key], self._spent(state[key], part.of(x)))
             for part, (_, state) in zip(self.parts, self._results, strict=True)
             for key, cell in part.cells.items()
         ]
+
+    def _spent(self, new: Any, x: Array) -> bool:
+        return not isinstance(new, Rest) and self.bench.xp.same_memory(new, x)
 
     def commit(self) -> None:
         for cell, old, new, spent in self._moves:
@@ -318,7 +322,9 @@ def commit(xp: Backend, cell: Any, old: Array, new: Array, spent: bool, ok: Arra
     """Keep new state as `Grace` does: what lies in the spent gradient's memory moves to the state's own."""
     if new is old:
         return
-    if spent:
+    if isinstance(new, Rest):
+        new.into(old)
+    elif spent:
         xp.write(old, xp.choose(ok, new, old))
     else:
         cell.assign(xp.choose(ok, new, old))

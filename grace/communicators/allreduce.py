@@ -37,8 +37,9 @@ class Allreduce(Communicator):
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         compressor = method.compressor
-        payload, state = yield from method.encode(x, state, ctx)
-        if compressor.combine is Combine.AGREED:
+        agreed = compressor.combine is Combine.AGREED
+        payload, state = yield from method.encode(x, state, ctx, late=agreed)
+        if agreed:
             return method.finish(method.mean([payload], ctx, agreed=True), state, ctx)
         payload = yield Reduce(payload, "sum" if compressor.summed else "mean")
         return method.finish(compressor.reduced(payload, ctx), state, ctx)

@@ -82,3 +82,6 @@ class WarmStarted(LowRank):
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         return ctx.xp.subtract_product(x, *payload)
+
+    def part(self, x: Array, payload: Payload, rest: Array, ctx: Context) -> None:
+        ctx.xp.part_product(x, *self.factors(payload, ctx), rest)

@@ -460,7 +460,7 @@ class Plans:
         self.good = plan.to_dict()
 
     def __call__(self, rng: random.Random) -> None:
-        from grace.communicators.planned import Ways
+        from grace.planner.ways import Ways
         from grace.planner import plan
         from grace.transports.local import LocalTransport
 

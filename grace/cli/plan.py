@@ -151,6 +151,13 @@ def plan(
     max_compressions: Annotated[
         int | None, typer.Option(help="Of one tensor on its way: each loses something.", min=0)
     ] = None,
+    level: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Another setting of the compressor, for a policy; as often as needed.",
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan there.")] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the predicted timeline there, as a Chrome trace.")
@@ -164,13 +171,15 @@ def plan(
         planner.refuse(parse(compressor).params)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    (priced,) = read_codecs([compressor], costs, backend, 1 if offload else compress_speed, save_costs).values()
-    if offload and priced.devices == ("gpu",):
-        priced = priced.offloaded(device=1 / compress_speed)
+    specs = [compressor, *(f"{compressor}{',' if ':' in compressor else ':'}{setting}" for setting in level or ())]
+    codecs = list(read_codecs(specs, costs, backend, 1 if offload else compress_speed, save_costs).values())
+    if offload:
+        codecs = [each.offloaded(device=1 / compress_speed) if each.devices == ("gpu",) else each for each in codecs]
+    priced, *others = codecs
     began, cpu = time.perf_counter(), time.process_time()
     try:
         costed = Costs(there, priced, priced.devices if offload else ("gpu",), max_compressions)
-        made = planner.make(found, costed, mode, max(offload, 1))  # type: ignore[arg-type]
+        made = planner.make(found, costed, mode, max(offload, 1), others=others)  # type: ignore[arg-type]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     seconds = {"elapsed": time.perf_counter() - began, "cpu": time.process_time() - cpu}

@@ -610,7 +610,7 @@ class Grace:
 
     def _with_carried(self, unit: Unit, x: Array) -> Array:
         cell = self._carried(unit)
-        return x if cell is None else self.xp.add_to(x, cell.read())
+        return x if cell is None else x + cell.read()  # not in place: of a dense tensor, x may be the user's gradient
 
     def _carried(self, unit: Unit) -> Any:
         # The cell of what a change of strategy left, if there may be something in it.

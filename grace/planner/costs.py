@@ -106,7 +106,9 @@ def link(data: Any, what: str) -> Link:
     if gbit == 0:
         raise ValueError(f"gbit_per_s of {what} is 0: write what the link carries")
     fits = {}
-    for kind, pair in dict(data.get("fits", {})).items():
+    if not isinstance(data.get("fits", {}), Mapping):
+        raise ValueError(f"fits of {what} are {{collective: [seconds, seconds per byte]}}, not {data['fits']!r}")
+    for kind, pair in data.get("fits", {}).items():
         if kind not in COEFFICIENTS or not isinstance(pair, Sequence) or len(pair) != 2:
             raise ValueError(f"fits of {what} are {{collective: [seconds, seconds per byte]}}, not {kind!r}: {pair!r}")
         fits[kind] = Rate(checked(pair[0], f"latency of {kind}"), checked(pair[1], f"seconds per byte of {kind}"))
@@ -349,7 +351,7 @@ def codec(data: Any) -> Codec:
         return Curve(sizes, values)
 
     speeds = {}
-    for device, each in dict(data["speeds"]).items():
+    for device, each in data["speeds"].items() if isinstance(data["speeds"], Mapping) else ():
         if device not in DEVICES or not isinstance(each, Mapping) or set(each) != {"encode", "decode", "piece"}:
             raise ValueError(f'speeds of {name!r} are {{"gpu" or "cpu": {{"encode", "decode", "piece"}}}}')
         speeds[device] = Speed(*(curve(each[what], what) for what in ("encode", "decode", "piece")))

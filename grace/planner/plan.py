@@ -209,9 +209,9 @@ def basis_of(data: Any) -> Basis:
         raise ValueError(f"devices of the plan's basis are {devices!r}: choose from {', '.join(DEVICES)}")
     if most is not None and (type(most) is not int or most < 0):
         raise ValueError(f"max_compressions of the plan's basis is {most!r}: write a whole number, or null")
-    for key, least in (("min_numel", 0), ("servers", 1)):
-        if type(data[key]) is not int or data[key] < least:
-            raise ValueError(f"{key} of the plan's basis is {data[key]!r}: write a whole number of at least {least}")
+    for key, least, largest in (("min_numel", 0, 2**63), ("servers", 1, 1024)):
+        if type(data[key]) is not int or not least <= data[key] <= largest:
+            raise ValueError(f"{key} of the plan's basis is {data[key]!r}: write a whole number, {least} to {largest}")
     if data["mode"] not in MODES or type(data["deferred"]) is not bool:
         raise ValueError(f"the plan's basis has mode {data['mode']!r} and deferred {data['deferred']!r}")
     priced = tuple(map(codec_of, codecs))

@@ -310,7 +310,7 @@ def test_what_was_not_sent_on_one_way_is_sent_on_the_next(name, routes, monkeypa
         if any(route.compressions for route in routes[:2]):
             assert np.abs(arrived - truth)[:-2].max() > 0.1
     held = out.state[0]["tensors"].get("w", {})
-    assert not held or (list(held) == ["carried"] and not np.any(held["carried"]))
+    assert not held or (list(held) == ["carried"] and not np.asarray(held["carried"]).any())
 
 
 def test_back_and_forth_in_a_graph_that_is_traced_once(monkeypatch):

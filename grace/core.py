@@ -380,6 +380,10 @@ class Communicator(ABC):
         """How a tensor travels, as text, where tensors do not all travel alike."""
         return ""
 
+    def threads(self, name: str) -> int:
+        """How many threads of the CPU may work on a tensor and on others beside the one that computes gradients."""
+        return 0
+
     @property
     def origin(self) -> str:
         """What strategies were made for and from, for the report, where they were planned."""

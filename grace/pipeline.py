@@ -16,7 +16,7 @@ from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
 from grace.core import Array, Communicator, Context, Memory, Method, Program, Resize, State, Transport, name_of
 from grace.execution import Mean, apart, as_array
-from grace.flight import Flight
+from grace.flight import Flight, Offload
 from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
 from grace.policies.base import Decision, Policy
@@ -132,6 +132,7 @@ class Grace:
         self._unit_of: dict[str, Unit] = {}
         self._cells: dict[str, list[dict[str, Any]]] = {}  # for each unit its state at each level
         self._carrying: set[str] = set()  # units that have something carried, where a host can know
+        self._offload: Offload | None = None
         self._notes: dict[str, str] = {}
         self._step: Any = None
         self._meter: Any = None
@@ -150,6 +151,7 @@ class Grace:
         self._spent: set[str] = set()
         self._flights: list[tuple[Flight, dict[Unit, Array]]] = []
         self._launched = 0
+        self._departed = False  # all that was launched has left, where some may wait for the pool
         self._switched: dict[str, Array] = {}
         self._means: dict[str, Array | None] = {}
 
@@ -278,6 +280,7 @@ class Grace:
             units = [unit for bucket in buckets for unit in bucket.units if not unit.dense]
             self.schedule.extend({unit.name: math.prod(unit.shape) for unit in units}, xp, self.rank)
         self._meter.extend([unit.name for bucket in buckets for unit in bucket.units])
+        self._offload = self._pooled()
         if self._waiting is not None:
             self._waiting()
         if self._recorder is not None and not self._recorder.begun:
@@ -417,6 +420,8 @@ class Grace:
         not built and RuntimeError for a second gradient before `finish`.
         """
         self._hand_in(name, gradient, spent)
+        if self._offload is not None and self._flights:
+            self._flights[-1][0].depart()  # it may have waited for the pool
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
             if not bucket.names <= self._gradients.keys():
@@ -483,7 +488,7 @@ class Grace:
                         means.update(found)
             self._note_means(means)
         finally:
-            self._clear()
+            self._drop()
         self._means = means
         if last:
             self._step.assign(self._step.read() + 1)
@@ -494,11 +499,19 @@ class Grace:
         """Drop a step that was begun: wait for what is under way, and keep neither means nor state."""
         for flight, _ in self._flights:
             flight.settle()
+        self._drop()
+
+    def _drop(self) -> None:
+        for flight, _ in self._flights:
+            flight.rest()  # the pool works in the gradients' memory
         self._clear()
 
     def advance(self) -> bool:
         """One round of every bucket, in order. True when nothing is left to exchange."""
         with self.xp.quiet():
+            if self._offload is not None and self._flights and not self._departed:
+                self._departed = self._flights[-1][0].depart(wait=True)
+                return False  # a call of its own, after which the workers of one process find each other's messages
             done = [flight.advance() for flight, _ in self._flights]  # every one of them, so no generator
         return all(done)
 
@@ -555,7 +568,18 @@ class Grace:
         if self.track_missing:
             programs[PRESENT] = self._presence(flat)
         with self.xp.quiet():
-            return Flight(name, programs, self.transport, self.trace)
+            last = self._flights[-1][0] if self._flights else None
+            before = None if last is None or last.depart() else last
+            return Flight(name, programs, self.transport, self.trace, self._offload, before)
+
+    def _pooled(self) -> Offload | None:
+        # Threads for what strategies give to the CPU; graphs schedule by themselves, and devices keep what is theirs.
+        if self.xp.traced or not self._on_host(self.xp):
+            return None
+        units = {unit.name for unit in self._unit_of.values() if not unit.dense}
+        threads = {name: max(way.communicator.threads(name) for way in self._ways) for name in units}
+        most = max(threads.values(), default=0)
+        return Offload(most, {name for name in units if threads[name]}, self.xp) if most else None
 
     def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
         # Units that share a switch in a graph, one that is compressed first: all, or each by itself.

@@ -93,6 +93,11 @@ class Planned(Communicator):
     def strategy(self, name: str) -> str:
         return str(self._route(name))
 
+    def threads(self, name: str) -> int:
+        if "cpu" not in self._route(name).devices:
+            return 0
+        return 1 if self.ways is None else self.ways.threads
+
     @property
     def origin(self) -> str:
         return "" if self.ways is None else self.ways.origin

@@ -29,6 +29,7 @@ class _Table(NamedTuple):
     text: str
     ways: dict[str, Way]
     per_node: int
+    threads: int
     origin: str
 
 
@@ -113,6 +114,11 @@ class Ways:
         return [parse(text) for text in dict.fromkeys(way.option for way in self._table.ways.values())]
 
     @property
+    def threads(self) -> int:
+        """Threads of the CPU pool that the plan counts on."""
+        return self._table.threads
+
+    @property
     def origin(self) -> str:
         """What the strategies were made for and from."""
         return self._table.origin
@@ -179,7 +185,8 @@ def ways(text: str, leveled: bool = False) -> dict[str, Way]:
 
 def _table(text: str, leveled: bool) -> _Table:
     found, data = ways(text, leveled), read(text)
-    return _Table(text, found, _count(data, "workers_per_node", 0), _origin(data))
+    threads = data["basis"]["servers"] if "basis" in data else 1
+    return _Table(text, found, _count(data, "workers_per_node", 0), threads, _origin(data))
 
 
 def _count(data: Mapping[str, Any], key: str, default: int) -> int:

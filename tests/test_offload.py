@@ -11,7 +11,7 @@ from launch import launch
 from methods import backend, workers
 from test_planner_plan import run
 
-from grace import simulate
+from grace import grace_from_params, simulate
 from grace.backends import get_backend
 from grace.collectives import Gather
 from grace.compressors.topk import TopK
@@ -61,6 +61,19 @@ def test_messages_leave_in_the_order_of_their_flights():
     assert all(done)
     assert list(first.results) == ["slow", "fast"]
     assert [unit for unit, *_ in first.asked] == ["slow", "fast"]
+
+
+def test_buckets_leave_in_order_though_the_first_takes_longest():
+    transport = Told()
+    plan = {"tensors": {"a": {"option": GPU}, "b": {"option": CPU}}}  # the last one is in the first bucket
+    grace = grace_from_params({"compressor": Where(compress_ratio=0.1), "plan": plan, "bucket_mb": 1e-6}, transport)
+    given = {name: np.ones(900, np.float32) for name in "ab"}
+    grace.build(given)
+    transport.names.clear()
+    for name in "ba":
+        grace.start(name, given[name])
+    grace.flush()
+    assert transport.names == ["bucket0.0", "bucket1.0"]
 
 
 def test_what_is_done_leaves_without_a_wait():
@@ -147,8 +160,6 @@ def test_a_step_that_fails_on_the_pool_can_be_dropped():
 
     world = World(2)
     plan = {"tensors": {n: {"option": CPU} for n in "ab"}}
-    from grace import grace_from_params
-
     graces = [
         grace_from_params({"compressor": Fails(compress_ratio=0.1), "plan": plan}, LocalTransport(world, rank))
         for rank in range(2)

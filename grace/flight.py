@@ -112,9 +112,11 @@ class Flight:
     def _resume(self, answers: dict[str, Any]) -> None:
         self._requests = []
         self._steps = dict.fromkeys(answers)  # messages have the order of the programs, on all workers
-        elsewhere = answers.keys() & self._offload.units if self._offload else ()
-        for unit in elsewhere:
-            self._steps[unit] = self._offload.submit(self._beside, unit, answers[unit])  # type: ignore[union-attr]
+        elsewhere: list[str] = []
+        if self._offload is not None:
+            elsewhere = [unit for unit in answers if unit in self._offload.units]
+            for unit in elsewhere:
+                self._steps[unit] = self._offload.submit(self._beside, unit, answers[unit])
         with self._trace.span("compress", f"{self.name}.{self._round}"):
             for unit, answer in answers.items():
                 if unit not in elsewhere:

@@ -269,6 +269,18 @@ def test_in_an_elastic_job_every_worker_plans_and_they_compare():
         grace_from_params({"plan": "nowhere.json"}, Joining(2, 1)).build(PARAMETERS)
 
 
+def test_a_plan_that_is_none_is_refused_by_all_and_not_by_worker_0_alone():
+    transport = Joining(2, 0)
+    transport.elastic = False
+    with pytest.raises(ValueError, match="no costs of its compressor"):
+        grace_from_params({"plan": {**spoilt("codecs", []), "workers": 8}}, transport).build(PARAMETERS)
+    (told,) = transport.told
+    other = Joining(2, 1, told)
+    other.elastic = False
+    with pytest.raises(ValueError, match="no costs of its compressor"):
+        grace_from_params({"plan": "nowhere.json"}, other).build(PARAMETERS)
+
+
 # -- nothing is lost ---------------------------------------------------------------------------------------------------
 SIZES = {"w": (40, 36), "v": (600,)}
 SOME = {name: np.zeros(shape, np.float32) for name, shape in SIZES.items()}

@@ -78,10 +78,13 @@ class Ways:
         made for other workers, or another level, and cannot be made anew.
         """
         laid = None if self._key is None else self._text
-        mine = self._anew(transport, node_size) if transport.rank == 0 else ""
+        try:
+            mine = self._anew(transport, node_size) if transport.rank == 0 else ""
+        except ValueError:
+            mine = ""  # all find the same below, where nobody waits
         given, text = json.loads(transport.exchange(json.dumps([self._given.text, mine]))[0])
         self._given.text = given
-        text = text or self._anew(transport, node_size)  # workers of one process hear only themselves
+        text = text or self._anew(transport, node_size)  # workers of one process, too, hear only themselves
         if laid is not None and laid != text:
             raise ValueError("this worker's plan is not worker 0's: give the same one to all workers of an elastic job")
         self._take(text, transport, node_size)

@@ -269,6 +269,24 @@ def test_in_an_elastic_job_every_worker_plans_and_they_compare():
         grace_from_params({"plan": "nowhere.json"}, Joining(2, 1)).build(PARAMETERS)
 
 
+def test_elastic_workers_go_on_with_a_plan_for_those_that_are_left(monkeypatch):
+    monkeypatch.setattr(LocalTransport, "elastic", True)
+    file = planned(8, ratio=0.1, levels=(0.5, 0.05)).to_dict()
+    for policy in ({}, {**LEVELS, "warmup_factor": 0.1}):
+        chosen = file if not policy else planned(8, levels=(0.5, 0.05)).to_dict()
+        graces = workers({"plan": chosen, **policy}, 4)
+        ratio = 0.5 if policy else 0.1
+        for grace in graces:
+            assert strategies(grace) == planned(4, ratio=ratio).strategies  # nothing was said yet
+        same_bits(lockstep(graces, given(0, 4)))
+        states, world = [grace.state_dict() for grace in graces], World(3)
+        for rank, grace in enumerate(graces[:3]):
+            grace.reset(LocalTransport(world, rank), states)
+            grace.settle()
+        assert strategies(graces[0]) == planned(3, ratio=ratio).strategies
+        same_bits(lockstep(graces[:3], given(1, 3)))
+
+
 def test_a_plan_that_is_none_is_refused_by_all_and_not_by_worker_0_alone():
     transport = Joining(2, 0)
     transport.elastic = False

@@ -972,7 +972,8 @@ class Grace:
         before = states[0].get("strategies", {})
         changed = {name for name, text in strategies.items() if before.get(name, text) != text}
         mine = self._held(levels)
-        for name in sorted(changed - set(mine)):  # what it held then has no other place now
+        carried = {name for state in states for name, cells in state["tensors"].items() if CARRIED in cells}
+        for name in sorted((changed | carried & units.keys()) - mine.keys()):  # it goes dense now, or did before
             mine[name] = {CARRIED: self.xp.cell(self.xp.zeros(math.prod(units[name].shape), units[name].dtype))}
         for state in states:
             self._check_names(mine.keys() - strategies, state["tensors"].keys() - strategies)

@@ -193,7 +193,7 @@ def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: i
         for key, array in state["tensors"].get(unit, {}).items():
             point, _, field = parsed(key)
             if key == CARRIED:
-                first, size, share = 0, len(array), 1.0
+                first, size, share = 0, host(array).size, 1.0
             elif field == RESIDUAL and point in places:
                 first, size = places[point]
                 holders = sharing(point, places[point], everybody)

@@ -459,6 +459,32 @@ def test_other_workers_go_on_with_all_that_was_not_sent(before, after, sizes, wa
         np.testing.assert_allclose(arrived, truth, atol=1e-4, err_msg=f"{size} workers and two more")
 
 
+@pytest.mark.parametrize("size", [3, 5])
+def test_what_is_carried_by_a_dense_tensor_is_in_its_checkpoints(size, monkeypatch):
+    def anew(text, workers, node_size, compressor, rooted):
+        tensors = {n: {"option": FIRST if workers == 4 else DENSE_FLAT} for n in SIZES}
+        return json.dumps({"params": TOPK, "tensors": tensors})
+
+    monkeypatch.setattr(ways, "anew", anew)
+    params = {"plan": {"params": TOPK, "tensors": {n: {"option": FIRST} for n in SIZES}}}
+    graces = workers(params, 4, SOME)
+    lockstep(graces, given(0, 4, SOME))
+    kept = held(graces)
+    assert np.abs(kept).max() > 0.1
+    for count in (3, size):  # to three workers, and from them to as many or to others, with no step between
+        states, graces = [grace.state_dict() for grace in graces], workers(params, count, SOME)
+        for grace in graces:
+            if len(states) == count:
+                grace.load_state_dict(states[grace.rank])
+            else:
+                grace.load_state_dict(*states)
+        np.testing.assert_allclose(held(graces), kept, atol=1e-4)
+    gradients = given(1, size, SOME)
+    want = (kept + sum(g["w"] for g in gradients)) / size
+    np.testing.assert_allclose(lockstep(graces, gradients)[0]["w"], want, atol=1e-5)
+    np.testing.assert_allclose(lockstep(graces, gradients)[0]["w"], want - kept / size, atol=1e-5)
+
+
 def test_what_is_carried_is_saved_and_waits_for_a_mean_that_is_finite(monkeypatch):
     by_level(monkeypatch, [parse(FIRST), parse(DENSE_FLAT), parse(DENSE_FLAT)])
     graces, others = workers(ANY, 4, SOME), workers(ANY, 4, SOME)

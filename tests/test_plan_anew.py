@@ -9,6 +9,7 @@ import pytest
 from launch import launch
 from methods import BACKENDS, backend, lockstep
 from strategies import PARAMETERS, PROFILE, planned, priced
+from test_planner_plan import run
 
 from grace import grace_from_params, simulate
 from grace.compressors.topk import TopK
@@ -235,6 +236,19 @@ def test_where_nothing_may_go_to_one_worker_alone_no_plan_does():
         codec = next(each for each in found.codecs if each.params["compress_ratio"] == ratio)
         assert found.codec(TopK(ratio)) is codec
         assert not any(option.rooted for option in found.plan(16, 0, TopK(ratio), rooted=False).tensors.values())
+
+
+def test_grace_plan_keeps_the_costs_of_levels(tmp_path):
+    costs, out = tmp_path / "costs.json", tmp_path / "plan.json"
+    costs.write_text(json.dumps([priced(ratio).to_dict() for ratio in (0.01, 0.5, 0.1)]))
+    words = ("plan", "lstm", "--compressor", "topk:compress_ratio=0.01", "--costs", costs, "-o", out)
+    done = run(*words, "--level", "compress_ratio=0.1", "--level", "compress_ratio=0.5")
+    assert done.exit_code == 0, done.output
+    found = plan.load(out)
+    assert found.params == TOPK
+    assert found.basis.codecs == (priced(0.01), priced(0.1), priced(0.5))
+    assert found.basis.plan().strategies == found.strategies
+    assert run(*words, "--level", "compress_rank=2").exit_code == 2
 
 
 class Joining(LocalTransport):

@@ -137,7 +137,8 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
     on with what was fastest; see `grace.policies.auto.Auto`.
 
     ``plan``: a strategy for each tensor, and perhaps a method, instead of a communicator: the file that `grace plan`
-    wrote, or what it holds. Worker 0's holds for all.
+    wrote, or what it holds. Worker 0's holds for all; only with a policy every worker needs it. It is made anew for
+    other workers than it was made for, and for the levels of a policy, if it holds what it was made from.
 
     ``transport``: "horovod", "torch", "local" or a Transport; default: the one that is initialised.
 

@@ -56,8 +56,12 @@ class Flight:
         self._wait: Any = None
         self._sent = 0.0
         self._steps: dict[str, Any] = {}  # what programs that were resumed came to, or its future; until it leaves
-        self._resume(dict.fromkeys(programs))
-        self.depart()
+        try:
+            self._resume(dict.fromkeys(programs))
+            self.depart()
+        except Exception:
+            self.rest()
+            raise
 
     def advance(self) -> bool:
         """Wait for this round and begin the next one. True when all programs have returned."""

@@ -105,6 +105,18 @@ def test_what_fails_on_the_pool_is_raised_and_nothing_follows():
     assert transport.names == []
 
 
+def test_what_fails_here_waits_for_the_pool():
+    def fail():
+        raise ArithmeticError("here")
+
+    transport, done = Told(), []
+    pool = Offload(1, {"slow"}, transport.xp)
+    slow = sending(lambda: done.append(time.sleep(0.2)))
+    with pytest.raises(ArithmeticError, match="here"):
+        Flight("only", {"bad": sending(fail), "slow": slow}, transport, Trace(), pool)
+    assert done == [None]
+
+
 @dataclass(frozen=True)
 class Where(TopK):
     """Top-k that notes which thread compresses, and slowly."""

@@ -446,8 +446,10 @@ class Plans:
     """Plans, as `grace plan` writes them and as a worker reads them; and profiles."""
 
     def __init__(self, kind: str):
+        from grace.planner.costs import Cluster, Codec, Curve, Link, Speed
         from grace.planner.options import parse
-        from grace.planner.plan import Plan, Prediction
+        from grace.planner.plan import Basis, Plan, Prediction
+        from grace.planner.profile import Profile, TensorProfile
 
         self.kind = kind
         options = {
@@ -456,12 +458,17 @@ class Plans:
             "u": parse("compress(gpu) alltoall*(flat) decompress(gpu) compress(gpu) allgather*(flat) decompress(gpu)"),
         }
         params = {"compressor": "efsignsgd", "block_size": 64, "memory": "residual"}
-        plan = Plan(options, params, 4, 2, Prediction(1.0, 2.0, 0.5, 0.25, 0.125), {"source": "x"}, {"cluster": {}})
+        rate = Curve((1e3, 1e6), (1e-6, 1e-3))
+        costs = Codec(params, rate, {"gpu": Speed(rate, rate, rate)})
+        profile = Profile(tuple(TensorProfile(name, (9000,), 1e-3) for name in options), "measured")
+        basis = Basis(profile, Cluster(2, 2, Link(1e-5, 1e8)), (costs,), ("gpu",))
+        about = {"source": "x"}, {"cluster": basis.cluster.to_dict(), "compressor": "given"}
+        plan = Plan(options, params, 4, 2, Prediction(1.0, 2.0, 0.5, 0.25, 0.125), *about, basis=basis)
         self.good = plan.to_dict()
 
     def __call__(self, rng: random.Random) -> None:
-        from grace.communicators.planned import Ways
         from grace.planner import plan
+        from grace.planner.ways import Ways
         from grace.transports.local import LocalTransport
 
         changed = upset(self.good, rng) if rng.random() < 0.8 else None

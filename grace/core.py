@@ -375,6 +375,9 @@ class Communicator(ABC):
         """This communicator with everything settled that follows from the method and the workers."""
         return self
 
+    def lay(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
+        """Where nothing may be said to others yet, before tensors are laid out: settle alone what `prepare` checks."""
+
     def prepare(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
         """Once, before the first exchange, on every worker: ask the transport for the groups that it needs."""
 
@@ -395,7 +398,16 @@ class Communicator(ABC):
         return method
 
     def strategy(self, name: str) -> str:
-        """How a tensor travels, for the report, where tensors do not all travel alike."""
+        """How a tensor travels, as text, where tensors do not all travel alike."""
+        return ""
+
+    def threads(self, name: str) -> int:
+        """How many threads of the CPU may work on a tensor and on others beside the one that computes gradients."""
+        return 0
+
+    @property
+    def origin(self) -> str:
+        """What strategies were made for and from, for the report, where they were planned."""
         return ""
 
     def init(self, method: Method, ctx: Context) -> State:

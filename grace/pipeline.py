@@ -6,7 +6,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 from grace.backends import Backend, backend_of
 from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
-from grace.core import Array, Communicator, Context, Memory, Method, Program, State, Transport, name_of
+from grace.core import Array, Communicator, Context, Memory, Method, Program, Resize, State, Transport, name_of
 from grace.execution import Mean, Rest, apart, as_array
-from grace.flight import Flight
+from grace.flight import Flight, Offload
 from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
 from grace.policies.base import Decision, Policy
 from grace.policies.schedule import Schedule
 from grace.record import Recorder
 from grace.report import Report, TensorReport, leveled
-from grace.state import check_form, check_kind, complete, parsed, resized
+from grace.state import CARRIED, check_form, check_kind, complete, parsed, resized, sharing
 from grace.trace import Trace
 from grace.transports import get_transport
 
@@ -131,6 +131,8 @@ class Grace:
         self._buckets: list[Bucket] = []
         self._unit_of: dict[str, Unit] = {}
         self._cells: dict[str, list[dict[str, Any]]] = {}  # for each unit its state at each level
+        self._carrying: set[str] = set()  # units that have something carried, where a host can know
+        self._offload: Offload | None = None
         self._notes: dict[str, str] = {}
         self._step: Any = None
         self._meter: Any = None
@@ -153,6 +155,7 @@ class Grace:
         self._spent: set[str] = set()
         self._flights: list[tuple[Flight, dict[Unit, Array]]] = []
         self._launched = 0
+        self._departed = False  # all that was launched has left, where some may wait for the pool
         self._switched: dict[str, Array] = {}
         self._means: dict[str, Array | None] = {}
 
@@ -224,7 +227,10 @@ class Grace:
         self._xp = xp
         self.transport = self.transport.bind(xp)
         self.transport.timeout = self.options.timeout
-        if not self.transport.elastic:
+        if self.transport.elastic:
+            for way in self._ways:
+                way.communicator.lay(self.transport)
+        else:
             self._prepare()
 
     def _prepare(self) -> None:
@@ -267,21 +273,28 @@ class Grace:
             self._unit_of.update({tensor.name: unit for tensor in unit.tensors})
             ctx = self._context(unit, 0)
             self._cells[unit.name] = []
-            for way in self._ways[:1] if unit.dense else self._ways:
+            for level, way in enumerate(self._ways[:1] if unit.dense else self._ways):
                 state = way.method.memory.init_dense(ctx) if unit.dense else way.communicator.init(way.method, ctx)
-                self._cells[unit.name].append(self._made(unit, way, state))
+                self._cells[unit.name].append(self._made(unit, level, state))
+            if not unit.dense and len({self._strategy(unit, level) for level in range(len(self._ways))}) > 1:
+                carried = xp.cell(xp.zeros(ctx.size))
+                for cells in self._cells[unit.name]:
+                    cells[CARRIED] = carried
         if self.schedule is not None:
             units = [unit for bucket in buckets for unit in bucket.units if not unit.dense]
             self.schedule.extend({unit.name: math.prod(unit.shape) for unit in units}, xp, self.rank)
         self._meter.extend([unit.name for bucket in buckets for unit in bucket.units])
+        self._offload = self._pooled()
         if self._waiting is not None:
             self._waiting()
         if self._recorder is not None and not self._recorder.begun:
             self._begin_record()
 
-    def _made(self, unit: Unit, way: Way, state: State) -> dict[str, Any]:
-        # Cells for a unit's state at one level; what outlasts a change of level is shared with the levels before.
-        xp, cells, before = self.xp, {}, self._cells[unit.name]
+    def _made(self, unit: Unit, level: int, state: State) -> dict[str, Any]:
+        # Cells for a unit's state at one level; what outlasts a change of level is shared with the levels before at
+        # which it travels the same way.
+        xp, cells, way, strategy = self.xp, {}, self._ways[level], self._strategy(unit, level)
+        before = [held for each, held in enumerate(self._cells[unit.name]) if self._strategy(unit, each) == strategy]
         for number, (key, value) in enumerate(state.items()):
             old = next((held[key] for held in before if key in held), None)
             if before and _lasting(key, way) and not (old is None and self._switches):
@@ -302,6 +315,9 @@ class Grace:
 
     def _way(self, unit: Unit) -> Way:
         return self._ways[self._level(unit)]
+
+    def _strategy(self, unit: Unit, level: int) -> str:
+        return "" if unit.dense else self._ways[level].communicator.strategy(unit.name)
 
     def _plain(self, unit: Unit, levels: Mapping[Unit, int]) -> bool:
         # Whether a unit travels in its bucket's one dense message.
@@ -370,7 +386,7 @@ class Grace:
             "grace's version": __version__,
             "compressor": repr(self.method.compressor),
             "memory": repr(self.method.memory),
-            "communicator": repr(self.communicator),
+            "communicator": "; ".join(dict.fromkeys(repr(way.communicator) for way in self._ways)),
             "policy": repr(self._policy),
             # Both decode the same numbers, but a graph may round a constant division otherwise than a kernel.
             "the use of native kernels": "on" if self.xp.kernels else "off",
@@ -408,6 +424,8 @@ class Grace:
         not built and RuntimeError for a second gradient before `finish`.
         """
         self._hand_in(name, gradient, spent)
+        if self._offload is not None and self._flights:
+            self._flights[-1][0].depart()  # it may have waited for the pool
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
             if not bucket.names <= self._gradients.keys():
@@ -474,7 +492,7 @@ class Grace:
                         means.update(found)
             self._note_means(means)
         finally:
-            self._clear()
+            self._drop()
         self._means = means
         if last:
             self._step.assign(self._step.read() + 1)
@@ -485,11 +503,19 @@ class Grace:
         """Drop a step that was begun: wait for what is under way, and keep neither means nor state."""
         for flight, _ in self._flights:
             flight.settle()
+        self._drop()
+
+    def _drop(self) -> None:
+        for flight, _ in self._flights:
+            flight.rest()  # the pool works in the gradients' memory
         self._clear()
 
     def advance(self) -> bool:
         """One round of every bucket, in order. True when nothing is left to exchange."""
         with self.xp.quiet():
+            if self._offload is not None and self._flights and not self._departed:
+                self._departed = self._flights[-1][0].depart(wait=True)
+                return False  # a call of its own, after which the workers of one process find each other's messages
             done = [flight.advance() for flight, _ in self._flights]  # every one of them, so no generator
         return all(done)
 
@@ -521,6 +547,7 @@ class Grace:
         step = self._step.read()
         flat = {unit: self._flatten(unit) for unit in units}
         self._note(flat, ("rank0", "mean"))
+        flat = {unit: self._with_carried(unit, x) for unit, x in flat.items()}
         if self.schedule is None or not self.xp.tracing:
             levels = {unit: self._level(unit) for unit in units}
             self._flights.append((self._depart(name, flat, levels, step), flat))
@@ -549,7 +576,18 @@ class Grace:
             programs[PRESENT] = self._presence(flat)
         size = sum(self.xp.nbytes(x) for x in flat.values()) if self.xp.mutable else 0
         with self.xp.quiet(), self.xp.side_by_side(size):
-            return Flight(name, programs, self.transport, self.trace)
+            last = self._flights[-1][0] if self._flights else None
+            before = None if last is None or last.depart() else last
+            return Flight(name, programs, self.transport, self.trace, self._offload, before)
+
+    def _pooled(self) -> Offload | None:
+        # Threads for what strategies give to the CPU; graphs schedule by themselves, and devices keep what is theirs.
+        if self.xp.traced or not self._on_host(self.xp):
+            return None
+        units = {unit.name for unit in self._unit_of.values() if not unit.dense}
+        threads = {name: max(way.communicator.threads(name) for way in self._ways) for name in units}
+        most = max(threads.values(), default=0)
+        return Offload(most, {name for name in units if threads[name]}, self.xp) if most else None
 
     def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
         # Units that share a switch in a graph, one that is compressed first: all, or each by itself.
@@ -602,6 +640,15 @@ class Grace:
         owned = owned or len(parts) > 1 or unit.dense != ""
         return xp.concat(parts) if owned else xp.copy(parts[0])
 
+    def _with_carried(self, unit: Unit, x: Array) -> Array:
+        cell = self._carried(unit)
+        return x if cell is None else x + cell.read()  # not in place: of a dense tensor, x may be the user's gradient
+
+    def _carried(self, unit: Unit) -> Any:
+        # The cell of what a change of strategy left, if there may be something in it.
+        cell = self._cells[unit.name][0].get(CARRIED)
+        return cell if self.xp.traced or unit.name in self._carrying else None
+
     def _note_means(self, means: Mapping[str, Array | None]) -> None:
         if self.schedule is None or self.schedule.policy.norm_source != "aggregated":
             return
@@ -648,7 +695,12 @@ class Grace:
                 if policy == "raise":
                     xp.require(ok, f"the mean gradient of {unit.name!r} is not finite on any worker")
                 for key, cell in cells.items():
-                    parted |= self._keep(cell, ok, state[key], x)
+                    if key != CARRIED:
+                        parted |= self._keep(cell, ok, state[key], x)
+                if (carried := self._carried(unit)) is not None:
+                    self._keep(carried, ok, xp.zeros(xp.shape(x)[0], unit.dtype), x)
+                    if not xp.traced and ok:
+                        self._carrying.discard(unit.name)
             noted = self._undo.pop(unit.name, [])
             if noted and (ok is None or not ok):
                 self._restore(noted)
@@ -811,13 +863,35 @@ class Grace:
         assert schedule is not None
         if self._recording:
             self.record()  # no line spans a change of level
+        before = dict(schedule.decision.levels)
         for name in (yield from decided):
             level = schedule.level(name)
             (unit,) = {unit for unit in self._unit_of.values() if unit.name == name}
             way = self._ways[level]
+            elsewhere = self._strategy(unit, before[name]) != self._strategy(unit, level)
+            if elsewhere:
+                self._carry(unit, before[name])
             for key, value in way.communicator.init(way.method, self._context(unit, 0)).items():
-                if not _lasting(key, way):
+                if elsewhere or not _lasting(key, way):
                     self._cells[name][level][key].assign(self.xp.copy(value))
+
+    def _carry(self, unit: Unit, level: int) -> None:
+        # What was not sent at any point of a way that a tensor leaves is added to this worker's next gradient, so that
+        # it counts in the mean as it did: 1 / holders there, 1 / workers here.
+        xp, cells = self.xp, self._cells[unit.name][level]
+        everybody = [self._points(unit, rank, level) for rank in range(self.world_size)]
+        places = [{name: (ctx.offset, ctx.size) for name, (_, ctx) in points.items()} for points in everybody]
+        total = cells[CARRIED].read()
+        for key, cell in cells.items():
+            point, part, field = parsed(key)
+            if key == CARRIED or getattr(everybody[self.rank][point][0], part).resize.get(field) is not Resize.SUM:
+                continue
+            start, size = places[self.rank][point]
+            share = self.world_size / sharing(point, (start, size), places)
+            rest = math.prod(unit.shape) - start - size
+            total = total + xp.concat([xp.zeros(start), cell.read() * share, xp.zeros(rest)])
+        cells[CARRIED].assign(total)
+        self._carrying.add(unit.name)
 
     # -- state ------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -844,6 +918,7 @@ class Grace:
                 unit: {key: self._export(self._last(unit, cell)) for key, cell in cells.items()}
                 for unit, cells in held.items()
             },
+            "strategies": self._strategies(self.decision.levels, held),
             "policy": self._export_policy(),
         }
 
@@ -867,6 +942,12 @@ class Grace:
                 lasting = {key: cell for way, each in pairs for key, cell in each.items() if _lasting(key, way)}
                 held[unit] = {**lasting, **held[unit]}
         return {unit: cells for unit, cells in held.items() if cells}
+
+    def _strategies(self, levels: Mapping[str, int], names: Collection[str]) -> dict[str, str]:
+        # How units travel, where a plan says so; those that go dense too.
+        units = {unit.name: unit for unit in self._unit_of.values() if unit.name in names}
+        each = {name: self._ways[levels.get(name, 0)].communicator.strategy(name) for name in units}
+        return {name: text for name, text in each.items() if text}
 
     def _export_policy(self) -> dict[str, Any] | None:
         if self.schedule is None:
@@ -892,8 +973,12 @@ class Grace:
         if self._xp is None:
             self._waiting = partial(self.load_state_dict, *states, lost=lost)
             return
-        for cell, array in new:
+        for unit, key, cell, array in new:
             cell.assign(array)
+            if key == CARRIED:  # of a tensor that goes dense now, it is a new one
+                for cells in self._cells[unit]:
+                    cells[CARRIED] = cell
+                self._carrying.add(unit)
         self._first_step += step - int(self._step.read())  # the report counts what this object did
         self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
         self._waiting = None
@@ -912,8 +997,10 @@ class Grace:
             return state
         return {**state, "policy": self.schedule.taken_over(state["policy"])}
 
-    def check_state(self, *states: Mapping[str, Any], lost: bool = False) -> tuple[list[tuple[Any, Array]], int]:
-        """What `load_state_dict` would set, each cell with its new array, and the step; raises as that does."""
+    def check_state(
+        self, *states: Mapping[str, Any], lost: bool = False
+    ) -> tuple[list[tuple[str, str, Any, Array]], int]:
+        """What `load_state_dict` would set (unit, key, cell, new array), and the step; raises as that does."""
         for state in states:
             self._check_form(state)
         whose = [(state["rank"], state["world_size"]) for state in states]
@@ -937,11 +1024,17 @@ class Grace:
         if self.schedule is not None:
             self.schedule.check_state(saved)
         levels = saved["levels"] if saved else {}
+        units = {unit.name: unit for unit in self._unit_of.values()}
+        strategies = self._strategies(levels, units) if moved else {}
+        before = states[0].get("strategies", {})
+        changed = {name for name, text in strategies.items() if before.get(name, text) != text}
         mine = self._held(levels)
+        carried = {name for state in states for name, cells in state["tensors"].items() if CARRIED in cells}
+        for name in sorted((changed | carried & units.keys()) - mine.keys()):  # it goes dense now, or did before
+            mine[name] = {CARRIED: self.xp.cell(self.xp.zeros(math.prod(units[name].shape), units[name].dtype))}
         for state in states:
-            self._check_names(mine, state["tensors"])
+            self._check_names(mine.keys() - strategies, state["tensors"].keys() - strategies)
         if moved:
-            units = {unit.name: unit for unit in self._unit_of.values()}
             fresh = {
                 name: {key: self._export(cell.read()) for key, cell in cells.items()} for name, cells in mine.items()
             }
@@ -949,10 +1042,10 @@ class Grace:
             def points(unit: str, rank: int) -> dict[str, tuple[Method, Context]]:
                 return self._points(units[unit], rank, levels.get(unit, 0))
 
-            theirs = resized(states, fresh, points, self.rank, self.world_size)
+            theirs = resized(states, fresh, points, self.rank, self.world_size, changed)
         else:
             theirs = states[0]["tensors"]
-        new: list[tuple[Any, Array]] = []
+        new: list[tuple[str, str, Any, Array]] = []
         for unit, cells in mine.items():
             if set(cells) != set(theirs[unit]):
                 raise ValueError(f"state of {unit!r} has {sorted(theirs[unit])}, but this method keeps {sorted(cells)}")
@@ -962,7 +1055,7 @@ class Grace:
                     shapes = f"{getattr(found, 'shape', None)}, but the model needs {self.xp.shape(old)}"
                     raise ValueError(f"state {key!r} of {unit!r} has shape {shapes}")
                 check_kind(found, self.xp.dtype(old), f"state {key!r} of {unit!r}")
-                new.append((cell, self.xp.copy(self.xp.asarray(found, self.xp.dtype(old)))))
+                new.append((unit, key, cell, self.xp.copy(self.xp.asarray(found, self.xp.dtype(old)))))
         return new, step
 
     def _check_form(self, state: Mapping[str, Any]) -> None:
@@ -980,8 +1073,8 @@ class Grace:
                 f"this state belongs to policy {settings}, but this is {self._policy!r}: use the same settings"
             )
 
-    def _check_names(self, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-        absent, extra = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
+    def _check_names(self, mine: Set[str], theirs: Set[str]) -> None:
+        absent, extra = sorted(mine - theirs), sorted(theirs - mine)
         if absent or extra:
             raise ValueError(
                 f"the state and the model name different tensors: the model's {absent or 'none'} are not in the state, "
@@ -1021,7 +1114,7 @@ class Grace:
                 bytes_dense=traffic[unit.name][2] * sum(tensor.nbytes for tensor in unit.tensors),
                 residual_norm=norms.get(unit.name),
                 levels=self._levels(unit),
-                strategy="" if unit.dense else self.communicator.strategy(unit.name),
+                strategy=self._strategy(unit, self._level(unit)),
             )
             for unit in units
         ]
@@ -1037,6 +1130,7 @@ class Grace:
             times={} if self.xp.traced else dict(self.trace.totals),
             skipped=self._skipped,
             trials=self._trials(),
+            plan=leading.communicator.origin,
         )
 
     def record(self) -> None:

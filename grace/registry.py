@@ -137,7 +137,8 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
     on with what was fastest; see `grace.policies.auto.Auto`.
 
     ``plan``: a strategy for each tensor, and perhaps a method, instead of a communicator: the file that `grace plan`
-    wrote, or what it holds. Worker 0's holds for all.
+    wrote, or what it holds. Worker 0's holds for all; only with a policy every worker needs it. It is made anew for
+    other workers than it was made for, and for the levels of a policy, if it holds what it was made from.
 
     ``transport``: "horovod", "torch", "local" or a Transport; default: the one that is initialised.
 
@@ -208,20 +209,24 @@ def _automatic(rest: dict[str, Any]) -> dict[str, Any]:
 
 def _planned(rest: dict[str, Any]) -> Communicator:
     # The communicator of a plan, which is a file's name, or its content; the file need be on worker 0 alone.
-    from grace.communicators.planned import Planned, Ways
+    from grace.communicators.planned import Planned
+    from grace.planner.ways import Ways, leveled_params
 
     if "communicator" in rest:
         raise ValueError("a plan says how tensors travel: leave communicator out, or plan")
     if rest.get("fuse", "tensor") != "tensor":
         raise ValueError(f"a plan names tensors, but fuse={rest['fuse']!r} makes one of several: use fuse='tensor'")
-    if rest.get("policy") is not None:
-        raise ValueError("a plan fixes each tensor's method, and a policy changes it: leave out one of them")
-    plan = rest.pop("plan")
+    plan, policy = rest.pop("plan"), rest.get("policy")
     if isinstance(plan, Mapping):
         text = json.dumps(plan)
     else:
         text = Path(plan).read_text() if Path(plan).exists() else ""
-    return Planned(ways=Ways(text), node_size=rest.pop("node_size", 0))
+    if policy is not None:
+        kind: Any = policies.find(policy) if isinstance(policy, str) else policy
+        if kind.switches_methods:
+            raise ValueError(f"a plan has one method, and policy {policy!r} changes methods: leave out one of them")
+        rest |= leveled_params(text, rest)
+    return Planned(ways=Ways(text, leveled=policy is not None), node_size=rest.pop("node_size", 0))
 
 
 def usual_communicator(compressor: Compressor) -> str:

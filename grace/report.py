@@ -56,6 +56,8 @@ class Report:
     """Steps of tensors whose mean was not finite, so that their state was left as it was (0 inside graphs)."""
     trials: dict[str, float] = field(default_factory=dict)
     """With the compressor "auto": seconds of a step, by what was tried."""
+    plan: str = ""
+    """What the plan in force was made for and from; empty without one that says so."""
 
     @property
     def ratio(self) -> float:
@@ -95,7 +97,8 @@ class Report:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in self.times.items())
         trials = "  ".join(f"{level} {seconds * 1e3:.1f} ms" for level, seconds in self.trials.items())
-        return "\n".join([head, *lines, *filter(None, [times, trials and f"tried: {trials}"])])
+        ends = [times, trials and f"tried: {trials}", self.plan and f"plan: {self.plan}"]
+        return "\n".join([head, *lines, *filter(None, ends)])
 
 
 def leveled(level: Mapping[str, Any]) -> str:

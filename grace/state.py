@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from grace.core import Context, Method, Resize
 
 Points = Mapping[str, tuple[Method, Context]]
+Places = Mapping[str, Sequence[int]]
+"""By the names of points of compression, where they begin in the tensor, and how many elements they have."""
 Tensors = dict[str, dict[str, Any]]
+
+RESIDUAL = "residual"
+CARRIED = "carried"
+"""The key of what a change of strategy left of a tensor's memories: it is added to the worker's next gradient."""
 
 
 def complete(states: Sequence[Mapping[str, Any]], lost: bool = False) -> list[Mapping[str, Any]]:
@@ -51,6 +57,8 @@ def check_form(state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     rank, size, step = state["rank"], state["world_size"], state["step"]
     if not 0 <= rank < size or not 0 <= step < 2**63:
         raise ValueError(f"this is no state of grace: worker {rank} of {size} at step {step}")
+    if not isinstance(state.get("strategies", {}), Mapping):
+        raise ValueError(f"this is no state of grace: its 'strategies' are {state['strategies']!r}")
     for unit, cells in state["tensors"].items():
         if not isinstance(cells, Mapping):
             raise ValueError(f"this is no state of grace: of {unit!r} it has {cells!r}")
@@ -73,7 +81,12 @@ def check_kind(found: Any, wanted: str, what: str) -> None:
 
 
 def resized(
-    states: Sequence[Mapping[str, Any]], fresh: Tensors, points: Callable[[str, int], Points], rank: int, size: int
+    states: Sequence[Mapping[str, Any]],
+    fresh: Tensors,
+    points: Callable[[str, int], Points],
+    rank: int,
+    size: int,
+    changed: Collection[str] = (),
 ) -> Tensors:
     """What worker ``rank`` of ``size`` goes on with, from the states of all workers of a run with another number.
 
@@ -82,9 +95,15 @@ def resized(
     array follows the rule that its memory or compressor has for it (`grace.core.Resize`): what is summed is added up
     over the old workers, element by element of the tensor, and divided evenly among the new ones that hold the element.
     What is the same on all workers of the same elements is copied, and begins anew where elements are cut otherwise.
+    ``changed``: units that travel another way now: all that was summed anywhere on the old way comes to the first point
+    of the new one, or is carried if that has none; all else begins anew.
     """
     return {
-        unit: {key: _follow(states, unit, key, value, points, rank, size) for key, value in cells.items()}
+        unit: (
+            _moved(states, unit, cells, points, rank, size)
+            if unit in changed
+            else {key: _follow(states, unit, key, value, points, rank, size) for key, value in cells.items()}
+        )
         for unit, cells in fresh.items()
     }
 
@@ -100,35 +119,109 @@ def _follow(
 ) -> Any:
     import numpy as np
 
+    if key == CARRIED:
+        held = [host(state["tensors"][unit][key]) for state in states if key in state["tensors"].get(unit, {})]
+        return (sum(held, np.zeros(len(value))) / size).astype(host(value).dtype)
     point, part, field = parsed(key)
     method, ctx = points(unit, rank)[point]
     rule = getattr(method, part).resize.get(field, Resize.SAME)
     if rule is Resize.TRACKED:
         return _follow(states, unit, key.removesuffix(field) + "mean", value, points, rank, size)
     start, stop = ctx.offset, ctx.offset + ctx.size
-    old = [(state["points"][unit].get(point), state["tensors"].get(unit, {}).get(key)) for state in states]
-    held = [(place, array) for place, array in old if place is not None and array is not None]
+    held = [
+        (place, state["tensors"][unit][other])
+        for state in states
+        for other in state["tensors"].get(unit, {})
+        if (place := _place_of(state, unit, other, stage(point), (part, field))) is not None
+    ]
     if rule is Resize.OWN:
         theirs = [array for place, array in held if tuple(place) == (start, ctx.size)]
         return host(theirs[rank % len(theirs)] if theirs else value)
     if rule is Resize.SAME:
         return next((host(array) for place, array in held if tuple(place) == (start, ctx.size)), host(value))
-    for (_, count), array in held:
-        if host(array).shape != (count,):
-            raise ValueError(f"state {key!r} of {unit!r} has shape {host(array).shape}, but is of {count} elements")
     reach = max([stop, *(first + count for (first, count), _ in held)])
     total, holders = np.zeros(reach), np.zeros(reach)
     for (first, count), array in held:
-        total[first : first + count] += host(array)
+        total[first : first + count] += _elements(array, count, unit, key)
         holders[first : first + count] += 1
     if rule is Resize.SUM:
         holders = np.zeros(reach)
         for each in range(size):
-            other = points(unit, each).get(point)
-            if other is not None:
-                holders[other[1].offset : other[1].offset + other[1].size] += 1
+            for name, (_, other) in points(unit, each).items():
+                if stage(name) == stage(point):
+                    holders[other.offset : other.offset + other.size] += 1
     share = total[start:stop] / np.maximum(holders[start:stop], 1)
     return share.astype(host(value).dtype)
+
+
+def _place_of(state: Mapping[str, Any], unit: str, key: str, wanted: str, of: tuple[str, str]) -> Any:
+    # Where an array is that belongs to this stage of the way, and is this one of that part; else None.
+    point, part, field = parsed(key)
+    return state["points"].get(unit, {}).get(point) if (stage(point), (part, field)) == (wanted, of) else None
+
+
+def _moved(
+    states: Sequence[Mapping[str, Any]],
+    unit: str,
+    cells: Mapping[str, Any],
+    points: Callable[[str, int], Points],
+    rank: int,
+    size: int,
+) -> dict[str, Any]:
+    # All that residuals hold comes to the first compression of the new way; nothing else can be moved.
+    first = next((stage(name) for each in range(size) for name in points(unit, each) if name), None)
+    found = {}
+    for key, value in cells.items():
+        point, _, field = parsed(key)
+        if key == CARRIED:
+            found[key] = host(value) if first is not None else _summed(states, unit, 0, len(value)) / size
+        elif field == RESIDUAL and stage(point) == first:
+            ctx = points(unit, rank)[point][1]
+            found[key] = _summed(states, unit, ctx.offset, ctx.size) / size
+        else:
+            found[key] = host(value)
+    return {key: array.astype(host(cells[key]).dtype) for key, array in found.items()}
+
+
+def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: int) -> Any:
+    # What the workers' residuals and what they carry make of these elements in the sum of all their gradients.
+    import numpy as np
+
+    workers, total = states[0]["world_size"], np.zeros(start + count)
+    everybody = [state["points"].get(unit, {}) for state in states]
+    for state, places in zip(states, everybody, strict=True):
+        for key, array in state["tensors"].get(unit, {}).items():
+            point, _, field = parsed(key)
+            if key == CARRIED:
+                first, size, share = 0, host(array).size, 1.0
+            elif field == RESIDUAL and point in places:
+                first, size = places[point]
+                holders = sharing(point, places[point], everybody)
+                share = workers / (workers if holders == len(states) else holders)  # what is gone held it too
+            else:
+                continue
+            part = _elements(array, size, unit, key)[: max(0, start + count - first)]
+            total[first : first + len(part)] += share * part
+    return total[start:]
+
+
+def sharing(point: str, place: Sequence[int], everybody: Iterable[Places]) -> int:
+    """How many workers hold the same elements at the same stage of their way, each as a part of one mean."""
+    return sum(
+        any(stage(name) == stage(point) and tuple(other) == tuple(place) for name, other in places.items())
+        for places in everybody
+    )
+
+
+def stage(point: str) -> str:
+    """What points of compression have in common that are pieces of one tensor: the name before the number."""
+    return point.partition(".")[0]
+
+
+def _elements(array: Any, count: int, unit: str, key: str) -> Any:
+    if host(array).shape != (count,):
+        raise ValueError(f"state {key!r} of {unit!r} has shape {host(array).shape}, but is of {count} elements")
+    return host(array)
 
 
 def host(array: Any) -> Any:

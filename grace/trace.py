@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 class Trace:
-    """What happened when. Kinds: "backward", "compress", "communicate", "wait" and "decompress"."""
+    """What happened when. Kinds: "backward", "compress", "communicate", "wait" and "decompress"; threads of a pool."""
 
     def __init__(self, events: int = EVENTS) -> None:
         self.totals: dict[str, float] = dict.fromkeys(KINDS, 0.0)
@@ -50,12 +50,12 @@ class Trace:
     def save(self, path: str | os.PathLike[str], rank: int) -> None:
         """Write the last events in Chrome's trace format, for chrome://tracing or ui.perfetto.dev.
 
-        One process for each worker; tracks "backward", "worker" (compress, wait, decompress) and one for the messages
-        of each bucket, which overlap with the others.
+        One process for each worker; tracks "backward", "worker" (compress, wait, decompress), one for each thread of a
+        pool, and one for the messages of each bucket, which overlap with the others.
         """
         rows = []
         for event in self._events:
-            track = event.kind if event.kind == "backward" else "worker"
+            track = "worker" if event.kind in KINDS else event.kind
             if event.kind == "communicate":
                 track = f"messages of {event.name.rsplit('.', 1)[0]}"
             rows.append((track, event))

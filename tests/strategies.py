@@ -1,10 +1,13 @@
-"""What the tests of planned exchanges share with their workers: one tensor for each strategy, in one exchange."""
+"""What the tests of planned exchanges share with their workers: a tensor for each strategy; a model to plan for."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from grace.core import Compressor
+from grace.planner import plan
+from grace.planner.costs import Cluster, Codec, Costs, Curve, Link, Speed
+from grace.planner.profile import Profile, TensorProfile
 
 SHAPES = [(13, 21), (5,), (67,), (3, 4, 5)]
 
@@ -36,3 +39,33 @@ class Identity(Compressor):
 
 
 LOSSLESS = [{"compressor": Identity()}, {"compressor": "topk", "compress_ratio": 1.0}, {"compressor": "none"}]
+
+
+# -- a model whose plan depends on the number of workers, on their machines and on the level ---------------------------
+PROFILE = Profile(
+    (
+        TensorProfile("out", (40, 100), 2e-4),
+        TensorProfile("middle", (100, 120), 4e-4),
+        TensorProfile("in", (120, 300), 1e-3),
+    ),
+    "measured",
+)
+PARAMETERS = {tensor.name: np.zeros(tensor.shape, np.float32) for tensor in PROFILE.tensors[::-1]}
+
+
+def priced(ratio, **params):
+    """Costs of top-k, in proportion to the elements."""
+    rates = (Curve((1.0,), (seconds,)) for seconds in (2e-9, 1e-9, 5e-10))
+    wire = Curve((1.0,), (8.0 * ratio,))
+    return Codec({"compressor": "topk", "compress_ratio": ratio, **params}, wire, {"gpu": Speed(*rates)}, "given")
+
+
+def cluster(workers, per_node=1):
+    """Machines with slow links between them."""
+    return Cluster(workers // per_node, per_node, Link(20e-6, 1e8), Link(2e-6, 2e9), "measured")
+
+
+def planned(workers, per_node=1, ratio=0.01, levels=(), **params):
+    """The plan of `PROFILE` for these workers, with the costs of other ratios beside."""
+    costs = Costs(cluster(workers, per_node), priced(ratio, **params))
+    return plan.make(PROFILE, costs, others=[priced(level, **params) for level in levels]).plan

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,6 +117,29 @@ def _measured(label: str, params: dict[str, Any], backend: str) -> Codec:
         return measure.compressor(params, backend=backend)
 
 
+def _offloaded(codecs: list[Codec], threads: int, speed: float, workers: int) -> list[Codec]:
+    # With the costs of a pool, where they are not known. If the training device is this CPU, every worker's pool needs
+    # cores of its own, and is as much slower as it is measured to be beside a matrix product.
+    from grace.planner import measure
+
+    here = speed == 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    free = max(cores // workers - 1, 0)
+    if here and threads > free:
+        raise typer.BadParameter(
+            f"--offload {threads}: of {cores} cores here {free} are free for the pool of each of {workers} workers. If "
+            "another device trains, --compress-speed says how fast it compresses"
+        )
+    found = []
+    for each in codecs:
+        if each.devices == ("gpu",):
+            factor = measure.contention(measure.product(), each.params) if here else 1.0
+            text = f"{each.source}; {factor:.2f} times as long on the pool" if here else each.source
+            each = replace(each.offloaded(1 / speed, factor), source=text)
+        found.append(each)
+    return found
+
+
 def describe(cluster: Cluster) -> str:
     """A cluster in one line."""
     if cluster.nodes == 1:
@@ -146,10 +171,17 @@ def plan(
     batch: Batch = None,
     mode: Annotated[str, typer.Option(help="refined, paper, or for very few tensors exact.")] = "refined",
     offload: Annotated[
-        int, typer.Option(metavar="THREADS", help="Threads that may compress on the CPU, at the speed measured.", min=0)
+        int, typer.Option(metavar="THREADS", help="Threads of a CPU pool that may compress beside the training.", min=0)
     ] = 0,
     max_compressions: Annotated[
         int | None, typer.Option(help="Of one tensor on its way: each loses something.", min=0)
+    ] = None,
+    level: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Another setting of the compressor, for a policy; as often as needed.",
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan there.")] = None,
     trace: Annotated[
@@ -164,13 +196,15 @@ def plan(
         planner.refuse(parse(compressor).params)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    (priced,) = read_codecs([compressor], costs, backend, 1 if offload else compress_speed, save_costs).values()
-    if offload and priced.devices == ("gpu",):
-        priced = priced.offloaded(device=1 / compress_speed)
+    specs = [compressor, *(f"{compressor}{',' if ':' in compressor else ':'}{setting}" for setting in level or ())]
+    codecs = list(read_codecs(specs, costs, backend, 1 if offload else compress_speed, save_costs).values())
+    if offload:
+        codecs = _offloaded(codecs, offload, compress_speed, there.per_node)
+    priced, *others = codecs
     began, cpu = time.perf_counter(), time.process_time()
     try:
         costed = Costs(there, priced, priced.devices if offload else ("gpu",), max_compressions)
-        made = planner.make(found, costed, mode, max(offload, 1))  # type: ignore[arg-type]
+        made = planner.make(found, costed, mode, max(offload, 1), others=others)  # type: ignore[arg-type]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     seconds = {"elapsed": time.perf_counter() - began, "cpu": time.process_time() - cpu}

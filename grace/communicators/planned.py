@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from grace.collectives import AllToAll, Broadcast, Gather, Group, Reduce
 from grace.communicators.allgather import refuse_agreed
@@ -30,12 +27,14 @@ from grace.core import (
     scope,
 )
 from grace.execution import as_array, shards, template
-from grace.planner.options import Action, Level, Option, parse
-from grace.registry import method_from_params, nearest, register
+from grace.planner.options import DENSE_FLAT, Action, Level, Option, parse
+from grace.registry import compressors, memories, register
+
+if TYPE_CHECKING:
+    from grace.planner.ways import Ways
 
 GROUPS: dict[Level, Group] = {"flat": "world", "intra": "node", "inter": "cross"}
 GATHERED = "compress(gpu) allgather*(flat) decompress(gpu)"
-DENSE = "allreduce(flat)"
 
 
 @register("planned")
@@ -58,19 +57,25 @@ class Planned(Communicator):
     node_size: int = 0
 
     def fitted(self, method: Method, transport: Transport) -> Communicator:
-        if self.ways is not None or parse(self.option).flat:
-            return self  # a plan may say how many workers a machine has
+        if self.ways is not None:
+            return replace(self, ways=self.ways.fitted(method))  # a plan may say how many workers a machine has
+        if parse(self.option).flat:
+            return self
         return replace(self, node_size=machine_size("planned", self.node_size, transport))
 
     def check(self, method: Method, world_size: int) -> None:
         if self.ways is None:
             check(parse(self.option), method)
 
+    def lay(self, transport: Transport) -> None:
+        if self.ways is not None:
+            self.ways.lay(transport, self.node_size)
+
     def prepare(self, transport: Transport) -> None:
         if self.ways is not None:
             self.ways.agree(transport, self.node_size)
         options = self.ways.options if self.ways else [parse(self.option)]
-        rooted = next((str(o) for o in options if any(a.kind in ("reduce", "gather") for a in o.actions)), "")
+        rooted = next((str(option) for option in options if option.rooted), "")
         if rooted and not transport.rooted:
             raise ValueError(
                 f"TensorFlow over Horovod cannot carry {rooted!r}: where some workers only give, a graph may hang. Use "
@@ -80,15 +85,26 @@ class Planned(Communicator):
             transport.split(self._nodes)
 
     def method(self, method: Method, name: str) -> Method:
+        if not self._route(name).compressions:
+            return Method(compressors["none"](), memories["none"]())
         way = None if self.ways is None else self.ways[name]
         return method if way is None or way.method is None else way.method
 
     def strategy(self, name: str) -> str:
         return str(self._route(name))
 
+    def threads(self, name: str) -> int:
+        if "cpu" not in self._route(name).devices:
+            return 0
+        return 1 if self.ways is None else self.ways.threads
+
+    @property
+    def origin(self) -> str:
+        return "" if self.ways is None else self.ways.origin
+
     def applies(self, method: Method, ctx: Context) -> bool:
         route, method = self._route(ctx.name), self.method(method, ctx.name)
-        if str(route) == DENSE:
+        if self._dense(ctx.name):
             return False
         check(route, method)
         # Of every worker, since all must decide alike.
@@ -102,8 +118,8 @@ class Planned(Communicator):
         )
 
     def reason(self, method: Method, ctx: Context) -> str:
-        if self.strategy(ctx.name) == DENSE:
-            return f"its strategy is {DENSE}"
+        if self._dense(ctx.name):
+            return f"its strategy is {DENSE_FLAT}"
         return super().reason(self.method(method, ctx.name), ctx)
 
     def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
@@ -125,96 +141,12 @@ class Planned(Communicator):
     def _nodes(self) -> int:
         return self.node_size if self.ways is None else self.ways.node_size
 
+    def _dense(self, name: str) -> bool:
+        # It is averaged as it is; at all levels, if there are some.
+        return self.option == DENSE_FLAT if self.ways is None else self.ways.dense(name)
+
     def _route(self, name: str) -> Option:
         return parse(self.option) if self.ways is None else parse(self.ways[name].option)
-
-
-# -- a plan ------------------------------------------------------------------------------------------------------------
-class Way(NamedTuple):
-    """What a plan says of one tensor."""
-
-    option: str
-    method: Method | None = None
-    """None: that of all tensors."""
-
-
-class Ways:
-    """A plan at work: ways by tensor. Worker 0's holds for all, so the others need not have it."""
-
-    def __init__(self, text: str):
-        """``text``: JSON as `grace.planner.plan` writes it; empty on a worker that has none."""
-        self._text = text
-        self._ways: dict[str, Way] = {}
-        self.node_size = 0
-        """Workers of a machine, once the workers have agreed."""
-
-    def agree(self, transport: Transport, node_size: int) -> None:
-        """Take worker 0's plan. Every worker must make this call. ValueError if it is none.
-
-        ``node_size``: workers of a machine; 0: as the plan says, or else as they were launched. Warns if the plan was
-        made for another number of workers, for which it may not be the best.
-        """
-        self._text = transport.exchange(self._text)[0]
-        self._ways = ways(self._text)
-        made_for = json.loads(self._text)
-        self.node_size = node_size or _count(made_for, "workers_per_node", 0)
-        if not all(option.flat for option in self.options):
-            self.node_size = machine_size("planned", self.node_size, transport)
-        if _count(made_for, "workers", transport.size) != transport.size:
-            warnings.warn(
-                f"the plan was made for {made_for['workers']} workers, but there are {transport.size}: it works, but "
-                "others may be faster. Plan anew",
-                stacklevel=2,
-            )
-
-    @property
-    def options(self) -> list[Option]:
-        """All strategies that occur."""
-        return [parse(text) for text in dict.fromkeys(way.option for way in self._ways.values())]
-
-    def __getitem__(self, name: str) -> Way:
-        if name not in self._ways:
-            raise ValueError(
-                f"the plan has no strategy for {name!r}{nearest(name, self._ways)}: it was made for another model, or "
-                "for other names. Make one for this model"
-            )
-        return self._ways[name]
-
-    def __repr__(self) -> str:
-        # What workers compare when they begin.
-        return f"Ways({len(self._ways)} tensors, sha256 {hashlib.sha256(self._text.encode()).hexdigest()[:16]})"
-
-
-def ways(text: str) -> dict[str, Way]:
-    """The ways in the JSON text of a plan: {"tensors": {name: {"option": ...}}}, and maybe methods.
-
-    A method is given by the keys of `grace.grace_from_params`, for all tensors under "params", for one beside its
-    option; what a tensor says itself counts. ValueError, naming the tensor, for what is no plan.
-    """
-    try:
-        data = json.loads(text)
-        tensors, common = data["tensors"], dict(data.get("params") or {})
-        entries = {name: dict(entry) for name, entry in tensors.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"this is no plan, which is JSON with an object 'tensors': {error!r}") from error
-    found, known = {}, {}
-    for name, entry in entries.items():
-        try:
-            option = str(parse(entry.pop("option", None)))
-            settings = json.dumps(entry if "compressor" in entry else {**common, **entry}, sort_keys=True)
-            if settings not in known:
-                known[settings] = method_from_params(json.loads(settings)) if settings != "{}" else None
-        except ValueError as error:
-            raise ValueError(f"plan, tensor {name!r}: {error}") from error
-        found[name] = Way(option, known[settings])
-    return found
-
-
-def _count(data: Mapping[str, Any], key: str, default: int) -> int:
-    value = data.get(key, default)
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{key}={value!r} of the plan is no number of workers")
-    return value
 
 
 def check(option: Option, method: Method) -> None:

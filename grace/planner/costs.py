@@ -104,11 +104,14 @@ def link(data: Any, what: str) -> Link:
     """A `Link` from JSON's data: {"latency_us", "gbit_per_s", "fits": {collective: [seconds, seconds per byte]}}."""
     if not isinstance(data, Mapping) or not set(data) <= {"latency_us", "gbit_per_s", "fits"}:
         raise ValueError(f'{what} is {{"gbit_per_s": ..., "latency_us": ...}}, not {data!r}')
-    gbit = checked(data.get("gbit_per_s"), f"gbit_per_s of {what}")
+    gbit = data.get("gbit_per_s")
+    gbit = gbit if gbit == math.inf else checked(gbit, f"gbit_per_s of {what}")
     if gbit == 0:
         raise ValueError(f"gbit_per_s of {what} is 0: write what the link carries")
     fits = {}
-    for kind, pair in dict(data.get("fits", {})).items():
+    if not isinstance(data.get("fits", {}), Mapping):
+        raise ValueError(f"fits of {what} are {{collective: [seconds, seconds per byte]}}, not {data['fits']!r}")
+    for kind, pair in data.get("fits", {}).items():
         if kind not in COEFFICIENTS:
             raise ValueError(f"fits of {what} are {{collective: [seconds, seconds per byte]}}, not of {kind!r}")
         fits[kind] = _rate(pair, kind)
@@ -166,6 +169,21 @@ class Cluster:
     def between(self, level: Level) -> bool:
         """Its collectives occupy the link between machines."""
         return level == "inter" or (level == "flat" and self.nodes > 1)
+
+    def among(self, workers: int, per_node: int = 0) -> Cluster:
+        """The same links with another number of workers: by the formulas of collectives, not measured.
+
+        ``per_node``: workers of each machine; 0: as many as there are while that divides them, else each counts as a
+        machine of its own (on one machine: all are on it). ValueError for machines of unequal size.
+        """
+        size = per_node or (self.per_node if workers % self.per_node == 0 else workers if self.nodes == 1 else 1)
+        if workers % size:
+            raise ValueError(f"node_size={size} does not divide {workers} workers")
+        if (workers // size, size) == (self.nodes, self.per_node):
+            return self
+        source = f"{self.source} among {self.workers} workers, scaled to {workers}"
+        flat = self.flat if (workers > size) == (self.nodes > 1) else None  # measured over another kind of link
+        return replace(self, nodes=workers // size, per_node=size, flat=flat, source=source)
 
     def seconds(self, action: Action, held: float, sharing: int = 1, joined: bool = False) -> float:
         """Time of a collective. ``held``: bytes of each worker; ``sharing``: how many of them use a machine's link.
@@ -353,7 +371,7 @@ def codec(data: Any) -> Codec:
         return Curve(sizes, values)
 
     speeds = {}
-    for device, each in dict(data["speeds"]).items():
+    for device, each in data["speeds"].items() if isinstance(data["speeds"], Mapping) else ():
         if device not in DEVICES or not isinstance(each, Mapping) or set(each) != {"encode", "decode", "piece"}:
             raise ValueError(f'speeds of {name!r} are {{"gpu" or "cpu": {{"encode", "decode", "piece"}}}}')
         speeds[device] = Speed(*(curve(each[what], what) for what in ("encode", "decode", "piece")))
@@ -378,6 +396,7 @@ class Costs:
 
     ``devices``: where compressions may run; default: those whose costs the codec has. ``max_compressions``: of one
     tensor on its way. ``min_numel``: tensors of fewer elements have no choice: they join others' dense messages.
+    ``rooted``: False where nothing may go to one worker alone (see `grace.core.Transport`).
     """
 
     def __init__(
@@ -387,8 +406,10 @@ class Costs:
         devices: Iterable[Device] | None = None,
         max_compressions: int | None = None,
         min_numel: int = MIN_NUMEL,
+        rooted: bool = True,
     ):
         self.cluster, self.codec, self.max_compressions, self.min_numel = cluster, codec, max_compressions, min_numel
+        self.rooted = rooted
         self.devices: tuple[Device, ...] = codec.devices if devices is None else tuple(devices)
         if not self.devices or not set(self.devices) <= set(codec.devices):
             raise ValueError(f"devices={self.devices}: the compressor's costs are known for {', '.join(codec.devices)}")
@@ -484,7 +505,7 @@ class Costs:
         if size < self.min_numel:
             return [(self.dense[0], self.chain(self.dense[0], size))]
         every = options(not self.cluster.levels, self.devices[:1], self.max_compressions)
-        kept = self._pruned(every, size)
+        kept = self._pruned((option for option in every if self.rooted or not option.rooted), size)
         if offload and len(self.devices) > 1:
             moved = [o.on(devices) for o in kept for devices in _placements(self.devices, len(o.devices))]
             kept = self._pruned(moved, size)

@@ -57,6 +57,14 @@ def compressor(
     return Codec(dict(params), Curve(tuple(map(float, sizes)), tuple(wire)), speeds, source)
 
 
+def product(side: int = 256) -> Callable[[], None]:
+    """What a backward pass mostly is: a product of matrices, in NumPy."""
+    import numpy as np
+
+    matrix, out = np.ones((side, side), np.float32), np.empty((side, side), np.float32)
+    return lambda: np.matmul(matrix, matrix, out)  # type: ignore[return-value]
+
+
 def contention(work: Callable[[], None], params: Mapping[str, Any], size: int = 2**18, budget: float = 0.5) -> float:
     """How much longer a compressor takes in a thread while ``work``, such as a backward pass, runs in this one.
 

@@ -80,6 +80,11 @@ class Option:
         return all(action.level == "flat" for action in self.actions)
 
     @property
+    def rooted(self) -> bool:
+        """Something goes to one worker alone."""
+        return any(action.kind in ("reduce", "gather") for action in self.actions)
+
+    @property
     def devices(self) -> tuple[Device, ...]:
         """Where its compressions and decompressions run, in order."""
         return tuple(action.device for action in self.actions if action.device is not None)

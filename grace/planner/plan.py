@@ -5,19 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grace.planner.advise import step
-from grace.planner.costs import Costs
-from grace.planner.options import Option, parse
+from grace.planner.costs import MIN_NUMEL, Cluster, Codec, Costs
+from grace.planner.costs import cluster as cluster_of
+from grace.planner.costs import codec as codec_of
+from grace.planner.options import DEVICES, Device, Option, parse
 from grace.planner.profile import Profile, read_json
+from grace.planner.profile import from_dict as profile_of
 from grace.planner.profile import seconds as checked
 from grace.planner.search import MODES, Choice, Mode, Problem, Selection, select
 from grace.planner.timeline import Overheads, Span, Timeline, overheads, save_trace
+
+if TYPE_CHECKING:
+    from grace.core import Compressor
 
 FORMAT = 1
 
@@ -52,6 +58,8 @@ class Plan:
     costs: Mapping[str, Any]
     """And at which costs: "cluster", "compressor", the source of each."""
     mode: str = "refined"
+    basis: Basis | None = field(default=None, compare=False)
+    """All that it was made from, to plan anew; None in plans of earlier versions."""
 
     @property
     def strategies(self) -> dict[str, str]:
@@ -85,7 +93,7 @@ class Plan:
                 name: {"option": str(option)} | (dict(self.params) if option.compressions else {})
                 for name, option in self.tensors.items()
             },
-        }
+        } | ({} if self.basis is None else {"basis": self.basis.to_dict()})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
@@ -136,10 +144,83 @@ def from_dict(data: Any) -> Plan:
     mode = data.get("mode")
     if mode not in MODES:
         raise ValueError(f"the plan's mode is {mode!r}: it is one of {', '.join(MODES)}")
-    plan = Plan(options, params, workers, per_node, Prediction(**numbers), profile, costs, mode)
+    basis = basis_of(data["basis"]) if "basis" in data else None
+    plan = Plan(options, params, workers, per_node, Prediction(**numbers), profile, costs, mode, basis)
     if data.get("hash") != plan.hash:
         raise ValueError("the plan's hash does not fit its strategies: it was changed by hand. Plan again")
     return plan
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What a plan was made from: enough to plan anew for other workers, or for another setting of the compressor."""
+
+    profile: Profile
+    cluster: Cluster
+    codecs: tuple[Codec, ...]
+    """Costs of the plan's compressor, then of its other settings, such as the levels of a policy."""
+    devices: tuple[Device, ...]
+    """Where compressions may run, and how often a tensor is compressed at most: as of `Costs`."""
+    max_compressions: int | None = None
+    min_numel: int = MIN_NUMEL
+    mode: Mode = "refined"
+    servers: int = 1
+    deferred: bool = True
+    """These three: as of `make`."""
+
+    def codec(self, compressor: Compressor | None = None) -> Codec | None:
+        """The costs of this compressor, by default the plan's; None if they are not known."""
+        from grace.registry import method_from_params
+
+        if compressor is None:
+            return self.codecs[0]
+        same = (each for each in self.codecs if method_from_params(each.params).compressor == compressor)
+        return next(same, None)
+
+    def plan(
+        self, workers: int = 0, per_node: int = 0, compressor: Compressor | None = None, rooted: bool = True
+    ) -> Plan:
+        """The plan for so many workers (0: as many as there were), and one of the settings whose costs are known.
+
+        ``per_node``: as of `Cluster.among`. ``rooted``: as of `Costs`. ValueError for other settings, and as `make`.
+        """
+        codec = self.codec(compressor)
+        if codec is None:
+            raise ValueError(f"costs of {compressor} are not known: `grace plan --level` measures them too")
+        cluster = self.cluster.among(workers or self.cluster.workers, per_node)
+        costs = Costs(cluster, codec, self.devices, self.max_compressions, self.min_numel, rooted)
+        return replace(make(self.profile, costs, self.mode, self.servers, self.deferred).plan, basis=self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `basis_of` undoes it."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        made = {"profile": self.profile.to_dict(), "cluster": self.cluster.to_dict()}
+        return {**plain, **made, "codecs": [each.to_dict() for each in self.codecs], "devices": list(self.devices)}
+
+
+def basis_of(data: Any) -> Basis:
+    """A basis from JSON's data; ValueError that says what is wrong."""
+    if not isinstance(data, Mapping) or set(data) != {each.name for each in fields(Basis)}:
+        raise ValueError(f"the basis of the plan has not {', '.join(each.name for each in fields(Basis))}")
+    codecs, devices, most = data["codecs"], data["devices"], data["max_compressions"]
+    if not isinstance(codecs, Sequence) or not codecs:
+        raise ValueError("the basis of the plan has no costs of its compressor")
+    if not isinstance(devices, Sequence) or not devices or any(each not in DEVICES for each in devices):
+        raise ValueError(f"devices of the plan's basis are {devices!r}: choose from {', '.join(DEVICES)}")
+    if most is not None and (type(most) is not int or most < 0):
+        raise ValueError(f"max_compressions of the plan's basis is {most!r}: write a whole number, or null")
+    for key, least, largest in (("min_numel", 0, 2**63), ("servers", 1, 1024)):
+        if type(data[key]) is not int or not least <= data[key] <= largest:
+            raise ValueError(f"{key} of the plan's basis is {data[key]!r}: write a whole number, {least} to {largest}")
+    if data["mode"] not in MODES or type(data["deferred"]) is not bool:
+        raise ValueError(f"the plan's basis has mode {data['mode']!r} and deferred {data['deferred']!r}")
+    priced = tuple(map(codec_of, codecs))
+    for each in priced:
+        _params(each.params)
+        if not set(devices) <= set(each.devices):
+            raise ValueError(f"the plan's basis lacks costs of {each.params} on {', '.join(devices)}")
+    known = {key: data[key] for key in ("max_compressions", "min_numel", "mode", "servers", "deferred")}
+    return Basis(profile_of(data["profile"]), cluster_of(data["cluster"]), priced, tuple(devices), **known)
 
 
 def _params(data: Any) -> dict[str, Any]:
@@ -178,11 +259,19 @@ class Planned:
         save_trace(path, self.timeline.spans(), self.names, self.labels)
 
 
-def make(profile: Profile, costs: Costs, mode: Mode = "refined", servers: int = 1, deferred: bool = True) -> Planned:
+def make(
+    profile: Profile,
+    costs: Costs,
+    mode: Mode = "refined",
+    servers: int = 1,
+    deferred: bool = True,
+    others: Iterable[Codec] = (),
+) -> Planned:
     """Plan a model: the strategies of all tensors, and what they are predicted to take.
 
     ``servers``: threads of the CPU pool. ``deferred``: what follows a tensor's first message waits for the end of the
-    backward pass, as it does in GRACE; False: it comes as soon as it can, as in Espresso. Where no strategies are
+    backward pass, as it does in GRACE; False: it comes as soon as it can, as in Espresso. ``others``: costs of the
+    compressor's other settings, kept with the plan for policies that change them. Where no strategies are
     faster than dense gradients in buckets, the plan is that. ValueError for a compressor that no strategy of the tree
     can carry.
     """
@@ -208,7 +297,18 @@ def make(profile: Profile, costs: Costs, mode: Mode = "refined", servers: int = 
     priced = {"cluster": cluster, "compressor": costs.codec.source, "devices": list(costs.devices)}
     tensors = {name: choice.option for name, choice in zip(names, selection.choices, strict=True)}
     workers, per_node = costs.cluster.workers, costs.cluster.per_node
-    plan = Plan(tensors, dict(costs.codec.params), workers, per_node, predicted, about, priced, mode)
+    basis = Basis(
+        profile,
+        costs.cluster,
+        (costs.codec, *others),
+        costs.devices,
+        costs.max_compressions,
+        costs.min_numel,
+        mode,
+        servers,
+        deferred,
+    )
+    plan = Plan(tensors, dict(costs.codec.params), workers, per_node, predicted, about, priced, mode, basis)
     labels = tuple(costs.labels(choice.option) for choice in selection.choices)
     return Planned(plan, selection, problem, names, labels)
 

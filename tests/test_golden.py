@@ -134,10 +134,13 @@ def test_golden_state(xp, params, expected):
         grace.build(gradients[0])
     lockstep(graces, gradients)
     state = graces[0].state_dict()
-    assert list(state) == ["format", "rank", "world_size", "step", "method", "points", "tensors", "policy"]
+    keys = ["format", "rank", "world_size", "step", "method", "points", "tensors", "strategies", "policy"]
+    assert list(state) == keys
     assert (state["format"], state["rank"], state["world_size"], state["step"]) == (2, 0, 2, 1)
     found = {key: tuple(array.shape) for arrays in state["tensors"].values() for key, array in arrays.items()}
     assert found == expected
+    del state["strategies"]  # as before plans were made anew
+    graces[0].load_state_dict(state)
 
 
 STREAM = [0x275CD271, 0x81F39B40, 0x41DF41E1]

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.lab import choice, fidelity, rounds
-from benchmarks.lab.bench import bound, joined, summary
+from benchmarks.lab.bench import bound, joined, steps_to, summary
 from benchmarks.lab.cases import CASES, SETS, select
 from benchmarks.lab.table import HEAD, markdown, plot, tables
 from grace.bench.lab import Lab, LabError, network
@@ -166,6 +166,37 @@ def test_a_loss_is_shown_only_after_all_steps():
     whole, cut = summary([row("alone", 0.1), row("ddp-fp32", 1.0, complete=False)])
     assert whole["loss"] == 1.5
     assert "loss" not in cut
+
+
+def test_steps_to_a_loss():
+    losses = [(10, 3.0), (20, 2.0), (30, 2.5), (40, 1.0)]
+    assert steps_to(losses, 2.5) == 15
+    assert steps_to(losses, 2.0) == 20
+    assert steps_to(losses, 1.75) == 35
+    assert steps_to(losses, 4.0) == 10
+    assert steps_to(losses, 0.9) is None
+    assert steps_to([], 1.0) is None
+
+
+def test_time_to_the_same_loss():
+    # Losses of long trainings without a limit on the links, and steps timed at a rate.
+    trained = {"rate": "unshaped", "steps": 40}
+    curves = [
+        row("ddp-fp32", 0.1, **trained, losses=[(10, 3.0), (20, 2.0), (40, 1.0)]),
+        row("grace-torch-topk", 0.1, **trained, losses=[(20, 3.01), (40, 1.01)]),
+        row("grace-torch-sign", 0.1, **trained, losses=[(20, 3.0), (40, 1.5)]),
+        row("upstream-topk", 0.1, **trained, losses=[(20, 1.0), (40, 0.5)], complete=False),
+        row("grace-torch-topk", 0.1, rate="1gbit", losses=[(10, 1.0), (20, 1.0)]),  # a shorter one
+    ]
+    names = ("alone", "ddp-fp32", "grace-torch-topk", "grace-hvd-topk", "grace-torch-sign", "upstream-topk", "hvd-fp16")
+    lines = {line["case"]: line for line in summary([*curves, *(row(name, 0.5) for name in names)])[-len(names) :]}
+    assert {line["rate"] for line in lines.values()} == {"100mbit"}
+    assert lines["ddp-fp32"]["steps_to"] == pytest.approx(39.8)  # within 1 % of its own end
+    assert lines["ddp-fp32"]["to_loss"] == pytest.approx(0.5 * 39.8)
+    assert lines["grace-torch-topk"]["to_loss"] == lines["grace-hvd-topk"]["to_loss"] == pytest.approx(20)
+    assert lines["grace-torch-sign"]["steps_to"] is None
+    assert not {"alone", "upstream-topk", "hvd-fp16"} & {name for name, line in lines.items() if "steps_to" in line}
+    assert "| never | never |" in markdown([lines["grace-torch-sign"]])
 
 
 def test_tables_and_plot_say_that_the_network_is_emulated(tmp_path):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab.cases import Case
+from benchmarks.lab.cases import DENSE, Case
 from grace.bench.lab.launch import LAUNCHERS
 from grace.bench.lab.network import Lab, bits_per_second, parse_topology
 from grace.bench.lab.probe import probe
@@ -195,8 +195,38 @@ def bound(alone: float, wire: float, rate: str, rounds: int) -> float:
     return 1.3 * (alone + 8 * wire / bits_per_second(rate)) + 0.015 * rounds
 
 
+def steps_to(losses: Sequence[tuple[int, float]], target: float) -> float | None:
+    """After how many steps the loss first was at the target, on straight lines between the looks; None: it never was."""
+    for (before, higher), (after, lower) in zip([*losses[:1], *losses], losses, strict=False):
+        if lower <= target:
+            return after if higher <= target else before + (after - before) * (higher - target) / (higher - lower)
+    return None
+
+
+def _curves(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[tuple[int, float]]]:
+    # The losses on the way, of each number of hosts, model and method; those of the longest training. They do not depend
+    # on the rate, and not on the door by which a method of ours is used.
+    found: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
+    for row in rows:
+        if "error" not in row and row["complete"] and len(row["losses"]) > 1:
+            key = (row["hosts"], row["model"], _method(row["case"]))
+            if row["losses"][-1][0] > found.get(key, [(0, 0.0)])[-1][0]:
+                found[key] = row["losses"]
+    return found
+
+
+def _method(case: Row) -> str:
+    return json.dumps(case["params"], sort_keys=True) if case["door"].startswith("grace") else case["name"]
+
+
 def summary(rows: Iterable[Row]) -> list[Row]:
-    """Medians over repeats, in the order of the rows, with the bound where there is what it needs."""
+    """Medians over repeats, in the order of the rows, with the bound where there is what it needs.
+
+    Where losses were looked at on the way (at any rate), ``steps_to`` is after how many steps a case was within 1 % of
+    where dense training ended, None if it never was, and ``to_loss`` these steps' seconds at the line's rate.
+    """
+    rows = list(rows)
+    curves = _curves(rows)
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["hosts"], row["model"], row["rate"], row["case"]["name"]), []).append(row)
@@ -228,5 +258,11 @@ def summary(rows: Iterable[Row]) -> list[Row]:
             line["alone"] = statistics.median(quiet)
             line["bound"] = bound(line["alone"], line["wire"], rate, case["rounds"])
             line["held"] = line["seconds"] <= line["bound"]
+        curve = curves.get((hosts, model, _method(case)))
+        dense = [curves[hosts, model, name][-1][1] for name in DENSE if (hosts, model, name) in curves]
+        if curve and dense and name != "alone":
+            line["steps_to"] = steps_to(curve, 1.01 * dense[0])
+            if line["steps_to"] is not None:
+                line["to_loss"] = line["steps_to"] * line["seconds"]
         out.append(line)
     return out

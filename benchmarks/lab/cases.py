@@ -10,6 +10,8 @@ from typing import Any
 from grace.bench.lab.network import LabError
 
 TORCHRUN, HOROVODRUN = "torchrun", "horovodrun"
+DENSE = ("ddp-fp32", "hvd-fp32")
+"""Names of the cases with which all others are compared."""
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.lab.bench import Row
+from benchmarks.lab.cases import DENSE
 from grace.bench.lab.network import bits_per_second
 
 EMULATED = "emulated network"
 HEAD = (
     *("case", "s/step", "spread", "x dense", "MB on wire", "MB sent"),
-    *("cpu s", "kernel s", "compute s", "wait s", "bound s", "held", "loss"),
+    *("cpu s", "kernel s", "compute s", "wait s", "bound s", "held", "loss", "steps to", "s to loss"),
 )
-DENSE = ("ddp-fp32", "hvd-fp32")
 
 
 def groups(lines: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
@@ -49,7 +49,14 @@ def cells(line: Row, dense: float | None) -> tuple[str, ...]:
         f"{line['bound']:.3f}" if "bound" in line else "",
         ("yes" if line["held"] else "NO") if "held" in line else "",
         f"{line['loss']:.4f}" if "loss" in line else "",
+        *_to_loss(line),
     )
+
+
+def _to_loss(line: Row) -> tuple[str, str]:
+    if "steps_to" not in line:
+        return "", ""
+    return ("never", "never") if line["steps_to"] is None else (f"{line['steps_to']:.0f}", f"{line['to_loss']:.1f}")
 
 
 def dense_seconds(group: Sequence[Row]) -> float | None:

@@ -196,7 +196,7 @@ def bound(alone: float, wire: float, rate: str, rounds: int) -> float:
 
 
 def steps_to(losses: Sequence[tuple[int, float]], target: float) -> float | None:
-    """After how many steps the loss first was at the target, on straight lines between the looks; None: it never was."""
+    """After how many steps the loss first was at the target, on straight lines between the looks; None: never."""
     for (before, higher), (after, lower) in zip([*losses[:1], *losses], losses, strict=False):
         if lower <= target:
             return after if higher <= target else before + (after - before) * (higher - target) / (higher - lower)
@@ -204,7 +204,7 @@ def steps_to(losses: Sequence[tuple[int, float]], target: float) -> float | None
 
 
 def _curves(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[tuple[int, float]]]:
-    # The losses on the way, of each number of hosts, model and method; those of the longest training. They do not depend
+    # Losses on the way, of each number of hosts, model and method; those of the longest training. They do not depend
     # on the rate, and not on the door by which a method of ours is used.
     found: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
     for row in rows:

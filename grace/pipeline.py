@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from grace.agreement import agree
 from grace.backends import Backend, backend_of
 from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
-from grace.core import Array, Communicator, Context, Memory, Method, Program, Resize, State, Transport, name_of
-from grace.execution import Mean, Rest, apart, as_array
+from grace.core import Array, Communicator, Context, Memory, Method, Program, Transport, name_of
+from grace.execution import Mean, as_array
 from grace.flight import Flight, Offload
+from grace.kept import Fitted, Kept, Way, exported
 from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
 from grace.policies.base import Decision, Policy
 from grace.policies.schedule import Schedule
 from grace.record import Recorder
 from grace.report import Report, TensorReport, leveled
-from grace.state import CARRIED, check_form, check_kind, complete, parsed, resized, sharing
+from grace.state import check_form, complete
 from grace.trace import Trace
 from grace.transports import get_transport
 
@@ -75,15 +76,6 @@ class Options:
             raise ValueError(f"record_every={self.record_every!r} must be 1 or more")
 
 
-class Way(NamedTuple):
-    """How a tensor gets to its mean at one level of a policy; without a policy there is one."""
-
-    method: Method
-    communicator: Communicator
-    dense: bool
-    """It averages gradients as they are: together, in their bucket's one dense message."""
-
-
 class Job(NamedTuple):
     """A gradient on its way; `Grace.finish` gives its mean."""
 
@@ -130,8 +122,7 @@ class Grace:
         self._tensors: dict[str, Tensor] = {}
         self._buckets: list[Bucket] = []
         self._unit_of: dict[str, Unit] = {}
-        self._cells: dict[str, list[dict[str, Any]]] = {}  # for each unit its state at each level
-        self._carrying: set[str] = set()  # units that have something carried, where a host can know
+        self._kept = Kept(self._ways, self.schedule)
         self._offload: Offload | None = None
         self._notes: dict[str, str] = {}
         self._step: Any = None
@@ -144,13 +135,10 @@ class Grace:
         self._unsettled: dict[str, Tensor] = {}  # not compared with the other workers' yet
         self._prepared = False
         self._waiting: Callable[[], None] | None = None  # a checkpoint that came before the tensors
-        self._undo: dict[str, list[tuple[Array, Array]]] = {}  # where each unit's last residuals are in this step
         self._clear()
 
     def _clear(self) -> None:
-        for noted in self._undo.values():  # of a step that does not count
-            self._restore(noted)
-        self._undo.clear()
+        self._kept.drop()  # what is not kept by now is of a step that does not count
         self._gradients: dict[str, Array | None] = {}
         self._spent: set[str] = set()
         self._flights: list[tuple[Flight, dict[Unit, Array]]] = []
@@ -225,6 +213,7 @@ class Grace:
 
     def _bind(self, xp: Backend) -> None:
         self._xp = xp
+        self._kept.bind(xp)
         self.transport = self.transport.bind(xp)
         self.transport.timeout = self.options.timeout
         if self.transport.elastic:
@@ -272,14 +261,10 @@ class Grace:
         for unit in (unit for bucket in buckets for unit in bucket.units):
             self._unit_of.update({tensor.name: unit for tensor in unit.tensors})
             ctx = self._context(unit, 0)
-            self._cells[unit.name] = []
-            for level, way in enumerate(self._ways[:1] if unit.dense else self._ways):
-                state = way.method.memory.init_dense(ctx) if unit.dense else way.communicator.init(way.method, ctx)
-                self._cells[unit.name].append(self._made(unit, level, state))
-            if not unit.dense and len({self._strategy(unit, level) for level in range(len(self._ways))}) > 1:
-                carried = xp.cell(xp.zeros(ctx.size))
-                for cells in self._cells[unit.name]:
-                    cells[CARRIED] = carried
+            ways = self._ways[:1] if unit.dense else self._ways
+            memories = (way.method.memory.init_dense(ctx) for way in ways)
+            states = memories if unit.dense else (way.communicator.init(way.method, ctx) for way in ways)
+            self._kept.add(unit, list(states))
         if self.schedule is not None:
             units = [unit for bucket in buckets for unit in bucket.units if not unit.dense]
             self.schedule.extend({unit.name: math.prod(unit.shape) for unit in units}, xp, self.rank)
@@ -290,34 +275,8 @@ class Grace:
         if self._recorder is not None and not self._recorder.begun:
             self._begin_record()
 
-    def _made(self, unit: Unit, level: int, state: State) -> dict[str, Any]:
-        # Cells for a unit's state at one level; what outlasts a change of level is shared with the levels before at
-        # which it travels the same way.
-        xp, cells, way, strategy = self.xp, {}, self._ways[level], self._strategy(unit, level)
-        before = [held for each, held in enumerate(self._cells[unit.name]) if self._strategy(unit, each) == strategy]
-        for number, (key, value) in enumerate(state.items()):
-            old = next((held[key] for held in before if key in held), None)
-            if before and _lasting(key, way) and not (old is None and self._switches):
-                if old is None or xp.shape(old.read()) != xp.shape(value):
-                    raise ValueError(
-                        f"{key!r} of {unit.name!r} outlasts a change of level, but its shape is not the same at all "
-                        f"levels of policy {name_of(self._policy)!r}: change fields that leave it alone"
-                    )
-                cells[key] = old
-            else:  # in memory of its own: it is written to
-                (own,) = apart((value,), tuple(state.values())[:number], xp)
-                cells[key] = xp.cell(own)
-        return cells
-
-    @property
-    def _switches(self) -> bool:
-        return self.schedule is not None and self.schedule.policy.switches_methods
-
     def _way(self, unit: Unit) -> Way:
         return self._ways[self._level(unit)]
-
-    def _strategy(self, unit: Unit, level: int) -> str:
-        return "" if unit.dense else self._ways[level].communicator.strategy(unit.name)
 
     def _plain(self, unit: Unit, levels: Mapping[Unit, int]) -> bool:
         # Whether a unit travels in its bucket's one dense message.
@@ -340,10 +299,10 @@ class Grace:
         shapes = {name: self.xp.shape(array) for name, array in named.items()} if self._xp is not None else {}
         units = [unit for bucket in self._buckets for unit in bucket.units]
         same = [unit for unit in units if all(shapes.get(tensor.name) == tensor.shape for tensor in unit.tensors)]
-        kept = {unit: self._cells[unit.name] for unit in same}
+        kept = self._kept.taken(same)
         if self.schedule is not None:
             self.schedule.forget(unit.name for unit in units if unit not in kept)
-        self._tensors, self._buckets, self._unit_of, self._cells, self._means = {}, [], {}, {}, {}
+        self._tensors, self._buckets, self._unit_of, self._means = {}, [], {}, {}
         if self._step is not None:
             self._first_step = int(self._step.read())
             self._meter = Meter(self.xp)
@@ -352,7 +311,7 @@ class Grace:
         self._skipped = 0
         self.build(named)
         for unit in kept.keys() & set(self._unit_of.values()):
-            self._cells[unit.name] = kept[unit]
+            self._kept.put(unit, kept[unit])
         if self._recording:
             self._begin_record()
 
@@ -380,8 +339,6 @@ class Grace:
     def _agree(self, tensors: Iterable[Tensor]) -> None:
         from grace import __version__
 
-        if self.world_size == 1:
-            return
         settings = {
             "grace's version": __version__,
             "compressor": repr(self.method.compressor),
@@ -393,14 +350,7 @@ class Grace:
             # The record is worker 0's own affair.
             **asdict(replace(self.options, record="", record_every=1)),
         }
-        mine = json.dumps([settings, [asdict(tensor) for tensor in tensors]])
-        texts = self.transport.exchange(mine)
-        # Every worker compares the same texts with worker 0's, so all of them raise together.
-        for rank, text in enumerate(texts):
-            if text != texts[0]:
-                raise ValueError(
-                    f"worker 0 and worker {rank} differ: {_difference(json.loads(texts[0]), json.loads(text))}"
-                )
+        agree(self.transport, settings, tensors)
 
     def _context(self, unit: Unit, step: Any) -> Context:
         return Context(
@@ -547,7 +497,7 @@ class Grace:
         step = self._step.read()
         flat = {unit: self._flatten(unit) for unit in units}
         self._note(flat, ("rank0", "mean"))
-        flat = {unit: self._with_carried(unit, x) for unit, x in flat.items()}
+        flat = {unit: self._kept.with_carried(unit, x) for unit, x in flat.items()}
         if self.schedule is None or not self.xp.tracing:
             levels = {unit: self._level(unit) for unit in units}
             self._flights.append((self._depart(name, flat, levels, step), flat))
@@ -565,10 +515,10 @@ class Grace:
         for unit, x in flat.items():
             if not self._plain(unit, levels):
                 way = self._ways[levels[unit]]
-                state = {key: cell.read() for key, cell in self._cells[unit.name][levels[unit]].items()}
+                state = self._kept.state(unit, levels[unit])
                 ctx = self._context(unit, step)
                 if self.xp.mutable:
-                    ctx = replace(ctx, undo=self._undo.setdefault(unit.name, []))
+                    ctx = replace(ctx, undo=self._kept.undo(unit))
                 programs[unit.name] = way.communicator.reduce(x, way.method, state, ctx)
         if dense := tuple(x for unit, x in flat.items() if self._plain(unit, levels)):
             programs[DENSE] = _averaged(dense)
@@ -640,15 +590,6 @@ class Grace:
         owned = owned or len(parts) > 1 or unit.dense != ""
         return xp.concat(parts) if owned else xp.copy(parts[0])
 
-    def _with_carried(self, unit: Unit, x: Array) -> Array:
-        cell = self._carried(unit)
-        return x if cell is None else x + cell.read()  # not in place: of a dense tensor, x may be the user's gradient
-
-    def _carried(self, unit: Unit) -> Any:
-        # The cell of what a change of strategy left, if there may be something in it.
-        cell = self._cells[unit.name][0].get(CARRIED)
-        return cell if self.xp.traced or unit.name in self._carrying else None
-
     def _note_means(self, means: Mapping[str, Array | None]) -> None:
         if self.schedule is None or self.schedule.policy.norm_source != "aggregated":
             return
@@ -676,10 +617,9 @@ class Grace:
         marks = self._marks(flight, flat, levels)
         sound = self._sound(marks)
         for unit, x in flat.items():
-            cells = self._cells[unit.name][levels[unit]]
             mean, state = (next(dense), {}) if self._plain(unit, levels) else flight.results.pop(unit.name)
-            if unit.dense and (cells or type(self.method.memory).finish_dense is not Memory.finish_dense):
-                state = {key: cell.read() for key, cell in cells.items()}
+            if unit.dense and (self._kept.any(unit, 0) or self._finishes_dense):
+                state = self._kept.state(unit, 0)
                 mean, state = self.method.memory.finish_dense(mean, state, self._context(unit, self._step.read()))
             absent = all(counts.get(tensor.name) == 0 for tensor in unit.tensors)
             ok, parted = None, False
@@ -694,16 +634,8 @@ class Grace:
                     self._skipped += 1
                 if policy == "raise":
                     xp.require(ok, f"the mean gradient of {unit.name!r} is not finite on any worker")
-                for key, cell in cells.items():
-                    if key != CARRIED:
-                        parted |= self._keep(cell, ok, state[key], x)
-                if (carried := self._carried(unit)) is not None:
-                    self._keep(carried, ok, xp.zeros(xp.shape(x)[0], unit.dtype), x)
-                    if not xp.traced and ok:
-                        self._carrying.discard(unit.name)
-            noted = self._undo.pop(unit.name, [])
-            if noted and (ok is None or not ok):
-                self._restore(noted)
+                parted = self._kept.keep(unit, levels[unit], state, ok, x)
+            self._kept.close(unit, ok)
             # Only now, since what was not sent may be where the mean belongs.
             if parted:
                 mean = x
@@ -729,13 +661,17 @@ class Grace:
         units = [*(unit.name for unit in flat), *flight.results]
         return means, self._meter.count(units, asked, self.transport.group_rank, sizes)
 
+    @property
+    def _finishes_dense(self) -> bool:
+        return type(self.method.memory).finish_dense is not Memory.finish_dense
+
     def _narrow(self, unit: Unit) -> bool:
         # What was kept may make a mean larger than float16 holds. A row of it only its own worker could judge.
         return unit.narrow and not self.communicator.scattered
 
     def _judged(self, unit: Unit, levels: Mapping[Unit, int]) -> bool:
         # Whether anything depends on its mean being finite.
-        return bool(self._cells[unit.name][levels[unit]]) or self.options.nonfinite != "poison"
+        return self._kept.any(unit, levels[unit]) or self.options.nonfinite != "poison"
 
     def _marks(self, flight: Flight, units: Iterable[Unit], levels: Mapping[Unit, int]) -> dict[Unit, list[Array]]:
         # Where it shows whether a mean is finite that is not decoded yet.
@@ -754,30 +690,6 @@ class Grace:
             return None
         ok = self.xp.finite(self.xp.concat([array for each in marks.values() for array in each]))
         return ok if ok else None
-
-    def _keep(self, cell: Any, ok: Array, new: Array | Rest, x: Array) -> bool:
-        # Whether x holds the mean now.
-        old = cell.read()
-        if new is old:
-            return False
-        if isinstance(new, Rest):
-            if ok:
-                new.into(old)
-            return bool(ok) and self.xp.same_memory(new.x, x) and self.xp.shape(new.x) == self.xp.shape(x)
-        if self.xp.mutable and self.xp.overlap(new, x):
-            self.xp.write(old, self.xp.choose(ok, new, old))  # x is wanted for the mean
-        else:
-            cell.assign(self.xp.choose(ok, new, old))
-        return False
-
-    def _restore(self, noted: list[tuple[Array, Array]]) -> None:
-        for residual, last in reversed(noted):
-            self.xp.write(residual, last)
-
-    def _last(self, unit: str, cell: Any) -> Array:
-        # A state's array as it was when the step under way began.
-        value = cell.read()
-        return next((last for residual, last in self._undo.get(unit, ()) if residual is value), value)
 
     def _counts(self, flight: Flight, units: Iterable[Unit]) -> dict[str, float]:
         # How many workers had a gradient; looked at (a device waits) only for what this worker lacks.
@@ -867,31 +779,8 @@ class Grace:
         for name in (yield from decided):
             level = schedule.level(name)
             (unit,) = {unit for unit in self._unit_of.values() if unit.name == name}
-            way = self._ways[level]
-            elsewhere = self._strategy(unit, before[name]) != self._strategy(unit, level)
-            if elsewhere:
-                self._carry(unit, before[name])
-            for key, value in way.communicator.init(way.method, self._context(unit, 0)).items():
-                if elsewhere or not _lasting(key, way):
-                    self._cells[name][level][key].assign(self.xp.copy(value))
-
-    def _carry(self, unit: Unit, level: int) -> None:
-        # What was not sent at any point of a way that a tensor leaves is added to this worker's next gradient, so that
-        # it counts in the mean as it did: 1 / holders there, 1 / workers here.
-        xp, cells = self.xp, self._cells[unit.name][level]
-        everybody = [self._points(unit, rank, level) for rank in range(self.world_size)]
-        places = [{name: (ctx.offset, ctx.size) for name, (_, ctx) in points.items()} for points in everybody]
-        total = cells[CARRIED].read()
-        for key, cell in cells.items():
-            point, part, field = parsed(key)
-            if key == CARRIED or getattr(everybody[self.rank][point][0], part).resize.get(field) is not Resize.SUM:
-                continue
-            start, size = places[self.rank][point]
-            share = self.world_size / sharing(point, (start, size), places)
-            rest = math.prod(unit.shape) - start - size
-            total = total + xp.concat([xp.zeros(start), cell.read() * share, xp.zeros(rest)])
-        cells[CARRIED].assign(total)
-        self._carrying.add(unit.name)
+            way, ctx = self._ways[level], self._context(unit, 0)
+            self._kept.enter(unit, before[name], level, way.communicator.init(way.method, ctx), ctx)
 
     # -- state ------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -899,7 +788,12 @@ class Grace:
 
         Each worker saves and loads its own: residuals differ between workers. `grace.checkpoint` writes it to files.
         """
-        held = self._held()
+        levels = self.decision.levels
+        tensors = self._kept.export(levels)
+        units = {unit.name: unit for unit in self._unit_of.values() if unit.name in tensors}
+        points = {
+            name: self._kept.points(unit, self._level(unit), self._context(unit, 0)) for name, unit in units.items()
+        }
         return {
             "format": FORMAT,
             "rank": self.rank,
@@ -907,58 +801,18 @@ class Grace:
             "step": int(self._step.read()) if self._step is not None else 0,
             "method": repr(self.method),
             "points": {
-                unit.name: {
-                    name: [ctx.offset, ctx.size]
-                    for name, (_, ctx) in self._points(unit, self.rank, self._level(unit)).items()
-                }
-                for unit in self._unit_of.values()
-                if unit.name in held
+                unit: {name: [ctx.offset, ctx.size] for name, (_, ctx) in each.items()} for unit, each in points.items()
             },
-            "tensors": {
-                unit: {key: self._export(self._last(unit, cell)) for key, cell in cells.items()}
-                for unit, cells in held.items()
-            },
-            "strategies": self._strategies(self.decision.levels, held),
+            "tensors": tensors,
+            "strategies": self._kept.strategies(levels, units),
             "policy": self._export_policy(),
         }
-
-    def _points(self, unit: Unit, rank: int, level: int) -> dict[str, tuple[Method, Context]]:
-        # Where a worker compresses a unit; what goes dense is at one place, and its state is the memory's.
-        ctx, way = replace(self._context(unit, 0), rank=rank), self._ways[level]
-        if self._switches:  # one memory, whichever method uses it now
-            memories = (each.method.memory for each in self._ways)
-            memory = next((memory for memory in memories if memory.feedback), way.method.memory)
-            return {"": (replace(way.method, memory=memory), ctx)}
-        return {"": (way.method, ctx)} if unit.dense else way.communicator.points(way.method, ctx)
-
-    def _held(self, levels: Mapping[str, int] | None = None) -> dict[str, dict[str, Any]]:
-        # The cells of units that have state, at their level, or at the ``levels`` of a checkpoint; and what outlasts a
-        # change of method.
-        levels = self.decision.levels if levels is None else levels
-        held = {unit: cells[levels.get(unit, 0)] for unit, cells in self._cells.items()}
-        if self._switches:
-            for unit, cells in self._cells.items():
-                pairs = zip(self._ways, cells, strict=False)
-                lasting = {key: cell for way, each in pairs for key, cell in each.items() if _lasting(key, way)}
-                held[unit] = {**lasting, **held[unit]}
-        return {unit: cells for unit, cells in held.items() if cells}
-
-    def _strategies(self, levels: Mapping[str, int], names: Collection[str]) -> dict[str, str]:
-        # How units travel, where a plan says so; those that go dense too.
-        units = {unit.name: unit for unit in self._unit_of.values() if unit.name in names}
-        each = {name: self._ways[levels.get(name, 0)].communicator.strategy(name) for name in units}
-        return {name: text for name, text in each.items() if text}
 
     def _export_policy(self) -> dict[str, Any] | None:
         if self.schedule is None:
             return None
         state = self.schedule.state_dict()
-        return {**state, "sums": {name: self._export(array) for name, array in state["sums"].items()}}
-
-    def _export(self, array: Array) -> Any:
-        if self.xp.name == "torch":
-            return array.detach().cpu().clone()
-        return self.xp.to_numpy(array).copy()
+        return {**state, "sums": {name: exported(array, self.xp) for name, array in state["sums"].items()}}
 
     def load_state_dict(self, *states: Mapping[str, Any], lost: bool = False) -> None:
         """Continue from a `state_dict`: this worker's own, or, where the number of workers has changed, those of all
@@ -973,12 +827,7 @@ class Grace:
         if self._xp is None:
             self._waiting = partial(self.load_state_dict, *states, lost=lost)
             return
-        for unit, key, cell, array in new:
-            cell.assign(array)
-            if key == CARRIED:  # of a tensor that goes dense now, it is a new one
-                for cells in self._cells[unit]:
-                    cells[CARRIED] = cell
-                self._carrying.add(unit)
+        self._kept.load(new)
         self._first_step += step - int(self._step.read())  # the report counts what this object did
         self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
         self._waiting = None
@@ -997,10 +846,8 @@ class Grace:
             return state
         return {**state, "policy": self.schedule.taken_over(state["policy"])}
 
-    def check_state(
-        self, *states: Mapping[str, Any], lost: bool = False
-    ) -> tuple[list[tuple[str, str, Any, Array]], int]:
-        """What `load_state_dict` would set (unit, key, cell, new array), and the step; raises as that does."""
+    def check_state(self, *states: Mapping[str, Any], lost: bool = False) -> tuple[list[Fitted], int]:
+        """What `load_state_dict` would set, and the step; raises as that does."""
         for state in states:
             self._check_form(state)
         whose = [(state["rank"], state["world_size"]) for state in states]
@@ -1025,38 +872,8 @@ class Grace:
             self.schedule.check_state(saved)
         levels = saved["levels"] if saved else {}
         units = {unit.name: unit for unit in self._unit_of.values()}
-        strategies = self._strategies(levels, units) if moved else {}
-        before = states[0].get("strategies", {})
-        changed = {name for name, text in strategies.items() if before.get(name, text) != text}
-        mine = self._held(levels)
-        carried = {name for state in states for name, cells in state["tensors"].items() if CARRIED in cells}
-        for name in sorted((changed | carried & units.keys()) - mine.keys()):  # it goes dense now, or did before
-            mine[name] = {CARRIED: self.xp.cell(self.xp.zeros(math.prod(units[name].shape), units[name].dtype))}
-        for state in states:
-            self._check_names(mine.keys() - strategies, state["tensors"].keys() - strategies)
-        if moved:
-            fresh = {
-                name: {key: self._export(cell.read()) for key, cell in cells.items()} for name, cells in mine.items()
-            }
-
-            def points(unit: str, rank: int) -> dict[str, tuple[Method, Context]]:
-                return self._points(units[unit], rank, levels.get(unit, 0))
-
-            theirs = resized(states, fresh, points, self.rank, self.world_size, changed)
-        else:
-            theirs = states[0]["tensors"]
-        new: list[tuple[str, str, Any, Array]] = []
-        for unit, cells in mine.items():
-            if set(cells) != set(theirs[unit]):
-                raise ValueError(f"state of {unit!r} has {sorted(theirs[unit])}, but this method keeps {sorted(cells)}")
-            for key, cell in cells.items():
-                old, found = cell.read(), theirs[unit][key]
-                if tuple(getattr(found, "shape", (None,))) != self.xp.shape(old):
-                    shapes = f"{getattr(found, 'shape', None)}, but the model needs {self.xp.shape(old)}"
-                    raise ValueError(f"state {key!r} of {unit!r} has shape {shapes}")
-                check_kind(found, self.xp.dtype(old), f"state {key!r} of {unit!r}")
-                new.append((unit, key, cell, self.xp.copy(self.xp.asarray(found, self.xp.dtype(old)))))
-        return new, step
+        among = (self.rank, self.world_size) if moved else None
+        return self._kept.fitted(states, levels, units, partial(self._context, step=0), among), step
 
     def _check_form(self, state: Mapping[str, Any]) -> None:
         if state.get("format") != FORMAT:
@@ -1071,15 +888,6 @@ class Grace:
         if settings != (self.schedule and repr(self._policy)):
             raise ValueError(
                 f"this state belongs to policy {settings}, but this is {self._policy!r}: use the same settings"
-            )
-
-    def _check_names(self, mine: Set[str], theirs: Set[str]) -> None:
-        absent, extra = sorted(mine - theirs), sorted(theirs - mine)
-        if absent or extra:
-            raise ValueError(
-                f"the state and the model name different tensors: the model's {absent or 'none'} are not in the state, "
-                f"the state's {extra or 'none'} are not in the model. If a parameter was renamed, rename its key in "
-                "state['tensors'] and state['points'] to the model's name before you load"
             )
 
     # -- report -----------------------------------------------------------------------------------------------------
@@ -1099,9 +907,9 @@ class Grace:
         if self._xp is None:
             return Report(0, self.rank, self.world_size, method, 0, 0, 0)
         traffic = self._meter.read()
-        untold = UNTOLD if self._switches and self.schedule is not None and not self.schedule.told else ""
+        untold = UNTOLD if self._kept.switches and self.schedule is not None and not self.schedule.told else ""
         units = [unit for bucket in self._buckets[::-1] for unit in bucket.units[::-1]]
-        norms = self._residual_norms(units)
+        norms = self._kept.norms(units, self.decision.levels)
         tensors = [
             TensorReport(
                 name=unit.name,
@@ -1114,7 +922,7 @@ class Grace:
                 bytes_dense=traffic[unit.name][2] * sum(tensor.nbytes for tensor in unit.tensors),
                 residual_norm=norms.get(unit.name),
                 levels=self._levels(unit),
-                strategy=self._strategy(unit, self._level(unit)),
+                strategy=self._kept.strategy(unit, self._level(unit)),
             )
             for unit in units
         ]
@@ -1173,24 +981,6 @@ class Grace:
             return []
         return [(epoch, dict(self.schedule.levels[level])) for epoch, level in self.schedule.history[unit.name]]
 
-    def _residual_norms(self, units: Iterable[Unit]) -> dict[str, float]:
-        # Of all units together, so that a device is waited for once.
-        xp, held, squares = self.xp, self._held(), {}
-        for unit in units:
-            cells = held.get(unit.name, {})
-            arrays = [self._last(unit.name, cell) for key, cell in cells.items() if key.endswith("memory/residual")]
-            if arrays:
-                squares[unit.name] = sum(xp.sum(array * array) for array in arrays)
-        if not squares:
-            return {}
-        found = xp.to_numpy(xp.concat([xp.reshape(square, (1,)) for square in squares.values()])).tolist()
-        return {name: square**0.5 for name, square in zip(squares, found, strict=True)}
-
-
-def _lasting(key: str, way: Way) -> bool:
-    # State that a change of level leaves alone: the memory's, and what a compressor itself did not send.
-    return parsed(key)[1] == "memory" or way.method.compressor.feedback
-
 
 def _averaged(arrays: tuple[Array, ...]) -> Program[tuple[Array, ...]]:
     means = yield Reduce(arrays, "mean")
@@ -1208,24 +998,3 @@ class Counter:
 
     def assign(self, value: int) -> None:
         self._value = value
-
-
-def _difference(first: Any, other: Any) -> str:
-    (settings, tensors), (other_settings, other_tensors) = first, other
-    for key, value in settings.items():
-        if other_settings[key] != value:
-            return (
-                f"{key} is {value} on the one and {other_settings[key]} on the other. Use the same settings everywhere"
-            )
-    names, other_names = [t["name"] for t in tensors], [t["name"] for t in other_tensors]
-    if only := [name for name in names if name not in other_names]:
-        return f"only worker 0 has {only[:3]}. Make the same model on every worker"
-    if only := [name for name in other_names if name not in names]:
-        return f"worker 0 lacks {only[:3]}. Make the same model on every worker"
-    for one, two in zip(tensors, other_tensors, strict=True):
-        if one != two:
-            return (
-                f"{one['name']!r} is {one['dtype']}{one['shape']} on the one where the other has {two['name']!r}, "
-                f"{two['dtype']}{two['shape']}. Make the same model, in the same order, on every worker"
-            )
-    return "their settings"

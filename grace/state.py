@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from grace.core import Context, Method, Resize
@@ -71,6 +71,17 @@ def _place(value: Any, size: int | None) -> bool:
     # Where a part of a tensor begins, and its number of elements.
     numbers = isinstance(value, (list, tuple)) and [type(each) for each in value] == [int, int]
     return numbers and min(value) >= 0 and (size is None or sum(value) <= size)
+
+
+def check_names(mine: Set[str], theirs: Set[str]) -> None:
+    """Raise ValueError unless a model's units and those of a state have the same names."""
+    absent, extra = sorted(mine - theirs), sorted(theirs - mine)
+    if absent or extra:
+        raise ValueError(
+            f"the state and the model name different tensors: the model's {absent or 'none'} are not in the state, "
+            f"the state's {extra or 'none'} are not in the model. If a parameter was renamed, rename its key in "
+            "state['tensors'] and state['points'] to the model's name before you load"
+        )
 
 
 def check_kind(found: Any, wanted: str, what: str) -> None:

@@ -105,9 +105,9 @@ def test_spent_gradients_hold_the_mean_and_others_are_left_alone(params, name):
     assert np.array_equal(xp.to_numpy(found), mean)
     if params["compressor"] != "none":
         assert xp.same_memory(found, given)
-    residual = xp.to_numpy(grc._cells["w"][0]["memory/residual"].read())
+    residual = xp.to_numpy(grc._kept.held({})["w"]["memory/residual"].read())
     np.testing.assert_allclose(residual + mean, first, atol=1e-6)
-    assert not xp.overlap(again._cells["w"][0]["memory/residual"].read(), given), "the state lies in the gradient"
+    assert not xp.overlap(again._kept.held({})["w"]["memory/residual"].read(), given), "the state lies in the gradient"
 
 
 @pytest.mark.parametrize("name", HOSTS)
@@ -209,7 +209,7 @@ def test_a_gradient_is_parted_in_mean_and_residual_once_both_are_kept(compressor
     grc.build({"w": given})
     grc.start("w", given, spent=True)
     grc.flush()
-    mean, residual = grc.mean("w"), grc._cells["w"][0]["memory/residual"].read()
+    mean, residual = grc.mean("w"), grc._kept.held({})["w"]["memory/residual"].read()
     assert xp.same_memory(mean, given)
     assert not xp.overlap(residual, given)
     assert np.linalg.norm(xp.to_numpy(residual)) > 0.1 * np.linalg.norm(first)
@@ -220,7 +220,7 @@ def test_a_gradient_is_parted_in_mean_and_residual_once_both_are_kept(compressor
     grc.start("w", xp.asarray(bad, "float32"), spent=True)
     grc.flush()
     assert not np.isfinite(xp.to_numpy(grc.mean("w"))).all()
-    assert np.array_equal(xp.to_numpy(grc._cells["w"][0]["memory/residual"].read()), before)
+    assert np.array_equal(xp.to_numpy(grc._kept.held({})["w"]["memory/residual"].read()), before)
 
 
 PAIRS = [  # of values and positions that no worker can have sent, k being 2

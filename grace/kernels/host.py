@@ -127,14 +127,16 @@ class HostKernels:
 
     def product(self, x: Array | None, p: Array, q: Array, out: Array) -> Array:
         """The vector x minus p[a, r] q[r, b], without x the product, written to ``out``, which may be x."""
-        at, (p, q, *sizes) = self._xp.address, self._fitting(p, q, *(each for each in (x, out) if each is not None))
-        self.library.product(at(x), at(p), at(q), at(out), *sizes, self._xp.threads)
+        xp, at = self._xp, self._xp.address
+        p, q, a, b, r = self._fitting(p, q, *(each for each in (x, out) if each is not None))
+        self.library.product(at(x), at(p), at(q), at(out), a, b, r, xp.threads)
         return out
 
     def part(self, x: Array, p: Array, q: Array, rest: Array) -> None:
         """The vector x minus p[a, r] q[r, b] is written to ``rest``, and the product to x."""
-        at, (p, q, *sizes) = self._xp.address, self._fitting(p, q, x, rest)
-        self.library.part(at(x), at(p), at(q), at(rest), *sizes, self._xp.threads)
+        xp, at = self._xp, self._xp.address
+        p, q, a, b, r = self._fitting(p, q, x, rest)
+        self.library.part(at(x), at(p), at(q), at(rest), a, b, r, xp.threads)
 
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
         """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; m becomes m + ``residual`` first, where that is given: a vector."""
@@ -186,7 +188,7 @@ class HostKernels:
     def _ready(self, *arrays: Array) -> tuple[Array, ...]:
         return tuple(self._xp.contiguous(array) for array in arrays)
 
-    def _fitting(self, p: Array, q: Array, *vectors: Array) -> tuple[Any, ...]:
+    def _fitting(self, p: Array, q: Array, *vectors: Array) -> tuple[Array, Array, int, int, int]:
         # p and q as they lie in memory, and a, b, r. A kernel looks at no length.
         xp, (p, q) = self._xp, self._ready(p, q)
         (a, r), (rows, b) = xp.shape(p), xp.shape(q)

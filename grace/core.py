@@ -183,7 +183,8 @@ class Compressor(ABC):
     ) -> Program[tuple[Payload, State]] | None:
         """`compress` of x + residual, where its first pass over x also adds up: x becomes the sum. None: it does not.
 
-        Asked for only where arrays can be written to (``ctx.xp.mutable``).
+        Asked for only where arrays can be written to (``ctx.xp.mutable``). `compress` is not called then: a subclass
+        overrides both or neither.
         """
         return None
 

@@ -178,6 +178,16 @@ class Compressor(ABC):
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         """float32[n] -> payload and next state. A generator may ask for collectives."""
 
+    def compensated(
+        self, x: Array, residual: Array, state: State, ctx: Context
+    ) -> Program[tuple[Payload, State]] | None:
+        """`compress` of x + residual, where its first pass over x also adds up: x becomes the sum. None: it does not.
+
+        Asked for only where arrays can be written to (``ctx.xp.mutable``). `compress` is not called then: a subclass
+        overrides both or neither.
+        """
+        return None
+
     @abstractmethod
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         """Payload -> float32[n]. Sees only what every worker sees: any worker gets the same bits."""
@@ -329,8 +339,13 @@ class Method:
         done = execution.encode(self, x, state, ctx)
         if done is not None:
             return done
-        x, memory = yield from run(self.memory.compensate(x, scope(state, "memory"), ctx))
-        payload, kept = yield from run(self.compressor.compress(x, scope(state, "compressor"), ctx))
+        memory, kept, program = scope(state, "memory"), scope(state, "compressor"), None
+        if self.memory.plain and "residual" in memory and ctx.xp.mutable:
+            program = self.compressor.compensated(x, memory["residual"], kept, ctx)
+        if program is None:
+            x, memory = yield from run(self.memory.compensate(x, memory, ctx))
+            program = run(self.compressor.compress(x, kept, ctx))
+        payload, kept = yield from program
         payload = execution.apart(payload, (x,), ctx.xp)
         if late and self.memory.plain and "residual" in memory and ctx.xp.piece:
             memory = {"residual": execution.Rest(self.compressor, x, payload, ctx)}

@@ -565,20 +565,81 @@ def test_product(lib, a, b, r, threads):
             equal(of.check(), x)
 
 
+def in_order(x, p, q):
+    """x - p q, and p q, rounded after each operation; of every eight factors the sum first."""
+    rest, whole = x, None
+    for k in range(0, p.shape[1], 8):
+        total = p[:, k : k + 1] * q[k]
+        for j in range(k + 1, min(k + 8, p.shape[1])):
+            total = total + p[:, j : j + 1] * q[j]
+        rest, whole = rest - total, total if whole is None else whole + total
+    return rest.reshape(-1), whole.reshape(-1)
+
+
 @pytest.mark.parametrize(
     "a, b, r, threads",
-    [(1, 1, 1, 1), (3, 5, 2, 1), (7, 1023, 4, 1), (65, 577, 3, 1), (40, 2050, 9, 1), (901, 1000, 6, 2)],
+    [
+        *[(1, 1, 1, 1), (9, 17, 2, 1), (7, 1041, 3, 1), (39, 2050, 4, 1), (6, 33, 5, 1), (5, 600, 6, 1), (3, 16, 7, 1)],
+        *[(11, 1024, 8, 1), (30, 2050, 9, 1), (40, 2048, 4, 1), (901, 1008, 4, 2), (301, 1000, 17, 2)],
+    ],
+)
+@pytest.mark.parametrize("odd", [0, 4])
+def test_parts_and_products_have_the_same_bits_everywhere(lib, a, b, r, threads, odd):
+    x, p, q = vector(a * b), vector(a * r, 1), vector(r * b, 2)
+    with np.errstate(all="ignore"):
+        left, whole = in_order(x.reshape(a, b), p.reshape(a, r), q.reshape(r, b))
+    given, rest, columns, rows = Memory.of(x, odd), Memory(a * b, np.float32, odd), Memory.of(p, 4), Memory.of(q, 12)
+    factors = columns.address, rows.address
+    lib.part(given.address, *factors, rest.address, a, b, r, threads)
+    equal(rest.check(), left)
+    equal(given.check(), whole)
+    lib.product(None, *factors, given.address, a, b, r, threads)
+    equal(given.check(), whole)
+    given = Memory.of(x, odd)
+    lib.product(given.address, *factors, given.address, a, b, r, threads)
+    equal(given.check(), left)
+
+
+@pytest.mark.parametrize(
+    "a, b, r, threads",
+    [
+        (1, 1, 1, 1),
+        (3, 5, 2, 1),
+        (7, 1023, 4, 1),
+        (10, 40, 5, 1),
+        (33, 530, 7, 1),
+        (18, 513, 8, 1),
+        (65, 577, 3, 1),
+        (40, 2050, 9, 1),
+        (901, 1000, 6, 2),
+    ],
 )
 def test_factors(lib, a, b, r, threads):
     m, p, q = vector(a * b), vector(a * r, 1), vector(r * b, 2)
     wide = [each.reshape(shape).astype(np.float64) for each, shape in ((m, (a, b)), (p, (a, r)), (q, (r, b)))]
     matrix, left, right = Memory.of(m, 4), Memory.of(p, 8), Memory.of(q, 12)
     found = Memory(a * r, np.float32, 4)
-    lib.left(matrix.address, right.address, found.address, a, b, r, threads)
+    lib.left(matrix.address, None, right.address, found.address, a, b, r, threads)
+    equal(matrix.check(), m)
     assert (abs(found.check().reshape(a, r) - wide[0] @ wide[2].T) <= 3e-6 * (abs(wide[0]) @ abs(wide[2].T))).all()
     found = Memory(r * b, np.float32, 4)
     lib.right(matrix.address, left.address, found.address, a, b, r, threads)
     assert (abs(found.check().reshape(r, b) - wide[1].T @ wide[0]) <= 3e-6 * (abs(wide[1].T) @ abs(wide[0]))).all()
+
+
+@pytest.mark.parametrize(
+    "a, b, r, threads",
+    [(1, 1, 1, 1), (3, 5, 2, 1), (9, 1041, 4, 1), (65, 576, 3, 1), (40, 2050, 17, 1), (901, 1000, 6, 2)],
+)
+def test_a_residual_is_added_on_the_way(lib, a, b, r, threads):
+    m, residual, q = vector(a * b), vector(a * b, 1), vector(r * b, 2)
+    matrix, kept, rows = Memory.of(m, 4), Memory.of(residual, 8), Memory.of(q, 12)
+    found, plain = Memory(a * r, np.float32, 4), Memory(a * r, np.float32, 4)
+    lib.left(matrix.address, kept.address, rows.address, found.address, a, b, r, threads)
+    equal(matrix.check(), m + residual)
+    equal(kept.check(), residual)
+    lib.left(matrix.address, None, rows.address, plain.address, a, b, r)
+    equal(found.check(), plain.check())
 
 
 # -- random bits -------------------------------------------------------------------------------------------------------

@@ -368,8 +368,14 @@ class Backend(ABC):
     def qr(self, x: Array) -> Array:
         """The orthonormal factor Q[a, r] of a tall matrix x[a, r]; completed arbitrarily where x lacks rank."""
 
-    def left_factor(self, matrix: Array, q: Array) -> Array:
-        """matrix[a, b] qᵀ for q[r, b]: float32[a, r]."""
+    def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
+        """matrix[a, b] qᵀ for q[r, b]: float32[a, r].
+
+        ``residual``, float32[a * b], for a backend that is `mutable`: the matrix, whose elements lie one after the
+        other, becomes matrix + residual first.
+        """
+        if residual is not None:
+            self.add_to(self.reshape(matrix, (-1,)), residual)
         return matrix @ self.transpose(q)
 
     def right_factor(self, p: Array, matrix: Array) -> Array:

@@ -243,8 +243,8 @@ class NumpyBackend(Backend):
     def qr(self, x: Array) -> Array:
         return np.linalg.qr(x)[0]
 
-    def left_factor(self, matrix: Array, q: Array) -> Array:
-        return self.kernels.left_factor(matrix, q) if self.kernels else left_factor(matrix, q)
+    def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
+        return (self.kernels.left_factor if self.kernels else left_factor)(matrix, q, residual)
 
     def right_factor(self, p: Array, matrix: Array) -> Array:
         return self.kernels.right_factor(p, matrix) if self.kernels else right_factor(p, matrix)
@@ -265,8 +265,7 @@ class NumpyBackend(Backend):
 
     def part_product(self, x: Array, p: Array, q: Array, rest: Array) -> None:
         if self.kernels:
-            self.kernels.product(x, p, q, rest)
-            self.kernels.product(None, p, q, x)
+            self.kernels.part(x, p, q, rest)
             return
         for part, product in products(p, q, np.empty(room(p, q), np.float32)):
             np.subtract(x[part], product, out=rest[part])
@@ -377,11 +376,15 @@ FEW = 2**17
 small matrices two to three times as fast as it, or MKL, does large ones."""
 
 
-def left_factor(matrix: Array, q: Array) -> Array:
-    """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; some rows after the other."""
+def left_factor(matrix: Array, q: Array, residual: Array | None = None) -> Array:
+    """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; some rows after the other. m becomes m + residual first, if given."""
     p = np.empty((matrix.shape[0], q.shape[0]), np.float32)
-    for rows in _rows(matrix.shape[0], matrix.shape[1]):
-        np.matmul(matrix[rows], q.T, out=p[rows])
+    b = matrix.shape[1]
+    for rows in _rows(matrix.shape[0], b):
+        part = matrix[rows]
+        if residual is not None:
+            part += residual[rows.start * b : rows.stop * b].reshape(-1, b)
+        np.matmul(part, q.T, out=p[rows])
     return p
 
 

@@ -451,12 +451,12 @@ class TorchBackend(Backend):
 
     # Products of low rank are NumPy's on the host, up to a few threads. That of the mean always is: workers with other
     # numbers of threads must get the same bits.
-    def left_factor(self, matrix: Array, q: Array) -> Array:
+    def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
         if self.kernels:
-            return self.kernels.left_factor(matrix, q)
+            return self.kernels.left_factor(matrix, q, residual)
         if self._threaded:
-            return super().left_factor(matrix, q)
-        return torch.from_numpy(left_factor(matrix.numpy(), q.numpy()))
+            return super().left_factor(matrix, q, residual)
+        return torch.from_numpy(left_factor(matrix.numpy(), q.numpy(), None if residual is None else residual.numpy()))
 
     def right_factor(self, p: Array, matrix: Array) -> Array:
         if self.kernels:
@@ -487,8 +487,7 @@ class TorchBackend(Backend):
 
     def part_product(self, x: Array, p: Array, q: Array, rest: Array) -> None:
         if self.kernels:
-            self.kernels.product(x, p, q, rest)
-            self.kernels.product(None, p, q, x)
+            self.kernels.part(x, p, q, rest)
         elif not self.on_host:
             super().part_product(x, p, q, rest)
         else:

@@ -24,11 +24,18 @@ class PowerSGD(WarmStarted):
     """
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        return self._agreed(x, None, state, ctx)
+
+    def compensated(self, x: Array, residual: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        return self._agreed(x, residual, state, ctx)
+
+    def _agreed(self, x: Array, residual: Array | None, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp = ctx.xp
         a, b, _ = self.sizes(ctx)
         matrix = xp.reshape(x, (a, b))
         # Only directions count: unit scale keeps the products in range.
-        (p,) = yield Reduce((xp.left_factor(matrix, self.revived(state["q"], ctx, "q")),), "mean")
+        q = self.revived(state["q"], ctx, "q")
+        (p,) = yield Reduce((xp.left_factor(matrix, q, residual),), "mean")
         p = xp.qr(p)
         # (Pᵀ M) rather than Mᵀ P: the same numbers, without a strided pass over M.
         (q,) = yield Reduce((xp.right_factor(p, matrix),), "mean")

@@ -127,19 +127,25 @@ class HostKernels:
 
     def product(self, x: Array | None, p: Array, q: Array, out: Array) -> Array:
         """The vector x minus p[a, r] q[r, b], without x the product, written to ``out``, which may be x."""
-        xp, (p, q) = self._xp, self._ready(p, q)
-        at, (a, r), (rows, b) = xp.address, xp.shape(p), xp.shape(q)
-        if rows != r or any(xp.shape(each) != (a * b,) for each in (x, out) if each is not None):
-            raise ValueError(f"factors {(a, r)} and {(rows, b)} do not make the product {xp.shape(out)}")
+        xp, at = self._xp, self._xp.address
+        p, q, a, b, r = self._fitting(p, q, *(each for each in (x, out) if each is not None))
         self.library.product(at(x), at(p), at(q), at(out), a, b, r, xp.threads)
         return out
 
-    def left_factor(self, matrix: Array, q: Array) -> Array:
-        """m[a, b], q[r, b] -> m qᵀ, float32[a, r]."""
+    def part(self, x: Array, p: Array, q: Array, rest: Array) -> None:
+        """The vector x minus p[a, r] q[r, b] is written to ``rest``, and the product to x."""
+        xp, at = self._xp, self._xp.address
+        p, q, a, b, r = self._fitting(p, q, x, rest)
+        self.library.part(at(x), at(p), at(q), at(rest), a, b, r, xp.threads)
+
+    def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
+        """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; m becomes m + ``residual`` first, where that is given: a vector."""
         xp, (matrix, q) = self._xp, self._ready(matrix, q)
         at, (a, b), (r, _) = xp.address, xp.shape(matrix), xp.shape(q)
         p = xp.empty((a, r))
-        self.library.left(at(matrix), at(q), at(p), a, b, r, xp.threads)
+        if residual is not None and xp.shape(residual) != (a * b,):
+            raise ValueError(f"a residual of {xp.shape(residual)} for a matrix of {(a, b)}")
+        self.library.left(at(matrix), at(residual), at(q), at(p), a, b, r, xp.threads)
         return p
 
     def right_factor(self, p: Array, matrix: Array) -> Array:
@@ -181,6 +187,14 @@ class HostKernels:
 
     def _ready(self, *arrays: Array) -> tuple[Array, ...]:
         return tuple(self._xp.contiguous(array) for array in arrays)
+
+    def _fitting(self, p: Array, q: Array, *vectors: Array) -> tuple[Array, Array, int, int, int]:
+        # p and q as they lie in memory, and a, b, r. A kernel looks at no length.
+        xp, (p, q) = self._xp, self._ready(p, q)
+        (a, r), (rows, b) = xp.shape(p), xp.shape(q)
+        if rows != r or any(xp.shape(each) != (a * b,) for each in vectors):
+            raise ValueError(f"factors {(a, r)} and {(rows, b)} do not make the product {xp.shape(vectors[-1])}")
+        return p, q, a, b, r
 
     def _columns(self, payloads: Sequence[tuple[Array, ...]]) -> list[list[int]]:
         return [[self._xp.address(array) for array in arrays] for arrays in zip(*payloads, strict=True)]

@@ -539,11 +539,20 @@ API void grace_product(const Loops* loops, const float* x, const float* p, const
   });
 }
 
-API void grace_left(const Loops* loops, const float* m, const float* q, float* p, int64_t a, int64_t b, int64_t r,
-                    int64_t threads) {
+API void grace_part(const Loops* loops, float* x, const float* p, const float* q, float* rest, int64_t a, int64_t b,
+                    int64_t r, int64_t threads) {
   if (a <= 0 || b <= 0 || r <= 0) return;
-  split(a * b, 2 * b, threads, [=](int64_t begin, int64_t end, int64_t) {
-    loops->left(m + begin, q, p + begin / b * r, (end - begin) / b, b, r);
+  const bool stream = b % 16 == 0 && streams(x, nullptr, rest, a * b);  // rows begin as the whole does
+  split(a * b, b, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->part(x + begin, p + begin / b * r, q, rest + begin, (end - begin) / b, b, r, stream);
+  });
+}
+
+API void grace_left(const Loops* loops, float* m, const float* residual, const float* q, float* p, int64_t a, int64_t b,
+                    int64_t r, int64_t threads) {
+  if (a <= 0 || b <= 0 || r <= 0) return;
+  split(a * b, 4 * b, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->left(m + begin, at(residual, begin), q, p + begin / b * r, (end - begin) / b, b, r);
   });
 }
 

@@ -391,28 +391,93 @@ void divide(const float* x, float* out, int64_t n, int64_t divisor, bool stream)
 
 // ---- products of low rank --------------------------------------------------------------------------------------------
 
-constexpr int64_t COLUMNS = 1024;  // of q that stay in the innermost cache while rows go by
-constexpr int64_t RANKS = 8;       // factors that are held in registers
+constexpr int64_t RANKS = 8;  // factors that are held in registers
 
-// x (or zeros) minus (or plus) the product of p[a, r] and q[r, b], the columns begin .. end of `count` factors of them.
-template <bool MINUS, bool STREAM>
-INLINE void product_row(const float* x, const float* p, const float* q, float* out, int64_t b, int64_t begin,
-                        int64_t end, int64_t count) {
-  F factors[RANKS];
-  for (int64_t k = 0; k < count; k++) factors[k] = fill(read(p, k));
+// Of q, and of what is added up, that stay in the innermost cache while rows go by.
+constexpr int64_t columns(int64_t count) { return count > 4 ? 512 : 1024; }
+
+// Rows that share what is loaded of q: as many as the registers hold the factors, or the sums, of.
+constexpr int64_t together(int64_t count) {
+  return count * 4 <= REGISTERS ? 4 : count * 2 <= REGISTERS ? 2 : 1;
+}
+
+// Calls f<...>, the last argument of which is the number of factors, for 1 .. RANKS of them.
+#define RANKED(count, CALL) \
+  switch (count) {          \
+    case 1: CALL(1); break; \
+    case 2: CALL(2); break; \
+    case 3: CALL(3); break; \
+    case 4: CALL(4); break; \
+    case 5: CALL(5); break; \
+    case 6: CALL(6); break; \
+    case 7: CALL(7); break; \
+    default: CALL(8);       \
+  }
+
+// Asks for the line of the rows that come next, in the second cache: all of theirs would drive q out of the innermost.
+template <int64_t ROWS>
+INLINE void prefetch_rows(const float* m, int64_t b) {
+  for (int64_t i = 0; i < ROWS; i++) __builtin_prefetch(m + (ROWS + i) * b, 0, 2);
+}
+
+// What becomes of a product: it is written to out; it is taken from x; that, and x becomes the product; x is added.
+enum Way { WRITTEN, TAKEN, PARTED, ADDED };
+
+// The product of p[ROWS, COUNT] and q[COUNT, b], of their r factors, in the columns begin .. end.
+template <Way WAY, bool STREAM, int64_t ROWS, int64_t COUNT>
+INLINE void product_rows(float* x, const float* p, const float* q, float* out, int64_t b, int64_t r, int64_t begin,
+                         int64_t end) {
+  F factors[ROWS][COUNT];
+  for (int64_t i = 0; i < ROWS; i++)
+    for (int64_t k = 0; k < COUNT; k++) factors[i][k] = fill(read(p, i * r + k));
   int64_t j = begin;
   for (; j + W <= end; j += W) {
-    F sum = factors[0] * load(q + j);
-    for (int64_t k = 1; k < count; k++) sum = sum + factors[k] * load(q + k * b + j);
-    if (x) sum = MINUS ? load(x + j) - sum : load(x + j) + sum;
-    put<STREAM>(out + j, sum);
+    F rows[COUNT];
+    for (int64_t k = 0; k < COUNT; k++) rows[k] = load(q + k * b + j);
+    if (WAY != WRITTEN) prefetch_rows<ROWS>(x + j, b);
+    for (int64_t i = 0; i < ROWS; i++) {
+      F sum = factors[i][0] * rows[0];
+      for (int64_t k = 1; k < COUNT; k++) sum = sum + factors[i][k] * rows[k];
+      const int64_t at = i * b + j;
+      if (WAY == WRITTEN) put<STREAM>(out + at, sum);
+      if (WAY == TAKEN || WAY == PARTED) put<STREAM>(out + at, load(x + at) - sum);
+      if (WAY == ADDED) put<STREAM>(out + at, load(x + at) + sum);
+      if (WAY == PARTED) store(x + at, sum);
+    }
   }
   if (j < end) {
-    F sum = factors[0] * load_some(q + j, end - j);
-    for (int64_t k = 1; k < count; k++) sum = sum + factors[k] * load_some(q + k * b + j, end - j);
-    if (x) sum = MINUS ? load_some(x + j, end - j) - sum : load_some(x + j, end - j) + sum;
-    store_some(out + j, sum, end - j);
+    const int64_t size = end - j;
+    for (int64_t i = 0; i < ROWS; i++) {
+      F sum = factors[i][0] * load_some(q + j, size);
+      for (int64_t k = 1; k < COUNT; k++) sum = sum + factors[i][k] * load_some(q + k * b + j, size);
+      const int64_t at = i * b + j;
+      if (WAY == WRITTEN) store_some(out + at, sum, size);
+      if (WAY == TAKEN || WAY == PARTED) store_some(out + at, load_some(x + at, size) - sum, size);
+      if (WAY == ADDED) store_some(out + at, load_some(x + at, size) + sum, size);
+      if (WAY == PARTED) store_some(x + at, sum, size);
+    }
   }
+}
+
+template <Way WAY, bool STREAM, int64_t COUNT>
+OUTLINE void product_some(float* x, const float* p, const float* q, float* out, int64_t rows, int64_t b, int64_t r) {
+  constexpr int64_t ROWS = together(COUNT);
+  for (int64_t begin = 0; begin < b; begin += columns(COUNT)) {
+    const int64_t end = least(begin + columns(COUNT), b);
+    int64_t i = 0;
+    for (; i + ROWS <= rows; i += ROWS)
+      product_rows<WAY, STREAM, ROWS, COUNT>(x + i * b, p + i * r, q, out + i * b, b, r, begin, end);
+    for (; i < rows; i++)
+      product_rows<WAY, STREAM, 1, COUNT>(x + i * b, p + i * r, q, out + i * b, b, r, begin, end);
+  }
+}
+
+template <Way WAY, bool STREAM>
+INLINE void product_of(float* x, const float* p, const float* q, float* out, int64_t rows, int64_t b, int64_t r,
+                       int64_t count) {
+#define SOME(COUNT) product_some<WAY, STREAM, COUNT>(x, p, q, out, rows, b, r)
+  RANKED(count, SOME)
+#undef SOME
 }
 
 INLINE F accumulated(F x, F y, F sum) {  // rounded once where the machine can
@@ -423,105 +488,134 @@ INLINE F accumulated(F x, F y, F sum) {  // rounded once where the machine can
 #endif
 }
 
-INLINE float total_of(F x) {
-  float lanes[W], sum = 0;
-  store(lanes, x);
-  for (int64_t i = 0; i < W; i++) sum += lanes[i];
-  return sum;
-}
-
-// p[rows, r] = m[rows, b] times the transpose of q[r, b], for `count` of the r and two rows at a time.
-template <int64_t ROWS>
-INLINE void left_rows(const float* m, const float* q, float* p, int64_t b, int64_t r, int64_t count) {
-  F sums[ROWS][RANKS];
+// p[ROWS, r] = m[ROWS, b] times the transpose of q[r, b], for COUNT of the r. With RESIDUAL, m becomes m + residual first.
+template <bool RESIDUAL, int64_t ROWS, int64_t COUNT>
+INLINE void left_rows(float* m, const float* residual, const float* q, float* p, int64_t b, int64_t r) {
+  F sums[ROWS][COUNT];
   for (int64_t i = 0; i < ROWS; i++)
-    for (int64_t k = 0; k < RANKS; k++) sums[i][k] = fill(0);
+    for (int64_t k = 0; k < COUNT; k++) sums[i][k] = fill(0);
   int64_t j = 0;
   for (; j + W <= b; j += W) {
     F values[ROWS];
-    for (int64_t i = 0; i < ROWS; i++) values[i] = load(m + i * b + j);
-    for (int64_t k = 0; k < count; k++) {
+    for (int64_t i = 0; i < ROWS; i++) {
+      values[i] = value<RESIDUAL>(m, residual, i * b + j);
+      if (RESIDUAL) store(m + i * b + j, values[i]);
+    }
+    prefetch_rows<ROWS>(m + j, b);
+    if (RESIDUAL) prefetch_rows<ROWS>(residual + j, b);
+    for (int64_t k = 0; k < COUNT; k++) {
       const F each = load(q + k * b + j);
       for (int64_t i = 0; i < ROWS; i++) sums[i][k] = accumulated(values[i], each, sums[i][k]);
     }
   }
   for (int64_t i = 0; i < ROWS; i++) {
-    for (int64_t k = 0; k < count; k++) {
+    const int64_t size = b - j;
+    F last = fill(0);
+    if (size) last = value_some<RESIDUAL>(m, residual, i * b + j, size);
+    if (RESIDUAL && size) store_some(m + i * b + j, last, size);
+    for (int64_t k = 0; k < COUNT; k++) {
       F sum = sums[i][k];
-      if (j < b) sum = accumulated(load_some(m + i * b + j, b - j), load_some(q + k * b + j, b - j), sum);
-      write(p, i * r + k, total_of(sum));
+      if (size) sum = accumulated(last, load_some(q + k * b + j, size), sum);
+      write(p, i * r + k, total(sum));
     }
   }
 }
 
-template <int64_t COUNT>
-INLINE void left_some(const float* m, const float* q, float* p, int64_t rows, int64_t b, int64_t r) {
+template <bool RESIDUAL, int64_t COUNT>
+OUTLINE void left_some(float* m, const float* residual, const float* q, float* p, int64_t rows, int64_t b, int64_t r) {
+  constexpr int64_t ROWS = together(COUNT);
   int64_t i = 0;
-  for (; i + 2 <= rows; i += 2) left_rows<2>(m + i * b, q, p + i * r, b, r, COUNT);
-  if (i < rows) left_rows<1>(m + i * b, q, p + i * r, b, r, COUNT);
+  for (; i + ROWS <= rows; i += ROWS)
+    left_rows<RESIDUAL, ROWS, COUNT>(m + i * b, residual + i * b, q, p + i * r, b, r);
+  for (; i < rows; i++) left_rows<RESIDUAL, 1, COUNT>(m + i * b, residual + i * b, q, p + i * r, b, r);
 }
 
-void left(const float* m, const float* q, float* p, int64_t rows, int64_t b, int64_t r) {
-  int64_t k = 0;
-  for (; k + 4 <= r; k += 4) left_some<4>(m, q + k * b, p + k, rows, b, r);
-  for (; k < r; k++) left_some<1>(m, q + k * b, p + k, rows, b, r);
+void left(float* m, const float* residual, const float* q, float* p, int64_t rows, int64_t b, int64_t r) {
+  for (int64_t k = 0; k < r; k += RANKS) {
+#define SOME(COUNT)                                                               \
+  residual && !k ? left_some<true, COUNT>(m, residual, q, p, rows, b, r)          \
+                 : left_some<false, COUNT>(m, m, q + k * b, p + k, rows, b, r)
+    RANKED(r - k, SOME)
+#undef SOME
+  }
+}
+
+// Adds the transpose of p[ROWS, r] times m[ROWS, size] to sums[COUNT, columns(COUNT)], for COUNT of the r.
+template <int64_t ROWS, int64_t COUNT>
+INLINE void right_rows(const float* m, const float* p, float* sums, int64_t b, int64_t r, int64_t size) {
+  F factors[ROWS][COUNT];
+  for (int64_t i = 0; i < ROWS; i++)
+    for (int64_t k = 0; k < COUNT; k++) factors[i][k] = fill(read(p, i * r + k));
+  for (int64_t j = 0; j < size; j += W) {
+    F values[ROWS];
+    for (int64_t i = 0; i < ROWS; i++) {
+      const float* from = m + i * b + j;
+      values[i] = j + W <= size ? load(from) : load_some(from, size - j);
+    }
+    prefetch_rows<ROWS>(m + j, b);
+    for (int64_t k = 0; k < COUNT; k++) {
+      float* to = sums + k * columns(COUNT) + j;
+      F sum = load(to);
+      for (int64_t i = 0; i < ROWS; i++) sum = accumulated(factors[i][k], values[i], sum);
+      store(to, sum);
+    }
+  }
 }
 
 // q[r, b], columns begin .. end = the transpose of p[rows, r] times m[rows, b], for COUNT of the r.
 template <int64_t COUNT>
-INLINE void right_some(const float* m, const float* p, float* q, int64_t rows, int64_t b, int64_t r, int64_t begin,
-                       int64_t end) {
-  float sums[COUNT * COLUMNS];
-  for (; begin < end; begin += COLUMNS) {
-    const int64_t size = least(COLUMNS, end - begin), whole = size / W * W;
+OUTLINE void right_some(const float* m, const float* p, float* q, int64_t rows, int64_t b, int64_t r, int64_t begin,
+                        int64_t end) {
+  constexpr int64_t ROWS = together(COUNT);
+  float sums[COUNT * columns(COUNT)];
+  for (; begin < end; begin += columns(COUNT)) {
+    const int64_t size = least(columns(COUNT), end - begin);
     memset(sums, 0, sizeof sums);
-    for (int64_t i = 0; i < rows; i++) {
-      const float* from = m + i * b + begin;
-      F factors[COUNT];
-      for (int64_t k = 0; k < COUNT; k++) factors[k] = fill(read(p, i * r + k));
-      for (int64_t j = 0; j < whole; j += W) {
-        const F values = load(from + j);
-        for (int64_t k = 0; k < COUNT; k++) {
-          float* to = sums + k * COLUMNS + j;
-          store(to, accumulated(factors[k], values, load(to)));
-        }
-      }
-      if (whole < size) {
-        const F values = load_some(from + whole, size - whole);
-        for (int64_t k = 0; k < COUNT; k++) {
-          float* to = sums + k * COLUMNS + whole;
-          store(to, accumulated(factors[k], values, load(to)));
-        }
-      }
-    }
+    const float* from = m + begin;
+    int64_t i = 0;
+    for (; i + ROWS <= rows; i += ROWS) right_rows<ROWS, COUNT>(from + i * b, p + i * r, sums, b, r, size);
+    for (; i < rows; i++) right_rows<1, COUNT>(from + i * b, p + i * r, sums, b, r, size);
     for (int64_t k = 0; k < COUNT; k++)
-      memcpy(reinterpret_cast<char*>(q) + (k * b + begin) * int64_t(sizeof(float)), sums + k * COLUMNS,
+      memcpy(reinterpret_cast<char*>(q) + (k * b + begin) * int64_t(sizeof(float)), sums + k * columns(COUNT),
              size_t(size) * sizeof(float));
   }
 }
 
 void right(const float* m, const float* p, float* q, int64_t rows, int64_t b, int64_t r, int64_t begin, int64_t end) {
-  int64_t k = 0;
-  for (; k + 4 <= r; k += 4) right_some<4>(m, p + k, q + k * b, rows, b, r, begin, end);
-  for (; k < r; k++) right_some<1>(m, p + k, q + k * b, rows, b, r, begin, end);
+  for (int64_t k = 0; k < r; k += RANKS) {
+#define SOME(COUNT) right_some<COUNT>(m, p + k, q + k * b, rows, b, r, begin, end)
+    RANKED(r - k, SOME)
+#undef SOME
+  }
 }
 
+// What is left of the first factors is where the next ones begin.
 void product(const float* x, const float* p, const float* q, float* out, int64_t rows, int64_t b, int64_t r) {
-  for (int64_t begin = 0; begin < b; begin += COLUMNS) {
-    const int64_t end = least(begin + COLUMNS, b);
-    for (int64_t i = 0; i < rows; i++) {
-      float* to = out + i * b;
-      const float* from = x ? x + i * b : nullptr;
-      for (int64_t k = 0; k < r; k += RANKS) {  // what is left of the first factors is where the next ones begin
-        const int64_t count = least(RANKS, r - k);
-        const float *left = p + i * r + k, *right = q + k * b;
-        if (x) {
-          product_row<true, false>(k ? to : from, left, right, to, b, begin, end, count);
-        } else {
-          product_row<false, false>(k ? to : nullptr, left, right, to, b, begin, end, count);
-        }
-      }
+  if (x)
+    product_of<TAKEN, false>(const_cast<float*>(x), p, q, out, rows, b, r, r);
+  else
+    product_of<WRITTEN, false>(out, p, q, out, rows, b, r, r);
+  for (int64_t k = RANKS; k < r; k += RANKS) {
+    if (x)
+      product_of<TAKEN, false>(out, p + k, q + k * b, out, rows, b, r, r - k);
+    else
+      product_of<ADDED, false>(out, p + k, q + k * b, out, rows, b, r, r - k);
+  }
+}
+
+void part(float* x, const float* p, const float* q, float* rest, int64_t rows, int64_t b, int64_t r, bool stream) {
+  if (r > RANKS) {  // some rows after the other, so that they are still in a cache the second time
+    const int64_t height = 1 + 16384 / b;
+    for (int64_t i = 0; i < rows; i += height) {
+      const int64_t count = least(height, rows - i);
+      product(x + i * b, p + i * r, q, rest + i * b, count, b, r);
+      product(nullptr, p + i * r, q, x + i * b, count, b, r);
     }
+  } else if (stream) {
+    product_of<PARTED, true>(x, p, q, rest, rows, b, r, r);
+    fence();
+  } else {
+    product_of<PARTED, false>(x, p, q, rest, rows, b, r, r);
   }
 }
 
@@ -556,6 +650,7 @@ void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<ui
 namespace grace {
 
 extern const Loops TABLE = {NAME,         signs_total, signs_emit, signs_blocks, signs_sum, ints_largest, ints_emit,
-                            ints_blocks,  ints_sum,    select,     divide,       words,     noise,        product, left, right};
+                            ints_blocks,  ints_sum,    select,     divide,       words,     noise,        product,
+                            part,         left,        right};
 
 }  // namespace grace

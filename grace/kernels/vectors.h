@@ -35,6 +35,7 @@ INLINE void write(T* p, int64_t i, T value) {
 #if defined(GRACE_AVX512)
 
 constexpr int TILE = 4;  // vectors that are summed over workers at once
+constexpr int64_t REGISTERS = 16;  // that hold sums or factors of a product
 struct F { __m512 v; };
 struct I { __m512i v; };
 struct D { __m512d a, b; };
@@ -81,6 +82,12 @@ INLINE double total(D sum) {  // halves onto each other, the order of all instru
   const __m128d e = _mm_add_pd(_mm256_castpd256_pd128(q), _mm256_extractf128_pd(q, 1));
   return _mm_cvtsd_f64(e) + _mm_cvtsd_f64(_mm_unpackhi_pd(e, e));
 }
+INLINE float total(F x) {  // likewise
+  const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+  const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  const __m128 e = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(e, _mm_movehdup_ps(e)));
+}
 INLINE I nearest(F x) { return {_mm512_cvt_roundps_epi32(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 INLINE I down(F x) { return {_mm512_cvt_roundps_epi32(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
 INLINE F to_float(I x) { return {_mm512_cvtepi32_ps(x.v)}; }
@@ -120,6 +127,7 @@ INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* posit
 #elif defined(GRACE_AVX2)
 
 constexpr int TILE = 2;
+constexpr int64_t REGISTERS = 4;
 struct F { __m256 a, b; };
 struct I { __m256i a, b; };
 struct D { __m256d a, b, c, d; };
@@ -195,6 +203,12 @@ INLINE double total(D sum) {
   const __m128d e = _mm_add_pd(_mm256_castpd256_pd128(q), _mm256_extractf128_pd(q, 1));
   return _mm_cvtsd_f64(e) + _mm_cvtsd_f64(_mm_unpackhi_pd(e, e));
 }
+INLINE float total(F x) {
+  const __m256 h = _mm256_add_ps(x.a, x.b);
+  const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  const __m128 e = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(e, _mm_movehdup_ps(e)));
+}
 INLINE I nearest(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 INLINE I down(F x) { return {_mm256_cvtps_epi32(_mm256_floor_ps(x.a)), _mm256_cvtps_epi32(_mm256_floor_ps(x.b))}; }
 INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
@@ -235,6 +249,7 @@ INLINE F fused(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_f
 #else  // the compiler's vectors: SSE2 on x86-64, NEON on AArch64
 
 constexpr int TILE = 1;
+constexpr int64_t REGISTERS = 4;
 typedef float f4 __attribute__((vector_size(16)));
 typedef int32_t i4 __attribute__((vector_size(16)));
 typedef double d4 __attribute__((vector_size(32)));
@@ -306,6 +321,10 @@ INLINE F round_to_float(F x) {  // |x| < 2^22; NaN and infinities stay
   return x;
 }
 INLINE I to_int(F x) { I r; EACH r.v[i] = __builtin_convertvector(x.v[i], i4); return r; }
+INLINE float total(F x) {
+  const f4 q = (x.v[0] + x.v[2]) + (x.v[1] + x.v[3]);
+  return (q[0] + q[2]) + (q[1] + q[3]);
+}
 INLINE I nearest(F x) { return to_int(round_to_float(x)); }
 INLINE I down(F x) {
   const F r = round_to_float(x);

@@ -65,6 +65,13 @@ def scaled(xp: Any, values: Array, scale: Array, block: int | None) -> Array:
     return flat(xp, xp.multiply_in(rows(xp, values, block), xp.reshape(scale, (-1, 1))), xp.shape(values)[0])
 
 
+def add_scaled(xp: Any, x: Array, signs: Array, scale: Array, block: int | None) -> Array:
+    """[n] + signs[n] * scale[m] of each block, in one pass where a toolkit has one. x is spent; signs are -1 and 1."""
+    n = xp.shape(x)[0]
+    scale = xp.reshape(fitting(xp, scale, "float32", block_count(n, block), "scales"), (-1, 1))
+    return flat(xp, xp.add_product(rows(xp, x, block), rows(xp, signs, block), scale), n)
+
+
 def check_block(key: str, block: int) -> None:
     """Raise ValueError unless a block's size is a multiple of 8 (whole bytes of bits), or 0 for the whole tensor."""
     if not 0 <= block <= LARGEST or block % 8:

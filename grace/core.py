@@ -215,15 +215,25 @@ class Compressor(ABC):
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         """All workers' payloads, in rank order -> float32[n], the mean. One dense buffer, whatever their number."""
-        (total,) = execution.apart((self.decompress(payloads[0], ctx),), payloads[0], ctx.xp)
-        for payload in payloads[1:]:
-            total = ctx.xp.add_to(total, self.decompress(payload, ctx))
+        total = self._total(payloads, ctx)
         return ctx.xp.divide_in(total, len(payloads)) if len(payloads) > 1 else total
 
     def aggregate_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
         """`aggregate`, written to float32[n] ``out``; for toolkits whose arrays can be written to."""
+        if type(self).aggregate is Compressor.aggregate and len(payloads) > 1:
+            return ctx.xp.divided(self._total(payloads, ctx), len(payloads), out)
         ctx.xp.write(out, self.aggregate(payloads, ctx))
         return out
+
+    def add_decoded(self, total: Array, payload: Payload, ctx: Context) -> Array:
+        """float32[n] ``total`` + `decompress`, the same to the bit. total is spent: its memory may be reused."""
+        return ctx.xp.add_to(total, self.decompress(payload, ctx))
+
+    def _total(self, payloads: Sequence[Payload], ctx: Context) -> Array:
+        (total,) = execution.apart((self.decompress(payloads[0], ctx),), payloads[0], ctx.xp)
+        for payload in payloads[1:]:
+            total = self.add_decoded(total, payload, ctx)
+        return total
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         """``compress(x + residual)`` and what its payload does not carry, by ``ctx.xp.kernels``; None: no kernel.

@@ -134,7 +134,11 @@ class Mean:
             return compressor.aggregate_into(out, self._payloads, ctx)
         for start, stop in pieces(compressor, ctx):
             parts = [cut(compressor, payload, start, stop, ctx) for payload in self._payloads]
-            xp.write(out[start:stop], self._decode(parts, ctx.piece(start, stop - start)))
+            here = ctx.piece(start, stop - start)
+            if self._agreed:
+                compressor.decompress_into(out[start:stop], parts[0], here)
+            else:
+                compressor.aggregate_into(out[start:stop], parts, here)
         return out
 
     def _decode(self, payloads: Sequence[Payload], ctx: Context) -> Array:

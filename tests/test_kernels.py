@@ -227,7 +227,7 @@ def ints_oracle(v, block, bits, noise):
         whole = np.rint(steps)
     else:
         whole = np.floor(steps + (noise.astype(np.float32) + np.float32(0.5)) * np.float32(2**-16))
-    kept = v - ((whole + np.float32(0)) / top) * scale  # an integer has no -0
+    kept = v - (whole + np.float32(0)) * (scale / top)  # an integer has no -0
     codes = np.where(np.isfinite(whole), whole, 0).astype(np.int64) & ((1 << bits) - 1)
     each = 8 // bits
     codes = np.concatenate([codes, np.zeros(-n % each, np.int64)]).reshape(-1, each)
@@ -319,7 +319,7 @@ def test_every_code_is_divided_exactly(lib, bits):
     for scale in np.float32([1, 0.3, 1e-40]):
         scales, out = Memory.of(np.array([scale])), Memory(256 * each, np.float32)
         lib.ints_mean([packed.address], [scales.address], 1, out.address, 256 * each, 0, bits)
-        equal(out.check(), codes / top * scale)
+        equal(out.check(), codes * (scale / top))
 
 
 # -- sparse ------------------------------------------------------------------------------------------------------------

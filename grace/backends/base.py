@@ -195,6 +195,20 @@ class Backend(ABC):
         """x / y, but may reuse x's memory: x is spent, and no smaller than y."""
         return x / y
 
+    def divided(self, x: Array, y: Any, out: Array | None = None) -> Array:
+        """x / y, for a y no larger than x; written to ``out`` where `mutable`."""
+        if out is None:
+            return x / y
+        self.write(out, x / y)
+        return out
+
+    def add_product(self, x: Array, y: Array, z: Array) -> Array:
+        """x + y * z, but may reuse x's memory: x is spent, and no smaller than y or z.
+
+        Each product must be a float32 exactly: a toolkit may round once or twice.
+        """
+        return self.add_to(x, y * z)
+
     @abstractmethod
     def where(self, condition: Array, x: Any, y: Any) -> Array: ...
 
@@ -211,6 +225,10 @@ class Backend(ABC):
 
     @abstractmethod
     def floor(self, x: Array) -> Array: ...
+
+    def floor_in(self, x: Array) -> Array:
+        """`floor`, but may reuse x's memory: x is spent."""
+        return self.floor(x)
 
     @abstractmethod
     def round(self, x: Array) -> Array:

@@ -111,6 +111,12 @@ class NumpyBackend(Backend):
     def divide_in(self, x: Array, y: Any) -> Array:
         return np.divide(x, y, out=x)
 
+    def divided(self, x: Array, y: Any, out: Array | None = None) -> Array:
+        return np.divide(x, y, out=out)
+
+    def add_product(self, x: Array, y: Array, z: Array) -> Array:
+        return np.add(x, np.multiply(y, z), out=x)
+
     def where(self, condition: Array, x: Any, y: Any) -> Array:
         return np.where(condition, x, y)
 
@@ -125,6 +131,9 @@ class NumpyBackend(Backend):
 
     def floor(self, x: Array) -> Array:
         return np.floor(x)
+
+    def floor_in(self, x: Array) -> Array:
+        return np.floor(x, out=x)
 
     def round(self, x: Array) -> Array:
         return np.rint(x)

@@ -17,7 +17,8 @@ from grace.registry import register
 class BlockInt(Rounded):
     """Round each element, relative to the largest magnitude of its block, to an integer of few bits.
 
-    Payload: codes uint8[ceil(bits * n / 8)], two's complement, -L .. L with L = 2**(bits - 1) - 1; scales float32[m].
+    Payload: codes uint8[ceil(bits * n / 8)], two's complement, -L .. L with L = 2**(bits - 1) - 1; scales float32[m]. A
+    code stands for code * (scale / L).
     ``bits``: 8, 4 or 2 (which is -1, 0 and 1).
     ``rounding``: "nearest" (halves to even) or "stochastic" (unbiased, without a residual).
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
@@ -54,9 +55,9 @@ class BlockInt(Rounded):
         xp, n = ctx.xp, ctx.size
         rows = blocks.rows(xp, x, self.block)
         scale = xp.max_abs(rows)
-        relative = xp.divide_in(xp.copy(rows), blocks.divisor(xp, scale))
+        relative = xp.divided(rows, blocks.divisor(xp, scale))
         steps = blocks.flat(xp, xp.multiply_in(relative, float(self.top)), n)
-        steps = xp.floor(xp.add_to(steps, ctx.rng("round").noise(n))) if self.unbiased else xp.round(steps)
+        steps = xp.floor_in(xp.add_to(steps, ctx.rng("round").noise(n))) if self.unbiased else xp.round(steps)
         return (pack(xp, self.bits, xp.cast(steps, "int8")), scale), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
@@ -65,8 +66,7 @@ class BlockInt(Rounded):
         if self.bits < 8:  # the upper half is negative
             half = 1 << (self.bits - 1)
             codes = xp.bitwise_xor(codes, half) - half
-        values = xp.divide_in(xp.cast(codes, "float32"), float(self.top))
-        return blocks.scaled(xp, values, payload[1], self.block)
+        return blocks.scaled(xp, xp.cast(codes, "float32"), payload[1] / float(self.top), self.block)
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         rng = ctx.rng("round") if self.unbiased else None

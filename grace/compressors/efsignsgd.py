@@ -33,9 +33,16 @@ class EFSignSGD(Blockwise):
         return (xp.pack_signs(x), total / blocks.counts(xp, n, self.block)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        xp, n = ctx.xp, ctx.size
-        signs = xp.unpack_signs(fitting(xp, payload[0], "uint8", -(-n // 8), "bits"), n)
-        return blocks.scaled(xp, signs, payload[1], self.block)
+        return blocks.scaled(ctx.xp, self._signs(payload, ctx), payload[1], self.block)
+
+    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
+        return blocks.add_scaled(ctx.xp, x, self._signs(payload, ctx), -payload[1], self.block)
+
+    def add_decoded(self, total: Array, payload: Payload, ctx: Context) -> Array:
+        return blocks.add_scaled(ctx.xp, total, self._signs(payload, ctx), payload[1], self.block)
+
+    def _signs(self, payload: Payload, ctx: Context) -> Array:
+        return ctx.xp.unpack_signs(fitting(ctx.xp, payload[0], "uint8", -(-ctx.size // 8), "bits"), ctx.size)
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         bits, scales, left = ctx.xp.kernels.signs_encode(x, residual, self.block_size, ctx.undo)

@@ -205,7 +205,8 @@ OUTLINE void mix_noise(uint16_t* mixed, const Noise& noise, int64_t position, in
 template <bool RESIDUAL, Out OUT, int BITS, bool RANDOM>
 OUTLINE void ints_emit_as(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
                          const Noise& noise, int64_t first) {
-  const F tops = fill(float((1 << (BITS - 1)) - 1)), scales = fill(scale), divisor = fill(scale == 0.0f ? 1.0f : scale);
+  const float top = float((1 << (BITS - 1)) - 1);
+  const F tops = fill(top), step = fill(scale / top), divisor = fill(scale == 0.0f ? 1.0f : scale);
   const int64_t start = noise.start + first;
   const int64_t ahead = distance(n);
   const auto emit = [&](int64_t i, const uint16_t* table, uint16_t offset) __attribute__((always_inline)) {
@@ -214,7 +215,7 @@ OUTLINE void ints_emit_as(const float* x, const float* residual, float* out, uin
     const F steps = v / divisor * tops;
     const I code = RANDOM ? down(steps + uniform(table, offset)) : nearest(steps);
     to_codes<BITS>(codes + i * BITS / 8, code);
-    leave<OUT>(x, residual, out, i, v - relative<BITS>(to_float(code)) * scales);
+    leave<OUT>(x, residual, out, i, v - to_float(code) * step);
   };
   int64_t i = 0;
   while (i + W <= n) {  // as far as one offset reaches
@@ -240,7 +241,7 @@ OUTLINE void ints_emit_as(const float* x, const float* residual, float* out, uin
     uint8_t bytes[W];
     to_codes<BITS>(bytes, code);
     memcpy(codes + i * BITS / 8, bytes, size_t((count * BITS + 7) / 8));  // what is missing is 0 / scale, code 0
-    leave_some<OUT>(x, residual, out, i, v - relative<BITS>(to_float(code)) * scales, count);
+    leave_some<OUT>(x, residual, out, i, v - to_float(code) * step, count);
   }
 }
 

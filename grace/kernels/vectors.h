@@ -408,43 +408,29 @@ INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* posit
 }
 #endif
 
-// Codes divided by the largest of them: what is exactly (float) code / (float) top.
-template <int BITS>
-INLINE F relative(F code) {
-  constexpr int top = (1 << (BITS - 1)) - 1;
-  if constexpr (top == 1) return code;
-#if defined(GRACE_AVX512) || defined(GRACE_AVX2)
-  // 1 / top in two floats: the sum is rounded once. A test goes through all codes.
-  constexpr float high = 1.0f / float(top), low = float(1.0 / top - double(high));
-  return fused(code, fill(high), code * fill(low));
-#else
-  return code / fill(float(top));
-#endif
-}
-
 // What codes stand for in a block of that scale.
 template <int BITS>
 struct Scaled {
-  F scale;
+  static constexpr int TOP = (1 << (BITS - 1)) - 1;
 #if defined(GRACE_AVX512)
-  F table;
-  INLINE_MEMBER explicit Scaled(float s) : scale(fill(s)) {
-    constexpr int32_t top = (1 << (BITS - 1)) - 1;
+  F step;  // or, of few bits, what each code stands for
+  INLINE_MEMBER explicit Scaled(float scale) : step(fill(scale / float(TOP))) {
     if constexpr (BITS < 8) {
       float codes[16];
-      for (int i = 0; i < 16; i++) codes[i] = float(int32_t(uint32_t(i) << (32 - BITS)) >> (32 - BITS)) / float(top);
-      table = load(codes) * scale;
+      for (int i = 0; i < 16; i++) codes[i] = float(int32_t(uint32_t(i) << (32 - BITS)) >> (32 - BITS));
+      step = load(codes) * step;
     }
   }
   INLINE_MEMBER F at(const uint8_t* p) const {
-    if constexpr (BITS < 8) return looked_up<BITS>(table, p);
-    return relative<8>(to_float(from_bytes(p))) * scale;
+    if constexpr (BITS < 8) return looked_up<BITS>(step, p);
+    return to_float(from_bytes(p)) * step;
   }
 #else
-  INLINE_MEMBER explicit Scaled(float s) : scale(fill(s)) {}
+  F step;
+  INLINE_MEMBER explicit Scaled(float scale) : step(fill(scale / float(TOP))) {}
   INLINE_MEMBER F at(const uint8_t* p) const {
-    if constexpr (BITS < 8) return relative<BITS>(to_float(from_codes<BITS>(p))) * scale;
-    return relative<8>(to_float(from_bytes(p))) * scale;
+    if constexpr (BITS < 8) return to_float(from_codes<BITS>(p)) * step;
+    return to_float(from_bytes(p)) * step;
   }
 #endif
 };

@@ -1,6 +1,6 @@
 """One exchange of ResNet-50's 161 gradients between local workers over gloo, against a plain bucketed allreduce.
 
-    torchrun --nproc_per_node 2 -m benchmarks.exchange [--peer CHECKOUT_OF_UPSTREAM] [--json FILE]
+    torchrun --nproc_per_node 2 -m benchmarks.exchange [--peer CHECKOUT_OF_UPSTREAM] [--only ROW ...] [--json FILE]
 
 Everything is measured in the same rounds, in shuffled order: ours with and without native kernels, the float32
 allreduce of 25 MiB buckets that training does without compression, and upstream GRACE tensor by tensor.
@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help="a checkout of upstream GRACE")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="rows to measure beside plain fp32 allreduce")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -109,13 +111,17 @@ def main() -> None:
     shapes = list(resnet50().values())
     sources = [[torch.randn(shape, generator=generator) * 1e-3 for shape in shapes] for _ in range(2)]
     gradients = [torch.empty(shape) for shape in shapes]
-    cases: dict[str, Callable[[], None]] = {"plain fp32 allreduce": plain(sources[0])}
+    makers: dict[str, Callable[[], Callable[[], None]]] = {}
     for name, params in OURS.items():
-        cases[name] = ours(gradients, params, "on")
-        cases[f"{name}, no kernels"] = ours(gradients, params, "off")
+        makers[name] = partial(ours, gradients, params, "on")
+        makers[f"{name}, no kernels"] = partial(ours, gradients, params, "off")
     if options.peer:
         sys.path.insert(0, options.peer)
-        cases |= {name: upstream(gradients, params) for name, params in UPSTREAM.items()}
+        makers |= {name: partial(upstream, gradients, params) for name, params in UPSTREAM.items()}
+    chosen = options.only or list(makers)
+    if unknown := [name for name in chosen if name not in makers]:
+        parser.error(f"no rows {unknown}: choose from {list(makers)}")
+    cases = {"plain fp32 allreduce": plain(sources[0]), **{name: makers[name]() for name in chosen}}
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     order = random.Random(0)  # the same on all workers
     for turn in range(options.rounds + 2):

@@ -189,6 +189,22 @@ def cut(compressor: Compressor, payload: Payload, start: int, stop: int, ctx: Co
     return tuple(parts)
 
 
+@cache
+def cuts(
+    compressor: Compressor, xp: Any, size: int, ends: tuple[int, ...], whole: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """How long the parts of each payload array are where `cut` cuts a tensor of ``size`` elements at ``ends``.
+
+    ``whole``: how long the arrays are themselves.
+    """
+    units = unit(compressor)
+    found = []
+    for length, end in zip(lengths(compressor, xp), whole, strict=True):
+        bounds = [0, *(end if bound >= size else bound // units * length for bound in ends), end]
+        found.append(tuple(stop - start for start, stop in pairwise(bounds)))
+    return tuple(found)
+
+
 def shards(compressor: Compressor, ctx: Context, parts: int) -> list[Context]:
     """A tensor cut into consecutive shards: whole blocks and bytes, or whole rows for a method that sees the shape.
 

@@ -466,8 +466,15 @@ class Grace:
             if self._offload is not None and self._flights and not self._departed:
                 self._departed = self._flights[-1][0].depart(wait=True)
                 return False  # a call of its own, after which the workers of one process find each other's messages
-            done = [flight.advance() for flight, _ in self._flights]  # every one of them, so no generator
+            done = [self._advance(*each) for each in self._flights]  # every one of them, so no generator
         return all(done)
+
+    def _advance(self, flight: Flight, flat: Mapping[Unit, Array]) -> bool:
+        with self.xp.side_by_side(self._nbytes(flat)):
+            return flight.advance()
+
+    def _nbytes(self, flat: Mapping[Unit, Array]) -> int:
+        return sum(self.xp.nbytes(x) for x in flat.values()) if self.xp.mutable else 0
 
     def note(self, name: str, text: str) -> None:
         """Have the report say this of a tensor."""
@@ -524,8 +531,7 @@ class Grace:
             programs[DENSE] = _averaged(dense)
         if self.track_missing:
             programs[PRESENT] = self._presence(flat)
-        size = sum(self.xp.nbytes(x) for x in flat.values()) if self.xp.mutable else 0
-        with self.xp.quiet(), self.xp.side_by_side(size):
+        with self.xp.quiet(), self.xp.side_by_side(self._nbytes(flat)):
             last = self._flights[-1][0] if self._flights else None
             before = None if last is None or last.depart() else last
             return Flight(name, programs, self.transport, self.trace, self._offload, before)

@@ -170,6 +170,24 @@ def test_a_pool_gives_memory_out_again_only_when_nobody_has_it():
     assert len({xp.address(array) for array in [*sizes, again, other]}) == 6
 
 
+def test_a_pool_gives_out_the_smallest_that_fits():
+    import torch
+
+    from grace.backends.torch import Pool
+
+    pool, n = Pool(), 2**18
+    given = [pool.empty((n * k,), torch.uint8) for k in (5, 1, 3, 2, 4)]
+    places = {array.numel() // n: array.data_ptr() for array in given}
+    two = given.pop(3)
+    del given
+    assert pool.empty((n * 2 - 3,), torch.uint8).data_ptr() == places[3], "that of two is in use"
+    held = [pool.empty((n * 2 + 1,), torch.uint8) for _ in range(3)]
+    assert [array.data_ptr() for array in held[:2]] == [places[3], places[4]]
+    assert held[2].data_ptr() not in places.values(), "that of one is too small, that of five too large"
+    del two
+    assert pool.empty((n,), torch.uint8).data_ptr() == places[1]
+
+
 def test_spent_arguments(ops):
     x, y = mixed(), mixed(seed=1)
     own = lambda xp, x: x if xp.traced else xp.copy(x)  # noqa: E731

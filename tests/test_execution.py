@@ -1,6 +1,8 @@
 """Native kernels and pieces give what the plain functions give; gradients that are spent hold residual and mean."""
 
+import inspect
 import warnings
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from table import ROWS
 from grace import grace_from_params
 from grace.backends import get_backend
 from grace.core import Method
-from grace.execution import Mean, pieces
+from grace.execution import Mean, cut, cuts, pieces
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
 from grace.transports.local import LocalTransport
@@ -32,6 +34,15 @@ def made(row):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*without error feedback")
         return grace_from_params({**row.params, "memory": "none"}, LocalTransport()).method.compressor
+
+
+BLOCKWISE = [
+    row
+    for row in VECTORS
+    if (compressor := made(row)).block
+    and not compressor.ragged
+    and not inspect.isgeneratorfunction(compressor.compress)
+]
 
 
 def exchanged(xp, method, ctx, steps=3):
@@ -133,6 +144,36 @@ def test_a_mean_that_is_not_finite_leaves_the_residual_bit_for_bit(name, monkeyp
             after = grc.state_dict()["tensors"]
             assert np.array_equal(np.asarray(before["w"]["memory/residual"]), np.asarray(after["w"]["memory/residual"]))
             assert grc.report().skipped == 1
+
+
+@pytest.mark.parametrize("row", BLOCKWISE, ids=str)
+def test_parts_of_a_payload_are_as_long_as_their_cuts(row):
+    xp, compressor = get_backend("numpy"), made(row)
+    for n in (1, 700, N):
+        ctx = context(xp, n)
+        payload, _ = alone(lambda ctx, n=n: compressor.compress(xp.asarray(spread(n), "float32"), {}, ctx), ctx)
+        full = 4096 * max(1, (compressor.block or 1) // 4096)
+        ends = tuple(min(k * full, n) for k in (1, 2, 3))
+        wanted = [cut(compressor, payload, *bounds, ctx) for bounds in pairwise((0, *ends, n))]
+        found = cuts(compressor, xp, n, ends, tuple(len(array) for array in payload))
+        assert [list(lengths) for lengths in zip(*found, strict=True)] == [[len(a) for a in part] for part in wanted]
+
+
+def test_steps_use_memory_again_that_they_had_before(monkeypatch):
+    from grace.backends import torch as module
+
+    made = []
+    for name, make in (("POOL", module._octets), ("SPARSE", module._sparse_octets)):
+        monkeypatch.setattr(module, name, module.Pool(lambda size, make=make: made.append(size) or make(size)))
+    xp = backend("torch")
+    params = {"compressor": "blockint", "bits": 8, "rounding": "stochastic", "communicator": "twostage"}
+    grc = grace_from_params({**params, "memory": "residual"}, LocalTransport())
+    grc.build({"w": xp.zeros(2**20), "v": xp.zeros(2**19)})
+    for step in range(6):
+        if step == 3:
+            made.clear()
+        grc.step({"w": xp.zeros(2**20), "v": xp.zeros(2**19)})
+    assert made == []
 
 
 SWAPPING = [

@@ -6,6 +6,7 @@ import math
 import mmap
 import sys
 import threading
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -69,25 +70,32 @@ class Pool:
         return whole[:size].view(dtype).view(shape)
 
     def _find(self, size: int) -> Any:
-        free = [array for array, count in zip(self._arrays, _references(self._arrays), strict=True) if count <= FREE]
-        fitting = [array for array in free if size <= array.size <= 2 * size]
-        if fitting:
-            return min(fitting, key=lambda array: array.size)
+        # They lie in the order of their sizes, so that a few have to be looked at where a step asks for hundreds.
+        start = bisect_left(self._arrays, size, key=_size)
+        for place in range(start, bisect_left(self._arrays, 2 * size + 1, start, key=_size)):
+            if _references(self._arrays, place) <= FREE:
+                return self._arrays[place]
+        places = [place for place in range(len(self._arrays)) if _references(self._arrays, place) <= FREE]
+        free = [self._arrays[place] for place in places]
         wasted = sum(array.size for array in free)
         if wasted > sum(array.size for array in self._arrays) // 2:
             # More lies idle than is in use: sizes have changed.
             gone = {id(array) for array in free}
             self._arrays = [array for array in self._arrays if id(array) not in gone]
         array = self._made(size)
-        self._arrays.append(array)
+        insort(self._arrays, array, key=_size)
         return array
 
 
-def _references(arrays: list[Any]) -> list[int]:
-    return [sys.getrefcount(array) for array in arrays]
+def _size(array: Any) -> int:
+    return int(array.size)
 
 
-(FREE,) = _references([np.empty(1)])
+def _references(arrays: list[Any], place: int) -> int:
+    return sys.getrefcount(arrays[place])
+
+
+FREE = _references([np.empty(1)], 0)
 """References to an array that only a list has: how many counting adds is the interpreter's affair."""
 POOL = Pool()
 SPARSE = Pool(_sparse_octets)
@@ -198,10 +206,10 @@ class TorchBackend(Backend):
         begin = end = first.data_ptr()
         for array in filled:
             if array.data_ptr() != end or not array.is_contiguous():
-                return super().joined(arrays)
+                return self.concat([self.to_bytes(array) for array in filled])
             end += array.nbytes
         if end > storage.data_ptr() + storage.nbytes():  # others are neighbours by chance
-            return super().joined(arrays)
+            return self.concat([self.to_bytes(array) for array in filled])
         return torch.empty(0, dtype=torch.uint8, device=first.device).set_(
             storage, begin - storage.data_ptr(), (end - begin,)
         )
@@ -250,6 +258,13 @@ class TorchBackend(Backend):
         if not self.on_host:
             return x.to(DTYPES[dtype])
         return POOL.empty(x.shape, DTYPES[dtype]).copy_(x)
+
+    # A message is put together and taken apart for each tensor's arrays: what is as it should be is left alone.
+    def to_bytes(self, x: Array) -> Array:
+        return x if x.dtype == torch.uint8 and x.ndim == 1 else super().to_bytes(x)
+
+    def from_bytes(self, x: Array, dtype: str, shape: Any) -> Array:
+        return x if dtype == "uint8" and len(shape) == 1 else super().from_bytes(x, dtype, shape)
 
     def bitcast(self, x: Array, dtype: str) -> Array:
         x = x.contiguous()

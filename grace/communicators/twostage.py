@@ -19,7 +19,7 @@ from grace.core import (
     name_of,
     scope,
 )
-from grace.execution import cut, unit
+from grace.execution import cuts, unit
 from grace.registry import register
 
 
@@ -59,10 +59,11 @@ class TwoStage(Communicator):
         xp, compressor, workers = ctx.xp, method.compressor, range(ctx.world_size)
         payload, worker = yield from method.encode(x, scope(state, "worker"), ctx)
 
-        # Shards of equal size, the last ones shorter: element bounds, and with them parts of each payload array.
+        # Shards of equal size, the last ones shorter: of each payload array as many parts as there are workers.
         full = self.shard_size(compressor, ctx)
-        bounds = [min(w * full, ctx.size) for w in workers] + [ctx.size]
-        parts = tuple(cut(compressor, payload, bounds[w], bounds[w + 1], ctx) for w in workers)
+        ends = tuple(min(w * full, ctx.size) for w in workers[1:])
+        sizes = cuts(compressor, xp, ctx.size, ends, tuple(xp.shape(array)[0] for array in payload))
+        parts = tuple(zip(*(xp.split(array, size) for array, size in zip(payload, sizes, strict=True)), strict=True))
         received = yield AllToAll(parts)
 
         shard = self.shard(compressor, ctx, ctx.rank)
@@ -70,10 +71,10 @@ class TwoStage(Communicator):
         payload, server = yield from method.again.encode(mean, scope(state, "server"), shard.stage("server"))
 
         # The last shards are shorter than the first: filled up for the exchange, and cut off again.
-        sizes = [[xp.shape(array)[0] for array in part] for part in parts]
-        filled = tuple(xp.pad(array, size) for array, size in zip(payload, sizes[0], strict=True))
+        filled = tuple(xp.pad(array, size[0]) for array, size in zip(payload, sizes, strict=True))
         shards = yield Gather(filled)
-        whole = tuple(xp.concat([shards[w][i][: sizes[w][i]] for w in workers]) for i in range(len(payload)))
+        columns = zip(zip(*shards, strict=True), sizes, strict=True)
+        whole = tuple(xp.concat([part[:n] for part, n in zip(column, size, strict=True)]) for column, size in columns)
         mean, worker = method.finish(method.mean([whole], ctx.stage("server"), agreed=True), worker, ctx)
         return mean, join(worker=worker, server=server)
 

@@ -166,7 +166,8 @@ class HostKernels:
         if keys not in self._tables:
             while len(self._tables) >= TABLES:
                 self._tables.pop(next(iter(self._tables)), None)
-            table = self._xp.empty(NOISE, "int16")
+            # Not of the memory that steps use again: each of the first ones would find that it needs more than before.
+            table = self._xp.zeros(NOISE, "int16")
             self.library.noise_table(*keys, NOISE, self._xp.address(table))
             self._tables[keys] = table
         return self._tables[keys]

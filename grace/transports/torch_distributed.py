@@ -115,19 +115,25 @@ class TorchDistributedTransport(MessageTransport):
             ) from error
 
     def _gather_directly(self, buffer: Array, name: str) -> Wait:
-        # Everybody sends to everybody at once. gloo's own gather passes large messages on from worker to worker, which
-        # takes about three times as long on a fast network.
-        rows, works = {self.rank: buffer}, []
+        # gloo's own gather passes large messages on from worker to worker, which takes about three times as long on a
+        # fast network.
+        return self._directly([buffer] * self.size, [buffer.shape[0]] * self.size, name)
+
+    def _directly(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
+        # Everybody sends to everybody at once, but for what is empty: both ends know that it is.
+        received, works = list(buffers), []
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            rows[source] = self.xp.empty(buffer.shape[0], "uint8")
-            works.append(dist.irecv(rows[source], self._global(source), self._group))
-            works.append(dist.isend(buffer, self._global(to), self._group))
+            received[source] = self.xp.empty(sizes[source], "uint8")
+            if sizes[source]:
+                works.append(dist.irecv(received[source], self._global(source), self._group))
+            if len(buffers[to]):
+                works.append(dist.isend(buffers[to], self._global(to), self._group))
 
         def finish() -> list[Array]:
             for work in works:
-                self._wait(work, name, buffer)
-            return [rows[rank] for rank in range(self.size)]
+                self._wait(work, name, buffers[self.rank])
+            return received
 
         return finish
 
@@ -156,6 +162,9 @@ class TorchDistributedTransport(MessageTransport):
         return finish
 
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
+        if buffers[0].device.type == "cpu":
+            # From where they lie to where they are read: PyTorch's own wants one array of all, at both ends.
+            return self._directly([buffer.contiguous() for buffer in buffers], sizes, name)
         received = buffers[0].new_empty(sum(sizes))
         work = dist.all_to_all_single(
             received, torch.cat(buffers), sizes, [len(b) for b in buffers], self._group, async_op=True

@@ -25,7 +25,8 @@ int64_t grace_sparse_mean(const void*, const float* const*, const int32_t* const
 void grace_words(const void*, int64_t, int64_t, int64_t, int64_t, int32_t*, int64_t);
 void grace_noise_table(const void*, int64_t, int64_t, int64_t, uint16_t*, int64_t);
 void grace_product(const void*, const float*, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
-void grace_left(const void*, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
+void grace_part(const void*, float*, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
+void grace_left(const void*, float*, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
 void grace_right(const void*, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
 }
 
@@ -119,14 +120,18 @@ int main(int, char** argv) {
   for (int64_t a : {1, 5, 64, 333}) {
     for (int64_t b : {1, 31, 64, 1100}) {
       for (int64_t r : {1, 2, 4, 9}) {
-        const auto m = numbers(a * b, 7), p = numbers(a * r, 8), q = numbers(r * b, 9);
+        auto m = numbers(a * b, 7);
+        const auto p = numbers(a * r, 8), q = numbers(r * b, 9), residual = numbers(a * b, 10);
         std::vector<float> out(size_t(a * b)), left(size_t(a * r)), right(size_t(r * b));
         grace_product(loops, m.data(), p.data(), q.data(), out.data(), a, b, r, 1);
         tell("product", a * 10000 + b, r, out);
-        grace_left(loops, m.data(), q.data(), left.data(), a, b, r, 1);
+        grace_left(loops, m.data(), residual.data(), q.data(), left.data(), a, b, r, 1);
         sums("left", a * 10000 + b, r, left);
+        tell("compensated", a * 10000 + b, r, m);
         grace_right(loops, m.data(), p.data(), right.data(), a, b, r, 1);
         sums("right", a * 10000 + b, r, right);
+        grace_part(loops, m.data(), p.data(), q.data(), out.data(), a, b, r, 1);
+        tell("part", a * 10000 + b, r, m, out);
       }
     }
   }

@@ -188,6 +188,27 @@ def test_a_pool_gives_out_the_smallest_that_fits():
     assert pool.empty((n,), torch.uint8).data_ptr() == places[1]
 
 
+def test_divided(ops):
+    x, y = mixed(1000), mixed(1000, seed=1)
+    x[:3] = [1e-45, 1.5e-45 * 3, 3e38]
+    with np.errstate(all="ignore"):
+        assert equal(ops(lambda xp, x, y: xp.divided(x, y), x, y), x / y)
+        for workers in (1, 3, 4, 2**20):
+            assert equal(ops(lambda xp, x, by=workers: xp.divided(x, by), x), x / np.float32(workers))
+        rows, scale = x.reshape(-1, 8), y[: 1000 // 8].reshape(-1, 1)
+        assert equal(ops(lambda xp, x, y: xp.divided(x, y), rows, scale).reshape(-1), (rows / scale).reshape(-1))
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+@pytest.mark.parametrize("workers", [3, 4])
+def test_divided_into_memory(name, workers):
+    xp = backend(name)
+    x, out = xp.asarray(mixed(special=False), "float32"), xp.zeros(N + 2)
+    assert xp.same_memory(xp.divided(x, workers, out[1:-1]), out[1:-1])
+    assert equal(xp.to_numpy(out), np.r_[0, mixed(special=False) / np.float32(workers), 0])
+    assert equal(xp.to_numpy(x), mixed(special=False))
+
+
 def test_spent_arguments(ops):
     x, y = mixed(), mixed(seed=1)
     own = lambda xp, x: x if xp.traced else xp.copy(x)  # noqa: E731
@@ -196,6 +217,12 @@ def test_spent_arguments(ops):
         assert equal(ops(lambda xp, x, y: xp.subtract_from(own(xp, x), y), x, y), x - y)
         assert equal(ops(lambda xp, x, y: xp.multiply_in(own(xp, x), y), x, y), x * y)
         assert equal(ops(lambda xp, x: xp.divide_in(own(xp, x), 4.0), x), x / np.float32(4))
+        assert equal(ops(lambda xp, x: xp.floor_in(own(xp, x)), x), np.floor(x))
+        signs = np.where(y >= 0, np.float32(1), np.float32(-1))  # their products are exact
+        assert equal(ops(lambda xp, x, y, z: xp.add_product(own(xp, x), y, z), x, signs, y), x + signs * y)
+        table, scale = x[:1000].reshape(-1, 8), y[: 1000 // 8].reshape(-1, 1)
+        found = ops(lambda xp, x, y, z: xp.add_product(own(xp, x), y, z), table, signs[:1000].reshape(-1, 8), scale)
+        assert equal(found.reshape(-1), (table + signs[:1000].reshape(-1, 8) * scale).reshape(-1))
     places = np.array([4, 0, 77], np.int32)
     expected = x.copy()
     expected[places] = 0

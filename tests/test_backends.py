@@ -188,6 +188,28 @@ def test_a_pool_gives_out_the_smallest_that_fits():
     assert pool.empty((n,), torch.uint8).data_ptr() == places[1]
 
 
+def test_a_pool_keeps_large_and_small_that_are_wanted_in_turn_and_drops_what_is_not_wanted_any_more():
+    from grace.backends.torch import Pool
+
+    made = []
+    pool = Pool(lambda size: made.append(size) or np.empty(size, np.uint8))
+    large, small = 24 * 2**18, 8 * 2**18
+    for _ in range(5):
+        for size in (large, small):
+            pool.empty((size,), torch_dtype("uint8"))
+    assert made == [large, small]
+    for size in (2**18, 2**20):  # other sizes from now on: at the second one neither was wanted since the first
+        pool.empty((size,), torch_dtype("uint8"))
+    pool.empty((large,), torch_dtype("uint8"))
+    assert made == [large, small, 2**18, 2**20, large]
+
+
+def torch_dtype(name):
+    import torch
+
+    return getattr(torch, name)
+
+
 def test_divided(ops):
     x, y = mixed(1000), mixed(1000, seed=1)
     x[:3] = [3e38, -3e38, 1e-37]

@@ -62,6 +62,7 @@ class Pool:
         self._made = made
         self._lock = threading.Lock()
         self._arrays: list[Any] = []
+        self._used: set[int] = set()  # given out since memory was last found wasted
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
         size = math.prod(shape) * dtype.itemsize
@@ -76,15 +77,18 @@ class Pool:
         start = bisect_left(self._arrays, size, key=_size)
         for place in range(start, bisect_left(self._arrays, 2 * size + 1, start, key=_size)):
             if _references(self._arrays, place) <= FREE:
+                self._used.add(id(self._arrays[place]))
                 return self._arrays[place]
         places = [place for place in range(len(self._arrays)) if _references(self._arrays, place) <= FREE]
         free = [self._arrays[place] for place in places]
         wasted = sum(array.size for array in free)
         if wasted > sum(array.size for array in self._arrays) // 2:
-            # More lies idle than is in use: sizes have changed.
-            gone = {id(array) for array in free}
+            # More lies idle than is in use: what was not wanted lately goes. Large and small may be wanted in turn.
+            gone = {id(array) for array in free} - self._used
             self._arrays = [array for array in self._arrays if id(array) not in gone]
+            self._used.clear()
         array = self._made(size)
+        self._used.add(id(array))
         insort(self._arrays, array, key=_size)
         return array
 

@@ -32,9 +32,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") * np.float32(2) - np.float32(
-    1
-)
+SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.float32) * 2 - 1
 """float32[256, 8]: what each byte of bits stands for. To look signs up is faster than to work them out."""
 MANY = 4
 """Threads from which on PyTorch's products of low rank are left to it: one thread makes NumPy's."""

@@ -146,7 +146,8 @@ def test_streams_are_not_correlated(other):
 
 
 @pytest.mark.parametrize(
-    "start, n", [(0, 9), (65530, 20), (3 * 65536 - 5, 140_000), (262144, 65536), (7, 0), (2**33 + 9, 70)]
+    "start, n",
+    [(0, 9), (65530, 20), (3 * 65536 - 5, 140_000), (262144, 65536), (2 * 65536, 200_000), (7, 0), (2**33 + 9, 70)],
 )
 def test_noise_is_the_same_bits_on_every_toolkit(xp, start, n):
     for fields in ({}, {"name": "other"}, {"step": 12}, {"worker": 0}):

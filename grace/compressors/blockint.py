@@ -18,7 +18,8 @@ class BlockInt(Rounded):
     """Round each element, relative to the largest magnitude of its block, to an integer of few bits.
 
     Payload: codes uint8[ceil(bits * n / 8)], two's complement, -L .. L with L = 2**(bits - 1) - 1; scales float32[m]. A
-    code stands for code * (scale / L).
+    code stands for code * (scale / L). So a block whose scale is the largest float32 decodes to infinity; and TensorFlow,
+    which takes numbers below 1.2e-38 for zero, decodes blocks of a scale below 1.5e-36 to zero.
     ``bits``: 8, 4 or 2 (which is -1, 0 and 1).
     ``rounding``: "nearest" (halves to even) or "stochastic" (unbiased, without a residual).
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
@@ -41,13 +42,13 @@ class BlockInt(Rounded):
         return (1 << (self.bits - 1)) - 1
 
     def variance(self, n: int) -> float | None:
-        # The largest element has none. The rest does most harm in the middle of the lowest step, each element at
-        # L / (sqrt(L² + n - 1) + L) of it, which gives this; it is below (n - 1) / (4 L²).
+        # The largest element has none but rounding. The rest does most harm in the middle of the lowest step, each
+        # element at L / (sqrt(L² + n - 1) + L) of it, which gives this; it is below (n - 1) / (4 L²).
         n = max(1, min(n, self.block or n))
         return ((1 + (n - 1) / self.top**2) ** 0.5 - 1) / 2 if self.unbiased else None
 
     def contraction(self, n: int) -> float | None:
-        # No error exceeds its element, nor half a step, and the largest element has none.
+        # No error exceeds its element, nor half a step, and the largest element has none but rounding.
         n = max(1, min(n, self.block or n))
         return None if self.unbiased else max(1 / n, 1 - (n - 1) / (4 * self.top**2))
 

@@ -18,7 +18,7 @@ class BlockInt(Rounded):
     """Round each element, relative to the largest magnitude of its block, to an integer of few bits.
 
     Payload: codes uint8[ceil(bits * n / 8)], two's complement, -L .. L with L = 2**(bits - 1) - 1; scales float32[m]. A
-    code stands for code * (scale / L). So a block whose scale is the largest float32 decodes to infinity, and TensorFlow
+    code stands for code * (scale / L). A block whose scale is the largest float32 decodes to infinity, and TensorFlow
     decodes blocks of a scale below 1.5e-36 to zero, since it takes numbers below 1.2e-38 for zero.
     ``bits``: 8, 4 or 2 (which is -1, 0 and 1).
     ``rounding``: "nearest" (halves to even) or "stochastic" (unbiased, without a residual).

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace import blocks
+from grace.checks import fitting
 from grace.compressors.blockwise import Rounded
 from grace.core import Array, Context, Payload, State, Steps
 from grace.packing import pack, unpack
@@ -67,7 +68,8 @@ class BlockInt(Rounded):
         if self.bits < 8:  # the upper half is negative
             half = 1 << (self.bits - 1)
             codes = xp.bitwise_xor(codes, half) - half
-        return blocks.scaled(xp, xp.cast(codes, "float32"), payload[1] / float(self.top), self.block)
+        scale = fitting(xp, payload[1], "float32", blocks.block_count(n, self.block), "scales")
+        return blocks.scaled(xp, xp.cast(codes, "float32"), scale / float(self.top), self.block)
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         rng = ctx.rng("round") if self.unbiased else None

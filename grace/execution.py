@@ -129,17 +129,16 @@ class Mean:
         if xp.kernels and compressor.fused_mean(self._payloads, out, ctx) is not None:
             return out
         if not _in_pieces(compressor, ctx):
-            if self._agreed:
-                return compressor.decompress_into(out, self._payloads[0], ctx)
-            return compressor.aggregate_into(out, self._payloads, ctx)
+            return self._decode_into(out, self._payloads, ctx)
         for start, stop in pieces(compressor, ctx):
             parts = [cut(compressor, payload, start, stop, ctx) for payload in self._payloads]
-            here = ctx.piece(start, stop - start)
-            if self._agreed:
-                compressor.decompress_into(out[start:stop], parts[0], here)
-            else:
-                compressor.aggregate_into(out[start:stop], parts, here)
+            self._decode_into(out[start:stop], parts, ctx.piece(start, stop - start))
         return out
+
+    def _decode_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
+        if self._agreed:
+            return self._compressor.decompress_into(out, payloads[0], ctx)
+        return self._compressor.aggregate_into(out, payloads, ctx)
 
     def _decode(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         return (

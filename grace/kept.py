@@ -234,7 +234,7 @@ class Kept:
     def export(self, levels: Mapping[str, int]) -> dict[str, dict[str, Any]]:
         """All state at these levels for a checkpoint, as it was before a step that is under way."""
         return {
-            unit: {key: self._exported(self._last(unit, cell)) for key, cell in cells.items()}
+            unit: {key: exported(self._last(unit, cell), self.xp) for key, cell in cells.items()}
             for unit, cells in self.held(levels).items()
         }
 
@@ -274,7 +274,7 @@ class Kept:
         theirs = states[0]["tensors"]
         if among:
             fresh = {
-                name: {key: self._exported(cell.read()) for key, cell in cells.items()} for name, cells in mine.items()
+                name: {key: exported(cell.read(), xp) for key, cell in cells.items()} for name, cells in mine.items()
             }
 
             def points(name: str, rank: int) -> Points:
@@ -302,9 +302,6 @@ class Kept:
                 for cells in self._cells[unit]:
                     cells[CARRIED] = cell
                 self._carrying.add(unit)
-
-    def _exported(self, array: Array) -> Any:
-        return exported(array, self.xp)
 
     # -- report -----------------------------------------------------------------------------------------------------
     def norms(self, units: Iterable[Unit], levels: Mapping[str, int]) -> dict[str, float]:

@@ -7,7 +7,6 @@
 
 extern "C" {
 const void* grace_loops(const char* isa);
-const char* grace_name(const void* loops);
 void grace_signs_encode(const void*, const float*, const float*, float*, uint8_t*, float*, int64_t, int64_t, int64_t,
                         int64_t);
 void grace_signs_mean(const void*, const uint8_t* const*, const float* const*, int64_t, float*, int64_t, int64_t,

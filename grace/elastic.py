@@ -18,6 +18,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -32,6 +33,9 @@ from grace.transports import get_transport
 __all__ = ["KerasState", "TorchState", "run"]
 
 Folder = str | os.PathLike[str] | None
+# How TensorFlow tells of a lost worker: in Horovod's words where an operation had not begun, else in gloo's (with its
+# source file) or NCCL's, and there only the name of the operation, if that is ours, says whose it was.
+_LOST = re.compile(r"Horovod|gloo/transport/|\{\{node (\S*/)?grace\.")
 
 
 def TorchState(
@@ -91,7 +95,7 @@ def _plainly(train: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -
     except Exception as error:
         tf = sys.modules.get("tensorflow")
         lost = () if tf is None else (tf.errors.UnknownError, tf.errors.AbortedError)
-        if not isinstance(error, lost) or "Horovod" not in str(error):
+        if not isinstance(error, lost) or not _LOST.search(str(error)):
             raise
         raise HorovodInternalError(error) from error
 

@@ -89,12 +89,16 @@ def test_only_errors_of_a_lost_worker_begin_again():
     for error in (
         tf.errors.UnknownError(None, None, "Horovod has been shut down"),
         tf.errors.AbortedError(None, None, "Horovod: a connection was lost"),
+        # What a reduction that was under way says: no word of Horovod.
+        tf.errors.UnknownError(None, None, "[/tmp/h/gloo/transport/tcp/pair.cc:598] Connection closed by peer"),
+        tf.errors.UnknownError(None, None, "ncclCommInitRank failed [[{{node model/grace.bucket0.0.reduce.sum}}]]"),
     ):
         with pytest.raises(exceptions.HorovodInternalError):
             elastic._plainly(fail, error)
     for error in (
         tf.errors.InvalidArgumentError(None, None, "in /home/me/Horovod/train.py"),
         tf.errors.UnknownError(None, None, "a disk is full"),
+        tf.errors.UnknownError(None, None, "in /tmp/gloo/grace.py: a disk is full [[{{node PyFunc}}]]"),
         ValueError("Horovod"),
     ):
         with pytest.raises(type(error)):

@@ -16,8 +16,12 @@ from grace.transports.messages import MessageTransport, Wait
 # The older name goes away; the newer one is not everywhere yet.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 POINT_TO_POINT = 2**20
-"""Bytes from which on workers on CPUs send their messages to each other directly instead of by gloo's gather."""
-OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+"""Bytes from which on workers on CPUs gather messages directly from each other, and up to which they reduce them so."""
+OPS = {
+    "sum": (dist.ReduceOp.SUM, torch.add),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+}
 
 
 def _delta(seconds: float) -> timedelta:
@@ -80,7 +84,9 @@ class TorchDistributedTransport(MessageTransport):
         return part
 
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
-        work = dist.all_reduce(buffer, OPS[op], self._group, async_op=True)
+        if self.size > 1 and buffer.device.type == "cpu" and buffer.nbytes <= POINT_TO_POINT:
+            return self._reduce_directly(buffer, op, name)
+        work = dist.all_reduce(buffer, OPS[op][0], self._group, async_op=True)
 
         def finish() -> Array:
             self._wait(work, name, buffer)
@@ -117,25 +123,50 @@ class TorchDistributedTransport(MessageTransport):
     def _gather_directly(self, buffer: Array, name: str) -> Wait:
         # gloo's own gather passes large messages on from worker to worker, which takes about three times as long on a
         # fast network.
-        return self._directly([buffer] * self.size, [buffer.shape[0]] * self.size, name)
+        return self._directly([buffer] * self.size, self._places(buffer, [buffer.shape[0]] * self.size), name)
 
-    def _directly(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
-        # Everybody sends to everybody at once, but for what is empty: both ends know that it is.
-        received, works = list(buffers), []
+    def _reduce_directly(self, buffer: Array, op: str, name: str) -> Wait:
+        # gloo's own passes messages on around a ring, 2 (W - 1) times one after the other, which is what small ones
+        # wait for. Here each worker reduces its share, in the order of ranks, and sends it to all: two times. Of two
+        # workers each reduces all: once, and as many bytes.
+        shares = [buffer] * 2 if self.size == 2 else list(buffer.tensor_split(self.size))
+        mine = shares[self.rank]
+        places = [mine if w == self.rank else torch.empty_like(mine) for w in range(self.size)]
+        wait = self._directly(shares, places, name)
+
+        def finish() -> Array:
+            total, *others = wait()
+            for other in others:
+                OPS[op][1](total, other, out=total)
+            if total is not mine:
+                mine.copy_(total)
+            if self.size > 2:
+                self._directly([mine] * self.size, shares, name)()
+            return buffer
+
+        return finish
+
+    def _directly(self, buffers: list[Array], places: list[Array], name: str) -> Wait:
+        # Everybody sends to everybody at once, but for what is empty: both ends know that it is. What comes from a
+        # worker is written to its place; this worker's own is what it sends itself already.
+        works = []
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            received[source] = self.xp.empty(sizes[source], "uint8")
-            if sizes[source]:
-                works.append(dist.irecv(received[source], self._global(source), self._group))
+            if len(places[source]):
+                works.append(dist.irecv(places[source], self._global(source), self._group))
             if len(buffers[to]):
                 works.append(dist.isend(buffers[to], self._global(to), self._group))
 
         def finish() -> list[Array]:
             for work in works:
                 self._wait(work, name, buffers[self.rank])
-            return received
+            return places
 
         return finish
+
+    def _places(self, own: Array, sizes: list[int]) -> list[Array]:
+        # For bytes from every worker, this one's where they are.
+        return [own if w == self.rank else self.xp.empty(size, "uint8") for w, size in enumerate(sizes)]
 
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
@@ -164,7 +195,8 @@ class TorchDistributedTransport(MessageTransport):
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         if buffers[0].device.type == "cpu":
             # From where they lie to where they are read: PyTorch's own wants one array of all, at both ends.
-            return self._directly([buffer.contiguous() for buffer in buffers], sizes, name)
+            buffers = [buffer.contiguous() for buffer in buffers]
+            return self._directly(buffers, self._places(buffers[self.rank], sizes), name)
         received = buffers[0].new_empty(sum(sizes))
         work = dist.all_to_all_single(
             received, torch.cat(buffers), sizes, [len(b) for b in buffers], self._group, async_op=True

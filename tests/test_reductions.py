@@ -1,0 +1,31 @@
+"""Reductions of torch.distributed between real workers: small ones, which they make directly, and large ones."""
+
+import functools
+
+import numpy as np
+import pytest
+from launch import launch
+from workers.reductions import DTYPES, SIZES, values
+
+pytestmark = pytest.mark.processes
+
+COMBINE = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def found(request, tmp_path_factory):
+    return launch("torchrun", request.param, "reductions.py", tmp_path_factory.mktemp("out"), timeout=120)
+
+
+@pytest.mark.parametrize("op", COMBINE)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_workers_find_the_same_bits_and_the_sum_in_the_order_of_ranks(found, dtype, op):
+    for index, size in enumerate(SIZES):
+        mine, *others = (worker[dtype, op][index] for worker in found)
+        assert all(np.array_equal(mine, other) for other in others)
+        gradients = [values(rank, dtype, size) for rank in range(len(found))]
+        want = functools.reduce(COMBINE[op], gradients)
+        if mine.nbytes <= 2**20 or op != "sum" or dtype.startswith("int"):
+            np.testing.assert_array_equal(mine, want)
+        else:  # gloo adds in an order of its own
+            np.testing.assert_allclose(mine, want, rtol=1e-5, atol=1e-4)

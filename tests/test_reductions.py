@@ -25,7 +25,7 @@ def test_workers_find_the_same_bits_and_the_sum_in_the_order_of_ranks(found, dty
         assert all(np.array_equal(mine, other) for other in others)
         gradients = [values(rank, dtype, size) for rank in range(len(found))]
         want = functools.reduce(COMBINE[op], gradients)
-        if mine.nbytes <= 2**20 or op != "sum" or dtype.startswith("int"):
+        if mine.nbytes <= 2**18 or op != "sum" or dtype.startswith("int"):
             np.testing.assert_array_equal(mine, want)
         else:  # gloo adds in an order of its own
             np.testing.assert_allclose(mine, want, rtol=1e-5, atol=1e-4)

@@ -16,7 +16,9 @@ from grace.transports.messages import MessageTransport, Wait
 # The older name goes away; the newer one is not everywhere yet.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 POINT_TO_POINT = 2**20
-"""Bytes from which on workers on CPUs gather messages directly from each other, and up to which they reduce them so."""
+"""Bytes from which on workers on CPUs send their messages to each other directly instead of by gloo's gather."""
+SMALL = 2**18
+"""Bytes up to which workers on CPUs reduce a message directly: of large ones a slow link would get too many at once."""
 OPS = {
     "sum": (dist.ReduceOp.SUM, torch.add),
     "min": (dist.ReduceOp.MIN, torch.minimum),
@@ -84,7 +86,7 @@ class TorchDistributedTransport(MessageTransport):
         return part
 
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
-        if self.size > 1 and buffer.device.type == "cpu" and buffer.nbytes <= POINT_TO_POINT:
+        if self.size > 1 and buffer.device.type == "cpu" and buffer.nbytes <= SMALL:
             return self._reduce_directly(buffer, op, name)
         work = dist.all_reduce(buffer, OPS[op][0], self._group, async_op=True)
 

@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 
-SIZES = (1, 2, 5, 1001, 2**18 + 3)  # the last one is above what workers reduce by themselves, but for int8
+SIZES = (1, 2, 5, 1001, 2**18 + 3)  # the last one is above what workers reduce directly
 DTYPES = ("int8", "int64", "float16", "float32", "float64")
 
 

@@ -15,7 +15,7 @@ from grace.backends import Backend, backend_of
 from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
 from grace.core import Array, Communicator, Context, Memory, Method, Program, Transport, name_of
-from grace.execution import Mean, as_array
+from grace.execution import Mean, as_array, sound
 from grace.flight import Flight, Offload
 from grace.kept import Fitted, Kept, Way, exported
 from grace.layout import Bucket, Tensor, Unit, layout
@@ -621,7 +621,7 @@ class Grace:
         means: dict[str, Array | None] = {}
         dense = iter(flight.results.pop(DENSE, ()))
         marks = self._marks(flight, flat, levels)
-        sound = self._sound(marks)
+        all_sound = self._all_sound(marks)
         for unit, x in flat.items():
             mean, state = (next(dense), {}) if self._plain(unit, levels) else flight.results.pop(unit.name)
             if unit.dense and (self._kept.any(unit, 0) or self._finishes_dense):
@@ -635,7 +635,7 @@ class Grace:
                     mean = as_array(mean)
                     ok = xp.finite(xp.cast(mean, "float16") if self._narrow(unit) else mean)
                 else:
-                    ok = xp.finite(xp.concat(seen)) if sound is None else sound
+                    ok = True if all_sound else xp.finite(xp.concat(seen.marks()))
                 if not xp.traced and self._on_host(ok) and not ok:
                     self._skipped += 1
                 if policy == "raise":
@@ -679,23 +679,20 @@ class Grace:
         # Whether anything depends on its mean being finite.
         return self._kept.any(unit, levels[unit]) or self.options.nonfinite != "poison"
 
-    def _marks(self, flight: Flight, units: Iterable[Unit], levels: Mapping[Unit, int]) -> dict[Unit, list[Array]]:
-        # Where it shows whether a mean is finite that is not decoded yet.
+    def _marks(self, flight: Flight, units: Iterable[Unit], levels: Mapping[Unit, int]) -> dict[Unit, Mean]:
+        # Means that show whether they are finite before they are decoded.
         found = {}
         for unit in units:
             mean = None if self._plain(unit, levels) else flight.results[unit.name][0]
-            if isinstance(mean, Mean) and self._judged(unit, levels) and not self._narrow(unit):
-                marks = mean.marks()
-                if marks is not None:
-                    found[unit] = marks
+            if isinstance(mean, Mean) and mean.marked and self._judged(unit, levels) and not self._narrow(unit):
+                found[unit] = mean
         return found
 
-    def _sound(self, marks: Mapping[Unit, list[Array]]) -> Array | None:
-        # That all of these are finite, if so: one look at all of them costs less than one at each. A device would wait.
+    def _all_sound(self, marks: Mapping[Unit, Mean]) -> bool:
+        # Whether all of these are known to be finite. A device would have to be waited for.
         if self.xp.traced or not self._on_host(self.xp) or not marks:
-            return None
-        ok = self.xp.finite(self.xp.concat([array for each in marks.values() for array in each]))
-        return ok if ok else None
+            return False
+        return sound(list(marks.values()), self.xp)
 
     def _counts(self, flight: Flight, units: Iterable[Unit]) -> dict[str, float]:
         # How many workers had a gradient; looked at (a device waits) only for what this worker lacks.

@@ -7,6 +7,7 @@ from typing import Any
 
 from grace.checks import fitting
 from grace.kernels import Library, library
+from grace.received import Received
 from grace.rng import NOISE, Rng
 
 Array = Any
@@ -115,15 +116,26 @@ class HostKernels:
                 return values[:count], positions[:count], x
             residual, room = None, count  # x holds the sum by now
 
-    def sparse_mean(self, payloads: Pairs, out: Array | None, n: int) -> Array:
-        """Each worker's values and ascending positions -> float32[n]; ValueError names a worker whose are wrong."""
-        counts = [self._xp.shape(values)[0] for values, _ in payloads]
-        sizes = [(("float32", count), ("int32", count)) for count in counts]
-        kept = [self._received([pair], *size)[0] for pair, size in zip(payloads, sizes, strict=True)]
+    def sparse_mean(self, payloads: Pairs, out: Array | None, n: int, k: int | None = None) -> Array:
+        """Each worker's values and ascending positions -> float32[n]; ValueError names a worker whose are wrong.
+
+        ``k``: how many each must have; None: as many values as positions.
+        """
+        kept: Pairs
+        if k is None:
+            counts = [self._xp.shape(values)[0] for values, _ in payloads]
+            sizes = [(("float32", count), ("int32", count)) for count in counts]
+            kept = [self._received([pair], *size)[0] for pair, size in zip(payloads, sizes, strict=True)]
+        else:
+            counts, kept = [k] * len(payloads), self._received(payloads, ("float32", k), ("int32", k))
         out = self._out(out, n)
         values, positions = self._columns(kept)
         self.library.sparse_mean(values, positions, counts, len(kept), self._xp.address(out), n, self._xp.threads)
         return out
+
+    def finite(self, addresses: Sequence[int], counts: Sequence[int]) -> bool:
+        """Whether all numbers of float32 vectors at these addresses are finite."""
+        return self.library.finite(addresses, counts)
 
     def product(self, x: Array | None, p: Array, q: Array, out: Array) -> Array:
         """The vector x minus p[a, r] q[r, b], without x the product, written to ``out``, which may be x."""
@@ -179,8 +191,10 @@ class HostKernels:
     def _out(self, out: Array | None, n: int) -> Array:
         return self._xp.empty(n) if out is None else out
 
-    def _received(self, payloads: Pairs, *sizes: tuple[str, int]) -> list[tuple[Array, ...]]:
+    def _received(self, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
         # A kernel looks at no length.
+        if isinstance(payloads, Received) and payloads.layout == tuple([(dtype, (n,)) for dtype, n in sizes]):
+            return payloads
         for payload in payloads:
             for array, (dtype, n) in zip(payload, sizes, strict=True):
                 fitting(self._xp, array, dtype, n, "arrays")
@@ -197,7 +211,9 @@ class HostKernels:
             raise ValueError(f"factors {(a, r)} and {(rows, b)} do not make the product {xp.shape(vectors[-1])}")
         return p, q, a, b, r
 
-    def _columns(self, payloads: Sequence[tuple[Array, ...]]) -> list[list[int]]:
+    def _columns(self, payloads: Pairs) -> list[list[int]]:
+        if isinstance(payloads, Received):
+            return payloads.addresses()
         return [[self._xp.address(array) for array in arrays] for arrays in zip(*payloads, strict=True)]
 
 

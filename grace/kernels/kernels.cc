@@ -520,6 +520,16 @@ API int64_t grace_sparse_mean(const Loops* loops, const float* const* values, co
   return -2;
 }
 
+// Whether no element of any of the vectors is NaN or infinite.
+API int64_t grace_finite(const Loops*, const float* const* vectors, const int64_t* counts, int64_t many) {
+  for (int64_t v = 0; v < many; v++) {
+    int32_t wrong = 0;
+    for (int64_t i = 0; i < counts[v]; i++) wrong |= int32_t(key(get(vectors[v], i)) == INFINITE);
+    if (wrong) return 0;
+  }
+  return 1;
+}
+
 API void grace_words(const Loops* loops, int64_t key0, int64_t key1, int64_t start, int64_t n, int32_t* out,
                      int64_t threads) {
   split(std::max<int64_t>(n, 0), 4096, threads, [=](int64_t begin, int64_t end, int64_t) {

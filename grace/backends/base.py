@@ -498,7 +498,10 @@ class Backend(ABC):
         """A place that keeps an array between steps: ``read()``, ``assign(array)``, and ``add(array)``, in place."""
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """A context in which arithmetic with infinities and NaN makes no warning: they are answers, not accidents."""
+        """A context in which arithmetic with infinities and NaN makes no warning: they are answers, not accidents.
+
+        Steps run inside; `kernels` do not change meanwhile.
+        """
         return nullcontext()
 
     @abstractmethod

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from grace.checks import fitting
@@ -16,9 +18,28 @@ Undo = list[tuple[Array, Array]]
 TABLES = 16  # of noise that are kept: those of the labels and workers of a step
 
 
+class _Settled(threading.local):
+    library: Library | None = None
+    known = False
+
+
+_settled = _Settled()
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Inside, which kernels there are is not asked anew for each tensor."""
+    before = _settled.library, _settled.known
+    _settled.library, _settled.known = library(), True
+    try:
+        yield
+    finally:
+        _settled.library, _settled.known = before
+
+
 def host_kernels(xp: Any) -> HostKernels | None:
     """The kernels for a backend of the host; None where they are not built, or off."""
-    found = library()
+    found = _settled.library if _settled.known else library()
     if found is None:
         return None
     kernels: HostKernels | None = xp.__dict__.get("_kernels")
@@ -74,7 +95,7 @@ class HostKernels:
             first, last = start // NOISE, -(-(start + n) // NOISE)
             offsets = xp.empty(last, "int16")
             self.library.noise_table(*rng.keys, last, at(offsets))
-            offsets = offsets[first:]
+            offsets = offsets[first:] if first else offsets
         noise = at(table), at(offsets), start
         self.library.ints_encode(
             at(x), at(residual), out, at(codes), at(scales), n, block, bits, *noise, xp.threads, swap

@@ -34,8 +34,9 @@ class Offload:
 class Flight:
     """Programs of several units in lockstep: the collectives that they ask for in one round travel as one message.
 
-    ``room``: the context in which they make what is going to leave in one message. ``offload``: runs some of the programs on a pool of threads. Then the first message may have to wait; it leaves, in
-    a call of `depart` or `advance`, after that of the flight ``before`` this one: in one order on all workers.
+    ``room``: the context in which programs make what is going to leave in one message. ``offload``: runs some of them
+    on a pool of threads. Then the first message may have to wait; it leaves, in a call of `depart` or `advance`, after
+    that of the flight ``before`` this one: in one order on all workers.
     """
 
     def __init__(

@@ -437,7 +437,8 @@ class Grace:
             means: dict[str, Array | None] = dict(self._switched)
             with self.xp.quiet():
                 for flight, flat in self._flights:
-                    with self.trace.span("decompress", flight.name):
+                    elements = sum(math.prod(unit.shape) for unit in flat)
+                    with self.trace.span("decompress", flight.name), self.xp.together(elements):
                         levels = {unit: self._level(unit) for unit in flat}
                         found, counts = self._commit(flight, flat, levels)
                         self._meter.add(counts)

@@ -105,6 +105,10 @@ class Backend(ABC):
         """Inside, each `part` lies behind the last one, if they fit into ``size`` bytes: to join them is free."""
         return nullcontext()
 
+    def together(self, n: int) -> AbstractContextManager[None]:
+        """Inside, results of n elements in all are written, none of which is read soon."""
+        return nullcontext()
+
     def part(self, shape: Any, dtype: str = "float32") -> Array:
         """As `empty`, for an array that is going to be part of a message."""
         return self.empty(shape, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -323,6 +323,9 @@ class NumpyBackend(Backend):
 
     def cell(self, value: Array) -> Any:
         return Cell(value)
+
+    def together(self, n: int) -> AbstractContextManager[None]:
+        return self.kernels.together(n) if self.kernels else nullcontext()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

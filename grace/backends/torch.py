@@ -600,6 +600,9 @@ class TorchBackend(Backend):
     def cell(self, value: Array) -> Any:
         return Cell(value)
 
+    def together(self, n: int) -> AbstractContextManager[None]:
+        return self.kernels.together(n) if self.kernels else nullcontext()
+
     def quiet(self) -> AbstractContextManager[None]:
         return settled() if self.on_host else nullcontext()
 

@@ -158,6 +158,15 @@ class HostKernels:
         """Whether all numbers of float32 vectors at these addresses are finite."""
         return self.library.finite(addresses, counts)
 
+    @contextmanager
+    def together(self, n: int) -> Iterator[None]:
+        """Inside, what is written has n elements in all."""
+        before = self.library.gathered(n)
+        try:
+            yield
+        finally:
+            self.library.gathered(before)
+
     def product(self, x: Array | None, p: Array, q: Array, out: Array) -> Array:
         """The vector x minus p[a, r] q[r, b], without x the product, written to ``out``, which may be x."""
         xp, at = self._xp, self._xp.address

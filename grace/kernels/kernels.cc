@@ -26,6 +26,8 @@ namespace {
 constexpr int64_t PIECE = 65536;             // elements of a large block that are summed together
 constexpr int64_t ALONE = 262144;            // below this many elements threads cost more than they bring
 int64_t streamed = int64_t(4) << 20;         // from this many elements on, results do not stay in a cache
+thread_local int64_t gathered = 0;           // elements of all results that are written one after the other
+constexpr int64_t SMALL = 16384;             // below this many elements writing past the caches brings nothing
 constexpr int32_t INFINITE = 0x7f800000;     // the bits of infinity
 constexpr int32_t MAGNITUDE = 0x7fffffff;
 
@@ -82,7 +84,8 @@ int32_t key(float x) { return std::min(bits_of(x) & MAGNITUDE, INFINITE); }
 
 // Writing past the caches pays where the results are many and their lines have not just been read.
 bool streams(const float* x, const float* residual, const float* out, int64_t n) {
-  return out && out != x && out != residual && n >= streamed && reinterpret_cast<uintptr_t>(out) % 16 == 0;
+  const bool many = n >= streamed || (n >= SMALL && gathered >= streamed);
+  return many && out && out != x && out != residual && reinterpret_cast<uintptr_t>(out) % 16 == 0;
 }
 
 // How what is left is written; ``swap``: as a residual that changes places with x.
@@ -126,6 +129,12 @@ API const Loops* grace_loops(const char* isa) {
 // For tests: from how many elements on results are written past the caches. Returns what it was.
 API int64_t grace_stream_from(int64_t n) {
   std::swap(n, streamed);
+  return n;
+}
+
+// From now on this thread writes results of so many elements one after the other; 0: each by itself. Returns what it was.
+API int64_t grace_gathered(const Loops*, int64_t n) {
+  std::swap(n, gathered);
   return n;
 }
 

@@ -35,7 +35,7 @@ class Reduce:
 class Gather:
     """Collect every worker's arrays.
 
-    Result: a list with one tuple of arrays per worker, in rank order. ``ragged`` says that the first
+    Result: a sequence with one tuple of arrays per worker, in rank order. ``ragged`` says that the first
     dimension may differ between workers; otherwise shapes must agree.
     """
 

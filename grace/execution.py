@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from grace.core import Array, Combine, Compressor, Context, Method, Payload, State, name_of, run
+from grace.received import Received
 
 RESIDUAL = "memory/residual"
 
@@ -85,13 +86,26 @@ class Mean:
     def __init__(self, compressor: Compressor, payloads: Sequence[Payload], ctx: Context, agreed: bool = False):
         self._compressor, self._payloads, self._ctx, self._agreed = compressor, payloads, ctx, agreed
 
-    def marks(self) -> list[Array] | None:
-        """float32 vectors, all finite if and only if the mean is; None if only the decoded mean can tell."""
+    @property
+    def marked(self) -> bool:
+        """Whether `marks` tell if it is finite; otherwise only the decoded mean can."""
+        return self._compressor.marked
+
+    def marks(self) -> list[Array]:
+        """float32 vectors, all finite if and only if the mean is."""
         xp = self._ctx.xp
-        if not self._compressor.marked:
-            return None
         floats = [array for payload in self._payloads for array in payload if xp.dtype(array) == "float32"]
         return [xp.reshape(array, (-1,)) for array in floats]
+
+    def places(self) -> list[tuple[int, int]] | None:
+        """The same in memory: where each begins, and how many numbers it has. None if that is not known."""
+        payloads = self._payloads
+        if not isinstance(payloads, Received):
+            return None
+        columns = zip(payloads.layout, payloads.addresses(), strict=True)
+        return [
+            (address, math.prod(shape)) for (dtype, shape), each in columns if dtype == "float32" for address in each
+        ]
 
     def array(self) -> Array:
         """float32[n]. ValueError names a worker whose payload does not fit."""
@@ -158,6 +172,16 @@ class Rest:
     def into(self, out: Array) -> None:
         """It is written to float32[n] ``out``, and x becomes what the payload carries."""
         self._compressor.part(self.x, self._payload, out, self._ctx)
+
+
+def sound(means: Sequence[Mean], xp: Any) -> bool:
+    """Whether the marks of all these are finite: one look at all of them costs less than one at each."""
+    kernels = xp.kernels
+    places = [mean.places() for mean in means] if kernels else [None]
+    known = [place for each in places if each is not None for place in each]
+    if None in places:
+        return bool(xp.finite(xp.concat([array for mean in means for array in mean.marks()])))
+    return bool(kernels.finite([address for address, _ in known], [count for _, count in known]))
 
 
 def as_array(mean: Array | Mean) -> Array:

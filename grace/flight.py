@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from grace.backends.base import Backend
@@ -33,8 +34,9 @@ class Offload:
 class Flight:
     """Programs of several units in lockstep: the collectives that they ask for in one round travel as one message.
 
-    ``offload``: runs some of the programs on a pool of threads. Then the first message may have to wait; it leaves, in
-    a call of `depart` or `advance`, after that of the flight ``before`` this one: in one order on all workers.
+    ``room``: the context in which programs make what is going to leave in one message. ``offload``: runs some of them
+    on a pool of threads. Then the first message may have to wait; it leaves, in a call of `depart` or `advance`, after
+    that of the flight ``before`` this one: in one order on all workers.
     """
 
     def __init__(
@@ -45,12 +47,13 @@ class Flight:
         trace: Trace,
         offload: Offload | None = None,
         before: Flight | None = None,
+        room: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.results: dict[str, Any] = {}
         self.asked: list[tuple[str, Collective, Any]] = []
         """Unit, collective and result of everything that was exchanged."""
         self.name, self._programs, self._transport, self._trace = name, programs, transport, trace
-        self._offload, self._before = offload, before
+        self._offload, self._before, self._room = offload, before, room
         self._round = 0
         self._requests: list[tuple[str, tuple[Collective, ...], bool]] = []
         self._wait: Any = None
@@ -121,7 +124,7 @@ class Flight:
             elsewhere = [unit for unit in answers if unit in self._offload.units]
             for unit in elsewhere:
                 self._steps[unit] = self._offload.submit(self._beside, unit, answers[unit])
-        with self._trace.span("compress", f"{self.name}.{self._round}"):
+        with self._trace.span("compress", f"{self.name}.{self._round}"), self._room():
             for unit, answer in answers.items():
                 if unit not in elsewhere:
                     self._steps[unit] = self._step(unit, answer)

@@ -7,6 +7,7 @@ from typing import Any
 
 from grace.backends.base import Array, Backend
 from grace.collectives import AllToAll, Broadcast, Collective, Gather, arrays_of
+from grace.received import Received
 
 
 class Meter:
@@ -67,6 +68,8 @@ class Meter:
         return self._bytes(arrays_of(collective))
 
     def _received(self, collective: Collective, result: Any, rank: int) -> Any:
+        if isinstance(result, Received):
+            return result.nbytes * (len(result) - 1)
         if isinstance(collective, (Gather, AllToAll)):
             return self._bytes(a for source, part in enumerate(result) if source != rank for a in part)
         if isinstance(collective, Broadcast) and collective.root == rank:

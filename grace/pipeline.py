@@ -15,7 +15,7 @@ from grace.backends import Backend, backend_of
 from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
 from grace.core import Array, Communicator, Context, Memory, Method, Program, Transport, name_of
-from grace.execution import Mean, as_array
+from grace.execution import Mean, as_array, sound
 from grace.flight import Flight, Offload
 from grace.kept import Fitted, Kept, Way, exported
 from grace.layout import Bucket, Tensor, Unit, layout
@@ -299,9 +299,9 @@ class Grace:
         shapes = {name: self.xp.shape(array) for name, array in named.items()} if self._xp is not None else {}
         units = [unit for bucket in self._buckets for unit in bucket.units]
         same = [unit for unit in units if all(shapes.get(tensor.name) == tensor.shape for tensor in unit.tensors)]
-        kept = self._kept.taken(same)
+        kept = {(unit.name, unit.tensors, unit.dense): cells for unit, cells in self._kept.taken(same).items()}
         if self.schedule is not None:
-            self.schedule.forget(unit.name for unit in units if unit not in kept)
+            self.schedule.forget(unit.name for unit in units if unit not in same)
         self._tensors, self._buckets, self._unit_of, self._means = {}, [], {}, {}
         if self._step is not None:
             self._first_step = int(self._step.read())
@@ -310,8 +310,9 @@ class Grace:
         self.trace.totals.update(dict.fromkeys(self.trace.totals, 0.0))
         self._skipped = 0
         self.build(named)
-        for unit in kept.keys() & set(self._unit_of.values()):
-            self._kept.put(unit, kept[unit])
+        for unit in dict.fromkeys(self._unit_of.values()):
+            if (cells := kept.get((unit.name, unit.tensors, unit.dense))) is not None:
+                self._kept.put(unit, cells)
         if self._recording:
             self._begin_record()
 
@@ -352,7 +353,7 @@ class Grace:
         }
         agree(self.transport, settings, tensors)
 
-    def _context(self, unit: Unit, step: Any) -> Context:
+    def _context(self, unit: Unit, step: Any, undo: list[tuple[Array, Array]] | None = None) -> Context:
         return Context(
             xp=self.xp,
             name=unit.name,
@@ -363,6 +364,7 @@ class Grace:
             step=step,
             seed=self.options.seed,
             lr=None if self.learning_rate is None else partial(self.learning_rate, unit.tensors[0].name),
+            undo=undo,
         )
 
     # -- exchange ---------------------------------------------------------------------------------------------------
@@ -435,7 +437,8 @@ class Grace:
             means: dict[str, Array | None] = dict(self._switched)
             with self.xp.quiet():
                 for flight, flat in self._flights:
-                    with self.trace.span("decompress", flight.name):
+                    elements = sum(math.prod(unit.shape) for unit in flat)
+                    with self.trace.span("decompress", flight.name), self.xp.together(elements):
                         levels = {unit: self._level(unit) for unit in flat}
                         found, counts = self._commit(flight, flat, levels)
                         self._meter.add(counts)
@@ -466,15 +469,11 @@ class Grace:
             if self._offload is not None and self._flights and not self._departed:
                 self._departed = self._flights[-1][0].depart(wait=True)
                 return False  # a call of its own, after which the workers of one process find each other's messages
-            done = [self._advance(*each) for each in self._flights]  # every one of them, so no generator
+            done = [flight.advance() for flight, _ in self._flights]  # every one of them, so no generator
         return all(done)
 
-    def _advance(self, flight: Flight, flat: Mapping[Unit, Array]) -> bool:
-        with self.xp.side_by_side(self._nbytes(flat)):
-            return flight.advance()
-
     def _nbytes(self, flat: Mapping[Unit, Array]) -> int:
-        return sum(self.xp.nbytes(x) for x in flat.values()) if self.xp.mutable else 0
+        return sum(map(self.xp.nbytes, flat.values())) if self.xp.mutable else 0
 
     def note(self, name: str, text: str) -> None:
         """Have the report say this of a tensor."""
@@ -523,18 +522,17 @@ class Grace:
             if not self._plain(unit, levels):
                 way = self._ways[levels[unit]]
                 state = self._kept.state(unit, levels[unit])
-                ctx = self._context(unit, step)
-                if self.xp.mutable:
-                    ctx = replace(ctx, undo=self._kept.undo(unit))
+                ctx = self._context(unit, step, self._kept.undo(unit) if self.xp.mutable else None)
                 programs[unit.name] = way.communicator.reduce(x, way.method, state, ctx)
         if dense := tuple(x for unit, x in flat.items() if self._plain(unit, levels)):
             programs[DENSE] = _averaged(dense)
         if self.track_missing:
             programs[PRESENT] = self._presence(flat)
-        with self.xp.quiet(), self.xp.side_by_side(self._nbytes(flat)):
+        room = partial(self.xp.side_by_side, self._nbytes(flat))
+        with self.xp.quiet():
             last = self._flights[-1][0] if self._flights else None
             before = None if last is None or last.depart() else last
-            return Flight(name, programs, self.transport, self.trace, self._offload, before)
+            return Flight(name, programs, self.transport, self.trace, self._offload, before, room)
 
     def _pooled(self) -> Offload | None:
         # Threads for what strategies give to the CPU; graphs schedule by themselves, and devices keep what is theirs.
@@ -616,18 +614,18 @@ class Grace:
     ) -> tuple[dict[str, Array | None], dict[str, list[Any]]]:
         # Means by tensor, and counts by unit. The one place where state is kept: not at all where the mean is not
         # finite (the same decision on all workers, since the mean is) or where no worker had a gradient.
-        xp, policy = self.xp, self.options.nonfinite
+        xp, policy, scattered = self.xp, self.options.nonfinite, self.communicator.scattered
         counts = self._counts(flight, flat)
         means: dict[str, Array | None] = {}
         dense = iter(flight.results.pop(DENSE, ()))
         marks = self._marks(flight, flat, levels)
-        sound = self._sound(marks)
+        all_sound = self._all_sound(marks)
         for unit, x in flat.items():
             mean, state = (next(dense), {}) if self._plain(unit, levels) else flight.results.pop(unit.name)
             if unit.dense and (self._kept.any(unit, 0) or self._finishes_dense):
                 state = self._kept.state(unit, 0)
                 mean, state = self.method.memory.finish_dense(mean, state, self._context(unit, self._step.read()))
-            absent = all(counts.get(tensor.name) == 0 for tensor in unit.tensors)
+            absent = bool(counts) and all(counts.get(tensor.name) == 0 for tensor in unit.tensors)
             ok, parted = None, False
             if self._judged(unit, levels) and not absent:
                 seen = marks.get(unit)
@@ -635,7 +633,7 @@ class Grace:
                     mean = as_array(mean)
                     ok = xp.finite(xp.cast(mean, "float16") if self._narrow(unit) else mean)
                 else:
-                    ok = xp.finite(xp.concat(seen)) if sound is None else sound
+                    ok = True if all_sound else xp.finite(xp.concat(seen.marks()))
                 if not xp.traced and self._on_host(ok) and not ok:
                     self._skipped += 1
                 if policy == "raise":
@@ -649,13 +647,13 @@ class Grace:
                 mean = mean.into(x) if xp.mutable else mean.array()
             if policy == "zero" and ok is not None:
                 mean = xp.choose(ok, mean, xp.zeros(xp.shape(mean), unit.dtype))
-            start = 0
+            start, several = 0, len(unit.tensors) > 1 or scattered
             for tensor in unit.tensors:
                 size, shape = tensor.size, tensor.shape
-                if self.communicator.scattered:
+                if scattered:
                     size, shape = size // self.world_size, shape[1:]
                     start = self.rank * size if unit.dense else 0
-                part = xp.reshape(mean[start : start + size], shape)
+                part = xp.reshape(mean[start : start + size] if several else mean, shape)
                 means[tensor.name] = None if counts.get(tensor.name) == 0 else xp.cast(part, tensor.dtype)
                 start += size
         sizes = {
@@ -679,23 +677,20 @@ class Grace:
         # Whether anything depends on its mean being finite.
         return self._kept.any(unit, levels[unit]) or self.options.nonfinite != "poison"
 
-    def _marks(self, flight: Flight, units: Iterable[Unit], levels: Mapping[Unit, int]) -> dict[Unit, list[Array]]:
-        # Where it shows whether a mean is finite that is not decoded yet.
+    def _marks(self, flight: Flight, units: Iterable[Unit], levels: Mapping[Unit, int]) -> dict[Unit, Mean]:
+        # Means that show whether they are finite before they are decoded.
         found = {}
         for unit in units:
             mean = None if self._plain(unit, levels) else flight.results[unit.name][0]
-            if isinstance(mean, Mean) and self._judged(unit, levels) and not self._narrow(unit):
-                marks = mean.marks()
-                if marks is not None:
-                    found[unit] = marks
+            if isinstance(mean, Mean) and mean.marked and self._judged(unit, levels) and not self._narrow(unit):
+                found[unit] = mean
         return found
 
-    def _sound(self, marks: Mapping[Unit, list[Array]]) -> Array | None:
-        # That all of these are finite, if so: one look at all of them costs less than one at each. A device would wait.
+    def _all_sound(self, marks: Mapping[Unit, Mean]) -> bool:
+        # Whether all of these are known to be finite. A device would have to be waited for.
         if self.xp.traced or not self._on_host(self.xp) or not marks:
-            return None
-        ok = self.xp.finite(self.xp.concat([array for each in marks.values() for array in each]))
-        return ok if ok else None
+            return False
+        return sound(list(marks.values()), self.xp)
 
     def _counts(self, flight: Flight, units: Iterable[Unit]) -> dict[str, float]:
         # How many workers had a gradient; looked at (a device waits) only for what this worker lacks.

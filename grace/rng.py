@@ -28,6 +28,8 @@ def fnv1a(text: str) -> int:
 
 def _times(a: Any, c: int) -> Any:
     # A 32-bit product in 64-bit signed arithmetic, so that it is defined alike for int and int64 scalars.
+    if type(a) is int:
+        return a * c & MASK32
     return ((a & 0xFFFF) * c + ((((a // 65536) * c) & 0xFFFF) * 65536)) & MASK32
 
 

@@ -216,7 +216,7 @@ def test_a_step_that_is_dropped_leaves_the_residual_bit_for_bit(name, params, mo
 
     _, grc, before = begun(name, params)
     with monkeypatch.context() as patch:
-        patch.setattr(Mean, "marks", lambda self: 1 / 0)
+        patch.setattr(Mean, "marked", property(lambda self: 1 / 0))
         with pytest.raises(ZeroDivisionError):
             grc.land()
     assert equal_states(before, grc.state_dict())

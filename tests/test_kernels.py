@@ -643,6 +643,34 @@ def test_a_residual_is_added_on_the_way(lib, a, b, r, threads):
 
 
 # -- random bits -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("place, value", [(0, np.nan), (4, np.inf), (1022, -np.inf), (517, -np.nan)])
+def test_one_number_that_is_not_finite_is_found(lib, place, value):
+    vectors = [Memory.of(np.full(n, 3e38, np.float32), odd) for odd, n in ((1, 5), (0, 0), (4, 1023))]
+    counts = [len(each.array) for each in vectors]
+    assert lib.finite([each.address for each in vectors], counts)
+    assert lib.finite([], [])
+    (vectors[0] if place < 5 else vectors[2]).array[place] = value
+    assert not lib.finite([each.address for each in vectors], counts)
+
+
+def test_what_is_written_together_is_the_same(lib):
+    n, workers = 70001, 3
+    stream_from = ctypes.CDLL(lib.path).grace_stream_from  # the fixture's bound comes back after the test
+    stream_from.argtypes, stream_from.restype = [ctypes.c_int64], ctypes.c_int64
+    stream_from(n + 1)
+    codes = [Memory.of(np.random.default_rng(w).integers(0, 256, n).astype(np.uint8), 1) for w in range(workers)]
+    scales = [Memory.of(np.abs(vector(-(-n // 512), w)), 4) for w in range(workers)]
+    found = []
+    for odd in (0, 16, 4):
+        out = Memory(n, np.float32, odd)
+        before = lib.gathered(10**9 if odd else 0)
+        lib.ints_mean([c.address for c in codes], [s.address for s in scales], workers, out.address, n, 512, 8)
+        assert lib.gathered(before) == (10**9 if odd else 0)
+        found.append(out.check().copy())
+    equal(found[0], found[1])
+    equal(found[0], found[2])
+
+
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("start", [0, 12345, 2**32 - 300, 2**33 + 7])
 def test_words(lib, n, start):

@@ -1,5 +1,6 @@
 """Messages that are not what they should be: refused on arrival, with the name of the worker that sent them."""
 
+import ctypes
 import re
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from methods import BACKENDS, backend, normal, workers
 
 from grace.collectives import Gather
+from grace.received import Received
 from grace.transports.local import LocalTransport, World
 
 
@@ -33,6 +35,51 @@ def test_messages_of_another_length_are_refused(xp, change):
     data = np.resize(data, len(data) + change)
     with pytest.raises(ValueError, match=rf"the message of worker 3, which has {28 + change} bytes, and not 28"):
         transport._unpack(xp.asarray(data, "uint8"), layout, 3)
+
+
+def gathered(xp):
+    """What worker 1 of two gets where each gathers three payloads: of two arrays, of one without elements, of one."""
+    world = World(2)
+    transports = [LocalTransport(world, rank).bind(xp) for rank in range(2)]
+    sent = [
+        [
+            (normal(5, seed=rank), np.arange(rank, rank + 3, dtype=np.uint8)),
+            (np.zeros(0, np.int32),),
+            (normal(7, seed=9 + rank),),
+        ]
+        for rank in range(2)
+    ]
+    items = [[Gather(tuple(xp.asarray(a, str(a.dtype)) for a in arrays)) for arrays in each] for each in sent]
+    waits = [transport.start(each, "gather") for transport, each in zip(transports, items, strict=True)]
+    return sent, [wait() for wait in waits][1]
+
+
+def test_payloads_are_what_was_sent_whoever_looks_first(xp):
+    sent, received = gathered(xp)
+    for number in (2, 0, 1):
+        payloads = received[number]
+        assert len(payloads) == 2
+        for worker, payload in enumerate(payloads):
+            assert [xp.to_numpy(a).tolist() for a in payload] == [a.tolist() for a in sent[worker][number]]
+    assert xp.to_numpy(received[0][-1][1]).tolist() == [1, 2, 3]
+    assert len(received[0][:1]) == 1
+    with pytest.raises(IndexError):
+        received[0][2]
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "tensorflow"])
+def test_a_kernel_finds_payloads_where_they_lie(name):
+    sent, received = gathered(backend(name))
+    for number, payloads in enumerate(received):
+        assert isinstance(payloads, Received)
+        assert payloads.layout == tuple((str(a.dtype), a.shape) for a in sent[0][number])
+        assert payloads.nbytes == sum(a.nbytes for a in sent[0][number])
+        for column, arrays in zip(
+            payloads.addresses(), zip(*(each[number] for each in sent), strict=True), strict=True
+        ):
+            assert [ctypes.string_at(at, a.nbytes) for at, a in zip(column, arrays, strict=True)] == [
+                a.tobytes() for a in arrays
+            ]
 
 
 HEADS = {  # [3, 2] are right: 3 of 4 bytes and 2 of 8

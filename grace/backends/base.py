@@ -105,6 +105,10 @@ class Backend(ABC):
         """Inside, each `part` lies behind the last one, if they fit into ``size`` bytes: to join them is free."""
         return nullcontext()
 
+    def together(self, n: int) -> AbstractContextManager[None]:
+        """Inside, results of n elements in all are written, none of which is read soon."""
+        return nullcontext()
+
     def part(self, shape: Any, dtype: str = "float32") -> Array:
         """As `empty`, for an array that is going to be part of a message."""
         return self.empty(shape, dtype)
@@ -498,7 +502,10 @@ class Backend(ABC):
         """A place that keeps an array between steps: ``read()``, ``assign(array)``, and ``add(array)``, in place."""
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """A context in which arithmetic with infinities and NaN makes no warning: they are answers, not accidents."""
+        """A context in which arithmetic with infinities and NaN makes no warning: they are answers, not accidents.
+
+        Steps run inside; `kernels` do not change meanwhile.
+        """
         return nullcontext()
 
     @abstractmethod

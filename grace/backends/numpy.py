@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from grace.backends.base import ITEMSIZE, LARGE, PIECE, Array, Backend, Cell
-from grace.kernels.host import host_kernels
+from grace.kernels.host import host_kernels, settled
 from grace.rng import MASK32, noise_offset, noise_rows
 
 NAMES = {np.dtype(name): name for name in ITEMSIZE if name != "bfloat16"}
@@ -324,8 +324,13 @@ class NumpyBackend(Backend):
     def cell(self, value: Array) -> Any:
         return Cell(value)
 
-    def quiet(self) -> AbstractContextManager[Any]:
-        return np.errstate(all="ignore")
+    def together(self, n: int) -> AbstractContextManager[None]:
+        return self.kernels.together(n) if self.kernels else nullcontext()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        with np.errstate(all="ignore"), settled():
+            yield
 
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
         return new if ok else old

@@ -16,7 +16,7 @@ import torch
 
 from grace.backends.base import LARGE, PIECE, Array, Backend, Cell
 from grace.backends.numpy import beyond, excess, largest_magnitudes, left_factor, products, right_factor, room
-from grace.kernels.host import host_kernels
+from grace.kernels.host import host_kernels, settled
 from grace.rng import MASK32, NOISE, noise_offset, noise_rows
 
 DTYPES = {
@@ -110,23 +110,26 @@ class Room(threading.local):
     """Memory that is given out from front to back, one for each thread."""
 
     memory: Array | None = None
-    used = 0
+    size = used = 0
 
     @contextmanager
     def of(self, size: int) -> Iterator[None]:
-        self.memory, self.used = SPARSE.empty((size,), torch.uint8), 0
+        self.size, self.used = size, 0
         try:
             yield
         finally:
-            self.memory = None
+            self.memory, self.size = None, 0
 
     def next(self, shape: Sequence[int], dtype: torch.dtype) -> Array | None:
         """The next array; None if it does not fit, or its elements would not lie as PyTorch wants them."""
         start, stop = self.used, self.used + math.prod(shape) * dtype.itemsize
-        if self.memory is None or stop > self.memory.shape[0] or start % dtype.itemsize:
+        if not self.size or stop > self.size or start % dtype.itemsize:
             return None
+        if self.memory is None:
+            self.memory = SPARSE.empty((self.size,), torch.uint8)
         self.used = stop
-        return self.memory[start:stop].view(dtype).view(shape)
+        found = self.memory[start:stop].view(dtype)
+        return found if len(shape) == 1 else found.view(shape)
 
 
 ROOM = Room()
@@ -596,6 +599,12 @@ class TorchBackend(Backend):
 
     def cell(self, value: Array) -> Any:
         return Cell(value)
+
+    def together(self, n: int) -> AbstractContextManager[None]:
+        return self.kernels.together(n) if self.kernels else nullcontext()
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return settled() if self.on_host else nullcontext()
 
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
         if isinstance(ok, torch.Tensor) and ok.device.type != "cpu":

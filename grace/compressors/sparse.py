@@ -11,6 +11,7 @@ from typing import Any
 from grace import indices
 from grace.checks import fitting, matching, placed
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
+from grace.received import Received
 
 LARGEST = 2.0**127 * (2 - 2.0**-23)
 """The largest number of float32."""
@@ -84,6 +85,10 @@ class Sparsifier(Scattered):
         # Exact, bit for bit: what was not sent stays as it is.
         return ctx.xp.put(x, self.read(payload[1:], ctx), 0.0)
 
+    def uncoded(self, n: int) -> bool:
+        """Whether positions travel as they are, as one array."""
+        return type(self).read is Sparsifier.read
+
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         """Values and positions of a payload, as many of the one as of the other; where these lie is not checked yet."""
         xp, k = ctx.xp, self.count(ctx.size)
@@ -99,6 +104,9 @@ class Sparsifier(Scattered):
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         if type(self).add is not Sparsifier.add or type(self).aggregate is not Scattered.aggregate:
             return None
+        k = self.count(ctx.size)
+        if k is not None and isinstance(payloads, Received) and self.uncoded(ctx.size):  # they are checked there
+            return ctx.xp.kernels.sparse_mean(payloads, out, ctx.size, k)
         pairs = [self.parts(payload, ctx) for payload in payloads]  # the kernel looks where positions lie
         return ctx.xp.kernels.sparse_mean(pairs, out, ctx.size)
 
@@ -130,6 +138,9 @@ class CodedSparsifier(Sparsifier):
     def arrays(self, n: int) -> int:
         k = self.count(n)
         return 1 if k is None else indices.arrays(self._coding(n, k), n, k)
+
+    def uncoded(self, n: int) -> bool:
+        return type(self).read is CodedSparsifier.read and self._coding(n, self.count(n)) == "int32"
 
     def _coding(self, n: int, k: int | None) -> str:
         return self.index_coding if k is None else indices.choose(self.index_coding, n, k)

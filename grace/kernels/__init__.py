@@ -75,6 +75,8 @@ class Library:
         self._topk_encode = bind("topk_encode", _P, _P, _P, _P, _P, _I, _I, _I, _I, result=_I)
         self._threshold_encode = bind("threshold_encode", _P, _P, _P, _F, _P, _P, _I, _I, _I, result=_I)
         self._sparse_mean = bind("sparse_mean", _P, _P, _P, _I, _P, _I, _I, result=_I)
+        self._finite = bind("finite", _P, _P, _I, result=_I)
+        self._gathered = bind("gathered", _I, result=_I)
         self._words = bind("words", _I, _I, _I, _I, _P, _I)
         self._product = bind("product", _P, _P, _P, _P, _I, _I, _I, _I)
         self._part = bind("part", _P, _P, _P, _P, _I, _I, _I, _I)
@@ -218,6 +220,18 @@ class Library:
             raise MemoryError("no memory to add up sparse vectors")
         if wrong >= 0:
             raise ValueError(f"worker {wrong} sent positions that do not ascend within 0 .. {n - 1}")
+
+    def finite(self, ptrs: Sequence[int], counts: Sequence[int]) -> bool:
+        """Whether none of the float32 vectors at ``ptrs``, with so many elements each, has NaN or infinity."""
+        vectors = len(ptrs)
+        return bool(self._finite(self.handle, (_P * vectors)(*ptrs), (_I * vectors)(*counts), vectors))
+
+    def gathered(self, n: int) -> int:
+        """From now on this thread writes results of ``n`` elements in all, one after the other; 0: each by itself.
+
+        What does not stay in a cache is written past it. Returns what was said before.
+        """
+        return int(self._gathered(self.handle, n))
 
     def words(self, key0: int, key1: int, start: int, n: int, out: int, threads: int = 1) -> None:
         """out, int32[n]: the random words of `grace.backends.base.Backend.words`."""

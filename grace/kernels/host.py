@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from grace.checks import fitting
 from grace.kernels import Library, library
+from grace.received import Received
 from grace.rng import NOISE, Rng
 
 Array = Any
@@ -15,9 +18,28 @@ Undo = list[tuple[Array, Array]]
 TABLES = 16  # of noise that are kept: those of the labels and workers of a step
 
 
+class _Settled(threading.local):
+    library: Library | None = None
+    known = False
+
+
+_settled = _Settled()
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Inside, which kernels there are is not asked anew for each tensor."""
+    before = _settled.library, _settled.known
+    _settled.library, _settled.known = library(), True
+    try:
+        yield
+    finally:
+        _settled.library, _settled.known = before
+
+
 def host_kernels(xp: Any) -> HostKernels | None:
     """The kernels for a backend of the host; None where they are not built, or off."""
-    found = library()
+    found = _settled.library if _settled.known else library()
     if found is None:
         return None
     kernels: HostKernels | None = xp.__dict__.get("_kernels")
@@ -73,7 +95,7 @@ class HostKernels:
             first, last = start // NOISE, -(-(start + n) // NOISE)
             offsets = xp.empty(last, "int16")
             self.library.noise_table(*rng.keys, last, at(offsets))
-            offsets = offsets[first:]
+            offsets = offsets[first:] if first else offsets
         noise = at(table), at(offsets), start
         self.library.ints_encode(
             at(x), at(residual), out, at(codes), at(scales), n, block, bits, *noise, xp.threads, swap
@@ -115,15 +137,35 @@ class HostKernels:
                 return values[:count], positions[:count], x
             residual, room = None, count  # x holds the sum by now
 
-    def sparse_mean(self, payloads: Pairs, out: Array | None, n: int) -> Array:
-        """Each worker's values and ascending positions -> float32[n]; ValueError names a worker whose are wrong."""
-        counts = [self._xp.shape(values)[0] for values, _ in payloads]
-        sizes = [(("float32", count), ("int32", count)) for count in counts]
-        kept = [self._received([pair], *size)[0] for pair, size in zip(payloads, sizes, strict=True)]
+    def sparse_mean(self, payloads: Pairs, out: Array | None, n: int, k: int | None = None) -> Array:
+        """Each worker's values and ascending positions -> float32[n]; ValueError names a worker whose are wrong.
+
+        ``k``: how many each must have; None: as many values as positions.
+        """
+        kept: Pairs
+        if k is None:
+            counts = [self._xp.shape(values)[0] for values, _ in payloads]
+            sizes = [(("float32", count), ("int32", count)) for count in counts]
+            kept = [self._received([pair], *size)[0] for pair, size in zip(payloads, sizes, strict=True)]
+        else:
+            counts, kept = [k] * len(payloads), self._received(payloads, ("float32", k), ("int32", k))
         out = self._out(out, n)
         values, positions = self._columns(kept)
         self.library.sparse_mean(values, positions, counts, len(kept), self._xp.address(out), n, self._xp.threads)
         return out
+
+    def finite(self, addresses: Sequence[int], counts: Sequence[int]) -> bool:
+        """Whether all numbers of float32 vectors at these addresses are finite."""
+        return self.library.finite(addresses, counts)
+
+    @contextmanager
+    def together(self, n: int) -> Iterator[None]:
+        """Inside, what is written has n elements in all."""
+        before = self.library.gathered(n)
+        try:
+            yield
+        finally:
+            self.library.gathered(before)
 
     def product(self, x: Array | None, p: Array, q: Array, out: Array) -> Array:
         """The vector x minus p[a, r] q[r, b], without x the product, written to ``out``, which may be x."""
@@ -179,8 +221,10 @@ class HostKernels:
     def _out(self, out: Array | None, n: int) -> Array:
         return self._xp.empty(n) if out is None else out
 
-    def _received(self, payloads: Pairs, *sizes: tuple[str, int]) -> list[tuple[Array, ...]]:
+    def _received(self, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
         # A kernel looks at no length.
+        if isinstance(payloads, Received) and payloads.layout == tuple([(dtype, (n,)) for dtype, n in sizes]):
+            return payloads
         for payload in payloads:
             for array, (dtype, n) in zip(payload, sizes, strict=True):
                 fitting(self._xp, array, dtype, n, "arrays")
@@ -197,7 +241,9 @@ class HostKernels:
             raise ValueError(f"factors {(a, r)} and {(rows, b)} do not make the product {xp.shape(vectors[-1])}")
         return p, q, a, b, r
 
-    def _columns(self, payloads: Sequence[tuple[Array, ...]]) -> list[list[int]]:
+    def _columns(self, payloads: Pairs) -> list[list[int]]:
+        if isinstance(payloads, Received):
+            return payloads.addresses()
         return [[self._xp.address(array) for array in arrays] for arrays in zip(*payloads, strict=True)]
 
 

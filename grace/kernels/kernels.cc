@@ -26,6 +26,8 @@ namespace {
 constexpr int64_t PIECE = 65536;             // elements of a large block that are summed together
 constexpr int64_t ALONE = 262144;            // below this many elements threads cost more than they bring
 int64_t streamed = int64_t(4) << 20;         // from this many elements on, results do not stay in a cache
+thread_local int64_t gathered = 0;           // elements of all results that are written one after the other
+constexpr int64_t SMALL = 16384;             // below this many elements writing past the caches brings nothing
 constexpr int32_t INFINITE = 0x7f800000;     // the bits of infinity
 constexpr int32_t MAGNITUDE = 0x7fffffff;
 
@@ -82,7 +84,8 @@ int32_t key(float x) { return std::min(bits_of(x) & MAGNITUDE, INFINITE); }
 
 // Writing past the caches pays where the results are many and their lines have not just been read.
 bool streams(const float* x, const float* residual, const float* out, int64_t n) {
-  return out && out != x && out != residual && n >= streamed && reinterpret_cast<uintptr_t>(out) % 16 == 0;
+  const bool many = n >= streamed || (n >= SMALL && gathered >= streamed);
+  return many && out && out != x && out != residual && reinterpret_cast<uintptr_t>(out) % 16 == 0;
 }
 
 // How what is left is written; ``swap``: as a residual that changes places with x.
@@ -126,6 +129,12 @@ API const Loops* grace_loops(const char* isa) {
 // For tests: from how many elements on results are written past the caches. Returns what it was.
 API int64_t grace_stream_from(int64_t n) {
   std::swap(n, streamed);
+  return n;
+}
+
+// From now on this thread writes results of so many elements one after the other; 0: each by itself. Returns what it was.
+API int64_t grace_gathered(const Loops*, int64_t n) {
+  std::swap(n, gathered);
   return n;
 }
 
@@ -518,6 +527,16 @@ API int64_t grace_sparse_mean(const Loops* loops, const float* const* values, co
   return -1;
 } catch (const std::bad_alloc&) {
   return -2;
+}
+
+// Whether no element of any of the vectors is NaN or infinite.
+API int64_t grace_finite(const Loops*, const float* const* vectors, const int64_t* counts, int64_t many) {
+  for (int64_t v = 0; v < many; v++) {
+    int32_t wrong = 0;
+    for (int64_t i = 0; i < counts[v]; i++) wrong |= int32_t(key(get(vectors[v], i)) == INFINITE);
+    if (wrong) return 0;
+  }
+  return 1;
 }
 
 API void grace_words(const Loops* loops, int64_t key0, int64_t key1, int64_t start, int64_t n, int32_t* out,

@@ -6,7 +6,6 @@ buffer per dtype and operation. A transport only has to move such buffers.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,10 +13,9 @@ from typing import Any
 from grace.backends.base import ITEMSIZE
 from grace.collectives import AllToAll, Broadcast, Collective, Gather, Reduce
 from grace.core import Array, Transport
+from grace.received import Layout, Messages, Received, nbytes, offsets
 
 Wait = Callable[[], Any]
-Shape = tuple[Any, ...]
-Layout = list[tuple[str, Shape]]  # dtype and shape of the arrays that make up a buffer
 
 
 class MessageTransport(Transport):
@@ -162,7 +160,16 @@ class MessageTransport(Transport):
     def _start_gather(self, items: list[Gather], tag: str) -> Wait:
         buffer, layout = self._pack(array for item in items for array in item.arrays)
         wait = self._skip_empty(buffer, lambda: self.gather(buffer, tag), [buffer] * self.size)
-        return lambda: _deal(items, [self._unpack(received, layout, w) for w, received in enumerate(wait())])
+        return lambda: self._received(items, layout, wait())
+
+    def _received(self, items: list[Gather], layout: Layout, buffers: list[Array]) -> list[Any]:
+        # A graph may look at them in a branch of its own, which must not make what others use.
+        if not self.xp.mutable:
+            return _deal(items, [self._unpack(buffer, layout, w) for w, buffer in enumerate(buffers)])
+        for sender, buffer in enumerate(buffers):
+            self._check_size(buffer, layout, sender)
+        messages = Messages(self.xp, buffers, layout, self._cut)
+        return [Received(messages, part) for part in _slices(items)]
 
     def _start_gather_ragged(self, items: list[Gather], tag: str) -> Wait:
         buffer, layout = self._pack_ragged(items)
@@ -204,17 +211,20 @@ class MessageTransport(Transport):
     # -- buffers ----------------------------------------------------------------------------------------------------
     def _pack(self, arrays: Any) -> tuple[Array, Layout]:
         xp, arrays = self.xp, list(arrays)
-        layout = [(xp.dtype(array), xp.shape(array)) for array in arrays]
+        layout = tuple([(xp.dtype(array), xp.shape(array)) for array in arrays])
         return xp.joined(arrays) if arrays else xp.zeros((0,), "uint8"), layout
 
     def _unpack(self, buffer: Array, layout: Layout, sender: int) -> tuple[Array, ...]:
-        needed, (size,) = sum(_nbytes(dtype, shape) for dtype, shape in layout), self.xp.shape(buffer)
-        if size is not None and size != needed:
-            raise self._misfit(sender, f"has {size} bytes, and not {needed} as this worker's")
+        self._check_size(buffer, layout, sender)
         return self._cut(buffer, layout)
 
+    def _check_size(self, buffer: Array, layout: Layout, sender: int) -> None:
+        needed, (size,) = offsets(layout)[-1], self.xp.shape(buffer)
+        if size is not None and size != needed:
+            raise self._misfit(sender, f"has {size} bytes, and not {needed} as this worker's")
+
     def _cut(self, buffer: Array, layout: Layout) -> tuple[Array, ...]:
-        parts = self.xp.split(buffer, [_nbytes(dtype, shape) for dtype, shape in layout])
+        parts = self.xp.split(buffer, [nbytes(dtype, shape) for dtype, shape in layout])
         return tuple(self.xp.from_bytes(part, *form) for part, form in zip(parts, layout, strict=True))
 
     def _pack_ragged(self, items: Sequence[Gather | Broadcast]) -> tuple[Array, Layout]:
@@ -229,7 +239,7 @@ class MessageTransport(Transport):
         if size is not None and size < head:
             raise self._misfit(sender, f"has {size} bytes, which are too few")
         heads = xp.from_bytes(buffer[:head], "int64", (len(layout),))
-        widths = [_nbytes(dtype, shape[1:]) for dtype, shape in layout]
+        widths = [nbytes(dtype, shape[1:]) for dtype, shape in layout]
         why = "has other lengths than it says"
         if xp.tracing:
             buffer = xp.sound(buffer, lambda: self._adds_up(buffer, heads, widths), str(self._misfit(sender, why)))
@@ -240,7 +250,7 @@ class MessageTransport(Transport):
             if min(lengths, default=0) < 0 or head + total != size:
                 raise self._misfit(sender, why)
         sizes = [(dtype, (length, *shape[1:])) for (dtype, shape), length in zip(layout, lengths, strict=True)]
-        return self._cut(buffer[head:], sizes)
+        return self._cut(buffer[head:], tuple(sizes))
 
     def _adds_up(self, buffer: Array, heads: Array, widths: list[int]) -> Array:
         # bool scalar: the lengths are those of the rest of the buffer. None exceeds it, so that no product wraps.
@@ -323,7 +333,3 @@ def _slices(items: Sequence[Any]) -> Iterator[slice]:
 def _deal(items: Sequence[Any], senders: list[tuple[Array, ...]]) -> list[list[tuple[Array, ...]]]:
     # For each item its arrays, from each of the workers that sent a message.
     return [[arrays[part] for arrays in senders] for part in _slices(items)]
-
-
-def _nbytes(dtype: str, shape: Shape) -> Any:
-    return math.prod(shape) * ITEMSIZE[dtype]

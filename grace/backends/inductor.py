@@ -1,7 +1,8 @@
 """Pieces of blockwise methods, compiled by `torch.compile` for one core's vectors; the plain functions define them.
 
 A piece has one size, so one compilation serves tensors of every size. Random numbers come in as arrays: what changes
-from step to step must not be compiled in.
+from step to step must not be compiled in. Sums in float64 that are rounded to float32 are held for the same in any
+order, as between toolkits.
 """
 
 from __future__ import annotations

@@ -134,12 +134,12 @@ class Mean:
             return out
         if not _in_pieces(compressor, ctx):
             return self._decode_into(out, self._payloads, ctx)
-        forms = xp.forms if ctx.compile else None
+        forms: Any = xp.forms if ctx.compile else None
         for start, stop in pieces(compressor, ctx):
             parts = [cut(compressor, payload, start, stop, ctx) for payload in self._payloads]
             here = ctx.piece(start, stop - start)
-            whole = forms is not None and here.size == piece(compressor, xp)
-            if not whole or not forms.mean(compressor, out[start:stop], parts, self._agreed, here):
+            fits = forms is not None and here.size == piece(compressor, xp)
+            if not (fits and forms.mean(compressor, out[start:stop], parts, self._agreed, here)):
                 self._decode_into(out[start:stop], parts, here)
         return out
 

@@ -97,7 +97,7 @@ class Draw:
         """The arrays that they are made of."""
         rng = ctx.shared_rng(self.label) if self.shared else ctx.rng(self.label)
         if self.kind == "noise" and self.n % NOISE == 0 and rng.offset % NOISE == 0:
-            return ctx.xp.noise_parts(rng.table, rng.keys, rng.offset // NOISE, self.n // NOISE)
+            return ctx.xp._noise_parts(rng.table, rng.keys, rng.offset // NOISE, self.n // NOISE)
         return (getattr(rng, self.kind)(self.n),)
 
 

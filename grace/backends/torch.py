@@ -575,7 +575,7 @@ class TorchBackend(Backend):
             return super().noise(table, keys, start, n)
         noise, row, first = self.empty(n), *divmod(start, NOISE)
         rows = 0 if first else n // NOISE
-        whole, offsets = self.noise_parts(table, keys, row, rows)
+        whole, offsets = self._noise_parts(table, keys, row, rows)
         if rows:  # at once
             torch.add(whole, offsets, out=noise[: rows * NOISE].view(rows, NOISE))
         for row, at, first, count in noise_rows(start + rows * NOISE, n - rows * NOISE):
@@ -583,7 +583,7 @@ class TorchBackend(Backend):
             torch.add(whole[first : first + count], noise_offset(keys, row), out=noise[at : at + count])
         return noise.frac_()
 
-    def noise_parts(self, table: tuple[Any, Any], keys: tuple[Any, Any], row: int, rows: int) -> tuple[Array, Array]:
+    def _noise_parts(self, table: tuple[Any, Any], keys: tuple[Any, Any], row: int, rows: int) -> tuple[Array, Array]:
         """float32[NOISE] and float32[rows, 1]: whole rows of the noise are the fractions of their sums."""
         offsets = torch.tensor([[noise_offset(keys, row + i)] for i in range(rows)], dtype=torch.float32)
         return self._whole_table(table), offsets

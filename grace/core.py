@@ -87,6 +87,8 @@ class Context:
     """Gives the learning rate that the mean will be applied with, a float or a scalar; None where nobody has said."""
     offset: int = 0
     """Where a piece begins in the flattened tensor; 0 for a whole one."""
+    compile: bool = False
+    """Pieces may be carried out by compiled forms (`grace.backends.base.Backend.forms`)."""
     undo: list[tuple[Array, Array]] | None = field(default=None, repr=False, compare=False)
     """A kernel may write the next residual over the last one if it notes here the residual's array, and the array that
     has the last one now: the spent x, of as many elements. None: the last residual must stay as it is."""

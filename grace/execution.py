@@ -37,20 +37,24 @@ def encode(method: Method, x: Array, state: State, ctx: Context) -> tuple[Payloa
 
 
 def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array]:
-    xp, units = ctx.xp, -(-ctx.size // unit(compressor))
+    xp, units, each = ctx.xp, unit(compressor), template(compressor, ctx.xp, (unit(compressor),))
     # Arrays of the whole payload, a little too long: parts that are put together in the end would be copied once more.
-    whole: list[Array] = []
-    ends: list[int] = []
+    whole = [xp.empty(-(-ctx.size // units) * shape[0], dtype) for dtype, shape in each]
+    ends = [0] * len(whole)
+    forms = xp.forms if ctx.compile else None
     for start, stop in pieces(compressor, ctx):
         here, part = ctx.piece(start, stop - start), x[start:stop]
-        if residual is not None:
-            part = xp.add_to(part, residual[start:stop])
+        rest = None if residual is None else residual[start:stop]
+        if forms is not None and stop - start == piece(compressor, xp):
+            news = [end + here.size // units * shape[0] for end, (_, shape) in zip(ends, each, strict=True)]
+            outs = tuple(array[end:new] for array, end, new in zip(whole, ends, news, strict=True))
+            if forms.encode(compressor, part, rest, outs, here):
+                ends = news
+                continue
+        if rest is not None:
+            part = xp.add_to(part, rest)
         found: Any = compressor.compress(part, {}, here)
         payload: Payload = found[0]
-        if not whole:
-            each = lengths(compressor, xp)
-            whole = [xp.empty(units * size, xp.dtype(array)) for size, array in zip(each, payload, strict=True)]
-            ends = [0] * len(whole)
         for index, array in enumerate(payload):
             first, ends[index] = ends[index], ends[index] + xp.shape(array)[0]
             xp.write(whole[index][first : ends[index]], array)
@@ -144,9 +148,13 @@ class Mean:
             return out
         if not _in_pieces(compressor, ctx):
             return self._decode_into(out, self._payloads, ctx)
+        forms: Any = xp.forms if ctx.compile else None
         for start, stop in pieces(compressor, ctx):
             parts = [cut(compressor, payload, start, stop, ctx) for payload in self._payloads]
-            self._decode_into(out[start:stop], parts, ctx.piece(start, stop - start))
+            here = ctx.piece(start, stop - start)
+            fits = forms is not None and here.size == piece(compressor, xp)
+            if not (fits and forms.mean(compressor, out[start:stop], parts, self._agreed, here)):
+                self._decode_into(out[start:stop], parts, here)
         return out
 
     def _decode_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
@@ -195,9 +203,14 @@ def unit(compressor: Compressor) -> int:
     return math.lcm(8, compressor.block or 1)
 
 
+def piece(compressor: Compressor, xp: Any) -> int:
+    """Elements of a piece that stays in a cache: whole units."""
+    return max(1, xp.piece // unit(compressor)) * unit(compressor)
+
+
 def pieces(compressor: Compressor, ctx: Context) -> list[tuple[int, int]]:
     """Where pieces that stay in a cache begin and end: whole units, the last one short."""
-    size = max(1, ctx.xp.piece // unit(compressor)) * unit(compressor)
+    size = piece(compressor, ctx.xp)
     return [(start, min(start + size, ctx.size)) for start in range(0, ctx.size, size)]
 
 
@@ -261,6 +274,23 @@ def template(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[t
 
 def _in_pieces(compressor: Compressor, ctx: Context) -> bool:
     return 0 < ctx.xp.piece < ctx.size and _divisible(compressor)
+
+
+def uncompiled(points: Sequence[tuple[Compressor, Context]], xp: Any) -> str:
+    """Why compiled forms would do nothing for any of these compressors and tensors; empty if they would."""
+    if xp.forms is None:
+        return f"it is for PyTorch's tensors on CPUs, and these are {xp.name}'s" + " on a device" * (xp.name == "torch")
+    names = ", ".join(sorted({repr(name_of(compressor)) for compressor, _ in points}))
+    blockwise = [(compressor, ctx) for compressor, ctx in points if _divisible(compressor)]
+    if not blockwise:
+        return (
+            f"it is for methods that work on blocks one by one, as block_size=512 makes many do, not {names or 'none'}"
+        )
+    if not any(_in_pieces(compressor, ctx) for compressor, ctx in blockwise):
+        return f"it is for tensors of more than {xp.piece:,} elements; fuse='model' makes one of all"
+    if xp.kernels and all(type(compressor).fused is not Compressor.fused for compressor, _ in blockwise):
+        return f"native kernels, which are faster, carry out {names}"
+    return ""
 
 
 @cache

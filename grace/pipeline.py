@@ -15,7 +15,7 @@ from grace.backends import Backend, backend_of
 from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
 from grace.core import Array, Communicator, Context, Memory, Method, Program, Transport, name_of
-from grace.execution import Mean, as_array, sound
+from grace.execution import Mean, as_array, sound, uncompiled
 from grace.flight import Flight, Offload
 from grace.kept import Fitted, Kept, Way, exported
 from grace.layout import Bucket, Tensor, Unit, layout
@@ -53,6 +53,9 @@ class Options:
     """
     seed: int = 0
     """Of all random numbers. The same on every worker."""
+    compile: bool = False
+    """On PyTorch's CPU tensors, blockwise methods run as `torch.compile` compiles them, with the same results, where no
+    native kernel does them. What cannot be compiled runs as ever, and a warning says so."""
     timeout: float = 600.0
     """Seconds that a worker waits for the others before it raises TimeoutError; float("inf"): for ever. Horovod inside
     TensorFlow graphs, and NCCL, have time limits of their own."""
@@ -134,6 +137,7 @@ class Grace:
         self._first_step = 0  # from which on the report counts
         self._unsettled: dict[str, Tensor] = {}  # not compared with the other workers' yet
         self._prepared = False
+        self._told = False  # what compile=True does not do
         self._waiting: Callable[[], None] | None = None  # a checkpoint that came before the tensors
         self._clear()
 
@@ -269,6 +273,9 @@ class Grace:
             units = [unit for bucket in buckets for unit in bucket.units if not unit.dense]
             self.schedule.extend({unit.name: math.prod(unit.shape) for unit in units}, xp, self.rank)
         self._meter.extend([unit.name for bucket in buckets for unit in bucket.units])
+        if self.options.compile and not self._told:
+            self._told = True
+            self._warn_of_compile()
         self._offload = self._pooled()
         if self._waiting is not None:
             self._waiting()
@@ -365,7 +372,21 @@ class Grace:
             seed=self.options.seed,
             lr=None if self.learning_rate is None else partial(self.learning_rate, unit.tensors[0].name),
             undo=undo,
+            compile=self.options.compile,
         )
+
+    def _warn_of_compile(self) -> None:
+        # A request that nothing comes of.
+        units = [unit for bucket in self._buckets for unit in bucket.units if not unit.dense]
+        points = [
+            point
+            for unit in units
+            for way in self._ways
+            for point in way.communicator.points(way.method, self._context(unit, 0)).values()
+        ]
+        reason = uncompiled([(method.compressor, ctx) for method, ctx in points], self.xp)
+        if reason:
+            warnings.warn(f"compile=True has no effect: {reason}", stacklevel=4)
 
     # -- exchange ---------------------------------------------------------------------------------------------------
     def start(self, name: str, gradient: Array | None, spent: bool = False) -> Job:

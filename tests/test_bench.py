@@ -19,6 +19,7 @@ pytest.importorskip("typer", reason="the grace command needs the extra [cli]")
 from rich.console import Console
 
 import grace
+from grace.backends import get_backend
 from grace.bench import kernels, plan, show, worker
 
 ROOT = Path(__file__).parents[1]
@@ -398,3 +399,35 @@ def test_a_chart_is_drawn(measured, tmp_path):
     results = kernels.Results(measured[0]["machine"], records=measured[0]["records"])
     show.plot(results, str(tmp_path / "bars.png"))
     assert (tmp_path / "bars.png").stat().st_size > 10_000
+
+
+def test_forms_of_a_method_are_measured_beside_each_other(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from grace.backends.inductor import Forms
+    from grace.bench.subjects import Bench, Ours
+
+    specs = ["blockint:bits=8", "topk"]
+    cases = plan.in_forms([plan.parse(spec) for spec in specs], plan.HOWS)
+    assert [case.how for case in cases] == ["native", "compiled", "plain"] * 2
+    assert len({case.label for case in cases}) == 6
+    xp, config = get_backend("torch"), plan.Config("torch", 1, "asis", 10_000)
+    eager = torch._dynamo.lookup_backend("aot_eager")  # the compiler itself takes seconds
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: eager)
+    monkeypatch.setattr(xp, "piece", 4096)
+    monkeypatch.setitem(xp.__dict__, "forms", Forms(xp))
+    monkeypatch.setenv("GRACE_KERNELS", "off")  # set by each case, and as it was afterwards
+    bench, made = Bench(xp, config), []
+    for case in cases[1:3]:
+        made.append(Ours(case, bench, "eager"))
+        made[-1].several(False)
+        made[-1].refill()
+        made[-1].decode()
+        assert xp.kernels is None
+        assert xp.forms.compilations == 2, "to encode and to decode; plain nothing"
+    for one, other in zip(*(subject.parts[0].payloads[0] for subject in made), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="nothing to compile: it is for methods that work on blocks"):
+        Ours(cases[4], bench, "eager")
+    if kernels.native():
+        Ours(cases[0], bench, "eager").refill()
+        assert xp.kernels is not None

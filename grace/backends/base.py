@@ -53,6 +53,11 @@ class Backend(ABC):
         return None
 
     @property
+    def forms(self) -> Any:
+        """Compiled forms of pieces of methods (`grace.backends.inductor`); None where there are none."""
+        return None
+
+    @property
     def threads(self) -> int:
         """How many threads a kernel may use."""
         return 1

@@ -6,9 +6,11 @@ import math
 import mmap
 import sys
 import threading
+import warnings
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -149,6 +151,17 @@ class TorchBackend(Backend):
     @property
     def kernels(self) -> Any:
         return host_kernels(self) if self.on_host else None
+
+    @cached_property
+    def forms(self) -> Any:
+        if not self.on_host:
+            return None
+        try:
+            from grace.backends.inductor import Forms  # imports the compiler, which takes a while
+        except ImportError as error:
+            warnings.warn(f"compile=True: this PyTorch lacks what it needs ({error})", stacklevel=2)
+            return None
+        return Forms(self)
 
     @property
     def threads(self) -> int:
@@ -563,16 +576,20 @@ class TorchBackend(Backend):
     def noise(self, table: tuple[Any, Any], keys: tuple[Any, Any], start: int, n: int) -> Array:
         if n < LARGE:
             return super().noise(table, keys, start, n)
-        whole = self._whole_table(table)
         noise, row, first = self.empty(n), *divmod(start, NOISE)
         rows = 0 if first else n // NOISE
+        whole, offsets = self._noise_parts(table, keys, row, rows)
         if rows:  # at once
-            offsets = torch.tensor([[noise_offset(keys, row + i)] for i in range(rows)], dtype=torch.float32)
             torch.add(whole, offsets, out=noise[: rows * NOISE].view(rows, NOISE))
         for row, at, first, count in noise_rows(start + rows * NOISE, n - rows * NOISE):
             at += rows * NOISE
             torch.add(whole[first : first + count], noise_offset(keys, row), out=noise[at : at + count])
         return noise.frac_()
+
+    def _noise_parts(self, table: tuple[Any, Any], keys: tuple[Any, Any], row: int, rows: int) -> tuple[Array, Array]:
+        """float32[NOISE] and float32[rows, 1]: whole rows of the noise are the fractions of their sums."""
+        offsets = torch.tensor([[noise_offset(keys, row + i)] for i in range(rows)], dtype=torch.float32)
+        return self._whole_table(table), offsets
 
     # On the host NumPy works on the same memory, and turns numbers into bits many times faster than PyTorch.
     def pack_bits(self, mask: Array) -> Array:

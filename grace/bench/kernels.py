@@ -166,6 +166,7 @@ def _record(case: Case, config: Config, batch: int, found: dict[str, Any], done:
         **settings,
         "parameters": parameters,
         "form": case.form,
+        "how": case.how,
         "against": list(case.against),
         **to_dict(config),
         "batch": batch,
@@ -230,7 +231,7 @@ def _memory(
         alone = dataclasses.replace(config, threads=1, allocator="asis")
         labels = {(record["label"], record["mode"]) for record in results.records if record["backend"] == backend}
         for case, mode in itertools.product(cases[tensors], MODES[backend]):
-            if case.source != "grace" or (case.label, mode) not in labels:
+            if case.source != "grace" or case.how or (case.label, mode) not in labels:
                 continue
             if config.size < VISIBLE and tensors == "flat":
                 results.omit(case.label, f"memory of a step: not seen below {VISIBLE:,} elements", alone, mode)

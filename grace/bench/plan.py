@@ -6,7 +6,7 @@ import ast
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from grace.core import Method, name_of
@@ -19,6 +19,8 @@ SEVERAL = 4  # different gradients, so that error feedback meets fresh ones
 SETTINGS = {"threshold": "threshold:threshold=0.0046"}
 """With what a method is measured where its default makes no sense for these gradients: 1% of them exceed this one."""
 
+HOWS = ("native", "compiled", "plain")
+"""How a method is carried out: by native kernels, by forms that `torch.compile` made, or by neither."""
 BACKENDS = ("torch", "numpy", "tensorflow")
 ALLOCATORS = ("asis", "tuned")
 MODES = {"torch": ("eager",), "numpy": ("eager",), "tensorflow": ("eager", "graph")}
@@ -37,6 +39,8 @@ class Case:
     """What its statistics are of: "per tensor" or "blockwise"; empty where that tells nothing."""
     against: tuple[str, ...] = ()
     """Labels of the peers it is compared with."""
+    how: str = ""
+    """One of `HOWS`; empty: as the process has it."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,15 @@ def merged(*lists: Sequence[Case]) -> list[Case]:
     for case in (case for each in lists for case in each):
         cases[method_of(case.params) if case.source == "grace" else case.label] = case
     return list(cases.values())
+
+
+def in_forms(cases: Iterable[Case], hows: Sequence[str]) -> list[Case]:
+    """Our cases, each carried out in all of these ways; peers as they are."""
+    found = []
+    for case in cases:
+        ours = case.source == "grace"
+        found += [replace(case, label=f"{case.label} [{how}]", how=how) for how in hows] if ours else [case]
+    return found
 
 
 # -- what the issue asks for ------------------------------------------------------------------------------------

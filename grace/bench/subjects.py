@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -13,13 +14,16 @@ from grace.backends import Backend
 from grace.backends.base import ITEMSIZE
 from grace.bench.plan import SCALE, SEVERAL, WORKERS, Case, Config, method_of, shapes
 from grace.core import Array, Combine, Context, Method, Payload, State, run
-from grace.execution import Rest
+from grace.execution import Rest, uncompiled
 from grace.flight import Flight
 from grace.meter import Meter
 from grace.pipeline import Grace, Options
 from grace.registry import grace_from_params
 from grace.trace import Trace
 from grace.transports.local import LocalTransport, World
+
+KERNELS = os.environ.get("GRACE_KERNELS", "on")
+"""As the process was started."""
 
 
 class Subject(Protocol):
@@ -137,6 +141,8 @@ class Ours:
         self.workers = 1 if self.agreed else WORKERS
         self.note = ""
         self.turn = 0
+        self._how = case.how
+        self._settle()
         self._params = case.params
         self._step: Any = None
         self.parts: list[Part] = []
@@ -150,6 +156,7 @@ class Ours:
                 dense += part.size
         if not self.parts:
             raise ValueError(f"does not apply to {list(shape)}: these tensors go dense")
+        self._refuse()
         self.bytes = 4 * dense
         self._ok = bench.xp.all(bench.xp.asarray([True], "bool"))
         for part in self.parts:
@@ -162,6 +169,19 @@ class Ours:
         self._results: list[tuple[Payload, State]] = []
         self._moves: list[tuple[Any, Array, Array, bool]] = []
 
+    def _settle(self) -> None:
+        # The cases of a process are carried out in ways of their own; kernels are looked for at each call.
+        os.environ["GRACE_KERNELS"] = {"": KERNELS, "native": "on"}.get(self._how, "off")
+
+    def _refuse(self) -> None:
+        xp = self.bench.xp
+        if self._how == "native" and not xp.kernels:
+            raise ValueError("native kernels are not built for this machine")
+        if self._how == "compiled":
+            reason = uncompiled([(self.method.compressor, self._context(part)) for part in self.parts], xp)
+            if reason:
+                raise ValueError(f"nothing to compile: {reason}")
+
     def _large(self, part: Part) -> bool:
         return self.bench.config.tensors == "flat" or part.size >= Options().min_numel
 
@@ -169,7 +189,8 @@ class Ours:
         step: Any = self.turn
         if self.bench.xp.traced:
             step = self.bench.xp.asarray(step, "int64")
-        return Context(self.bench.xp, part.name, part.shape, "float32", rank, world_size, step, lr=lambda: 0.1)
+        ctx = Context(self.bench.xp, part.name, part.shape, "float32", rank, world_size, step, lr=lambda: 0.1)
+        return replace(ctx, compile=self._how == "compiled")
 
     def _begin(self, part: Part) -> None:
         # All workers once, in lockstep where they exchange: what the first one heard is what it hears when it is timed.
@@ -216,6 +237,7 @@ class Ours:
 
     # -- what is timed ----------------------------------------------------------------------------------------------
     def refill(self) -> None:
+        self._settle()
         self.turn += 1
         self.bench.refill(self.turn)
         self._results = []
@@ -277,7 +299,7 @@ class Ours:
             gradients[name] = xp.reshape(x[start : start + math.prod(shape)], shape)
             start += math.prod(shape)
         if self._step is None:
-            grace = grace_from_params(self._params, "local")
+            grace = grace_from_params({**self._params, "compile": self._how == "compiled"}, "local")
             grace.build(gradients)
             self._step = stepper(grace, self.mode)
         self._step(gradients)

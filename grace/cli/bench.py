@@ -72,6 +72,9 @@ def kernels(
     allocator: Annotated[str, typer.Option(help="malloc as it comes, and tuned.")] = ",".join(plan.ALLOCATORS),
     tensors: Annotated[str, typer.Option(help="One flat tensor (flat), or those of ResNet-50 (resnet50).")] = "flat",
     native: Annotated[str, typer.Option("--kernels", help="Native kernels: on, off or on,off.")] = "on",
+    forms: Annotated[
+        str, typer.Option(help="Each method by native kernels, compiled, plain, in the same run; empty: as it comes.")
+    ] = "",
     rounds: Annotated[int, typer.Option(min=0, help="At most so many rounds; 0: by size, 7 to 21.")] = 0,
     budget: Annotated[float, typer.Option(min=0, help="Seconds for each case in each configuration.")] = 6.0,
     call_limit: Annotated[float, typer.Option(min=0.1, help="Seconds after which a call is given up.")] = 60.0,
@@ -95,6 +98,8 @@ def kernels(
         configs, cases = _targets(max(given), listed(allocator, plan.ALLOCATORS, "--allocator"), peer is not None)
     else:
         chosen, left_out = _chosen(methods or [], peer is not None)
+        if forms:
+            chosen = plan.in_forms(chosen, listed(forms, plan.HOWS, "--forms"))
         kinds = listed(tensors, ("flat", "resnet50"), "--tensors")
         cases = dict.fromkeys(kinds, chosen)
         whole = sum(map(_size, plan.resnet50().values()))

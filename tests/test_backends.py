@@ -516,6 +516,19 @@ def test_arrays_are_joined_whether_or_not_they_lie_side_by_side(ops):
     assert parts.tobytes() == x[:4].tobytes()
 
 
+@pytest.mark.parametrize("toolkit", ["numpy", "torch", "tensorflow"])
+def test_what_is_written_together_is_said_for_a_while(toolkit, monkeypatch):
+    from grace.kernels import library
+
+    xp, lib = backend(toolkit), library()
+    with xp.together(10**9), xp.together(3):
+        assert lib is None or toolkit == "tensorflow" or lib.gathered(3) == 3
+    assert lib is None or lib.gathered(0) == 0
+    monkeypatch.setenv("GRACE_KERNELS", "off")
+    with xp.together(10**9):
+        assert lib is None or lib.gathered(0) == 0
+
+
 def test_parts_of_a_message_lie_side_by_side():
     xp = backend("torch")
     with xp.side_by_side(400_000):

@@ -327,10 +327,8 @@ class NumpyBackend(Backend):
     def together(self, n: int) -> AbstractContextManager[None]:
         return self.kernels.together(n) if self.kernels else nullcontext()
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        with np.errstate(all="ignore"), settled():
-            yield
+    def quiet(self) -> AbstractContextManager[Any]:
+        return _quiet()
 
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
         return new if ok else old
@@ -388,6 +386,12 @@ def _upper_gamma(a: float, x: float) -> float:
 FEW = 2**17
 """Elements of a matrix in one product of low rank: they stay in a core's own cache, and on AVX-512 OpenBLAS multiplies
 small matrices two to three times as fast as it, or MKL, does large ones."""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with np.errstate(all="ignore"), settled():
+        yield
 
 
 def left_factor(matrix: Array, q: Array, residual: Array | None = None) -> Array:

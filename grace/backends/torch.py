@@ -620,7 +620,7 @@ class TorchBackend(Backend):
     def together(self, n: int) -> AbstractContextManager[None]:
         return self.kernels.together(n) if self.kernels else nullcontext()
 
-    def quiet(self) -> AbstractContextManager[None]:
+    def quiet(self) -> AbstractContextManager[Any]:
         return settled() if self.on_host else nullcontext()
 
     def choose(self, ok: Array, new: Array, old: Array) -> Array:

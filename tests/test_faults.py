@@ -14,7 +14,7 @@ import pytest
 from launch import TESTS, elastic, launcher, run
 from launch import end as stop
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 
 def load(out, size):
@@ -145,12 +145,23 @@ def test_keras_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
 
 
 # -- workers that die and come while the others go on ------------------------------------------------------------------
+# Where a worker dies in the middle of a message, gloo in Horovod 0.28.1 may end another one's process, with which no
+# library can go on: docs/reliability.md says so. Only this is tried again; all else that ends a job is a failure.
+GLOO_ABORTS = "terminate called after throwing an instance of 'gloo::"
+
+
 @pytest.fixture(scope="module", params=["torch", "tensorflow"])
 def joined(request, tmp_path_factory):
     """Toolkit, what four workers found at the end, and what was printed; one died and another one came."""
-    out = tmp_path_factory.mktemp("elastic")
-    printed = elastic(TESTS / "workers" / "elastic.py", out, request.param, log=out / "log", at="epoch 4:")
-    return request.param, load(out, 4), printed
+    for attempts_left in (2, 1, 0):
+        out = tmp_path_factory.mktemp("elastic")
+        try:
+            printed = elastic(TESTS / "workers" / "elastic.py", out, request.param, log=out / "log", at="epoch 4:")
+        except AssertionError:
+            if not attempts_left or GLOO_ABORTS not in (out / "log").read_text():
+                raise
+            continue
+        return request.param, load(out, 4), printed
 
 
 def test_training_goes_on_with_three_workers_and_with_four_again(joined):

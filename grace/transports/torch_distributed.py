@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -113,8 +115,14 @@ class TorchDistributedTransport(MessageTransport):
         if buffer.device.type != "cpu":
             work.wait()  # a time limit would hold the host up; NCCL has a watchdog of its own
             return
-        try:
+        with self._lost(name):
             work.wait(_delta(self.timeout))
+
+    @contextmanager
+    def _lost(self, name: str) -> Iterator[None]:
+        # What gloo raises inside is about other workers: one that is gone is noticed when something is sent to it, too.
+        try:
+            yield
         except RuntimeError as error:
             if "imed out" in str(error):
                 raise self.late(name) from error
@@ -154,10 +162,11 @@ class TorchDistributedTransport(MessageTransport):
         works = []
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            if len(places[source]):
-                works.append(dist.irecv(places[source], self._global(source), self._group))
-            if len(buffers[to]):
-                works.append(dist.isend(buffers[to], self._global(to), self._group))
+            with self._lost(name):
+                if len(places[source]):
+                    works.append(dist.irecv(places[source], self._global(source), self._group))
+                if len(buffers[to]):
+                    works.append(dist.isend(buffers[to], self._global(to), self._group))
 
         def finish() -> list[Array]:
             for work in works:

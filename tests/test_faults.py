@@ -145,15 +145,16 @@ def test_keras_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
 
 
 # -- workers that die and come while the others go on ------------------------------------------------------------------
-# Where a worker dies in the middle of a message, gloo in Horovod 0.28.1 may end another one's process, with which no
-# library can go on: docs/reliability.md says so. Only this is tried again; all else that ends a job is a failure.
+# Where a worker dies in the middle of a reduction, Horovod 0.28.1 goes on to its next message on a neighbour, and gloo
+# ends that one's process when it gets the rest of the reduction: docs/reliability.md says so. It happened in 3 of 8 runs.
+# Only this is tried again; all else that ends a job is a failure.
 GLOO_ABORTS = "terminate called after throwing an instance of 'gloo::"
 
 
 @pytest.fixture(scope="module", params=["torch", "tensorflow"])
 def joined(request, tmp_path_factory):
     """Toolkit, what four workers found at the end, and what was printed; one died and another one came."""
-    for attempts_left in (2, 1, 0):
+    for attempts_left in (4, 3, 2, 1, 0):
         out = tmp_path_factory.mktemp("elastic")
         try:
             printed = elastic(TESTS / "workers" / "elastic.py", out, request.param, log=out / "log", at="epoch 4:")

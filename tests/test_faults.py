@@ -146,7 +146,7 @@ def test_keras_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
 
 # -- workers that die and come while the others go on ------------------------------------------------------------------
 # Where a worker dies in the middle of a reduction, Horovod 0.28.1 goes on to its next message on a neighbour, and gloo
-# ends that one's process when it gets the rest of the reduction: docs/reliability.md says so. It happened in 3 of 8 runs.
+# ends that one's process when it gets the rest of the reduction: docs/reliability.md says so. It did in 3 of 7 runs.
 # Only this is tried again; all else that ends a job is a failure.
 GLOO_ABORTS = "terminate called after throwing an instance of 'gloo::"
 

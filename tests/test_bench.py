@@ -20,7 +20,7 @@ from rich.console import Console
 
 import grace
 from grace.backends import get_backend
-from grace.bench import kernels, plan, show, worker
+from grace.bench import kernels, plan, show, subjects, worker
 
 ROOT = Path(__file__).parents[1]
 N = 10_000
@@ -173,6 +173,23 @@ def test_all_methods_are_measured_by_default_and_those_that_cannot_be_are_named(
     assert {label.partition(":")[0] for label in labels} >= {*grace.registry.compressors, "nearest4"}
     assert list(left) == ["asks"]
     assert "Give what is missing as asks:key=value" in left["asks"]
+
+
+@pytest.mark.parametrize("case", plan.everything()[0], ids=lambda case: case.label)
+def test_every_method_can_be_timed(case):
+    xp = get_backend("numpy")
+    # A method for matrices sees 120 x 84.
+    bench = subjects.Bench(xp, plan.Config("numpy", 1, "asis", 10_080))
+    subject = subjects.Ours(case, bench, "eager")
+    subject.several(repeated=False)
+    for _ in range(2):
+        subject.refill()
+        subject.encode()
+        subject.look()
+        subject.commit()
+        subject.decode()
+    assert subject.bytes > 0
+    assert all(len(part.payloads) == subject.workers for part in subject.parts)
 
 
 @pytest.mark.parametrize(

@@ -387,9 +387,9 @@ def listening(program: Generator[Any, Any, Any], answers: list[Any], xp: Backend
 
 
 def copied(xp: Backend, arrays: Any) -> Any:
-    """Arrays, and lists and tuples of them, in memory of their own."""
-    if isinstance(arrays, (list, tuple)):
-        return type(arrays)(copied(xp, each) for each in arrays)
+    """Arrays, and sequences of them, in memory of their own."""
+    if isinstance(arrays, Sequence):
+        return (tuple if isinstance(arrays, tuple) else list)(copied(xp, each) for each in arrays)
     return xp.copy(arrays)
 
 

@@ -316,6 +316,15 @@ def test_sum_abs(ops, rows):
     assert np.isnan(ops(lambda xp, x: xp.sum_abs(x), f32([[1, NAN], [1, 2]]))).tolist() == [True, False]
 
 
+def test_unit_rows(ops):
+    x = f32([[2, -4, 1], [0, -0.0, 0], [1e-37, 0, 0], [3e38, -1e38, 2e38], [NAN, 1, 2]])
+    expected = x / f32([4, 1, 1e-37, 3e38, NAN])[:, None]
+    for given in (x, x.T.copy().T):  # a transposed one, too
+        rows, alive = ops(lambda xp, x: xp.unit_rows(x), given)
+        assert np.array_equal(rows, expected, equal_nan=True)
+        assert np.array_equal(alive, [[True], [False], [True], [True], [False]])
+
+
 def test_max_abs(ops):
     x = mixed()[:1000].reshape(50, 20)
     assert equal(ops(lambda xp, x: xp.max_abs(x), x), [NAN if np.isnan(row).any() else abs(row).max() for row in x])

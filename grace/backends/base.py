@@ -295,6 +295,11 @@ class Backend(ABC):
         """[m, n] -> [m]: each row's largest magnitude; NaN if it has NaN."""
         return self.max(self.abs(x), 1)
 
+    def unit_rows(self, x: Array) -> tuple[Array, Array]:
+        """[m, n] -> each row over its largest magnitude, over 1 where that is 0; and if that is above 0, bool[m, 1]."""
+        largest = self.reshape(self.max_abs(x), (-1, 1))
+        return x / self.where(largest == 0, 1.0, largest), largest > 0
+
     @abstractmethod
     def all(self, x: Array) -> Array:
         """bool scalar; true for an empty array."""

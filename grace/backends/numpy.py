@@ -176,6 +176,9 @@ class NumpyBackend(Backend):
     def max(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
         return np.asarray(np.max(x, axis, keepdims=keepdims))
 
+    def unit_rows(self, x: Array) -> tuple[Array, Array]:
+        return unit_rows(x)
+
     def all(self, x: Array) -> Array:
         return np.all(x)
 
@@ -392,6 +395,14 @@ small matrices two to three times as fast as it, or MKL, does large ones."""
 def _quiet() -> Iterator[None]:
     with np.errstate(all="ignore"), settled():
         yield
+
+
+def unit_rows(x: Array) -> tuple[Array, Array]:
+    """`Backend.unit_rows`: for the few rows of a factor two calls of NumPy cost less than six of PyTorch."""
+    largest = np.abs(x).max(1, keepdims=True)
+    alive = largest > 0
+    largest[largest == 0] = 1
+    return x / largest, alive
 
 
 def left_factor(matrix: Array, q: Array, residual: Array | None = None) -> Array:

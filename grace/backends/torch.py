@@ -17,7 +17,16 @@ import numpy as np
 import torch
 
 from grace.backends.base import LARGE, PIECE, Array, Backend, Cell
-from grace.backends.numpy import beyond, excess, largest_magnitudes, left_factor, products, right_factor, room
+from grace.backends.numpy import (
+    beyond,
+    excess,
+    largest_magnitudes,
+    left_factor,
+    products,
+    right_factor,
+    room,
+    unit_rows,
+)
 from grace.kernels.host import host_kernels, settled
 from grace.rng import MASK32, NOISE, noise_offset, noise_rows
 
@@ -393,6 +402,12 @@ class TorchBackend(Backend):
 
     def max(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
         return torch.amax(x) if axis is None else torch.amax(x, axis, keepdim=keepdims)
+
+    def unit_rows(self, x: Array) -> tuple[Array, Array]:
+        if not self.on_host:
+            return super().unit_rows(x)
+        rows, alive = unit_rows(x.numpy())
+        return torch.from_numpy(rows), torch.from_numpy(alive)
 
     def all(self, x: Array) -> Array:
         return torch.all(x)

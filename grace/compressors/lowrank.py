@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
-from grace import blocks
 from grace.checks import fitting
 from grace.core import Array, Combine, Compressor, Context, Payload, State
+
+
+@cache
+def _cut(shape: tuple[int, ...]) -> tuple[int, int]:
+    size = math.prod(shape)
+    rows = (math.prod(shape[:cut]) for cut in range(1, len(shape)))
+    a = min(rows, key=lambda a: a + size // max(a, 1), default=1)
+    return a, size // max(a, 1)
 
 
 @dataclass(frozen=True)
@@ -32,9 +40,7 @@ class LowRank(Compressor):
 
     def sizes(self, ctx: Context) -> tuple[int, int, int]:
         """Rows a, columns b and rank r of the matrix that a tensor is seen as."""
-        cuts = range(1, len(ctx.shape))
-        a = min((math.prod(ctx.shape[:cut]) for cut in cuts), key=lambda a: a + ctx.size // max(a, 1), default=1)
-        b = ctx.size // max(a, 1)
+        a, b = _cut(ctx.shape)
         return a, b, min(self.compress_rank, a, b)
 
     def applies(self, ctx: Context) -> bool:
@@ -53,11 +59,8 @@ class LowRank(Compressor):
 
     def revived(self, rows: Array, ctx: Context, label: str) -> Array:
         """Directions at unit scale; one that became zero would stay so for ever, and is drawn anew."""
-        xp = ctx.xp
-        largest = xp.max(xp.abs(rows), 1)
-        alive = xp.reshape(largest, (-1, 1)) > 0
-        scaled = rows / blocks.divisor(xp, largest)
-        return xp.mended(alive, scaled, lambda: self.directions(ctx, label, xp.shape(rows)[1]))
+        scaled, alive = ctx.xp.unit_rows(rows)
+        return ctx.xp.mended(alive, scaled, lambda: self.directions(ctx, label, ctx.xp.shape(rows)[1]))
 
 
 @dataclass(frozen=True)

@@ -266,6 +266,16 @@ def test_rounds_end_with_the_budget():
     assert plan.LEAST < samples(0.1) <= 10
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_what_it_takes_to_make_a_graph_is_not_taken_for_what_a_call_takes(traced):
+    pauses = iter([0.3, *[0.0] * 10_000])
+    subject = SimpleNamespace(refill=lambda: None, release=lambda: None)
+    clock = worker.Clock(subject, [("encode", lambda: time.sleep(next(pauses)))], lambda: None, traced)
+    clock.warm_up(0.01)
+    assert clock.once is not traced
+    assert (clock.seconds > 0.2) is not traced
+
+
 def test_cases_for_which_there_is_no_room_are_put_off_to_another_process(monkeypatch):
     def messages(job, config, limits):
         said = []

@@ -29,8 +29,9 @@ Operation = tuple[str, Callable[[], None]]
 class Clock:
     """Samples of one group of operations that follow each other, such as encode and commit."""
 
-    def __init__(self, subject: Any, operations: list[Operation], wait: Callable[[], None]):
+    def __init__(self, subject: Any, operations: list[Operation], wait: Callable[[], None], traced: bool = False):
         self.seconds, self.once = 0.0, False
+        self._traced = traced
         self.samples: dict[str, list[float]] = {name: [] for name, _ in operations if name}
         self.calls = 1
         """Of each sample: so many make one last long enough."""
@@ -53,7 +54,12 @@ class Clock:
         return found
 
     def warm_up(self, long: float) -> None:
-        """Two calls, of which the second decides how many make a sample. One longer than ``long`` is not repeated."""
+        """Two calls, of which the second decides how many make a sample. One longer than ``long`` is not repeated.
+
+        Before them one that counts for nothing, where a graph is made in it.
+        """
+        if self._traced:
+            self.call()
         first = self.call()
         if sum(first.values()) > FIRST * long:  # a second one, without what only a first costs, would take too long
             self._keep(first)
@@ -162,7 +168,7 @@ def prepared(
         groups[0] = groups[0][:1]  # its memory keeps by itself
     if case.source != "torch" and bench.config.tensors == "flat":
         groups = groups[:2]
-    clocks = [Clock(subject, operations, bench.wait) for operations in groups]
+    clocks = [Clock(subject, operations, bench.wait, mode == "graph") for operations in groups]
     for number, clock in enumerate(clocks):
         if number == 0 and case.source == "torch":
             subject.several(False)

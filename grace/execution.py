@@ -37,27 +37,28 @@ def encode(method: Method, x: Array, state: State, ctx: Context) -> tuple[Payloa
 
 
 def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array]:
-    xp, units, each = ctx.xp, unit(compressor), template(compressor, ctx.xp, (unit(compressor),))
+    xp, units, size = ctx.xp, unit(compressor), piece(compressor, ctx.xp)
+    each = template(compressor, xp, (units,))
     # Arrays of the whole payload, a little too long: parts that are put together in the end would be copied once more.
     whole = [xp.empty(-(-ctx.size // units) * shape[0], dtype) for dtype, shape in each]
-    ends = [0] * len(whole)
+    ends: list[int] = []
     forms = xp.forms if ctx.compile else None
     for start, stop in pieces(compressor, ctx):
         here, part = ctx.piece(start, stop - start), x[start:stop]
         rest = None if residual is None else residual[start:stop]
-        if forms is not None and stop - start == piece(compressor, xp):
-            news = [end + here.size // units * shape[0] for end, (_, shape) in zip(ends, each, strict=True)]
-            outs = tuple(array[end:new] for array, end, new in zip(whole, ends, news, strict=True))
+        firsts = [start // units * shape[0] for _, shape in each]
+        if forms is not None and here.size == size:
+            ends = [stop // units * shape[0] for _, shape in each]
+            outs = tuple(array[first:end] for array, first, end in zip(whole, firsts, ends, strict=True))
             if forms.encode(compressor, part, rest, outs, here):
-                ends = news
                 continue
         if rest is not None:
             part = xp.add_to(part, rest)
         found: Any = compressor.compress(part, {}, here)
         payload: Payload = found[0]
-        for index, array in enumerate(payload):
-            first, ends[index] = ends[index], ends[index] + xp.shape(array)[0]
-            xp.write(whole[index][first : ends[index]], array)
+        ends = [first + xp.shape(array)[0] for first, array in zip(firsts, payload, strict=True)]
+        for place, first, end, array in zip(whole, firsts, ends, payload, strict=True):
+            xp.write(place[first:end], array)
         if residual is not None:
             left = compressor.residual(part, payload, here)
             if not xp.same_memory(left, x[start:stop]):
@@ -101,11 +102,14 @@ class Mean:
         floats = [array for payload in self._payloads for array in payload if xp.dtype(array) == "float32"]
         return [xp.reshape(array, (-1,)) for array in floats]
 
-    def places(self) -> list[tuple[int, int]] | None:
-        """The same in memory: where each begins, and how many numbers it has. None if that is not known."""
-        payloads = self._payloads
-        if not isinstance(payloads, Received):
-            return None
+    @property
+    def placed(self) -> bool:
+        """Whether `places` are known: the payloads lie in messages."""
+        return isinstance(self._payloads, Received)
+
+    def places(self) -> list[tuple[int, int]]:
+        """The `marks` in memory: where each begins, and how many numbers it has."""
+        payloads: Any = self._payloads
         columns = zip(payloads.layout, payloads.addresses(), strict=True)
         return [
             (address, math.prod(shape)) for (dtype, shape), each in columns if dtype == "float32" for address in each
@@ -149,10 +153,11 @@ class Mean:
         if not _in_pieces(compressor, ctx):
             return self._decode_into(out, self._payloads, ctx)
         forms: Any = xp.forms if ctx.compile else None
+        size = piece(compressor, xp)
         for start, stop in pieces(compressor, ctx):
             parts = [cut(compressor, payload, start, stop, ctx) for payload in self._payloads]
             here = ctx.piece(start, stop - start)
-            fits = forms is not None and here.size == piece(compressor, xp)
+            fits = forms is not None and here.size == size
             if not (fits and forms.mean(compressor, out[start:stop], parts, self._agreed, here)):
                 self._decode_into(out[start:stop], parts, here)
         return out
@@ -185,11 +190,10 @@ class Rest:
 def sound(means: Sequence[Mean], xp: Any) -> bool:
     """Whether the marks of all these are finite: one look at all of them costs less than one at each."""
     kernels = xp.kernels
-    places = [mean.places() for mean in means] if kernels else [None]
-    known = [place for each in places if each is not None for place in each]
-    if None in places:
-        return bool(xp.finite(xp.concat([array for mean in means for array in mean.marks()])))
-    return bool(kernels.finite([address for address, _ in known], [count for _, count in known]))
+    if kernels and all(mean.placed for mean in means):
+        places = [place for mean in means for place in mean.places()]
+        return bool(kernels.finite([address for address, _ in places], [count for _, count in places]))
+    return bool(xp.finite(xp.concat([array for mean in means for array in mean.marks()])))
 
 
 def as_array(mean: Array | Mean) -> Array:

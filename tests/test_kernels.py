@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,10 +14,16 @@ from methods import backend
 from grace.backends import get_backend
 from grace.compressors.blockint import BlockInt
 from grace.compressors.efsignsgd import EFSignSGD
+from grace.compressors.onebit import OneBit
+from grace.compressors.qsgd import QSGD
+from grace.compressors.signsgd import SignSGD
+from grace.compressors.terngrad import TernGrad
+from grace.compressors.threelc import ThreeLC
 from grace.compressors.threshold import Threshold
 from grace.compressors.topk import TopK
 from grace.core import Context
 from grace.kernels import ISAS, build, library
+from grace.packing import pack, packed_size
 
 XP = get_backend("numpy")
 GUARD = 64
@@ -320,6 +327,205 @@ def test_every_code_is_divided_exactly(lib, bits):
         scales, out = Memory.of(np.array([scale])), Memory(256 * each, np.float32)
         lib.ints_mean([packed.address], [scales.address], 1, out.address, 256 * each, 0, bits)
         equal(out.check(), codes * (scale / top))
+
+
+# -- codes of a few bits: levels, ternary numbers, votes, two means, five trits in a byte ------------------------------
+def plainly(compressor, x, ctx):
+    """Payload and residual by the plain functions."""
+    with XP.quiet():
+        payload, _ = compressor.compress(x, {}, ctx)
+        return payload, None if compressor.vote else compressor.residual(x.copy(), payload, ctx)
+
+
+def finite_blocks(scales, n, block):
+    """bool[n]: elements of blocks whose scales are finite."""
+    return np.repeat(np.isfinite(scales), block or max(n, 1))[:n]
+
+
+def coded(lib, compressor, ctx, x, residual, out, threads, swap=False):
+    """The payload that a kernel makes, and the memories that it lies in."""
+    n, keys = ctx.size, ctx.rng("round")
+    if isinstance(compressor, OneBit):
+        block = compressor.block_size
+        sent = Memory(-(-n // 8), np.uint8, 3), Memory(2 * -(-n // (block or max(n, 1))), np.float32, 4)
+        lib.halves_encode(x, residual, out, *map(address, sent), n, block, threads, swap)
+        return [each.check() for each in sent]
+    if isinstance(compressor, ThreeLC):
+        block, runs = compressor.block_size, compressor.zero_run
+        sent = Memory(-(-n // 5), np.uint8, 3), Memory(-(-n // (block or max(n, 1))), np.float32, 4)
+        size = lib.trits_encode(
+            x, residual, out, *map(address, sent), n, block, compressor.sparsity, runs, threads, swap
+        )
+        return [sent[0].check()[:size], sent[1].check()]
+    block, levels, bits = compressor.block or 0, 0, 2
+    table = offsets = first = None
+    if isinstance(compressor, QSGD):
+        levels, bits = compressor.quantum_num, compressor.bits
+        table, offsets = Memory(65536, np.uint16, 2), Memory((ctx.offset + n) // 65536 + 1, np.uint16, 6)
+        lib.noise_table(*keys.table, 65536, table.address)
+        lib.noise_table(*keys.keys, len(offsets.array), offsets.address)
+        first = offsets.address + 2 * (ctx.offset // 65536)
+    sent = Memory(packed_size(bits, n), np.uint8, 3), Memory(-(-n // (block or max(n, 1))), np.float32, 4)
+    lib.levels_encode(
+        x, residual, out, *map(address, sent), n, block, bits, levels, address(table), first, ctx.offset, keys.keys,
+        threads, swap,
+    )  # fmt: skip
+    return [each.check() for each in sent]
+
+
+def decoded(lib, compressor, payloads, n, threads):
+    """The mean that a kernel makes of payloads."""
+    memories = [[Memory.of(array, 1 if array.dtype == np.uint8 else 4) for array in payload] for payload in payloads]
+    where = [[each.address for each in column] for column in zip(*memories, strict=True)]
+    out, workers = Memory(n, np.float32, 4), len(payloads)
+    if isinstance(compressor, SignSGD):
+        lib.votes_mean(*where, workers, out.address, n, threads)
+    elif isinstance(compressor, OneBit):
+        lib.halves_mean(*where, workers, out.address, n, compressor.block_size, threads)
+    elif isinstance(compressor, ThreeLC):
+        counts = [len(payload[0]) for payload in payloads]
+        block, runs = compressor.block_size, compressor.zero_run
+        lib.trits_mean(*where, counts, workers, out.address, n, block, runs, threads)
+    else:
+        quantum = isinstance(compressor, QSGD)
+        kind = (compressor.bits, compressor.quantum_num) if quantum else (2, 0)
+        lib.levels_mean(*where, workers, out.address, n, compressor.block or 0, *kind, threads)
+    return out.check()
+
+
+CODED = [
+    QSGD(),
+    QSGD(quantum_num=64, bucket_size=0),
+    QSGD(quantum_num=1, bucket_size=4096),
+    QSGD(quantum_num=2, bucket_size=8),
+    QSGD(quantum_num=7, bucket_size=70_000),
+    QSGD(quantum_num=20),
+    QSGD(quantum_num=33, bucket_size=1000),
+    TernGrad(),
+    TernGrad(block_size=8),
+    TernGrad(block_size=70_000),
+    OneBit(),
+    OneBit(block_size=40),
+    OneBit(block_size=70_000),
+    ThreeLC(),
+    ThreeLC(sparsity=1.9),
+    ThreeLC(zero_run=False),
+    ThreeLC(zero_run=False, block_size=40),
+    ThreeLC(zero_run=False, block_size=80_000),
+]
+CODES = pytest.mark.parametrize("compressor", CODED, ids=str)
+
+
+@CASES
+@CODES
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_codes_are_those_of_the_plain_functions(lib, n, kind, threads, compressor):
+    ctx = replace(Context(XP, "w", (n,)), offset=(0, 65536, 65529, 123_457)[n % 4])
+    for x, residual, out, v in aliases(vector(n, 1, kind), vector(n, 2), n):
+        sent, left = plainly(compressor, v, ctx)
+        found = coded(lib, compressor, ctx, x.address, address(residual), out.address, threads)
+        x.check()
+        whole = finite_blocks(
+            sent[1][::2] + sent[1][1::2] if isinstance(compressor, OneBit) else sent[1], n, compressor.block
+        )
+        equal(found[1], sent[1])
+        if whole.all() or not isinstance(compressor, QSGD):  # of what is not finite QSGD's codes are any
+            equal(found[0], sent[0])
+            equal(out.check(), left)
+        else:
+            equal(out.check()[whole], left[whole])
+            assert not np.isfinite(out.array[~np.isfinite(left)]).any()
+
+
+@CASES
+@CODES
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_residual_changes_places_with_x_also_where_codes_are_small(lib, n, kind, threads, compressor):
+    ctx, first, last = Context(XP, "w", (n,)), vector(n, 1, kind), vector(n, 2)
+    x, residual, out = Memory.of(first, 4), Memory.of(last, 8), Memory(n, np.float32, 4)
+    expected = coded(lib, compressor, ctx, x.address, residual.address, out.address, threads)
+    equal(x.check(), first)
+    found = coded(lib, compressor, ctx, x.address, residual.address, residual.address, threads, swap=True)
+    for one, other in zip(found, expected, strict=True):
+        equal(one, other)
+    equal(residual.check(), out.check())
+    equal(x.check(), last)
+    if kind != "special":  # nothing is left, where nobody asks
+        equal(
+            coded(lib, compressor, ctx, out.address, None, None, threads)[0], plainly(compressor, out.array, ctx)[0][0]
+        )
+
+
+@CASES
+@pytest.mark.parametrize("compressor", [*CODED, SignSGD()], ids=str)
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_means_of_codes(lib, n, kind, threads, compressor, workers):
+    ctx = Context(XP, "w", (n,))
+    with XP.quiet():
+        payloads = [compressor.compress(vector(n, 10 + w, kind), {}, ctx)[0] for w in range(workers)]
+        expected = compressor.aggregate(payloads, ctx)
+    equal(decoded(lib, compressor, payloads, n, threads), expected)
+
+
+@CASES
+def test_votes_encode(lib, n, kind, threads):
+    x, bits, flags = Memory.of(vector(n, 1, kind), 4), Memory(-(-n // 8), np.uint8, 3), Memory(-(-n // 8192), np.uint8)
+    lib.votes_encode(x.address, bits.address, flags.address, n, threads)
+    (expected, where), _ = SignSGD().compress(x.array, {}, Context(XP, "w", (n,)))
+    equal(bits.check(), expected)
+    equal(flags.check(), where)
+    assert flags.array.any() == (kind == "special")
+    x.check()
+
+
+@pytest.mark.parametrize("place", [0, 15, 16, 8191, 8192, 20_000, 20_006])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_votes_flag_the_block_of_one_number_that_is_not_finite(lib, place, value):
+    n = 20_007
+    v = vector(n, 3)
+    v[place] = value
+    x, bits, flags = Memory.of(v), Memory(-(-n // 8), np.uint8), Memory(3, np.uint8)
+    lib.votes_encode(x.address, bits.address, flags.address, n)
+    assert flags.check().tolist() == [int(place // 8192 == block) for block in range(3)]
+    mean = decoded(lib, SignSGD(), [(bits.array, flags.array)] * 2, n, 1)
+    np.testing.assert_array_equal(np.isnan(mean), np.arange(n) // 8192 == place // 8192)
+
+
+@pytest.mark.parametrize("quantum_num", range(1, 128))
+def test_every_level_is_divided_exactly(lib, quantum_num):
+    compressor = QSGD(quantum_num=quantum_num, bucket_size=0)
+    codes = np.arange(1 << compressor.bits, dtype=np.uint8)
+    ctx = Context(XP, "w", (len(codes),))
+    for scale in np.float32([1, 0.3, 1e-40]):
+        payload = pack(XP, compressor.bits, codes), np.array([scale])
+        equal(decoded(lib, compressor, [payload], len(codes), 1), compressor.decompress(payload, ctx))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("length", [1, 2, 13, 14, 15, 28, 29, 60_003])
+def test_runs_of_zeros(lib, length, threads):
+    # Before, between and after bytes that are not zero, and all of it.
+    n, rng = 600_011, np.random.default_rng(8)
+    v = rng.choice(np.float32([-1, 0, 1]), n)
+    for begin in rng.integers(0, n // 5 - length, 40):
+        v[5 * begin : 5 * (begin + length)] = 0
+    for x in (v, np.concatenate([np.zeros(5 * length, np.float32), v]), np.zeros(5 * length, np.float32)):
+        compressor, ctx = ThreeLC(), Context(XP, "w", (len(x),))
+        sent, left = plainly(compressor, x, ctx)
+        out, at = Memory(len(x), np.float32), Memory.of(x)
+        found = coded(lib, compressor, ctx, at.address, None, out.address, threads)
+        equal(found[0], sent[0])
+        equal(out.check(), left)
+        equal(decoded(lib, compressor, [sent, sent], len(x), threads), compressor.aggregate([sent, sent], ctx))
+
+
+@pytest.mark.parametrize("bytes_", [[], [121] * 3, [254, 121], [121], [250]])
+def test_runs_that_do_not_fit_are_refused(lib, bytes_):
+    good, bad = [(np.array(each, np.uint8), np.ones(1, np.float32)) for each in ([243], bytes_)]
+    with pytest.raises(ValueError, match="the runs of worker 2 do not make 2 bytes"):
+        decoded(lib, ThreeLC(), [good, good, bad], 10, 1)
+    equal(decoded(lib, ThreeLC(), [good], 10, 1), np.zeros(10, np.float32))
 
 
 # -- sparse ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace import blocks
@@ -62,3 +63,16 @@ class QSGD(Compressor):
         level = xp.cast(xp.bitwise_and(codes, top - 1), "float32") / float(self.quantum_num)
         signed = xp.where(codes >= top, -level, level)
         return blocks.scaled(xp, signed, payload[1], self.block)
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        if not ctx.xp.kernels.levels_encode:
+            return None
+        codes, norms, left = ctx.xp.kernels.levels_encode(
+            x, residual, self.bucket_size, self.bits, self.quantum_num, ctx.rng("round"), ctx.undo
+        )
+        return (codes, norms), left
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not ctx.xp.kernels.levels_encode:
+            return None
+        return ctx.xp.kernels.levels_mean(payloads, out, ctx.size, self.bucket_size, self.bits, self.quantum_num)

@@ -58,6 +58,16 @@ class SignSGD(Compressor):
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         return _majority(ctx.xp, super().aggregate(payloads, ctx))
 
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        if not (self.packed and ctx.xp.kernels.votes_encode):
+            return None
+        return ctx.xp.kernels.votes_encode(x), x  # no residual: a vote has none
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not (self.packed and ctx.xp.kernels.votes_encode):
+            return None
+        return ctx.xp.kernels.votes_mean(payloads, out, ctx.size)
+
     def reduced(self, payload: Payload, ctx: Context) -> Array:
         return _majority(ctx.xp, self.decompress(payload, ctx))
 
@@ -70,4 +80,4 @@ def _majority(xp: Any, total: Array) -> Array:
 def _flags(xp: Any, x: Array) -> Array:
     if xp.shape(x)[0] == 0:
         return xp.zeros(0, "uint8")
-    return xp.cast(xp.max(xp.cast(xp.invert(xp.isfinite(rows(xp, x, CHECKED))), "int32"), 1), "uint8")
+    return xp.cast(xp.invert(xp.isfinite(xp.max_abs(rows(xp, x, CHECKED)))), "uint8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace import blocks
@@ -56,3 +57,16 @@ class TernGrad(Blockwise):
         xp, n = ctx.xp, ctx.size
         signs = xp.cast(unpack(xp, 2, payload[0], n), "float32") - 1.0
         return blocks.scaled(xp, signs, payload[1], self.block)
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        if self.clip or not ctx.xp.kernels.levels_encode:
+            return None
+        codes, scales, left = ctx.xp.kernels.levels_encode(
+            x, residual, self.block_size, 2, 0, ctx.rng("round"), ctx.undo
+        )
+        return (codes, scales), left
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not ctx.xp.kernels.levels_encode:
+            return None
+        return ctx.xp.kernels.levels_mean(payloads, out, ctx.size, self.block_size, 2, 0)

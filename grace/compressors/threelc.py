@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,19 @@ class ThreeLC(Blockwise):
         sent, size = payload[0], packed_trits(n)
         sent = _lengthen(xp, sent, size) if self.zero_run and n else fitting(xp, sent, "uint8", size, "bytes")
         return blocks.scaled(xp, xp.cast(unpack_trits(xp, sent, n), "float32"), payload[1], self.block)
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        if not ctx.xp.kernels.trits_encode:
+            return None
+        sent, scales, left = ctx.xp.kernels.trits_encode(
+            x, residual, self.block_size, self.sparsity, self.zero_run, ctx.undo
+        )
+        return (sent, scales), left
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not ctx.xp.kernels.trits_encode:
+            return None
+        return ctx.xp.kernels.trits_mean(payloads, out, ctx.size, self.block_size, self.zero_run)
 
 
 def _shorten(xp: Any, sent: Array) -> Array:

@@ -82,6 +82,14 @@ class Library:
         self._part = bind("part", _P, _P, _P, _P, _I, _I, _I, _I)
         self._left = bind("left", _P, _P, _P, _P, _I, _I, _I, _I)
         self._right = bind("right", _P, _P, _P, _I, _I, _I, _I)
+        self._levels_encode = bind("levels_encode", _P, _P, _P, _P, _P, _I, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I)
+        self._levels_mean = bind("levels_mean", _P, _P, _I, _P, _I, _I, _I, _I, _I)
+        self._votes_encode = bind("votes_encode", _P, _P, _P, _I, _I)
+        self._votes_mean = bind("votes_mean", _P, _P, _I, _P, _I, _I)
+        self._halves_encode = bind("halves_encode", _P, _P, _P, _P, _P, _I, _I, _I, _I)
+        self._halves_mean = bind("halves_mean", _P, _P, _I, _P, _I, _I, _I)
+        self._trits_encode = bind("trits_encode", _P, _P, _P, _P, _P, _I, _I, _F, _I, _I, _I, result=_I)
+        self._trits_mean = bind("trits_mean", _P, _P, _P, _I, _P, _I, _I, _I, _I, result=_I)
         self._noise_table = bind("noise_table", _I, _I, _I, _P, _I)
 
     def signs_encode(
@@ -158,6 +166,148 @@ class Library:
         pointers = _P * workers
         codes, scales = pointers(*codes_ptrs), pointers(*scales_ptrs)
         self._ints_mean(self.handle, codes, scales, workers, out, n, block, bits, threads)
+
+    def levels_encode(
+        self,
+        x: int,
+        residual: Address,
+        out: Address,
+        codes: int,
+        scales: int,
+        n: int,
+        block: int,
+        bits: int,
+        levels: int,
+        table: Address = None,
+        offsets: Address = None,
+        start: int = 0,
+        keys: tuple[int, int] = (0, 0),
+        threads: int = 1,
+        swap: bool = False,
+    ) -> None:
+        """Levels 0 .. ``levels`` of v relative to each block's norm, as `grace.compressors.qsgd` has them.
+
+        Codes of 1 .. 8 bits, the sign in the top one, as `grace.packing` writes them: uint8[packed_size(bits, n)];
+        scales: float32[m]. Noise is added before a level is rounded down: table, offsets and start as in `ints_encode`.
+        levels = 0, of 2 bits: `grace.compressors.terngrad`'s ternary numbers relative to the largest magnitude, drawn
+        by the uniform numbers of ``keys`` from ``start`` on, without a table.
+        """
+        noise = table, offsets, start, *keys
+        self._levels_encode(self.handle, x, residual, out, codes, scales, n, block, bits, levels, *noise, swap, threads)
+
+    def levels_mean(
+        self,
+        codes_ptrs: Sequence[int],
+        scales_ptrs: Sequence[int],
+        workers: int,
+        out: int,
+        n: int,
+        block: int,
+        bits: int,
+        levels: int,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[n]: the mean of what the workers sent, each codes and scales as of `levels_encode`, in order."""
+        pointers = _P * workers
+        codes, scales = pointers(*codes_ptrs), pointers(*scales_ptrs)
+        self._levels_mean(self.handle, codes, scales, workers, out, n, block, bits, levels, threads)
+
+    def votes_encode(self, x: int, bits: int, flags: int, n: int, threads: int = 1) -> None:
+        """bits: uint8[ceil(n/8)], x >= 0; flags: uint8[ceil(n/8192)], 1 for blocks that hold NaN or infinity."""
+        self._votes_encode(self.handle, x, bits, flags, n, threads)
+
+    def votes_mean(
+        self,
+        bits_ptrs: Sequence[int],
+        flags_ptrs: Sequence[int],
+        workers: int,
+        out: int,
+        n: int,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[n]: the sign that most workers sent, 1 for a tie; NaN in blocks that one of them flagged."""
+        pointers = _P * workers
+        bits, flags = pointers(*bits_ptrs), pointers(*flags_ptrs)
+        self._votes_mean(self.handle, bits, flags, workers, out, n, threads)
+
+    def halves_encode(
+        self,
+        x: int,
+        residual: Address,
+        out: Address,
+        bits: int,
+        means: int,
+        n: int,
+        block: int,
+        threads: int = 1,
+        swap: bool = False,
+    ) -> None:
+        """Signs, and the means of the negative and of the other elements, as `grace.compressors.onebit` has them.
+
+        bits: uint8[ceil(n/8)], v < 0; means: float32[2 m].
+        """
+        self._halves_encode(self.handle, x, residual, out, bits, means, n, block, swap, threads)
+
+    def halves_mean(
+        self,
+        bits_ptrs: Sequence[int],
+        means_ptrs: Sequence[int],
+        workers: int,
+        out: int,
+        n: int,
+        block: int,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[n]: the mean of what the workers sent, each bits and means as of `halves_encode`, in order."""
+        pointers = _P * workers
+        bits, means = pointers(*bits_ptrs), pointers(*means_ptrs)
+        self._halves_mean(self.handle, bits, means, workers, out, n, block, threads)
+
+    def trits_encode(
+        self,
+        x: int,
+        residual: Address,
+        out: Address,
+        bytes_: int,
+        scales: int,
+        n: int,
+        block: int,
+        sparsity: float,
+        runs: bool,
+        threads: int = 1,
+        swap: bool = False,
+    ) -> int:
+        """Ternary numbers, five in a byte, as `grace.compressors.threelc` has them; returns how many bytes they take.
+
+        bytes_: uint8[ceil(n/5)], of which the first are sent; scales: float32[m]; ``block``: a multiple of 40, or 0;
+        ``runs``: runs of zeros are written shortly.
+        """
+        return int(
+            self._trits_encode(self.handle, x, residual, out, bytes_, scales, n, block, sparsity, runs, swap, threads)
+        )
+
+    def trits_mean(
+        self,
+        bytes_ptrs: Sequence[int],
+        scales_ptrs: Sequence[int],
+        counts: Sequence[int],
+        workers: int,
+        out: int,
+        n: int,
+        block: int,
+        runs: bool,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[n]: the mean of what the workers sent, each bytes and scales as of `trits_encode`, in order.
+
+        ValueError if a worker's ``counts`` bytes with their runs do not make ceil(n/5); without runs that is not asked.
+        """
+        pointers = _P * workers
+        bytes_, scales = pointers(*bytes_ptrs), pointers(*scales_ptrs)
+        sizes = (_I * workers)(*counts)
+        wrong = self._trits_mean(self.handle, bytes_, scales, sizes, workers, out, n, block, runs, threads)
+        if wrong >= 0:
+            raise ValueError(f"the runs of worker {wrong} do not make {-(-n // 5)} bytes")
 
     def topk_encode(
         self,

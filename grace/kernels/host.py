@@ -9,6 +9,7 @@ from typing import Any
 
 from grace.checks import fitting
 from grace.kernels import Library, library
+from grace.packing import packed_size
 from grace.received import Received
 from grace.rng import NOISE, Rng
 
@@ -88,14 +89,7 @@ class HostKernels:
         codes, scales = xp.part(-(-n * bits // 8), "uint8"), xp.part(_count(n, block))
         left, swap = (x, False) if undo is None or residual is None else (residual, True)
         out = None if residual is None else at(left)
-        table = offsets = None
-        start = 0
-        if rng is not None:
-            table, start = self._table(rng.table), rng.offset
-            first, last = start // NOISE, -(-(start + n) // NOISE)
-            offsets = xp.empty(last, "int16")
-            self.library.noise_table(*rng.keys, last, at(offsets))
-            offsets = offsets[first:] if first else offsets
+        table, offsets, start = self._noise(rng, n)
         noise = at(table), at(offsets), start
         self.library.ints_encode(
             at(x), at(residual), out, at(codes), at(scales), n, block, bits, *noise, xp.threads, swap
@@ -109,6 +103,96 @@ class HostKernels:
         out, kept = self._out(out, n), self._received(payloads, *sizes)
         codes, scales = self._columns(kept)
         self.library.ints_mean(codes, scales, len(kept), self._xp.address(out), n, block, bits, self._xp.threads)
+        return out
+
+    def levels_encode(
+        self, x: Array, residual: Array | None, block: int, bits: int, levels: int, rng: Rng, undo: Undo | None = None
+    ) -> tuple[Array, Array, Array]:
+        """float32[n] -> codes uint8[packed_size(bits, n)], scales float32[m], what is left. levels = 0: ternary."""
+        xp, at = self._xp, self._xp.address
+        (n,) = xp.shape(x)
+        codes, scales = xp.part(packed_size(bits, n), "uint8"), xp.part(_count(n, block))
+        left, swap = (x, False) if undo is None or residual is None else (residual, True)
+        out = None if residual is None else at(left)
+        table, offsets, start = self._noise(rng if levels else None, n)
+        where = at(x), at(residual), out, at(codes), at(scales), n, block, bits, levels, at(table), at(offsets)
+        self.library.levels_encode(*where, start if levels else rng.offset, rng.keys, xp.threads, swap)
+        self._note(x, residual, undo)
+        return codes, scales, left
+
+    def levels_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int, levels: int) -> Array:
+        """Each worker's codes and scales -> float32[n], in ``out`` if it is given."""
+        sizes = ("uint8", packed_size(bits, n)), ("float32", _count(n, block))
+        out, kept = self._out(out, n), self._received(payloads, *sizes)
+        codes, scales = self._columns(kept)
+        at, threads = self._xp.address(out), self._xp.threads
+        self.library.levels_mean(codes, scales, len(kept), at, n, block, bits, levels, threads)
+        return out
+
+    def votes_encode(self, x: Array) -> tuple[Array, Array]:
+        """float32[n] -> bits uint8[ceil(n/8)], flags uint8[ceil(n/8192)]."""
+        xp, at, x = self._xp, self._xp.address, self._xp.contiguous(x)
+        (n,) = xp.shape(x)
+        bits, flags = xp.part(-(-n // 8), "uint8"), xp.part(-(-n // 8192), "uint8")
+        self.library.votes_encode(at(x), at(bits), at(flags), n, xp.threads)
+        return bits, flags
+
+    def votes_mean(self, payloads: Pairs, out: Array | None, n: int) -> Array:
+        """Each worker's bits and flags -> float32[n], in ``out`` if it is given."""
+        out, kept = self._out(out, n), self._received(payloads, ("uint8", -(-n // 8)), ("uint8", -(-n // 8192)))
+        bits, flags = self._columns(kept)
+        self.library.votes_mean(bits, flags, len(kept), self._xp.address(out), n, self._xp.threads)
+        return out
+
+    def halves_encode(
+        self, x: Array, residual: Array | None, block: int, undo: Undo | None = None
+    ) -> tuple[Array, Array, Array]:
+        """float32[n] -> bits uint8[ceil(n/8)], means float32[2 m], what is left."""
+        xp, at = self._xp, self._xp.address
+        (n,) = xp.shape(x)
+        bits, means = xp.part(-(-n // 8), "uint8"), xp.part(2 * _count(n, block))
+        left, swap = (x, False) if undo is None or residual is None else (residual, True)
+        out = None if residual is None else at(left)
+        self.library.halves_encode(at(x), at(residual), out, at(bits), at(means), n, block, xp.threads, swap)
+        self._note(x, residual, undo)
+        return bits, means, left
+
+    def halves_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
+        """Each worker's bits and means -> float32[n], in ``out`` if it is given."""
+        sizes = ("uint8", -(-n // 8)), ("float32", 2 * _count(n, block))
+        out, kept = self._out(out, n), self._received(payloads, *sizes)
+        bits, means = self._columns(kept)
+        self.library.halves_mean(bits, means, len(kept), self._xp.address(out), n, block, self._xp.threads)
+        return out
+
+    def trits_encode(
+        self, x: Array, residual: Array | None, block: int, sparsity: float, runs: bool, undo: Undo | None = None
+    ) -> tuple[Array, Array, Array]:
+        """float32[n] -> bytes uint8[K], scales float32[m], what is left."""
+        xp, at = self._xp, self._xp.address
+        (n,) = xp.shape(x)
+        bytes_, scales = xp.empty(-(-n // 5), "uint8"), xp.part(_count(n, block))
+        left, swap = (x, False) if undo is None or residual is None else (residual, True)
+        out = None if residual is None else at(left)
+        where = at(x), at(residual), out, at(bytes_), at(scales)
+        size = self.library.trits_encode(*where, n, block, sparsity, runs, xp.threads, swap)
+        self._note(x, residual, undo)
+        return bytes_[:size], scales, left
+
+    def trits_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, runs: bool) -> Array:
+        """Each worker's bytes and scales -> float32[n], in ``out`` if it is given; ValueError for wrong runs."""
+        kept: Pairs
+        scales = ("float32", _count(n, block))
+        if runs:
+            counts = [self._xp.shape(bytes_)[0] for bytes_, _ in payloads]
+            sizes = [(("uint8", count), scales) for count in counts]
+            kept = [self._received([pair], *size)[0] for pair, size in zip(payloads, sizes, strict=True)]
+        else:
+            counts, kept = [-(-n // 5)] * len(payloads), self._received(payloads, ("uint8", -(-n // 5)), scales)
+        out = self._out(out, n)
+        sent, factors = self._columns(kept)
+        at, threads = self._xp.address(out), self._xp.threads
+        self.library.trits_mean(sent, factors, counts, len(kept), at, n, block, runs, threads)
         return out
 
     def topk_encode(
@@ -203,6 +287,16 @@ class HostKernels:
         out = self._xp.empty(n, "int32")
         self.library.words(key0, key1, start, n, self._xp.address(out), self._xp.threads)
         return out
+
+    def _noise(self, rng: Rng | None, n: int) -> tuple[Array | None, Array | None, int]:
+        # The table, the offsets from the first that n elements need on, and where they begin; of nothing: nothing.
+        if rng is None:
+            return None, None, 0
+        xp, table, start = self._xp, self._table(rng.table), rng.offset
+        first, last = start // NOISE, -(-(start + n) // NOISE)
+        offsets = xp.empty(last, "int16")
+        self.library.noise_table(*rng.keys, last, xp.address(offsets))
+        return table, offsets[first:] if first else offsets, start
 
     def _table(self, keys: tuple[int, int]) -> Array:
         if keys not in self._tables:

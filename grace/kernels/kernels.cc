@@ -17,6 +17,8 @@
 #define API extern "C" __attribute__((visibility("default")))
 
 using grace::Found;
+using grace::Halves;
+using grace::Levels;
 using grace::Loops;
 using grace::Noise;
 using grace::Out;
@@ -104,7 +106,7 @@ void in_pieces(int64_t n, int64_t threads, const Statistic& statistic, const Sca
   split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
     for (int64_t i = begin; i < end; i += PIECE) found[size_t(i / PIECE)] = statistic(i, std::min(PIECE, end - i));
   });
-  const float whole = scale(found);
+  const auto whole = scale(found);
   split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
     for (int64_t i = (end - 1) / PIECE * PIECE; i >= begin; i -= PIECE) emit(i, std::min(PIECE, end - i), whole);
   });
@@ -581,4 +583,262 @@ API void grace_right(const Loops* loops, const float* m, const float* p, float* 
   split(a * b, 1024 * a, threads, [=](int64_t begin, int64_t end, int64_t) {
     loops->right(m, p, q, a, b, r, begin / a, end / a);
   });
+}
+
+// ---- codes of a few bits -----------------------------------------------------------------------------------------------
+
+namespace {
+
+// The largest magnitude; NaN if there is one.
+float largest_of(const Loops* loops, const float* x, const float* residual, int64_t n, int64_t threads) {
+  std::vector<int32_t> found(size_t((n + PIECE - 1) / PIECE));
+  split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t i = begin; i < end; i += PIECE)
+      found[size_t(i / PIECE)] = loops->ints_largest(x + i, at(residual, i), std::min(PIECE, end - i));
+  });
+  return float_of(*std::max_element(found.begin(), found.end()));
+}
+
+// Bytes of the wire that `n` codes take, n a multiple of 8.
+int64_t bytes_of(int64_t n, int bits) { return n / 8 * bits; }
+
+}  // namespace
+
+API void grace_levels_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
+                             float* scales, int64_t n, int64_t block, int64_t bits, int64_t levels,
+                             const uint16_t* table, const uint16_t* offsets, int64_t start, int64_t key0, int64_t key1,
+                             int64_t swap, int64_t threads) {
+  if (n <= 0) return;
+  if (block <= 0 || block > n) block = n;
+  const Out form = form_of(x, residual, out, n, swap);
+  const Levels how = {int(bits), int(levels), {table, offsets, start / 65536, start}, uint32_t(key0), uint32_t(key1)};
+  if (block <= PIECE)
+    return split(n, block, threads, [=, &how](int64_t begin, int64_t end, int64_t) {
+      loops->levels_blocks(x + begin, at(residual, begin), at(out, begin), codes + bytes_of(begin, how.bits),
+                           scales + begin / block, end - begin, block, &how, begin, form);
+    });
+  for (int64_t from = 0, b = 0; from < n; from += block, b++) {
+    const int64_t size = std::min(block, n - from);
+    const float largest = largest_of(loops, x + from, at(residual, from), size, threads);
+    in_pieces(
+        size, threads,
+        [=](int64_t i, int64_t count) {
+          return levels ? loops->squares(x + from + i, at(residual, from + i), count, largest) : 0.0;
+        },
+        [=](const std::vector<double>& squares) {
+          double total = 0;
+          for (const double each : squares) total += each;
+          const float scale = levels ? largest * __builtin_sqrtf(float(total)) : largest;
+          set(scales, b, scale);
+          return scale;
+        },
+        [=, &how](int64_t i, int64_t count, float scale) {
+          loops->levels_emit(x + from + i, at(residual, from + i), at(out, from + i),
+                             codes + bytes_of(from + i, how.bits), scale, count, &how, from + i, form);
+        });
+  }
+}
+
+API void grace_levels_mean(const Loops* loops, const uint8_t* const* codes, const float* const* scales, int64_t workers,
+                           float* out, int64_t n, int64_t block, int64_t bits, int64_t levels, int64_t threads) {
+  if (n <= 0) return;
+  if (block <= 0 || block > n) block = n;
+  const bool stream = streams(nullptr, nullptr, out, n);
+  const Levels how = {int(bits), int(levels), {}, 0, 0};
+  split(n, block == n ? PIECE : block, threads, [=, &how](int64_t begin, int64_t end, int64_t) {
+    loops->levels_sum(codes, scales, workers, out, begin, end, block, &how, stream);
+  });
+}
+
+API void grace_votes_encode(const Loops* loops, const float* x, uint8_t* bits, uint8_t* flags, int64_t n,
+                            int64_t threads) {
+  split(std::max<int64_t>(n, 0), 8192, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->votes_encode(x + begin, bits + begin / 8, flags + begin / 8192, end - begin);
+  });
+}
+
+API void grace_votes_mean(const Loops* loops, const uint8_t* const* bits, const uint8_t* const* flags, int64_t workers,
+                          float* out, int64_t n, int64_t threads) {
+  const bool stream = streams(nullptr, nullptr, out, n);
+  split(std::max<int64_t>(n, 0), 8192, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->votes_sum(bits, flags, workers, out, begin, end, stream);
+  });
+}
+
+API void grace_halves_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* bits,
+                             float* means, int64_t n, int64_t block, int64_t swap, int64_t threads) {
+  if (n <= 0) return;
+  if (block <= 0 || block > n) block = n;
+  const Out form = form_of(x, residual, out, n, swap);
+  struct Means {
+    float below, rest;
+  };
+  const auto means_of = [](int64_t size, const Halves& all) {
+    const int64_t others = size - all.count;
+    return Means{float(all.below) / (all.count ? float(all.count) : 1.0f),
+                 float(all.rest) / (others ? float(others) : 1.0f)};
+  };
+  const auto emit = [=](int64_t i, int64_t count, Means each) {
+    loops->halves_emit(x + i, at(residual, i), at(out, i), bits + i / 8, each.below, each.rest, count, form);
+  };
+  if (block <= PIECE)
+    return split(n, block, threads, [=](int64_t begin, int64_t end, int64_t) {
+      for (int64_t i = begin; i < end; i += block) {
+        const int64_t size = std::min(block, end - i);
+        const Means each = means_of(size, loops->halves(x + i, at(residual, i), size));
+        set(means, 2 * (i / block), each.below), set(means, 2 * (i / block) + 1, each.rest);
+        emit(i, size, each);
+      }
+    });
+  for (int64_t from = 0, b = 0; from < n; from += block, b++) {
+    const int64_t size = std::min(block, n - from);
+    in_pieces(
+        size, threads,
+        [=](int64_t i, int64_t count) { return loops->halves(x + from + i, at(residual, from + i), count); },
+        [=](const std::vector<Halves>& found) {
+          Halves all = {0, 0, 0};
+          for (const Halves& each : found) all.count += each.count, all.below += each.below, all.rest += each.rest;
+          const Means each = means_of(size, all);
+          set(means, 2 * b, each.below), set(means, 2 * b + 1, each.rest);
+          return each;
+        },
+        [=](int64_t i, int64_t count, Means each) { emit(from + i, count, each); });
+  }
+}
+
+API void grace_halves_mean(const Loops* loops, const uint8_t* const* bits, const float* const* means, int64_t workers,
+                           float* out, int64_t n, int64_t block, int64_t threads) {
+  if (n <= 0) return;
+  if (block <= 0 || block > n) block = n;
+  const bool stream = streams(nullptr, nullptr, out, n);
+  split(n, block == n ? PIECE : block, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->halves_sum(bits, means, workers, out, begin, end, block, stream);
+  });
+}
+
+// ---- five trits in a byte, and runs of zeros, as in grace/compressors/threelc.py ---------------------------------------
+
+namespace {
+
+constexpr uint8_t ZEROS = 121;    // the byte of five zeros
+constexpr int FIRST = 243;        // bytes from here on stand for runs of 2 .. 14 such bytes
+constexpr int LONGEST = 14;
+constexpr int64_t FIVES = 1020;   // elements that are added up together
+constexpr int64_t TRITS = 64 * FIVES;
+
+// Bytes of one worker, whose runs of zeros are written out.
+struct Runs {
+  const uint8_t* next;
+  int64_t zeros = 0;  // of the last run, still to come
+
+  // The next `count` bytes, to `to` unless that is null, where 16 more are spent. Whether any of them is not ZEROS.
+  bool take(uint8_t* to, int64_t count) {
+    bool any = false;
+    while (count > 0) {
+      if (zeros) {
+        const int64_t some = std::min(count, zeros);
+        if (to) memset(to, ZEROS, 16), to += some;
+        zeros -= some, count -= some;
+        continue;
+      }
+      const uint8_t code = *next++;
+      if (code >= FIRST) {
+        zeros = code - (FIRST - 2);
+        continue;
+      }
+      if (to) *to++ = code;
+      any |= code != ZEROS;
+      count--;
+    }
+    return any;
+  }
+};
+
+// Runs of ZEROS become one byte each, in place. Returns how many bytes are left.
+int64_t shorten(uint8_t* bytes, int64_t size) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < size;) {
+    const uint8_t byte = bytes[i++];
+    int64_t run = 1;
+    if (byte == ZEROS)
+      while (run < LONGEST && i < size && bytes[i] == ZEROS) run++, i++;
+    bytes[kept++] = run > 1 ? uint8_t(FIRST - 2 + run) : byte;
+  }
+  return kept;
+}
+
+}  // namespace
+
+// How many of the ceil(n / 5) bytes are sent.
+API int64_t grace_trits_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* bytes,
+                               float* scales, int64_t n, int64_t block, float sparsity, int64_t runs, int64_t swap,
+                               int64_t threads) {
+  if (n <= 0) return 0;
+  if (block <= 0 || block > n) block = n;
+  const Out form = form_of(x, residual, out, n, swap);
+  const auto emit = [=](int64_t i, int64_t count, float scale) {
+    loops->trits_emit(x + i, at(residual, i), at(out, i), bytes + i / 5, scale, count, form);
+  };
+  if (block <= PIECE)
+    split(n, block, threads, [=](int64_t begin, int64_t end, int64_t) {
+      for (int64_t i = begin; i < end; i += block) {
+        const int64_t size = std::min(block, end - i);
+        const float scale = float_of(loops->ints_largest(x + i, at(residual, i), size)) * sparsity;
+        set(scales, i / block, scale);
+        emit(i, size, scale);
+      }
+    });
+  else
+    for (int64_t from = 0, b = 0; from < n; from += block, b++) {
+      const int64_t size = std::min(block, n - from);
+      const float scale = largest_of(loops, x + from, at(residual, from), size, threads) * sparsity;
+      set(scales, b, scale);
+      split(size, TRITS, threads, [=](int64_t begin, int64_t end, int64_t) {
+        for (int64_t i = (end - 1) / TRITS * TRITS; i >= begin; i -= TRITS)  // the last may still be in a cache
+          emit(from + i, std::min(TRITS, end - i), scale);
+      });
+    }
+  return runs ? shorten(bytes, (n + 4) / 5) : (n + 4) / 5;
+}
+
+// -1, or the first worker whose runs do not make ceil(n / 5) bytes; out is then as it was.
+API int64_t grace_trits_mean(const Loops* loops, const uint8_t* const* bytes, const float* const* scales,
+                             const int64_t* counts, int64_t workers, float* out, int64_t n, int64_t block, int64_t runs,
+                             int64_t threads) {
+  if (n <= 0) return -1;
+  if (block <= 0 || block > n) block = n;
+  for (int64_t w = 0; runs && w < workers; w++) {
+    int64_t size = 0;
+    for (int64_t i = 0; i < counts[w]; i++) size += bytes[w][i] >= FIRST ? bytes[w][i] - (FIRST - 2) : 1;
+    if (size != (n + 4) / 5) return w;
+  }
+  const bool stream = streams(nullptr, nullptr, out, n);
+  split(n, block == n ? TRITS : block, threads, [=](int64_t begin, int64_t end, int64_t) {
+    std::vector<Runs> from;
+    for (int64_t w = 0; w < workers; w++) {
+      from.push_back({bytes[w] + (runs ? 0 : begin / 5)});
+      if (runs) from.back().take(nullptr, begin / 5);
+    }
+    alignas(64) float sum[FIVES + 4];
+    uint8_t written[FIVES / 5 + 16];
+    for (int64_t b = begin / block, first = begin; first < end; first += block, b++) {
+      const int64_t stop = std::min(first + block, end);
+      for (int64_t i = first; i < stop; i += FIVES) {
+        const int64_t count = std::min(FIVES, stop - i), size = (count + 4) / 5;
+        memset(sum, 0, sizeof sum);
+        for (int64_t w = 0; w < workers; w++) {
+          const float scale = get(scales[w], b);
+          const uint8_t* each = written;
+          bool any = true;
+          if (runs)
+            any = from[size_t(w)].take(written, size);
+          else
+            each = bytes[w] + i / 5;
+          if (any || !(scale < float_of(INFINITE))) loops->trits_add(each, scale, count, sum);  // 0 * infinity is NaN
+        }
+        loops->divide(sum, out + i, count, workers, stream);
+      }
+    }
+  });
+  return -1;
 }

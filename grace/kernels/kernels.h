@@ -23,6 +23,20 @@ struct Found {
 // it goes to the residual's own memory, which is `out`, and what was there goes to x.
 enum Out { NONE, KEPT, STREAMED, SWAPPED };
 
+// Codes of 1 .. 8 bits that stand for sign and level / levels, rounded up or down by noise; without levels those of 2 bits
+// for -1, 0 and 1, drawn by numbers that are a hash of the keys and the position.
+struct Levels {
+  int bits, levels;
+  Noise noise;
+  uint32_t key0, key1;
+};
+
+// Of the elements below zero how many they are and their sum, and the sum of the others.
+struct Halves {
+  int64_t count;
+  double below, rest;
+};
+
 // x, residual, out: float32; residual may be null. `stream`: write past the caches. Ranges of elements and pointers to
 // packed bytes begin at whole bytes. No alignment is assumed.
 struct Loops {
@@ -57,6 +71,26 @@ struct Loops {
   // Columns begin .. end of q[r, b] = the transpose of p[rows, r] times m[rows, b].
   void (*right)(const float* m, const float* p, float* q, int64_t rows, int64_t b, int64_t r, int64_t begin,
                 int64_t end);
+  // The sum of (x / largest)^2.
+  double (*squares)(const float* x, const float* residual, int64_t n, float largest);
+  void (*levels_emit)(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
+                      const Levels* how, int64_t first, Out form);
+  void (*levels_blocks)(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
+                        int64_t block, const Levels* how, int64_t first, Out form);
+  void (*levels_sum)(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out,
+                     int64_t begin, int64_t end, int64_t block, const Levels* how, bool stream);
+  void (*votes_encode)(const float* x, uint8_t* bits, uint8_t* flags, int64_t n);
+  void (*votes_sum)(const uint8_t* const* bits, const uint8_t* const* flags, int64_t workers, float* out, int64_t begin,
+                    int64_t end, bool stream);
+  Halves (*halves)(const float* x, const float* residual, int64_t n);
+  void (*halves_emit)(const float* x, const float* residual, float* out, uint8_t* bits, float below, float rest,
+                      int64_t n, Out form);
+  void (*halves_sum)(const uint8_t* const* bits, const float* const* means, int64_t workers, float* out, int64_t begin,
+                     int64_t end, int64_t block, bool stream);
+  void (*trits_emit)(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n,
+                     Out form);
+  // sum += what the bytes of up to 1020 elements stand for.
+  void (*trits_add)(const uint8_t* bytes, float scale, int64_t n, float* sum);
 };
 
 // Non-temporal stores are weakly ordered: a fence ends every loop that made some.

@@ -620,6 +620,12 @@ void part(float* x, const float* p, const float* q, float* rest, int64_t rows, i
   }
 }
 
+}  // namespace
+
+#include "codes.h"
+
+namespace {
+
 // ---- random bits -----------------------------------------------------------------------------------------------------
 
 INLINE uint32_t mix(uint32_t h) {  // MurmurHash3's finaliser, as in grace/rng.py
@@ -652,6 +658,8 @@ namespace grace {
 
 extern const Loops TABLE = {NAME,         signs_total, signs_emit, signs_blocks, signs_sum, ints_largest, ints_emit,
                             ints_blocks,  ints_sum,    select,     divide,       words,     noise,        product,
-                            part,         left,        right};
+                            part,         left,        right,      squares,      levels_emit, levels_blocks,
+                            levels_sum,   votes_encode, votes_sum, halves,       halves_emit, halves_sum,
+                            trits_emit,   trits_add};
 
 }  // namespace grace

@@ -130,6 +130,7 @@ class TensorflowKernels:
     """As `grace.kernels.host.HostKernels`, of TensorFlow's tensors on the CPU."""
 
     threshold_encode = None
+    levels_encode = votes_encode = halves_encode = trits_encode = None
 
     def __init__(self, xp: Any):
         found = library()

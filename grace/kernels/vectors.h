@@ -61,6 +61,7 @@ INLINE F operator-(F x, F y) { return {_mm512_sub_ps(x.v, y.v)}; }
 INLINE F operator*(F x, F y) { return {_mm512_mul_ps(x.v, y.v)}; }
 INLINE F operator/(F x, F y) { return {_mm512_div_ps(x.v, y.v)}; }
 INLINE M not_below_zero(F x) { return _mm512_cmp_ps_mask(x.v, _mm512_setzero_ps(), _CMP_GE_OQ); }
+INLINE M below_zero(F x) { return _mm512_cmp_ps_mask(x.v, _mm512_setzero_ps(), _CMP_LT_OQ); }
 INLINE M at_least(I x, I y) { return _mm512_cmpge_epi32_mask(x.v, y.v); }
 INLINE uint32_t bits_of(M m) { return m; }
 INLINE M mask_of(uint32_t bits) { return M(bits); }
@@ -162,6 +163,10 @@ INLINE F operator/(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.
 INLINE M not_below_zero(F x) {
   const __m256 zero = _mm256_setzero_ps();
   return {_mm256_cmp_ps(x.a, zero, _CMP_GE_OQ), _mm256_cmp_ps(x.b, zero, _CMP_GE_OQ)};
+}
+INLINE M below_zero(F x) {
+  const __m256 zero = _mm256_setzero_ps();
+  return {_mm256_cmp_ps(x.a, zero, _CMP_LT_OQ), _mm256_cmp_ps(x.b, zero, _CMP_LT_OQ)};
 }
 INLINE M at_least(I x, I y) {
   const __m256i ones = _mm256_set1_epi32(-1);
@@ -276,6 +281,7 @@ INLINE F operator-(F x, F y) { EACH x.v[i] -= y.v[i]; return x; }
 INLINE F operator*(F x, F y) { EACH x.v[i] *= y.v[i]; return x; }
 INLINE F operator/(F x, F y) { EACH x.v[i] /= y.v[i]; return x; }
 INLINE M not_below_zero(F x) { M r; EACH r.v[i] = (i4)(x.v[i] >= f4{}); return r; }
+INLINE M below_zero(F x) { M r; EACH r.v[i] = (i4)(x.v[i] < f4{}); return r; }
 INLINE M at_least(I x, I y) { M r; EACH r.v[i] = (i4)(x.v[i] >= y.v[i]); return r; }
 INLINE uint32_t bits_of(M m) {
   i4 sum = {};

@@ -1,0 +1,453 @@
+// Codes of a few bits with a scale per block: levels and ternary numbers drawn at random, votes, two means, and five
+// trits in a byte. Part of loops.cc; what is not written in sixteens here the compiler turns into vectors itself, since
+// it works on arrays of a fixed size that stay in the nearest cache.
+#pragma once
+
+namespace {
+
+constexpr int64_t CHUNK = 1024;  // elements, whole bytes of codes of every width
+constexpr int64_t VOTERS = 8192;  // elements that share a flag, as in grace/compressors/signsgd.py
+
+using grace::Halves;
+using grace::Levels;
+
+// ---- codes of 1 .. 8 bits, as in grace/packing.py ----------------------------------------------------------------------
+
+INLINE int64_t packed_size(int64_t n, int bits) { return 8 % bits ? (n + 7) / 8 * bits : (n * bits + 7) / 8; }
+
+INLINE uint64_t lanes(int bits) { return 0x0101010101010101ull * ((1u << bits) - 1); }
+
+// Up to CHUNK codes, a byte each, to the wire.
+INLINE void pack_codes(const uint8_t* codes, int64_t n, int bits, uint8_t* packed) {
+  if (bits == 8) {
+    memcpy(packed, codes, size_t(n));
+    return;
+  }
+  uint8_t bytes[CHUNK + 8];
+  const uint64_t mask = lanes(bits);
+  int64_t at = 0;
+  for (int64_t i = 0; i < n; i += 8, at += bits) {
+    uint64_t word = 0;
+    memcpy(&word, codes + i, n - i < 8 ? size_t(n - i) : 8);
+#if defined(__BMI2__)
+    word = _pext_u64(word, mask);
+#else
+    uint64_t all = 0;
+    for (int j = 0; j < 8; j++) all |= (word >> 8 * j & mask & 0xff) << bits * j;
+    word = all;
+#endif
+    memcpy(bytes + at, &word, 8);
+  }
+  memcpy(packed, bytes, size_t(packed_size(n, bits)));
+}
+
+// The inverse; codes has room for whole eights.
+INLINE void unpack_codes(const uint8_t* packed, int64_t n, int bits, uint8_t* codes) {
+  if (bits == 8) {
+    memcpy(codes, packed, size_t(n));
+    return;
+  }
+  uint8_t bytes[CHUNK + 8];
+  memcpy(bytes, packed, size_t(packed_size(n, bits)));
+  const uint64_t mask = lanes(bits);
+  int64_t at = 0;
+  for (int64_t i = 0; i < n; i += 8, at += bits) {
+    uint64_t word;
+    memcpy(&word, bytes + at, 8);
+#if defined(__BMI2__)
+    word = _pdep_u64(word, mask);
+#else
+    uint64_t all = 0;
+    for (int j = 0; j < 8; j++) all |= (word >> bits * j & mask & 0xff) << 8 * j;
+    word = all;
+#endif
+    memcpy(codes + i, &word, 8);
+  }
+}
+
+// v = x + residual, of up to CHUNK elements.
+INLINE void values_of(const float* x, const float* residual, int64_t n, float* v) {
+  if (!residual) {
+    memcpy(v, x, size_t(n) * 4);
+    return;
+  }
+  for (int64_t i = 0; i < n; i++) v[i] = read(x, i) + read(residual, i);
+}
+
+// What is left, from v and what the payload carries of it, to where `form` says.
+INLINE void leave_values(const float* x, const float* residual, float* out, const float* v, const float* carried,
+                         int64_t n, Out form) {
+  float left[CHUNK];
+  for (int64_t i = 0; i < n; i++) left[i] = v[i] - carried[i];
+  if (form == SWAPPED) memcpy(const_cast<float*>(x), residual, size_t(n) * 4);
+  memcpy(out, left, size_t(n) * 4);
+}
+
+INLINE const float* beyond(const float* p, int64_t i) { return p ? p + i : nullptr; }
+
+// ---- levels and ternary numbers -----------------------------------------------------------------------------------------
+
+void words(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* out);
+
+template <bool RESIDUAL>
+INLINE double squares_of(const float* x, const float* residual, int64_t n, float largest) {
+  const F divisor = fill(largest == 0.0f ? 1.0f : largest);
+  D sum = zeros();
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const F v = value<RESIDUAL>(x, residual, i) / divisor;
+    add_magnitude(sum, v * v);
+  }
+  if (i < n) {
+    const F v = value_some<RESIDUAL>(x, residual, i, n - i) / divisor;
+    add_magnitude(sum, v * v);
+  }
+  return total(sum);
+}
+
+double squares(const float* x, const float* residual, int64_t n, float largest) {
+  return residual ? squares_of<true>(x, residual, n, largest) : squares_of<false>(x, residual, n, largest);
+}
+
+INLINE float norm_of(float largest, double squares) { return largest * __builtin_sqrtf(float(squares)); }
+
+// code / levels, rounded as a division is: the quotient of whole numbers up to 127 is right after one correction.
+struct Share {
+  float by, inverse;
+  INLINE_MEMBER explicit Share(int levels) : by(float(levels)), inverse(1.0f / float(levels)) {}
+  INLINE_MEMBER float of(float level) const {
+#if defined(__FMA__)
+    const float quotient = level * inverse;
+    return __builtin_fmaf(__builtin_fmaf(-quotient, by, level), inverse, quotient);
+#else
+    return level / by;
+#endif
+  }
+};
+
+// What codes stand for. `ADD`: added to what is there.
+template <bool ADD>
+INLINE void decode_levels(const uint8_t* codes, int64_t n, const Levels& how, float scale, float* out) {
+  if (how.levels) {
+    const int sign = 1 << (how.bits - 1);
+    const Share share(how.levels);
+    for (int64_t i = 0; i < n; i++) {
+      const int code = codes[i];
+      const float level = share.of(float(code & (sign - 1)));
+      const float v = (code & sign ? -level : level) * scale;
+      out[i] = ADD ? out[i] + v : v;
+    }
+  } else {
+    for (int64_t i = 0; i < n; i++) {
+      const float v = (float(int(codes[i])) - 1.0f) * scale;
+      out[i] = ADD ? out[i] + v : v;
+    }
+  }
+}
+
+// The noise at `n` positions, up to CHUNK, where the table may begin anew.
+INLINE void noise_at(const Noise& noise, int64_t position, int64_t n, float* u) {
+  uint16_t mixed[CHUNK];
+  for (int64_t i = 0; i < n;) {
+    const int64_t index = (position + i) & 65535, count = least(n - i, 65536 - index);
+    const uint16_t offset = read(noise.offsets, ((position + i) >> 16) - noise.origin);
+    memcpy(mixed, reinterpret_cast<const char*>(noise.table) + 2 * index, size_t(count) * 2);
+    for (int64_t j = 0; j < count; j++) u[i + j] = (float(int(uint16_t(mixed[j] + offset))) + 0.5f) * 0x1p-16f;
+    i += count;
+  }
+}
+
+void levels_emit(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
+                 const Levels* how, int64_t first, Out form) {
+  const float divisor = scale == 0.0f ? 1.0f : scale, top = float(how->levels);
+  const int sign = 1 << (how->bits - 1), bits = how->bits;
+  for (int64_t i = 0; i < n; i += CHUNK) {
+    const int64_t count = least(CHUNK, n - i);
+    float v[CHUNK], u[CHUNK];
+    uint8_t all[CHUNK];
+    values_of(x + i, beyond(residual, i), count, v);
+    if (how->levels) {
+      noise_at(how->noise, how->noise.start + first + i, count, u);
+      for (int64_t j = 0; j < count; j++) {
+        const float raised = __builtin_fabsf(v[j]) / divisor * top + u[j];
+        const int level = int(raised < top + 1.0f ? raised : top);  // NaN, too, becomes a number that is in range
+        all[j] = uint8_t((level < how->levels ? level : how->levels) + (v[j] < 0.0f ? sign : 0));
+      }
+    } else {
+      int32_t drawn[CHUNK];
+      words(how->key0, how->key1, how->noise.start + first + i, count, drawn);
+      for (int64_t j = 0; j < count; j++) {
+        const float uniform = float(int32_t(uint32_t(drawn[j]) >> 8)) * 0x1p-24f;
+        const int sent = uniform < __builtin_fabsf(v[j]) / divisor ? 1 : 0;
+        all[j] = uint8_t(1 + (v[j] > 0.0f ? sent : 0) - (v[j] < 0.0f ? sent : 0));
+      }
+    }
+    pack_codes(all, count, bits, codes + i / 8 * bits);
+    if (form != NONE) {
+      decode_levels<false>(all, count, *how, scale, u);
+      leave_values(x + i, beyond(residual, i), out + i, v, u, count, form);
+    }
+  }
+}
+
+void levels_blocks(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
+                   int64_t block, const Levels* how, int64_t first, Out form) {
+  for (int64_t at = 0, b = 0; at < n; at += block, b++) {
+    const int64_t size = least(block, n - at);
+    const float* r = beyond(residual, at);
+    float scale = as_float(ints_largest(x + at, r, size));
+    if (how->levels) scale = norm_of(scale, squares(x + at, r, size, scale));
+    write(scales, b, scale);
+    levels_emit(x + at, r, form == NONE ? nullptr : out + at, codes + at / 8 * how->bits, scale, size, how, first + at,
+                form);
+  }
+}
+
+// The mean of chunks of up to CHUNK elements of each block: add<ADD>(worker, block, from, count, sum) for each worker.
+template <class Add>
+INLINE void mean_of_chunks(int64_t workers, float* out, int64_t begin, int64_t end, int64_t block, int64_t chunk,
+                           bool stream, const Add& add) {
+  alignas(64) float sum[CHUNK];
+  int64_t b = begin / block;
+  for (int64_t at = begin; at < end; at += block, b++) {  // begin is where a block begins, or all is one block
+    const int64_t stop = least(at + block, end);
+    for (int64_t i = at; i < stop; i += chunk) {
+      const int64_t count = least(chunk, stop - i);
+      for (int64_t w = 0; w < workers; w++) add(w, b, i, count, sum);
+      divide(sum, out + i, count, workers, stream);
+    }
+  }
+}
+
+void levels_sum(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out, int64_t begin,
+                int64_t end, int64_t block, const Levels* how, bool stream) {
+  uint8_t all[CHUNK];
+  mean_of_chunks(workers, out, begin, end, block, CHUNK, stream,
+                 [&](int64_t w, int64_t b, int64_t i, int64_t count, float* sum) __attribute__((always_inline)) {
+                   unpack_codes(codes[w] + i / 8 * how->bits, count, how->bits, all);
+                   const float scale = read(scales[w], b);
+                   w ? decode_levels<true>(all, count, *how, scale, sum)
+                     : decode_levels<false>(all, count, *how, scale, sum);
+                 });
+}
+
+// ---- votes -------------------------------------------------------------------------------------------------------------
+
+void votes_encode(const float* x, uint8_t* bits, uint8_t* flags, int64_t n) {
+  for (int64_t at = 0, b = 0; at < n; at += VOTERS, b++) {
+    const int64_t stop = least(at + VOTERS, n);
+    I most = fill_int(0);
+    int64_t i = at;
+    for (; i + W <= stop; i += W) {
+      const F v = load(x + i);
+      write(reinterpret_cast<uint16_t*>(bits + i / 8), 0, uint16_t(bits_of(not_below_zero(v))));
+      most = larger(most, magnitude_bits(v));
+    }
+    if (i < stop) {
+      const F v = load_some(x + i, stop - i);
+      const uint32_t some = bits_of(not_below_zero(v)) & ((1u << (stop - i)) - 1);
+      bits[i / 8] = uint8_t(some);
+      if (stop - i > 8) bits[i / 8 + 1] = uint8_t(some >> 8);
+      most = larger(most, magnitude_bits(v));
+    }
+    flags[b] = largest(most) >= 0x7f800000;
+  }
+}
+
+template <int N, bool STREAM>
+INLINE void votes_tile(const uint8_t* const* bits, int64_t workers, float* out, int64_t at) {
+  const F yes = fill(1.0f), no = fill(-1.0f);
+  F sum[N];
+  for (int64_t w = 0; w < workers; w++) {
+    const uint8_t* from = bits[w] + at / 8;
+    for (int i = 0; i < N; i++) {
+      const F v = pick(mask_of(read(reinterpret_cast<const uint16_t*>(from), i)), yes, no);
+      sum[i] = w ? sum[i] + v : v;
+    }
+  }
+  for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, pick(not_below_zero(sum[i]), yes, no));
+}
+
+template <bool STREAM>
+INLINE void votes_sum_to(const uint8_t* const* bits, const uint8_t* const* flags, int64_t workers, float* out,
+                         int64_t begin, int64_t end) {
+  for (int64_t at = begin; at < end; at += VOTERS) {
+    const int64_t stop = least(at + VOTERS, end), b = at / VOTERS;
+    bool wrong = false;
+    for (int64_t w = 0; w < workers; w++) wrong |= flags[w][b] != 0;
+    int64_t i = at;
+    if (wrong) {
+      const F nothing = fill(__builtin_nanf(""));
+      for (; i + W <= stop; i += W) put<STREAM>(out + i, nothing);
+      if (i < stop) store_some(out + i, nothing, stop - i);
+      continue;
+    }
+    for (; i + TILE * W <= stop; i += TILE * W) votes_tile<TILE, STREAM>(bits, workers, out, i);
+    for (; i + W <= stop; i += W) votes_tile<1, STREAM>(bits, workers, out, i);
+    if (i < stop) {
+      F sum = fill(0);
+      for (int64_t w = 0; w < workers; w++) {
+        uint32_t some = bits[w][i / 8];
+        if (stop - i > 8) some |= uint32_t(bits[w][i / 8 + 1]) << 8;
+        sum = sum + pick(mask_of(some), fill(1.0f), fill(-1.0f));
+      }
+      store_some(out + i, pick(not_below_zero(sum), fill(1.0f), fill(-1.0f)), stop - i);
+    }
+  }
+  if (STREAM) fence();
+}
+
+void votes_sum(const uint8_t* const* bits, const uint8_t* const* flags, int64_t workers, float* out, int64_t begin,
+               int64_t end, bool stream) {
+  stream ? votes_sum_to<true>(bits, flags, workers, out, begin, end)
+         : votes_sum_to<false>(bits, flags, workers, out, begin, end);
+}
+
+// ---- two means ---------------------------------------------------------------------------------------------------------
+
+template <bool RESIDUAL>
+INLINE Halves halves_of(const float* x, const float* residual, int64_t n) {
+  D below = zeros(), rest = zeros();
+  int64_t count = 0, i = 0;
+  const auto add = [&](F v) __attribute__((always_inline)) {
+    const M m = below_zero(v);
+    count += __builtin_popcount(bits_of(m));
+    add_magnitude(below, pick(m, v, fill(0)));
+    add_magnitude(rest, clear(m, v));
+  };
+  for (; i + W <= n; i += W) add(value<RESIDUAL>(x, residual, i));
+  if (i < n) add(value_some<RESIDUAL>(x, residual, i, n - i));
+  return {count, count ? -total(below) : 0.0, total(rest)};
+}
+
+Halves halves(const float* x, const float* residual, int64_t n) {
+  return residual ? halves_of<true>(x, residual, n) : halves_of<false>(x, residual, n);
+}
+
+// What bits stand for: a mean that is not finite is seen in both.
+struct Two {
+  F below, rest;
+  INLINE_MEMBER Two(float x, float y) {
+    const float wrong = (x - x) + (y - y);  // 0, or NaN
+    below = fill(x + wrong), rest = fill(y + wrong);
+  }
+  INLINE_MEMBER Two(const float* means, int64_t b) : Two(read(means, 2 * b), read(means, 2 * b + 1)) {}
+  INLINE_MEMBER F of(M m) const { return pick(m, below, rest); }
+};
+
+template <bool RESIDUAL, Out OUT>
+INLINE void halves_emit_to(const float* x, const float* residual, float* out, uint8_t* bits, float below, float rest,
+                           int64_t n) {
+  const Two two(below, rest);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const F v = value<RESIDUAL>(x, residual, i);
+    const M m = below_zero(v);
+    write(reinterpret_cast<uint16_t*>(bits + i / 8), 0, uint16_t(bits_of(m)));
+    leave<OUT>(x, residual, out, i, v - two.of(m));
+  }
+  if (i < n) {
+    const F v = value_some<RESIDUAL>(x, residual, i, n - i);
+    const M m = below_zero(v);
+    const uint32_t some = bits_of(m) & ((1u << (n - i)) - 1);
+    bits[i / 8] = uint8_t(some);
+    if (n - i > 8) bits[i / 8 + 1] = uint8_t(some >> 8);
+    leave_some<OUT>(x, residual, out, i, v - two.of(m), n - i);
+  }
+}
+
+void halves_emit(const float* x, const float* residual, float* out, uint8_t* bits, float below, float rest, int64_t n,
+                 Out form) {
+  FORMS(halves_emit_to, x, residual, out, bits, below, rest, n);
+  if (form == STREAMED) fence();
+}
+
+template <int N, bool STREAM>
+INLINE void halves_tile(const uint8_t* const* bits, const float* const* means, int64_t workers, float* out, int64_t at,
+                        int64_t b, const Divisor& divisor) {
+  F sum[N];
+  for (int64_t w = 0; w < workers; w++) {
+    const Two two(means[w], b);
+    const uint8_t* from = bits[w] + at / 8;
+    for (int i = 0; i < N; i++) {
+      const F v = two.of(mask_of(read(reinterpret_cast<const uint16_t*>(from), i)));
+      sum[i] = w ? sum[i] + v : v;
+    }
+  }
+  for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, divisor.divided(sum[i]));
+}
+
+template <bool STREAM>
+INLINE void halves_sum_to(const uint8_t* const* bits, const float* const* means, int64_t workers, float* out,
+                          int64_t begin, int64_t end, int64_t block) {
+  const Divisor divisor(workers);
+  int64_t b = begin / block;
+  for (int64_t at = begin; at < end; at += block, b++) {  // begin is where a block begins, or all is one block
+    const int64_t stop = least(at + block, end);
+    int64_t i = at;
+    for (; i + TILE * W <= stop; i += TILE * W) halves_tile<TILE, STREAM>(bits, means, workers, out, i, b, divisor);
+    for (; i + W <= stop; i += W) halves_tile<1, STREAM>(bits, means, workers, out, i, b, divisor);
+    if (i < stop) {
+      F sum = fill(0);
+      for (int64_t w = 0; w < workers; w++) {
+        uint32_t some = bits[w][i / 8];
+        if (stop - i > 8) some |= uint32_t(bits[w][i / 8 + 1]) << 8;
+        const F v = Two(means[w], b).of(mask_of(some));
+        sum = w ? sum + v : v;
+      }
+      store_some(out + i, divisor.divided(sum), stop - i);
+    }
+  }
+  if (STREAM) fence();
+}
+
+void halves_sum(const uint8_t* const* bits, const float* const* means, int64_t workers, float* out, int64_t begin,
+                int64_t end, int64_t block, bool stream) {
+  stream ? halves_sum_to<true>(bits, means, workers, out, begin, end, block)
+         : halves_sum_to<false>(bits, means, workers, out, begin, end, block);
+}
+
+// ---- five trits in a byte ----------------------------------------------------------------------------------------------
+
+constexpr int64_t FIVES = 1020;  // elements: whole bytes, and no more than CHUNK
+
+struct Trits {
+  int8_t of[256][8];
+  constexpr Trits() : of() {
+    for (int byte = 0; byte < 256; byte++)
+      for (int i = 0, rest = byte; i < 5; i++, rest /= 3) of[byte][i] = int8_t(rest % 3 - 1);
+  }
+};
+constexpr Trits TRITS;
+
+void trits_emit(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n, Out form) {
+  const float divisor = scale == 0.0f ? 1.0f : scale;
+  for (int64_t i = 0; i < n; i += FIVES) {
+    const int64_t count = least(FIVES, n - i);
+    float v[CHUNK], carried[CHUNK];
+    int8_t trits[CHUNK] = {};
+    values_of(x + i, beyond(residual, i), count, v);
+    for (int64_t j = 0; j < count; j++) {
+      const float share = v[j] / divisor;
+      trits[j] = int8_t((share > 0.5f ? 1 : 0) - (share < -0.5f ? 1 : 0));
+    }
+    uint8_t* to = bytes + i / 5;
+    for (int64_t j = 0; j < (count + 4) / 5; j++) {
+      const int8_t* t = trits + 5 * j;
+      to[j] = uint8_t(121 + t[0] + 3 * t[1] + 9 * t[2] + 27 * t[3] + 81 * t[4]);
+    }
+    if (form != NONE) {
+      for (int64_t j = 0; j < count; j++) carried[j] = float(int(trits[j])) * scale;
+      leave_values(x + i, beyond(residual, i), out + i, v, carried, count, form);
+    }
+  }
+}
+
+// To the sum of up to FIVES elements: what their bytes stand for.
+void trits_add(const uint8_t* bytes, float scale, int64_t n, float* sum) {
+  int8_t trits[CHUNK + 8];
+  for (int64_t j = 0; j < (n + 4) / 5; j++) memcpy(trits + 5 * j, TRITS.of[bytes[j]], 8);
+  for (int64_t i = 0; i < n; i++) sum[i] += float(int(trits[i])) * scale;
+}
+
+}  // namespace

@@ -143,4 +143,4 @@ class Rng:
         The positions whose words are the k smallest, as unsigned numbers. Ties cannot occur for n <= 2**32: the hash
         permutes the counters.
         """
-        return self._xp.topk(self._xp.bitwise_xor(self.bits(n), 0x7FFFFFFF), k)
+        return self._xp.sample(*self.keys, self.offset, n, k)

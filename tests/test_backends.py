@@ -344,6 +344,22 @@ def test_topk_abs(ops, kind, n, k):
     assert ops(lambda xp, x: xp.topk_abs(x, k), x).tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("m, n, k", [(1, N, 10), (5, N, N), (300, 700, 1), (3, 300_000, 30), (0, 9, 2)])
+@pytest.mark.parametrize("kind", ["mixed", "equal"])
+def test_topk_abs_of_rows(ops, kind, m, n, k):
+    x = np.resize(mixed(N + 1), (m, n)) if kind == "mixed" else np.full((m, n), -2.0, np.float32)
+    size = np.where(np.isnan(x), INF, abs(x))
+    expected = np.sort(np.argsort(-size, axis=1, kind="stable")[:, :k], 1)
+    assert ops(lambda xp, x: xp.topk_abs(x, k), x).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (N, 10), (N, N), (N, 0), (2**19 + 5, 5000), (2**19 + 5, 2**19)])
+def test_sample(ops, n, k):
+    words = ops(lambda xp, x: xp.words(5, 7, 3, n), f32([])).view(np.uint32)
+    expected = np.sort(np.argsort(words, kind="stable")[:k])
+    assert ops(lambda xp, x: xp.sample(5, 7, 3, n, k), f32([])).tolist() == expected.tolist()
+
+
 # -- making and reading --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [name for name in ITEMSIZE if name != "bfloat16"])
 def test_arrays_are_made_and_read(xp, dtype):

@@ -16,13 +16,16 @@ from grace.compressors.blockint import BlockInt
 from grace.compressors.efsignsgd import EFSignSGD
 from grace.compressors.onebit import OneBit
 from grace.compressors.qsgd import QSGD
+from grace.compressors.selectors import Sampled
 from grace.compressors.signsgd import SignSGD
+from grace.compressors.sparse import kept
 from grace.compressors.terngrad import TernGrad
 from grace.compressors.threelc import ThreeLC
 from grace.compressors.threshold import Threshold
 from grace.compressors.topk import TopK
 from grace.core import Context
 from grace.kernels import ISAS, build, library
+from grace.kernels.host import HostKernels
 from grace.packing import pack, packed_size
 
 XP = get_backend("numpy")
@@ -695,6 +698,117 @@ def test_threshold_encode(lib, n, kind, threads, bound):
         count = lib.threshold_encode(x.address, None, None, bound, values.address, positions.address, n, n, threads)
         equal(positions.check()[:count], expected)
         equal(x.check(), v)
+
+
+@CASES
+@pytest.mark.parametrize("share", [0.001, 0.1, 1.0])
+def test_topk_without_what_is_left(lib, n, kind, threads, share):
+    x, k = Memory.of(vector(n, 1, kind), 4), int(n * share)
+    values, positions = Memory(k, np.float32, 4), Memory(k, np.int32, 8)
+    lib.topk_encode(x.address, None, None, values.address, positions.address, n, k, threads)
+    expected = topk_oracle(vector(n, 1, kind), k)
+    equal(positions.check(), expected)
+    equal(values.check(), x.check()[expected])
+    equal(x.array, vector(n, 1, kind))
+
+
+@pytest.mark.parametrize(
+    "m, n, k", [(1, 1, 1), (3, 9, 9), (40, 512, 8), (130, 4096, 64), (7, 70001, 700), (9, 500, 499)]
+)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_topk_rows(lib, m, n, k, kind, threads):
+    rows = vector(m * n, 1, kind).reshape(m, n)
+    with np.errstate(over="ignore"):
+        rows *= np.exp2(np.arange(m, dtype=np.float32) % 7 * 5)[
+            :, None
+        ]  # the last row's bound says nothing of the next
+    x, positions = Memory.of(rows.reshape(-1), 4), Memory(m * k, np.int32, 4)
+    lib.topk_rows(x.address, m, n, k, positions.address, threads)
+    equal(positions.check().reshape(m, k), np.stack([topk_oracle(row, k) for row in rows]))
+
+
+@CASES
+@pytest.mark.parametrize("bound", [-1.0, -0.0, 0.0, 0.5, 3.0, 3.4028234663852886e38, np.inf, np.nan])
+def test_beyond(lib, n, kind, threads, bound):
+    x = Memory.of(vector(n, 1, kind), 4)
+    expected = np.flatnonzero(~(np.abs(x.array) <= np.float32(bound))).astype(np.int32)
+    for capacity in sorted({len(expected) // 2, len(expected)}):
+        values, positions = Memory(capacity, np.float32, 4), Memory(capacity, np.int32, 8)
+        found = lib.beyond(x.address, bound, values.address, positions.address, capacity, n, threads)
+        assert found == len(expected)
+        values.check(), positions.check()
+    equal(positions.array, expected)
+    equal(values.array, x.check()[expected])
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (7, 3), (9, 9), (5000, 1), (5000, 50), (70_001, 69_000), (600_011, 6000)])
+@pytest.mark.parametrize("start", [0, 2**32 - 3000])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_smallest_words(lib, n, k, start, threads):
+    for keys in ((1, 2), (0xDEADBEEF, 0xFFFFFFFF)):
+        words, positions = np.empty(n, np.int32), Memory(k, np.int32, 4)
+        lib.words(*keys, start, n, words.ctypes.data)
+        lib.smallest_words(*keys, start, n, k, positions.address, threads)
+        # Across the counter's 32 bits words may be equal, and then either will do.
+        chosen = positions.check()
+        assert np.all(np.diff(chosen) > 0)
+        equal(np.sort(words.view(np.uint32)[chosen]), np.sort(words.view(np.uint32))[:k])
+
+
+def test_words_that_differ_in_the_last_bit_alone_are_told_apart(lib):
+    n, key = 2**18, (5, 7)
+    words = np.empty(n, np.int32)
+    lib.words(*key, 0, n, words.ctypes.data)
+    ordered = np.sort(words.view(np.uint32))
+    pairs = np.flatnonzero((ordered[1:] ^ ordered[:-1]) == 1)
+    assert len(pairs) > 3
+    for place in pairs[:4]:
+        for k in (int(place) + 1, int(place) + 2):
+            positions = Memory(k, np.int32)
+            lib.smallest_words(*key, 0, n, k, positions.address, 1)
+            equal(positions.check(), np.flatnonzero(words.view(np.uint32) <= ordered[k - 1]).astype(np.int32))
+
+
+@CASES
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_correct(lib, n, kind, threads, nesterov):
+    g, u, v = vector(n, 1, kind), vector(n, 2), vector(n, 3)
+    momentum = np.float32(0.9)
+    next_u = (u + g) * momentum if nesterov else u * momentum + g
+    next_v = v + (next_u + g if nesterov else next_u)
+    for swap in (False, True):
+        x, old, kept = Memory.of(g, 4), Memory.of(u, 8), Memory.of(v, 4 * (n % 4))
+        fresh = Memory(n, np.float32)
+        out, last = (kept, x) if swap else (x, None)
+        lib.correct(
+            x.address, old.address, kept.address, fresh.address, out.address, address(last), momentum, nesterov, n,
+            threads,
+        )  # fmt: skip
+        equal(fresh.check(), next_u)
+        equal(out.check(), next_v)
+        equal(old.check(), u)
+        equal((x if swap else kept).check(), v)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "flat", "heavy"])
+@pytest.mark.parametrize("n, ratio", [(40_000, 0.001), (40_000, 0.1), (300_000, 0.01), (300_000, 1.0)])
+def test_sampled(lib, n, ratio, kind, monkeypatch):
+    if kind == "flat":  # many between two thresholds, and above the first one only
+        x = np.random.default_rng(1).uniform(0.99, 1.0, n).astype(np.float32)
+    elif kind == "heavy":
+        x = np.random.default_rng(1).standard_t(0.3, n).astype(np.float32)
+    else:
+        x = vector(n, 1, kind)
+    ctx, selector = Context(XP, "w", (n,), step=3), Sampled(ratio)
+    monkeypatch.setattr(type(XP), "kernels", None)
+    expected = selector.select(x, kept(ratio, n), ctx)
+    monkeypatch.setattr(Sampled, "likely", 0)
+    equal(selector.select(x, kept(ratio, n), ctx), expected)
+    monkeypatch.undo()
+    monkeypatch.setattr(type(XP), "kernels", HostKernels(XP, lib))
+    equal(selector.select(x, kept(ratio, n), ctx), expected)
 
 
 @CASES

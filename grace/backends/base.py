@@ -352,7 +352,7 @@ class Backend(ABC):
         """
 
     def topk_abs(self, x: Array, k: int) -> Array:
-        """`topk` of a vector's magnitudes."""
+        """`topk` of magnitudes."""
         return self.topk(self.abs(x), k)
 
     @abstractmethod
@@ -441,6 +441,10 @@ class Backend(ABC):
     @abstractmethod
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         """int32[n] with the bits of mix(mix(lo(j) + key0) ^ (hi(j) + key1)), j = start .. start+n-1 (`grace.rng`)."""
+
+    def sample(self, key0: Any, key1: Any, start: int, n: int, k: int) -> Array:
+        """int32[k]: positions of the k smallest of the n `words`, as unsigned numbers, ascending; not to be changed."""
+        return self.topk(self.bitwise_xor(self.words(key0, key1, start, n), 0x7FFFFFFF), k)
 
     def uniform(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         """float32[n] in [0, 1): the upper 24 bits of each word."""

@@ -219,6 +219,10 @@ class NumpyBackend(Backend):
         return np.sort(np.concatenate([above, ties])).astype(np.int32)
 
     def topk_abs(self, x: Array, k: int) -> Array:
+        if self.kernels and x.dtype == np.float32:
+            return self.kernels.topk_abs(x, k)
+        if x.ndim == 2:
+            return largest_in_rows(x, k)
         return largest_magnitudes(x, k) if len(x) > 65536 and 0 < k <= len(x) // 8 else self.topk(np.abs(x), k)
 
     def sort(self, x: Array) -> Array:
@@ -228,7 +232,7 @@ class NumpyBackend(Backend):
         return np.flatnonzero(mask).astype(np.int32)
 
     def beyond(self, x: Array, bound: Array) -> Array:
-        return beyond(x, float(bound[0]))
+        return self.kernels.beyond(x, float(bound[0])) if self.kernels else beyond(x, float(bound[0]))
 
     def searchsorted(self, bounds: Array, x: Array) -> Array:
         return np.searchsorted(bounds, x).astype(np.int32)
@@ -297,6 +301,11 @@ class NumpyBackend(Backend):
         h = _mix(((counter + int(key0)) & MASK32).astype(np.uint32))
         h ^= (((counter >> 32) + int(key1)) & MASK32).astype(np.uint32)
         return _mix(h).view(np.int32)
+
+    def sample(self, key0: Any, key1: Any, start: int, n: int, k: int) -> Array:
+        if self.kernels:
+            return self.kernels.sample(key0, key1, start, n, k)
+        return smallest(self.words(key0, key1, start, n), k)
 
     def noise(self, table: tuple[Any, Any], keys: tuple[Any, Any], start: int, n: int) -> Array:
         if n < LARGE:
@@ -486,6 +495,43 @@ def beyond(x: Array, bound: float) -> Array:
         places += start
         found.append(places)
     return np.concatenate(found)
+
+
+def smallest(words: Array, k: int) -> Array:
+    """int32[k]: the positions of the k smallest of different int32 numbers taken as unsigned, ascending."""
+    n, words = len(words), words.view(np.uint32)
+    if k >= n or k == 0:
+        return np.arange(min(k, n), dtype=np.int32)
+    # Below a bound lie a few more than k, unless by chance, and the exact choice is made among them.
+    bound = np.uint32(min((k + 6 * k**0.5 + 16) / n, 1.0) * MASK32)
+    places = np.concatenate(
+        [np.flatnonzero(words[start : start + PIECE] <= bound) + start for start in range(0, n, PIECE)]
+    ).astype(np.int32)
+    if len(places) < k:
+        places = np.arange(n, dtype=np.int32)
+    values = words[places]
+    return places[values <= np.partition(values, k - 1)[k - 1]]
+
+
+def largest_in_rows(x: Array, k: int) -> Array:
+    """int32[m, k]: of each row of [m, n] the positions of the k largest |x|, ascending; NaN as `largest_magnitudes`."""
+    m, n = x.shape
+    found = np.empty((m, min(k, n)), np.int32)
+    if k >= n or k == 0:
+        found[:] = np.arange(min(k, n), dtype=np.int32)
+        return found
+    height = max(1, PIECE // n)  # rows that stay in a cache
+    for start in range(0, m, height):
+        size = np.abs(x[start : start + height])
+        size[np.isnan(size)] = np.inf
+        least = np.partition(size, n - k, 1)[:, n - k : n - k + 1]
+        chosen = size >= least
+        rows = np.flatnonzero(np.count_nonzero(chosen, 1) > k)  # these have more of the least than there is room for
+        for row in rows:
+            ties = np.flatnonzero(size[row] == least[row])
+            chosen[row, ties[k - np.count_nonzero(size[row] > least[row]) :]] = False
+        found[start : start + height] = np.nonzero(chosen)[1].reshape(-1, k)
+    return found
 
 
 def largest_magnitudes(x: Array, k: int) -> Array:

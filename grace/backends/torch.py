@@ -20,11 +20,13 @@ from grace.backends.base import LARGE, PIECE, Array, Backend, Cell
 from grace.backends.numpy import (
     beyond,
     excess,
+    largest_in_rows,
     largest_magnitudes,
     left_factor,
     products,
     right_factor,
     room,
+    smallest,
     unit_rows,
 )
 from grace.kernels.host import host_kernels, settled
@@ -468,6 +470,10 @@ class TorchBackend(Backend):
         return torch.nonzero_static(chosen, size=k).flatten().to(torch.int32)
 
     def topk_abs(self, x: Array, k: int) -> Array:
+        if self.kernels and x.dtype == torch.float32:
+            return self.kernels.topk_abs(x, k)
+        if self.on_host and x.ndim == 2:
+            return torch.from_numpy(largest_in_rows(x.numpy(), k))
         if self.on_host and len(x) > 65536 and 0 < k <= len(x) // 8:
             return torch.from_numpy(largest_magnitudes(x.numpy(), k))
         return self.topk(torch.abs(x), k)
@@ -479,6 +485,8 @@ class TorchBackend(Backend):
         return torch.nonzero(mask).flatten().to(torch.int32)
 
     def beyond(self, x: Array, bound: Array) -> Array:
+        if self.kernels:
+            return self.kernels.beyond(x, float(bound))
         return torch.from_numpy(beyond(x.numpy(), float(bound))) if self.on_host else super().beyond(x, bound)
 
     def ascending(self, x: Array, n: int) -> Array:
@@ -587,6 +595,13 @@ class TorchBackend(Backend):
             pieces.append(_mix(h.bitwise_xor_(_signed(high + key1))))
             start, n = start + count, n - count
         return self.concat(pieces) if pieces else self.zeros(0, "int32")
+
+    def sample(self, key0: Any, key1: Any, start: int, n: int, k: int) -> Array:
+        if self.kernels:
+            return self.kernels.sample(key0, key1, start, n, k)
+        if not self.on_host:
+            return super().sample(key0, key1, start, n, k)
+        return torch.from_numpy(smallest(self.words(key0, key1, start, n).numpy(), k))
 
     def noise(self, table: tuple[Any, Any], keys: tuple[Any, Any], start: int, n: int) -> Array:
         if n < LARGE:

@@ -53,8 +53,8 @@ class ChunkTopK(Scattered):
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, k = ctx.xp, self.count(ctx.size)
         # The zeros that fill up the last chunk are the last of equals: their places are the highest, and are cut off.
-        table = blocks.rows(xp, xp.abs(x), self.chunk_size)
-        places = xp.reshape(xp.topk(table, self.chunk_k), (-1,))[:k]
+        table = blocks.rows(xp, x, self.chunk_size)
+        places = xp.reshape(xp.topk_abs(table, self.chunk_k), (-1,))[:k]
         values = xp.take(x, places + self._starts(k, ctx))
         sizes = blocks.rows(xp, xp.abs(values), self.chunk_k)
         mean = xp.sum(sizes, 1) / blocks.counts(xp, k, self.chunk_k)

@@ -69,7 +69,7 @@ class DeMo(Compressor):
         )
         flat = xp.reshape(chunks, (down * across, width))
         k = min(self.chunk_k, width)
-        places = xp.reshape(xp.topk(xp.abs(flat), k), (-1,))
+        places = xp.reshape(xp.topk_abs(flat, k), (-1,))
         values = xp.take(xp.reshape(flat, (-1,)), self._absolute(xp, places, k, width))
         return (values, *indices.narrow(xp, places, width)), state
 

@@ -18,6 +18,8 @@ CHUNK = 4096
 STEP, STEPS = 1.03, 32
 """Thresholds that are tried after a sample: its own times 1.03 ** -32 .. 1.03 ** 32, that is 0.39 .. 2.6."""
 FACTORS = [STEP**j for j in range(-STEPS, STEPS + 1)]
+MISS = [1e-3 * (len(FACTORS) - j) for j in range(len(FACTORS))]
+"""What is added to how far the number of elements above each is from k: of equals, the highest is taken."""
 SMALL = 100
 """Of up to so many elements an estimate is worth nothing: the largest are chosen exactly."""
 
@@ -76,8 +78,8 @@ class Chunk(Selector):
         found = []
         for start, rows, size, count in self._parts(ctx.size, k):
             if rows * count:
-                table = xp.abs(xp.reshape(x[start : start + rows * size], (rows, size)))
-                places = xp.topk(table, count) + xp.reshape(xp.arange(rows) * size + start, (-1, 1))
+                table = xp.reshape(x[start : start + rows * size], (rows, size))
+                places = xp.topk_abs(table, count) + xp.reshape(xp.arange(rows) * size + start, (-1, 1))
                 found.append(xp.reshape(places, (-1,)))
         return xp.concat(found) if found else xp.zeros(0, "int32")
 
@@ -96,38 +98,63 @@ class Chunk(Selector):
 class Sampled(Selector):
     """What is above a threshold that a sample suggests (`grace.compressors.dgc`); at most 1.3 k, and no zeros."""
 
+    likely: ClassVar[int] = STEPS - 12
+    """The candidate, 0.70 times the sample's, above which there are mostly more than 1.3 k elements, but not many."""
+
     def select(self, x: Array, k: int, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        finite = xp.isfinite(x)
-        size = xp.where(finite, xp.abs(x), 0.0)
         sample = max(100, math.ceil(32 / self.compress_ratio), math.ceil(n / 100))
         if sample >= n:
+            finite = xp.isfinite(x)
+            size = xp.where(finite, xp.abs(x), 0.0)
             largest = xp.scatter(xp.zeros(n, "uint8"), xp.topk(size, k), 1) != 0
             return xp.nonzero(largest & (size > 0) | xp.invert(finite))
-        candidates = self._threshold(size, sample, ctx) * xp.asarray(FACTORS, "float32")
-        likely = xp.nonzero((size > candidates[0:1]) | xp.invert(finite))
-        sent = self._nearest(xp, xp.take(size, likely), candidates, k) | xp.invert(xp.isfinite(xp.take(x, likely)))
-        return xp.take(likely, xp.nonzero(sent))
+        factors, miss = xp.asarray(FACTORS, "float32"), xp.asarray(MISS, "float32")
+        if xp.kernels and xp.kernels.sampled:
+            rank, most = math.ceil(self.compress_ratio * sample), math.ceil(1.3 * k)
+            return xp.kernels.sampled(x, ctx.rng("sample"), sample, rank, factors, miss, self.likely, k, most)
+        candidates = self._threshold(x, sample, ctx) * factors
+        if xp.piece and self.likely:  # looking costs no wait, and above a higher candidate there are often enough
+            found, enough = self._above(xp, x, candidates, self.likely, k)
+            if enough:
+                return found
+        return self._above(xp, x, candidates, 0, k)[0]
 
-    def _threshold(self, size: Array, sample: int, ctx: Context) -> Array:
+    def _threshold(self, x: Array, sample: int, ctx: Context) -> Array:
         # float32[1]: what the wanted share of the sample reaches.
         xp = ctx.xp
         drawn = xp.bitwise_and(ctx.rng("sample").bits(sample), 0x7FFFFFFF) % ctx.size
-        rank = sample - math.ceil(self.compress_ratio * sample)
-        return xp.sort(xp.take(size, drawn))[rank : rank + 1]
+        size = _magnitudes(xp, xp.take(x, drawn))
+        largest = xp.take(size, xp.topk_abs(size, math.ceil(self.compress_ratio * sample)))
+        return xp.reshape(-xp.max(-largest), (1,))
 
-    def _nearest(self, xp: Any, size: Array, candidates: Array, k: int) -> Array:
-        # bool[K]: the elements above the candidate that about k elements exceed.
+    def _above(self, xp: Any, x: Array, candidates: Array, start: int, k: int) -> tuple[Array, Array]:
+        # int32[K], and whether there are no others: elements above the candidate that about k exceed, if that is at or
+        # above the one at ``start``.
+        likely = xp.beyond(x, candidates[start : start + 1])
+        values = xp.take(x, likely)
+        chosen, enough = self._nearest(xp, _magnitudes(xp, values), candidates, start, k)
+        return xp.take(likely, xp.nonzero(chosen | xp.invert(xp.isfinite(values)))), enough
+
+    def _nearest(self, xp: Any, size: Array, candidates: Array, start: int, k: int) -> tuple[Array, Array]:
+        # bool[K], the elements above the candidate that about k elements exceed; and bool[1], as above.
         many, most = len(FACTORS), math.ceil(1.3 * k)
         # For each element, how many candidates are below it; one zero more, so that there is always one to look for.
         below = xp.searchsorted(candidates, xp.concat([size, xp.zeros(1)]))[:-1]
-        counts = xp.segment_sum(size * 0.0 + 1.0, below, many + 1)
-        above = xp.sum(counts) - xp.cumsum(counts)[:-1]
+        counts = xp.cast(xp.segment_sum(size * 0.0 + 1.0, below, many + 1), "int32")
+        above = xp.cast(xp.sum(counts) - xp.cumsum(counts)[:-1], "float32")
         # Nearest to k, where too many count as the most that will be sent; of equals, the highest threshold.
         miss = xp.abs(xp.minimum(above, float(most)) - float(k))
-        best = xp.topk(-(miss + xp.asarray([1e-3 * (many - j) for j in range(many)], "float32")), 1)
+        best = xp.topk(-(miss + xp.asarray(MISS, "float32")), 1)
         # Of too many, the largest, and as many of those between this candidate and the next as there is room for.
-        return first(xp, below > best + 1, below == best + 1, most)
+        # Where at least so many exceed the first candidate looked at, those before it are all alike.
+        enough = (above[start : start + 1] >= most) & (best >= start)
+        return first(xp, below > best + 1, below == best + 1, most), enough
+
+
+def _magnitudes(xp: Any, x: Array) -> Array:
+    # What is not finite is left out.
+    return xp.where(xp.isfinite(x), xp.abs(x), 0.0)
 
 
 @dataclass(frozen=True)

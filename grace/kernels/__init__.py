@@ -74,6 +74,12 @@ class Library:
         self._ints_mean = bind("ints_mean", _P, _P, _I, _P, _I, _I, _I, _I)
         self._topk_encode = bind("topk_encode", _P, _P, _P, _P, _P, _I, _I, _I, _I, result=_I)
         self._threshold_encode = bind("threshold_encode", _P, _P, _P, _F, _P, _P, _I, _I, _I, result=_I)
+        self._topk_rows = bind("topk_rows", _P, _I, _I, _I, _P, _I, result=_I)
+        self._beyond = bind("beyond", _P, _F, _P, _P, _I, _I, _I, result=_I)
+        self._smallest_words = bind("smallest_words", _I, _I, _I, _I, _I, _P, _I, result=_I)
+        sizes = _I, _I, _I, _I, _I, _I
+        self._sampled = bind("sampled", _P, *sizes, _P, _P, _I, _I, _I, _I, _P, _P, _I, _I, result=_I)
+        self._correct = bind("correct", _P, _P, _P, _P, _P, _P, _F, _I, _I, _I)
         self._sparse_mean = bind("sparse_mean", _P, _P, _P, _I, _P, _I, _I, result=_I)
         self._finite = bind("finite", _P, _P, _I, result=_I)
         self._gathered = bind("gathered", _I, result=_I)
@@ -313,7 +319,7 @@ class Library:
         self,
         x: int,
         residual: Address,
-        out: int,
+        out: Address,
         values: int,
         positions: int,
         n: int,
@@ -323,7 +329,7 @@ class Library:
     ) -> None:
         """The k <= n elements of largest magnitude: exactly those of ``xp.topk(xp.abs(v), k)``.
 
-        x, residual, out: float32[n], out is needed; values: float32[k]; positions: int32[k], ascending.
+        x, residual, out: float32[n]; values: float32[k]; positions: int32[k], ascending.
         """
         if self._topk_encode(self.handle, x, residual, out, values, positions, n, k, swap, threads):
             raise MemoryError("top-k needs memory for about 2 k elements")
@@ -347,6 +353,80 @@ class Library:
         v: call again with out as x, no residual, and more room. (Without out: the same again.)
         """
         return self._threshold_encode(self.handle, x, residual, out, bound, values, positions, capacity, n, threads)
+
+    def topk_rows(self, x: int, m: int, n: int, k: int, positions: int, threads: int = 1) -> None:
+        """positions, int32[m, k]: ``xp.topk(xp.abs(x), k)`` of x, float32[m, n]; k <= n."""
+        if self._topk_rows(self.handle, x, m, n, k, positions, threads):
+            raise MemoryError("top-k needs memory for about 2 k elements")
+
+    def beyond(self, x: int, bound: float, values: int, positions: int, capacity: int, n: int, threads: int = 1) -> int:
+        """How many elements have a magnitude that is not at or below float32(``bound``); so NaN too.
+
+        x: float32[n]; values: float32[capacity]; positions: int32[capacity], ascending. If there are more than
+        ``capacity``, values and positions hold nothing of use.
+        """
+        return int(self._beyond(self.handle, x, bound, values, positions, capacity, n, threads))
+
+    def smallest_words(
+        self, key0: int, key1: int, start: int, n: int, k: int, positions: int, threads: int = 1
+    ) -> None:
+        """positions, int32[k]: `grace.backends.base.Backend.sample`; k <= n <= 2**31."""
+        if self._smallest_words(self.handle, key0, key1, start, n, k, positions, threads):
+            raise MemoryError("a sample needs memory for about k elements")
+
+    def sampled(
+        self,
+        x: int,
+        n: int,
+        keys: tuple[int, int],
+        start: int,
+        sample: int,
+        rank: int,
+        factors: int,
+        miss: int,
+        many: int,
+        first: int,
+        k: int,
+        most: int,
+        values: int,
+        positions: int,
+        capacity: int,
+        threads: int = 1,
+    ) -> int:
+        """How many elements `grace.compressors.selectors.Sampled` chooses; above ``capacity``: room they need.
+
+        x: float32[n], 0 < n < 2**31; values: float32[capacity]; positions: int32[capacity], ascending. The threshold is
+        the ``rank``-th largest magnitude of the elements at words start .. start+sample-1, without their signs, modulo
+        n; factors, miss: float32[many], ascending factors and what is added to a candidate's distance from k; many <=
+        255. Candidates before ``first`` are looked at only if they may be chosen.
+        """
+        found = self._sampled(
+            self.handle, x, n, *keys, start, sample, rank, factors, miss, many, first, k, most, values, positions,
+            capacity, threads,
+        )  # fmt: skip
+        if found == -2:
+            raise MemoryError("no memory for a sample")
+        return int(found if found >= 0 else -3 - found)
+
+    def correct(
+        self,
+        x: int,
+        u: int,
+        v: int,
+        next_u: int,
+        next_v: int,
+        last: Address,
+        momentum: float,
+        nesterov: bool,
+        n: int,
+        threads: int = 1,
+    ) -> None:
+        """Momentum and what it adds, as `grace.memories.dgc` has them; all float32[n].
+
+        next_u = momentum * u + x, next_v = v + next_u; ``nesterov``: next_u = momentum * (u + x), next_v = v +
+        (next_u + x). ``last``, if it is given, takes v. Results may be what they are made from.
+        """
+        self._correct(self.handle, x, u, v, next_u, next_v, last, momentum, nesterov, n, threads)
 
     def sparse_mean(
         self,

@@ -221,6 +221,64 @@ class HostKernels:
                 return values[:count], positions[:count], x
             residual, room = None, count  # x holds the sum by now
 
+    def topk_abs(self, x: Array, k: int) -> Array:
+        """float32[n] -> int32[k], or float32[m, n] -> int32[m, k]: `grace.backends.base.Backend.topk_abs`."""
+        xp, at, shape = self._xp, self._xp.address, self._xp.shape(x)
+        (x,), k = self._ready(x), min(k, shape[-1])
+        if len(shape) == 2:
+            places = xp.empty((shape[0], k), "int32")
+            self.library.topk_rows(at(x), shape[0], shape[1], k, at(places), xp.threads)
+            return places
+        values, positions = xp.empty(k), xp.empty(k, "int32")
+        self.library.topk_encode(at(x), None, None, at(values), at(positions), shape[0], k, xp.threads)
+        return positions
+
+    def beyond(self, x: Array, bound: float) -> Array:
+        """float32[n] -> int32[K]: `grace.backends.base.Backend.beyond`."""
+        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
+        (n,) = xp.shape(x)
+        room = min(n, max(1024, n // 16))
+        while True:
+            values, positions = xp.empty(room), xp.empty(room, "int32")
+            count = self.library.beyond(at(x), bound, at(values), at(positions), room, n, xp.threads)
+            if count <= room:
+                return positions[:count]
+            room = count
+
+    def sample(self, key0: int, key1: int, start: int, n: int, k: int) -> Array:
+        """int32[k]: `grace.backends.base.Backend.sample`."""
+        positions = self._xp.empty(min(k, n), "int32")
+        self.library.smallest_words(key0, key1, start, n, min(k, n), self._xp.address(positions), self._xp.threads)
+        return positions
+
+    def sampled(
+        self, x: Array, rng: Rng, sample: int, rank: int, factors: Array, miss: Array, first: int, k: int, most: int
+    ) -> Array:
+        """float32[n] -> int32[K]: `grace.compressors.selectors.Sampled.select`."""
+        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
+        (n,), (many,) = xp.shape(x), xp.shape(factors)
+        room = min(n, max(1024, n // 16))
+        while True:
+            values, positions = xp.empty(room), xp.empty(room, "int32")
+            count = self.library.sampled(
+                at(x), n, rng.keys, rng.offset, sample, rank, at(factors), at(miss), many, first, k, most, at(values),
+                at(positions), room, xp.threads,
+            )  # fmt: skip
+            if count <= room:
+                return positions[:count]
+            room = count
+
+    def corrected(
+        self, x: Array, u: Array, v: Array, momentum: float, nesterov: bool, undo: Undo | None = None
+    ) -> tuple[Array, Array]:
+        """The next momentum, in memory of its own, and v with what that adds, as `grace.memories.dgc` has them."""
+        xp, at = self._xp, self._xp.address
+        (n,) = xp.shape(x)
+        fresh, total, last = xp.empty(n), (x if undo is None else v), (None if undo is None else at(x))
+        self.library.correct(at(x), at(u), at(v), at(fresh), at(total), last, momentum, nesterov, n, xp.threads)
+        self._note(x, v, undo)
+        return fresh, total
+
     def sparse_mean(self, payloads: Pairs, out: Array | None, n: int, k: int | None = None) -> Array:
         """Each worker's values and ascending positions -> float32[n]; ValueError names a worker whose are wrong.
 

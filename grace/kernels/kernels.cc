@@ -254,7 +254,13 @@ constexpr int64_t MOST_KEPT = int64_t(4) << 20;  // candidates that a thread's s
 
 // The k-th largest key of the candidates, 1 <= k <= count: bins of the keys' range, then of the bin it lies in.
 int32_t kth_key(const Candidates& all, int64_t k) {
-  constexpr int BINS = 2048;
+  constexpr int BINS = 2048, FEW = 512;
+  if (all.count <= FEW) {  // bins would cost more
+    int32_t keys[FEW];
+    for (int64_t i = 0; i < all.count; i++) keys[i] = key(all.values[i]);
+    std::nth_element(keys, keys + k - 1, keys + all.count, std::greater<int32_t>());
+    return keys[k - 1];
+  }
   int32_t low = INT32_MAX, high = 0;
   for (int64_t i = 0; i < all.count; i++) {
     const int32_t each = key(all.values[i]);
@@ -277,7 +283,8 @@ int32_t kth_key(const Candidates& all, int64_t k) {
   return low;
 }
 
-// Keeps the k largest, the lower positions of equal ones, and puts the others back to out. Returns the least key kept.
+// Keeps the k largest, the lower positions of equal ones, and puts the others back to out, which may be null. Returns
+// the least key kept.
 int32_t keep_largest(Candidates& all, int64_t k, float* out) {
   if (all.count == 0 || k == 0) return 0;
   k = std::min(k, all.count);
@@ -290,7 +297,7 @@ int32_t keep_largest(Candidates& all, int64_t k, float* out) {
     if (each > bound || (each == bound && ties-- > 0)) {
       all.values[kept] = value;
       all.positions[kept++] = position;
-    } else {
+    } else if (out) {
       set(out, position, value);
     }
   }
@@ -307,7 +314,7 @@ bool collect(const Loops* loops, const float* x, const float* residual, float* o
   if (!all.reserve(std::min(limit, expected + expected / 4 + 1024))) return false;
   while (begin < end) {
     const Found found =
-        loops->select(x + begin, at(residual, begin), out + begin, end - begin, bound, INFINITE,
+        loops->select(x + begin, at(residual, begin), at(out, begin), end - begin, bound, INFINITE,
                       all.values + all.count, all.positions + all.count, all.capacity - all.count, int32_t(begin), form);
     begin += found.read, reached = begin;
     all.count += found.count;
@@ -399,6 +406,7 @@ API int64_t grace_topk_encode(const Loops* loops, const float* x, const float* r
         if (kept_scratch.capacity > MOST_KEPT) kept_scratch.release();
         return 0;
       }
+      if (!out) continue;
       // Too few: everything goes back, and from now on out is what is read.
       for (int64_t t = 0; t < threads; t++)
         for (int64_t i = 0; i < scratch(t).count; i++) set(out, scratch(t).positions[i], scratch(t).values[i]);
@@ -407,6 +415,32 @@ API int64_t grace_topk_encode(const Loops* loops, const float* x, const float* r
   } catch (const std::bad_alloc&) {
     return fail();
   }
+}
+
+// positions, int32[m, k]: of each row of x[m, n] the k <= n elements of largest magnitude, ascending. 0, or -2.
+API int64_t grace_topk_rows(const Loops* loops, const float* x, int64_t m, int64_t n, int64_t k, int32_t* positions,
+                            int64_t threads) {
+  if (m <= 0 || n <= 0 || k <= 0) return 0;
+  k = std::min(k, n);
+  bool failed[64] = {};
+  split(m * n, n, std::min<int64_t>(threads, 64), [&](int64_t begin, int64_t end, int64_t t) {
+    Candidates found;
+    int32_t bound = 0;  // a guess: somewhat less than what was enough for the row before
+    for (int64_t row = begin / n; row < end / n; row++) {
+      const float* from = x + row * n;
+      int64_t reached = 0;
+      bool done = collect(loops, from, nullptr, nullptr, 0, n, bound, k, 4 * k, grace::NONE, found, reached);
+      if (done && found.count < k)
+        done = collect(loops, from, nullptr, nullptr, 0, n, 0, k, n, grace::NONE, found, reached);
+      if (!done) {
+        failed[t] = true;
+        return;
+      }
+      bound = std::max(0, keep_largest(found, k, nullptr) - (1 << 21));
+      memcpy(reinterpret_cast<char*>(positions) + row * k * 4, found.positions, size_t(k) * 4);
+    }
+  });
+  return std::find(failed, failed + 64, true) == failed + 64 ? 0 : -2;
 }
 
 // ---- threshold -------------------------------------------------------------------------------------------------------
@@ -438,12 +472,10 @@ void put_back(float* out, const float* values, const int32_t* positions, int64_t
   for (int64_t i = 0; out && i < count; i++) set(out, get(positions, i), get(values, i));
 }
 
-}  // namespace
-
-API int64_t grace_threshold_encode(const Loops* loops, const float* x, const float* residual, float* out, float bound,
-                                   float* values, int32_t* positions, int64_t capacity, int64_t n, int64_t threads) {
+// Elements whose magnitude's bits reach `least`.
+int64_t reaching(const Loops* loops, const float* x, const float* residual, float* out, int32_t least, float* values,
+                 int32_t* positions, int64_t capacity, int64_t n, int64_t threads) {
   if (n <= 0) return 0;
-  const int32_t least = bound > 0 ? bits_of(bound) : 0;
   const Out form = form_of(x, residual, out, n, 0);
   if (threads > 1 && n > ALONE && capacity >= 4096) {  // each thread fills its share of the capacity
     threads = std::min<int64_t>(threads, 64);
@@ -470,6 +502,20 @@ API int64_t grace_threshold_encode(const Loops* loops, const float* x, const flo
   const int64_t count = choose(loops, x, residual, out, 0, n, least, values, positions, capacity, form);
   if (count > capacity) put_back(out, values, positions, capacity);
   return count;
+}
+
+}  // namespace
+
+API int64_t grace_threshold_encode(const Loops* loops, const float* x, const float* residual, float* out, float bound,
+                                   float* values, int32_t* positions, int64_t capacity, int64_t n, int64_t threads) {
+  const int32_t least = bound > 0 ? bits_of(bound) : 0;
+  return reaching(loops, x, residual, out, least, values, positions, capacity, n, threads);
+}
+
+API int64_t grace_beyond(const Loops* loops, const float* x, float bound, float* values, int32_t* positions,
+                         int64_t capacity, int64_t n, int64_t threads) {
+  const int32_t least = bound > 0 ? bits_of(bound) + 1 : bound == 0 ? 1 : 0;  // nothing is at or below NaN
+  return reaching(loops, x, nullptr, nullptr, least, values, positions, capacity, n, threads);
 }
 
 // ---- sparse mean -----------------------------------------------------------------------------------------------------
@@ -531,6 +577,74 @@ API int64_t grace_sparse_mean(const Loops* loops, const float* const* values, co
   return -2;
 }
 
+// ---- a threshold from a sample ---------------------------------------------------------------------------------------
+
+// The elements that grace.compressors.selectors.Sampled chooses: how many, to values and positions; -2: no memory;
+// -3 - count: these need room for so many. The sample's threshold is the rank-th largest magnitude of `sample` elements;
+// candidates are it times factors[many], looked at from `first` on at first, then all; miss[many] is what tells equals
+// apart.
+API int64_t grace_sampled(const Loops* loops, const float* x, int64_t n, int64_t key0, int64_t key1, int64_t start,
+                          int64_t sample, int64_t rank, const float* factors, const float* miss, int64_t many,
+                          int64_t first, int64_t k, int64_t most, float* values, int32_t* positions, int64_t capacity,
+                          int64_t threads) try {
+  constexpr int64_t TILE = 1024, MANY = 255;
+  if (n <= 0 || sample <= 0 || rank <= 0 || many < 1 || many > MANY) return 0;
+  std::vector<float> drawn, largest;
+  std::vector<int32_t> where;
+  drawn.resize(size_t(sample)), largest.resize(size_t(rank)), where.resize(size_t(rank));
+  for (int64_t i = 0; i < sample; i += TILE) {
+    int32_t words[TILE];
+    const int64_t size = std::min(TILE, sample - i);
+    loops->words(uint32_t(key0), uint32_t(key1), start + i, size, words);
+    for (int64_t j = 0; j < size; j++) {
+      const float value = get(x, int64_t(uint32_t(words[j] & MAGNITUDE) % uint32_t(n)));
+      drawn[size_t(i + j)] = key(value) == INFINITE ? 0.0f : value;
+    }
+  }
+  if (grace_topk_encode(loops, drawn.data(), nullptr, nullptr, largest.data(), where.data(), sample, rank, 0, 1))
+    return -2;
+  int32_t least = INT32_MAX;
+  for (const float each : largest) least = std::min(least, key(each));
+  float candidates[MANY];
+  for (int64_t j = 0; j < many; j++) candidates[j] = float_of(least) * factors[j];
+  for (;; first = 0) {
+    const int64_t count = grace_beyond(loops, x, candidates[first], values, positions, capacity, n, threads);
+    if (count > capacity) return -3 - count;
+    // How many candidates are below each element. What is not finite exceeds none.
+    const auto below = [&](float value) {
+      const int32_t each = key(value);
+      if (each == INFINITE) return int64_t{0};
+      return std::lower_bound(candidates + first, candidates + many, float_of(each)) - candidates;
+    };
+    int64_t above[MANY + 1] = {};
+    for (int64_t i = 0; i < count; i++) above[below(get(values, i))]++;
+    for (int64_t j = many, sum = 0; j >= 0; j--) {  // from how many lie between candidates to how many exceed each
+      const int64_t here = above[j];
+      above[j] = sum, sum += here;
+    }
+    for (int64_t j = 0; j < first; j++) above[j] = above[first];
+    int64_t best = 0;
+    float nearest = 0;
+    for (int64_t j = 0; j < many; j++) {
+      const float off = __builtin_fabsf(std::min(float(int32_t(above[j])), float(most)) - float(k)) + miss[j];
+      if (j == 0 || off < nearest) best = j, nearest = off;
+    }
+    if (first && (above[first] < most || best < first)) continue;
+    int64_t room = most - (best + 1 < many ? above[best + 1] : 0), kept = 0;
+    for (int64_t i = 0; i < count; i++) {
+      const float value = get(values, i);
+      const int64_t under = below(value);
+      if (under > best + 1 || key(value) == INFINITE || (under == best + 1 && room-- > 0)) {
+        set(positions, kept, get(positions, i));
+        set(values, kept++, value);
+      }
+    }
+    return kept;
+  }
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
 // Whether no element of any of the vectors is NaN or infinite.
 API int64_t grace_finite(const Loops*, const float* const* vectors, const int64_t* counts, int64_t many) {
   for (int64_t v = 0; v < many; v++) {
@@ -545,6 +659,75 @@ API void grace_words(const Loops* loops, int64_t key0, int64_t key1, int64_t sta
                      int64_t threads) {
   split(std::max<int64_t>(n, 0), 4096, threads, [=](int64_t begin, int64_t end, int64_t) {
     loops->words(uint32_t(key0), uint32_t(key1), start + begin, end - begin, out + begin);
+  });
+}
+
+// positions, int32[k]: those of the k <= n smallest of the words 0 .. n-1 after start, ascending. 0, or -2.
+API int64_t grace_smallest_words(const Loops* loops, int64_t key0, int64_t key1, int64_t start, int64_t n, int64_t k,
+                                 int32_t* positions, int64_t threads) try {
+  constexpr int64_t TILE = 4096;
+  if (n <= 0 || k <= 0) return 0;
+  k = std::min(k, n);
+  threads = n > ALONE && threads > 1 ? std::min<int64_t>(threads, 64) : 1;
+  // As many more as chance may keep away; if it keeps more, all are looked at.
+  const double wanted = double(k) + 6 * __builtin_sqrt(double(k)) + 16;
+  for (double share = wanted / double(n);; share = 1) {
+    const int32_t bound = share < 1 ? int32_t((1 - share) * 2147483647.0) : 0;
+    std::vector<Candidates> all(size_t{64});
+    bool failed[64] = {};
+    split(n, TILE, threads, [&](int64_t begin, int64_t end, int64_t t) {
+      int32_t words[TILE];
+      Candidates& found = all[size_t(t)];
+      for (int64_t i = begin; i < end; i += TILE) {
+        const int64_t size = std::min(TILE, end - i);
+        if (found.capacity - found.count < TILE + 16 && !found.reserve(2 * found.capacity + 2 * TILE)) {
+          failed[t] = true;
+          return;
+        }
+        loops->inverse(uint32_t(key0), uint32_t(key1), start + i, size, words);
+        found.count += loops->select(reinterpret_cast<const float*>(words), nullptr, nullptr, size, bound, MAGNITUDE,
+                                     found.values + found.count, found.positions + found.count,
+                                     found.capacity - found.count, int32_t(i), grace::NONE).count;
+      }
+    });
+    if (std::find(failed, failed + 64, true) != failed + 64) return -2;
+    int64_t count = 0;
+    for (const auto& each : all) count += each.count;
+    if (count < k && share < 1) continue;
+    std::vector<int32_t> keys;
+    keys.reserve(size_t(count));
+    for (const auto& each : all)
+      for (int64_t i = 0; i < each.count; i++) keys.push_back(bits_of(each.values[i]));
+    std::nth_element(keys.begin(), keys.begin() + (k - 1), keys.end(), std::greater<int32_t>());
+    const int32_t last = keys[size_t(k - 1)];
+    const bool both = std::find(keys.begin() + k, keys.end(), last) == keys.end();  // of words alike in these bits
+    const auto word = [&](int32_t position) {
+      int32_t found;
+      loops->words(uint32_t(key0), uint32_t(key1), start + position, 1, &found);
+      return uint32_t(found);
+    };
+    int64_t written = 0;
+    for (const auto& each : all)
+      for (int64_t i = 0; i < each.count; i++) {
+        const int32_t found = bits_of(each.values[i]);
+        // Of two that differ in the last bit alone, and room for one, it is the one that lacks it.
+        if (found > last || (found == last && (both || !(word(each.positions[i]) & 1))))
+          set(positions, written++, each.positions[i]);
+      }
+    return 0;
+  }
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
+// The memory of grace.memories.dgc: u_out = momentum * u + g and v_out = v + u_out; with nesterov u_out =
+// momentum * (u + g) and v_out = v + u_out + g. last, if there is one, takes v. Each may be what it is made from.
+API void grace_correct(const Loops* loops, const float* g, const float* u, const float* v, float* u_out, float* v_out,
+                       float* last, float momentum, int64_t nesterov, int64_t n, int64_t threads) {
+  const bool stream = streams(g, v, u_out, n) && u_out != u;
+  split(std::max<int64_t>(n, 0), 4096, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->correct(g + begin, u + begin, v + begin, u_out + begin, v_out + begin, at(last, begin), momentum,
+                   nesterov != 0, end - begin, stream);
   });
 }
 

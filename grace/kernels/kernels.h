@@ -61,6 +61,8 @@ struct Loops {
                   int32_t* positions, int64_t capacity, int32_t first, Out form);
   void (*divide)(const float* x, float* out, int64_t n, int64_t divisor, bool stream);
   void (*words)(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* out);
+  // The upper 31 bits of the words, upside down: the smallest word is the largest of these.
+  void (*inverse)(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* out);
   void (*noise)(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out);
   // out = x - p[rows, r] q[r, b], or p q where x is null; out may be x.
   void (*product)(const float* x, const float* p, const float* q, float* out, int64_t rows, int64_t b, int64_t r);
@@ -91,6 +93,10 @@ struct Loops {
                      Out form);
   // sum += what the bytes of up to 1020 elements stand for.
   void (*trits_add)(const uint8_t* bytes, float scale, int64_t n, float* sum);
+  // u_out = momentum * u + g, v_out = v + u_out; nesterov: u_out = momentum * (u + g), v_out = v + (u_out + g). last,
+  // if not null, takes v. stream: of u_out.
+  void (*correct)(const float* g, const float* u, const float* v, float* u_out, float* v_out, float* last,
+                  float momentum, bool nesterov, int64_t n, bool stream);
 };
 
 // Non-temporal stores are weakly ordered: a fence ends every loop that made some.

@@ -620,6 +620,39 @@ void part(float* x, const float* p, const float* q, float* rest, int64_t rows, i
   }
 }
 
+// ---- momentum ---------------------------------------------------------------------------------------------------------
+
+template <bool NESTEROV, bool STREAM>
+INLINE void correct_to(const float* g, const float* u, const float* v, float* u_out, float* v_out, float* last,
+                       float momentum, int64_t n) {
+  const F decay = fill(momentum);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const F x = load(g + i), kept = load(v + i);
+    const F next = NESTEROV ? (load(u + i) + x) * decay : load(u + i) * decay + x;
+    if (last) store(last + i, kept);
+    put<STREAM>(u_out + i, next);
+    store(v_out + i, kept + (NESTEROV ? next + x : next));
+  }
+  if (const int64_t size = n - i; size > 0) {
+    const F x = load_some(g + i, size), kept = load_some(v + i, size), old = load_some(u + i, size);
+    const F next = NESTEROV ? (old + x) * decay : old * decay + x;
+    if (last) store_some(last + i, kept, size);
+    store_some(u_out + i, next, size);
+    store_some(v_out + i, kept + (NESTEROV ? next + x : next), size);
+  }
+  if (STREAM) fence();
+}
+
+void correct(const float* g, const float* u, const float* v, float* u_out, float* v_out, float* last, float momentum,
+             bool nesterov, int64_t n, bool stream) {
+#define AS(NESTEROV)                                                                               \
+  (stream ? correct_to<NESTEROV, true>(g, u, v, u_out, v_out, last, momentum, n)                   \
+          : correct_to<NESTEROV, false>(g, u, v, u_out, v_out, last, momentum, n))
+  nesterov ? AS(true) : AS(false);
+#undef AS
+}
+
 }  // namespace
 
 #include "codes.h"
@@ -636,18 +669,25 @@ INLINE uint32_t mix(uint32_t h) {  // MurmurHash3's finaliser, as in grace/rng.p
   return h ^ (h >> 16);
 }
 
-template <class T, int SHIFT>
+template <class T, int SHIFT, bool INVERSE = false>
 INLINE void words_as(uint32_t key0, uint32_t key1, int64_t start, int64_t n, T* out) {
   while (n > 0) {  // where the upper half of the counter stays the same
     const uint32_t low = uint32_t(start), high = uint32_t(uint64_t(start) >> 32) + key1;
     const int64_t size = least(n, (int64_t(1) << 32) - int64_t(low));
-    for (int64_t j = 0; j < size; j++) out[j] = T(mix(mix(low + uint32_t(j) + key0) ^ high) >> SHIFT);
+    for (int64_t j = 0; j < size; j++) {
+      const uint32_t word = mix(mix(low + uint32_t(j) + key0) ^ high);
+      out[j] = T((INVERSE ? ~word : word) >> SHIFT);
+    }
     start += size, n -= size, out += size;
   }
 }
 
 void words(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* out) {
   words_as<int32_t, 0>(key0, key1, start, n, out);
+}
+
+void inverse(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* out) {
+  words_as<int32_t, 1, true>(key0, key1, start, n, out);
 }
 
 void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<uint16_t, 16>(key0, key1, 0, n, out); }
@@ -657,9 +697,9 @@ void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<ui
 namespace grace {
 
 extern const Loops TABLE = {NAME,         signs_total, signs_emit, signs_blocks, signs_sum, ints_largest, ints_emit,
-                            ints_blocks,  ints_sum,    select,     divide,       words,     noise,        product,
-                            part,         left,        right,      squares,      levels_emit, levels_blocks,
-                            levels_sum,   votes_encode, votes_sum, halves,       halves_emit, halves_sum,
-                            trits_emit,   trits_add};
+                            ints_blocks,  ints_sum,    select,     divide,       words,     inverse,      noise,
+                            product,      part,        left,       right,        squares,   levels_emit,  levels_blocks,
+                            levels_sum,   votes_encode, votes_sum, halves,       halves_emit, halves_sum, trits_emit,
+                            trits_add,    correct};
 
 }  // namespace grace

@@ -129,7 +129,7 @@ def _refusals() -> Iterator[None]:
 class TensorflowKernels:
     """As `grace.kernels.host.HostKernels`, of TensorFlow's tensors on the CPU."""
 
-    threshold_encode = None
+    threshold_encode = corrected = sampled = None
     levels_encode = votes_encode = halves_encode = trits_encode = None
 
     def __init__(self, xp: Any):

@@ -59,8 +59,20 @@ class DGC(Memory):
             norm = largest * xp.sqrt(xp.sum(relative * relative))
             limit = self.gradient_clipping / ctx.world_size**0.5
             x = x * xp.where(norm > limit, limit / xp.where(norm == 0, 1.0, norm), 1.0)
-        u, step = self._momentum(x, state["momentum"])
-        return state["residual"] + step, {**state, "momentum": u}
+        u, v = state["momentum"], state["residual"]
+        if xp.kernels and xp.kernels.corrected:
+            u, v = xp.kernels.corrected(x, u, v, self.momentum, self.nesterov, ctx.undo)
+            return v, {"momentum": u, "residual": v}
+        if not 0 < xp.piece < ctx.size:
+            u, step = self._momentum(x, u)
+            return v + step, {**state, "momentum": u}
+        fresh = xp.empty(ctx.size)  # the old ones stay until the exchange is over
+        for start in range(0, ctx.size, xp.piece):
+            part = slice(start, min(start + xp.piece, ctx.size))
+            momentum, step = self._momentum(x[part], u[part])
+            xp.write(fresh[part], momentum)
+            xp.write(x[part], v[part] + step)
+        return x, {**state, "momentum": fresh}
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         # Of a mask, the residual of any vector is that vector where nothing was sent.

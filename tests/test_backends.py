@@ -309,6 +309,20 @@ def test_signs_as_bits(ops, n):
     assert np.array_equal(ops(lambda xp, p: xp.unpack_signs(p, n), packed), np.where(x >= 0, 1.0, -1.0))
 
 
+@pytest.mark.parametrize("m", [0, 1, 511, 512, N])
+@pytest.mark.parametrize("each", [1, 3])
+def test_values_by_byte(ops, m, each):
+    packed = np.random.default_rng(m).integers(0, 256, m).astype(np.uint8)
+
+    def values(xp, part):
+        x = xp.reshape(xp.cast(part, "float32"), (-1, 1))
+        return xp.reshape(xp.concat([x * 0.5, x - 3.0, x * x][:each], 1), (-1,))
+
+    x = packed.astype(np.float32)
+    expected = np.stack([x * np.float32(0.5), x - 3, x * x][:each], 1).ravel()
+    assert equal(ops(lambda xp, p: xp.by_byte(lambda part, m: values(xp, part), p, m), packed), expected)
+
+
 @pytest.mark.parametrize("rows", [1, 50])
 def test_sum_abs(ops, rows):
     x = mixed(special=False)[:1000].reshape(rows, -1)

@@ -493,6 +493,13 @@ class Backend(ABC):
         """uint8[ceil(n/8)] -> float32[n]: 1 where a bit is set, else -1."""
         return self.cast(self.unpack_bits(packed, n), "float32") * 2.0 - 1.0
 
+    def by_byte(self, values: Callable[[Array, int], Array], packed: Array, m: int) -> Array:
+        """``values(packed, m)``: float32[m * k] of uint8[m], k numbers for each byte, whatever the others are.
+
+        A toolkit in which a table is faster asks for the values of all 256 bytes instead, and looks them up.
+        """
+        return values(packed, m)
+
     def unpack_bits(self, packed: Array, n: int) -> Array:
         """uint8[ceil(n/8)] -> bool[n]."""
         spread = self.cast(packed, "int64") * 0x0101010101010101

@@ -65,6 +65,9 @@ class Traceable(TorchBackend):
     def unpack_signs(self, packed: Array, n: int) -> Array:
         return self._bits(packed).to(torch.float32) * 2 - 1 if n % 32 == 0 else super().unpack_signs(packed, n)
 
+    def by_byte(self, values: Callable[[Array, int], Array], packed: Array, m: int) -> Array:
+        return values(packed, m)
+
     def _bits(self, packed: Array) -> Array:
         # By words of as many bits as two vectors have lanes: to spread bytes does not vectorise.
         words = packed.view(torch.int32).view(-1, 1)

@@ -327,6 +327,14 @@ class NumpyBackend(Backend):
         signs -= 1.0
         return signs
 
+    def by_byte(self, values: Callable[[Array, int], Array], packed: Array, m: int) -> Array:
+        if m < 512:
+            return values(packed, m)
+        table = values(np.arange(256, dtype=np.uint8), 256)  # no byte is out of range
+        if len(table) == 256:
+            return np.take(table, packed, mode="clip")
+        return np.take(table.reshape(256, -1), packed, axis=0, mode="clip").reshape(-1)
+
     def pack_bits(self, mask: Array) -> Array:
         return np.packbits(mask, bitorder="little")
 

@@ -644,6 +644,16 @@ class TorchBackend(Backend):
         np.take(SIGNS, packed.numpy(), axis=0, out=signs.numpy().reshape(-1, 8), mode="clip")  # no byte is out of range
         return signs[:n]
 
+    def by_byte(self, values: Callable[[Array, int], Array], packed: Array, m: int) -> Array:
+        if not self.on_host or m < 512:
+            return values(packed, m)
+        table = values(torch.arange(256, dtype=torch.uint8), 256).numpy()
+        found = POOL.empty((m * len(table) // 256,), torch.float32)
+        row = () if len(table) == 256 else (len(table) // 256,)  # rows of one number are slower than numbers
+        out = found.numpy().reshape(m, *row)
+        np.take(table.reshape(256, *row), packed.numpy(), axis=0, out=out, mode="clip")  # no byte is out of range
+        return found
+
     def cell(self, value: Array) -> Any:
         return Cell(value)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from grace import blocks
+from grace.checks import fitting
 from grace.core import Array, Compressor, Context, Payload, State, Steps
-from grace.packing import pack, unpack
+from grace.packing import pack, packed_size, unpack
 from grace.registry import register
 
 
@@ -58,11 +60,21 @@ class QSGD(Compressor):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
-        top = 1 << (self.bits - 1)
+        if 8 % self.bits:  # bytes hold parts of codes
+            codes = unpack(xp, self.bits, payload[0], n)
+            level = xp.by_byte(lambda codes, m: self._levels(xp, codes), codes, n)
+        else:
+            size = packed_size(self.bits, n)
+            packed = fitting(xp, payload[0], "uint8", size, "codes")
+            each = 8 // self.bits
+            level = xp.by_byte(lambda part, m: self._levels(xp, unpack(xp, self.bits, part, m * each)), packed, size)
+        return blocks.scaled(xp, level[:n], payload[1], self.block)
+
+    def _levels(self, xp: Any, codes: Array) -> Array:
+        # What codes stand for, relative to the norm.
+        codes, top = xp.cast(codes, "int32"), 1 << (self.bits - 1)
         level = xp.cast(xp.bitwise_and(codes, top - 1), "float32") / float(self.quantum_num)
-        signed = xp.where(codes >= top, -level, level)
-        return blocks.scaled(xp, signed, payload[1], self.block)
+        return xp.where(codes >= top, -level, level)
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         if not ctx.xp.kernels.levels_encode:

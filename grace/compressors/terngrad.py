@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace import blocks
+from grace.checks import fitting
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Context, Payload, State, Steps
-from grace.packing import pack, unpack
+from grace.packing import pack, packed_size, unpack
 from grace.registry import register
 
 
@@ -55,8 +56,10 @@ class TernGrad(Blockwise):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        signs = xp.cast(unpack(xp, 2, payload[0], n), "float32") - 1.0
-        return blocks.scaled(xp, signs, payload[1], self.block)
+        size = packed_size(2, n)
+        packed = fitting(xp, payload[0], "uint8", size, "codes")
+        signs = xp.by_byte(lambda part, m: xp.cast(unpack(xp, 2, part, 4 * m), "float32") - 1.0, packed, size)
+        return blocks.scaled(xp, signs[:n], payload[1], self.block)
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         if self.clip or not ctx.xp.kernels.levels_encode:

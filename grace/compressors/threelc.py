@@ -68,7 +68,9 @@ class ThreeLC(Blockwise):
         xp, n = ctx.xp, ctx.size
         sent, size = payload[0], packed_trits(n)
         sent = _lengthen(xp, sent, size) if self.zero_run and n else fitting(xp, sent, "uint8", size, "bytes")
-        return blocks.scaled(xp, xp.cast(unpack_trits(xp, sent, n), "float32"), payload[1], self.block)
+        sent = xp.cast(sent, "uint8")
+        trits = xp.by_byte(lambda part, m: xp.cast(unpack_trits(xp, part, 5 * m), "float32"), sent, size)
+        return blocks.scaled(xp, trits[:n], payload[1], self.block)
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         if not ctx.xp.kernels.trits_encode:

@@ -54,9 +54,10 @@ class AdaComp(Scattered):
         scale = xp.sum(largest) / float(max(1, blocks.block_count(n, size)))
         counts = xp.cast(xp.sum(blocks.rows(xp, xp.cast(chosen, "int32"), size), 1), "uint8")
         positions = xp.nonzero(chosen)
-        places = positions % size + 128 * xp.cast(xp.take(total, positions) < 0, "int32")
-        payload = (counts, xp.cast(places, "uint8"), xp.reshape(scale, (1,)))
-        return payload, {"residual": total - self.decompress(payload, ctx)}
+        negative, scale = xp.take(total, positions) < 0, xp.reshape(scale, (1,))
+        places = positions % size + 128 * xp.cast(negative, "int32")
+        payload = (counts, xp.cast(places, "uint8"), scale)
+        return payload, {"residual": xp.scatter_add(total, positions, xp.where(negative, scale, -scale))}
 
     def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
         xp = ctx.xp

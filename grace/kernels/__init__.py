@@ -398,7 +398,7 @@ class Library:
         x: float32[n], 0 < n < 2**31; values: float32[capacity]; positions: int32[capacity], ascending. The threshold is
         the ``rank``-th largest magnitude of the elements at words start .. start+sample-1, without their signs, modulo
         n; factors, miss: float32[many], ascending factors and what is added to a candidate's distance from k; many <=
-        255. Candidates before ``first`` are looked at only if they may be chosen.
+        255. With ``first`` low candidates are looked at only if they may be chosen; 0: all are.
         """
         found = self._sampled(
             self.handle, x, n, *keys, start, sample, rank, factors, miss, many, first, k, most, values, positions,

@@ -581,8 +581,8 @@ API int64_t grace_sparse_mean(const Loops* loops, const float* const* values, co
 
 // The elements that grace.compressors.selectors.Sampled chooses: how many, to values and positions; -2: no memory;
 // -3 - count: these need room for so many. The sample's threshold is the rank-th largest magnitude of `sample` elements;
-// candidates are it times factors[many], looked at from `first` on at first, then all; miss[many] is what tells equals
-// apart.
+// candidates are it times factors[many]; miss[many] is what tells equals apart. With `first` not all candidates are looked
+// at first, but those from one on that about three times as many exceed: mostly one of these is chosen.
 API int64_t grace_sampled(const Loops* loops, const float* x, int64_t n, int64_t key0, int64_t key1, int64_t start,
                           int64_t sample, int64_t rank, const float* factors, const float* miss, int64_t many,
                           int64_t first, int64_t k, int64_t most, float* values, int32_t* positions, int64_t capacity,
@@ -591,7 +591,9 @@ API int64_t grace_sampled(const Loops* loops, const float* x, int64_t n, int64_t
   if (n <= 0 || sample <= 0 || rank <= 0 || many < 1 || many > MANY) return 0;
   std::vector<float> drawn, largest;
   std::vector<int32_t> where;
-  drawn.resize(size_t(sample)), largest.resize(size_t(rank)), where.resize(size_t(rank));
+  rank = std::min(rank, sample);
+  const int64_t wide = std::min(sample, 3 * rank + 16);
+  drawn.resize(size_t(sample)), largest.resize(size_t(wide)), where.resize(size_t(wide));
   for (int64_t i = 0; i < sample; i += TILE) {
     int32_t words[TILE];
     const int64_t size = std::min(TILE, sample - i);
@@ -601,12 +603,17 @@ API int64_t grace_sampled(const Loops* loops, const float* x, int64_t n, int64_t
       drawn[size_t(i + j)] = key(value) == INFINITE ? 0.0f : value;
     }
   }
-  if (grace_topk_encode(loops, drawn.data(), nullptr, nullptr, largest.data(), where.data(), sample, rank, 0, 1))
+  if (grace_topk_encode(loops, drawn.data(), nullptr, nullptr, largest.data(), where.data(), sample, wide, 0, 1))
     return -2;
-  int32_t least = INT32_MAX;
-  for (const float each : largest) least = std::min(least, key(each));
+  std::nth_element(largest.begin(), largest.begin() + (rank - 1), largest.end(),
+                   [](float a, float b) { return key(a) > key(b); });
+  const int32_t least = key(largest[size_t(rank - 1)]);
+  int32_t lowest = least;
+  for (const float each : largest) lowest = std::min(lowest, key(each));
   float candidates[MANY];
   for (int64_t j = 0; j < many; j++) candidates[j] = float_of(least) * factors[j];
+  if (first)
+    for (first = 0; first + 1 < many && candidates[first + 1] < float_of(lowest);) first++;
   for (;; first = 0) {
     const int64_t count = grace_beyond(loops, x, candidates[first], values, positions, capacity, n, threads);
     if (count > capacity) return -3 - count;
@@ -630,11 +637,13 @@ API int64_t grace_sampled(const Loops* loops, const float* x, int64_t n, int64_t
       if (j == 0 || off < nearest) best = j, nearest = off;
     }
     if (first && (above[first] < most || best < first)) continue;
-    int64_t room = most - (best + 1 < many ? above[best + 1] : 0), kept = 0;
+    const bool last = best + 1 == many;
+    const int32_t low = bits_of(candidates[best]), high = last ? INFINITE : bits_of(candidates[best + 1]);
+    int64_t room = most - (last ? 0 : above[best + 1]), kept = 0;
     for (int64_t i = 0; i < count; i++) {
       const float value = get(values, i);
-      const int64_t under = below(value);
-      if (under > best + 1 || key(value) == INFINITE || (under == best + 1 && room-- > 0)) {
+      const int32_t each = key(value);
+      if (each == INFINITE || (each > low && (each > high || room-- > 0))) {
         set(positions, kept, get(positions, i));
         set(values, kept++, value);
       }

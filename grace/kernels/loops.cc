@@ -655,7 +655,7 @@ void correct(const float* g, const float* u, const float* v, float* u_out, float
 
 }  // namespace
 
-#include "codes.h"
+#include "levels.h"
 
 namespace {
 

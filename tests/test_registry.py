@@ -321,6 +321,7 @@ def test_every_module_is_imported_by_its_package():
         found = {cls.__module__.rsplit(".", 1)[1] for cls in registry.values()}
         shared = {
             "blockwise",
+            "coded",
             "lowrank",
             "selectors",
             "sparse",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from grace import blocks
 from grace.compressors.blockwise import Blockwise
+from grace.compressors.coded import coded, coded_mean
 from grace.core import Array, Context, Payload, State, Steps
+from grace.kernels import Codes
 from grace.packing import pack, unpack
 from grace.registry import register
 
@@ -29,6 +33,24 @@ TABLES = {
     ),
     "fp4": _both_signs([0.5 / 6, 1 / 6, 1.5 / 6, 2 / 6, 3 / 6, 4 / 6, 1.0], 0.0),
 }
+
+
+def _bits(table: str) -> int:
+    return 8 if table.endswith("8") else 4
+
+
+def _values(table: str) -> list[float]:
+    # Of all codes: one that does not occur, should it come, stands for no number.
+    return [*TABLES[table], *[float("nan")] * ((1 << _bits(table)) - len(TABLES[table]))]
+
+
+def _middles(table: str) -> list[float]:
+    return [(a + b) / 2 for a, b in pairwise(TABLES[table])]
+
+
+@cache
+def _codes(table: str) -> Codes:
+    return Codes("nearest", _bits(table), table=_values(table), middles=_middles(table))
 
 
 @register("dettmers8", "u8bit")
@@ -54,7 +76,7 @@ class Dettmers8(Blockwise):
     @property
     def bits(self) -> int:
         """Bits of one code."""
-        return 8 if self.table.endswith("8") else 4
+        return _bits(self.table)
 
     def contraction(self, n: int) -> float | None:
         # No error exceeds its element, and that of the largest is at most its distance to the table's ends.
@@ -62,17 +84,21 @@ class Dettmers8(Blockwise):
         return (1 - worst**2) / max(1, min(n, self.block or n))
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
-        xp, n, table = ctx.xp, ctx.size, TABLES[self.table]
+        xp, n = ctx.xp, ctx.size
         rows = blocks.rows(xp, x, self.block)
         scale = xp.max(xp.abs(rows), 1)
-        middles = xp.asarray([(a + b) / 2 for a, b in pairwise(table)], "float32")
+        middles = xp.asarray(_middles(self.table), "float32")
         codes = xp.searchsorted(middles, blocks.flat(xp, rows / blocks.divisor(xp, scale), n))
         return (pack(xp, self.bits, codes), scale), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
         codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
-        # A code that does not occur, should one come, stands for no number.
-        unused = [float("nan")] * ((1 << self.bits) - len(TABLES[self.table]))
-        values = xp.take(xp.asarray([*TABLES[self.table], *unused], "float32"), codes)
+        values = xp.take(xp.asarray(_values(self.table), "float32"), codes)
         return blocks.scaled(xp, values, payload[1], self.block)
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        return coded(x, residual, _codes(self.table), self.block_size, None, ctx)
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        return coded_mean(payloads, out, _codes(self.table), self.block_size, ctx)

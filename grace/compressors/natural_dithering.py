@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from grace import blocks
 from grace.compressors.blockwise import Blockwise
+from grace.compressors.coded import coded, coded_mean
 from grace.core import Array, Context, Payload, State, Steps
+from grace.kernels import Codes
 from grace.packing import pack, unpack
 from grace.registry import register
+
+
+def _bits(s: int) -> int:
+    return 1 + s.bit_length()
+
+
+def _values(s: int) -> list[float]:
+    # Of the codes of s levels, the sign in the top bit.
+    levels = [0.0, *(2.0 ** (level - s) for level in range(1, s + 1))]
+    levels += [float("nan")] * ((1 << (_bits(s) - 1)) - len(levels))  # codes that do not occur
+    return [*levels, *(-level for level in levels)]
+
+
+@cache
+def _codes(s: int) -> Codes:
+    return Codes("dithered", _bits(s), first=s)
 
 
 @register("natural_dithering")
@@ -37,7 +57,7 @@ class NaturalDithering(Blockwise):
     @property
     def bits(self) -> int:
         """Bits of one code, its sign included."""
-        return 1 + self.s.bit_length()
+        return _bits(self.s)
 
     def variance(self, n: int) -> float | None:
         # Between powers of two it is at most x²/8. Below the lowest it is that of equal steps (see `blockint`), where
@@ -62,8 +82,12 @@ class NaturalDithering(Blockwise):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        levels = [0.0, *(2.0 ** (level - self.s) for level in range(1, self.s + 1))]
-        levels += [float("nan")] * ((1 << (self.bits - 1)) - len(levels))  # codes that do not occur
-        table = xp.asarray([*levels, *(-level for level in levels)], "float32")
+        table = xp.asarray(_values(self.s), "float32")
         codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
         return blocks.scaled(xp, xp.take(table, codes), payload[1], self.block)
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        return coded(x, residual, _codes(self.s), self.block_size, ctx.rng("round"), ctx)
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        return coded_mean(payloads, out, _codes(self.s), self.block_size, ctx)

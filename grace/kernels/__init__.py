@@ -8,18 +8,100 @@ first call.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-__all__ = ["ISAS", "Library", "library"]
+__all__ = ["ISAS", "KINDS", "Codes", "Library", "library"]
 
 ISAS = ("avx512", "avx2", "neon", "scalar")
 """Names of instruction sets; "neon" and "scalar" are the same plain code, compiled for AArch64 and for the others."""
 
+KINDS = ("float32", "float16", "bfloat16", "fp8", "natural", "dithered", "nearest")
+"""Codes that kernels know, in the order of kernels.h."""
+LOWEST = (127 - 24) << 7
+BUCKETS = (127 << 7) - LOWEST + 1
+
 Address = int | None
-_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_P, _I, _F, _N, _W = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32, ctypes.c_uint32
+
+
+class _Noise(ctypes.Structure):
+    _fields_ = [("table", _P), ("offsets", _P), ("origin", _I), ("start", _I)]
+
+
+class _Codec(ctypes.Structure):
+    _fields_ = [
+        *((name, _N) for name in ("kind", "bits", "first", "second", "top", "random")),
+        *(("factor", _F), ("key0", _W), ("key1", _W), ("table", _P), ("middles", _P), ("below", _P), ("noise", _Noise)),
+    ]
+
+
+class Codes:
+    """What codes of a few bits stand for, as the compressor of that name has it.
+
+    ``kind``, of `KINDS`: "float32", "float16" and "bfloat16" are the numbers themselves; all others have a scale, 4
+    bytes, for each block. "fp8": ``first`` bits of mantissa, the bias ``second``, codes up to ``top``. "natural": the
+    scale is an exponent's field, int32; ``second`` the one of a fixed window, or 0. "dithered": ``first`` levels.
+    "nearest": of ``table``, ascending, by float32 ``middles`` between its entries. A scale is the largest magnitude
+    times ``factor``. ``bits``: of a code. ``table``: of what each code stands for, unless it is worked out.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        bits: int,
+        first: int = 0,
+        second: int = 0,
+        top: int = 0,
+        factor: float = 1.0,
+        table: Sequence[float] = (),
+        middles: Sequence[float] = (),
+    ):
+        self.kind, self.bits = kind, bits
+        self._numbers = KINDS.index(kind), bits, first, second, top
+        self._factor = factor
+        self._table = (_F * len(table))(*table)
+        self._middles = (_F * 256)(*middles, *[math.inf] * (256 - len(middles)))
+        self._below = bytes(_buckets(list(self._middles)[: len(middles)])) if middles else b""
+
+    def with_random(
+        self,
+        keys: tuple[int, int] | None = None,
+        table: Address = None,
+        offsets: Address = None,
+        start: int = 0,
+    ) -> _Codec:
+        """For a kernel. ``keys``: rounds at random, by words of these; "fp8" by noise, which is as of `ints_encode`."""
+        noise = _Noise(table or None, offsets or None, start // 65536, start)
+        addresses = ctypes.addressof(self._table), ctypes.addressof(self._middles), ctypes.c_char_p(self._below)
+        table_at, middles_at, below = addresses
+        return _Codec(
+            *self._numbers, keys is not None, self._factor, *(keys or (0, 0)), table_at, middles_at,
+            ctypes.cast(below, _P), noise,
+        )  # fmt: skip
+
+
+def _buckets(middles: list[float]) -> list[int]:
+    # How many middles are below all floats of a bucket: those of a sign whose upper 16 bits are alike. Between 0 and
+    # 2**-24 is one bucket, and from 1 on. One comparison more tells how many are below a number.
+    edges = [_float(LOWEST + place << 16) for place in range(BUCKETS + 1)]
+    edges[0] = 0.0
+    positive = [bisect_left(middles, edge) for edge in edges]
+    negative = [bisect_right(middles, -edge) for edge in edges[1:]]
+    ends = [bisect_left(middles, edge) for edge in edges[1:]], [bisect_left(middles, -edge) for edge in edges[:-1]]
+    for begins, those in zip((positive, negative), ends, strict=True):
+        if any(end - begin > 1 for begin, end in zip(begins, those, strict=False)):
+            raise ValueError("entries of a table are too close to each other to be found by their upper bits")
+    return [*positive[:-1], *negative]
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("f", struct.pack("i", bits))[0])
 
 
 def library(isa: str | None = None) -> Library | None:
@@ -96,6 +178,8 @@ class Library:
         self._halves_mean = bind("halves_mean", _P, _P, _I, _P, _I, _I, _I)
         self._trits_encode = bind("trits_encode", _P, _P, _P, _P, _P, _I, _I, _F, _I, _I, _I, result=_I)
         self._trits_mean = bind("trits_mean", _P, _P, _P, _I, _P, _I, _I, _I, _I, result=_I)
+        self._codes_encode = bind("codes_encode", _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I)
+        self._codes_mean = bind("codes_mean", _P, _P, _P, _I, _P, _I, _I, _I)
         self._noise_table = bind("noise_table", _I, _I, _I, _P, _I)
 
     def signs_encode(
@@ -314,6 +398,44 @@ class Library:
         wrong = self._trits_mean(self.handle, bytes_, scales, sizes, workers, out, n, block, runs, threads)
         if wrong >= 0:
             raise ValueError(f"the runs of worker {wrong} do not make {-(-n // 5)} bytes")
+
+    def codes_encode(
+        self,
+        x: int,
+        residual: Address,
+        out: Address,
+        codes: int,
+        scales: Address,
+        n: int,
+        block: int,
+        codec: _Codec,
+        start: int = 0,
+        threads: int = 1,
+        swap: bool = False,
+    ) -> None:
+        """Codes of ``codec.bits``, of `Codes.with_random`; ``start``: the position of x[0] among random words.
+
+        x, residual, out: float32[n]; codes: uint8, as `grace.packing.pack` has them, or little-endian; scales:
+        4 bytes [m], absent for those that have none.
+        """
+        with_codec = self.handle, ctypes.addressof(codec)
+        self._codes_encode(*with_codec, x, residual, out, codes, scales, n, block, start, swap, threads)
+
+    def codes_mean(
+        self,
+        codes_ptrs: Sequence[int],
+        scales_ptrs: Sequence[int] | None,
+        workers: int,
+        out: int,
+        n: int,
+        block: int,
+        codec: _Codec,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[n]: the mean of what the workers sent, each codes and scales as of `codes_encode`, in order."""
+        pointers = _P * workers
+        codes, scales = pointers(*codes_ptrs), None if scales_ptrs is None else pointers(*scales_ptrs)
+        self._codes_mean(self.handle, ctypes.addressof(codec), codes, scales, workers, out, n, block, threads)
 
     def topk_encode(
         self,

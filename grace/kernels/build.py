@@ -20,13 +20,13 @@ from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("kernels.h", "vectors.h", "levels.h", "loops.cc", "kernels.cc")
+SOURCES = ("kernels.h", "vectors.h", "levels.h", "floats.h", "loops.cc", "kernels.cc")
 TIMELINE_SOURCES = ("timeline.cc",)
 TENSORFLOW_SOURCES = ("kernels.h", "tensorflow_ops.cc")
 TENSORFLOW_FLAGS = ("-O2", "-fPIC", "-w", "-shared", "-pthread")
 # Results are exact: no -ffast-math, and no product is fused with a sum unless the source says so.
 FLAGS: tuple[str, ...] = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing")
-FLAGS = (*FLAGS, "-fPIC", "-pthread", "-fvisibility=hidden", "-w")
+FLAGS = (*FLAGS, "-fno-trapping-math", "-fPIC", "-pthread", "-fvisibility=hidden", "-w")
 X86 = ("-mfma", "-mbmi", "-mbmi2", "-mpopcnt")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 ISAS: dict[str, tuple[str, ...]] = {

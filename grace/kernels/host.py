@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from grace.checks import fitting
-from grace.kernels import Library, library
+from grace.kernels import Codes, Library, library
 from grace.packing import packed_size
 from grace.received import Received
 from grace.rng import NOISE, Rng
@@ -193,6 +193,43 @@ class HostKernels:
         sent, factors = self._columns(kept)
         at, threads = self._xp.address(out), self._xp.threads
         self.library.trits_mean(sent, factors, counts, len(kept), at, n, block, runs, threads)
+        return out
+
+    def codes_encode(
+        self,
+        x: Array,
+        residual: Array | None,
+        block: int,
+        codes: Codes,
+        rng: Rng | None = None,
+        undo: Undo | None = None,
+    ) -> tuple[tuple[Array, ...], Array]:
+        """float32[n] -> the payload, codes uint8 and, of those that have them, scales; and what is left."""
+        xp, at = self._xp, self._xp.address
+        (n,) = xp.shape(x)
+        payload = tuple(xp.part(size, dtype) for dtype, size in _parts(codes, n, block))
+        left, swap = (x, False) if undo is None or residual is None else (residual, True)
+        out = None if residual is None else at(left)
+        keys, start, table, offsets = None, 0, None, None
+        if rng is not None:
+            keys, start = rng.keys, rng.offset
+            table, offsets, _ = self._noise(rng if codes.kind == "fp8" else None, n)
+        codec = codes.with_random(keys, at(table), at(offsets), start)
+        scales = at(payload[1]) if len(payload) > 1 else None
+        self.library.codes_encode(
+            at(x), at(residual), out, at(payload[0]), scales, n, block, codec, start, xp.threads, swap
+        )
+        self._note(x, residual, undo)
+        return payload, left
+
+    def codes_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, codes: Codes) -> Array:
+        """Each worker's codes, and scales if it has them -> float32[n], in ``out`` if it is given."""
+        out, kept = self._out(out, n), self._received(payloads, *_parts(codes, n, block))
+        found, *scales = self._columns(kept)
+        codec = codes.with_random()
+        self.library.codes_mean(
+            found, scales[0] if scales else None, len(kept), self._xp.address(out), n, block, codec, self._xp.threads
+        )
         return out
 
     def topk_encode(
@@ -401,3 +438,13 @@ class HostKernels:
 
 def _count(n: int, block: int) -> int:
     return -(-n // block) if block else min(n, 1)
+
+
+def _parts(codes: Codes, n: int, block: int) -> list[tuple[str, int]]:
+    # dtypes and lengths of a payload.
+    if codes.kind in ("float32", "float16"):
+        return [(codes.kind, n)]
+    if codes.kind == "bfloat16":
+        return [("uint8", 2 * n)]
+    scales = "int32" if codes.kind == "natural" else "float32"
+    return [("uint8", packed_size(codes.bits, n)), (scales, _count(n, block))]

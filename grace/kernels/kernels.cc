@@ -1034,3 +1034,53 @@ API int64_t grace_trits_mean(const Loops* loops, const uint8_t* const* bytes, co
   });
   return -1;
 }
+
+// ---- floats of few bits ----------------------------------------------------------------------------------------------
+
+API void grace_codes_encode(const Loops* loops, const grace::Codec* codec, const float* x, const float* residual,
+                            float* out, uint8_t* codes, int32_t* scales, int64_t n, int64_t block, int64_t start,
+                            int64_t swap, int64_t threads) {
+  if (n <= 0) return;
+  if (block <= 0 || block > n) block = n;
+  const Out form = form_of(x, residual, out, n, swap);
+  const auto emit = [=](int64_t i, int64_t count, int32_t scale) {
+    loops->codes_emit(codec, x + i, at(residual, i), at(out, i), codes + i * codec->bits / 8, scale, count, start + i,
+                      form);
+  };
+  const auto largest = [=](int64_t i, int64_t count) {
+    return loops->codes_largest(codec, x + i, at(residual, i), codes + i * codec->bits / 8, count, start + i);
+  };
+  if (!scales)  // no statistics
+    return split(n, PIECE, threads, [=](int64_t begin, int64_t end, int64_t) { emit(begin, end - begin, 0); });
+  if (block <= PIECE)
+    return split(n, block, threads, [=](int64_t begin, int64_t end, int64_t) {
+      for (int64_t i = begin; i < end; i += block) {
+        const int64_t count = std::min(block, end - i);
+        const int32_t scale = loops->codes_scale(codec, largest(i, count));
+        set(scales, i / block, scale);
+        emit(i, count, scale);
+      }
+    });
+  for (int64_t from = 0, b = 0; from < n; from += block, b++) {
+    in_pieces(
+        std::min(block, n - from), threads,
+        [=](int64_t i, int64_t count) { return largest(from + i, count); },
+        [=](const std::vector<int32_t>& found) {
+          const int32_t scale = loops->codes_scale(codec, *std::max_element(found.begin(), found.end()));
+          set(scales, b, scale);
+          return scale;
+        },
+        [=](int64_t i, int64_t count, int32_t scale) { emit(from + i, count, scale); });
+  }
+}
+
+API void grace_codes_mean(const Loops* loops, const grace::Codec* codec, const uint8_t* const* codes,
+                          const int32_t* const* scales, int64_t workers, float* out, int64_t n, int64_t block,
+                          int64_t threads) {
+  if (n <= 0) return;
+  if (block <= 0 || block > n) block = n;
+  const bool stream = streams(nullptr, nullptr, out, n);
+  split(n, block == n ? PIECE : block, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->codes_sum(codec, codes, scales, workers, out, begin, end, block, stream);
+  });
+}

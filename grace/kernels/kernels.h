@@ -37,6 +37,20 @@ struct Halves {
   double below, rest;
 };
 
+// Floats of few bits, as `grace.kernels.Codes` has them.
+enum Kind : int32_t { FLOAT, HALF, BF16, FP8, NATURAL, DITHERED, NEAREST };
+constexpr int32_t LOWEST = (127 - 24) << 7, BUCKETS = (127 << 7) - LOWEST + 1;  // of the upper halves of magnitudes
+
+struct Codec {
+  int32_t kind, bits, first, second, top, random;
+  float factor;            // the scale is the largest magnitude times that
+  uint32_t key0, key1;     // of random words
+  const float* table;      // [2^bits]: what codes stand for
+  const float* middles;    // [256]: between the table's entries; infinity behind them
+  const uint8_t* below;    // [2 * BUCKETS]: how many middles are below all of a bucket; then the same of negative ones
+  Noise noise;
+};
+
 // x, residual, out: float32; residual may be null. `stream`: write past the caches. Ranges of elements and pointers to
 // packed bytes begin at whole bytes. No alignment is assumed.
 struct Loops {
@@ -97,6 +111,14 @@ struct Loops {
   // if not null, takes v. stream: of u_out.
   void (*correct)(const float* g, const float* u, const float* v, float* u_out, float* v_out, float* last,
                   float momentum, bool nesterov, int64_t n, bool stream);
+  // The statistic of a block; codes_scale makes of it, or of the largest of several, what is sent. `position`: of x[0].
+  int32_t (*codes_largest)(const Codec* codec, const float* x, const float* residual, uint8_t* codes, int64_t n,
+                           int64_t position);
+  int32_t (*codes_scale)(const Codec* codec, int32_t largest);
+  void (*codes_emit)(const Codec* codec, const float* x, const float* residual, float* out, uint8_t* codes,
+                     int32_t scale, int64_t n, int64_t position, Out form);
+  void (*codes_sum)(const Codec* codec, const uint8_t* const* codes, const int32_t* const* scales, int64_t workers,
+                    float* out, int64_t begin, int64_t end, int64_t block, bool stream);
 };
 
 // Non-temporal stores are weakly ordered: a fence ends every loop that made some.

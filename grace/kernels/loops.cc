@@ -692,6 +692,10 @@ void inverse(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* ou
 
 void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<uint16_t, 16>(key0, key1, 0, n, out); }
 
+// ---- floats of few bits ----------------------------------------------------------------------------------------------
+
+#include "floats.h"
+
 }  // namespace
 
 namespace grace {
@@ -700,6 +704,6 @@ extern const Loops TABLE = {NAME,         signs_total, signs_emit, signs_blocks,
                             ints_blocks,  ints_sum,    select,     divide,       words,     inverse,      noise,
                             product,      part,        left,       right,        squares,   levels_emit,  levels_blocks,
                             levels_sum,   votes_encode, votes_sum, halves,       halves_emit, halves_sum, trits_emit,
-                            trits_add,    correct};
+                            trits_add,    correct,     codes_largest, codes_scale, codes_emit, codes_sum};
 
 }  // namespace grace

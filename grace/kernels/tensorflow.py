@@ -131,6 +131,7 @@ class TensorflowKernels:
 
     threshold_encode = corrected = sampled = None
     levels_encode = votes_encode = halves_encode = trits_encode = None
+    codes_encode = codes_mean = None
 
     def __init__(self, xp: Any):
         found = library()

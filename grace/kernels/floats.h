@@ -1,0 +1,372 @@
+// Floats of few bits: what `grace.kernels.Codes` describes, encoded and decoded some hundred at a time.
+//
+// Plain loops over small arrays of their own, which compilers turn into vectors. Included by loops.cc.
+#pragma once
+
+using grace::Codec;
+
+constexpr int64_t SOME = 512;  // elements that are worked on in the innermost cache; a multiple of W
+
+struct Scratch {
+  alignas(64) float v[SOME];
+  alignas(64) float values[SOME];
+  alignas(64) float found[SOME];
+  alignas(64) uint32_t words[SOME];
+  alignas(64) uint16_t wide[SOME];  // codes of 16 bits, or noise
+  alignas(64) uint8_t codes[SOME];
+};
+
+INLINE int32_t as_bits(float x) {
+  int32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+INLINE float float_of(int32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+INLINE float not_zero(float scale) { return scale == 0.0f ? 1.0f : scale; }
+
+// The sum of x and residual; zeros fill up the last vector. Returns how many there are with them.
+template <bool RESIDUAL>
+INLINE int64_t load_all(float* v, const float* x, const float* residual, int64_t i, int64_t count) {
+  int64_t j = 0;
+  for (; j + W <= count; j += W) store(v + j, value<RESIDUAL>(x, residual, i + j));
+  if (j < count) store(v + j, value_some<RESIDUAL>(x, residual, i + j, count - j)), j += W;
+  return j;
+}
+
+// The upper halves of the words at these positions, as the noise has them.
+INLINE void noise_at(uint16_t* out, const Noise& noise, int64_t position, int64_t count) {
+  while (count > 0) {
+    const int64_t index = position & 65535, run = least(count, 65536 - index);
+    const uint16_t offset = read(noise.offsets, (position >> 16) - noise.origin);
+    memcpy(out, reinterpret_cast<const char*>(noise.table) + 2 * index, size_t(run) * 2);
+    for (int64_t j = 0; j < run; j++) out[j] = uint16_t(out[j] + offset);
+    position += run, count -= run, out += run;
+  }
+}
+
+// ---- codes of less than a byte: eight of them fill `bits` bytes -----------------------------------------------------
+
+INLINE uint64_t spread(uint64_t word, int bits) {
+#if defined(__BMI2__)
+  return _pdep_u64(word, 0x0101010101010101u * uint64_t((1 << bits) - 1));
+#else
+  uint64_t bytes = 0;
+  for (int j = 0; j < 8; j++) bytes |= (word >> (j * bits) & uint64_t((1 << bits) - 1)) << 8 * j;
+  return bytes;
+#endif
+}
+
+INLINE uint64_t gather(uint64_t bytes, int bits) {
+#if defined(__BMI2__)
+  return _pext_u64(bytes, 0x0101010101010101u * uint64_t((1 << bits) - 1));
+#else
+  uint64_t word = 0;
+  for (int j = 0; j < 8; j++) word |= (bytes >> 8 * j & uint64_t((1 << bits) - 1)) << (j * bits);
+  return word;
+#endif
+}
+
+INLINE int64_t octets(int64_t count, int bits) {  // bytes that the last codes of a vector take
+  return 8 % bits == 0 ? (count * bits + 7) / 8 : (count + 7) / 8 * bits;
+}
+
+INLINE void unpack(uint8_t* out, const uint8_t* codes, int bits, int64_t count) {
+  if (bits == 8) {
+    memcpy(out, codes, size_t(count));
+    return;
+  }
+  int64_t j = 0;
+  for (; j + 16 <= count; j += 8) {  // reads eight bytes, at least twice `bits` of which are there
+    uint64_t word = 0;
+    if (bits >= 4)
+      memcpy(&word, codes + j / 8 * bits, 8);
+    else
+      memcpy(&word, codes + j / 8 * bits, size_t(2 * bits));
+    const uint64_t bytes = spread(word, bits);
+    memcpy(out + j, &bytes, 8);
+  }
+  for (; j < count; j += 8) {
+    uint64_t word = 0;
+    memcpy(&word, codes + j / 8 * bits, size_t(octets(least(8, count - j), bits)));
+    const uint64_t bytes = spread(word, bits);
+    memcpy(out + j, &bytes, 8);
+  }
+}
+
+// Codes past `count` are zeros by now.
+INLINE void pack(uint8_t* out, const uint8_t* codes, int bits, int64_t count) {
+  if (bits == 8) {
+    memcpy(out, codes, size_t(count));
+    return;
+  }
+  for (int64_t j = 0; j < count; j += 8) {
+    uint64_t bytes;
+    memcpy(&bytes, codes + j, 8);
+    const uint64_t word = gather(bytes, bits);
+    memcpy(out + j / 8 * bits, &word, size_t(count - j >= 8 ? bits : octets(count - j, bits)));
+  }
+}
+
+// ---- what codes stand for -------------------------------------------------------------------------------------------
+
+// Float16 as float32, subnormal numbers by their value: a processor may be told to take those of float32 for zero.
+INLINE float half(uint16_t h) {
+  const int32_t magnitude = h & 0x7fff, low = magnitude & 0x3ff;
+  const int32_t normal = (magnitude << 13) + (magnitude >= 0x7c00 ? 224 << 23 : 112 << 23);
+  const int32_t small = as_bits(float(low) * 0x1p-24f);
+  return float_of((magnitude < 0x400 ? small : normal) | int32_t(uint32_t(h & 0x8000) << 16));
+}
+
+INLINE uint16_t as_half(float x) {
+  const int32_t bits = as_bits(x), magnitude = bits & ABS;
+  const int32_t normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112 << 23)) >> 13;
+  const int32_t small = as_bits(float_of(magnitude) + 0.5f) - as_bits(0.5f);  // in steps of 2^-24, halves to even
+  const int32_t large = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  const int32_t finite = magnitude < 0x38800000 ? small : normal;
+  return uint16_t((magnitude < 0x47800000 ? finite : large) | ((bits >> 16) & 0x8000));
+}
+
+// Adds to the sums, or begins them, what `count` codes stand for.
+template <bool ADD>
+INLINE void decode_to(float* sums, const Codec& codec, const uint8_t* codes, int32_t scale_bits, int64_t count,
+                      Scratch& scratch) {
+#define EMIT(VALUE)                              \
+  for (int64_t j = 0; j < count; j++) {          \
+    const float value = VALUE;                   \
+    sums[j] = ADD ? sums[j] + value : value;     \
+  }
+  const float scale = float_of(scale_bits);
+  const int32_t first = codec.first, second = codec.second;
+  if (codec.kind == grace::FLOAT) {
+    float* from = scratch.found;
+    memcpy(from, codes, size_t(count) * 4);
+    EMIT(from[j])
+    return;
+  }
+  if (codec.bits == 16) {
+    uint16_t* from = scratch.wide;
+    memcpy(from, codes, size_t(count) * 2);
+    if (codec.kind == grace::HALF) {
+      EMIT(half(from[j]))
+    } else {
+      EMIT(float_of(int32_t(uint32_t(from[j]) << 16)))
+    }
+    return;
+  }
+  uint8_t* from = scratch.codes;
+  unpack(from, codes, codec.bits, count);
+  if (codec.kind == grace::FP8) {  // `first` bits of mantissa, bias `second`
+    const int32_t rest = (127 - second) << 23, shift = 23 - first, normal = 1 << first;
+    const float unit = float_of((128 - second - first) << 23);
+    EMIT(float_of(((from[j] & 127) < normal ? as_bits(float(from[j] & 127) * unit) : ((from[j] & 127) << shift) + rest) |
+                  int32_t(uint32_t(from[j] & 128) << 24)) *
+         scale)
+  } else if (codec.kind == grace::NATURAL) {  // the scale is the exponent field that code 127 stands for
+    const int32_t top = scale_bits >= 0 && scale_bits < 255 ? scale_bits : 255, below = top - 127;
+    if (top == 255) {
+      const float nan = float_of(0x7fc00000);
+      EMIT(nan)
+      return;
+    }
+    EMIT(float_of(((from[j] & 127) > 0 && (from[j] & 127) + below > 0 ? ((from[j] & 127) + below) << 23 : 0) |
+                  int32_t(uint32_t(from[j] & 128) << 24)))
+  } else if (codec.kind == grace::DITHERED) {
+    const int32_t sign = codec.bits - 1, low = (1 << sign) - 1, rest = (127 - first) << 23;
+    EMIT(float_of(((from[j] & low) > first ? 0x7fc00000 : (from[j] & low) ? ((from[j] & low) << 23) + rest : 0) |
+                  int32_t(uint32_t(from[j] >> sign) << 31)) *
+         scale)
+  } else {
+    const float* table = codec.table;
+    float* found = scratch.found;
+    for (int64_t j = 0; j < count; j++) found[j] = table[from[j]];
+    EMIT(found[j] * scale)
+  }
+#undef EMIT
+}
+
+void codes_sum(const Codec* codec, const uint8_t* const* codes, const int32_t* const* scales, int64_t workers,
+               float* out, int64_t begin, int64_t end, int64_t block, bool stream) {
+  const Divisor divisor(workers);
+  Scratch scratch;
+  alignas(64) float sums[SOME];
+  int64_t b = begin / block;
+  for (int64_t at = begin; at < end; at += block, b++) {  // begin is where a block begins, or all is one block
+    const int64_t stop = least(at + block, end);
+    for (int64_t i = at; i < stop; i += SOME) {
+      const int64_t count = least(SOME, stop - i);
+      for (int64_t w = 0; w < workers; w++) {
+        const uint8_t* from = codes[w] + i * codec->bits / 8;
+        const int32_t scale = scales ? read(scales[w], b) : 0;
+        w ? decode_to<true>(sums, *codec, from, scale, count, scratch)
+          : decode_to<false>(sums, *codec, from, scale, count, scratch);
+      }
+      int64_t j = 0;
+      if (stream)
+        for (; j + W <= count; j += W) put<true>(out + i + j, divisor.divided(load(sums + j)));
+      else
+        for (; j + W <= count; j += W) put<false>(out + i + j, divisor.divided(load(sums + j)));
+      if (j < count) store_some(out + i + j, divisor.divided(load_some(sums + j, count - j)), count - j);
+    }
+  }
+  if (stream) fence();
+}
+
+// ---- codes of numbers -----------------------------------------------------------------------------------------------
+
+// The exponent field of a neighbouring power of two, 0 for zero and 254 for what is not finite.
+INLINE int32_t rounded_field(float x, uint32_t word, bool random) {
+  const int32_t bits = as_bits(x) & ABS, mantissa = bits & 0x7fffff;
+  const int32_t up = random ? mantissa > int32_t(word >> 9) : mantissa >= 0x400000;
+  const int32_t field = (bits >> 23) + up;
+  return bits < 0x800000 ? 0 : field < 254 ? field : 254;
+}
+
+template <bool RESIDUAL>
+INLINE int32_t codes_largest_of(const Codec& codec, const float* x, const float* residual, uint8_t* codes, int64_t n,
+                                int64_t position) {
+  if (codec.kind != grace::NATURAL) return ints_largest_of<RESIDUAL>(x, residual, n);
+  Scratch scratch;
+  int32_t most = 0, bits = 0;
+  for (int64_t i = 0; i < n; i += SOME) {  // the fields stay where codes will be
+    const int64_t count = least(SOME, n - i), all = load_all<RESIDUAL>(scratch.v, x, residual, i, count);
+    const float* v = scratch.v;
+    uint8_t* fields = scratch.codes;
+    if (codec.random) words_as<uint32_t, 0>(codec.key0, codec.key1, position + i, all, scratch.words);
+    if (codec.random)
+      for (int64_t j = 0; j < all; j++) fields[j] = uint8_t(rounded_field(v[j], scratch.words[j], true));
+    else
+      for (int64_t j = 0; j < all; j++) fields[j] = uint8_t(rounded_field(v[j], 0, false));
+    for (int64_t j = 0; j < all; j++) most = fields[j] > most ? fields[j] : most;
+    for (int64_t j = 0; j < all; j++) bits = (as_bits(v[j]) & ABS) > bits ? as_bits(v[j]) & ABS : bits;
+    memcpy(codes + i, fields, size_t(count));
+  }
+  return bits >= 0x7f800000 ? 255 : most;
+}
+
+// What is sent for a block whose largest is that.
+INLINE int32_t scale_of(const Codec& codec, int32_t largest) {
+  if (codec.kind == grace::NATURAL) return largest < 255 && codec.second ? codec.second : largest;
+  return as_bits(float_of(largest) * codec.factor);
+}
+
+template <bool RESIDUAL, Out OUT>
+INLINE void codes_emit_to(const Codec& codec, const float* x, const float* residual, float* out, uint8_t* codes,
+                          int32_t scale_bits, int64_t n, int64_t position) {
+  Scratch scratch;
+  const float* const v = scratch.v;
+  uint8_t* const chosen = scratch.codes;
+  const float scale = float_of(scale_bits), divisor = not_zero(scale);
+  const int32_t first = codec.first, second = codec.second;
+  for (int64_t i = 0; i < n; i += SOME) {
+    const int64_t count = least(SOME, n - i), all = load_all<RESIDUAL>(scratch.v, x, residual, i, count);
+    uint8_t* const to = codes + i * codec.bits / 8;
+    if (codec.random && codec.kind != grace::FP8 && codec.kind != grace::NATURAL)
+      words_as<uint32_t, 0>(codec.key0, codec.key1, position + i, all, scratch.words);
+    const uint32_t* const words = scratch.words;
+    if (codec.kind == grace::BF16) {
+      uint16_t* const wide = scratch.wide;
+      for (int64_t j = 0; j < all; j++) {
+        const int32_t bits = as_bits(v[j]), magnitude = bits & ABS;
+        const int32_t step = !codec.random ? 0x7fff + ((magnitude >> 16) & 1)
+                                           : (magnitude >= 0x7f7f0000 ? 0 : int32_t(words[j] & 0xffff));
+        const int32_t special = magnitude | (magnitude > 0x7f800000 ? 0x400000 : 0);
+        const int32_t rounded = magnitude < 0x7f800000 ? magnitude + step : special;
+        wide[j] = uint16_t((rounded >> 16) | ((bits >> 16) & 0x8000));
+      }
+      memcpy(to, wide, size_t(count) * 2);
+    } else if (codec.kind == grace::HALF) {
+      uint16_t* const wide = scratch.wide;
+      for (int64_t j = 0; j < all; j++) wide[j] = as_half(v[j]);
+      memcpy(to, wide, size_t(count) * 2);
+    } else if (codec.kind == grace::FP8) {
+      const int32_t below = 128 - second, exponent = 126 + second + first, top = codec.top;
+      uint16_t* const noise = scratch.wide;
+      if (codec.random) noise_at(noise, codec.noise, position + i, count);
+      for (int64_t j = 0; j < all; j++) {
+        const float magnitude = float_of(as_bits(v[j] / divisor) & ABS);
+        int32_t doublings = (as_bits(magnitude) >> 23) - below;
+        doublings = doublings > 0 ? doublings : 0;
+        float steps = magnitude * float_of((exponent - doublings) << 23);
+        steps = steps < 64.0f ? steps : 0.0f;  // always, but for what is not finite
+        int32_t whole;
+        if (codec.random) {
+          whole = int32_t(steps);
+          const float chance = (float(noise[j]) + 0.5f) * 0x1p-16f;
+          whole += (steps - float(whole)) + chance >= 1.0f ? 1 : 0;
+        } else {
+          whole = as_bits(steps + 0x1.8p23f) - as_bits(0x1.8p23f);  // halves to even
+        }
+        const int32_t code = whole + (doublings << first);
+        chosen[j] = uint8_t((code < top ? code : top) + (v[j] < 0.0f ? 128 : 0));
+      }
+      memcpy(to, chosen, size_t(count));
+    } else if (codec.kind == grace::NATURAL) {
+      const int32_t top = codec.second ? codec.second : scale_bits < 255 ? scale_bits : 254;
+      memcpy(chosen, to, size_t(count));
+      for (int64_t j = 0; j < all; j++) {
+        const int32_t code = chosen[j] - top + 127, low = code > 0 ? code : 0, high = low < 127 ? low : 127;
+        chosen[j] = uint8_t((chosen[j] ? high : 0) | (v[j] < 0.0f ? 128 : 0));
+      }
+      memcpy(to, chosen, size_t(count));
+    } else if (codec.kind == grace::DITHERED) {  // `first` levels
+      const float lowest = float_of((126 + first) << 23);
+      const int32_t sign = 1 << (codec.bits - 1);
+      for (int64_t j = 0; j < all; j++) {
+        const float share = float_of(as_bits(v[j]) & ABS) / divisor;
+        int32_t level = (as_bits(share) >> 23) + (first - 127);
+        level = level > 0 ? level : 0;
+        const float mantissa = float(as_bits(share) & 0x7fffff) * 0x1p-23f, small = share * lowest;
+        const float chance = float(int32_t(words[j] >> 8)) * 0x1p-24f;
+        level += chance < (level > 0 ? mantissa : small) ? 1 : 0;
+        chosen[j] = uint8_t((level < first ? level : first) + (v[j] < 0.0f ? sign : 0));
+      }
+      for (int64_t j = count; j < all; j++) chosen[j] = 0;
+      pack(to, chosen, codec.bits, count);
+    } else {  // the nearest of a table: how many middles are below
+      const float* const middles = codec.middles;
+      const uint8_t* const below = codec.below;
+      uint32_t* const index = scratch.words;
+      float* const share = scratch.values;
+      for (int64_t j = 0; j < all; j++) {
+        share[j] = v[j] / divisor;
+        const int32_t bits = as_bits(share[j]), place = ((bits & ABS) >> 16) - grace::LOWEST;
+        const int32_t inside = place < 0 ? 0 : place < grace::BUCKETS ? place : grace::BUCKETS - 1;
+        index[j] = uint32_t(inside + (bits < 0 ? grace::BUCKETS : 0));
+      }
+      for (int64_t j = 0; j < all; j++) {
+        const uint8_t least_code = below[index[j]];
+        chosen[j] = uint8_t(least_code + (share[j] > middles[least_code] ? 1 : 0));
+      }
+      for (int64_t j = count; j < all; j++) chosen[j] = 0;
+      pack(to, chosen, codec.bits, count);
+    }
+    if constexpr (OUT != NONE) {
+      float* const values = scratch.values;
+      decode_to<false>(values, codec, to, scale_bits, count, scratch);
+      int64_t j = 0;
+      for (; j + W <= count; j += W) leave<OUT>(x, residual, out, i + j, load(v + j) - load(values + j));
+      if (j < count)
+        leave_some<OUT>(x, residual, out, i + j, load(v + j) - load_some(values + j, count - j), count - j);
+    }
+  }
+}
+
+int32_t codes_largest(const Codec* codec, const float* x, const float* residual, uint8_t* codes, int64_t n,
+                      int64_t position) {
+  return residual ? codes_largest_of<true>(*codec, x, residual, codes, n, position)
+                  : codes_largest_of<false>(*codec, x, residual, codes, n, position);
+}
+
+int32_t codes_scale(const Codec* codec, int32_t largest) { return scale_of(*codec, largest); }
+
+void codes_emit(const Codec* codec, const float* x, const float* residual, float* out, uint8_t* codes, int32_t scale,
+                int64_t n, int64_t position, Out form) {
+  FORMS(codes_emit_to, *codec, x, residual, out, codes, scale, n, position);
+  if (form == STREAMED) fence();
+}

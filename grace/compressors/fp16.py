@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.checks import fitting
-from grace.compressors.coded import coded, coded_mean
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
-from grace.kernels import Codes
 from grace.registry import register
-
-CODES = Codes("float16", 16)
 
 
 @register("fp16")
@@ -34,9 +29,3 @@ class FP16(Compressor):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         return ctx.xp.cast(fitting(ctx.xp, payload[0], "float16", ctx.size, "elements"), "float32")
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        return coded(x, residual, CODES, 0, None, ctx)
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return coded_mean(payloads, out, CODES, 0, ctx)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.checks import fitting
-from grace.compressors.coded import coded_mean
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
-from grace.kernels import Codes
 from grace.registry import register
-
-CODES = Codes("float32", 32)
 
 
 @register("none", "nocompression")
@@ -43,6 +38,3 @@ class NoCompression(Compressor):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         return fitting(ctx.xp, payload[0], "float32", ctx.size, "elements")
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return coded_mean(payloads, out, CODES, 0, ctx)

@@ -21,7 +21,7 @@ __all__ = ["ISAS", "KINDS", "Codes", "Library", "library"]
 ISAS = ("avx512", "avx2", "neon", "scalar")
 """Names of instruction sets; "neon" and "scalar" are the same plain code, compiled for AArch64 and for the others."""
 
-KINDS = ("float32", "float16", "bfloat16", "fp8", "natural", "dithered", "nearest")
+KINDS = ("bfloat16", "fp8", "natural", "dithered", "nearest")
 """Codes that kernels know, in the order of kernels.h."""
 LOWEST = (127 - 24) << 7
 BUCKETS = (127 << 7) - LOWEST + 1
@@ -44,9 +44,9 @@ class _Codec(ctypes.Structure):
 class Codes:
     """What codes of a few bits stand for, as the compressor of that name has it.
 
-    ``kind``, of `KINDS`: "float32", "float16" and "bfloat16" are the numbers themselves; all others have a scale, 4
-    bytes, for each block. "fp8": ``first`` bits of mantissa, the bias ``second``, codes up to ``top``. "natural": the
-    scale is an exponent's field, int32; ``second`` the one of a fixed window, or 0. "dithered": ``first`` levels.
+    ``kind``, of `KINDS`: "bfloat16" are the numbers themselves; all others have a scale, 4 bytes, for each block.
+    "fp8": ``first`` bits of mantissa, the bias ``second``, codes up to ``top``. "natural": the scale is an exponent's
+    field, int32; ``second`` the one of a fixed window, or 0. "dithered": ``first`` levels.
     "nearest": of ``table``, ascending, by float32 ``middles`` between its entries. A scale is the largest magnitude
     times ``factor``. ``bits``: of a code. ``table``: of what each code stands for, unless it is worked out.
     """

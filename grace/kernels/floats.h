@@ -115,23 +115,6 @@ INLINE void pack(uint8_t* out, const uint8_t* codes, int bits, int64_t count) {
 
 // ---- what codes stand for -------------------------------------------------------------------------------------------
 
-// Float16 as float32, subnormal numbers by their value: a processor may be told to take those of float32 for zero.
-INLINE float half(uint16_t h) {
-  const int32_t magnitude = h & 0x7fff, low = magnitude & 0x3ff;
-  const int32_t normal = (magnitude << 13) + (magnitude >= 0x7c00 ? 224 << 23 : 112 << 23);
-  const int32_t small = as_bits(float(low) * 0x1p-24f);
-  return float_of((magnitude < 0x400 ? small : normal) | int32_t(uint32_t(h & 0x8000) << 16));
-}
-
-INLINE uint16_t as_half(float x) {
-  const int32_t bits = as_bits(x), magnitude = bits & ABS;
-  const int32_t normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112 << 23)) >> 13;
-  const int32_t small = as_bits(float_of(magnitude) + 0.5f) - as_bits(0.5f);  // in steps of 2^-24, halves to even
-  const int32_t large = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
-  const int32_t finite = magnitude < 0x38800000 ? small : normal;
-  return uint16_t((magnitude < 0x47800000 ? finite : large) | ((bits >> 16) & 0x8000));
-}
-
 // Adds to the sums, or begins them, what `count` codes stand for.
 template <bool ADD>
 INLINE void decode_to(float* sums, const Codec& codec, const uint8_t* codes, int32_t scale_bits, int64_t count,
@@ -143,20 +126,10 @@ INLINE void decode_to(float* sums, const Codec& codec, const uint8_t* codes, int
   }
   const float scale = float_of(scale_bits);
   const int32_t first = codec.first, second = codec.second;
-  if (codec.kind == grace::FLOAT) {
-    float* from = scratch.found;
-    memcpy(from, codes, size_t(count) * 4);
-    EMIT(from[j])
-    return;
-  }
   if (codec.bits == 16) {
     uint16_t* from = scratch.wide;
     memcpy(from, codes, size_t(count) * 2);
-    if (codec.kind == grace::HALF) {
-      EMIT(half(from[j]))
-    } else {
-      EMIT(float_of(int32_t(uint32_t(from[j]) << 16)))
-    }
+    EMIT(float_of(int32_t(uint32_t(from[j]) << 16)))
     return;
   }
   uint8_t* from = scratch.codes;
@@ -279,10 +252,6 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
         const int32_t rounded = magnitude < 0x7f800000 ? magnitude + step : special;
         wide[j] = uint16_t((rounded >> 16) | ((bits >> 16) & 0x8000));
       }
-      memcpy(to, wide, size_t(count) * 2);
-    } else if (codec.kind == grace::HALF) {
-      uint16_t* const wide = scratch.wide;
-      for (int64_t j = 0; j < all; j++) wide[j] = as_half(v[j]);
       memcpy(to, wide, size_t(count) * 2);
     } else if (codec.kind == grace::FP8) {
       const int32_t below = 128 - second, exponent = 126 + second + first, top = codec.top;

@@ -442,8 +442,6 @@ def _count(n: int, block: int) -> int:
 
 def _parts(codes: Codes, n: int, block: int) -> list[tuple[str, int]]:
     # dtypes and lengths of a payload.
-    if codes.kind in ("float32", "float16"):
-        return [(codes.kind, n)]
     if codes.kind == "bfloat16":
         return [("uint8", 2 * n)]
     scales = "int32" if codes.kind == "natural" else "float32"

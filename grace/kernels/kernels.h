@@ -38,7 +38,7 @@ struct Halves {
 };
 
 // Floats of few bits, as `grace.kernels.Codes` has them.
-enum Kind : int32_t { FLOAT, HALF, BF16, FP8, NATURAL, DITHERED, NEAREST };
+enum Kind : int32_t { BF16, FP8, NATURAL, DITHERED, NEAREST };
 constexpr int32_t LOWEST = (127 - 24) << 7, BUCKETS = (127 << 7) - LOWEST + 1;  // of the upper halves of magnitudes
 
 struct Codec {

@@ -7,6 +7,8 @@ import pytest
 from methods import BACKENDS, alone, backend, context, host, lockstep, normal, same, workers
 
 from grace import grace_from_params
+from grace.memories.dgc import DGC as DGCMemory
+from grace.memories.momentum import Momentum as MomentumMemory
 from grace.registry import memories
 from grace.transports.local import LocalTransport
 
@@ -272,6 +274,30 @@ def test_dense_tensors_get_momentum_too_with_dgc(xp, nesterov):
         u = 0.9 * (u + mean) if nesterov else 0.9 * u + mean
         for worker in lockstep(graces, tensors):
             np.testing.assert_allclose(xp.to_numpy(worker["b"]), u + mean if nesterov else u, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("toolkit", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    "memory", [MomentumMemory(), MomentumMemory(0.5), DGCMemory(), DGCMemory(nesterov=True)], ids=repr
+)
+def test_momentum_is_the_same_in_pieces(toolkit, memory, monkeypatch):
+    xp, n = backend(toolkit), 1001
+    monkeypatch.setenv("GRACE_KERNELS", "off")
+
+    def steps(piece):
+        monkeypatch.setattr(xp, "piece", piece)
+        ctx = context(xp, n)
+        state, found = memory.init(ctx), []
+        for step in range(3):
+            x = xp.asarray(normal(n, seed=step), "float32")
+            x, state = memory.compensate(xp.copy(x), state, ctx)
+            state = {key: xp.copy(value) for key, value in state.items()}
+            found += [host(xp, (x, *state.values()))]
+        return found
+
+    for whole, parts in zip(steps(0), steps(64), strict=True):
+        for one, other in zip(whole, parts, strict=True):
+            assert np.array_equal(one, other)
 
 
 def test_ef21_approaches_a_steady_gradient_as_promised(xp):

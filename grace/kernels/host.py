@@ -67,8 +67,7 @@ class HostKernels:
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         bits, scales = xp.part(-(-n // 8), "uint8"), xp.part(_count(n, block))
-        left, swap = (x, False) if undo is None or residual is None else (residual, True)
-        out = None if residual is None else at(left)
+        left, out, swap = self._left(x, residual, undo)
         self.library.signs_encode(at(x), at(residual), out, at(bits), at(scales), n, block, xp.threads, swap)
         self._note(x, residual, undo)
         return bits, scales, left
@@ -87,8 +86,7 @@ class HostKernels:
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         codes, scales = xp.part(-(-n * bits // 8), "uint8"), xp.part(_count(n, block))
-        left, swap = (x, False) if undo is None or residual is None else (residual, True)
-        out = None if residual is None else at(left)
+        left, out, swap = self._left(x, residual, undo)
         table, offsets, start = self._noise(rng, n)
         noise = at(table), at(offsets), start
         self.library.ints_encode(
@@ -112,8 +110,7 @@ class HostKernels:
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         codes, scales = xp.part(packed_size(bits, n), "uint8"), xp.part(_count(n, block))
-        left, swap = (x, False) if undo is None or residual is None else (residual, True)
-        out = None if residual is None else at(left)
+        left, out, swap = self._left(x, residual, undo)
         table, offsets, start = self._noise(rng if levels else None, n)
         where = at(x), at(residual), out, at(codes), at(scales), n, block, bits, levels, at(table), at(offsets)
         self.library.levels_encode(*where, start if levels else rng.offset, rng.keys, xp.threads, swap)
@@ -151,8 +148,7 @@ class HostKernels:
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         bits, means = xp.part(-(-n // 8), "uint8"), xp.part(2 * _count(n, block))
-        left, swap = (x, False) if undo is None or residual is None else (residual, True)
-        out = None if residual is None else at(left)
+        left, out, swap = self._left(x, residual, undo)
         self.library.halves_encode(at(x), at(residual), out, at(bits), at(means), n, block, xp.threads, swap)
         self._note(x, residual, undo)
         return bits, means, left
@@ -172,8 +168,7 @@ class HostKernels:
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         bytes_, scales = xp.empty(-(-n // 5), "uint8"), xp.part(_count(n, block))
-        left, swap = (x, False) if undo is None or residual is None else (residual, True)
-        out = None if residual is None else at(left)
+        left, out, swap = self._left(x, residual, undo)
         where = at(x), at(residual), out, at(bytes_), at(scales)
         size = self.library.trits_encode(*where, n, block, sparsity, runs, xp.threads, swap)
         self._note(x, residual, undo)
@@ -208,8 +203,7 @@ class HostKernels:
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         payload = tuple(xp.part(size, dtype) for dtype, size in _parts(codes, n, block))
-        left, swap = (x, False) if undo is None or residual is None else (residual, True)
-        out = None if residual is None else at(left)
+        left, out, swap = self._left(x, residual, undo)
         keys, start, table, offsets = None, 0, None, None
         if rng is not None:
             keys, start = rng.keys, rng.offset
@@ -402,6 +396,11 @@ class HostKernels:
             self.library.noise_table(*keys, NOISE, self._xp.address(table))
             self._tables[keys] = table
         return self._tables[keys]
+
+    def _left(self, x: Array, residual: Array | None, undo: Undo | None) -> tuple[Array, int | None, bool]:
+        # The array of what is left, its address if it is written, and whether x and the residual change places.
+        left, swap = (x, False) if undo is None or residual is None else (residual, True)
+        return left, None if residual is None else self._xp.address(left), swap
 
     def _note(self, x: Array, residual: Array | None, undo: Undo | None) -> None:
         if undo is not None and residual is not None:

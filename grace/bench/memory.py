@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.bench.plan import Case, Config, method_of, shapes
-from grace.bench.subjects import gradient, own, stepper
-from grace.bench.worker import backend
+from grace.bench.subjects import backend, gradient, own, stepper
 from grace.registry import grace_from_params
 
 STEPS = 3

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from grace.backends import Backend
+from grace.backends import Backend, get_backend
 from grace.backends.base import ITEMSIZE
 from grace.bench.plan import SCALE, SEVERAL, WORKERS, Case, Config, method_of, shapes
 from grace.core import Array, Combine, Context, Method, Payload, State, run
@@ -98,6 +98,20 @@ class Bench:
             import torch
 
             torch.cuda.synchronize(device)
+
+
+def backend(config: Config) -> Any:
+    """The backend, with its number of threads."""
+    if config.backend == "torch":
+        import torch
+
+        torch.set_num_threads(config.threads)
+    if config.backend == "tensorflow":
+        import tensorflow as tf
+
+        tf.config.threading.set_intra_op_parallelism_threads(config.threads)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+    return get_backend(config.backend)
 
 
 def gradient(n: int, seed: int) -> Any:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.bench.plan import LEAST, MODES, Case, Config, Limits
+from grace.bench.subjects import Bench, Ours, backend
 
 SHORTEST = 2e-3  # seconds of one sample: shorter calls are repeated
 FIRST = 3  # times what a call may take, a first one may, which also starts and loads things
@@ -125,8 +126,6 @@ def measure(job: dict[str, Any], say: Callable[..., None]) -> None:
     """Measure a job's cases; ``say`` tells the parent."""
     config, limits = Config(**job["config"]), Limits(**job["limits"])
     xp = backend(config)
-    from grace.bench.subjects import Bench
-
     say(begin="gradients")
     bench = Bench(xp, config)
     clocks: list[tuple[Any, str, str, list[Clock]]] = []
@@ -150,8 +149,6 @@ def prepared(
 ) -> tuple[Any, str, str, list[Clock]]:
     """A case, made and warmed up, with its clocks."""
     if case.source == "grace":
-        from grace.bench.subjects import Ours
-
         subject: Any = Ours(case, bench, mode)
     else:
         from grace.bench.peers import subject as of_peer
@@ -222,22 +219,6 @@ def rounds(config: Config, limits: Limits, clocks: list[Any], bench: Any, say: C
             }
         )
     say(records=records, memcpy=memcpy, native=getattr(bench.xp.kernels, "isa", ""))
-
-
-def backend(config: Config) -> Any:
-    """The backend, with its number of threads."""
-    from grace.backends import get_backend
-
-    if config.backend == "torch":
-        import torch
-
-        torch.set_num_threads(config.threads)
-    if config.backend == "tensorflow":
-        import tensorflow as tf
-
-        tf.config.threading.set_intra_op_parallelism_threads(config.threads)
-        tf.config.threading.set_inter_op_parallelism_threads(1)
-    return get_backend(config.backend)
 
 
 def free_bytes() -> float:

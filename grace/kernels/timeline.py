@@ -12,12 +12,12 @@ from weakref import finalize
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
-def native_player(backward: Sequence[float], servers: int, deferred: bool) -> NativePlayer | None:
+def native_player(backward: Sequence[float], servers: int, deferred: bool, stride: int) -> NativePlayer | None:
     """A player of timelines; None where it is not built or GRACE_KERNELS=off."""
     if os.environ.get("GRACE_KERNELS", "").lower() in ("off", "0"):
         return None
     library = _library()
-    return library and NativePlayer(library, backward, servers, deferred)
+    return library and NativePlayer(library, backward, servers, deferred, stride)
 
 
 @cache
@@ -46,12 +46,10 @@ def _library() -> Any:
 class NativePlayer:
     """Plays timelines; its methods are those of the Python player."""
 
-    def __init__(self, library: Any, backward: Sequence[float], servers: int, deferred: bool):
-        from grace.planner.timeline import STRIDE
-
+    def __init__(self, library: Any, backward: Sequence[float], servers: int, deferred: bool, stride: int):
         self.deferred, self.pool = deferred, (0.0,) * servers
         self._library, self._count = library, len(backward)
-        self._handle = library.new((_F * len(backward))(*backward), len(backward), servers, deferred, STRIDE)
+        self._handle = library.new((_F * len(backward))(*backward), len(backward), servers, deferred, stride)
         self._numbers: dict[Any, int] = {}
         self._arguments = (_I * len(backward))(), (_I * len(backward))()
         finalize(self, library.free, self._handle)

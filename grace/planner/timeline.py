@@ -71,7 +71,7 @@ class Timeline:
         self.simulations = 0
         """How often a timeline was played, or begun to be."""
         self._chains = list(chains)
-        self._player: _Player | NativePlayer = native_player(self.backward, servers, deferred) or _Player(
+        self._player: _Player | NativePlayer = native_player(self.backward, servers, deferred, STRIDE) or _Player(
             self.backward, servers, deferred
         )
         self.seconds = 0.0

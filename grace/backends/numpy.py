@@ -268,8 +268,7 @@ class NumpyBackend(Backend):
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
         if self.kernels:
             return self.kernels.product(None, p, q, out)
-        for part, product in products(p, q, np.empty(room(p, q), np.float32)):
-            out[part] = product
+        write_product(out, p, q)
         return out
 
     def subtract_product(self, x: Array, p: Array, q: Array) -> Array:
@@ -283,9 +282,7 @@ class NumpyBackend(Backend):
         if self.kernels:
             self.kernels.part(x, p, q, rest)
             return
-        for part, product in products(p, q, np.empty(room(p, q), np.float32)):
-            np.subtract(x[part], product, out=rest[part])
-            x[part] = product
+        part_product(x, p, q, rest)
 
     def svd(self, x: Array) -> tuple[Array, Array, Array]:
         u, s, vt = np.linalg.svd(x, full_matrices=False)
@@ -457,6 +454,24 @@ def products(p: Array, q: Array, out: Array) -> Iterator[tuple[slice, Array]]:
         part = out[: (rows.stop - rows.start) * b]
         np.matmul(p[rows], q, out=part.reshape(-1, b))
         yield slice(rows.start * b, rows.stop * b), part
+
+
+def write_product(out: Array, p: Array, q: Array) -> None:
+    """The product p[a, r] q[r, b] is written to the vector ``out``, the same bits as those of `products`."""
+    b = q.shape[1]
+    for rows in _rows(p.shape[0], b):
+        np.matmul(p[rows], q, out=out[rows.start * b : rows.stop * b].reshape(-1, b))
+
+
+def part_product(x: Array, p: Array, q: Array, rest: Array) -> None:
+    """`Backend.part_product`. The product is made in its place, so that two arrays stay in a cache and not three."""
+    b = q.shape[1]
+    for rows in _rows(p.shape[0], b):
+        part = slice(rows.start * b, rows.stop * b)
+        product, left = x[part], rest[part]
+        np.copyto(left, product)
+        np.matmul(p[rows], q, out=product.reshape(-1, b))
+        np.subtract(left, product, out=left)
 
 
 def _height(b: int) -> int:

@@ -23,11 +23,13 @@ from grace.backends.numpy import (
     largest_in_rows,
     largest_magnitudes,
     left_factor,
+    part_product,
     products,
     right_factor,
     room,
     smallest,
     unit_rows,
+    write_product,
 )
 from grace.kernels.host import host_kernels, settled
 from grace.rng import MASK32, NOISE, noise_offset, noise_rows
@@ -543,8 +545,7 @@ class TorchBackend(Backend):
         if not self.on_host:
             torch.mm(p, q, out=out.view(p.shape[0], q.shape[1]))
             return out
-        for part, product in self._products(p, q):
-            out[part].copy_(product)
+        write_product(out.numpy(), p.numpy(), q.numpy())
         return out
 
     def subtract_product(self, x: Array, p: Array, q: Array) -> Array:
@@ -563,9 +564,7 @@ class TorchBackend(Backend):
         elif not self.on_host:
             super().part_product(x, p, q, rest)
         else:
-            for part, product in self._products(p, q):
-                torch.sub(x[part], product, out=rest[part])
-                x[part].copy_(product)
+            part_product(x.numpy(), p.numpy(), q.numpy(), rest.numpy())
 
     @property
     def _threaded(self) -> bool:

@@ -330,13 +330,36 @@ def test_sum_abs(ops, rows):
     assert np.isnan(ops(lambda xp, x: xp.sum_abs(x), f32([[1, NAN], [1, 2]]))).tolist() == [True, False]
 
 
-def test_unit_rows(ops):
+def test_unit_rows(ops, monkeypatch):
     x = f32([[2, -4, 1], [0, -0.0, 0], [1e-37, 0, 0], [3e38, -1e38, 2e38], [NAN, 1, 2]])
     expected = x / f32([4, 1, 1e-37, 3e38, NAN])[:, None]
-    for given in (x, x.T.copy().T):  # a transposed one, too
-        rows, alive = ops(lambda xp, x: xp.unit_rows(x), given)
-        assert np.array_equal(rows, expected, equal_nan=True)
-        assert np.array_equal(alive, [[True], [False], [True], [True], [False]])
+    for on_host in (True, False):
+        if ops.xp.name == "torch":  # which has another form for devices
+            monkeypatch.setattr(ops.xp, "on_host", on_host)
+        for given in (x, x.T.copy().T):  # a transposed one, too
+            rows, alive = ops(lambda xp, x: xp.unit_rows(x), given)
+            assert np.array_equal(rows, expected, equal_nan=True)
+            assert np.array_equal(alive, [[True], [False], [True], [True], [False]])
+
+
+def test_what_is_kept_is_made_once(ops, monkeypatch):
+    monkeypatch.setitem(ops.xp.__dict__, "_kept", {})
+    made = []
+
+    def plus(key):  # in a graph of its own each time
+        return ops(
+            lambda xp, x: x + xp.kept((key, 1), lambda: made.append(key) or xp.full(3, float(key))), f32([1, 2, 3])
+        )
+
+    for _ in range(2):
+        assert equal(plus(2), [3, 4, 5])
+        assert equal(plus(5), [6, 7, 8])
+    assert made == [2, 5]
+    for key in range(100, 120):  # of many only the last ones
+        plus(key)
+    plus(119)
+    plus(2)
+    assert made == [2, 5, *range(100, 120), 2]
 
 
 def test_max_abs(ops):

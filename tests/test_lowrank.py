@@ -7,6 +7,8 @@ import pytest
 from methods import backend, context, host, lockstep, method_of, receive, send, spread, states, workers
 from table.transforms import dct
 
+from grace.rng import NOISE, Rng
+
 
 def product(a, b, rank, seed=0):
     """A matrix of that rank."""
@@ -112,6 +114,46 @@ def test_powersgd_regains_a_rank_that_was_not_needed(xp):
         ctx = context(xp, shape, step=step)
         payload, state = send(method, xp, m, ctx, state)
     np.testing.assert_allclose(receive(method, xp, payload, ctx).reshape(shape), m, atol=1e-3 * abs(m).max())
+
+
+def revived(xp, shape, rows, rank=4, **about):
+    method = method_of(compressor="powersgd", compress_rank=rank)
+    found = method.compressor.revived(xp.asarray(rows, "float32"), context(xp, shape, **about), "q")
+    return xp.to_numpy(found)
+
+
+def test_lost_directions_are_replaced(xp):
+    rows = spread(4, 30)
+    rows[1:3] = 0
+    found = [revived(xp, (40, 30), rows, step=step) for step in (0, 0, 1, 10**6)]
+    for each in found:
+        np.testing.assert_array_equal(each[[0, 3]], rows[[0, 3]] / abs(rows[[0, 3]]).max(1, keepdims=True))
+        assert np.linalg.matrix_rank(each) == 4
+    np.testing.assert_array_equal(found[0], found[1])
+    for one, other in pairwise(found[1:]):  # one that did not help is not tried again
+        assert not (one[1:3] == other[1:3]).any()
+
+
+def test_spare_directions_are_those_of_numpy(xp):
+    for step in (0, 3, 10**9):
+        for shape in ((40, 30), (20_000, 3000), (20_000, 20_000)):  # cut from the table, and too many for that
+            rows = np.zeros((4, shape[1]), np.float32)
+            found, expected = (revived(each, shape, rows, step=step) for each in (xp, backend("numpy")))
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+            assert found.std() == pytest.approx(1, abs=0.3)
+            assert np.linalg.matrix_rank(found[:, :100]) == 4
+
+
+def test_spare_directions_are_drawn_once_for_all_tensors(xp, monkeypatch):
+    # Devices and graphs, which do not look whether any is wanted, make them for each tensor in each step.
+    drawn = []
+    plain = Rng.normal
+    monkeypatch.setattr(Rng, "normal", lambda rng, n: drawn.append(n) or plain(rng, n))
+    monkeypatch.setitem(xp.__dict__, "_kept", {})
+    for step in range(3):
+        for name, columns in (("w", 30), ("v", 50)):
+            revived(xp, (60, columns), np.zeros((4, columns), np.float32), step=step, name=name)
+    assert drawn == [NOISE]
 
 
 @pytest.mark.parametrize(

@@ -462,6 +462,18 @@ class Backend(ABC):
             sums = sums[first : first + n]
         return sums - self.floor(sums) + 2.0**-17
 
+    def kept(self, keys: tuple[int, int], make: Callable[[], Array]) -> Array:
+        """``make()``, which depends on these keys alone; what it gave the first time, also where a graph is made."""
+        known: dict[Any, Array] = self.__dict__.setdefault("_kept", {})
+        if keys not in known:
+            while len(known) >= 16:
+                known.pop(next(iter(known)))
+            known[keys] = self._outside(make)
+        return known[keys]
+
+    def _outside(self, make: Callable[[], Array]) -> Array:
+        return make()
+
     def _whole_table(self, keys: tuple[Any, Any]) -> Array:
         # For toolkits that run eagerly: the table of a step serves all its tensors. In the middle of steps of 2**-16.
         known: dict[Any, Array] = self.__dict__.setdefault("_tables", {})

@@ -235,6 +235,10 @@ class TensorflowBackend(Backend):
             start, n = start + count, n - count
         return tf.bitcast(self.concat(pieces), tf.int32) if pieces else tf.zeros(0, tf.int32)
 
+    def _outside(self, make: Callable[[], Array]) -> Array:
+        with tf.init_scope():
+            return make()
+
     def loop(
         self, more: Callable[..., Array], body: Callable[..., tuple[Array, ...]], values: tuple[Array, ...]
     ) -> tuple[Array, ...]:

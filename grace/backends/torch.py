@@ -335,7 +335,7 @@ class TorchBackend(Backend):
         return torch.where(condition, x, y)
 
     def mended(self, ok: Array, x: Array, other: Callable[[], Array]) -> Array:
-        return x if self.on_host and bool(ok.all()) else torch.where(ok, x, other())
+        return x if self.on_host and ok.numpy().all() else torch.where(ok, x, other())
 
     def abs(self, x: Array) -> Array:
         return torch.abs(x, out=self._room(x))
@@ -408,8 +408,9 @@ class TorchBackend(Backend):
         return torch.amax(x) if axis is None else torch.amax(x, axis, keepdim=keepdims)
 
     def unit_rows(self, x: Array) -> tuple[Array, Array]:
-        if not self.on_host:
-            return super().unit_rows(x)
+        if not self.on_host:  # in few operations: each is a launch, for a few numbers
+            largest = torch.linalg.vector_norm(x, torch.inf, 1, keepdim=True)
+            return x / (largest + (largest == 0)), largest > 0
         rows, alive = unit_rows(x.numpy())
         return torch.from_numpy(rows), torch.from_numpy(alive)
 

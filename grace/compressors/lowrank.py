@@ -8,6 +8,10 @@ from functools import cache
 
 from grace.checks import fitting
 from grace.core import Array, Combine, Compressor, Context, Payload, State
+from grace.rng import NOISE, Rng
+
+STRIDE = 7919
+"""Places in the table of spare directions between those of two steps."""
 
 
 @cache
@@ -60,7 +64,18 @@ class LowRank(Compressor):
     def revived(self, rows: Array, ctx: Context, label: str) -> Array:
         """Directions at unit scale; one that became zero would stay so for ever, and is drawn anew."""
         scaled, alive = ctx.xp.unit_rows(rows)
-        return ctx.xp.mended(alive, scaled, lambda: self.directions(ctx, label, ctx.xp.shape(rows)[1]))
+        return ctx.xp.mended(alive, scaled, lambda: self._spare(ctx, label, ctx.xp.shape(rows)[1]))
+
+    def _spare(self, ctx: Context, label: str, count: int) -> Array:
+        # As `directions`, but cut from a table that all tensors share, at another place in each step: devices and graphs
+        # have these made in every step for every tensor, and to draw takes some forty operations.
+        r = self.sizes(ctx)[2]
+        if r * count > NOISE // 2:
+            return self.directions(ctx, label, count)
+        stream = Rng(ctx.xp, ctx.seed, label, "", 0, 0)
+        start = ctx.step * STRIDE % (NOISE - r * count)
+        table = ctx.xp.kept(stream.keys, lambda: stream.normal(NOISE))
+        return ctx.xp.reshape(table[start : start + r * count], (r, count))
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ class LowRank(Compressor):
         return ctx.xp.mended(alive, scaled, lambda: self._spare(ctx, label, ctx.xp.shape(rows)[1]))
 
     def _spare(self, ctx: Context, label: str, count: int) -> Array:
-        # As `directions`, but cut from a table that all tensors share, at another place in each step: devices and graphs
-        # have these made in every step for every tensor, and to draw takes some forty operations.
+        # As `directions`, but cut from a table that all tensors share, at another place in each step: devices and
+        # graphs make these in every step for every tensor, and to draw takes some forty operations.
         r = self.sizes(ctx)[2]
         if r * count > NOISE // 2:
             return self.directions(ctx, label, count)

@@ -40,7 +40,7 @@ REMEDIES = {
     "tensorflow": "pip install 'grace-compression[tensorflow]', or [tensorflow-cpu]",
     "keras": "pip install 'keras>=3'",
     "horovod": "python scripts/build_horovod.py, in GRACE's source tree",
-    "triton": "pip install 'grace-compression[triton]', on Linux: kernels for CUDA, with GRACE_KERNELS=triton",
+    "triton": "pip install 'grace-compression[triton]', on Linux",
     "kernels": "python -m grace.kernels.build, with a C++ compiler: methods are several times faster with them",
 }
 

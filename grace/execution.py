@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from grace.core import Array, Combine, Compressor, Context, Method, Payload, State, name_of, run
+from grace.kernels.device import Unavailable
 from grace.received import Received
 
 RESIDUAL = "memory/residual"
@@ -27,13 +28,27 @@ def encode(method: Method, x: Array, state: State, ctx: Context) -> tuple[Payloa
     if not memory.plain or ctx.size == 0:
         return None
     residual = state.get(RESIDUAL)
-    done = compressor.fused(x, residual, ctx) if ctx.xp.kernels else None
+    done = _fused(compressor, x, residual, ctx)
     if done is None and _in_pieces(compressor, ctx):
         done = _encode_pieces(compressor, x, residual, ctx)
     if done is None:
         return None
     payload, left = done
     return payload, state if residual is None else {**state, RESIDUAL: left}
+
+
+def _fused(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+    try:
+        return compressor.fused(x, residual, ctx) if ctx.xp.kernels else None
+    except Unavailable:
+        return None
+
+
+def _fused_mean(compressor: Compressor, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+    try:
+        return compressor.fused_mean(payloads, out, ctx) if ctx.xp.kernels else None
+    except Unavailable:
+        return None
 
 
 def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array]:
@@ -140,15 +155,15 @@ class Mean:
             raise
 
     def _whole(self) -> Array:
-        xp, ctx = self._ctx.xp, self._ctx
-        found = self._compressor.fused_mean(self._payloads, None, ctx) if xp.kernels and ctx.size else None
+        ctx = self._ctx
+        found = _fused_mean(self._compressor, self._payloads, None, ctx) if ctx.size else None
         return self._decode(self._payloads, ctx) if found is None else found
 
     def _into(self, out: Array) -> Array:
         xp, ctx, compressor = self._ctx.xp, self._ctx, self._compressor
         if ctx.size == 0:
             return out
-        if xp.kernels and compressor.fused_mean(self._payloads, out, ctx) is not None:
+        if _fused_mean(compressor, self._payloads, out, ctx) is not None:
             return out
         if not _in_pieces(compressor, ctx):
             return self._decode_into(out, self._payloads, ctx)
@@ -190,7 +205,7 @@ class Rest:
 def sound(means: Sequence[Mean], xp: Any) -> bool:
     """Whether the marks of all these are finite: one look at all of them costs less than one at each."""
     kernels = xp.kernels
-    if kernels and all(mean.placed for mean in means):
+    if kernels and kernels.finite and all(mean.placed for mean in means):
         places = [place for mean in means for place in mean.places()]
         return bool(kernels.finite([address for address, _ in places], [count for _, count in places]))
     return bool(xp.finite(xp.concat([array for mean in means for array in mean.marks()])))

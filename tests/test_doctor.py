@@ -26,6 +26,7 @@ WORKS = {
     "config = types.SimpleNamespace(list_physical_devices=lambda kind: [])\n",
     "keras": "import types\n__version__ = '9.0'\nbackend = types.SimpleNamespace(backend=lambda: 'stub')\n",
     "horovod": "__version__ = '9.0'\n",
+    "triton": "__version__ = '9.0'\n",
 }
 HOROVOD_TORCH = "gloo_built = lambda: True\nmpi_built = nccl_built = lambda: 0\n"
 
@@ -95,7 +96,7 @@ def test_a_missing_package_is_found_missing_and_a_hanging_one_broken(stubs):
     assert "more than 1 s" in doctor.probe("keras", timeout=1)["error"]
 
 
-@pytest.mark.parametrize("name", ["torch", "tensorflow", "keras", "horovod"])
+@pytest.mark.parametrize("name", ["torch", "tensorflow", "keras", "horovod", "triton"])
 def test_missing_is_healthy_and_names_the_remedy(name):
     found = doctor.judge(name, {"missing": True})
     assert found.status is Status.MISSING
@@ -119,7 +120,9 @@ def rendered(result):
 
 def test_oldest_versions_are_those_of_setup_cfg():
     text = (ROOT / "setup.cfg").read_text()
-    asked = dict(re.findall(r"^ +(numpy|torch|tensorflow|keras|horovod)[>=]=([\d.]+)$", text, re.MULTILINE))
+    asked = dict(
+        re.findall(r"^ +(numpy|torch|tensorflow|keras|horovod|triton)[>=]=([\d.]+)(?:;|$)", text, re.MULTILINE)
+    )
     asked["python"] = re.search(r"python_requires = >=([\d.]+)", text)[1]
     assert asked == doctor.OLDEST
 

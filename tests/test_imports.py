@@ -8,7 +8,7 @@ from methods import backend
 
 import grace
 
-TOOLKITS = ("torch", "tensorflow", "keras", "horovod", "numpy")
+TOOLKITS = ("torch", "tensorflow", "keras", "horovod", "numpy", "triton")
 
 
 def loaded(code):

@@ -31,6 +31,7 @@ from grace.backends.numpy import (
     unit_rows,
     write_product,
 )
+from grace.kernels.device import device_kernels
 from grace.kernels.host import host_kernels, settled
 from grace.rng import MASK32, NOISE, noise_offset, noise_rows
 
@@ -163,6 +164,11 @@ class TorchBackend(Backend):
 
     @property
     def kernels(self) -> Any:
+        return device_kernels(self) or self._native
+
+    @property
+    def _native(self) -> Any:
+        # What single functions are carried out by.
         return host_kernels(self) if self.on_host else None
 
     @cached_property
@@ -473,8 +479,8 @@ class TorchBackend(Backend):
         return torch.nonzero_static(chosen, size=k).flatten().to(torch.int32)
 
     def topk_abs(self, x: Array, k: int) -> Array:
-        if self.kernels and x.dtype == torch.float32:
-            return self.kernels.topk_abs(x, k)
+        if self._native and x.dtype == torch.float32:
+            return self._native.topk_abs(x, k)
         if self.on_host and x.ndim == 2:
             return torch.from_numpy(largest_in_rows(x.numpy(), k))
         if self.on_host and len(x) > 65536 and 0 < k <= len(x) // 8:
@@ -488,8 +494,8 @@ class TorchBackend(Backend):
         return torch.nonzero(mask).flatten().to(torch.int32)
 
     def beyond(self, x: Array, bound: Array) -> Array:
-        if self.kernels:
-            return self.kernels.beyond(x, float(bound))
+        if self._native:
+            return self._native.beyond(x, float(bound))
         return torch.from_numpy(beyond(x.numpy(), float(bound))) if self.on_host else super().beyond(x, bound)
 
     def ascending(self, x: Array, n: int) -> Array:
@@ -527,22 +533,22 @@ class TorchBackend(Backend):
     # Products of low rank are NumPy's on the host, up to a few threads. That of the mean always is: workers with other
     # numbers of threads must get the same bits.
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
-        if self.kernels:
-            return self.kernels.left_factor(matrix, q, residual)
+        if self._native:
+            return self._native.left_factor(matrix, q, residual)
         if self._threaded:
             return super().left_factor(matrix, q, residual)
         return torch.from_numpy(left_factor(matrix.numpy(), q.numpy(), None if residual is None else residual.numpy()))
 
     def right_factor(self, p: Array, matrix: Array) -> Array:
-        if self.kernels:
-            return self.kernels.right_factor(p, matrix)
+        if self._native:
+            return self._native.right_factor(p, matrix)
         if self._threaded:
             return super().right_factor(p, matrix)
         return torch.from_numpy(right_factor(p.numpy(), matrix.numpy()))
 
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
-        if self.kernels:
-            return self.kernels.product(None, p, q, out)
+        if self._native:
+            return self._native.product(None, p, q, out)
         if not self.on_host:
             torch.mm(p, q, out=out.view(p.shape[0], q.shape[1]))
             return out
@@ -550,8 +556,8 @@ class TorchBackend(Backend):
         return out
 
     def subtract_product(self, x: Array, p: Array, q: Array) -> Array:
-        if self.kernels:
-            return self.kernels.product(x, p, q, x)
+        if self._native:
+            return self._native.product(x, p, q, x)
         if self._threaded:
             x.view(p.shape[0], q.shape[1]).addmm_(p, q, alpha=-1)
             return x
@@ -560,8 +566,8 @@ class TorchBackend(Backend):
         return x
 
     def part_product(self, x: Array, p: Array, q: Array, rest: Array) -> None:
-        if self.kernels:
-            self.kernels.part(x, p, q, rest)
+        if self._native:
+            self._native.part(x, p, q, rest)
         elif not self.on_host:
             super().part_product(x, p, q, rest)
         else:
@@ -584,8 +590,8 @@ class TorchBackend(Backend):
         return torch.linalg.solve(a, b)
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
-        if self.kernels:
-            return self.kernels.words(key0, key1, start, n)
+        if self._native:
+            return self._native.words(key0, key1, start, n)
         pieces = []
         while n > 0:  # a piece ends where the upper half of the counter changes
             low, high = start & MASK32, start >> 32
@@ -597,8 +603,8 @@ class TorchBackend(Backend):
         return self.concat(pieces) if pieces else self.zeros(0, "int32")
 
     def sample(self, key0: Any, key1: Any, start: int, n: int, k: int) -> Array:
-        if self.kernels:
-            return self.kernels.sample(key0, key1, start, n, k)
+        if self._native:
+            return self._native.sample(key0, key1, start, n, k)
         if not self.on_host:
             return super().sample(key0, key1, start, n, k)
         return torch.from_numpy(smallest(self.words(key0, key1, start, n).numpy(), k))
@@ -658,7 +664,7 @@ class TorchBackend(Backend):
         return Cell(value)
 
     def together(self, n: int) -> AbstractContextManager[None]:
-        return self.kernels.together(n) if self.kernels else nullcontext()
+        return self._native.together(n) if self._native else nullcontext()
 
     def quiet(self) -> AbstractContextManager[Any]:
         return settled() if self.on_host else nullcontext()

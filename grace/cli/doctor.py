@@ -22,7 +22,15 @@ from grace.kernels import library
 if TYPE_CHECKING:
     from rich.console import Console
 
-OLDEST = {"python": "3.10", "numpy": "1.26", "torch": "2.4", "tensorflow": "2.16", "keras": "3", "horovod": "0.28.1"}
+OLDEST = {
+    "python": "3.10",
+    "numpy": "1.26",
+    "torch": "2.4",
+    "tensorflow": "2.16",
+    "keras": "3",
+    "horovod": "0.28.1",
+    "triton": "3.3",
+}
 """The oldest versions that will do; setup.cfg asks for the same."""
 
 REMEDIES = {
@@ -32,6 +40,7 @@ REMEDIES = {
     "tensorflow": "pip install 'grace-compression[tensorflow]', or [tensorflow-cpu]",
     "keras": "pip install 'keras>=3'",
     "horovod": "python scripts/build_horovod.py, in GRACE's source tree",
+    "triton": "pip install 'grace-compression[triton]', on Linux",
     "kernels": "python -m grace.kernels.build, with a C++ compiler: methods are several times faster with them",
 }
 
@@ -80,7 +89,7 @@ class Report:
     @property
     def healthy(self) -> bool:
         """NumPy works, and so does everything else that is installed."""
-        optional = ("torch", "tensorflow", "keras", "horovod", "kernels")
+        optional = ("torch", "tensorflow", "keras", "horovod", "triton", "kernels")
         return all(f.status is Status.OK or (f.status is Status.MISSING and f.name in optional) for f in self.findings)
 
     def to_dict(self) -> dict[str, Any]:

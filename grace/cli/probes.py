@@ -64,12 +64,19 @@ def _horovod() -> dict[str, Any]:
     return {"version": horovod.__version__, "detail": detail, "built_for": built}
 
 
+def _triton() -> dict[str, Any]:
+    import triton
+
+    return {"version": triton.__version__, "detail": "for CUDA devices, where GRACE_KERNELS=triton asks for it"}
+
+
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "numpy": _numpy,
     "torch": _torch,
     "tensorflow": _tensorflow,
     "keras": _keras,
     "horovod": _horovod,
+    "triton": _triton,
 }
 
 

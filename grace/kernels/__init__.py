@@ -1,8 +1,8 @@
 """Kernels in C++ for the few operations that cost most on a CPU: optional, and the same bits as the plain code.
 
 ``library()`` gives them, or None: where they are not built (``python -m grace.kernels.build``) or the environment says
-GRACE_KERNELS=off. GRACE_KERNELS=avx512, avx2, neon or scalar asks for one instruction set. Nothing is loaded before the
-first call.
+GRACE_KERNELS=off. GRACE_KERNELS=avx512, avx2, neon or scalar asks for one instruction set; =triton for Triton's kernels
+on CUDA devices (`grace.kernels.device`), and here for the best. Nothing is loaded before the first call.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def library(isa: str | None = None) -> Library | None:
         isa = os.environ.get("GRACE_KERNELS", "").lower()
         if isa in ("off", "0"):
             return None
-        isa = "" if isa in ("on", "1") else isa
+        isa = "" if isa in ("on", "1", "triton") else isa
     if isa and isa not in ISAS:
-        raise ValueError(f"GRACE_KERNELS={isa!r}: choose one of {', '.join(ISAS)} or off")
+        raise ValueError(f"GRACE_KERNELS={isa!r}: choose one of {', '.join(ISAS)}, triton or off")
     return _library(isa)
 
 

@@ -410,13 +410,7 @@ class HostKernels:
         return self._xp.empty(n) if out is None else out
 
     def _received(self, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
-        # A kernel looks at no length.
-        if isinstance(payloads, Received) and payloads.layout == tuple([(dtype, (n,)) for dtype, n in sizes]):
-            return payloads
-        for payload in payloads:
-            for array, (dtype, n) in zip(payload, sizes, strict=True):
-                fitting(self._xp, array, dtype, n, "arrays")
-        return [self._ready(*payload) for payload in payloads]
+        return fitted(self._xp, payloads, *sizes)
 
     def _ready(self, *arrays: Array) -> tuple[Array, ...]:
         return tuple(self._xp.contiguous(array) for array in arrays)
@@ -433,6 +427,16 @@ class HostKernels:
         if isinstance(payloads, Received):
             return payloads.addresses()
         return [[self._xp.address(array) for array in arrays] for arrays in zip(*payloads, strict=True)]
+
+
+def fitted(xp: Any, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
+    """The payloads, if the arrays of each have these dtypes and lengths, else ValueError: a kernel looks at none."""
+    if isinstance(payloads, Received) and payloads.layout == tuple([(dtype, (n,)) for dtype, n in sizes]):
+        return payloads
+    for payload in payloads:
+        for array, (dtype, n) in zip(payload, sizes, strict=True):
+            fitting(xp, array, dtype, n, "arrays")
+    return [tuple(xp.contiguous(array) for array in payload) for payload in payloads]
 
 
 def _count(n: int, block: int) -> int:

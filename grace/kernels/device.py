@@ -1,0 +1,48 @@
+"""Which kernels carry out the tensors of a device: Triton's, where GRACE_KERNELS=triton asks for them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grace.kernels.triton import TritonKernels
+
+
+class Unavailable(RuntimeError):
+    """A kernel cannot be compiled or launched: the plain form has to do, and nothing was written to yet."""
+
+
+def asked() -> bool:
+    """The environment asks for Triton's kernels."""
+    return os.environ.get("GRACE_KERNELS", "").lower() == "triton"
+
+
+def device_kernels(xp: Any) -> TritonKernels | None:
+    """Triton's kernels for a backend of PyTorch; None where they are not asked for, cannot run, or have failed.
+
+    They run on CUDA devices, and in Triton's interpreter (TRITON_INTERPRET=1) on hosts.
+    """
+    if not asked():
+        return None
+    if "_device_kernels" not in xp.__dict__:
+        xp.__dict__["_device_kernels"] = None
+        if xp.device.type == "cuda" or (xp.on_host and os.environ.get("TRITON_INTERPRET") == "1"):
+            try:
+                from grace.kernels.triton import TritonKernels
+            except Exception as error:  # it may be broken in any way
+                give_up(xp, error)
+            else:
+                xp.__dict__["_device_kernels"] = TritonKernels(xp)
+    found: TritonKernels | None = xp.__dict__["_device_kernels"]
+    return found
+
+
+def give_up(xp: Any, error: Exception) -> None:
+    """From now on the backend has no kernels of this kind; says so once."""
+    xp.__dict__["_device_kernels"] = None
+    said = (str(error).strip() or type(error).__name__).splitlines()[-1]
+    warnings.warn(
+        f"GRACE_KERNELS=triton: Triton's kernels cannot be used, and methods run without them: {said}", stacklevel=2
+    )

@@ -1,0 +1,479 @@
+"""The kernels in Triton, for PyTorch's tensors on CUDA devices: signs, integers and the choice of top-k.
+
+Each gives the bits of the plain form on a host: divisions are rounded to nearest, nothing is contracted to a fused
+multiply-add, and workers are added up in their order. No call waits for the device. With TRITON_INTERPRET=1 in the
+environment, when this is imported, Triton's interpreter carries them out on the host, element by element in NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from grace.blocks import block_count
+from grace.kernels.device import Unavailable, give_up
+from grace.kernels.host import Pairs, Undo, fitted
+from grace.rng import MASK32, Rng
+
+Array = Any
+
+LARGE = 8192
+"""Blocks of up to so many elements are held by one program; larger ones, and whole tensors, are read twice."""
+TILE = 4096
+"""Elements of a program: whole bytes of bits, and less than a row of the noise."""
+GROUP = 8
+"""Workers that are added up in one pass."""
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Kernels run in Triton's interpreter."""
+
+
+# -- parts of kernels --------------------------------------------------------------------------------------------------
+# Places are int32 offsets from where a program begins, [rows, bytes, codes in a byte]; beginnings are int64.
+@triton.jit
+def _places(ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr):
+    # Rows of BLOCK elements, WIDTH of which, a power of two, are looked at: the column and the place of each.
+    column = tl.arange(0, WIDTH // EACH)[None, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
+    return column, tl.arange(0, ROWS)[:, None, None] * BLOCK + column
+
+
+@triton.jit
+def _span(n, BLOCK, tiles, TILE: tl.constexpr):
+    # Of a tile of a large block: the block, where the tile begins, and how many elements it has.
+    pid = tl.program_id(0).to(tl.int64)
+    block = pid // tiles
+    begin = block * BLOCK + (pid % tiles) * TILE
+    left = tl.minimum((block + 1) * BLOCK, n) - begin
+    return block, begin, tl.maximum(tl.minimum(left, TILE), 0).to(tl.int32)
+
+
+@triton.jit
+def _sum(x, residual, at, here, ADD: tl.constexpr):
+    value = tl.load(x + at, mask=here, other=0.0)
+    if ADD:
+        value += tl.load(residual + at, mask=here, other=0.0)
+    return value
+
+
+@triton.jit
+def _magnitudes(value):
+    # As integers: they compare as the numbers do, and NaN is the largest.
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _packed(codes, BITS: tl.constexpr, EACH: tl.constexpr):
+    # int32[rows, bytes, EACH] -> uint8[rows, bytes, 1].
+    shifts = (tl.arange(0, EACH) * BITS)[None, None, :]
+    return tl.sum((codes & ((1 << BITS) - 1)) << shifts, 2, keep_dims=True).to(tl.uint8)
+
+
+@triton.jit
+def _mixed(h):
+    # grace.rng.mix of uint32.
+    h ^= h >> 16
+    h *= 0x85EBCA6B
+    h ^= h >> 13
+    h *= 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _upper(j, key0, key1):
+    # The upper 16 bits of word j, uint32, of a stream, for j below 2**32.
+    h = _mixed(j + key0.to(tl.uint32, bitcast=True))
+    return _mixed(h ^ key1.to(tl.uint32, bitcast=True)) >> 16
+
+
+@triton.jit
+def _noise(start, at, table0, table1, key0, key1):
+    # grace.rng.Rng.noise of the elements at start + at: of these at most two rows.
+    place = (start & 65535).to(tl.int32) + at
+    row = (start >> 16).to(tl.uint32)
+    offset = tl.where(place < 65536, _upper(row, key0, key1), _upper(row + 1, key0, key1))
+    whole = (_upper((place & 65535).to(tl.uint32), table0, table1) + offset) & 65535
+    return (whole.to(tl.int32).to(tl.float32) + 0.5) * 0.0000152587890625
+
+
+@triton.jit
+def _put_signs(value, scale, x, bits, at, here, KEEP: tl.constexpr):
+    # at: multiples of 8 begin a byte.
+    up = value >= 0
+    place = tl.min(at, 2, keep_dims=True)
+    some = tl.max(here.to(tl.int32), 2, keep_dims=True) != 0
+    tl.store(bits + place // 8, _packed((up & here).to(tl.int32), 1, 8), mask=some)
+    if KEEP:
+        tl.store(x + at, value - tl.where(up, scale, -scale), mask=here)
+
+
+@triton.jit
+def _put_ints(
+    value, scale, x, codes, at, here, start, table0, table1, key0, key1,
+    BITS: tl.constexpr, RANDOM: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    top: tl.constexpr = (1 << (BITS - 1)) - 1
+    EACH: tl.constexpr = 8 // BITS
+    steps = tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)) * float(top)
+    if RANDOM:
+        steps += _noise(start, at, table0, table1, key0, key1)
+        steps = tl.where(tl.abs(steps) < 1024.0, steps, 0.0)  # NaN is no integer
+        code = steps.to(tl.int32)
+        code -= (code.to(tl.float32) > steps).to(tl.int32)  # tl.floor would take the smallest numbers for 0
+    else:
+        steps = tl.where(tl.abs(steps) < 1024.0, steps, 0.0)
+        code = ((steps + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2**23: the sum is rounded, halves to even
+    place = tl.min(at, 2, keep_dims=True)
+    some = tl.max(here.to(tl.int32), 2, keep_dims=True) != 0
+    tl.store(codes + place // EACH, _packed(tl.where(here, code, 0), BITS, EACH), mask=some)
+    if KEEP:
+        step = tl.div_rn(scale, tl.full(scale.shape, top, tl.float32))
+        tl.store(x + at, value - code.to(tl.float32) * step, mask=here)
+
+
+# -- signs -------------------------------------------------------------------------------------------------------------
+@triton.jit
+def signs_blocks(
+    x, residual, bits, scales, n, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr
+):
+    """`signs_encode` of ROWS blocks."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    begin = first * BLOCK
+    left = tl.minimum(n - begin, ROWS * BLOCK).to(tl.int32)
+    column, at = _places(ROWS, BLOCK, WIDTH, 8)
+    here = (column < BLOCK) & (at < left)
+    value = _sum(x + begin, residual + begin, at, here, ADD)
+    row = tl.arange(0, ROWS)[:, None, None]
+    total = tl.sum(tl.sum(tl.abs(value).to(tl.float64), 2, keep_dims=True), 1, keep_dims=True)
+    count = tl.maximum(tl.minimum(left - row * BLOCK, BLOCK), 1)
+    scale = tl.div_rn(total.to(tl.float32), count.to(tl.float32))
+    tl.store(scales + first + row, scale, mask=row * BLOCK < left)
+    _put_signs(value, scale, x + begin, bits + begin // 8, at, here, ADD)
+
+
+@triton.jit
+def signs_sums(x, residual, sums, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
+    """The sum of magnitudes of a tile of a large block: float64[blocks * tiles]."""
+    _, begin, left = _span(n, block, tiles, TILE)
+    at = tl.arange(0, TILE)
+    value = _sum(x + begin, residual + begin, at, at < left, ADD)
+    tl.store(sums + tl.program_id(0).to(tl.int64), tl.sum(tl.abs(value).to(tl.float64), 0))
+
+
+@triton.jit
+def signs_scales(sums, scales, n, block, tiles, TILE: tl.constexpr):
+    """The scale of a large block, of what `signs_sums` found."""
+    place = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, TILE)
+    parts = tl.zeros((TILE,), tl.float64)
+    for first in range(0, tiles, TILE):
+        parts += tl.load(sums + place * tiles + first + at, mask=at < tiles - first, other=0.0)
+    count = tl.minimum(n - place * block, block)
+    tl.store(scales + place, tl.div_rn(tl.sum(parts, 0).to(tl.float32), count.to(tl.float32)))
+
+
+@triton.jit
+def signs_rest(x, residual, bits, scales, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
+    """Bits of a tile of a large block, and what is left of it."""
+    place, begin, left = _span(n, block, tiles, TILE)
+    _, at = _places(1, TILE, TILE, 8)
+    here = at < left
+    value = _sum(x + begin, residual + begin, at, here, ADD)
+    scale = tl.load(scales + place + tl.zeros((1, 1, 1), tl.int32))
+    _put_signs(value, scale, x + begin, bits + begin // 8, at, here, ADD)
+
+
+@triton.jit
+def signs_mean(
+    bits, scales, out, n, divisor,
+    BLOCK: tl.constexpr, WORKERS: tl.constexpr, FIRST: tl.constexpr, DIVIDE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What some workers sent, added up. FIRST: nothing was before; DIVIDE: nothing comes after."""
+    begin, left, byte, at, place = _received(n, BLOCK, TILE, 8)
+    shifts = tl.arange(0, 8)[None, :]
+    if not FIRST:
+        total = tl.load(out + begin + at, mask=at < left, other=0.0)
+    for worker in tl.static_range(WORKERS):
+        octet = tl.load(bits[worker] + begin // 8 + byte, mask=byte * 8 < left, other=0).to(tl.int32)
+        scale = tl.load(scales[worker] + place, mask=byte * 8 < left, other=0.0)
+        value = tl.where(((octet >> shifts) & 1) != 0, scale, -scale)
+        if FIRST and worker == 0:
+            total = value
+        else:
+            total += value
+    if DIVIDE:
+        total = tl.div_rn(total, tl.full(total.shape, divisor, tl.float32))
+    tl.store(out + begin + at, total, mask=at < left)
+
+
+@triton.jit
+def _received(n, BLOCK: tl.constexpr, TILE: tl.constexpr, EACH: tl.constexpr):
+    # Where a tile begins, its elements, each one's byte and place, and the place of each byte's scale.
+    begin = tl.program_id(0).to(tl.int64) * TILE
+    left = tl.minimum(n - begin, TILE).to(tl.int32)
+    byte = tl.arange(0, TILE // EACH)[:, None]
+    at = byte * EACH + tl.arange(0, EACH)[None, :]
+    if BLOCK == 0:
+        place = byte * 0
+    else:
+        place = begin // BLOCK + ((begin % BLOCK).to(tl.int32) + byte * EACH) // BLOCK
+    return begin, left, byte, at, place
+
+
+# -- integers ----------------------------------------------------------------------------------------------------------
+KEYS = ("table0", "table1", "key0", "key1")
+
+
+@triton.jit(do_not_specialize=KEYS)
+def ints_blocks(
+    x, residual, codes, scales, n, start, table0, table1, key0, key1, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, RANDOM: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """`ints_encode` of ROWS blocks."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    begin = first * BLOCK
+    left = tl.minimum(n - begin, ROWS * BLOCK).to(tl.int32)
+    column, at = _places(ROWS, BLOCK, WIDTH, 8 // BITS)
+    here = (column < BLOCK) & (at < left)
+    value = _sum(x + begin, residual + begin, at, here, ADD)
+    row = tl.arange(0, ROWS)[:, None, None]
+    most = tl.max(tl.max(_magnitudes(value), 2, keep_dims=True), 1, keep_dims=True)
+    scale = most.to(tl.float32, bitcast=True)
+    tl.store(scales + first + row, scale, mask=row * BLOCK < left)
+    _put_ints(
+        value, scale, x + begin, codes + begin // (8 // BITS), at, here, start + begin, table0, table1, key0, key1,
+        BITS, RANDOM, ADD,
+    )  # fmt: skip
+
+
+@triton.jit
+def ints_largest(x, residual, scales, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
+    """The scale of a large block, int32 of the same bits, becomes a tile's largest magnitude if that is larger."""
+    place, begin, left = _span(n, block, tiles, TILE)
+    at = tl.arange(0, TILE)
+    value = _sum(x + begin, residual + begin, at, at < left, ADD)
+    tl.atomic_max(scales + place, tl.max(_magnitudes(value), 0))
+
+
+@triton.jit(do_not_specialize=KEYS)
+def ints_rest(
+    x, residual, codes, scales, n, block, tiles, start, table0, table1, key0, key1, TILE: tl.constexpr,
+    BITS: tl.constexpr, RANDOM: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile of a large block, and what is left of it."""
+    place, begin, left = _span(n, block, tiles, TILE)
+    _, at = _places(1, TILE, TILE, 8 // BITS)
+    here = at < left
+    value = _sum(x + begin, residual + begin, at, here, ADD)
+    scale = tl.load(scales + place + tl.zeros((1, 1, 1), tl.int32))
+    _put_ints(
+        value, scale, x + begin, codes + begin // (8 // BITS), at, here, start + begin, table0, table1, key0, key1,
+        BITS, RANDOM, ADD,
+    )  # fmt: skip
+
+
+@triton.jit
+def ints_mean(
+    codes, scales, out, n, divisor, BLOCK: tl.constexpr, BITS: tl.constexpr,
+    WORKERS: tl.constexpr, FIRST: tl.constexpr, DIVIDE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """As `signs_mean`."""
+    EACH: tl.constexpr = 8 // BITS
+    half: tl.constexpr = 1 << (BITS - 1)
+    begin, left, byte, at, place = _received(n, BLOCK, TILE, EACH)
+    shifts = (tl.arange(0, EACH) * BITS)[None, :]
+    if not FIRST:
+        total = tl.load(out + begin + at, mask=at < left, other=0.0)
+    for worker in tl.static_range(WORKERS):
+        octet = tl.load(codes[worker] + begin // EACH + byte, mask=byte * EACH < left, other=0).to(tl.int32)
+        scale = tl.load(scales[worker] + place, mask=byte * EACH < left, other=0.0)
+        step = tl.div_rn(scale, tl.full(scale.shape, half - 1, tl.float32))
+        code = (((octet >> shifts) & ((1 << BITS) - 1)) ^ half) - half
+        value = code.to(tl.float32) * step
+        if FIRST and worker == 0:
+            total = value
+        else:
+            total += value
+    if DIVIDE:
+        total = tl.div_rn(total, tl.full(total.shape, divisor, tl.float32))
+    tl.store(out + begin + at, total, mask=at < left)
+
+
+# -- top-k -------------------------------------------------------------------------------------------------------------
+@triton.jit
+def topk_magnitudes(x, residual, magnitudes, n, TILE: tl.constexpr, ADD: tl.constexpr):
+    """The magnitudes of the sum; of NaN infinity."""
+    begin = tl.program_id(0).to(tl.int64) * TILE
+    at = tl.arange(0, TILE)
+    here = at < tl.minimum(n - begin, TILE).to(tl.int32)
+    value = _sum(x + begin, residual + begin, at, here, ADD)
+    found = tl.minimum(_magnitudes(value), 0x7F800000).to(tl.float32, bitcast=True)
+    tl.store(magnitudes + begin + at, found, mask=here)
+
+
+@triton.jit
+def topk_counts(magnitudes, bound, counts, n, tiles, TILE: tl.constexpr):
+    """int32[2, tiles]: how many of a tile are above the bound, and how many are equal to it."""
+    pid = tl.program_id(0)
+    begin = pid.to(tl.int64) * TILE
+    at = tl.arange(0, TILE)
+    found = tl.load(magnitudes + begin + at, mask=at < tl.minimum(n - begin, TILE).to(tl.int32), other=-1.0)
+    limit = tl.load(bound)
+    tl.store(counts + pid, tl.sum((found > limit).to(tl.int32), 0))
+    tl.store(counts + tiles + pid, tl.sum((found == limit).to(tl.int32), 0))
+
+
+@triton.jit
+def topk_take(
+    x, residual, magnitudes, bound, counts, ends, values, positions, n, k, tiles, TILE: tl.constexpr, ADD: tl.constexpr
+):
+    """Values and positions of all above the bound, and of the first that are equal to it, k in all; and what is left.
+
+    ``ends``: int32[2, tiles], the running sums of ``counts``.
+    """
+    pid = tl.program_id(0)
+    begin = pid.to(tl.int64) * TILE
+    at = tl.arange(0, TILE)
+    here = at < tl.minimum(n - begin, TILE).to(tl.int32)
+    found = tl.load(magnitudes + begin + at, mask=here, other=-1.0)
+    limit = tl.load(bound)
+    room = k - tl.load(ends + tiles - 1)  # for equal ones
+    before = tl.load(ends + pid) - tl.load(counts + pid)
+    equal = tl.load(ends + tiles + pid) - tl.load(counts + tiles + pid)
+    tie = (found == limit).to(tl.int32)
+    chosen = (found > limit) | ((tie != 0) & (equal + tl.cumsum(tie, 0) <= room))
+    place = before + tl.minimum(equal, room) + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    value = _sum(x + begin, residual + begin, at, here, ADD)
+    tl.store(values + place, value, mask=chosen)
+    tl.store(positions + place, (begin + at).to(tl.int32), mask=chosen)
+    if ADD:
+        tl.store(x + begin + at, tl.where(chosen, 0.0, value), mask=here)
+
+
+# -- on arrays ---------------------------------------------------------------------------------------------------------
+class TritonKernels:
+    """As `grace.kernels.host.HostKernels`, of a device's tensors; x takes what is left, ``undo`` or not.
+
+    A kernel that cannot be compiled or launched is `Unavailable`: nothing was written to then.
+    """
+
+    isa = "triton"
+    threshold_encode = corrected = sampled = sparse_mean = finite = None
+    levels_encode = levels_mean = votes_encode = votes_mean = halves_encode = halves_mean = None
+    trits_encode = trits_mean = codes_encode = codes_mean = None
+
+    def __init__(self, xp: Any):
+        self._xp = xp
+
+    def signs_encode(
+        self, x: Array, residual: Array | None, block: int, undo: Undo | None = None
+    ) -> tuple[Array, Array, Array]:
+        """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left (if there is a residual)."""
+        xp, (n,), add = self._xp, x.shape, residual is not None
+        m = block_count(n, block or None)
+        bits, scales = xp.part(-(-n // 8), "uint8"), xp.part(m)
+        if n == 0:
+            return bits, scales, x
+        v = x, x if residual is None else residual
+        if 0 < block <= LARGE:
+            rows, form = _rows(block)
+            self._launch(signs_blocks, -(-m // rows), *v, bits, scales, n, BLOCK=block, ROWS=rows, **form, ADD=add)
+            return bits, scales, x
+        tiles, size = _tiles(n, block)
+        sums = xp.empty(m * tiles, "float64")
+        self._launch(signs_sums, m * tiles, *v, sums, n, size, tiles, TILE=TILE, ADD=add)
+        self._launch(signs_scales, m, sums, scales, n, size, tiles, TILE=1024)
+        self._launch(signs_rest, m * tiles, *v, bits, scales, n, size, tiles, TILE=TILE, ADD=add)
+        return bits, scales, x
+
+    def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
+        """Each worker's bits and scales -> float32[n], in ``out`` if it is given."""
+        sizes = ("uint8", -(-n // 8)), ("float32", block_count(n, block or None))
+        return self._mean(signs_mean, fitted(self._xp, payloads, *sizes), out, n, BLOCK=block)
+
+    def ints_encode(
+        self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None, undo: Undo | None = None
+    ) -> tuple[Array, Array, Array]:
+        """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], what is left. ``rng``: rounds at random."""
+        xp, (n,) = self._xp, x.shape
+        m = block_count(n, block or None)
+        codes, scales = xp.part(-(-n * bits // 8), "uint8"), xp.part(m)
+        if n == 0:
+            return codes, scales, x
+        v = x, x if residual is None else residual
+        noise = (0,) * 5 if rng is None else (rng.offset, *(_signed(key) for key in (*rng.table, *rng.keys)))
+        form = {"BITS": bits, "RANDOM": rng is not None, "ADD": residual is not None}
+        if 0 < block <= LARGE:
+            rows, shape = _rows(block)
+            self._launch(
+                ints_blocks, -(-m // rows), *v, codes, scales, n, *noise, BLOCK=block, ROWS=rows, **shape, **form
+            )
+            return codes, scales, x
+        tiles, size = _tiles(n, block)
+        most = scales.view(torch.int32).zero_()
+        self._launch(ints_largest, m * tiles, *v, most, n, size, tiles, TILE=TILE, ADD=form["ADD"])
+        self._launch(ints_rest, m * tiles, *v, codes, scales, n, size, tiles, *noise, TILE=TILE, **form)
+        return codes, scales, x
+
+    def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
+        """Each worker's codes and scales -> float32[n], in ``out`` if it is given."""
+        sizes = ("uint8", -(-n * bits // 8)), ("float32", block_count(n, block or None))
+        return self._mean(ints_mean, fitted(self._xp, payloads, *sizes), out, n, BLOCK=block, BITS=bits)
+
+    def topk_encode(
+        self, x: Array, residual: Array | None, k: int, undo: Undo | None = None
+    ) -> tuple[Array, Array, Array]:
+        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
+        xp, (n,), add = self._xp, x.shape, residual is not None
+        values, positions = xp.part(k), xp.part(k, "int32")
+        if k == 0:
+            return values, positions, x
+        tiles, v = -(-n // TILE), (x, residual if add else x)
+        magnitudes, counts = xp.empty(n), xp.empty((2, tiles), "int32")
+        self._launch(topk_magnitudes, tiles, *v, magnitudes, n, TILE=TILE, ADD=add)
+        bound = torch.topk(magnitudes, k, sorted=False).values.min()
+        self._launch(topk_counts, tiles, magnitudes, bound, counts, n, tiles, TILE=TILE)
+        ends = torch.cumsum(counts, 1, dtype=torch.int32)
+        found = magnitudes, bound, counts, ends, values, positions
+        self._launch(topk_take, tiles, *v, *found, n, k, tiles, TILE=TILE, ADD=add)
+        return values, positions, x
+
+    def _mean(self, kernel: Any, payloads: Pairs, out: Array | None, n: int, **form: Any) -> Array:
+        workers, out = len(payloads), self._xp.empty(n) if out is None else out
+        for first in range(0, workers if n else 0, GROUP):
+            sent, scales = zip(*payloads[first : first + GROUP], strict=True)
+            divide = 1 < workers <= first + GROUP
+            self._launch(
+                kernel, -(-n // TILE), sent, scales, out, n, float(workers), **form,
+                WORKERS=len(sent), FIRST=first == 0, DIVIDE=divide, TILE=TILE,
+            )  # fmt: skip
+        return out
+
+    def _launch(self, kernel: Any, programs: int, *arguments: Any, **form: Any) -> None:
+        # On the tensors' own device, which need not be the current one. NumPy would warn of NaN and infinity.
+        device = self._xp.device
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore"):
+                kernel[(programs,)](*arguments, **form, enable_fp_fusion=False)
+        except Exception as error:  # of the compiler, its tools, or the driver: they have no class in common
+            give_up(self._xp, error)
+            raise Unavailable(str(error)) from error
+
+
+def _rows(block: int) -> tuple[int, dict[str, int]]:
+    # Blocks of one program, and the power of two that holds one.
+    width = max(8, triton.next_power_of_2(block))
+    return max(1, TILE // width), {"WIDTH": width}
+
+
+def _tiles(n: int, block: int) -> tuple[int, int]:
+    # Tiles of a large block, and its size.
+    size = block or n
+    return -(-size // TILE), size
+
+
+def _signed(word: int) -> int:
+    # The int32 of the same bits: a kernel's arguments are of the same types at each step.
+    return ((int(word) & MASK32) ^ 2**31) - 2**31

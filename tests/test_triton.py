@@ -1,0 +1,84 @@
+"""Triton's kernels: in its interpreter, compiled for devices that are not here, and where they are not to be had.
+
+Triton reads TRITON_INTERPRET when it is imported, so most tests are in files that a process of their own runs.
+"""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from methods import backend
+
+WORKERS = Path(__file__).parent / "workers"
+
+
+@pytest.fixture(autouse=True)
+def needed():
+    backend("torch")
+
+
+def in_another_process(*command, **environment):
+    if platform.system() != "Linux":
+        pytest.skip("Triton is for Linux")  # there it is among the packages for tests
+    path = os.pathsep.join(filter(None, [str(WORKERS.parents[1]), str(WORKERS.parent), os.environ.get("PYTHONPATH")]))
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GRACE_", "TRITON_"))}
+    mine |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=mine, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def tested(name, *options, **environment):
+    """How many tests of a file pass, all of them."""
+    said = in_another_process("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, WORKERS / name, **environment)
+    (summary,) = re.findall(r"(?m)^(?:\d+ deselected, )?(\d+) passed.* in ", said)
+    assert "skipped" not in said
+    return int(summary)
+
+
+@pytest.mark.parametrize("part, least", [("encode", 150), ("mean", 150), ("not encode and not mean", 10)])
+def test_interpreted(part, least):
+    assert tested("triton_interpreted.py", "-k", part, TRITON_INTERPRET="1") >= least
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_compiled(architecture, tmp_path):
+    assert tested("triton_compiled.py", "-k", f"{architecture} or tried", TRITON_CACHE_DIR=str(tmp_path)) == 13
+
+
+def test_are_used_only_where_they_are_asked_for_and_can_run():
+    code = "import sys, grace.backends as b; k = b.get_backend('torch').kernels; print(getattr(k, 'isa', ''), "
+    code += "'triton' in sys.modules)"
+    assert in_another_process("-c", code, TRITON_INTERPRET="1", GRACE_KERNELS="triton") == "triton True\n"
+    asked = in_another_process("-c", code, GRACE_KERNELS="triton")
+    assert asked == in_another_process("-c", code, TRITON_INTERPRET="1")
+    assert asked.split()[-1] == "False"
+    assert "triton" not in asked
+
+
+@pytest.mark.parametrize("broken", [ImportError("No module named 'triton'"), RuntimeError("driver")], ids=repr)
+def test_where_triton_is_missing_one_warning_says_so(monkeypatch, broken):
+    from grace.backends.torch import TorchBackend
+
+    class Finder:
+        def find_spec(self, name, *rest):
+            if name == "grace.kernels.triton":
+                raise broken
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("GRACE_KERNELS", "triton")
+    monkeypatch.delitem(sys.modules, "grace.kernels.triton", raising=False)
+    monkeypatch.delattr("grace.kernels.triton", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    xp = TorchBackend()
+    with pytest.warns(UserWarning, match=f"GRACE_KERNELS=triton: .* run without them: {broken}"):
+        kernels = xp.kernels
+    assert getattr(kernels, "isa", "") != "triton"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert type(xp.kernels) is type(kernels)

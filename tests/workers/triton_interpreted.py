@@ -1,0 +1,309 @@
+"""Triton's kernels in its interpreter against the plain compressors.
+
+Run by tests/test_triton.py, as tests of pytest.
+"""
+
+import os
+
+# Read when Triton is imported, and so not in a process that others share.
+assert os.environ["TRITON_INTERPRET"] == "1"
+
+import numpy as np
+import pytest
+import torch
+from test_kernels import KINDS, blocks_of, equal, signs_oracle, ulps, vector
+
+from grace import simulate
+from grace.backends.base import Backend
+from grace.backends.torch import TorchBackend
+from grace.compressors.blockint import BlockInt
+from grace.compressors.efsignsgd import EFSignSGD
+from grace.compressors.topk import TopK
+from grace.core import Context, Method
+from grace.execution import RESIDUAL, Mean, encode
+from grace.kernels import triton as kernels
+from grace.memories.none import NoMemory
+from grace.memories.residual import Residual
+
+SIZES = (1, 9, 513, 4101, 9001)
+BLOCKS = (0, 24, 512, 4096, 9000)
+CASES = [(n, "normal", block) for n in SIZES for block in BLOCKS if block < 2 * n]
+CASES += [(5001, kind, block) for kind in KINDS[1:] for block in (0, 512)]
+BLOCK_CASES = pytest.mark.parametrize("n, kind, block", CASES, ids=str)
+MEANS = [(*case, workers) for case in CASES if case[0] < 9001 for workers in (1, 3)]
+MEANS += [(513, "normal", 512, workers) for workers in (2, 4, 5, 6, 7, 8, 9, 17)]
+MEAN_CASES = pytest.mark.parametrize("n, kind, block, workers", MEANS, ids=str)
+
+
+@pytest.fixture
+def xp(monkeypatch):
+    monkeypatch.setenv("GRACE_KERNELS", "triton")
+    found = TorchBackend()
+    assert isinstance(found.kernels, kernels.TritonKernels)
+    assert kernels.INTERPRETED
+    return found
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """A backend without any kernels, whatever the environment says."""
+    monkeypatch.setattr(Plain, "kernels", None)
+    return Plain()
+
+
+class Plain(TorchBackend):
+    """As on a device: sums of magnitudes are made in float64, also of short rows."""
+
+    _native = None
+    sum_abs = Backend.sum_abs
+
+
+def tensor(array):
+    return torch.from_numpy(array.copy())
+
+
+def pair(n, kind):
+    x, residual = vector(n, 1, kind), vector(n, 2)
+    with np.errstate(all="ignore"):
+        return x, residual, x + residual
+
+
+def repeated(scales, v, block):
+    return np.repeat(scales, [len(part) for part in blocks_of(v, block)])
+
+
+# -- signs -------------------------------------------------------------------------------------------------------------
+@BLOCK_CASES
+@pytest.mark.parametrize("fed_back", [True, False])
+def test_signs_encode(xp, plain, n, kind, block, fed_back):
+    x, residual, v = pair(n, kind)
+    v = v if fed_back else x
+    spent, kept = tensor(x), tensor(residual)
+    bits, scales, left = xp.kernels.signs_encode(spent, kept if fed_back else None, block)
+    with np.errstate(all="ignore"):
+        expected_bits, expected_scales = signs_oracle(v, block)
+    equal(bits, expected_bits)
+    ulps(scales, expected_scales)
+    equal(kept, residual)
+    assert left is spent
+
+    compressor, ctx = EFSignSGD(block_size=block), Context(plain, "w", (n,))
+    payload, _ = compressor.compress(tensor(v), {}, ctx)
+    equal(bits, payload[0])
+    ulps(scales, payload[1].numpy())
+    equal(left, compressor.residual(tensor(v), (bits, scales), ctx) if fed_back else x)
+
+
+@MEAN_CASES
+def test_signs_mean(xp, plain, n, kind, block, workers):
+    compressor, ctx = EFSignSGD(block_size=block), Context(plain, "w", (n,))
+    payloads = [compressor.compress(tensor(vector(n, 10 + w, kind)), {}, ctx)[0] for w in range(workers)]
+    equal(xp.kernels.signs_mean(payloads, None, n, block), compressor.aggregate(payloads, ctx))
+    out = torch.full((n + 2,), 7.0)
+    assert xp.kernels.signs_mean(payloads, out[1:-1], n, block).data_ptr() == out[1:].data_ptr()
+    equal(out[1:-1], compressor.aggregate(payloads, ctx))
+    assert out[0] == out[-1] == 7
+
+
+# -- integers ----------------------------------------------------------------------------------------------------------
+@BLOCK_CASES
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_ints_encode(xp, plain, n, kind, block, bits, rounding):
+    x, residual, v = pair(n, kind)
+    compressor = BlockInt(bits=bits, block_size=block, rounding=rounding)
+    ctx = Context(plain, "w", (n,), step=n, offset=(0, 65536, 65528, 123_456)[n % 4])
+    payload, _ = compressor.compress(tensor(v), {}, ctx)
+    rest = compressor.residual(tensor(v), payload, ctx).numpy()
+    rng = ctx.rng("round") if rounding == "stochastic" else None
+    spent, kept = tensor(x), tensor(residual)
+    codes, scales, left = xp.kernels.ints_encode(spent, kept, block, bits, rng)
+    equal(scales, payload[1])
+    equal(kept, residual)
+    finite = np.isfinite(repeated(scales.numpy(), v, block))
+    whole = np.packbits(np.repeat(finite, bits)[: n * bits], bitorder="little") if not finite.all() else None
+    mask = np.full(len(codes), 255, np.uint8) if whole is None else whole
+    equal(codes.numpy() & mask, payload[0].numpy() & mask)
+    equal(left.numpy()[finite], rest[finite])
+    assert not np.isfinite(left.numpy()[~np.isfinite(rest)]).any()
+
+    spent = tensor(v)  # without a residual x stays as it is
+    again, _, left = xp.kernels.ints_encode(spent, None, block, bits, rng)
+    equal(again, codes)
+    equal(left, v)
+
+
+@pytest.mark.parametrize("block", [0, 512])
+def test_noise_goes_on_where_a_row_of_it_ends(xp, plain, block):
+    compressor = BlockInt(bits=8, block_size=block, rounding="stochastic")
+    for offset in (65_536 - 1000, 2**32 - 1003, 2**40 + 65_001):
+        ctx = Context(plain, "w", (5001,), seed=3, offset=offset)
+        x = vector(5001)
+        payload, _ = compressor.compress(tensor(x), {}, ctx)
+        codes, _, _ = xp.kernels.ints_encode(tensor(x), None, block, 8, ctx.rng("round"))
+        equal(codes, payload[0])
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_halves_are_rounded_to_even_and_divisions_to_nearest(xp, plain, bits):
+    rng, top = np.random.default_rng(6), np.float32((1 << (bits - 1)) - 1)
+    v = rng.uniform(0.01, 1, 20_000).astype(np.float32)
+    v[::8] = rng.uniform(1, 2, 2500).astype(np.float32) * np.float32(2) ** rng.integers(-60, 110, 2500)
+    turn = ((rng.integers(0, int(top), 20_000) + np.float32(0.5)) / top * np.repeat(v[::8], 8)).astype(np.float32)
+    near = np.nextafter(turn, rng.choice([0, np.inf], 20_000).astype(np.float32))
+    v = np.where(np.arange(20_000) % 8 == 0, v, np.where(np.arange(20_000) % 2, near, turn)).astype(np.float32)
+    compressor, ctx = BlockInt(bits=bits, block_size=8), Context(plain, "w", (20_000,))
+    payload, _ = compressor.compress(tensor(v), {}, ctx)
+    codes, _, left = xp.kernels.ints_encode(tensor(v), torch.zeros(20_000), 8, bits, None)
+    equal(codes, payload[0])
+    equal(left, compressor.residual(tensor(v), payload, ctx))
+
+
+@MEAN_CASES
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_ints_mean(xp, plain, n, kind, block, bits, workers):
+    compressor, ctx = BlockInt(bits=bits, block_size=block), Context(plain, "w", (n,))
+    payloads = [compressor.compress(tensor(vector(n, 10 + w, kind)), {}, ctx)[0] for w in range(workers)]
+    equal(xp.kernels.ints_mean(payloads, None, n, block, bits), compressor.aggregate(payloads, ctx))
+
+
+# -- top-k -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("n, kind", [*((n, "normal") for n in SIZES), *((9001, kind) for kind in KINDS[1:])], ids=str)
+@pytest.mark.parametrize("ratio", [0.001, 0.1])
+@pytest.mark.parametrize("fed_back", [True, False])
+def test_topk_encode(xp, plain, n, kind, ratio, fed_back):
+    x, residual, v = pair(n, kind)
+    v = v if fed_back or kind == "ties" else x
+    x, residual = (np.zeros(n, np.float32), v) if kind == "ties" else (x, residual)
+    compressor, ctx = TopK(ratio), Context(plain, "w", (n,))
+    k = compressor.count(n)
+    payload, _ = compressor.compress(tensor(v), {}, ctx)
+    rest = compressor.residual(tensor(v), payload, ctx)
+    spent = tensor(x if fed_back else v)
+    values, positions, left = xp.kernels.topk_encode(spent, tensor(residual) if fed_back else None, k)
+    equal(positions, payload[1])
+    equal(values, payload[0])
+    equal(left, rest if fed_back else v)
+    assert left is spent
+
+
+# -- nothing, what does not fit, and what fails ------------------------------------------------------------------------
+@pytest.mark.parametrize("block", [0, 512])
+def test_nothing(xp, block):
+    nothing = torch.zeros(0)
+    encoded = xp.kernels.signs_encode(nothing, nothing, block), xp.kernels.ints_encode(nothing, None, block, 4, None)
+    assert all(array.shape == (0,) for arrays in encoded for array in arrays)
+    assert [array.shape for array in xp.kernels.topk_encode(nothing, nothing, 0)] == [(0,)] * 3
+    assert xp.kernels.signs_mean([encoded[0][:2]] * 2, None, 0, block).shape == (0,)
+    assert xp.kernels.ints_mean([encoded[1][:2]] * 2, None, 0, block, 4).shape == (0,)
+
+
+def test_payloads_that_do_not_fit_are_refused(xp):
+    bits, scales = torch.zeros(125, dtype=torch.uint8), torch.zeros(2)
+    for wrong in ((bits[1:], scales), (bits, scales[1:]), (bits.view(torch.int8), scales), (bits, scales.double())):
+        with pytest.raises(ValueError, match="its arrays are"):
+            xp.kernels.signs_mean([(bits, scales), wrong], None, 1000, 512)
+        with pytest.raises(ValueError, match="its arrays are"):
+            xp.kernels.ints_mean([wrong], None, 1000, 512, 1)
+
+
+@pytest.mark.parametrize("name", ["signs_rest", "ints_rest", "topk_take"])
+def test_a_kernel_that_fails_leaves_the_plain_form(xp, plain, monkeypatch, name):
+    class Broken:
+        def __getitem__(self, grid):
+            raise RuntimeError("first line\nptxas was not found")
+
+    monkeypatch.setattr(kernels, name, Broken())
+    compressor = {"signs_rest": EFSignSGD(), "ints_rest": BlockInt(block_size=0), "topk_take": TopK(0.1)}[name]
+    x, residual, _ = pair(5001, "normal")
+    expected = expected_mean = None
+    for each in (plain, xp):
+        ctx, method = Context(each, "w", (5001,), compile=False), Method(compressor, Residual())
+        state = {RESIDUAL: tensor(residual)}
+        if each is xp:
+            with pytest.warns(UserWarning, match="run without them: ptxas was not found"):
+                payload, state = encoded(method, tensor(x), state, ctx)
+            assert not isinstance(xp.kernels, kernels.TritonKernels)
+        else:
+            payload, state = encoded(method, tensor(x), state, ctx)
+        mean = Mean(compressor, [payload, payload, payload], ctx).array()
+        if expected is not None:
+            for array, other in zip((*payload, state[RESIDUAL]), expected, strict=True):
+                np.testing.assert_allclose(array.numpy(), other.numpy(), rtol=1e-6, atol=1e-7)
+            np.testing.assert_allclose(mean.numpy(), expected_mean.numpy(), rtol=1e-6, atol=1e-7)
+        expected, expected_mean = (*payload, state[RESIDUAL]), mean
+
+
+def test_a_mean_that_fails_is_decoded_plainly(xp, plain, monkeypatch):
+    class Broken:
+        def __getitem__(self, grid):
+            raise RuntimeError
+
+    monkeypatch.setattr(kernels, "ints_mean", Broken())
+    compressor = BlockInt()
+    payload, _ = compressor.compress(tensor(vector(5001)), {}, Context(plain, "w", (5001,)))
+    expected = Mean(compressor, [payload] * 3, Context(plain, "w", (5001,))).array()
+    with pytest.warns(UserWarning, match="run without them: RuntimeError"):
+        found = Mean(compressor, [payload] * 3, Context(xp, "w", (5001,))).array()
+    equal(found, expected)
+
+
+def encoded(method, x, state, ctx):
+    found = encode(method, x, dict(state), ctx)
+    if found is not None:
+        return found
+    program = method.encode(x, dict(state), ctx)
+    with pytest.raises(StopIteration) as stop:
+        next(program)
+    return stop.value.value
+
+
+# -- whole steps -------------------------------------------------------------------------------------------------------
+METHODS = [
+    {"compressor": "efsignsgd"},
+    {"compressor": "efsignsgd", "block_size": 8192},
+    {"compressor": "blockint", "block_size": 512},
+    {"compressor": "blockint", "bits": 8, "block_size": 4096, "communicator": "twostage"},
+    {"compressor": "blockint", "bits": 2, "block_size": 0},
+    {"compressor": "blockint", "bits": 8, "rounding": "stochastic"},
+    {"compressor": "topk", "compress_ratio": 0.02},
+    {"compressor": "topk", "compress_ratio": 1.0},
+    {"compressor": "topk", "compress_ratio": 0.02, "index_coding": "elias_fano"},
+    {"compressor": "qsgd"},
+    {"compressor": "powersgd"},
+    {"compressor": "dgc", "memory": "dgc"},
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: "-".join(map(str, method.values())))
+def test_steps_are_the_same_without_kernels(monkeypatch, method):
+    gradients = [
+        [{"w": vector(9001, 10 * step + w).reshape(1, 9001), "b": vector(70, step + w)} for w in range(3)]
+        for step in range(3)
+    ]
+    gradients[1][1]["w"][0, 77] = np.inf  # the step does not count
+    launched = []
+    launch = kernels.TritonKernels._launch
+    monkeypatch.setattr(
+        kernels.TritonKernels, "_launch", lambda self, kernel, *rest, **form: launched.append(kernel)
+        or launch(self, kernel, *rest, **form),
+    )  # fmt: skip
+    found = {}
+    for use in ("off", "triton"):
+        monkeypatch.setenv("GRACE_KERNELS", use)
+        assert not launched
+        found[use] = simulate({**method, "min_numel": 100}, gradients, backend="torch")
+    assert bool(launched) == (method["compressor"] in ("efsignsgd", "blockint", "topk"))
+    assert found["off"].report.bytes_sent == found["triton"].report.bytes_sent
+    for mean, other in zip(found["triton"].means, found["off"].means, strict=True):
+        assert mean.keys() == other.keys() == {"w", "b"}
+        for name in mean:
+            equal(mean[name], other[name])
+
+
+def test_a_method_without_memory_is_encoded_at_once(xp, plain):
+    method, x = Method(BlockInt(rounding="stochastic"), NoMemory()), vector(5001)
+    payload, _ = encode(method, tensor(x), {}, Context(xp, "w", (5001,)))
+    expected, _ = BlockInt(rounding="stochastic").compress(tensor(x), {}, Context(plain, "w", (5001,)))
+    for array, other in zip(payload, expected, strict=True):
+        equal(array, other)

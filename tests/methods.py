@@ -1,5 +1,6 @@
 """What the tests need to run the methods of the table (tests/table)."""
 
+import platform
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from table import ROWS
 from grace import grace_from_params
 from grace.backends import get_backend
 from grace.core import Context
+from grace.kernels import build
 from grace.testing import BACKENDS, cases
 from grace.testing.cases import (  # noqa: F401 - the tests take all helpers from here
     MATRICES,
@@ -28,6 +30,16 @@ from grace.testing.cases import (  # noqa: F401 - the tests take all helpers fro
 from grace.transports.local import LocalTransport, World
 
 SIZES = (1, 7, 8, 9, 1000, 5000)
+PLAIN = "neon" if platform.machine() in ("aarch64", "arm64") else "scalar"
+
+
+def built() -> None:
+    """The kernels' library exists, or is built now; without a compiler these tests skip."""
+    if build.compiler() is None and build.find(build.library_name()) is None:
+        pytest.skip("no C++ compiler on this machine")
+    assert build.build() is not None
+
+
 VOTES = ("signsgd", "signum")
 EXCHANGES = [(row, communicator) for row in ROWS for communicator in row.communicators]
 

@@ -2,14 +2,13 @@
 
 import ctypes
 import os
-import platform
 import subprocess
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from methods import backend
+from methods import PLAIN, backend, built
 
 from grace.backends import get_backend
 from grace.compressors.blockint import BlockInt
@@ -33,14 +32,6 @@ GUARD = 64
 SIZES = (0, 1, 7, 8, 9, 511, 512, 513, 4096 + 5, 70001, 600_011)
 BLOCKS = (0, 8, 512, 4096)
 BITS = (8, 4, 2)
-PLAIN = "neon" if platform.machine() in ("aarch64", "arm64") else "scalar"
-
-
-def built():
-    """The library exists, or is built now; without a compiler these tests skip."""
-    if build.compiler() is None and build.find(build.library_name()) is None:
-        pytest.skip("no C++ compiler on this machine")
-    assert build.build() is not None
 
 
 @pytest.fixture(autouse=True)
@@ -54,16 +45,6 @@ def streamed(request):
     before = function(4097)
     yield
     function(before)
-
-
-@pytest.fixture(params=("avx512", "avx2", PLAIN))
-def lib(request):
-    built()
-    found = library(request.param)
-    if found is None:
-        pytest.skip(f"this processor has no {request.param}")
-    assert found.isa == request.param
-    return found
 
 
 class Memory:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_kernels import KINDS, PLAIN, XP, Memory, built, equal, vector
+from test_kernels import KINDS, XP, Memory, equal, vector
 
 from grace.backends.numpy import NumpyBackend
 from grace.compressors.bf16 import BF16
@@ -11,7 +11,7 @@ from grace.compressors.fp8 import FP8
 from grace.compressors.natural import Natural
 from grace.compressors.natural_dithering import NaturalDithering
 from grace.core import Context
-from grace.kernels import Codes, library
+from grace.kernels import Codes
 from grace.kernels.host import HostKernels
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -29,15 +29,6 @@ COMPRESSORS = [
 ]
 CASES = [*((n, "normal", 0) for n in (1, 7, 8, 513, 70_001)), (5001, "normal", 65_496), (300_005, "normal", 8)]
 CASES += [(5001, kind, 0) for kind in KINDS[1:]]
-
-
-@pytest.fixture(params=("avx512", "avx2", PLAIN))
-def lib(request):
-    built()
-    found = library(request.param)
-    if found is None:
-        pytest.skip(f"this processor has no {request.param}")
-    return found
 
 
 class Native(NumpyBackend):

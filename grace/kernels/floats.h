@@ -39,80 +39,6 @@ INLINE int64_t load_all(float* v, const float* x, const float* residual, int64_t
   return j;
 }
 
-// The upper halves of the words at these positions, as the noise has them.
-INLINE void noise_at(uint16_t* out, const Noise& noise, int64_t position, int64_t count) {
-  while (count > 0) {
-    const int64_t index = position & 65535, run = least(count, 65536 - index);
-    const uint16_t offset = read(noise.offsets, (position >> 16) - noise.origin);
-    memcpy(out, reinterpret_cast<const char*>(noise.table) + 2 * index, size_t(run) * 2);
-    for (int64_t j = 0; j < run; j++) out[j] = uint16_t(out[j] + offset);
-    position += run, count -= run, out += run;
-  }
-}
-
-// ---- codes of less than a byte: eight of them fill `bits` bytes -----------------------------------------------------
-
-INLINE uint64_t spread(uint64_t word, int bits) {
-#if defined(__BMI2__)
-  return _pdep_u64(word, 0x0101010101010101u * uint64_t((1 << bits) - 1));
-#else
-  uint64_t bytes = 0;
-  for (int j = 0; j < 8; j++) bytes |= (word >> (j * bits) & uint64_t((1 << bits) - 1)) << 8 * j;
-  return bytes;
-#endif
-}
-
-INLINE uint64_t gather(uint64_t bytes, int bits) {
-#if defined(__BMI2__)
-  return _pext_u64(bytes, 0x0101010101010101u * uint64_t((1 << bits) - 1));
-#else
-  uint64_t word = 0;
-  for (int j = 0; j < 8; j++) word |= (bytes >> 8 * j & uint64_t((1 << bits) - 1)) << (j * bits);
-  return word;
-#endif
-}
-
-INLINE int64_t octets(int64_t count, int bits) {  // bytes that the last codes of a vector take
-  return 8 % bits == 0 ? (count * bits + 7) / 8 : (count + 7) / 8 * bits;
-}
-
-INLINE void unpack(uint8_t* out, const uint8_t* codes, int bits, int64_t count) {
-  if (bits == 8) {
-    memcpy(out, codes, size_t(count));
-    return;
-  }
-  int64_t j = 0;
-  for (; j + 16 <= count; j += 8) {  // reads eight bytes, at least twice `bits` of which are there
-    uint64_t word = 0;
-    if (bits >= 4)
-      memcpy(&word, codes + j / 8 * bits, 8);
-    else
-      memcpy(&word, codes + j / 8 * bits, size_t(2 * bits));
-    const uint64_t bytes = spread(word, bits);
-    memcpy(out + j, &bytes, 8);
-  }
-  for (; j < count; j += 8) {
-    uint64_t word = 0;
-    memcpy(&word, codes + j / 8 * bits, size_t(octets(least(8, count - j), bits)));
-    const uint64_t bytes = spread(word, bits);
-    memcpy(out + j, &bytes, 8);
-  }
-}
-
-// Codes past `count` are zeros by now.
-INLINE void pack(uint8_t* out, const uint8_t* codes, int bits, int64_t count) {
-  if (bits == 8) {
-    memcpy(out, codes, size_t(count));
-    return;
-  }
-  for (int64_t j = 0; j < count; j += 8) {
-    uint64_t bytes;
-    memcpy(&bytes, codes + j, 8);
-    const uint64_t word = gather(bytes, bits);
-    memcpy(out + j / 8 * bits, &word, size_t(count - j >= 8 ? bits : octets(count - j, bits)));
-  }
-}
-
 // ---- what codes stand for -------------------------------------------------------------------------------------------
 
 // Adds to the sums, or begins them, what `count` codes stand for.
@@ -133,7 +59,7 @@ INLINE void decode_to(float* sums, const Codec& codec, const uint8_t* codes, int
     return;
   }
   uint8_t* from = scratch.codes;
-  unpack(from, codes, codec.bits, count);
+  unpack_codes(codes, count, codec.bits, from);
   if (codec.kind == grace::FP8) {  // `first` bits of mantissa, bias `second`
     const int32_t rest = (127 - second) << 23, shift = 23 - first, normal = 1 << first;
     const float unit = float_of((128 - second - first) << 23);
@@ -295,8 +221,7 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
         level += chance < (level > 0 ? mantissa : small) ? 1 : 0;
         chosen[j] = uint8_t((level < first ? level : first) + (v[j] < 0.0f ? sign : 0));
       }
-      for (int64_t j = count; j < all; j++) chosen[j] = 0;
-      pack(to, chosen, codec.bits, count);
+      pack_codes(chosen, count, codec.bits, to);
     } else {  // the nearest of a table: how many middles are below
       const float* const middles = codec.middles;
       const uint8_t* const below = codec.below;
@@ -312,8 +237,7 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
         const uint8_t least_code = below[index[j]];
         chosen[j] = uint8_t(least_code + (share[j] > middles[least_code] ? 1 : 0));
       }
-      for (int64_t j = count; j < all; j++) chosen[j] = 0;
-      pack(to, chosen, codec.bits, count);
+      pack_codes(chosen, count, codec.bits, to);
     }
     if constexpr (OUT != NONE) {
       float* const values = scratch.values;

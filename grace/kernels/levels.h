@@ -145,18 +145,6 @@ INLINE void decode_levels(const uint8_t* codes, int64_t n, const Levels& how, fl
   }
 }
 
-// The noise at `n` positions, up to CHUNK, where the table may begin anew.
-INLINE void noise_at(const Noise& noise, int64_t position, int64_t n, float* u) {
-  uint16_t mixed[CHUNK];
-  for (int64_t i = 0; i < n;) {
-    const int64_t index = (position + i) & 65535, count = least(n - i, 65536 - index);
-    const uint16_t offset = read(noise.offsets, ((position + i) >> 16) - noise.origin);
-    memcpy(mixed, reinterpret_cast<const char*>(noise.table) + 2 * index, size_t(count) * 2);
-    for (int64_t j = 0; j < count; j++) u[i + j] = (float(int(uint16_t(mixed[j] + offset))) + 0.5f) * 0x1p-16f;
-    i += count;
-  }
-}
-
 void levels_emit(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
                  const Levels* how, int64_t first, Out form) {
   const float divisor = scale == 0.0f ? 1.0f : scale, top = float(how->levels);
@@ -167,7 +155,9 @@ void levels_emit(const float* x, const float* residual, float* out, uint8_t* cod
     uint8_t all[CHUNK];
     values_of(x + i, beyond(residual, i), count, v);
     if (how->levels) {
-      noise_at(how->noise, how->noise.start + first + i, count, u);
+      uint16_t noise[CHUNK];
+      noise_at(noise, how->noise, how->noise.start + first + i, count);
+      for (int64_t j = 0; j < count; j++) u[j] = (float(int(noise[j])) + 0.5f) * 0x1p-16f;
       for (int64_t j = 0; j < count; j++) {
         const float raised = __builtin_fabsf(v[j]) / divisor * top + u[j];
         const int level = int(raised < top + 1.0f ? raised : top);  // NaN, too, becomes a number that is in range
@@ -325,86 +315,21 @@ Halves halves(const float* x, const float* residual, int64_t n) {
 }
 
 // What bits stand for: a mean that is not finite is seen in both.
-struct Two {
+struct Means {
   F below, rest;
-  INLINE_MEMBER Two(float x, float y) {
+  INLINE_MEMBER Means(float x, float y) {
     const float wrong = (x - x) + (y - y);  // 0, or NaN
     below = fill(x + wrong), rest = fill(y + wrong);
   }
-  INLINE_MEMBER Two(const float* means, int64_t b) : Two(read(means, 2 * b), read(means, 2 * b + 1)) {}
+  INLINE_MEMBER Means(const float* means, int64_t b) : Means(read(means, 2 * b), read(means, 2 * b + 1)) {}
   INLINE_MEMBER F of(M m) const { return pick(m, below, rest); }
+  static INLINE_MEMBER M bits(F v) { return below_zero(v); }
 };
-
-template <bool RESIDUAL, Out OUT>
-INLINE void halves_emit_to(const float* x, const float* residual, float* out, uint8_t* bits, float below, float rest,
-                           int64_t n) {
-  const Two two(below, rest);
-  int64_t i = 0;
-  for (; i + W <= n; i += W) {
-    const F v = value<RESIDUAL>(x, residual, i);
-    const M m = below_zero(v);
-    write(reinterpret_cast<uint16_t*>(bits + i / 8), 0, uint16_t(bits_of(m)));
-    leave<OUT>(x, residual, out, i, v - two.of(m));
-  }
-  if (i < n) {
-    const F v = value_some<RESIDUAL>(x, residual, i, n - i);
-    const M m = below_zero(v);
-    const uint32_t some = bits_of(m) & ((1u << (n - i)) - 1);
-    bits[i / 8] = uint8_t(some);
-    if (n - i > 8) bits[i / 8 + 1] = uint8_t(some >> 8);
-    leave_some<OUT>(x, residual, out, i, v - two.of(m), n - i);
-  }
-}
 
 void halves_emit(const float* x, const float* residual, float* out, uint8_t* bits, float below, float rest, int64_t n,
                  Out form) {
-  FORMS(halves_emit_to, x, residual, out, bits, below, rest, n);
+  FORMS(bits_emit_to, x, residual, out, bits, Means(below, rest), n);
   if (form == STREAMED) fence();
-}
-
-template <int N, bool STREAM>
-INLINE void halves_tile(const uint8_t* const* bits, const float* const* means, int64_t workers, float* out, int64_t at,
-                        int64_t b, const Divisor& divisor) {
-  F sum[N];
-  for (int64_t w = 0; w < workers; w++) {
-    const Two two(means[w], b);
-    const uint8_t* from = bits[w] + at / 8;
-    for (int i = 0; i < N; i++) {
-      const F v = two.of(mask_of(read(reinterpret_cast<const uint16_t*>(from), i)));
-      sum[i] = w ? sum[i] + v : v;
-    }
-  }
-  for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, divisor.divided(sum[i]));
-}
-
-template <bool STREAM>
-INLINE void halves_sum_to(const uint8_t* const* bits, const float* const* means, int64_t workers, float* out,
-                          int64_t begin, int64_t end, int64_t block) {
-  const Divisor divisor(workers);
-  int64_t b = begin / block;
-  for (int64_t at = begin; at < end; at += block, b++) {  // begin is where a block begins, or all is one block
-    const int64_t stop = least(at + block, end);
-    int64_t i = at;
-    for (; i + TILE * W <= stop; i += TILE * W) halves_tile<TILE, STREAM>(bits, means, workers, out, i, b, divisor);
-    for (; i + W <= stop; i += W) halves_tile<1, STREAM>(bits, means, workers, out, i, b, divisor);
-    if (i < stop) {
-      F sum = fill(0);
-      for (int64_t w = 0; w < workers; w++) {
-        uint32_t some = bits[w][i / 8];
-        if (stop - i > 8) some |= uint32_t(bits[w][i / 8 + 1]) << 8;
-        const F v = Two(means[w], b).of(mask_of(some));
-        sum = w ? sum + v : v;
-      }
-      store_some(out + i, divisor.divided(sum), stop - i);
-    }
-  }
-  if (STREAM) fence();
-}
-
-void halves_sum(const uint8_t* const* bits, const float* const* means, int64_t workers, float* out, int64_t begin,
-                int64_t end, int64_t block, bool stream) {
-  stream ? halves_sum_to<true>(bits, means, workers, out, begin, end, block)
-         : halves_sum_to<false>(bits, means, workers, out, begin, end, block);
 }
 
 // ---- five trits in a byte ----------------------------------------------------------------------------------------------

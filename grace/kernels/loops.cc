@@ -85,25 +85,34 @@ INLINE double signs_total_of(const float* x, const float* residual, int64_t n) {
   return total(sum);
 }
 
-template <bool RESIDUAL, Out OUT>
-INLINE void signs_emit_to(const float* x, const float* residual, float* out, uint8_t* bits, float scale, int64_t n) {
-  const F plus = fill(scale), minus = fill(-scale);
+// What a bit stands for in a block, and which elements have it set.
+struct Signs {
+  F plus, minus;
+  INLINE_MEMBER explicit Signs(float scale) : plus(fill(scale)), minus(fill(-scale)) {}
+  INLINE_MEMBER Signs(const float* scales, int64_t b) : Signs(read(scales, b)) {}
+  INLINE_MEMBER F of(M m) const { return pick(m, plus, minus); }
+  static INLINE_MEMBER M bits(F v) { return not_below_zero(v); }
+};
+
+template <bool RESIDUAL, Out OUT, class Pair>
+INLINE void bits_emit_to(const float* x, const float* residual, float* out, uint8_t* bits, const Pair& pair,
+                         int64_t n) {
   const int64_t ahead = distance(n);
   int64_t i = 0;
   for (; i + W <= n; i += W) {
     prefetch<RESIDUAL>(x, residual, i + ahead);
     const F v = value<RESIDUAL>(x, residual, i);
-    const M m = not_below_zero(v);
+    const M m = Pair::bits(v);
     write(reinterpret_cast<uint16_t*>(bits + i / 8), 0, uint16_t(bits_of(m)));
-    leave<OUT>(x, residual, out, i, v - pick(m, plus, minus));
+    leave<OUT>(x, residual, out, i, v - pair.of(m));
   }
   if (i < n) {
     const F v = value_some<RESIDUAL>(x, residual, i, n - i);
-    const M m = not_below_zero(v);
+    const M m = Pair::bits(v);
     const uint32_t some = bits_of(m) & ((1u << (n - i)) - 1);
     bits[i / 8] = uint8_t(some);
     if (n - i > 8) bits[i / 8 + 1] = uint8_t(some >> 8);
-    leave_some<OUT>(x, residual, out, i, v - pick(m, plus, minus), n - i);
+    leave_some<OUT>(x, residual, out, i, v - pair.of(m), n - i);
   }
 }
 
@@ -115,7 +124,7 @@ void signs_blocks_to(const float* x, const float* residual, float* out, uint8_t*
     const float* r = RESIDUAL ? residual + at : nullptr;
     const float scale = float(signs_total_of<RESIDUAL>(x + at, r, size)) / float(size);
     write(scales, b, scale);
-    signs_emit_to<RESIDUAL, OUT>(x + at, r, OUT == NONE ? nullptr : out + at, bits + at / 8, scale, size);
+    bits_emit_to<RESIDUAL, OUT>(x + at, r, OUT == NONE ? nullptr : out + at, bits + at / 8, Signs(scale), size);
   }
   if (OUT == STREAMED) fence();
 }
@@ -125,7 +134,7 @@ double signs_total(const float* x, const float* residual, int64_t n) {
 }
 
 void signs_emit(const float* x, const float* residual, float* out, uint8_t* bits, float scale, int64_t n, Out form) {
-  FORMS(signs_emit_to, x, residual, out, bits, scale, n);
+  FORMS(bits_emit_to, x, residual, out, bits, Signs(scale), n);
   if (form == STREAMED) fence();
 }
 
@@ -135,39 +144,37 @@ void signs_blocks(const float* x, const float* residual, float* out, uint8_t* bi
 }
 
 // The sum over workers of N vectors that lie in block b, divided by their number; `at` is a multiple of 8.
-template <int N, bool STREAM>
-INLINE void signs_tile(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out, int64_t at,
-                       int64_t b, const Divisor& divisor) {
+template <class Pair, int N, bool STREAM>
+INLINE void bits_tile(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out, int64_t at,
+                      int64_t b, const Divisor& divisor) {
   F sum[N];
   for (int64_t w = 0; w < workers; w++) {
-    const float scale = read(scales[w], b);
-    const F plus = fill(scale), minus = fill(-scale);
+    const Pair pair(scales[w], b);
     const uint8_t* from = bits[w] + at / 8;
     for (int i = 0; i < N; i++) {
-      const F v = pick(mask_of(read(reinterpret_cast<const uint16_t*>(from), i)), plus, minus);
+      const F v = pair.of(mask_of(read(reinterpret_cast<const uint16_t*>(from), i)));
       sum[i] = w ? sum[i] + v : v;
     }
   }
   for (int i = 0; i < N; i++) put<STREAM>(out + at + i * W, divisor.divided(sum[i]));
 }
 
-template <bool STREAM>
-INLINE void signs_sum_to(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out,
-                         int64_t begin, int64_t end, int64_t block) {
+template <class Pair, bool STREAM>
+INLINE void bits_sum_to(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out,
+                        int64_t begin, int64_t end, int64_t block) {
   const Divisor divisor(workers);
   int64_t b = begin / block;
   for (int64_t at = begin; at < end; at += block, b++) {  // begin is where a block begins, or all is one block
     const int64_t stop = least(at + block, end);
     int64_t i = at;
-    for (; i + TILE * W <= stop; i += TILE * W) signs_tile<TILE, STREAM>(bits, scales, workers, out, i, b, divisor);
-    for (; i + W <= stop; i += W) signs_tile<1, STREAM>(bits, scales, workers, out, i, b, divisor);
+    for (; i + TILE * W <= stop; i += TILE * W) bits_tile<Pair, TILE, STREAM>(bits, scales, workers, out, i, b, divisor);
+    for (; i + W <= stop; i += W) bits_tile<Pair, 1, STREAM>(bits, scales, workers, out, i, b, divisor);
     if (i < stop) {
       F sum = fill(0);
       for (int64_t w = 0; w < workers; w++) {
-        const float scale = read(scales[w], b);
         uint32_t some = bits[w][i / 8];
         if (stop - i > 8) some |= uint32_t(bits[w][i / 8 + 1]) << 8;
-        const F v = pick(mask_of(some), fill(scale), fill(-scale));
+        const F v = Pair(scales[w], b).of(mask_of(some));
         sum = w ? sum + v : v;
       }
       store_some(out + i, divisor.divided(sum), stop - i);
@@ -176,12 +183,11 @@ INLINE void signs_sum_to(const uint8_t* const* bits, const float* const* scales,
   if (STREAM) fence();
 }
 
-void signs_sum(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out, int64_t begin,
-               int64_t end, int64_t block, bool stream) {
-  if (stream)
-    signs_sum_to<true>(bits, scales, workers, out, begin, end, block);
-  else
-    signs_sum_to<false>(bits, scales, workers, out, begin, end, block);
+template <class Pair>
+void bits_sum(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out, int64_t begin,
+              int64_t end, int64_t block, bool stream) {
+  stream ? bits_sum_to<Pair, true>(bits, scales, workers, out, begin, end, block)
+         : bits_sum_to<Pair, false>(bits, scales, workers, out, begin, end, block);
 }
 
 // ---- integers --------------------------------------------------------------------------------------------------------
@@ -196,10 +202,19 @@ INLINE int32_t ints_largest_of(const float* x, const float* residual, int64_t n)
   return largest(most);
 }
 
-// The noise at `count` positions, where the table may begin anew.
-OUTLINE void mix_noise(uint16_t* mixed, const Noise& noise, int64_t position, int64_t count) {
-  for (int64_t p = position; p < position + count; p++)
-    *mixed++ = uint16_t(read(noise.table, p & 65535) + read(noise.offsets, (p >> 16) - noise.origin));
+// The upper halves of the words at `count` positions, as the noise has them: its table may begin anew among them.
+INLINE void noise_at(uint16_t* out, const Noise& noise, int64_t position, int64_t count) {
+  while (count > 0) {
+    const int64_t index = position & 65535, run = least(count, 65536 - index);
+    const uint16_t offset = read(noise.offsets, (position >> 16) - noise.origin);
+    memcpy(out, reinterpret_cast<const char*>(noise.table) + 2 * index, size_t(run) * 2);
+    for (int64_t j = 0; j < run; j++) out[j] = uint16_t(out[j] + offset);
+    position += run, count -= run, out += run;
+  }
+}
+
+OUTLINE void few_noise(uint16_t* out, const Noise& noise, int64_t position, int64_t count) {
+  noise_at(out, noise, position, count);
 }
 
 template <bool RESIDUAL, Out OUT, int BITS, bool RANDOM>
@@ -222,7 +237,7 @@ OUTLINE void ints_emit_as(const float* x, const float* residual, float* out, uin
     const int64_t index = (start + i) & 65535, whole = RANDOM ? least(n - i, 65536 - index) / W : (n - i) / W;
     if (RANDOM && !whole) {
       uint16_t mixed[W];
-      mix_noise(mixed, noise, start + i, W);
+      few_noise(mixed, noise, start + i, W);
       emit(i, mixed, 0);
       i += W;
       continue;
@@ -236,7 +251,7 @@ OUTLINE void ints_emit_as(const float* x, const float* residual, float* out, uin
     const F v = value_some<RESIDUAL>(x, residual, i, count);
     const F steps = v / divisor * tops;
     uint16_t mixed[W] = {};
-    if (RANDOM) mix_noise(mixed, noise, start + i, count);
+    if (RANDOM) few_noise(mixed, noise, start + i, count);
     const I code = RANDOM ? down(steps + uniform(mixed, 0)) : nearest(steps);
     uint8_t bytes[W];
     to_codes<BITS>(bytes, code);
@@ -700,10 +715,10 @@ void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<ui
 
 namespace grace {
 
-extern const Loops TABLE = {NAME,         signs_total, signs_emit, signs_blocks, signs_sum, ints_largest, ints_emit,
+extern const Loops TABLE = {NAME,         signs_total, signs_emit, signs_blocks, bits_sum<Signs>, ints_largest, ints_emit,
                             ints_blocks,  ints_sum,    select,     divide,       words,     inverse,      noise,
                             product,      part,        left,       right,        squares,   levels_emit,  levels_blocks,
-                            levels_sum,   votes_encode, votes_sum, halves,       halves_emit, halves_sum, trits_emit,
+                            levels_sum,   votes_encode, votes_sum, halves,       halves_emit, bits_sum<Means>, trits_emit,
                             trits_add,    correct,     codes_largest, codes_scale, codes_emit, codes_sum};
 
 }  // namespace grace

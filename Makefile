@@ -34,9 +34,15 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt scripts/build_horov
 demo: install ## train with and without compression, and show what it saved
 	@$(BIN)/python examples/demo.py $(ARGS)
 
+# Apart from the other packages: a process that loads TensorFlow and then PyTorch ends where Triton is among them, since
+# both bring an LLVM along. Only processes that some tests start see it.
+$(VENV)/.triton: $(VENV)/.installed
+	[ "$$(uname)" != Linux ] || $(PIP) install -q -c constraints.txt --no-deps --upgrade --target $(VENV)/triton triton
+	@touch $@
+
 # Tests in one process first, side by side; then those that start several processes, one after the other. One thread
 # per process: they share the machine's cores.
-test: install ## run all tests
+test: install $(VENV)/.triton ## run all tests
 	@export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; status=0; \
 	$(BIN)/python -m pytest -n $(JOBS) -m "not processes" $(ARGS) || status=$$?; \
 	$(BIN)/python -m pytest -m processes $(ARGS) || status=$$?; \

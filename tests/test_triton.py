@@ -15,6 +15,8 @@ import pytest
 from methods import backend
 
 WORKERS = Path(__file__).parent / "workers"
+APART = Path(sys.prefix) / "triton"
+"""Where `make test` installs Triton: beside the packages that tests with TensorFlow see."""
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +26,9 @@ def needed():
 
 def in_another_process(*command, **environment):
     if platform.system() != "Linux":
-        pytest.skip("Triton is for Linux")  # there it is among the packages for tests
-    path = os.pathsep.join(filter(None, [str(WORKERS.parents[1]), str(WORKERS.parent), os.environ.get("PYTHONPATH")]))
+        pytest.skip("Triton is for Linux")  # there `make test` installs it
+    folders = [WORKERS.parents[1], WORKERS.parent, APART, os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(str(folder) for folder in folders if folder)
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "GRACE_", "TRITON_"))}
     mine |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=mine, check=False)
@@ -33,7 +36,7 @@ def in_another_process(*command, **environment):
     return done.stdout
 
 
-def tested(name, *options, **environment):
+def passing(name, *options, **environment):
     """How many tests of a file pass, all of them."""
     said = in_another_process("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, WORKERS / name, **environment)
     (summary,) = re.findall(r"(?m)^(?:\d+ deselected, )?(\d+) passed.* in ", said)
@@ -43,12 +46,12 @@ def tested(name, *options, **environment):
 
 @pytest.mark.parametrize("part, least", [("encode", 150), ("mean", 150), ("not encode and not mean", 10)])
 def test_interpreted(part, least):
-    assert tested("triton_interpreted.py", "-k", part, TRITON_INTERPRET="1") >= least
+    assert passing("triton_interpreted.py", "-k", part, TRITON_INTERPRET="1") >= least
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_compiled(architecture, tmp_path):
-    assert tested("triton_compiled.py", "-k", f"{architecture} or tried", TRITON_CACHE_DIR=str(tmp_path)) == 13
+    assert passing("triton_compiled.py", "-k", f"{architecture} or tried", TRITON_CACHE_DIR=str(tmp_path)) == 13
 
 
 def test_are_used_only_where_they_are_asked_for_and_can_run():

@@ -15,8 +15,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from grace.backends.base import Unavailable
 from grace.core import Array, Combine, Compressor, Context, Method, Payload, State, name_of, run
-from grace.kernels.device import Unavailable
 from grace.received import Received
 
 RESIDUAL = "memory/residual"

@@ -36,6 +36,10 @@ LARGE = 2**14
 """Elements from which on a whole table of noise is made for the tensors of a step to share."""
 
 
+class Unavailable(RuntimeError):
+    """A kernel cannot be compiled or launched: the plain form has to do, and nothing was written to yet."""
+
+
 class Backend(ABC):
     """One toolkit on one device."""
 
@@ -49,7 +53,7 @@ class Backend(ABC):
 
     @property
     def kernels(self) -> Any:
-        """Native forms of whole methods (`grace.kernels.host`); None where there are none."""
+        """Forms of whole methods (`grace.kernels.host`, `.triton`; one may turn out `Unavailable`), or None."""
         return None
 
     @property

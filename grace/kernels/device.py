@@ -10,10 +10,6 @@ if TYPE_CHECKING:
     from grace.kernels.triton import TritonKernels
 
 
-class Unavailable(RuntimeError):
-    """A kernel cannot be compiled or launched: the plain form has to do, and nothing was written to yet."""
-
-
 def asked() -> bool:
     """The environment asks for Triton's kernels."""
     return os.environ.get("GRACE_KERNELS", "").lower() == "triton"

@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from grace.backends.base import Unavailable
 from grace.blocks import block_count
-from grace.kernels.device import Unavailable, give_up
+from grace.kernels.device import give_up
 from grace.kernels.host import Pairs, Undo, fitted
 from grace.rng import MASK32, Rng
 

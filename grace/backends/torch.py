@@ -31,7 +31,7 @@ from grace.backends.numpy import (
     unit_rows,
     write_product,
 )
-from grace.kernels.device import device_kernels
+from grace.kernels.device import device_kernels, runs_on
 from grace.kernels.host import host_kernels, settled
 from grace.rng import MASK32, NOISE, noise_offset, noise_rows
 
@@ -164,7 +164,11 @@ class TorchBackend(Backend):
 
     @property
     def kernels(self) -> Any:
-        return device_kernels(self) or self._native
+        return (self._triton_runs and device_kernels(self)) or self._native
+
+    @cached_property
+    def _triton_runs(self) -> bool:
+        return runs_on(self)
 
     @property
     def _native(self) -> Any:

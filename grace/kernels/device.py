@@ -15,22 +15,22 @@ def asked() -> bool:
     return os.environ.get("GRACE_KERNELS", "").lower() == "triton"
 
 
-def device_kernels(xp: Any) -> TritonKernels | None:
-    """Triton's kernels for a backend of PyTorch; None where they are not asked for, cannot run, or have failed.
+def runs_on(xp: Any) -> bool:
+    """Triton can reach a backend's tensors: on CUDA devices, and in its interpreter (TRITON_INTERPRET=1) on hosts."""
+    return xp.device.type == "cuda" or (xp.on_host and os.environ.get("TRITON_INTERPRET") == "1")
 
-    They run on CUDA devices, and in Triton's interpreter (TRITON_INTERPRET=1) on hosts.
-    """
+
+def device_kernels(xp: Any) -> TritonKernels | None:
+    """Triton's kernels for a backend that they run on; None where they are not asked for, or have failed."""
     if not asked():
         return None
     if "_device_kernels" not in xp.__dict__:
-        xp.__dict__["_device_kernels"] = None
-        if xp.device.type == "cuda" or (xp.on_host and os.environ.get("TRITON_INTERPRET") == "1"):
-            try:
-                from grace.kernels.triton import TritonKernels
-            except Exception as error:  # it may be broken in any way
-                give_up(xp, error)
-            else:
-                xp.__dict__["_device_kernels"] = TritonKernels(xp)
+        try:
+            from grace.kernels.triton import TritonKernels
+        except Exception as error:  # it may be broken in any way
+            give_up(xp, error)
+        else:
+            xp.__dict__["_device_kernels"] = TritonKernels(xp)
     found: TritonKernels | None = xp.__dict__["_device_kernels"]
     return found
 

@@ -134,6 +134,13 @@ def _put_ints(
         tl.store(x + at, value - code.to(tl.float32) * step, mask=here)
 
 
+@triton.jit
+def _put_mean(out, total, at, left, divisor, DIVIDE: tl.constexpr):
+    if DIVIDE:
+        total = tl.div_rn(total, tl.full(total.shape, divisor, tl.float32))
+    tl.store(out + at, total, mask=at < left)
+
+
 # -- signs -------------------------------------------------------------------------------------------------------------
 @triton.jit
 def signs_blocks(
@@ -204,9 +211,7 @@ def signs_mean(
             total = value
         else:
             total += value
-    if DIVIDE:
-        total = tl.div_rn(total, tl.full(total.shape, divisor, tl.float32))
-    tl.store(out + begin + at, total, mask=at < left)
+    _put_mean(out + begin, total, at, left, divisor, DIVIDE)
 
 
 @triton.jit
@@ -297,9 +302,7 @@ def ints_mean(
             total = value
         else:
             total += value
-    if DIVIDE:
-        total = tl.div_rn(total, tl.full(total.shape, divisor, tl.float32))
-    tl.store(out + begin + at, total, mask=at < left)
+    _put_mean(out + begin, total, at, left, divisor, DIVIDE)
 
 
 # -- top-k -------------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Send ``parts[d]`` to worker d. Result: a list with the part that each worker sent to this one.
+    """Send ``parts[d]`` to worker d. Result: a sequence with the part that each worker sent to this one.
 
     What the workers send to one destination must have the same shapes. Or, if ``mutual``, what two workers send to each
     other: so a worker may have nothing, ``()``, for all but its neighbours.

@@ -108,11 +108,17 @@ class Context:
 
     def piece(self, start: int, size: int) -> Context:
         """The context of elements ``start .. start + size`` of the flattened tensor."""
-        return replace(self, shape=(size,), offset=self.offset + start)
+        return self._with(shape=(size,), offset=self.offset + start)
 
     def stage(self, name: str) -> Context:
         """The same elements at another point of the exchange: other random numbers, other state."""
-        return replace(self, name=f"{self.name}/{name}")
+        return self._with(name=f"{self.name}/{name}")
+
+    def _with(self, **changes: Any) -> Context:
+        # As dataclasses.replace, at a fifth of its time: a step makes thousands.
+        context = object.__new__(type(self))
+        context.__dict__.update(self.__dict__, **changes)
+        return context
 
 
 class Compressor(ABC):

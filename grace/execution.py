@@ -149,10 +149,15 @@ class Mean:
         try:
             yield
         except ValueError:
-            for worker, payload in enumerate(self._payloads):
-                with sent_by(None if self._agreed else worker, self._compressor, self._ctx):
-                    self._compressor.decompress(payload, self._ctx)
+            for worker, payload, ctx in self._sent():
+                with sent_by(worker, self._compressor, self._ctx):
+                    self._compressor.decompress(payload, ctx)
             raise
+
+    def _sent(self) -> Iterator[tuple[int | None, Payload, Context]]:
+        # Each payload, whose it is (None: everybody's), and the elements that it is of.
+        for worker, payload in enumerate(self._payloads):
+            yield None if self._agreed else worker, payload, self._ctx
 
     def _whole(self) -> Array:
         ctx = self._ctx
@@ -186,6 +191,48 @@ class Mean:
         return (
             self._compressor.decompress(payloads[0], ctx) if self._agreed else self._compressor.aggregate(payloads, ctx)
         )
+
+
+class Shards(Mean):
+    """The mean of a tensor of which each worker has sent one of consecutive shards, not decoded yet.
+
+    ``contexts``: of each shard; ``sizes``: how long each array of a payload is, by worker. What is longer is cut off.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        payloads: Sequence[Payload],
+        ctx: Context,
+        contexts: Sequence[Context],
+        sizes: Sequence[Sequence[int]],
+    ):
+        super().__init__(compressor, payloads, ctx, agreed=True)
+        self._contexts, self._sizes = contexts, sizes
+
+    def _part(self, worker: int) -> Sequence[Payload]:
+        lengths, xp = [size[worker] for size in self._sizes], self._ctx.xp
+        payloads = self._payloads
+        if isinstance(payloads, Received) and [shape[0] for _, shape in payloads.layout] == lengths:
+            return payloads.alone(worker)
+        cut = [x if xp.shape(x)[0] == n else x[:n] for x, n in zip(payloads[worker], lengths, strict=True)]
+        return [tuple(cut)]
+
+    def _sent(self) -> Iterator[tuple[int | None, Payload, Context]]:
+        for worker, ctx in enumerate(self._contexts):
+            yield worker, self._part(worker)[0], ctx
+
+    def _whole(self) -> Array:
+        # One decoding of all: a graph is smaller so.
+        xp, parts = self._ctx.xp, [self._part(worker)[0] for worker in range(len(self._contexts))]
+        return Mean(self._compressor, [tuple(map(xp.concat, zip(*parts, strict=True)))], self._ctx, True)._whole()
+
+    def _into(self, out: Array) -> Array:
+        start = 0
+        for worker, ctx in enumerate(self._contexts):
+            Mean(self._compressor, self._part(worker), ctx, agreed=True)._into(out[start : start + ctx.size])
+            start += ctx.size
+        return out
 
 
 class Rest:

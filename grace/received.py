@@ -38,12 +38,19 @@ class Messages:
         self._xp, self._buffers, self._cut = xp, [xp.contiguous(buffer) for buffer in buffers], cut
         self.layout, self.size = layout, len(buffers)
         self._arrays: dict[int, Payload] = {}
+        self._alone: dict[int, Messages] = {}
 
     def arrays(self, worker: int) -> Payload:
         """All arrays of one worker."""
         if worker not in self._arrays:
             self._arrays[worker] = self._cut(self._buffers[worker], self.layout)
         return self._arrays[worker]
+
+    def alone(self, worker: int) -> Messages:
+        """The message of one worker."""
+        if worker not in self._alone:
+            self._alone[worker] = Messages(self._xp, [self._buffers[worker]], self.layout, self._cut)
+        return self._alone[worker]
 
     @cached_property
     def bases(self) -> list[int]:
@@ -71,6 +78,10 @@ class Received(Sequence[Payload]):
         if isinstance(workers, range):
             return [self[each] for each in workers]
         return self._messages.arrays(workers)[self._part]
+
+    def alone(self, worker: int) -> Received:
+        """The payload of one worker."""
+        return Received(self._messages.alone(worker), self._part)
 
     @property
     def layout(self) -> Layout:

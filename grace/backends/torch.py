@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
@@ -249,13 +250,25 @@ class TorchBackend(Backend):
         begin = end = first.data_ptr()
         for array in filled:
             if array.data_ptr() != end or not array.is_contiguous():
-                return self.concat([self.to_bytes(array) for array in filled])
+                return self._copied(filled)
             end += array.nbytes
         if end > storage.data_ptr() + storage.nbytes():  # others are neighbours by chance
-            return self.concat([self.to_bytes(array) for array in filled])
+            return self._copied(filled)
         return torch.empty(0, dtype=torch.uint8, device=first.device).set_(
             storage, begin - storage.data_ptr(), (end - begin,)
         )
+
+    def _copied(self, arrays: Sequence[Array]) -> Array:
+        if not self.on_host:
+            return self.concat([self.to_bytes(array) for array in arrays])
+        # Hundreds of small ones: each to its place, without a view of its bytes.
+        arrays = [array.contiguous() for array in arrays]
+        out = POOL.empty((sum(array.nbytes for array in arrays),), torch.uint8)
+        place = out.data_ptr()
+        for array in arrays:
+            ctypes.memmove(place, array.data_ptr(), array.nbytes)
+            place += array.nbytes
+        return out
 
     def same_memory(self, x: Array, y: Array) -> bool:
         return x.data_ptr() == y.data_ptr()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from grace.collectives import AllToAll, Gather
 from grace.communicators.allgather import refuse_agreed
 from grace.core import (
     Array,
     Communicator,
-    Compressor,
     Context,
     Memory,
     Method,
@@ -19,7 +19,7 @@ from grace.core import (
     name_of,
     scope,
 )
-from grace.execution import cuts, unit
+from grace.execution import Shards, cuts, shards
 from grace.registry import register
 
 
@@ -52,39 +52,25 @@ class TwoStage(Communicator):
             )
 
     def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
-        shard = self.shard(method.compressor, ctx, ctx.rank)
+        shard = shards(method.compressor, ctx, ctx.world_size)[ctx.rank]
         return {"worker": (method, ctx), "server": (method.again, shard.stage("server"))}
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
-        xp, compressor, workers = ctx.xp, method.compressor, range(ctx.world_size)
+        xp, compressor = ctx.xp, method.compressor
         payload, worker = yield from method.encode(x, scope(state, "worker"), ctx)
 
-        # Shards of equal size, the last ones shorter: of each payload array as many parts as there are workers.
-        full = self.shard_size(compressor, ctx)
-        ends = tuple(min(w * full, ctx.size) for w in workers[1:])
+        # Of each payload array as many parts as there are workers, the last ones shorter.
+        owned = shards(compressor, ctx, ctx.world_size)
+        ends = tuple(accumulate(shard.size for shard in owned[:-1]))
         sizes = cuts(compressor, xp, ctx.size, ends, tuple(xp.shape(array)[0] for array in payload))
-        parts = tuple(zip(*(xp.split(array, size) for array, size in zip(payload, sizes, strict=True)), strict=True))
-        received = yield AllToAll(parts)
+        parts = zip(*(xp.split(array, size) for array, size in zip(payload, sizes, strict=True)), strict=True)
+        received = yield AllToAll(tuple(parts))
 
-        shard = self.shard(compressor, ctx, ctx.rank)
-        mean = method.mean(received, shard).array()
-        payload, server = yield from method.again.encode(mean, scope(state, "server"), shard.stage("server"))
+        mean = method.mean(received, owned[ctx.rank]).array()
+        again = [shard.stage("server") for shard in owned]
+        payload, server = yield from method.again.encode(mean, scope(state, "server"), again[ctx.rank])
 
-        # The last shards are shorter than the first: filled up for the exchange, and cut off again.
-        filled = tuple(xp.pad(array, size[0]) for array, size in zip(payload, sizes, strict=True))
-        shards = yield Gather(filled)
-        columns = zip(zip(*shards, strict=True), sizes, strict=True)
-        whole = tuple(xp.concat([part[:n] for part, n in zip(column, size, strict=True)]) for column, size in columns)
-        mean, worker = method.finish(method.mean([whole], ctx.stage("server"), agreed=True), worker, ctx)
+        # The last shards are shorter than the first: filled up for the exchange.
+        received = yield Gather(tuple(xp.pad(array, size[0]) for array, size in zip(payload, sizes, strict=True)))
+        mean, worker = method.finish(Shards(compressor, received, ctx.stage("server"), again, sizes), worker, ctx)
         return mean, join(worker=worker, server=server)
-
-    def shard_size(self, compressor: Compressor, ctx: Context) -> int:
-        """Elements of a full shard: whole blocks and whole bytes."""
-        whole = unit(compressor)
-        return -(-ctx.size // (whole * ctx.world_size)) * whole
-
-    def shard(self, compressor: Compressor, ctx: Context, worker: int) -> Context:
-        """The context of the shard that a worker owns."""
-        full = self.shard_size(compressor, ctx)
-        start = min(worker * full, ctx.size)
-        return ctx.piece(start, min(full, ctx.size - start))

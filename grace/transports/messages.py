@@ -192,10 +192,14 @@ class MessageTransport(Transport):
         xp = self.xp
         packed = [self._pack(array for item in items for array in item.parts[worker]) for worker in range(self.size)]
         # What comes has the shapes of what this worker keeps, or of what it sends there.
-        like = [worker if items[0].mutual else self.rank for worker in range(self.size)]
+        mutual = items[0].mutual
+        like = [worker if mutual else self.rank for worker in range(self.size)]
         wait = self.all_to_all([buffer for buffer, _ in packed], [xp.shape(packed[w][0])[0] for w in like], tag)
 
         def finish() -> list[Any]:
+            if not mutual:
+                kept = [Gather(item.parts[self.rank]) for item in items]
+                return self._received(kept, packed[self.rank][1], wait())
             results: list[Any] = [[] for _ in items]
             for sender, (w, received) in enumerate(zip(like, wait(), strict=True)):
                 parts = [Gather(item.parts[w]) for item in items]

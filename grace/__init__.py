@@ -6,7 +6,9 @@ import importlib
 from typing import Any
 
 from grace.collectives import AllToAll, Broadcast, Gather, Reduce
-from grace.core import Combine, Communicator, Compressor, Context, Memory, Method, Transport
+from grace.communicators.base import Communicator
+from grace.core import Combine, Compressor, Context, Memory, Transport
+from grace.method import Method
 from grace.pipeline import Grace
 from grace.registry import grace_from_params, register
 from grace.simulate import simulate

@@ -11,7 +11,9 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from grace.core import Combine, Communicator, Compressor, Method
+from grace.communicators.base import Communicator
+from grace.core import Combine, Compressor
+from grace.method import Method
 from grace.registry import Registry, communicators, compressors, memories, usual_communicator
 from grace.simulate import simulate
 from grace.transports.local import LocalTransport, World

@@ -1,4 +1,4 @@
-"""The vocabulary: Compressor, Memory, Communicator, Transport, Context, Combine.
+"""The vocabulary: Compressor, Memory, Transport, Context, Combine.
 
 A method is the pair (compressor, memory): pure functions with explicit state, written over a backend ``xp``
 and never over a toolkit. Standard library only; importing this imports no toolkit.
@@ -7,10 +7,9 @@ and never over a toolkit. Standard library only; importing this imports no toolk
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, TypeVar, Union
 
@@ -119,6 +118,11 @@ class Context:
         context = object.__new__(type(self))
         context.__dict__.update(self.__dict__, **changes)
         return context
+
+
+def apart(arrays: Payload, others: Payload, xp: Any) -> Payload:
+    """The arrays in memory of their own, copied where they share some of the others'."""
+    return tuple(xp.copy(x) if any(xp.overlap(x, other) for other in others) else x for x in arrays)
 
 
 class Compressor(ABC):
@@ -238,7 +242,7 @@ class Compressor(ABC):
         return ctx.xp.add_to(total, self.decompress(payload, ctx))
 
     def _total(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        (total,) = execution.apart((self.decompress(payloads[0], ctx),), payloads[0], ctx.xp)
+        (total,) = apart((self.decompress(payloads[0], ctx),), payloads[0], ctx.xp)
         for payload in payloads[1:]:
             total = self.add_decoded(total, payload, ctx)
         return total
@@ -312,151 +316,6 @@ def join(**parts: State) -> State:
     return {f"{prefix}/{key}": value for prefix, state in parts.items() for key, value in state.items()}
 
 
-@dataclass(frozen=True)
-class Method:
-    """A compressor with its memory: all that happens to a gradient at one point of compression."""
-
-    compressor: Compressor
-    memory: Memory
-
-    def check(self) -> None:
-        """Raise ValueError for a pair that cannot work, and warn of one that loses gradients."""
-        compressor, large = self.compressor, 2**20
-        name = name_of(compressor)
-        if self.memory.feedback and compressor.vote:
-            raise ValueError(
-                f"memory {name_of(self.memory)!r} cannot feed back what a vote lost: use memory 'none' with {name!r}, "
-                "or compressor 'efsignsgd', which sends a scale with its signs"
-            )
-        if self.memory.feedback and compressor.feedback:
-            raise ValueError(
-                f"memory {name_of(self.memory)!r} would feed back twice: {name!r} keeps by itself what it did not "
-                "send. Use memory 'none'"
-            )
-        if self.memory.feedback and (compressor.variance(large) or 0) >= 1:
-            raise ValueError(
-                f"memory {name_of(self.memory)!r} diverges with {name!r} as it is set: its error can exceed the "
-                "gradient. It is unbiased, so use memory 'none'"
-            )
-        self.memory.check(compressor)
-        lossy = not compressor.unbiased and not compressor.vote and compressor.memory != "none"
-        if lossy and not self.memory.feedback and compressor.memory != name_of(self.memory):
-            warnings.warn(
-                f"{name!r} without error feedback loses what it does not send; use memory {compressor.memory!r}",
-                stacklevel=4,
-            )
-
-    def init(self, ctx: Context) -> State:
-        return join(memory=self.memory.init(ctx), compressor=self.compressor.init(ctx))
-
-    def encode(self, x: Array, state: State, ctx: Context, late: bool = False) -> Program[tuple[Payload, State]]:
-        """compensate -> compress -> update. x is spent: its memory may be reused, also for the next state.
-
-        ``late``: a residual may come as a `grace.execution.Rest`, to be worked out where it is kept.
-        """
-        done = execution.encode(self, x, state, ctx)
-        if done is not None:
-            return done
-        memory, kept, program = scope(state, "memory"), scope(state, "compressor"), None
-        if self.memory.plain and "residual" in memory and ctx.xp.mutable:
-            program = self.compressor.compensated(x, memory["residual"], kept, ctx)
-        if program is None:
-            x, memory = yield from run(self.memory.compensate(x, memory, ctx))
-            program = run(self.compressor.compress(x, kept, ctx))
-        payload, kept = yield from program
-        payload = execution.apart(payload, (x,), ctx.xp)
-        if late and self.memory.plain and "residual" in memory and ctx.xp.piece:
-            memory = {"residual": execution.Rest(self.compressor, x, payload, ctx)}
-        else:
-            memory = self.memory.update(x, payload, self.compressor, memory, ctx)
-        return payload, join(memory=memory, compressor=kept)
-
-    @property
-    def again(self) -> Method:
-        """What compresses a mean: this method, with the memory that is for a second compression."""
-        return self if self.memory.server is None else replace(self, memory=self.memory.server)
-
-    def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> execution.Mean:
-        """The mean of all workers' payloads, in rank order, or of the one payload that they ``agreed`` on.
-
-        It is not decoded yet: ``.array()`` gives float32[n], ``.into(out)`` writes it there.
-        """
-        return execution.Mean(self.compressor, payloads, ctx, agreed)
-
-    def finish(self, mean: Array | execution.Mean, state: State, ctx: Context) -> tuple[Any, State]:
-        """What the memory makes of the mean of all workers' payloads."""
-        if type(self.memory).finish is Memory.finish:
-            return mean, state
-        mean = execution.as_array(mean)
-        mean, memory = self.memory.finish(mean, self.compressor, scope(state, "memory"), ctx)
-        return mean, join(memory=memory, compressor=scope(state, "compressor"))
-
-
-class Communicator(ABC):
-    """A gradient's way to the mean over all workers.
-
-    It owns the order, so it may compress after an exact step, twice, or not at all.
-    """
-
-    scattered: ClassVar[bool] = False
-    """A tensor's first dimension is the workers: the result is the mean of this worker's row, and no other's."""
-
-    def check(self, method: Method, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
-        """Raise ValueError, naming the remedy, when this method cannot travel this way."""
-
-    def fitted(self, method: Method, transport: Transport) -> Communicator:
-        """This communicator with everything settled that follows from the method and the workers."""
-        return self
-
-    def lay(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
-        """Where nothing may be said to others yet, before tensors are laid out: settle alone what `prepare` checks."""
-
-    def prepare(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
-        """Once, before the first exchange, on every worker: ask the transport for the groups that it needs."""
-
-    def applies(self, method: Method, ctx: Context) -> bool:
-        """False: this tensor goes dense, and the report says so."""
-        return method.compressor.applies(ctx)
-
-    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
-        """Where it compresses: by a name each, the method and the elements. One point needs no name: ""."""
-        return {"": (method, ctx)}
-
-    def reason(self, method: Method, ctx: Context) -> str:
-        """Why a tensor goes dense that it does not apply to, for the report."""
-        return f"{name_of(method.compressor)!r} does not apply to shape {list(ctx.shape)}"
-
-    def method(self, method: Method, name: str) -> Method:
-        """The method of one tensor, where it is not that of all."""
-        return method
-
-    def strategy(self, name: str) -> str:
-        """How a tensor travels, as text, where tensors do not all travel alike."""
-        return ""
-
-    def threads(self, name: str) -> int:
-        """How many threads of the CPU may work on a tensor and on others beside the one that computes gradients."""
-        return 0
-
-    @property
-    def origin(self) -> str:
-        """What strategies were made for and from, for the report, where they were planned."""
-        return ""
-
-    def init(self, method: Method, ctx: Context) -> State:
-        """One method state for each point where it compresses, under its name."""
-        states = {name: here.init(part) for name, (here, part) in self.points(method, ctx).items()}
-        return states[""] if "" in states else join(**states)
-
-    @abstractmethod
-    def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Any, State]]:
-        """float32[n] -> float32[n], the mean over all workers, bit-equal on all of them; and next state.
-
-        Of a ``scattered`` communicator, float32[n / world_size]. x is spent. The mean may be a `grace.execution.Mean`,
-        to be decoded where it belongs.
-        """
-
-
 class Transport(ABC):
     """Carries collectives out. Calls must come in the same order on every worker."""
 
@@ -493,6 +352,3 @@ class Transport(ABC):
     def exchange(self, text: str) -> list[str]:
         """Every worker's text, in rank order (for start-up checks, not for the hot path)."""
         return [text]
-
-
-from grace import execution  # noqa: E402 - it is written with the vocabulary above

@@ -16,15 +16,16 @@ from itertools import pairwise
 from typing import Any
 
 from grace.backends.base import Unavailable
-from grace.core import Array, Combine, Compressor, Context, Method, Payload, State, name_of, run
+from grace.core import Array, Combine, Compressor, Context, Memory, Payload, State, name_of, run
 from grace.received import Received
 
 RESIDUAL = "memory/residual"
 
 
-def encode(method: Method, x: Array, state: State, ctx: Context) -> tuple[Payload, State] | None:
+def encode(
+    compressor: Compressor, memory: Memory, x: Array, state: State, ctx: Context
+) -> tuple[Payload, State] | None:
     """`Method.encode` at once: payload and next state. None if there is no way but step by step. x is spent."""
-    compressor, memory = method.compressor, method.memory
     if not memory.plain or ctx.size == 0:
         return None
     residual = state.get(RESIDUAL)
@@ -79,11 +80,6 @@ def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx
             if not xp.same_memory(left, x[start:stop]):
                 xp.write(x[start:stop], left)
     return tuple(array[:end] for array, end in zip(whole, ends, strict=True)), x
-
-
-def apart(arrays: Payload, others: Payload, xp: Any) -> Payload:
-    """The arrays in memory of their own, copied where they share some of the others'."""
-    return tuple(xp.copy(x) if any(xp.overlap(x, other) for other in others) else x for x in arrays)
 
 
 @contextmanager

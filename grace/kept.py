@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from grace.backends import Backend
-from grace.core import Array, Communicator, Context, Method, Resize, State, name_of
-from grace.execution import Rest, apart
+from grace.communicators.base import Communicator
+from grace.core import Array, Context, Resize, State, apart, name_of
+from grace.execution import Rest
 from grace.layout import Unit
+from grace.method import Method
 from grace.policies.schedule import Schedule
 from grace.state import CARRIED, Points, check_kind, check_names, parsed, resized, sharing
 

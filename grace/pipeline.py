@@ -14,12 +14,14 @@ from grace.agreement import agree
 from grace.backends import Backend, backend_of
 from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
-from grace.core import Array, Communicator, Context, Memory, Method, Program, Transport, name_of
+from grace.communicators.base import Communicator
+from grace.core import Array, Context, Memory, Program, Transport, name_of
 from grace.execution import Mean, as_array, sound, uncompiled
 from grace.flight import Flight, Offload
 from grace.kept import Fitted, Kept, Way, exported
 from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
+from grace.method import Method
 from grace.policies.base import Decision, Policy
 from grace.policies.schedule import Schedule
 from grace.record import Recorder

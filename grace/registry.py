@@ -16,7 +16,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from grace.core import Combine, Communicator, Compressor, Memory, Method, Transport, name_of
+from grace.communicators.base import Communicator
+from grace.core import Combine, Compressor, Memory, Transport, name_of
+from grace.method import Method
 from grace.pipeline import Grace, Options
 from grace.policies.base import Policy
 from grace.transports import get_transport

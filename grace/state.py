@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from grace.core import Context, Method, Resize
+from grace.core import Context, Resize
+from grace.method import Method
 
 Points = Mapping[str, tuple[Method, Context]]
 Places = Mapping[str, Sequence[int]]

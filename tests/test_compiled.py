@@ -11,10 +11,10 @@ from methods import alone, backend, context, host, spread
 from table import ROWS
 
 from grace import grace_from_params, simulate
-from grace.core import Method
 from grace.execution import _divisible, piece
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
+from grace.method import Method
 from grace.transports.local import LocalTransport
 
 torch = pytest.importorskip("torch")

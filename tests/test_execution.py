@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -11,10 +11,11 @@ from table import ROWS
 
 from grace import grace_from_params
 from grace.backends import get_backend
-from grace.core import Method
-from grace.execution import Mean, cut, cuts, pieces
+from grace.compressors.blockint import BlockInt
+from grace.execution import Mean, Shards, cut, cuts, pieces, shards
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
+from grace.method import Method
 from grace.transports.local import LocalTransport
 
 N = 20_003
@@ -157,6 +158,41 @@ def test_parts_of_a_payload_are_as_long_as_their_cuts(row):
         wanted = [cut(compressor, payload, *bounds, ctx) for bounds in pairwise((0, *ends, n))]
         found = cuts(compressor, xp, n, ends, tuple(len(array) for array in payload))
         assert [list(lengths) for lengths in zip(*found, strict=True)] == [[len(a) for a in part] for part in wanted]
+
+
+def sharded(xp, compressor, n, workers):
+    """A tensor's payload, and its shards as workers send them: all as long as the first."""
+    ctx = context(xp, n)
+    payload, _ = alone(lambda ctx: compressor.compress(xp.asarray(spread(n), "float32"), {}, ctx), ctx)
+    contexts = shards(compressor, ctx, workers)
+    ends = tuple(accumulate(shard.size for shard in contexts[:-1]))
+    sizes = cuts(compressor, xp, n, ends, tuple(xp.shape(array)[0] for array in payload))
+    columns = [xp.split(array, size) for array, size in zip(payload, sizes, strict=True)]
+    filled = [[xp.pad(part, size[0]) for part in parts] for parts, size in zip(columns, sizes, strict=True)]
+    return ctx, payload, [tuple(parts) for parts in zip(*filled, strict=True)], contexts, sizes
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+@pytest.mark.parametrize("row", BLOCKWISE, ids=str)
+def test_shards_are_decoded_as_their_whole(row, kernels, monkeypatch):
+    monkeypatch.setenv("GRACE_KERNELS", kernels)
+    for name in (*HOSTS, "tensorflow"):
+        xp, compressor = backend(name), made(row)
+        for n in (700, N):
+            ctx, payload, parts, contexts, sizes = sharded(xp, compressor, n, 3)
+            whole = xp.to_numpy(Mean(compressor, [payload], ctx, agreed=True).array())
+            mean = Shards(compressor, parts, ctx, contexts, sizes)
+            assert np.array_equal(xp.to_numpy(mean.array()), whole)
+            if xp.mutable:
+                assert np.array_equal(xp.to_numpy(mean.into(xp.zeros(n))), whole)
+
+
+def test_a_shard_that_does_not_fit_names_its_worker(xp):
+    ctx, _, parts, contexts, sizes = sharded(xp, BlockInt(), N, 3)
+    codes, scales = parts[1]
+    for wrong in ((codes[:-1], scales), (codes, scales[:-1])):
+        with pytest.raises(ValueError, match=r"worker 1 of .* sent a payload for 'w'"):
+            Shards(BlockInt(), [parts[0], wrong, parts[2]], ctx, contexts, sizes).array()
 
 
 def test_steps_use_memory_again_that_they_had_before(monkeypatch):

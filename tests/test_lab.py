@@ -248,6 +248,7 @@ def test_tasks_are_the_same_for_every_case():
         model = task.model()
         assert sum(p.numel() for p in model.parameters()) > (8e6 if name == "mlp" else 1e7)
         assert task.loss(model, (inputs, targets)).item() > 0
+        assert [task.falling_rate(done) for done in (0, 0.5, 1)] == pytest.approx([task.lr, task.lr / 2, 0])
 
 
 # -- with a lab -------------------------------------------------------------------------------------------------------
@@ -338,14 +339,14 @@ def test_the_benchmark_runs(tmp_path):
         pytest.skip("the network lab needs " + "; and ".join(lacks))
     out, drawn = tmp_path / "rows.jsonl", tmp_path / "plot.png"
     command = [sys.executable, "-m", "benchmarks.lab", "run", "--hosts", "2", "--rates", "500mbit", "--steps", "3"]
-    command += ["--cases", "grace-torch-powersgd,grace-hvd-topk,ddp-fp32", "--budget", "0", "--json", out]
+    command += ["--cases", "grace-torch-powersgd,grace-hvd-topk,ddp-fp32", "--budget", "0", "--decay", "--json", out]
     done = subprocess.run([*command, "--plot", drawn], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "emulated network" in done.stdout
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {row["case"]["name"] for row in rows} == {"alone", "grace-torch-powersgd", "grace-hvd-topk", "ddp-fp32"}
     found = {row["case"]["name"]: row for row in rows}
-    assert all(row["steps"] == 3 and "error" not in row for row in rows)
+    assert all(row["steps"] == 3 and row["model"] == "mlp, decay" and "error" not in row for row in rows)
     assert found["ddp-fp32"]["tx"] > 33e6  # two workers exchange what 8.4 million parameters take
     assert found["grace-hvd-topk"]["tx"] < 2e6
     assert found["alone"]["tx"] < 1e5

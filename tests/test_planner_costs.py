@@ -9,7 +9,7 @@ from methods import backend
 
 from grace import execution
 from grace.backends import get_backend
-from grace.core import Method
+from grace.method import Method
 from grace.planner import measure, models
 from grace.planner.advise import step
 from grace.planner.costs import COEFFICIENTS, Cluster, Codec, Costs, Curve, Link, Rate, Speed, cluster, codec, fitted
@@ -294,7 +294,7 @@ def test_costs_at_work_are_those_of_whole_exchanges(monkeypatch):
     start = LocalTransport.start
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(LocalTransport, "start", started)
-    monkeypatch.setattr(execution, "encode", taking(execution.encode, lambda args: 2e-6 * args[1].size))
+    monkeypatch.setattr(execution, "encode", taking(execution.encode, lambda args: 2e-6 * args[2].size))
     monkeypatch.setattr(Method, "mean", taking(Method.mean, lambda args: 1e-6 * args[2].size))
     given = Codec({"compressor": "topk"}, TENTH.wire, {"gpu": SPEED}, "idle")
     message, (found,) = measure.at_work(LocalTransport().bind(get_backend("numpy")), [given], (2**12, 2**14), 3)

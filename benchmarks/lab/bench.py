@@ -36,6 +36,8 @@ class Options:
     seed: int = 0
     losses: int = 0
     """How often the held-out loss is looked at on the way."""
+    decay: bool = False
+    """The learning rate falls to zero over the steps, as in a training that is to end."""
     burst: int | None = None
     isolated: bool = False
     """A launch of its own for every job."""
@@ -129,6 +131,7 @@ def _launch(lab: Lab, jobs: Sequence[tuple[Case, str]], options: Options, tell: 
                     "steps": options.steps,
                     "budget": options.budget,
                     "losses": options.losses,
+                    "decay": options.decay,
                 }
                 for case, model in jobs
             ],
@@ -162,7 +165,8 @@ def _launch(lab: Lab, jobs: Sequence[tuple[Case, str]], options: Options, tell: 
                     ranks.setdefault(found["job"], {})[found["rank"]] = found
     rows = []
     for index, (case, model) in enumerate(jobs):
-        head = {"case": case.to_dict(), "model": model}
+        # Losses of trainings that end are compared with each other only.
+        head = {"case": case.to_dict(), "model": f"{model}, decay" if options.decay else model}
         if len(ranks.get(index, {})) == lab.size:
             rows.append({**head, **joined([ranks[index][rank] for rank in range(lab.size)])})
         elif index in begun:

@@ -48,6 +48,7 @@ METHODS: list[tuple[str, dict[str, Any], int]] = [
     ("topk", {"compressor": "topk", "compress_ratio": 0.01}, 1),
     ("topk-ef", {"compressor": "topk", "compress_ratio": 0.01, "index_coding": "elias_fano"}, 1),
     ("dgc", {"compressor": "dgc", "memory": "dgc", "compress_ratio": 0.01}, 2),
+    ("dgc-unmasked", {"compressor": "dgc", "memory": "dgc", "compress_ratio": 0.01, "masking": False}, 2),
     ("sign", {"compressor": "efsignsgd", "block_size": 512, "communicator": "allgather"}, 1),
     ("sign-2stage", {"compressor": "efsignsgd", "block_size": 512, "communicator": "twostage"}, 2),
     ("onebit", {"compressor": "onebit"}, 1),

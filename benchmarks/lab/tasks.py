@@ -6,6 +6,7 @@ there is always more of it: the loss on the same held-out batch after as many st
 
 from __future__ import annotations
 
+import math
 import sysconfig
 from abc import ABC, abstractmethod
 from functools import cache
@@ -32,6 +33,10 @@ class Task(ABC):
     batch_size: int
     lr: float
     momentum: float = 0.9
+
+    def falling_rate(self, done: float) -> float:
+        """The learning rate after this share of a training that is to end: half a cosine, down to zero."""
+        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
 
     @abstractmethod
     def model(self) -> nn.Module:

@@ -89,6 +89,9 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
     usage, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     paused = 0.0
     for index in range(steps):
+        if job["decay"]:
+            for group in joined.optimizer.param_groups:
+                group["lr"] = task.falling_rate(index / steps)
         step(warm + index)
         if job["losses"] and (index + 1) % max(steps // job["losses"], 1) == 0 and world.rank == 0:
             pause = time.perf_counter()

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from grace.core import Method, name_of
+from grace.core import name_of
+from grace.method import Method
 from grace.planner import models
 from grace.registry import compressors, grace_from_params
 

@@ -21,8 +21,9 @@ from grace.bench.kernels import REMEDIES, machine
 from grace.compressors.sidco import SIDCo
 from grace.compressors.sparse import CodedSparsifier
 from grace.compressors.topk import TopK
-from grace.core import Array, Compressor, Context, Method, State, run
+from grace.core import Array, Compressor, Context, State, run
 from grace.memories.residual import Residual
+from grace.method import Method
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,10 +13,11 @@ import numpy as np
 from grace.backends import Backend, get_backend
 from grace.backends.base import ITEMSIZE
 from grace.bench.plan import SCALE, SEVERAL, WORKERS, Case, Config, method_of, shapes
-from grace.core import Array, Combine, Context, Method, Payload, State, run
+from grace.core import Array, Combine, Context, Payload, State, run
 from grace.execution import Rest, uncompiled
 from grace.flight import Flight
 from grace.meter import Meter
+from grace.method import Method
 from grace.pipeline import Grace, Options
 from grace.registry import grace_from_params
 from grace.trace import Trace

@@ -5,17 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.collectives import Gather
-from grace.core import Array, Combine, Communicator, Context, Method, Program, State, name_of
+from grace.communicators.base import Communicator, refuse_agreed
+from grace.core import Array, Context, Program, State
+from grace.method import Method
 from grace.registry import register
-
-
-def refuse_agreed(name: str, method: Method) -> None:
-    """Raise ValueError for a method that has nothing left to exchange."""
-    if method.compressor.combine is Combine.AGREED:
-        raise ValueError(
-            f"communicator {name!r} cannot carry {name_of(method.compressor)!r}, whose workers agree on one payload "
-            "while they compress. Use communicator 'allreduce'"
-        )
 
 
 @register("allgather")

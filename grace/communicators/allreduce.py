@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.collectives import Reduce
-from grace.core import Array, Combine, Communicator, Context, Method, Program, State, name_of
+from grace.communicators.base import Communicator
+from grace.core import Array, Combine, Context, Program, State, name_of
+from grace.method import Method
 from grace.registry import register
 
 

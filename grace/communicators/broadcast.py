@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.collectives import Broadcast as Send
-from grace.communicators.allgather import refuse_agreed
-from grace.core import Array, Communicator, Context, Method, Program, State
+from grace.communicators.base import Communicator, refuse_agreed
+from grace.core import Array, Context, Program, State
+from grace.method import Method
 from grace.registry import register
 
 

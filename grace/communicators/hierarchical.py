@@ -7,8 +7,10 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from grace.collectives import AllToAll, Gather
-from grace.core import Array, Communicator, Context, Method, Program, State, Transport, name_of
+from grace.communicators.base import Communicator, machine_size
+from grace.core import Array, Context, Program, State, Transport, name_of
 from grace.execution import as_array, shards
+from grace.method import Method
 from grace.registry import communicators, register, usual_communicator
 
 T = TypeVar("T")
@@ -78,17 +80,6 @@ class Hierarchical(Communicator):
         # The shard of one worker of a machine, as the workers see it that exchange it.
         shard = shards(method.compressor, ctx, self.node_size)[place]
         return replace(shard, rank=ctx.rank // self.node_size, world_size=ctx.world_size // self.node_size)
-
-
-def machine_size(name: str, node_size: int, transport: Transport) -> int:
-    """Workers of a machine, for a communicator's ``node_size``; 0: as they were launched."""
-    size = node_size or transport.node_size
-    if size < 1 or transport.size % size:
-        raise ValueError(
-            f"communicator {name!r} needs machines of equal size, but node_size={size} does not divide "
-            f"{transport.size} workers: set node_size, or use another communicator"
-        )
-    return size
 
 
 def _across(program: Program[T]) -> Program[T]:

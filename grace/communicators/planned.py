@@ -9,24 +9,10 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from grace.collectives import AllToAll, Broadcast, Gather, Group, Reduce
-from grace.communicators.allgather import refuse_agreed
-from grace.communicators.hierarchical import machine_size
-from grace.core import (
-    Array,
-    Communicator,
-    Compressor,
-    Context,
-    Memory,
-    Method,
-    Payload,
-    Program,
-    State,
-    Transport,
-    join,
-    name_of,
-    scope,
-)
+from grace.communicators.base import Communicator, machine_size, refuse_agreed
+from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, Transport, join, name_of, scope
 from grace.execution import as_array, shards, template
+from grace.method import Method
 from grace.planner.options import DENSE_FLAT, Action, Level, Option, parse
 from grace.registry import compressors, memories, register
 

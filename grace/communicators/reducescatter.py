@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.collectives import AllToAll
-from grace.communicators.allgather import refuse_agreed
-from grace.core import Array, Communicator, Context, Memory, Method, Program, State, join, name_of, scope
+from grace.communicators.base import Communicator, refuse_agreed
+from grace.core import Array, Context, Memory, Program, State, join, name_of, scope
+from grace.method import Method
 from grace.registry import register
 
 

@@ -6,20 +6,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from grace.collectives import AllToAll, Gather
-from grace.communicators.allgather import refuse_agreed
-from grace.core import (
-    Array,
-    Communicator,
-    Context,
-    Memory,
-    Method,
-    Program,
-    State,
-    join,
-    name_of,
-    scope,
-)
+from grace.communicators.base import Communicator, refuse_agreed
+from grace.core import Array, Context, Memory, Program, State, join, name_of, scope
 from grace.execution import Shards, cuts, shards
+from grace.method import Method
 from grace.registry import register
 
 

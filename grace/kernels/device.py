@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def device_kernels(xp: Any) -> TritonKernels | None:
         except Exception as error:  # it may be broken in any way
             give_up(xp, error)
         else:
-            xp.__dict__["_device_kernels"] = TritonKernels(xp)
+            xp.__dict__["_device_kernels"] = TritonKernels(xp, partial(give_up, xp))
     found: TritonKernels | None = xp.__dict__["_device_kernels"]
     return found
 

@@ -7,6 +7,7 @@ environment, when this is imported, Triton's interpreter carries them out on the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ import triton.language as tl
 
 from grace.backends.base import Unavailable
 from grace.blocks import block_count
-from grace.kernels.device import give_up
 from grace.kernels.host import Pairs, Undo, fitted
 from grace.rng import MASK32, Rng
 
@@ -368,8 +368,8 @@ class TritonKernels:
     levels_encode = levels_mean = votes_encode = votes_mean = halves_encode = halves_mean = None
     trits_encode = trits_mean = codes_encode = codes_mean = None
 
-    def __init__(self, xp: Any):
-        self._xp = xp
+    def __init__(self, xp: Any, give_up: Callable[[Exception], None]):
+        self._xp, self._give_up = xp, give_up
 
     def signs_encode(
         self, x: Array, residual: Array | None, block: int, undo: Undo | None = None
@@ -462,7 +462,7 @@ class TritonKernels:
             with torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore"):
                 kernel[(programs,)](*arguments, **form, enable_fp_fusion=False)
         except Exception as error:  # of the compiler, its tools, or the driver: they have no class in common
-            give_up(self._xp, error)
+            self._give_up(error)
             raise Unavailable(str(error)) from error
 
 

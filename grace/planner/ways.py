@@ -9,8 +9,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from grace.communicators.hierarchical import machine_size
-from grace.core import Compressor, Method, Transport, name_of
+from grace.communicators.base import machine_size
+from grace.core import Compressor, Transport, name_of
+from grace.method import Method
 from grace.planner import plan as planner
 from grace.planner.options import DENSE_FLAT, Option, parse
 from grace.registry import method_from_params, nearest

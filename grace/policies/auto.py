@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from grace.core import Communicator, Compressor, Method, name_of
+from grace.communicators.base import Communicator
+from grace.core import Compressor, name_of
+from grace.method import Method
 from grace.policies.base import Decision, Level, Policy, number
 from grace.registry import register, triple
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-from grace.core import Communicator, Compressor, Method, name_of
+from grace.communicators.base import Communicator
+from grace.core import Compressor, name_of
+from grace.method import Method
 from grace.values import checked
 
 Level = Mapping[str, Any]

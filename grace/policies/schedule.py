@@ -13,7 +13,9 @@ from typing import Any
 
 from grace.backends.base import Backend
 from grace.collectives import Broadcast, Collective, Reduce
-from grace.core import Array, Communicator, Method, Program
+from grace.communicators.base import Communicator
+from grace.core import Array, Program
+from grace.method import Method
 from grace.policies.base import Decision, Policy, number
 
 

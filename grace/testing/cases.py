@@ -12,8 +12,10 @@ import numpy as np
 
 from grace.catalog import carries
 from grace.collectives import Collective, arrays_of
-from grace.core import Communicator, Compressor, Context, Memory, Method, run
+from grace.communicators.base import Communicator
+from grace.core import Compressor, Context, Memory, run
 from grace.flight import Flight
+from grace.method import Method
 from grace.pipeline import Grace, Options
 from grace.registry import communicators, compressors, memories, usual_communicator
 from grace.trace import Trace

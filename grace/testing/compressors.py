@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from grace.core import Combine, Compressor, Method, name_of
+from grace.core import Combine, Compressor, name_of
 from grace.memories.residual import Residual
+from grace.method import Method
 from grace.testing import exchanges
 from grace.testing.cases import (
     BAD,

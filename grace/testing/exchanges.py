@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from grace.core import Communicator, Compressor, Memory
+from grace.communicators.base import Communicator
+from grace.core import Compressor, Memory
 from grace.testing.cases import (
     BAD,
     Laws,

@@ -19,11 +19,12 @@ from grace.backends.torch import TorchBackend
 from grace.compressors.blockint import BlockInt
 from grace.compressors.efsignsgd import EFSignSGD
 from grace.compressors.topk import TopK
-from grace.core import Context, Method
+from grace.core import Context
 from grace.execution import RESIDUAL, Mean, encode
 from grace.kernels import triton as kernels
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
+from grace.method import Method
 
 SIZES = (1, 9, 513, 4101, 9001)
 BLOCKS = (0, 24, 512, 4096, 9000)
@@ -249,7 +250,7 @@ def test_a_mean_that_fails_is_decoded_plainly(xp, plain, monkeypatch):
 
 
 def encoded(method, x, state, ctx):
-    found = encode(method, x, dict(state), ctx)
+    found = encode(method.compressor, method.memory, x, dict(state), ctx)
     if found is not None:
         return found
     program = method.encode(x, dict(state), ctx)
@@ -303,7 +304,7 @@ def test_steps_are_the_same_without_kernels(monkeypatch, method):
 
 def test_a_method_without_memory_is_encoded_at_once(xp, plain):
     method, x = Method(BlockInt(rounding="stochastic"), NoMemory()), vector(5001)
-    payload, _ = encode(method, tensor(x), {}, Context(xp, "w", (5001,)))
+    payload, _ = encode(method.compressor, method.memory, tensor(x), {}, Context(xp, "w", (5001,)))
     expected, _ = BlockInt(rounding="stochastic").compress(tensor(x), {}, Context(plain, "w", (5001,)))
     for array, other in zip(payload, expected, strict=True):
         equal(array, other)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from rich.console import Console
 
 import grace
 from grace.backends import get_backend
-from grace.bench import kernels, plan, show, subjects, worker
+from grace.bench import kernels, memory, plan, show, subjects, worker
 
 ROOT = Path(__file__).parents[1]
 N = 10_000
@@ -199,7 +200,7 @@ def test_every_method_can_be_timed(case):
         (("topkk",), "`grace methods` lists"),
         (("topk:ratio=0.1",), "unknown key 'ratio'"),
         (("topk:0.1",), "key=value"),
-        (("topk", "--backend", "jax"), "choose from torch, numpy, tensorflow"),
+        (("topk", "--backend", "jax"), "choose from torch, numpy, tensorflow, cuda"),
         (("topk", "--sizes", "many"), "such as 1e4,25e6"),
         (("topk", "--peer", "nowhere"), "has no grace_dl/dist"),
         (("topk", "--targets"), "leave out METHOD"),
@@ -257,7 +258,7 @@ def test_rounds_end_with_the_budget():
         clock = worker.Clock(subject, [("encode", subject.encode)], lambda: None)
         clock.warm_up(1.0)
         config = plan.Config("numpy", 1, "asis", 1)
-        fake = SimpleNamespace(memcpy=lambda: None, n=1, xp=SimpleNamespace(kernels=None))
+        fake = SimpleNamespace(memcpy=lambda: None, wait=lambda: None, n=1, xp=SimpleNamespace(kernels=None), device="")
         limits = plan.Limits(rounds=100, budget=budget)
         worker.rounds(config, limits, [(subject, "sleeps", "eager", [clock])], fake, lambda **m: said.append(m))
         return said[-1]["records"][0]["encode"]["samples"]
@@ -283,13 +284,85 @@ def test_cases_for_which_there_is_no_room_are_put_off_to_another_process(monkeyp
         return said
 
     monkeypatch.setattr(kernels, "messages", messages)
-    monkeypatch.setattr(worker, "free_bytes", lambda: 0)
+    monkeypatch.setattr(subjects.Bench, "free_bytes", lambda self: 0)
     results = kernels.Results({})
     cases = [plan.parse(name) for name in ("topk", "none", "qsgd")]
     config, limits = plan.Config("numpy", 1, "asis", 2000), plan.Limits(rounds=3, budget=0.1)
     kernels.measure(results, {"flat": cases}, [config], limits, memory=False)
     assert [(record["label"], record["batch"]) for record in results.records] == [("topk", 0), ("none", 1), ("qsgd", 2)]
     assert results.left_out == []
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """PyTorch's CPU tensors, taken for those of a CUDA device: what torch.cuda is asked."""
+    asked = []
+
+    class Cuda:
+        def __getattr__(self, name):
+            answers = {"get_device_name": "Some GPU", "mem_get_info": (10**12, 10**12), "max_memory_allocated": 5000}
+
+            def ask(*arguments):
+                asked.append((name, *map(str, arguments)))
+                return answers.get(name, 1000)
+
+            return ask
+
+    cuda = Cuda()
+    for module in (subjects, worker, memory):
+        monkeypatch.setattr(module, "cuda_of", lambda xp: cuda)
+    monkeypatch.setitem(plan.DEVICES, "cuda", "cpu")
+    return asked
+
+
+def test_a_device_is_waited_for_and_named(device, monkeypatch):
+    def messages(job, *_):
+        said = []
+        run = {"kernels": worker.measure, "memory": lambda job, say: say(memory=memory.measure(job))}[job["task"]]
+        run(job, lambda **message: said.append(message))
+        return said
+
+    commit = subjects.Ours.commit
+
+    def waiting(self):
+        commit(self)
+        if ("set_sync_debug_mode", "warn") in device and ("set_sync_debug_mode", "default") not in device:
+            for _ in range(2):
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    monkeypatch.setattr(subjects.Ours, "commit", waiting)
+    monkeypatch.setattr(kernels, "messages", messages)
+    results = kernels.Results({})
+    config, limits = plan.Config("cuda", 1, "asis", 1_000_000), plan.Limits(rounds=3, budget=0.1)
+    kernels.measure(results, {"flat": [plan.parse("topk")]}, [config], limits)
+    assert results.left_out == []
+    (record,) = results.records
+    assert (record["backend"], record["device"], record["host_waits"]) == ("cuda", "Some GPU", 2)
+    assert record["extra_memory"]["peak_bytes"] == 4000
+    assert ("set_sync_debug_mode", "default") in device
+    assert device.count(("synchronize",)) > 20
+    console = Console(width=160, file=StringIO())
+    show.render(results, console)
+    assert "cuda (Some GPU), 1 thread, n = 1,000,000" in console.file.getvalue()
+    assert re.search(r"host waits.*\n.*topk .* 2 ", console.file.getvalue())
+
+
+def test_where_there_is_no_device_that_is_said(bench, monkeypatch):
+    import torch
+
+    if torch.cuda.is_available():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    arguments = ("--backend", "cuda", "--threads", "1,2", "--sizes", "1e4", "--no-memory")
+    found, done = bench("topk", *arguments, check=False)
+    assert found["records"] == []
+    (reason,) = (each["reason"] for each in found["left_out"])  # of one process: threads are the host's
+    assert reason.endswith("RuntimeError: PyTorch finds no CUDA device here: torch.cuda.is_available() is False")
+    assert "no CUDA device" in re.sub(r"\s+", " ", done.stdout)
+
+
+def test_a_device_is_measured_with_its_own_kernels():
+    assert kernels.environment(plan.Config("cuda", 1, "asis", 1), {})["GRACE_KERNELS"] == "triton"
+    assert kernels.environment(plan.Config("cuda", 1, "asis", 1, kernels="off"), {})["GRACE_KERNELS"] == "off"
 
 
 def test_allocator_threads_and_kernels_are_settled_before_a_process_starts():

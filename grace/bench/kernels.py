@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import grace
-from grace.bench.plan import MODES, Case, Config, Limits, method_of, to_dict
+from grace.bench.plan import DEVICES, MODES, Case, Config, Limits, method_of, to_dict
 from grace.core import name_of
 
 FORMAT = 1  # of the JSON
@@ -71,8 +71,8 @@ def measure(
     hopeless: dict[tuple[Any, ...], str] = {}
     configs = list(configs)
     for config in configs:
-        if importlib.util.find_spec(config.backend) is None:
-            results.omit("everything", f"{config.backend} is missing: {REMEDIES[config.backend]}", config)
+        if importlib.util.find_spec(config.toolkit) is None:
+            results.omit("everything", f"{config.toolkit} is missing: {REMEDIES[config.toolkit]}", config)
             continue
         mine = []
         for case in cases[config.tensors]:
@@ -171,6 +171,7 @@ def _record(case: Case, config: Config, batch: int, found: dict[str, Any], done:
         **to_dict(config),
         "batch": batch,
         "native": done["native"],
+        "device": done["device"],
         "memcpy": done["memcpy"],
         "encode": None,
         "commit": None,
@@ -329,6 +330,8 @@ def environment(config: Config, environ: Mapping[str, str]) -> dict[str, str]:
         found[f"{name}_NUM_THREADS"] = str(config.threads)
     if config.kernels == "off":
         found["GRACE_KERNELS"] = "off"
+    elif config.backend in DEVICES:
+        found["GRACE_KERNELS"] = "triton"
     elif found.get("GRACE_KERNELS", "").lower() in ("off", "0"):
         del found["GRACE_KERNELS"]
     return {**found, "TF_CPP_MIN_LOG_LEVEL": "3"}

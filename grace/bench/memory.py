@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.bench.plan import Case, Config, method_of, shapes
-from grace.bench.subjects import backend, gradient, own, stepper
+from grace.bench.subjects import backend, cuda_of, gradient, own, stepper
 from grace.registry import grace_from_params
 
 STEPS = 3
@@ -19,9 +19,9 @@ STEPS = 3
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Bytes beyond parameters and gradients that a step takes at most, and those of the state that it keeps."""
     config, case = Config(**job["config"]), Case(**job["case"])
-    if not Path("/proc/self/clear_refs").exists():
-        return {"left_out": "a process's largest size is only told, and reset, in Linux's /proc"}
     xp = backend(config)
+    if not cuda_of(xp) and not Path("/proc/self/clear_refs").exists():
+        return {"left_out": "a process's largest size is only told, and reset, in Linux's /proc"}
     tensors = shapes(config, method_of(case.params).compressor.shaped)
     n = sum(math.prod(shape) for shape in tensors.values())
     # What is loaded and started by a first step is no memory of the method.
@@ -38,9 +38,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         models.append(model)
     del flats, flat
     gc.collect()
-    trim()
-    Path("/proc/self/clear_refs").write_text("5")  # the largest size so far becomes the present one
-    before = size("VmRSS")
+    before = forgotten(xp)
     largest, state_bytes = run(xp, case, models, job["mode"])
     peak = largest - before
     del parameters
@@ -55,21 +53,33 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(xp: Any, case: Case, models: list[dict[str, Any]], mode: str) -> tuple[int, int]:
-    """A few steps: the process's largest size so far, and bytes of the state that is kept between them."""
+    """A few steps: the process's largest size since `forgotten`, and bytes of the state that is kept between them."""
     grace = grace_from_params({**case.params, "min_numel": 1024}, "local")
     grace.learning_rate = lambda name: 0.1
     grace.build(models[0])
     step = stepper(grace, mode)
     for number in range(STEPS):
         step(models[number % len(models)])
-    largest = size("VmHWM")  # before the state is asked for, which makes a copy
+    largest = size(xp, "VmHWM", "max_memory_allocated")  # before the state is asked for, which makes a copy
     return largest, sum(array.nbytes for arrays in grace.state_dict()["tensors"].values() for array in arrays.values())
 
 
-def size(key: str) -> int:
-    """Bytes, from the system's page about this process."""
+def forgotten(xp: Any) -> int:
+    """The present size, which becomes the largest so far."""
+    if cuda := cuda_of(xp):
+        cuda.reset_peak_memory_stats()
+    else:
+        trim()
+        Path("/proc/self/clear_refs").write_text("5")
+    return size(xp, "VmRSS", "memory_allocated")
+
+
+def size(xp: Any, host: str, device: str) -> int:
+    """Bytes: from the system's page about this process, or of a device's tensors, as torch.cuda has it."""
+    if cuda := cuda_of(xp):
+        return int(getattr(cuda, device)())
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
+    return 1024 * int(next(line for line in lines if line.startswith(host)).split()[1])
 
 
 def trim() -> None:

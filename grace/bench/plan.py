@@ -24,7 +24,9 @@ HOWS = ("native", "compiled", "plain")
 """How a method is carried out: by native kernels, by forms that `torch.compile` made, or by neither."""
 BACKENDS = ("torch", "numpy", "tensorflow")
 ALLOCATORS = ("asis", "tuned")
-MODES = {"torch": ("eager",), "numpy": ("eager",), "tensorflow": ("eager", "graph")}
+DEVICES = {"cuda": "cuda"}
+"""More backends: PyTorch on these devices. They are not measured unless they are asked for."""
+MODES = {"torch": ("eager",), "numpy": ("eager",), "tensorflow": ("eager", "graph"), "cuda": ("eager",)}
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Config:
     tensors: str = "flat"
     """"flat", one tensor of ``size`` elements, or "resnet50"."""
     kernels: str = "on"
+
+    @property
+    def toolkit(self) -> str:
+        """What is imported for the backend."""
+        return "torch" if self.backend in DEVICES else self.backend
 
     def __str__(self) -> str:
         what = "ResNet-50" if self.tensors == "resnet50" else f"n = {self.size:,}"

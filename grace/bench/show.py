@@ -32,13 +32,16 @@ def render(results: Results, console: Console) -> None:
         records = list(found)
         allocators = [each for each in ALLOCATORS if any(r["allocator"] == each for r in records)]
         what = f"ResNet-50, {records[0]['elements']:,} elements" if tensors == "resnet50" else f"n = {size:,}"
-        title = f"{backend}{' in a graph' * (mode == 'graph')}, {threads} thread{'s'[: threads > 1]}, {what}"
+        device = f" ({records[0]['device']})" if records[0].get("device") else ""
+        title = f"{backend}{device}{' in a graph' * (mode == 'graph')}, {threads} thread{'s'[: threads > 1]}, {what}"
         copies = ", ".join(f"{NAMES[a]} {_first(records, a)['memcpy']['us']:.4g}" for a in allocators)
         title += f"{', kernels off' * (kernels == 'off')}; memcpy in µs: {copies}"
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
         table.add_column("method", overflow="fold")
         operations = [each for each in ("encode", "commit", "decode", "step") if any(r[each] for r in records)]
-        for head in ("bytes", "bits/element", *(f"{each} xM" for each in operations), "extra memory", "vs peer"):
+        waits = ["host waits"] if device else []
+        times = [f"{each} xM" for each in operations]
+        for head in ("bytes", "bits/element", *times, *waits, "extra memory", "vs peer"):
             table.add_column(head, justify="right")
         for label in sorted({r["label"]: None for r in records}, key=lambda label: _order(records, label)):
             mine = {r["allocator"]: r for r in records if r["label"] == label}
@@ -48,6 +51,7 @@ def render(results: Results, console: Console) -> None:
                 f"{any_of['bytes']:,}",
                 f"{any_of['bits_per_element']:.3g}",
                 *(_both(allocators, mine, lambda r, each=each: _time(r, each)) for each in operations),  # type: ignore[misc]
+                *(str(any_of["host_waits"]) for _ in waits),
                 next((_extra(r) for r in mine.values() if r["extra_memory"]), ""),
                 _both(allocators, mine, _speedups),
             )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from grace.backends import Backend, get_backend
 from grace.backends.base import ITEMSIZE
-from grace.bench.plan import SCALE, SEVERAL, WORKERS, Case, Config, method_of, shapes
+from grace.bench.plan import DEVICES, SCALE, SEVERAL, WORKERS, Case, Config, method_of, shapes
 from grace.core import Array, Combine, Context, Payload, State, run
 from grace.execution import Rest, uncompiled
 from grace.flight import Flight
@@ -25,6 +27,7 @@ from grace.transports.local import LocalTransport, World
 
 KERNELS = os.environ.get("GRACE_KERNELS", "on")
 """As the process was started."""
+NATIVE = "triton" if KERNELS == "triton" else "on"
 
 
 class Subject(Protocol):
@@ -94,19 +97,46 @@ class Bench:
 
     def wait(self) -> None:
         """Until the device has done what it was asked to."""
-        device = getattr(self.xp, "device", None)
-        if device is not None and device.type == "cuda":
-            import torch
+        if cuda := cuda_of(self.xp):
+            cuda.synchronize()
 
-            torch.cuda.synchronize(device)
+    @property
+    def device(self) -> str:
+        """The device's name, where it is not the host."""
+        cuda = cuda_of(self.xp)
+        return str(cuda.get_device_name()) if cuda else ""
+
+    def free_bytes(self) -> float:
+        """Memory that the process may still take where gradients lie, if the system tells."""
+        if cuda := cuda_of(self.xp):
+            return float(cuda.mem_get_info()[0])
+        try:
+            text = Path("/proc/meminfo").read_text()
+        except OSError:
+            return float("inf")
+        return 1024 * int(re.search(r"MemAvailable: +(\d+)", text)[1])  # type: ignore[index]
+
+
+def cuda_of(xp: Any) -> Any:
+    """torch.cuda for a backend whose arrays lie on its current device; None for all others."""
+    device = getattr(xp, "device", None)
+    if device is None or device.type != "cuda":
+        return None
+    import torch
+
+    return torch.cuda
 
 
 def backend(config: Config) -> Any:
-    """The backend, with its number of threads."""
-    if config.backend == "torch":
+    """The backend, with its number of threads. RuntimeError if PyTorch has not the device."""
+    if config.toolkit == "torch":
         import torch
 
         torch.set_num_threads(config.threads)
+        device = DEVICES.get(config.backend, "cpu")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("PyTorch finds no CUDA device here: torch.cuda.is_available() is False")
+        return get_backend("torch", device)
     if config.backend == "tensorflow":
         import tensorflow as tf
 
@@ -186,7 +216,7 @@ class Ours:
 
     def _settle(self) -> None:
         # The cases of a process are carried out in ways of their own; kernels are looked for at each call.
-        os.environ["GRACE_KERNELS"] = {"": KERNELS, "native": "on"}.get(self._how, "off")
+        os.environ["GRACE_KERNELS"] = {"": KERNELS, "native": NATIVE}.get(self._how, "off")
 
     def _refuse(self) -> None:
         xp = self.bench.xp

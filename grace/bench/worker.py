@@ -10,16 +10,15 @@ import gc
 import json
 import os
 import random
-import re
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from grace.bench.plan import LEAST, MODES, Case, Config, Limits
-from grace.bench.subjects import Bench, Ours, backend
+from grace.bench.subjects import Bench, Ours, backend, cuda_of
 
 SHORTEST = 2e-3  # seconds of one sample: shorter calls are repeated
 FIRST = 3  # times what a call may take, a first one may, which also starts and loads things
@@ -53,6 +52,11 @@ class Clock:
             found[name] = time.perf_counter() - began
         self._subject.release()
         return found
+
+    def run(self) -> None:
+        """One call of each operation that counts for nothing."""
+        for _, operation in self._operations:
+            operation()
 
     def warm_up(self, long: float) -> None:
         """Two calls, of which the second decides how many make a sample. One longer than ``long`` is not repeated.
@@ -97,8 +101,8 @@ class Clock:
 class Loop:
     """memcpy: copies in a loop of their own, so that the clock is not what is timed."""
 
-    def __init__(self, copy: Callable[[], None], least: float = SHORTEST):
-        self.copy, self.samples = copy, [0.0]
+    def __init__(self, copy: Callable[[], None], wait: Callable[[], None], least: float = SHORTEST):
+        self.copy, self._wait, self.samples = copy, wait, [0.0]
         self._calls = 1
         while self._time() < least and self._calls < 100_000:
             self._calls *= 2
@@ -108,6 +112,7 @@ class Loop:
         began = time.perf_counter()
         for _ in range(self._calls):
             self.copy()
+        self._wait()
         return time.perf_counter() - began
 
     def sample(self) -> None:
@@ -132,7 +137,7 @@ def measure(job: dict[str, Any], say: Callable[..., None]) -> None:
     tasks = [(Case(**case), mode) for case in job["cases"] for mode in MODES[config.backend]]
     random.seed(job["seed"])
     for number, (case, mode) in enumerate(tasks):
-        if clocks and free_bytes() < ROOM * 4 * bench.n + 5 * 10**8:
+        if clocks and bench.free_bytes() < ROOM * 4 * bench.n + 5 * 10**8:
             say(postponed=list(dict.fromkeys(each.label for each, _ in tasks[number:])))
             break
         say(begin=f"{case.label} ({mode})", case=case.label)
@@ -179,7 +184,7 @@ def prepared(
 
 def rounds(config: Config, limits: Limits, clocks: list[Any], bench: Any, say: Callable[..., None]) -> None:
     """All cases in every round in a new order, with memcpy among them, until the rounds or the budgets are spent."""
-    copy = Loop(bench.memcpy)
+    copy = Loop(bench.memcpy, bench.wait)
     gc.collect()
     gc.disable()  # its pauses would fall on whoever is next
     try:
@@ -214,20 +219,30 @@ def rounds(config: Config, limits: Limits, clocks: list[Any], bench: Any, say: C
                 "state_bytes": subject.state_bytes,
                 "workers_decoded": subject.workers,
                 "note": subject.note,
+                "host_waits": host_waits(subject, mine, bench),
                 "seconds": sum(clock.seconds for clock in mine),
                 **found,
             }
         )
-    say(records=records, memcpy=memcpy, native=getattr(bench.xp.kernels, "isa", ""))
+    say(records=records, memcpy=memcpy, native=getattr(bench.xp.kernels, "isa", ""), device=bench.device)
 
 
-def free_bytes() -> float:
-    """Memory that a process may still take, where the system tells."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return float("inf")
-    return 1024 * int(re.search(r"MemAvailable: +(\d+)", text)[1])  # type: ignore[index]
+def host_waits(subject: Any, clocks: list[Clock], bench: Any) -> int | None:
+    """How often the host waits for the device in one call of each operation; None where there is no device."""
+    cuda = cuda_of(bench.xp)
+    if not cuda:
+        return None
+    subject.refill()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        cuda.set_sync_debug_mode("warn")
+        try:
+            for clock in clocks:
+                clock.run()
+        finally:
+            cuda.set_sync_debug_mode("default")
+    subject.release()
+    return sum("synchroniz" in str(each.message) for each in said)
 
 
 def main() -> None:

@@ -66,7 +66,9 @@ def kernels(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all records there.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw a chart there.")] = None,
-    backend: Annotated[str, typer.Option(help="Toolkits.")] = ",".join(plan.BACKENDS),
+    backend: Annotated[str, typer.Option(help="Toolkits; cuda: PyTorch's tensors on a CUDA device.")] = ",".join(
+        plan.BACKENDS
+    ),
     sizes: Annotated[str, typer.Option(help="Elements of the gradient.")] = "1e4,1e6,25e6",
     threads: Annotated[str, typer.Option(help="Threads of the toolkit.")] = "1,2",
     allocator: Annotated[str, typer.Option(help="malloc as it comes, and tuned.")] = ",".join(plan.ALLOCATORS),
@@ -103,14 +105,15 @@ def kernels(
         kinds = listed(tensors, ("flat", "resnet50"), "--tensors")
         cases = dict.fromkeys(kinds, chosen)
         whole = sum(map(_size, plan.resnet50().values()))
+        counts, hows = numbers(threads, "--threads"), listed(allocator, plan.ALLOCATORS, "--allocator")
         configs = [
             plan.Config(name, count, how, size, kind, on)
-            for name in listed(backend, plan.BACKENDS, "--backend")
-            for count in numbers(threads, "--threads")
+            for name in listed(backend, (*plan.BACKENDS, *plan.DEVICES), "--backend")
+            for count in (counts[:1] if name in plan.DEVICES else counts)
             for kind in kinds
             for size in ([whole] if kind == "resnet50" else numbers(sizes, "--sizes"))
             for on in listed(native, ("on", "off"), "--kernels")
-            for how in listed(allocator, plan.ALLOCATORS, "--allocator")
+            for how in (hows[:1] if name in plan.DEVICES else hows)  # of the host
         ]
     console = Console(stderr=True)
     total = sum(len(cases[config.tensors]) for config in configs)

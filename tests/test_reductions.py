@@ -1,18 +1,18 @@
-"""Reductions of torch.distributed between real workers: small ones, which they make directly, and large ones."""
+"""Reductions and gathers of torch.distributed between real workers: those that they make themselves, and gloo's."""
 
 import functools
 
 import numpy as np
 import pytest
 from launch import launch
-from workers.reductions import DTYPES, SIZES, values
+from workers.reductions import DTYPES, GATHERED, SIZES, values
 
 pytestmark = pytest.mark.processes
 
 COMBINE = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, 3, 4])
 def found(request, tmp_path_factory):
     return launch("torchrun", request.param, "reductions.py", tmp_path_factory.mktemp("out"), timeout=120)
 
@@ -30,3 +30,11 @@ def test_workers_find_the_same_bits_and_the_sum_in_the_order_of_ranks(found, dty
         else:  # gloo adds in an order of its own
             error = 8 * len(found) * float(np.finfo(dtype).eps)
             np.testing.assert_allclose(mine, want, rtol=error, atol=10 * error)
+
+
+def test_gathers_that_are_under_way_together_do_not_mix(found):
+    for worker in found:
+        for size, buffers in zip(GATHERED, worker["gathered"], strict=True):
+            assert len(buffers) == len(found)
+            for rank, buffer in enumerate(buffers):
+                np.testing.assert_array_equal(buffer, values(rank, "int8", size).view(np.uint8))

@@ -1,11 +1,11 @@
-"""Reductions and gathers of torch.distributed between real workers: those that they make themselves, and gloo's."""
+"""What torch.distributed carries between real workers: collectives that they make themselves, and gloo's."""
 
 import functools
 
 import numpy as np
 import pytest
 from launch import launch
-from workers.reductions import DTYPES, GATHERED, SIZES, values
+from workers.reductions import DTYPES, GATHERED, SIZES, passed, values
 
 pytestmark = pytest.mark.processes
 
@@ -33,8 +33,18 @@ def test_workers_find_the_same_bits_and_the_sum_in_the_order_of_ranks(found, dty
 
 
 def test_gathers_that_are_under_way_together_do_not_mix(found):
+    sizes = np.repeat(GATHERED, 2)  # by each of two that share the group
     for worker in found:
-        for size, buffers in zip(GATHERED, worker["gathered"], strict=True):
+        for size, buffers in zip(sizes, worker["gathered"], strict=True):
             assert len(buffers) == len(found)
             for rank, buffer in enumerate(buffers):
                 np.testing.assert_array_equal(buffer, values(rank, "int8", size).view(np.uint8))
+
+
+def test_what_each_worker_is_sent_arrives_with_others_under_way(found):
+    calls = np.repeat(range(len(GATHERED)), 2)
+    for receiver, worker in enumerate(found):
+        for call, buffers in zip(calls, worker["passed"], strict=True):
+            assert len(buffers) == len(found)
+            for sender, buffer in enumerate(buffers):
+                np.testing.assert_array_equal(buffer, passed(call, sender, receiver))

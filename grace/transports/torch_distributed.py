@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,14 +22,21 @@ ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 LARGE = 2**20
 """Bytes from which on workers on CPUs hand gathered messages on themselves instead of by gloo's gather."""
 TAGS = 2**20
-"""After so many the tags of messages that are handed on begin anew."""
+"""After so many the tags of messages from worker to worker begin anew; 0 is everybody's."""
 SMALL = 2**18
-"""Bytes up to which workers on CPUs reduce a message directly: of large ones a slow link would get too many at once."""
+"""Bytes up to which workers on CPUs reduce a message directly and send to all others at once: larger ones would crowd a
+slow link."""
 OPS = {
     "sum": (dist.ReduceOp.SUM, torch.add),
     "min": (dist.ReduceOp.MIN, torch.minimum),
     "max": (dist.ReduceOp.MAX, torch.maximum),
 }
+
+Sent = tuple[Array, int]
+"""A message from worker to worker, and the other one's rank, which counts modulo the number of workers."""
+
+PASSES: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
+"""Counts what each process group passes on: several optimizers may share a group, and all workers count alike."""
 
 
 def _delta(seconds: float) -> timedelta:
@@ -50,7 +59,7 @@ class TorchDistributedTransport(MessageTransport):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this worker is not in the process group that it was given")
-        self._tag = 0  # after all workers' last message that was handed on
+        self._passes = PASSES.setdefault(dist.group.WORLD if group is None else group, itertools.count())
 
     def bind(self, xp: Any) -> Transport:
         if xp.name != "torch":
@@ -135,25 +144,14 @@ class TorchDistributedTransport(MessageTransport):
 
     def _gather_around(self, buffer: Array, name: str) -> Wait:
         # Each worker hands on to the next one what came from the one before, as gloo's own gather does, which takes
-        # about three times as long on a fast network. To send to everybody at once takes a seventh longer on a slow
-        # one: streams that share a link leave some of it idle. Messages of several buckets are under way together, and
-        # parts of them leave when somebody waits, so they have tags.
+        # about three times as long on a fast network.
         parts = self._places(buffer, [buffer.shape[0]] * self.size)
         parts = [parts[(self.rank - step) % self.size] for step in range(self.size)]  # as they come
-        before, after = (self._global((self.rank + step) % self.size) for step in (-1, 1))
-        first, self._tag = 1 + self._tag, (self._tag + self.size) % TAGS
-        with self._lost(name):
-            coming = [dist.irecv(part, before, self._group, first + step) for step, part in enumerate(parts[1:])]
-            leaving = [dist.isend(buffer, after, self._group, first)]
+        leaving = [(part, self.rank + 1) for part in parts[:-1]]
+        wait = self._pass(leaving, [(part, self.rank - 1) for part in parts[1:]], self._next_tag(), name)
 
         def finish() -> list[Array]:
-            for step, work in enumerate(coming, 1):
-                self._wait(work, name, buffer)
-                if step < len(coming):
-                    with self._lost(name):
-                        leaving.append(dist.isend(parts[step], after, self._group, first + step))
-            for work in leaving:
-                self._wait(work, name, buffer)
+            wait()
             return [parts[(self.rank - worker) % self.size] for worker in range(self.size)]
 
         return finish
@@ -165,7 +163,8 @@ class TorchDistributedTransport(MessageTransport):
         shares = [buffer] * 2 if self.size == 2 else list(buffer.tensor_split(self.size))
         mine = shares[self.rank]
         places = [mine if w == self.rank else torch.empty_like(mine) for w in range(self.size)]
-        wait = self._directly(shares, places, name)
+        tags = self._next_tag(), self._next_tag()
+        wait = self._directly(shares, places, tags[0], name)
 
         def finish() -> Array:
             total, *others = wait()
@@ -174,35 +173,64 @@ class TorchDistributedTransport(MessageTransport):
             if total is not mine:
                 mine.copy_(total)
             if self.size > 2:
-                self._directly([mine] * self.size, shares, name)()
+                self._directly([mine] * self.size, shares, tags[1], name)()
             return buffer
 
         return finish
 
-    def _directly(self, buffers: list[Array], places: list[Array], name: str) -> Wait:
-        # Everybody sends to everybody at once, but for what is empty: both ends know that it is. What comes from a
-        # worker is written to its place; this worker's own is what it sends itself already.
-        works = []
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            with self._lost(name):
-                if len(places[source]):
-                    works.append(dist.irecv(places[source], self._global(source), self._group))
-                if len(buffers[to]):
-                    works.append(dist.isend(buffers[to], self._global(to), self._group))
+    def _directly(self, buffers: list[Array], places: list[Array], tag: int, name: str) -> Wait:
+        # From everybody to everybody. What comes from a worker is written to its place; this worker's own is what it
+        # sends itself already.
+        peers = range(1, self.size)
+        leaving = [(buffers[(self.rank + step) % self.size], self.rank + step) for step in peers]
+        wait = self._pass(leaving, [(places[self.rank - step], self.rank - step) for step in peers], tag, name)
 
         def finish() -> list[Array]:
-            for work in works:
-                self._wait(work, name, buffers[self.rank])
+            wait()
             return places
 
         return finish
+
+    def _pass(self, leaving: list[Sent], coming: list[Sent], tag: int, name: str) -> Wait:
+        # Sends what leaves and receives what comes, but for what is empty: both ends know that it is. Large messages
+        # leave in turn, each when what came in the same step as the one before is there (which it may hand on): streams
+        # that share a slow link leave some of it idle, a tenth with three of them. Several buckets are under way
+        # together, and parts of them leave when somebody waits, so each has a tag.
+        in_turn = max(message.nbytes for message, _ in leaving) > SMALL
+        sent, received = [], []
+
+        def send(messages: list[Sent]) -> None:
+            for message, to in messages:
+                if message.numel():
+                    sent.append(dist.isend(message, self._global(to), self._group, tag))
+
+        with self._lost(name):
+            for message, source in coming:
+                work = dist.irecv(message, self._global(source), self._group, tag) if message.numel() else None
+                received.append(work)
+            send(leaving[:1] if in_turn else leaving)
+
+        def finish() -> None:
+            for step, work in enumerate(received, 1):
+                if work:
+                    self._wait(work, name, coming[0][0])
+                if in_turn:
+                    with self._lost(name):
+                        send(leaving[step : step + 1])
+            for work in sent:
+                self._wait(work, name, coming[0][0])
+
+        return finish
+
+    def _next_tag(self) -> int:
+        return next(self._passes) % TAGS + 1
 
     def _places(self, own: Array, sizes: list[int]) -> list[Array]:
         # For bytes from every worker, this one's where they are.
         return [own if w == self.rank else self.xp.empty(size, "uint8") for w, size in enumerate(sizes)]
 
     def _global(self, rank: int) -> int:
+        rank %= self.size
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def gather_ragged(self, buffer: Array, name: str) -> Wait:
@@ -230,7 +258,7 @@ class TorchDistributedTransport(MessageTransport):
         if buffers[0].device.type == "cpu":
             # From where they lie to where they are read: PyTorch's own wants one array of all, at both ends.
             buffers = [buffer.contiguous() for buffer in buffers]
-            return self._directly(buffers, self._places(buffers[self.rank], sizes), name)
+            return self._directly(buffers, self._places(buffers[self.rank], sizes), self._next_tag(), name)
         received = buffers[0].new_empty(sum(sizes))
         work = dist.all_to_all_single(
             received, torch.cat(buffers), sizes, [len(b) for b in buffers], self._group, async_op=True

@@ -1,4 +1,4 @@
-"""Reductions and gathers of torch.distributed, small and large, of several kinds of numbers: OUT."""
+"""What torch.distributed carries between workers, small and large, of several kinds of numbers: OUT."""
 
 import sys
 
@@ -6,11 +6,17 @@ import numpy as np
 
 SIZES = (1, 2, 5, 1001, 2**18 + 3)  # the last one is above what workers reduce directly
 GATHERED = (10, 2**20 + 7, 2**20 + 1, 3 * 2**20)  # the first one is left to gloo, the others are handed on
+PASSED = (0, 10, 2**18 + 1, 2**20)  # from one worker to another: those above 2^18 leave in turn
 DTYPES = ("int8", "int64", "float16", "float32", "float64")
 
 
 def values(rank, dtype, size):
     return (np.random.default_rng(100 * rank + size).normal(size=size) * 10).astype(dtype)
+
+
+def passed(call, sender, receiver):
+    size = PASSED[(call + sender + 2 * receiver) % len(PASSED)]
+    return values(10 * sender + receiver, "int8", size).view(np.uint8)
 
 
 def main():
@@ -21,20 +27,26 @@ def main():
     import grace
 
     dist.init_process_group("gloo")
+    rank, workers = dist.get_rank(), range(dist.get_world_size())
     transport = grace.transports.get_transport("torch").bind(grace.backends.get_backend("torch"))
     found = {}
     for dtype in DTYPES:
         for op in ("sum", "min", "max"):
             # All are under way at once.
-            waits = [transport.reduce(torch.from_numpy(values(dist.get_rank(), dtype, n)), op, "it") for n in SIZES]
+            waits = [transport.reduce(torch.from_numpy(values(rank, dtype, n)), op, "it") for n in SIZES]
             found[dtype, op] = [wait().numpy() for wait in waits]
+    # Two optimizers share a process group, and do the same.
+    pair = [grace.transports.get_transport("torch").bind(transport.xp) for _ in range(2)]
     waits = []
-    for n in GATHERED:
-        waits.append(transport.gather(torch.from_numpy(values(dist.get_rank(), "int8", n).view(np.uint8)), "it"))
-        transport.reduce(torch.ones(5), "sum", "between")()
+    for call, n in enumerate(GATHERED):
+        for transport in pair:
+            waits.append(transport.gather(torch.from_numpy(values(rank, "int8", n).view(np.uint8)), "it"))
+            mine = [torch.from_numpy(passed(call, rank, worker)) for worker in workers]
+            waits.append(transport.all_to_all(mine, [len(passed(call, worker, rank)) for worker in workers], "it"))
+            transport.reduce(torch.ones(5), "sum", "between")()
     last_first = [[buffer.numpy() for buffer in wait()] for wait in waits[::-1]]
-    found["gathered"] = last_first[::-1]
-    save(sys.argv[1], dist.get_rank(), found)
+    found["gathered"], found["passed"] = last_first[::-1][::2], last_first[::-1][1::2]
+    save(sys.argv[1], rank, found)
     leave_gloo()
 
 

@@ -24,19 +24,15 @@ LARGE = 2**20
 TAGS = 2**20
 """After so many the tags of messages from worker to worker begin anew; 0 is everybody's."""
 SMALL = 2**18
-"""Bytes up to which workers on CPUs reduce a message directly and send to all others at once: larger ones would crowd a
-slow link."""
+"""Bytes up to which workers on CPUs reduce a message directly: of large ones a slow link would get too many at once."""
 OPS = {
     "sum": (dist.ReduceOp.SUM, torch.add),
     "min": (dist.ReduceOp.MIN, torch.minimum),
     "max": (dist.ReduceOp.MAX, torch.maximum),
 }
 
-Sent = tuple[Array, int]
-"""A message from worker to worker, and the other one's rank, which counts modulo the number of workers."""
-
 PASSES: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
-"""Counts what each process group passes on: several optimizers may share a group, and all workers count alike."""
+"""Counts the collectives of each process group that workers make themselves: several optimizers may share a group."""
 
 
 def _delta(seconds: float) -> timedelta:
@@ -144,14 +140,22 @@ class TorchDistributedTransport(MessageTransport):
 
     def _gather_around(self, buffer: Array, name: str) -> Wait:
         # Each worker hands on to the next one what came from the one before, as gloo's own gather does, which takes
-        # about three times as long on a fast network.
+        # about three times as long on a fast network. To send to everybody at once takes a seventh longer on a slow
+        # one: streams that share a link leave some of it idle. Parts leave when somebody waits, which all workers do in
+        # the same order.
         parts = self._places(buffer, [buffer.shape[0]] * self.size)
         parts = [parts[(self.rank - step) % self.size] for step in range(self.size)]  # as they come
-        leaving = [(part, self.rank + 1) for part in parts[:-1]]
-        wait = self._pass(leaving, [(part, self.rank - 1) for part in parts[1:]], self._next_tag(), name)
+        tag = self._next_tag()
+        coming = [self._receive(part, self.rank - 1, tag, name) for part in parts[1:]]
+        leaving = [self._send(buffer, self.rank + 1, tag, name)]
 
         def finish() -> list[Array]:
-            wait()
+            for part, work in zip(parts[1:], coming, strict=True):
+                self._wait(work, name, part)
+                if len(leaving) < len(coming):
+                    leaving.append(self._send(part, self.rank + 1, tag, name))
+            for work in leaving:
+                self._wait(work, name, buffer)
             return [parts[(self.rank - worker) % self.size] for worker in range(self.size)]
 
         return finish
@@ -179,50 +183,34 @@ class TorchDistributedTransport(MessageTransport):
         return finish
 
     def _directly(self, buffers: list[Array], places: list[Array], tag: int, name: str) -> Wait:
-        # From everybody to everybody. What comes from a worker is written to its place; this worker's own is what it
-        # sends itself already.
-        peers = range(1, self.size)
-        leaving = [(buffers[(self.rank + step) % self.size], self.rank + step) for step in peers]
-        wait = self._pass(leaving, [(places[self.rank - step], self.rank - step) for step in peers], tag, name)
+        # Everybody sends to everybody at once, but for what is empty: both ends know that it is. What comes from a
+        # worker is written to its place; this worker's own is what it sends itself already.
+        works = []
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            if len(places[source]):
+                works.append(self._receive(places[source], source, tag, name))
+            if len(buffers[to]):
+                works.append(self._send(buffers[to], to, tag, name))
 
         def finish() -> list[Array]:
-            wait()
+            for work in works:
+                self._wait(work, name, buffers[self.rank])
             return places
 
         return finish
 
-    def _pass(self, leaving: list[Sent], coming: list[Sent], tag: int, name: str) -> Wait:
-        # Sends what leaves and receives what comes, but for what is empty: both ends know that it is. Large messages
-        # leave in turn, each when what came in the same step as the one before is there (which it may hand on): streams
-        # that share a slow link leave some of it idle, a tenth with three of them. Several buckets are under way
-        # together, and parts of them leave when somebody waits, so each has a tag.
-        in_turn = max(message.nbytes for message, _ in leaving) > SMALL
-        sent, received = [], []
-
-        def send(messages: list[Sent]) -> None:
-            for message, to in messages:
-                if message.numel():
-                    sent.append(dist.isend(message, self._global(to), self._group, tag))
-
+    def _send(self, buffer: Array, rank: int, tag: int, name: str) -> Any:
         with self._lost(name):
-            for message, source in coming:
-                work = dist.irecv(message, self._global(source), self._group, tag) if message.numel() else None
-                received.append(work)
-            send(leaving[:1] if in_turn else leaving)
+            return dist.isend(buffer, self._global(rank % self.size), self._group, tag)
 
-        def finish() -> None:
-            for step, work in enumerate(received, 1):
-                if work:
-                    self._wait(work, name, coming[0][0])
-                if in_turn:
-                    with self._lost(name):
-                        send(leaving[step : step + 1])
-            for work in sent:
-                self._wait(work, name, coming[0][0])
-
-        return finish
+    def _receive(self, place: Array, rank: int, tag: int, name: str) -> Any:
+        with self._lost(name):
+            return dist.irecv(place, self._global(rank % self.size), self._group, tag)
 
     def _next_tag(self) -> int:
+        # One for all messages from worker to worker of a collective: several are under way together, and parts of them
+        # leave late.
         return next(self._passes) % TAGS + 1
 
     def _places(self, own: Array, sizes: list[int]) -> list[Array]:
@@ -230,7 +218,6 @@ class TorchDistributedTransport(MessageTransport):
         return [own if w == self.rank else self.xp.empty(size, "uint8") for w, size in enumerate(sizes)]
 
     def _global(self, rank: int) -> int:
-        rank %= self.size
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def gather_ragged(self, buffer: Array, name: str) -> Wait:

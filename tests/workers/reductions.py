@@ -6,7 +6,7 @@ import numpy as np
 
 SIZES = (1, 2, 5, 1001, 2**18 + 3)  # the last one is above what workers reduce directly
 GATHERED = (10, 2**20 + 7, 2**20 + 1, 3 * 2**20)  # the first one is left to gloo, the others are handed on
-PASSED = (0, 10, 2**18 + 1, 2**20)  # from one worker to another: those above 2^18 leave in turn
+PASSED = (0, 10, 2**18 + 1, 2**20)  # from one worker to another
 DTYPES = ("int8", "int64", "float16", "float32", "float64")
 
 

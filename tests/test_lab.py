@@ -196,7 +196,35 @@ def test_time_to_the_same_loss():
     assert lines["grace-torch-topk"]["to_loss"] == lines["grace-hvd-topk"]["to_loss"] == pytest.approx(20)
     assert lines["grace-torch-sign"]["steps_to"] is None
     assert not {"alone", "upstream-topk", "hvd-fp16"} & {name for name, line in lines.items() if "steps_to" in line}
-    assert "| never | never |" in markdown([lines["grace-torch-sign"]])
+    assert _table(markdown(list(lines.values())))["grace-torch-sign"][-1] == "never"
+    assert _table(markdown(list(lines.values())))["ddp-fp32"][-1] == "40"
+
+
+def test_a_table_for_a_page_has_a_column_for_each_rate():
+    rows = [row("alone", 0.1), row("ddp-fp32", 1.0), row("ddp-fp32", 3.0), row("hvd-fp32", 4.0)]
+    rows += [row("grace-torch-topk", 0.5, sent=1.0), row("grace-torch-int8", 2.5, sent=1.0)]
+    rows += [
+        row("alone", 0.1, rate="1gbit"),
+        row("ddp-fp32", 0.2, rate="1gbit"),
+        row("grace-torch-topk", 0.1, rate="1gbit"),
+    ]
+    text = markdown(summary(rows))
+    found = _table(text)
+    assert found["case"][:3] == ["case", "100mbit", "1gbit"]
+    assert list(found)[2:] == ["alone", "hvd-fp32", "ddp-fp32", "grace-torch-topk", "grace-torch-int8"]
+    assert found["ddp-fp32"][1:3] == ["2 (1.0)", "0.2 (1.0)"]
+    assert found["hvd-fp32"][1:3] == ["**4**", ""]
+    assert found["grace-torch-topk"][1:3] == ["0.5* (4.0)", "0.1 (2.0)"]
+    assert found["grace-torch-int8"][1] == "**2.5***"
+    assert "one run" in text
+    assert "medians of 2 runs; slowest over fastest: 2.00 (median), 3.00 (largest)" in markdown(
+        summary([row("ddp-fp32", 1.0), row("ddp-fp32", 3.0), row("alone", 1.0), row("alone", 1.0)])
+    )
+
+
+def _table(text):
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return {cells[0]: cells for cells in rows}
 
 
 def test_tables_and_plot_say_that_the_network_is_emulated(tmp_path):
@@ -207,9 +235,8 @@ def test_tables_and_plot_say_that_the_network_is_emulated(tmp_path):
     assert table.row_count == 3
     text = markdown(lines)
     assert "emulated" in text
-    assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {len(HEAD) + 1}
-    assert "| ddp-fp32 | 1.000 | 1.00 | 1.0 |" in text
-    assert "aborted" in text
+    assert _table(text)["hvd-fp32"][:2] == ["hvd-fp32", "failed"]
+    assert "hvd-fp32 failed at 100mbit: aborted" in text
     plot(lines, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 

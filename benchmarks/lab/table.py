@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,18 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.lab.bench import Row
-from benchmarks.lab.cases import DENSE
+from benchmarks.lab.cases import CASES, DENSE
 from grace.bench.lab.network import bits_per_second
 
 EMULATED = "emulated network"
 HEAD = (
     *("case", "s/step", "spread", "x dense", "MB on wire", "MB sent"),
     *("cpu s", "kernel s", "compute s", "wait s", "bound s", "held", "loss", "steps to", "s to loss"),
+)
+
+NOTE = (
+    "In brackets: times as fast as the faster of the dense float32 ones; bold: slower than it. *: over the bound of "
+    "1.3 x (the step of `alone` + bytes on the wire / rate) + 15 ms for each round."
 )
 
 
@@ -85,13 +91,57 @@ def tables(lines: Sequence[Row]) -> list[Table]:
 
 
 def markdown(lines: Sequence[Row]) -> str:
-    """The same tables, for a page."""
+    """For a page: a table for each model and number of hosts, with seconds per step by rate."""
     out = []
-    for key, group in groups(lines).items():
-        dense = dense_seconds(group)
-        rows = [HEAD, ("---", *("---:" for _ in HEAD[1:])), *(cells(line, dense) for line in group)]
-        out.append(f"**{title(*key)}**\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows))
-    return "\n\n".join(out) + "\n"
+    for hosts, model in dict.fromkeys((hosts, model) for hosts, model, _ in groups(lines)):
+        by_rate = {key[2]: group for key, group in groups(lines).items() if key[:2] == (hosts, model)}
+        names = [case.name for case in CASES if any(line["case"] == case.name for g in by_rate.values() for line in g)]
+        found = {(line["case"], rate): line for rate, group in by_rate.items() for line in group}
+        dense = {rate: dense_seconds(group) for rate, group in by_rate.items()}
+        head = ["case", *by_rate, "MB on wire", "steps to"]
+        rows = []
+        for name in names:
+            measured = [found[name, rate] for rate in by_rate if (name, rate) in found]
+            steps = [_cell(found.get((name, rate)), dense[rate]) for rate in by_rate]
+            rows.append([name, *steps, *_same_at_all_rates(measured)])
+        kept = [column for column in range(len(head)) if column <= len(by_rate) or any(row[column] for row in rows)]
+        rows = [head, ["---", *("---:" for _ in head[1:])], *rows]
+        text = "\n".join("| " + " | ".join(row[column] for column in kept) + " |" for row in rows)
+        failed = [
+            f"{name} failed at {rate}: {line['error']}\n" for (name, rate), line in found.items() if "error" in line
+        ]
+        title = f"**{model}, {hosts} hosts, {EMULATED}**: {_repeats(list(found.values()))}"
+        out.append("\n".join([f"{title}\n", f"{text}\n", f"{NOTE}\n", *failed]))
+    return "\n".join(out)
+
+
+def _cell(line: Row | None, dense: float | None) -> str:
+    # Seconds per step, how many times faster than dense, and whether that is less than once or the bound is missed.
+    if line is None or "seconds" not in line:
+        return "" if line is None else "failed"
+    text = f"{line['seconds']:.3g}" + ("" if line.get("held", True) or not line["ours"] else "*")
+    if dense is None or line["case"] == "alone":
+        return text
+    return f"{text} ({dense / line['seconds']:.1f})" if line["seconds"] <= dense else f"**{text}**"
+
+
+def _same_at_all_rates(lines: Sequence[Row]) -> tuple[str, str]:
+    # Bytes on the wire, and steps to the loss of dense training.
+    wire = [f"{line['wire'] / 1e6:.2f}" for line in lines if "wire" in line]
+    steps = [_to_loss(line)[0] for line in lines if "steps_to" in line]
+    return (wire or [""])[0], (steps or [""])[0]
+
+
+def _repeats(lines: Sequence[Row]) -> str:
+    good = [line for line in lines if "seconds" in line]
+    repeats = min((line["repeats"] for line in good), default=0)
+    if repeats <= 1:
+        return "seconds per step, one run"
+    spreads = [line["spread"] for line in good]
+    return (
+        f"seconds per step, medians of {repeats} runs; slowest over fastest: "
+        f"{statistics.median(spreads):.2f} (median), {max(spreads):.2f} (largest)"
+    )
 
 
 def plot(lines: Sequence[Row], path: Path) -> None:

@@ -189,23 +189,24 @@ class MessageTransport(Transport):
         return lambda: [arrays for (arrays,) in _deal(items, [self._unpack_ragged(wait(), layout, root)])]
 
     def _start_alltoall(self, items: list[AllToAll], tag: str) -> Wait:
-        xp = self.xp
-        packed = [self._pack(array for item in items for array in item.parts[worker]) for worker in range(self.size)]
+        xp, mutual = self.xp, items[0].mutual
         # What comes has the shapes of what this worker keeps, or of what it sends there.
-        mutual = items[0].mutual
         like = [worker if mutual else self.rank for worker in range(self.size)]
-        wait = self.all_to_all([buffer for buffer, _ in packed], [xp.shape(packed[w][0])[0] for w in like], tag)
+        parts = [[array for item in items for array in item.parts[worker]] for worker in range(self.size)]
+        layouts = {worker: self._layout(parts[worker]) for worker in set(like)}
+        buffers = [self._joined(arrays) for arrays in parts]
+        wait = self.all_to_all(buffers, [xp.shape(buffers[worker])[0] for worker in like], tag)
 
         def finish() -> list[Any]:
             if not mutual:
                 kept = [Gather(item.parts[self.rank]) for item in items]
-                return self._received(kept, packed[self.rank][1], wait())
+                return self._received(kept, layouts[self.rank], wait())
             results: list[Any] = [[] for _ in items]
-            for sender, (w, received) in enumerate(zip(like, wait(), strict=True)):
-                parts = [Gather(item.parts[w]) for item in items]
-                arrays = self._unpack(received, packed[w][1], sender)
-                for result, dealt in zip(results, _deal(parts, [arrays]), strict=True):
-                    result += dealt
+            for sender, (worker, received) in enumerate(zip(like, wait(), strict=True)):
+                arrays = self._unpack(received, layouts[worker], sender)
+                dealt = _deal([Gather(item.parts[worker]) for item in items], [arrays])
+                for result, part in zip(results, dealt, strict=True):
+                    result += part
             return results
 
         return finish
@@ -214,9 +215,15 @@ class MessageTransport(Transport):
 
     # -- buffers ----------------------------------------------------------------------------------------------------
     def _pack(self, arrays: Any) -> tuple[Array, Layout]:
-        xp, arrays = self.xp, list(arrays)
-        layout = tuple([(xp.dtype(array), xp.shape(array)) for array in arrays])
-        return xp.joined(arrays) if arrays else xp.zeros((0,), "uint8"), layout
+        arrays = list(arrays)
+        return self._joined(arrays), self._layout(arrays)
+
+    def _joined(self, arrays: list[Array]) -> Array:
+        return self.xp.joined(arrays) if arrays else self.xp.zeros((0,), "uint8")
+
+    def _layout(self, arrays: list[Array]) -> Layout:
+        xp = self.xp
+        return tuple([(xp.dtype(array), xp.shape(array)) for array in arrays])
 
     def _unpack(self, buffer: Array, layout: Layout, sender: int) -> tuple[Array, ...]:
         self._check_size(buffer, layout, sender)

@@ -92,10 +92,11 @@ def tables(lines: Sequence[Row]) -> list[Table]:
 
 def markdown(lines: Sequence[Row]) -> str:
     """For a page: a table for each model and number of hosts, with seconds per step by rate."""
-    out = []
+    out, order = [], {case.name: place for place, case in enumerate(CASES)}
     for hosts, model in dict.fromkeys((hosts, model) for hosts, model, _ in groups(lines)):
         by_rate = {key[2]: group for key, group in groups(lines).items() if key[:2] == (hosts, model)}
-        names = [case.name for case in CASES if any(line["case"] == case.name for g in by_rate.values() for line in g)]
+        named = dict.fromkeys(line["case"] for group in by_rate.values() for line in group)
+        names = sorted(named, key=lambda name: order.get(name, len(order)))  # an old file has cases that are gone
         found = {(line["case"], rate): line for rate, group in by_rate.items() for line in group}
         dense = {rate: dense_seconds(group) for rate, group in by_rate.items()}
         head = ["case", *by_rate, "MB on wire", "steps to"]

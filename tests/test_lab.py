@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.lab import choice, fidelity, rounds
 from benchmarks.lab.bench import bound, joined, steps_to, summary
 from benchmarks.lab.cases import CASES, SETS, select
-from benchmarks.lab.table import HEAD, markdown, plot, tables
+from benchmarks.lab.table import HEAD, cells, markdown, plot, tables
 from grace.bench.lab import Lab, LabError, network
 from grace.bench.lab.launch import LAUNCHERS, Outcome
 from grace.bench.lab.probe import probe
@@ -196,6 +196,7 @@ def test_time_to_the_same_loss():
     assert lines["grace-torch-topk"]["to_loss"] == lines["grace-hvd-topk"]["to_loss"] == pytest.approx(20)
     assert lines["grace-torch-sign"]["steps_to"] is None
     assert not {"alone", "upstream-topk", "hvd-fp16"} & {name for name, line in lines.items() if "steps_to" in line}
+    assert cells(lines["grace-torch-sign"], None)[-2:] == ("never", "never")
     assert _table(markdown(list(lines.values())))["grace-torch-sign"][-1] == "never"
     assert _table(markdown(list(lines.values())))["ddp-fp32"][-1] == "40"
 
@@ -233,8 +234,16 @@ def test_tables_and_plot_say_that_the_network_is_emulated(tmp_path):
     assert "emulated" in table.title
     assert len(table.columns) == len(HEAD)
     assert table.row_count == 3
+    assert {len(cells(line, 1.0)) for line in lines} == {len(HEAD)}
+    assert cells(next(line for line in lines if line["case"] == "ddp-fp32"), 1.0)[:4] == (
+        "ddp-fp32",
+        "1.000",
+        "1.00",
+        "1.0",
+    )
     text = markdown(lines)
     assert "emulated" in text
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
     assert _table(text)["hvd-fp32"][:2] == ["hvd-fp32", "failed"]
     assert "hvd-fp32 failed at 100mbit: aborted" in text
     plot(lines, tmp_path / "plot.png")

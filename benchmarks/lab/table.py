@@ -71,9 +71,9 @@ def dense_seconds(group: Sequence[Row]) -> float | None:
     return min(found, default=None)
 
 
-def title(hosts: str, model: str, rate: str) -> str:
+def title(hosts: str, model: str, *rate: str) -> str:
     """What a table or plot is of."""
-    return f"{model}, {hosts} hosts, {rate}, {EMULATED}"
+    return ", ".join([model, f"{hosts} hosts", *rate, EMULATED])
 
 
 def tables(lines: Sequence[Row]) -> list[Table]:
@@ -92,28 +92,28 @@ def tables(lines: Sequence[Row]) -> list[Table]:
 
 def markdown(lines: Sequence[Row]) -> str:
     """For a page: a table for each model and number of hosts, with seconds per step by rate."""
-    out, order = [], {case.name: place for place, case in enumerate(CASES)}
-    for hosts, model in dict.fromkeys((hosts, model) for hosts, model, _ in groups(lines)):
-        by_rate = {key[2]: group for key, group in groups(lines).items() if key[:2] == (hosts, model)}
-        named = dict.fromkeys(line["case"] for group in by_rate.values() for line in group)
-        names = sorted(named, key=lambda name: order.get(name, len(order)))  # an old file has cases that are gone
-        found = {(line["case"], rate): line for rate, group in by_rate.items() for line in group}
-        dense = {rate: dense_seconds(group) for rate, group in by_rate.items()}
-        head = ["case", *by_rate, "MB on wire", "steps to"]
-        rows = []
-        for name in names:
-            measured = [found[name, rate] for rate in by_rate if (name, rate) in found]
-            steps = [_cell(found.get((name, rate)), dense[rate]) for rate in by_rate]
-            rows.append([name, *steps, *_same_at_all_rates(measured)])
-        kept = [column for column in range(len(head)) if column <= len(by_rate) or any(row[column] for row in rows)]
-        rows = [head, ["---", *("---:" for _ in head[1:])], *rows]
-        text = "\n".join("| " + " | ".join(row[column] for column in kept) + " |" for row in rows)
-        failed = [
-            f"{name} failed at {rate}: {line['error']}\n" for (name, rate), line in found.items() if "error" in line
-        ]
-        title = f"**{model}, {hosts} hosts, {EMULATED}**: {_repeats(list(found.values()))}"
-        out.append("\n".join([f"{title}\n", f"{text}\n", f"{NOTE}\n", *failed]))
-    return "\n".join(out)
+    found: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    for (hosts, model, rate), group in groups(lines).items():
+        found.setdefault((hosts, model), {})[rate] = group
+    return "\n".join(_by_rate(title(*key), by_rate) for key, by_rate in found.items())
+
+
+def _by_rate(of: str, by_rate: dict[str, list[Row]]) -> str:
+    # One table, with what it says of itself.
+    order = {case.name: place for place, case in enumerate(CASES)}
+    found = {(line["case"], rate): line for rate, group in by_rate.items() for line in group}
+    dense = {rate: dense_seconds(group) for rate, group in by_rate.items()}
+    head, rows = ["case", *by_rate, "MB on wire", "steps to"], []
+    named = dict.fromkeys(name for name, _ in found)
+    for name in sorted(named, key=lambda name: order.get(name, len(order))):  # an old file has cases that are gone
+        steps = [_cell(found.get((name, rate)), dense[rate]) for rate in by_rate]
+        measured = [found[name, rate] for rate in by_rate if (name, rate) in found]
+        rows.append([name, *steps, *_same_at_all_rates(measured)])
+    kept = [column for column in range(len(head)) if column <= len(by_rate) or any(row[column] for row in rows)]
+    rows = [head, ["---", *("---:" for _ in head[1:])], *rows]
+    text = "\n".join("| " + " | ".join(row[column] for column in kept) + " |" for row in rows)
+    failed = [f"{name} failed at {rate}: {line['error']}\n" for (name, rate), line in found.items() if "error" in line]
+    return "\n".join([f"**{of}**: {_repeats(list(found.values()))}\n", f"{text}\n", f"{NOTE}\n", *failed])
 
 
 def _cell(line: Row | None, dense: float | None) -> str:
@@ -167,7 +167,7 @@ def plot(lines: Sequence[Row], path: Path) -> None:
             style: dict[str, Any] = {"linestyle": "-" if ours else "--", "marker": "o" if ours else "x"}
             axes.plot(*zip(*points, strict=True), label=name, color=colours(names.index(name) % 20), **style)
         axes.set(xscale="log", yscale="log", xlabel="link rate, Mbit/s", ylabel="seconds per step")
-        axes.set_title(f"{model}, {hosts} hosts, {EMULATED}")
+        axes.set_title(title(hosts, model))
         axes.grid(which="both", alpha=0.3)
         axes.legend(fontsize="x-small", ncols=2)
     figure.tight_layout()

@@ -28,9 +28,32 @@ def name_of(part: Any) -> str:
     return vars(type(part)).get("registered_name", type(part).__name__)
 
 
+class Calls:
+    """Kernels' work that is put off, so that of many tensors it is done in one go, in the order in which it was added.
+
+    Python that runs between two kernels finds the caches full of gradients, and takes several times as long.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Callable[[], None], tuple[Any, ...]]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, call: Callable[[], None], *used: Any) -> None:
+        """Have a call made later. What is ``used`` there stays until then: a kernel knows no more than addresses."""
+        self._waiting.append((call, used))
+
+    def make(self) -> None:
+        """Make all calls that wait."""
+        waiting, self._waiting = self._waiting, []
+        for call, _ in waiting:
+            call()
+
+
 T = TypeVar("T")
-Program = Generator[Collective | tuple[Collective, ...], Any, T]
-"""A computation that yields collectives and is resumed with their results."""
+Program = Generator[Collective | tuple[Collective, ...] | Calls, Any, T]
+"""A computation that yields collectives and is resumed with their results; or `Calls`, once these have been made."""
 Steps = Union[T, Program[T]]  # noqa: UP007 - a TypeVar alone has no | at run time in 3.10
 """A value, or a program that returns one."""
 
@@ -91,11 +114,22 @@ class Context:
     undo: list[tuple[Array, Array]] | None = field(default=None, repr=False, compare=False)
     """A kernel may write the next residual over the last one if it notes here the residual's array, and the array that
     has the last one now: the spent x, of as many elements. None: the last residual must stay as it is."""
+    calls: Calls | None = field(default=None, repr=False, compare=False)
+    """A kernel may leave its work here: `Compressor.fused` and `fused_mean` return arrays that are filled then, and so
+    must not look at them. None: it is done at once."""
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def kernels(self) -> Any:
+        """The backend's kernels, which know of ``undo`` and ``calls``; None or empty where there are none."""
+        kernels = self.xp.kernels
+        if kernels and (self.undo is not None or self.calls is not None):
+            return kernels.within(self.undo, self.calls)
+        return kernels
 
     def rng(self, label: str) -> Rng:
         """This worker's own numbers for this tensor and step."""
@@ -112,6 +146,10 @@ class Context:
     def stage(self, name: str) -> Context:
         """The same elements at another point of the exchange: other random numbers, other state."""
         return self._with(name=f"{self.name}/{name}")
+
+    def with_calls(self, calls: Calls | None) -> Context:
+        """The same, with or without a place for calls."""
+        return self._with(calls=calls)
 
     def _with(self, **changes: Any) -> Context:
         # As dataclasses.replace, at a fifth of its time: a step makes thousands.
@@ -248,14 +286,14 @@ class Compressor(ABC):
         return total
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        """``compress(x + residual)`` and what its payload does not carry, by ``ctx.xp.kernels``; None: no kernel.
+        """``compress(x + residual)`` and what its payload does not carry, by ``ctx.kernels``; None: no kernel.
 
         The result is that of the plain functions. ``x`` is spent; without a residual what is left is not asked for.
         """
         return None
 
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        """`aggregate` by ``ctx.xp.kernels``, written to ``out`` if there is one; None: no kernel."""
+        """`aggregate` by ``ctx.kernels``, written to ``out`` if there is one; None: no kernel."""
         return None
 
     def reduced(self, payload: Payload, ctx: Context) -> Array:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from grace.backends.base import Unavailable
-from grace.core import Array, Combine, Compressor, Context, Memory, Payload, State, name_of, run
+from grace.core import Array, Calls, Combine, Compressor, Context, Memory, Payload, Program, State, name_of, run
 from grace.received import Received
 
 RESIDUAL = "memory/residual"
@@ -25,7 +25,10 @@ RESIDUAL = "memory/residual"
 def encode(
     compressor: Compressor, memory: Memory, x: Array, state: State, ctx: Context
 ) -> tuple[Payload, State] | None:
-    """`Method.encode` at once: payload and next state. None if there is no way but step by step. x is spent."""
+    """`Method.encode` at once: payload and next state. None if there is no way but step by step. x is spent.
+
+    With ``ctx.calls`` it may be left there.
+    """
     if not memory.plain or ctx.size == 0:
         return None
     residual = state.get(RESIDUAL)
@@ -45,7 +48,10 @@ def _fused(compressor: Compressor, x: Array, residual: Array | None, ctx: Contex
         return None
 
 
-def _fused_mean(compressor: Compressor, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+def _fused_mean(
+    compressor: Compressor, payloads: Sequence[Payload], out: Array | None, ctx: Context, calls: Calls | None
+) -> Array | None:
+    ctx = ctx if ctx.calls is calls else ctx.with_calls(calls)
     try:
         return compressor.fused_mean(payloads, out, ctx) if ctx.xp.kernels else None
     except Unavailable:
@@ -126,18 +132,26 @@ class Mean:
             (address, math.prod(shape)) for (dtype, shape), each in columns if dtype == "float32" for address in each
         ]
 
-    def array(self) -> Array:
-        """float32[n]. ValueError names a worker whose payload does not fit."""
+    def array(self, calls: Calls | None = None) -> Array:
+        """float32[n]. With ``calls`` it may be left there. ValueError names a worker whose payload does not fit."""
         xp, ctx = self._ctx.xp, self._ctx
         if xp.mutable and (xp.kernels or _in_pieces(self._compressor, ctx)):
-            return self.into(xp.empty(ctx.size))
+            return self.into(xp.empty(ctx.size), calls)
         with self._named():
             return self._whole()
 
-    def into(self, out: Array) -> Array:
-        """As `array`, written to float32[n] ``out``. ValueError names a worker whose payload does not fit."""
+    def into(self, out: Array, calls: Calls | None = None) -> Array:
+        """As `array`, written to float32[n] ``out``."""
         with self._named():
-            return self._into(out)
+            return self._into(out, calls)
+
+    def made(self) -> Program[Array]:
+        """As `array`, for a program: the means of many tensors may be decoded one after the other."""
+        calls = self._ctx.calls
+        array = self.array(calls)
+        if calls:
+            yield calls
+        return array
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -157,14 +171,14 @@ class Mean:
 
     def _whole(self) -> Array:
         ctx = self._ctx
-        found = _fused_mean(self._compressor, self._payloads, None, ctx) if ctx.size else None
+        found = _fused_mean(self._compressor, self._payloads, None, ctx, None) if ctx.size else None
         return self._decode(self._payloads, ctx) if found is None else found
 
-    def _into(self, out: Array) -> Array:
+    def _into(self, out: Array, calls: Calls | None) -> Array:
         xp, ctx, compressor = self._ctx.xp, self._ctx, self._compressor
         if ctx.size == 0:
             return out
-        if _fused_mean(compressor, self._payloads, out, ctx) is not None:
+        if _fused_mean(compressor, self._payloads, out, ctx, calls) is not None:
             return out
         if not _in_pieces(compressor, ctx):
             return self._decode_into(out, self._payloads, ctx)
@@ -223,10 +237,10 @@ class Shards(Mean):
         xp, parts = self._ctx.xp, [self._part(worker)[0] for worker in range(len(self._contexts))]
         return Mean(self._compressor, [tuple(map(xp.concat, zip(*parts, strict=True)))], self._ctx, True)._whole()
 
-    def _into(self, out: Array) -> Array:
+    def _into(self, out: Array, calls: Calls | None) -> Array:
         start = 0
         for worker, ctx in enumerate(self._contexts):
-            Mean(self._compressor, self._part(worker), ctx, agreed=True)._into(out[start : start + ctx.size])
+            Mean(self._compressor, self._part(worker), ctx, agreed=True)._into(out[start : start + ctx.size], calls)
             start += ctx.size
         return out
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from grace.backends.base import Backend
 from grace.collectives import Collective
-from grace.core import Program, Transport
+from grace.core import Calls, Program, Transport
 from grace.trace import Trace
 
 
@@ -36,7 +36,8 @@ class Flight:
 
     ``room``: the context in which programs make what is going to leave in one message. ``offload``: runs some of them
     on a pool of threads. Then the first message may have to wait; it leaves, in a call of `depart` or `advance`, after
-    that of the flight ``before`` this one: in one order on all workers.
+    that of the flight ``before`` this one: in one order on all workers. ``calls``: those of the contexts of programs
+    that do not run there; they are made when all that can be added has been.
     """
 
     def __init__(
@@ -48,12 +49,13 @@ class Flight:
         offload: Offload | None = None,
         before: Flight | None = None,
         room: Callable[[], AbstractContextManager[None]] = nullcontext,
+        calls: Calls | None = None,
     ):
         self.results: dict[str, Any] = {}
         self.asked: list[tuple[str, Collective, Any]] = []
         """Unit, collective and result of everything that was exchanged."""
         self.name, self._programs, self._transport, self._trace = name, programs, transport, trace
-        self._offload, self._before, self._room = offload, before, room
+        self._offload, self._before, self._room, self._calls = offload, before, room, calls
         self._round = 0
         self._requests: list[tuple[str, tuple[Collective, ...], bool]] = []
         self._wait: Any = None
@@ -128,6 +130,11 @@ class Flight:
             for unit, answer in answers.items():
                 if unit not in elsewhere:
                     self._steps[unit] = self._step(unit, answer)
+            while self._calls:
+                self._calls.make()
+                for unit, step in self._steps.items():
+                    if not isinstance(step, Future) and step[1] is self._calls:
+                        self._steps[unit] = self._step(unit, None)
             if not elsewhere and self._before is None:
                 self._send()
 

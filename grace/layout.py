@@ -81,7 +81,8 @@ def layout(
     `grace.pipeline.Options`. ``first``: the number of the first bucket.
     """
     buckets: list[Bucket] = []
-    for group in _groups(list(tensors)[::-1], options):
+    bucket_mb = math.inf if options.fuse == "model" else options.bucket_mb
+    for group in grouped(list(tensors)[::-1], bucket_mb, options.min_numel):
         reasons = {tensor.name: _dense(tensor, refusal, options, xp) for tensor in group}
         units = [Unit(tensor.name, (tensor,), reasons[tensor.name]) for tensor in group]
         fused = tuple(tensor for tensor in group if not reasons[tensor.name])
@@ -97,16 +98,28 @@ def layout(
     return buckets
 
 
-def _groups(tensors: list[Tensor], options: Any) -> list[list[Tensor]]:
-    # A bucket is closed when it is full, so that none is small but the last: each costs a message.
-    groups: list[list[Tensor]] = []
+def grouped(tensors: Iterable[Any], bucket_mb: float, min_numel: int) -> list[list[Any]]:
+    """Tensors, in the order in which their gradients come, by bucket: whatever has a ``size`` and ``nbytes``.
+
+    A bucket is closed when it is full, so that none is small but the last: each costs a message. Tensors of fewer than
+    ``min_numel`` elements, which go dense, all travel with the last bucket: they cost one message in a step, too.
+    ``bucket_mb``: MiB; infinity: one bucket.
+    """
+    groups: list[list[Any]] = []
+    small: list[Any] = []
     room = 0.0
     for tensor in tensors:
-        if not groups or (room <= 0 and options.fuse != "model"):
-            room = 2**20 * (options.bucket_mb if groups else min(FIRST_BUCKET_MB, options.bucket_mb))
+        if tensor.size < min_numel:
+            small.append(tensor)
+            continue
+        if room <= 0:
+            room = 2**20 * (min(FIRST_BUCKET_MB, bucket_mb) if not groups and math.isfinite(bucket_mb) else bucket_mb)
             groups.append([])
         groups[-1].append(tensor)
         room -= tensor.nbytes
+    if small:
+        groups = groups or [[]]
+        groups[-1] += small
     return groups
 
 

@@ -56,6 +56,8 @@ class Method:
         """
         done = execution.encode(self.compressor, self.memory, x, state, ctx)
         if done is not None:
+            if ctx.calls:
+                yield ctx.calls
             return done
         memory, kept, program = scope(state, "memory"), scope(state, "compressor"), None
         if self.memory.plain and "residual" in memory and ctx.xp.mutable:

@@ -15,7 +15,7 @@ from grace.backends import Backend, backend_of
 from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
 from grace.communicators.base import Communicator
-from grace.core import Array, Context, Memory, Program, Transport, name_of
+from grace.core import Array, Calls, Context, Memory, Program, Transport, name_of
 from grace.execution import Mean, as_array, sound, uncompiled
 from grace.flight import Flight, Offload
 from grace.kept import Fitted, Kept, Way, exported
@@ -362,7 +362,9 @@ class Grace:
         }
         agree(self.transport, settings, tensors)
 
-    def _context(self, unit: Unit, step: Any, undo: list[tuple[Array, Array]] | None = None) -> Context:
+    def _context(
+        self, unit: Unit, step: Any, undo: list[tuple[Array, Array]] | None = None, calls: Calls | None = None
+    ) -> Context:
         return Context(
             xp=self.xp,
             name=unit.name,
@@ -374,6 +376,7 @@ class Grace:
             seed=self.options.seed,
             lr=None if self.learning_rate is None else partial(self.learning_rate, unit.tensors[0].name),
             undo=undo,
+            calls=calls,
             compile=self.options.compile,
         )
 
@@ -541,11 +544,14 @@ class Grace:
 
     def _depart(self, name: str, flat: Mapping[Unit, Array], levels: Mapping[Unit, int], step: Any) -> Flight:
         programs: dict[str, Program[Any]] = {}
+        calls = self._calls()
         for unit, x in flat.items():
             if not self._plain(unit, levels):
                 way = self._ways[levels[unit]]
                 state = self._kept.state(unit, levels[unit])
-                ctx = self._context(unit, step, self._kept.undo(unit) if self.xp.mutable else None)
+                undo = self._kept.undo(unit) if self.xp.mutable else None
+                elsewhere = self._offload is not None and unit.name in self._offload.units
+                ctx = self._context(unit, step, undo, None if elsewhere else calls)
                 programs[unit.name] = way.communicator.reduce(x, way.method, state, ctx)
         if dense := tuple(x for unit, x in flat.items() if self._plain(unit, levels)):
             programs[DENSE] = _averaged(dense)
@@ -555,7 +561,10 @@ class Grace:
         with self.xp.quiet():
             last = self._flights[-1][0] if self._flights else None
             before = None if last is None or last.depart() else last
-            return Flight(name, programs, self.transport, self.trace, self._offload, before, room)
+            return Flight(name, programs, self.transport, self.trace, self._offload, before, room, calls)
+
+    def _calls(self) -> Calls | None:
+        return Calls() if self.xp.mutable and self._on_host(self.xp) and self.xp.kernels else None
 
     def _pooled(self) -> Offload | None:
         # Threads for what strategies give to the CPU; graphs schedule by themselves, and devices keep what is theirs.
@@ -643,6 +652,8 @@ class Grace:
         dense = iter(flight.results.pop(DENSE, ()))
         marks = self._marks(flight, flat, levels)
         all_sound = self._all_sound(marks)
+        found: list[tuple[Unit, Array, Array | None]] = []
+        calls = self._calls()
         for unit, x in flat.items():
             mean, state = (next(dense), {}) if self._plain(unit, levels) else flight.results.pop(unit.name)
             if unit.dense and (self._kept.any(unit, 0) or self._finishes_dense):
@@ -667,7 +678,11 @@ class Grace:
             if parted:
                 mean = x
             elif isinstance(mean, Mean):
-                mean = mean.into(x) if xp.mutable else mean.array()
+                mean = mean.into(x, calls) if xp.mutable else mean.array()
+            found.append((unit, mean, ok))
+        if calls:
+            calls.make()
+        for unit, mean, ok in found:
             if policy == "zero" and ok is not None:
                 mean = xp.choose(ok, mean, xp.zeros(xp.shape(mean), unit.dtype))
             start, several = 0, len(unit.tensors) > 1 or scattered
@@ -932,7 +947,7 @@ class Grace:
             return Report(0, self.rank, self.world_size, method, 0, 0, 0)
         traffic = self._meter.read()
         untold = UNTOLD if self._kept.switches and self.schedule is not None and not self.schedule.told else ""
-        units = [unit for bucket in self._buckets[::-1] for unit in bucket.units[::-1]]
+        units = list(dict.fromkeys(self._unit_of[name] for name in self._tensors))
         norms = self._kept.norms(units, self.decision.levels)
         tensors = [
             TensorReport(

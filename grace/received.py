@@ -53,6 +53,11 @@ class Messages:
         return self._alone[worker]
 
     @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each array of a message begins, in bytes; and where the last one ends."""
+        return offsets(self.layout)
+
+    @cached_property
     def bases(self) -> list[int]:
         """Where each worker's message begins in memory; on hosts."""
         return [self._xp.address(buffer) for buffer in self._buffers]
@@ -91,10 +96,10 @@ class Received(Sequence[Payload]):
     @property
     def nbytes(self) -> int:
         """Bytes of one worker's payload."""
-        ends = offsets(self._messages.layout)
+        ends = self._messages.offsets
         return ends[self._part.stop] - ends[self._part.start]
 
     def addresses(self) -> list[list[int]]:
         """For each array of a payload where it lies in memory, aligned or not, by worker; as long as this object."""
         bases = self._messages.bases
-        return [[base + offset for base in bases] for offset in offsets(self._messages.layout)[self._part]]
+        return [[base + offset for base in bases] for offset in self._messages.offsets[self._part]]

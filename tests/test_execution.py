@@ -12,7 +12,9 @@ from table import ROWS
 from grace import grace_from_params
 from grace.backends import get_backend
 from grace.compressors.blockint import BlockInt
+from grace.compressors.efsignsgd import EFSignSGD
 from grace.execution import Mean, Shards, cut, cuts, pieces, shards
+from grace.kernels import Library
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
 from grace.method import Method
@@ -264,6 +266,69 @@ def test_a_step_that_is_dropped_leaves_the_residual_bit_for_bit(name, params, mo
     _, grc, before = begun(name, params)
     grc.land()
     assert not equal_states(before, grc.state_dict())
+
+
+SIGNS = {"compressor": "efsignsgd", "block_size": 512}
+SHAPES = {"a": (3, 1000), "b": (2000,), "c": (40, 50)}
+
+
+def step(grace, seed):
+    xp = grace.xp
+    given = {name: xp.asarray(spread(*shape, seed=seed), "float32") for name, shape in SHAPES.items()}
+    return {name: np.array(xp.to_numpy(mean)) for name, mean in grace.step(given).items()}
+
+
+def built_on(name, params):
+    xp, grace = get_backend(name), grace_from_params(params, LocalTransport())
+    grace.build({name: xp.zeros(shape) for name, shape in SHAPES.items()})
+    return grace
+
+
+@pytest.mark.parametrize("communicator, rounds", [("allgather", 1), ("twostage", 2)])
+@pytest.mark.parametrize("name", HOSTS)
+def test_kernels_work_when_all_of_a_bucket_is_prepared(name, communicator, rounds, monkeypatch):
+    events = []
+
+    def noting(owner, attribute, what):
+        plain = getattr(owner, attribute)
+        monkeypatch.setattr(owner, attribute, lambda *args: (events.append(what), plain(*args))[1])
+
+    for owner, kind in ((EFSignSGD, "prepare"), (Library, "work")):
+        for mine, theirs, what in (("fused", "signs_encode", "encode"), ("fused_mean", "signs_mean", "mean")):
+            noting(owner, mine if owner is EFSignSGD else theirs, f"{kind} {what}")
+    grace = built_on(name, {**SIGNS, "communicator": communicator})
+    step(grace, 0)
+    each = [f"{kind} {what}" for what in ("encode", "mean") for kind in ("prepare", "work") for _ in SHAPES]
+    assert events == each * rounds
+
+
+@pytest.mark.parametrize("communicator", ["allgather", "twostage"])
+@pytest.mark.parametrize("name", HOSTS)
+def test_an_error_while_a_bucket_is_prepared_leaves_all_residuals_alone(name, communicator, monkeypatch):
+    params = {**SIGNS, "communicator": communicator}
+    grace, other = built_on(name, params), built_on(name, params)
+    for each in (grace, other):
+        step(each, 0)
+    plain = EFSignSGD.fused
+
+    def failing(self, x, residual, ctx):
+        if ctx.name == "a":  # the last one of the bucket
+            raise RuntimeError("no")
+        return plain(self, x, residual, ctx)
+
+    monkeypatch.setattr(EFSignSGD, "fused", failing)
+    with pytest.raises(RuntimeError, match="no"):
+        step(grace, 1)
+    monkeypatch.setattr(EFSignSGD, "fused", plain)
+    grace.abandon()
+    for found, expected in zip(residuals(grace), residuals(other), strict=True):
+        assert np.array_equal(found, expected)
+    for mean, expected in zip(step(grace, 2).values(), step(other, 2).values(), strict=True):
+        assert np.array_equal(mean, expected)
+
+
+def residuals(grace):
+    return [np.asarray(array) for cells in grace.state_dict()["tensors"].values() for array in cells.values()]
 
 
 @pytest.mark.parametrize("name", HOSTS)

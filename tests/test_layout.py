@@ -50,6 +50,15 @@ def test_the_size_of_buckets_can_be_set():
     assert names(buckets(named, bucket_mb=100.0)) == [["d"], ["c", "b", "a"]]
 
 
+def test_small_tensors_travel_with_the_last_bucket():
+    # One dense message in a step. What is large and goes dense stays in its bucket.
+    named = tensors(a=MB, bias=10, b=MB, offset=1023, c=(2 * MB, 1), d=0)
+    assert names(buckets(named, "powersgd", bucket_mb=4.0)) == [["c"], ["b", "a", "d", "offset", "bias"]]
+    assert names(buckets(named, min_numel=0, bucket_mb=4.0)) == [["d", "c"], ["offset", "b", "bias", "a"]]
+    assert names(buckets(named, fuse="model")) == [["c", "b", "a", "d", "offset", "bias"]]
+    assert names(buckets(tensors(bias=10, offset=1023))) == [["offset", "bias"]]
+
+
 def test_bytes_count_not_elements():
     named = [Tensor(name, (MB,), "float64") for name in "abc"]
     assert names(buckets(named, bucket_mb=4.0)) == [["c"], ["b", "a"]]
@@ -63,7 +72,7 @@ def test_units(fuse):
     if fuse == "tensor":
         first, second = units
         assert first == [("d", (MB // 4, 2), False), ("c", (MB // 2,), False)]
-        assert second == [("b", (MB, 4), False), ("small", (10,), True), ("a", (3 * MB,), False)]
+        assert second == [("b", (MB, 4), False), ("a", (3 * MB,), False), ("small", (10,), True)]
     elif fuse == "bucket":
         first, second = units
         assert first == [("d..c", (MB,), False)]

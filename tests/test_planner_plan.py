@@ -279,7 +279,7 @@ def test_grace_advise(tmp_path, costs):
     done = run("advise", "resnet50", *chosen, "--costs", costs, "--plot", tmp_path / "plot.png")
     assert done.exit_code == 0, done.output
     assert "(simulated)" in done.output
-    assert "Use powersgd" in done.output
+    assert "Use topk" in done.output
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     data = json.loads(run("advise", "resnet50", *chosen, "--costs", costs, "--workers", 4096, "--json").stdout)
     assert data["simulated"] is True

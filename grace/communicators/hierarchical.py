@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from grace.collectives import AllToAll, Gather
 from grace.communicators.base import Communicator, machine_size
-from grace.core import Array, Context, Program, State, Transport, name_of
+from grace.core import Array, Calls, Context, Program, State, Transport, name_of
 from grace.execution import as_array, shards
 from grace.method import Method
 from grace.registry import communicators, register, usual_communicator
@@ -90,7 +90,9 @@ def _across(program: Program[T]) -> Program[T]:
             asked = program.send(answer)
         except StopIteration as stop:
             return stop.value
-        if isinstance(asked, tuple):
+        if isinstance(asked, Calls):
+            answer = yield asked
+        elif isinstance(asked, tuple):
             answer = yield tuple(replace(each, group="cross") for each in asked)
         else:
             answer = yield replace(asked, group="cross")

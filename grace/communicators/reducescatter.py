@@ -54,7 +54,7 @@ class ReduceScatter(Communicator):
             parts.append((*payload, finite))
         received = yield AllToAll(tuple(parts))
         *payloads, flags = zip(*received, strict=True)
-        mean = method.mean(list(zip(*payloads, strict=True)), self.row(ctx, ctx.rank)).array()
+        mean = yield from method.mean(list(zip(*payloads, strict=True)), self.row(ctx, ctx.rank)).made()
         mean = xp.choose(xp.all(xp.concat(flags) != 0), mean, xp.full(xp.shape(mean), float("nan")))
         return mean, join(**states)
 

@@ -56,7 +56,7 @@ class TwoStage(Communicator):
         parts = zip(*(xp.split(array, size) for array, size in zip(payload, sizes, strict=True)), strict=True)
         received = yield AllToAll(tuple(parts))
 
-        mean = method.mean(received, owned[ctx.rank]).array()
+        mean = yield from method.mean(received, owned[ctx.rank]).made()
         again = [shard.stage("server") for shard in owned]
         payload, server = yield from method.again.encode(mean, scope(state, "server"), again[ctx.rank])
 

@@ -73,8 +73,8 @@ class BlockInt(Rounded):
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         rng = ctx.rng("round") if self.unbiased else None
-        codes, scales, left = ctx.xp.kernels.ints_encode(x, residual, self.block_size, self.bits, rng, ctx.undo)
+        codes, scales, left = ctx.kernels.ints_encode(x, residual, self.block_size, self.bits, rng)
         return (codes, scales), left
 
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return ctx.xp.kernels.ints_mean(payloads, out, ctx.size, self.block_size, self.bits)
+        return ctx.kernels.ints_mean(payloads, out, ctx.size, self.block_size, self.bits)

@@ -13,11 +13,11 @@ def coded(
     x: Array, residual: Array | None, codes: Codes, block: int, rng: Rng | None, ctx: Context
 ) -> tuple[Payload, Array] | None:
     """`Compressor.fused` by kernels that know such codes; ``rng``: what they are rounded with at random."""
-    encode = ctx.xp.kernels.codes_encode
-    return encode(x, residual, block, codes, rng, ctx.undo) if encode else None
+    encode = ctx.kernels.codes_encode
+    return encode(x, residual, block, codes, rng) if encode else None
 
 
 def coded_mean(payloads: Sequence[Payload], out: Array | None, codes: Codes, block: int, ctx: Context) -> Array | None:
     """`Compressor.fused_mean` by kernels that know such codes."""
-    mean = ctx.xp.kernels.codes_mean
+    mean = ctx.kernels.codes_mean
     return mean(payloads, out, ctx.size, block, codes) if mean else None

@@ -45,8 +45,8 @@ class EFSignSGD(Blockwise):
         return ctx.xp.unpack_signs(fitting(ctx.xp, payload[0], "uint8", -(-ctx.size // 8), "bits"), ctx.size)
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        bits, scales, left = ctx.xp.kernels.signs_encode(x, residual, self.block_size, ctx.undo)
+        bits, scales, left = ctx.kernels.signs_encode(x, residual, self.block_size)
         return (bits, scales), left
 
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return ctx.xp.kernels.signs_mean(payloads, out, ctx.size, self.block_size)
+        return ctx.kernels.signs_mean(payloads, out, ctx.size, self.block_size)

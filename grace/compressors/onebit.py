@@ -53,12 +53,12 @@ class OneBit(Blockwise):
         return blocks.flat(xp, xp.where(negative, means[:, :1], means[:, 1:]), n)
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not ctx.xp.kernels.halves_encode:
+        if not ctx.kernels.halves_encode:
             return None
-        bits, means, left = ctx.xp.kernels.halves_encode(x, residual, self.block_size, ctx.undo)
+        bits, means, left = ctx.kernels.halves_encode(x, residual, self.block_size)
         return (bits, means), left
 
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.xp.kernels.halves_encode:
+        if not ctx.kernels.halves_encode:
             return None
-        return ctx.xp.kernels.halves_mean(payloads, out, ctx.size, self.block_size)
+        return ctx.kernels.halves_mean(payloads, out, ctx.size, self.block_size)

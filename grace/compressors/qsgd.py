@@ -77,14 +77,14 @@ class QSGD(Compressor):
         return xp.where(codes >= top, -level, level)
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not ctx.xp.kernels.levels_encode:
+        if not ctx.kernels.levels_encode:
             return None
-        codes, norms, left = ctx.xp.kernels.levels_encode(
-            x, residual, self.bucket_size, self.bits, self.quantum_num, ctx.rng("round"), ctx.undo
+        codes, norms, left = ctx.kernels.levels_encode(
+            x, residual, self.bucket_size, self.bits, self.quantum_num, ctx.rng("round")
         )
         return (codes, norms), left
 
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.xp.kernels.levels_encode:
+        if not ctx.kernels.levels_encode:
             return None
-        return ctx.xp.kernels.levels_mean(payloads, out, ctx.size, self.bucket_size, self.bits, self.quantum_num)
+        return ctx.kernels.levels_mean(payloads, out, ctx.size, self.bucket_size, self.bits, self.quantum_num)

@@ -59,14 +59,14 @@ class SignSGD(Compressor):
         return _majority(ctx.xp, super().aggregate(payloads, ctx))
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not (self.packed and ctx.xp.kernels.votes_encode):
+        if not (self.packed and ctx.kernels.votes_encode):
             return None
-        return ctx.xp.kernels.votes_encode(x), x  # no residual: a vote has none
+        return ctx.kernels.votes_encode(x), x  # no residual: a vote has none
 
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not (self.packed and ctx.xp.kernels.votes_encode):
+        if not (self.packed and ctx.kernels.votes_encode):
             return None
-        return ctx.xp.kernels.votes_mean(payloads, out, ctx.size)
+        return ctx.kernels.votes_mean(payloads, out, ctx.size)
 
     def reduced(self, payload: Payload, ctx: Context) -> Array:
         return _majority(ctx.xp, self.decompress(payload, ctx))

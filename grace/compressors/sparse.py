@@ -104,13 +104,13 @@ class Sparsifier(Scattered):
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         if type(self).add is not Sparsifier.add or type(self).aggregate is not Scattered.aggregate:
             return None
-        if not ctx.xp.kernels.sparse_mean:
+        if not ctx.kernels.sparse_mean:
             return None
         k = self.count(ctx.size)
         if k is not None and isinstance(payloads, Received) and self.uncoded(ctx.size):  # they are checked there
-            return ctx.xp.kernels.sparse_mean(payloads, out, ctx.size, k)
+            return ctx.kernels.sparse_mean(payloads, out, ctx.size, k)
         pairs = [self.parts(payload, ctx) for payload in payloads]  # the kernel looks where positions lie
-        return ctx.xp.kernels.sparse_mean(pairs, out, ctx.size)
+        return ctx.kernels.sparse_mean(pairs, out, ctx.size)
 
 
 @dataclass(frozen=True)

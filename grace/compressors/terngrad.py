@@ -62,14 +62,12 @@ class TernGrad(Blockwise):
         return blocks.scaled(xp, signs[:n], payload[1], self.block)
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if self.clip or not ctx.xp.kernels.levels_encode:
+        if self.clip or not ctx.kernels.levels_encode:
             return None
-        codes, scales, left = ctx.xp.kernels.levels_encode(
-            x, residual, self.block_size, 2, 0, ctx.rng("round"), ctx.undo
-        )
+        codes, scales, left = ctx.kernels.levels_encode(x, residual, self.block_size, 2, 0, ctx.rng("round"))
         return (codes, scales), left
 
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.xp.kernels.levels_encode:
+        if not ctx.kernels.levels_encode:
             return None
-        return ctx.xp.kernels.levels_mean(payloads, out, ctx.size, self.block_size, 2, 0)
+        return ctx.kernels.levels_mean(payloads, out, ctx.size, self.block_size, 2, 0)

@@ -73,17 +73,15 @@ class ThreeLC(Blockwise):
         return blocks.scaled(xp, trits[:n], payload[1], self.block)
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not ctx.xp.kernels.trits_encode:
+        if not ctx.kernels.trits_encode:
             return None
-        sent, scales, left = ctx.xp.kernels.trits_encode(
-            x, residual, self.block_size, self.sparsity, self.zero_run, ctx.undo
-        )
+        sent, scales, left = ctx.kernels.trits_encode(x, residual, self.block_size, self.sparsity, self.zero_run)
         return (sent, scales), left
 
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.xp.kernels.trits_encode:
+        if not ctx.kernels.trits_encode:
             return None
-        return ctx.xp.kernels.trits_mean(payloads, out, ctx.size, self.block_size, self.zero_run)
+        return ctx.kernels.trits_mean(payloads, out, ctx.size, self.block_size, self.zero_run)
 
 
 def _shorten(xp: Any, sent: Array) -> Array:

@@ -35,7 +35,7 @@ class Threshold(CodedSparsifier):
         return ctx.xp.nonzero((magnitude >= self.threshold) | ctx.xp.invert(ctx.xp.isfinite(x)))
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not ctx.xp.kernels.threshold_encode:
+        if not ctx.kernels.threshold_encode:
             return None
-        values, positions, left = ctx.xp.kernels.threshold_encode(x, residual, self.threshold)
+        values, positions, left = ctx.kernels.threshold_encode(x, residual, self.threshold)
         return (values, *self.write(positions, ctx)), left

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from grace.checks import fitting
+from grace.core import Calls
 from grace.kernels import Codes, Library, library
 from grace.packing import packed_size
 from grace.received import Received
@@ -52,47 +54,56 @@ def host_kernels(xp: Any) -> HostKernels | None:
 class HostKernels:
     """A `Library` for a backend's arrays. x is spent: what is left, where it is asked for, lies in its memory.
 
-    With ``undo``, of a `grace.core.Context`, what is left lies in the residual's own memory instead, and x, which is
-    noted there with it, has what the residual was.
+    `within` a step what is left may lie in the residual's own memory instead, and work may be put off.
     """
+
+    _undo: Undo | None = None
+    _calls: Calls | None = None
 
     def __init__(self, xp: Any, library: Library):
         self._xp, self.library, self.isa = xp, library, library.isa
         self._tables: dict[Any, Array] = {}
 
-    def signs_encode(
-        self, x: Array, residual: Array | None, block: int, undo: Undo | None = None
-    ) -> tuple[Array, Array, Array]:
+    def within(self, undo: Undo | None, calls: Calls | None) -> HostKernels:
+        """The kernels with what a `grace.core.Context` has.
+
+        ``undo``: what is left lies in the residual's own memory, and x, which is noted there with it, has what the
+        residual was. ``calls``: where kernels leave their work, but for those whose results' lengths depend on it.
+        """
+        kernels = object.__new__(type(self))
+        kernels.__dict__.update(self.__dict__, _undo=undo, _calls=calls)
+        return kernels
+
+    def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, Array, Array]:
         """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left (if there is a residual)."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         bits, scales = xp.part(-(-n // 8), "uint8"), xp.part(_count(n, block))
-        left, out, swap = self._left(x, residual, undo)
-        self.library.signs_encode(at(x), at(residual), out, at(bits), at(scales), n, block, xp.threads, swap)
-        self._note(x, residual, undo)
+        left, out, swap = self._left(x, residual)
+        where = at(x), at(residual), out, at(bits), at(scales)
+        encode = partial(self.library.signs_encode, *where, n, block, xp.threads, swap)
+        self._encode(encode, x, residual, bits, scales)
         return bits, scales, left
 
     def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
         """Each worker's bits and scales -> float32[n], in ``out`` if it is given."""
         out, kept = self._out(out, n), self._received(payloads, ("uint8", -(-n // 8)), ("float32", _count(n, block)))
         bits, scales = self._columns(kept)
-        self.library.signs_mean(bits, scales, len(kept), self._xp.address(out), n, block, self._xp.threads)
-        return out
+        at, threads = self._xp.address(out), self._xp.threads
+        return self._mean(partial(self.library.signs_mean, bits, scales, len(kept), at, n, block, threads), out, kept)
 
     def ints_encode(
-        self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None, undo: Undo | None = None
+        self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
     ) -> tuple[Array, Array, Array]:
         """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], what is left. ``rng``: rounds at random."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         codes, scales = xp.part(-(-n * bits // 8), "uint8"), xp.part(_count(n, block))
-        left, out, swap = self._left(x, residual, undo)
+        left, out, swap = self._left(x, residual)
         table, offsets, start = self._noise(rng, n)
-        noise = at(table), at(offsets), start
-        self.library.ints_encode(
-            at(x), at(residual), out, at(codes), at(scales), n, block, bits, *noise, xp.threads, swap
-        )
-        self._note(x, residual, undo)
+        where, noise = (at(x), at(residual), out, at(codes), at(scales)), (at(table), at(offsets), start)
+        encode = partial(self.library.ints_encode, *where, n, block, bits, *noise, xp.threads, swap)
+        self._encode(encode, x, residual, codes, scales, table, offsets)
         return codes, scales, left
 
     def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
@@ -100,21 +111,23 @@ class HostKernels:
         sizes = ("uint8", -(-n * bits // 8)), ("float32", _count(n, block))
         out, kept = self._out(out, n), self._received(payloads, *sizes)
         codes, scales = self._columns(kept)
-        self.library.ints_mean(codes, scales, len(kept), self._xp.address(out), n, block, bits, self._xp.threads)
-        return out
+        at, threads = self._xp.address(out), self._xp.threads
+        mean = partial(self.library.ints_mean, codes, scales, len(kept), at, n, block, bits, threads)
+        return self._mean(mean, out, kept)
 
     def levels_encode(
-        self, x: Array, residual: Array | None, block: int, bits: int, levels: int, rng: Rng, undo: Undo | None = None
+        self, x: Array, residual: Array | None, block: int, bits: int, levels: int, rng: Rng
     ) -> tuple[Array, Array, Array]:
         """float32[n] -> codes uint8[packed_size(bits, n)], scales float32[m], what is left. levels = 0: ternary."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         codes, scales = xp.part(packed_size(bits, n), "uint8"), xp.part(_count(n, block))
-        left, out, swap = self._left(x, residual, undo)
+        left, out, swap = self._left(x, residual)
         table, offsets, start = self._noise(rng if levels else None, n)
         where = at(x), at(residual), out, at(codes), at(scales), n, block, bits, levels, at(table), at(offsets)
-        self.library.levels_encode(*where, start if levels else rng.offset, rng.keys, xp.threads, swap)
-        self._note(x, residual, undo)
+        start = start if levels else rng.offset
+        encode = partial(self.library.levels_encode, *where, start, rng.keys, xp.threads, swap)
+        self._encode(encode, x, residual, codes, scales, table, offsets)
         return codes, scales, left
 
     def levels_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int, levels: int) -> Array:
@@ -123,34 +136,34 @@ class HostKernels:
         out, kept = self._out(out, n), self._received(payloads, *sizes)
         codes, scales = self._columns(kept)
         at, threads = self._xp.address(out), self._xp.threads
-        self.library.levels_mean(codes, scales, len(kept), at, n, block, bits, levels, threads)
-        return out
+        mean = partial(self.library.levels_mean, codes, scales, len(kept), at, n, block, bits, levels, threads)
+        return self._mean(mean, out, kept)
 
     def votes_encode(self, x: Array) -> tuple[Array, Array]:
         """float32[n] -> bits uint8[ceil(n/8)], flags uint8[ceil(n/8192)]."""
         xp, at, x = self._xp, self._xp.address, self._xp.contiguous(x)
         (n,) = xp.shape(x)
         bits, flags = xp.part(-(-n // 8), "uint8"), xp.part(-(-n // 8192), "uint8")
-        self.library.votes_encode(at(x), at(bits), at(flags), n, xp.threads)
+        encode = partial(self.library.votes_encode, at(x), at(bits), at(flags), n, xp.threads)
+        self._encode(encode, x, None, bits, flags)
         return bits, flags
 
     def votes_mean(self, payloads: Pairs, out: Array | None, n: int) -> Array:
         """Each worker's bits and flags -> float32[n], in ``out`` if it is given."""
         out, kept = self._out(out, n), self._received(payloads, ("uint8", -(-n // 8)), ("uint8", -(-n // 8192)))
         bits, flags = self._columns(kept)
-        self.library.votes_mean(bits, flags, len(kept), self._xp.address(out), n, self._xp.threads)
-        return out
+        at, threads = self._xp.address(out), self._xp.threads
+        return self._mean(partial(self.library.votes_mean, bits, flags, len(kept), at, n, threads), out, kept)
 
-    def halves_encode(
-        self, x: Array, residual: Array | None, block: int, undo: Undo | None = None
-    ) -> tuple[Array, Array, Array]:
+    def halves_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, Array, Array]:
         """float32[n] -> bits uint8[ceil(n/8)], means float32[2 m], what is left."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         bits, means = xp.part(-(-n // 8), "uint8"), xp.part(2 * _count(n, block))
-        left, out, swap = self._left(x, residual, undo)
-        self.library.halves_encode(at(x), at(residual), out, at(bits), at(means), n, block, xp.threads, swap)
-        self._note(x, residual, undo)
+        left, out, swap = self._left(x, residual)
+        where = at(x), at(residual), out, at(bits), at(means)
+        encode = partial(self.library.halves_encode, *where, n, block, xp.threads, swap)
+        self._encode(encode, x, residual, bits, means)
         return bits, means, left
 
     def halves_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
@@ -158,20 +171,20 @@ class HostKernels:
         sizes = ("uint8", -(-n // 8)), ("float32", 2 * _count(n, block))
         out, kept = self._out(out, n), self._received(payloads, *sizes)
         bits, means = self._columns(kept)
-        self.library.halves_mean(bits, means, len(kept), self._xp.address(out), n, block, self._xp.threads)
-        return out
+        at, threads = self._xp.address(out), self._xp.threads
+        return self._mean(partial(self.library.halves_mean, bits, means, len(kept), at, n, block, threads), out, kept)
 
     def trits_encode(
-        self, x: Array, residual: Array | None, block: int, sparsity: float, runs: bool, undo: Undo | None = None
+        self, x: Array, residual: Array | None, block: int, sparsity: float, runs: bool
     ) -> tuple[Array, Array, Array]:
         """float32[n] -> bytes uint8[K], scales float32[m], what is left."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         bytes_, scales = xp.empty(-(-n // 5), "uint8"), xp.part(_count(n, block))
-        left, out, swap = self._left(x, residual, undo)
+        left, out, swap = self._left(x, residual)
         where = at(x), at(residual), out, at(bytes_), at(scales)
         size = self.library.trits_encode(*where, n, block, sparsity, runs, xp.threads, swap)
-        self._note(x, residual, undo)
+        self._note(x, residual)
         return bytes_[:size], scales, left
 
     def trits_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, runs: bool) -> Array:
@@ -197,45 +210,41 @@ class HostKernels:
         block: int,
         codes: Codes,
         rng: Rng | None = None,
-        undo: Undo | None = None,
     ) -> tuple[tuple[Array, ...], Array]:
         """float32[n] -> the payload, codes uint8 and, of those that have them, scales; and what is left."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         payload = tuple(xp.part(size, dtype) for dtype, size in _parts(codes, n, block))
-        left, out, swap = self._left(x, residual, undo)
+        left, out, swap = self._left(x, residual)
         keys, start, table, offsets = None, 0, None, None
         if rng is not None:
             keys, start = rng.keys, rng.offset
             table, offsets, _ = self._noise(rng if codes.kind == "fp8" else None, n)
         codec = codes.with_random(keys, at(table), at(offsets), start)
         scales = at(payload[1]) if len(payload) > 1 else None
-        self.library.codes_encode(
-            at(x), at(residual), out, at(payload[0]), scales, n, block, codec, start, xp.threads, swap
-        )
-        self._note(x, residual, undo)
+        where = at(x), at(residual), out, at(payload[0]), scales
+        encode = partial(self.library.codes_encode, *where, n, block, codec, start, xp.threads, swap)
+        self._encode(encode, x, residual, *payload, codes, table, offsets)
         return payload, left
 
     def codes_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, codes: Codes) -> Array:
         """Each worker's codes, and scales if it has them -> float32[n], in ``out`` if it is given."""
         out, kept = self._out(out, n), self._received(payloads, *_parts(codes, n, block))
-        found, *scales = self._columns(kept)
-        codec = codes.with_random()
-        self.library.codes_mean(
-            found, scales[0] if scales else None, len(kept), self._xp.address(out), n, block, codec, self._xp.threads
-        )
-        return out
+        found, *others = self._columns(kept)
+        scales, codec = others[0] if others else None, codes.with_random()
+        at, threads = self._xp.address(out), self._xp.threads
+        mean = partial(self.library.codes_mean, found, scales, len(kept), at, n, block, codec, threads)
+        return self._mean(mean, out, kept, codes)
 
-    def topk_encode(
-        self, x: Array, residual: Array | None, k: int, undo: Undo | None = None
-    ) -> tuple[Array, Array, Array]:
+    def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[Array, Array, Array]:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         values, positions = xp.part(k), xp.part(k, "int32")
-        left, swap = (x, False) if undo is None or residual is None else (residual, True)
-        self.library.topk_encode(at(x), at(residual), at(left), at(values), at(positions), n, k, xp.threads, swap)
-        self._note(x, residual, undo)
+        left, swap = (x, False) if self._undo is None or residual is None else (residual, True)
+        where = at(x), at(residual), at(left), at(values), at(positions)
+        encode = partial(self.library.topk_encode, *where, n, k, xp.threads, swap)
+        self._encode(encode, x, residual, values, positions)
         return values, positions, left
 
     def threshold_encode(self, x: Array, residual: Array | None, bound: float) -> tuple[Array, Array, Array]:
@@ -299,15 +308,13 @@ class HostKernels:
                 return positions[:count]
             room = count
 
-    def corrected(
-        self, x: Array, u: Array, v: Array, momentum: float, nesterov: bool, undo: Undo | None = None
-    ) -> tuple[Array, Array]:
+    def corrected(self, x: Array, u: Array, v: Array, momentum: float, nesterov: bool) -> tuple[Array, Array]:
         """The next momentum, in memory of its own, and v with what that adds, as `grace.memories.dgc` has them."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
-        fresh, total, last = xp.empty(n), (x if undo is None else v), (None if undo is None else at(x))
+        fresh, total, last = xp.empty(n), (x if self._undo is None else v), (None if self._undo is None else at(x))
         self.library.correct(at(x), at(u), at(v), at(fresh), at(total), last, momentum, nesterov, n, xp.threads)
-        self._note(x, v, undo)
+        self._note(x, v)
         return fresh, total
 
     def sparse_mean(self, payloads: Pairs, out: Array | None, n: int, k: int | None = None) -> Array:
@@ -397,14 +404,31 @@ class HostKernels:
             self._tables[keys] = table
         return self._tables[keys]
 
-    def _left(self, x: Array, residual: Array | None, undo: Undo | None) -> tuple[Array, int | None, bool]:
+    def _left(self, x: Array, residual: Array | None) -> tuple[Array, int | None, bool]:
         # The array of what is left, its address if it is written, and whether x and the residual change places.
-        left, swap = (x, False) if undo is None or residual is None else (residual, True)
+        left, swap = (x, False) if self._undo is None or residual is None else (residual, True)
         return left, None if residual is None else self._xp.address(left), swap
 
-    def _note(self, x: Array, residual: Array | None, undo: Undo | None) -> None:
-        if undo is not None and residual is not None:
-            undo.append((residual, x))
+    def _encode(self, kernel: Callable[[], None], x: Array, residual: Array | None, *used: Any) -> None:
+        def call() -> None:
+            kernel()
+            self._note(x, residual)  # not before: until then the residual is where it was
+
+        self._do(call, *used)
+
+    def _mean(self, kernel: Callable[[], None], out: Array, *used: Any) -> Array:
+        self._do(kernel, out, *used)
+        return out
+
+    def _do(self, call: Callable[[], None], *used: Any) -> None:
+        if self._calls is None:
+            call()
+        else:
+            self._calls.add(call, *used)
+
+    def _note(self, x: Array, residual: Array | None) -> None:
+        if self._undo is not None and residual is not None:
+            self._undo.append((residual, x))
 
     def _out(self, out: Array | None, n: int) -> Array:
         return self._xp.empty(n) if out is None else out

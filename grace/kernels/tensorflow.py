@@ -137,9 +137,7 @@ class TensorflowKernels:
         found = library()
         self._xp, self.isa = xp, found.isa if found else ""
 
-    def signs_encode(
-        self, x: Tensor, residual: Tensor | None, block: int, undo: None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def signs_encode(self, x: Tensor, residual: Tensor | None, block: int) -> tuple[Tensor, Tensor, Tensor]:
         """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left."""
         return signs_encode(x, residual, block, self._xp.threads)
 
@@ -150,7 +148,7 @@ class TensorflowKernels:
             return signs_mean(bits, scales, n, block, self._xp.threads)
 
     def ints_encode(
-        self, x: Tensor, residual: Tensor | None, block: int, bits: int, rng: Rng | None, undo: None = None
+        self, x: Tensor, residual: Tensor | None, block: int, bits: int, rng: Rng | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], what is left. ``rng``: rounds at random."""
         if rng is None:
@@ -165,9 +163,7 @@ class TensorflowKernels:
         with _refusals():
             return ints_mean(codes, scales, n, block, bits, self._xp.threads)
 
-    def topk_encode(
-        self, x: Tensor, residual: Tensor | None, k: int, undo: None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def topk_encode(self, x: Tensor, residual: Tensor | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
         return topk_encode(x, residual, k, self._xp.threads)
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from grace.backends.base import Unavailable
 from grace.blocks import block_count
-from grace.kernels.host import Pairs, Undo, fitted
+from grace.kernels.host import Pairs, fitted
 from grace.rng import MASK32, Rng
 
 Array = Any
@@ -358,7 +358,7 @@ def topk_take(
 
 # -- on arrays ---------------------------------------------------------------------------------------------------------
 class TritonKernels:
-    """As `grace.kernels.host.HostKernels`, of a device's tensors; x takes what is left, ``undo`` or not.
+    """As `grace.kernels.host.HostKernels`, of a device's tensors; x takes what is left, also `within` a step.
 
     A kernel that cannot be compiled or launched is `Unavailable`: nothing was written to then.
     """
@@ -371,9 +371,11 @@ class TritonKernels:
     def __init__(self, xp: Any, give_up: Callable[[Exception], None]):
         self._xp, self._give_up = xp, give_up
 
-    def signs_encode(
-        self, x: Array, residual: Array | None, block: int, undo: Undo | None = None
-    ) -> tuple[Array, Array, Array]:
+    def within(self, undo: Any, calls: Any) -> TritonKernels:
+        """These kernels: a device does not wait for them, and needs neither."""
+        return self
+
+    def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, Array, Array]:
         """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left (if there is a residual)."""
         xp, (n,), add = self._xp, x.shape, residual is not None
         m = block_count(n, block or None)
@@ -398,7 +400,7 @@ class TritonKernels:
         return self._mean(signs_mean, fitted(self._xp, payloads, *sizes), out, n, BLOCK=block)
 
     def ints_encode(
-        self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None, undo: Undo | None = None
+        self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
     ) -> tuple[Array, Array, Array]:
         """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], what is left. ``rng``: rounds at random."""
         xp, (n,) = self._xp, x.shape
@@ -426,9 +428,7 @@ class TritonKernels:
         sizes = ("uint8", -(-n * bits // 8)), ("float32", block_count(n, block or None))
         return self._mean(ints_mean, fitted(self._xp, payloads, *sizes), out, n, BLOCK=block, BITS=bits)
 
-    def topk_encode(
-        self, x: Array, residual: Array | None, k: int, undo: Undo | None = None
-    ) -> tuple[Array, Array, Array]:
+    def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[Array, Array, Array]:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
         xp, (n,), add = self._xp, x.shape, residual is not None
         values, positions = xp.part(k), xp.part(k, "int32")

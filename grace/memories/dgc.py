@@ -61,7 +61,7 @@ class DGC(Memory):
             x = x * xp.where(norm > limit, limit / xp.where(norm == 0, 1.0, norm), 1.0)
         u, v = state["momentum"], state["residual"]
         if xp.kernels and xp.kernels.corrected:
-            u, v = xp.kernels.corrected(x, u, v, self.momentum, self.nesterov, ctx.undo)
+            u, v = ctx.kernels.corrected(x, u, v, self.momentum, self.nesterov)
             return v, {"momentum": u, "residual": v}
         if not 0 < xp.piece < ctx.size:
             u, step = self._momentum(x, u)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from grace.core import Combine, Compressor
-from grace.layout import FIRST_BUCKET_MB
+from grace.layout import grouped
 from grace.planner.costs import MIN_NUMEL, Cluster, Codec
 from grace.planner.options import Action, Kind
 from grace.planner.profile import Profile, TensorProfile
@@ -126,16 +127,8 @@ Bucket = list[TensorProfile]
 
 
 def buckets(profile: Profile, bucket_mb: float = BUCKET_MB) -> list[Bucket]:
-    """The tensors as GRACE lays them into buckets: closed once full, the first one small."""
-    found: list[Bucket] = []
-    room = 0.0
-    for tensor in profile.tensors:
-        if room <= 0:
-            room = 2**20 * (bucket_mb if found else min(FIRST_BUCKET_MB, bucket_mb))
-            found.append([])
-        found[-1].append(tensor)
-        room -= 4 * tensor.size
-    return found
+    """The tensors as GRACE lays them into buckets."""
+    return grouped(profile.tensors, bucket_mb, MIN_NUMEL)
 
 
 def step(
@@ -146,10 +139,11 @@ def step(
     shrink: float = 1.0,
 ) -> float:
     """Seconds of a step with a method, None: dense. ``shrink``: dense bytes are divided by it, for nothing."""
-    backward, chains = [], []
-    for bucket in buckets(profile, bucket_mb):
-        backward.append(sum(tensor.backward for tensor in bucket))
-        chains.append(_chain(bucket, cluster, method, shrink))
+    laid = buckets(profile, bucket_mb)
+    ends = dict(zip(profile.tensors, accumulate(tensor.backward for tensor in profile.tensors), strict=True))
+    ready = [max(ends[tensor] for tensor in bucket) for bucket in laid]  # of a backward pass, when it is complete
+    backward = [end - begin for begin, end in pairwise([0.0, *ready])]
+    chains = [_chain(bucket, cluster, method, shrink) for bucket in laid]
     return profile.forward + Timeline(backward, chains, deferred=True).seconds
 
 

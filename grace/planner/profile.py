@@ -26,6 +26,11 @@ class TensorProfile:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a float32 gradient."""
+        return 4 * self.size
+
 
 @dataclass(frozen=True)
 class Profile:

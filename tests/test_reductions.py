@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 from launch import launch
-from workers.reductions import DTYPES, GATHERED, SIZES, passed, values
+from workers.reductions import BESIDE, DTYPES, GATHERED, SIZES, passed, values
 
 pytestmark = pytest.mark.processes
 
@@ -39,6 +39,25 @@ def test_gathers_that_are_under_way_together_do_not_mix(found):
             assert len(buffers) == len(found)
             for rank, buffer in enumerate(buffers):
                 np.testing.assert_array_equal(buffer, values(rank, "int8", size).view(np.uint8))
+
+
+@pytest.mark.parametrize("number", range(len(BESIDE)))
+def test_small_sums_travel_with_what_is_gathered(found, number):
+    gathered, summed = BESIDE[number]
+    codes = [values(rank, "int8", gathered).view(np.uint8) for rank in range(len(found))]
+    numbers = [values(rank, "float32", summed) for rank in range(len(found))]
+    total = functools.reduce(np.add, numbers)
+    mean = total / np.float32(len(found))
+    small = 8 * summed <= 2**18 and 8 * summed * (len(found) - 2) <= gathered / 4
+    for worker in found:
+        payloads, means, (whole,), messages = worker["carried"][number]
+        for payload, sent, first in zip(payloads, codes, numbers, strict=True):
+            np.testing.assert_array_equal(payload[0], sent)
+            np.testing.assert_array_equal(payload[1], first[:3])
+        for result, expected in ((whole, total), (means[0], mean[:7]), (means[1], mean[7:].reshape(-1, 2))):
+            error = 0 if 8 * summed <= 2**18 else 1e-5  # gloo adds in an order of its own
+            np.testing.assert_allclose(result, expected, rtol=error, atol=10 * error)
+        assert messages == (0 if small else 1)
 
 
 def test_what_each_worker_is_sent_arrives_with_others_under_way(found):

@@ -6,6 +6,7 @@ import numpy as np
 
 SIZES = (1, 2, 5, 1001, 2**18 + 3)  # the last one is above what workers reduce directly
 GATHERED = (10, 2**20 + 7, 2**20 + 1, 3 * 2**20)  # the first one is left to gloo, the others are handed on
+BESIDE = ((10_001, 101), (10_001, 1001), (2**20 + 1, 2**15 + 1))  # bytes that are gathered, and numbers that are summed
 PASSED = (0, 10, 2**18 + 1, 2**20)  # from one worker to another
 DTYPES = ("int8", "int64", "float16", "float32", "float64")
 
@@ -17,6 +18,29 @@ def values(rank, dtype, size):
 def passed(call, sender, receiver):
     size = PASSED[(call + sender + 2 * receiver) % len(PASSED)]
     return values(10 * sender + receiver, "int8", size).view(np.uint8)
+
+
+def carried(transport, rank, gathered, summed):
+    """What a round brings: what was gathered, a mean of two arrays, and a sum; and how many messages were reduced."""
+    import torch
+
+    from grace.collectives import Gather, Reduce
+
+    numbers, begin = torch.from_numpy(values(rank, "float32", summed)), transport.reduce
+    codes = torch.from_numpy(values(rank, "int8", gathered).view(np.uint8))
+    reduced = []
+    transport.reduce = lambda *args: (reduced.append(args), begin(*args))[1]
+    try:
+        asked = (
+            Gather((codes, numbers[:3])),
+            Reduce((numbers[:7], numbers[7:].reshape(-1, 2))),
+            Reduce((numbers,), "sum"),
+        )
+        payloads, mean, total = transport.start(asked, "round")()
+    finally:
+        del transport.reduce
+    payloads = [[array.numpy() for array in payload] for payload in payloads]
+    return payloads, [array.numpy() for array in mean], [array.numpy() for array in total], len(reduced)
 
 
 def main():
@@ -46,6 +70,7 @@ def main():
             transport.reduce(torch.ones(5), "sum", "between")()
     last_first = [[buffer.numpy() for buffer in wait()] for wait in waits[::-1]]
     found["gathered"], found["passed"] = last_first[::-1][::2], last_first[::-1][1::2]
+    found["carried"] = [carried(transport, rank, *sizes) for sizes in BESIDE]
     save(sys.argv[1], rank, found)
     leave_gloo()
 

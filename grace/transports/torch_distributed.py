@@ -21,6 +21,9 @@ from grace.transports.messages import MessageTransport, Wait
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 LARGE = 2**20
 """Bytes from which on workers on CPUs hand gathered messages on themselves instead of by gloo's gather."""
+BETWEEN_TWO = 2**14
+"""The same of two workers. gloo's gather goes one way and then the other there: that a receiver is ready is said behind
+what it sends itself."""
 TAGS = 2**20
 """After so many the tags of messages from worker to worker begin anew; 0 is everybody's."""
 SMALL = 2**18
@@ -108,7 +111,8 @@ class TorchDistributedTransport(MessageTransport):
 
     def gather(self, buffer: Array, name: str) -> Wait:
         buffer = buffer.contiguous()
-        if self.size > 1 and buffer.device.type == "cpu" and buffer.shape[0] > LARGE:
+        large = BETWEEN_TWO if self.size == 2 else LARGE
+        if self.size > 1 and buffer.device.type == "cpu" and buffer.shape[0] > large:
             return self._gather_around(buffer, name)
         gathered = self.xp.empty(self.size * buffer.shape[0], "uint8")
         work = ALL_GATHER(gathered, buffer, self._group, async_op=True)

@@ -1,10 +1,11 @@
-"""What torch.distributed carries between real workers: collectives that they make themselves, and gloo's."""
+"""What torch.distributed and Horovod carry between real workers: collectives made here, and gloo's."""
 
 import functools
 
 import numpy as np
 import pytest
 from launch import launch
+from workers import swaps
 from workers.reductions import BESIDE, DTYPES, GATHERED, SIZES, passed, values
 
 pytestmark = pytest.mark.processes
@@ -67,3 +68,13 @@ def test_what_each_worker_is_sent_arrives_with_others_under_way(found):
             assert len(buffers) == len(found)
             for sender, buffer in enumerate(buffers):
                 np.testing.assert_array_equal(buffer, passed(call, sender, receiver))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_two_workers_of_horovod_swap_what_they_gather(count, tmp_path):
+    for worker in launch("horovodrun", count, "swaps.py", tmp_path, timeout=120):
+        for size, buffers in zip(swaps.SIZES, worker["gathered"], strict=True):
+            assert len(buffers) == count
+            for rank, buffer in enumerate(buffers):
+                np.testing.assert_array_equal(buffer, swaps.values(rank, size))
+        assert worker["summed"] == (4 if count == 2 else 0)

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 
 SIZES = (1, 2, 5, 1001, 2**18 + 3)  # the last one is above what workers reduce directly
-GATHERED = (10, 2**20 + 7, 2**20 + 1, 3 * 2**20)  # the first one is left to gloo, the others are handed on
+GATHERED = (10, 2**14 + 5, 2**20 + 7, 2**20 + 1, 3 * 2**20)  # the first one is left to gloo, the others are handed on
 BESIDE = ((10_001, 101), (10_001, 1001), (2**20 + 1, 2**15 + 1))  # bytes that are gathered, and numbers that are summed
 PASSED = (0, 10, 2**18 + 1, 2**20)  # from one worker to another
 DTYPES = ("int8", "int64", "float16", "float32", "float64")

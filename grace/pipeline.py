@@ -461,10 +461,10 @@ class Grace:
             while not self.advance():
                 pass
             means: dict[str, Array | None] = dict(self._switched)
-            with self.xp.quiet():
+            elements = sum(math.prod(unit.shape) for _, flat in self._flights for unit in flat)
+            with self.xp.quiet(), self.xp.together(elements):
                 for flight, flat in self._flights:
-                    elements = sum(math.prod(unit.shape) for unit in flat)
-                    with self.trace.span("decompress", flight.name), self.xp.together(elements):
+                    with self.trace.span("decompress", flight.name):
                         levels = {unit: self._level(unit) for unit in flat}
                         found, counts = self._commit(flight, flat, levels)
                         self._meter.add(counts)

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -50,6 +49,7 @@ class TorchDistributedTransport(MessageTransport):
     """
 
     _timeout = Transport.timeout
+    _limit = _delta(Transport.timeout)
 
     def __init__(self, group: Any = None):
         if not dist.is_initialized():
@@ -75,12 +75,12 @@ class TorchDistributedTransport(MessageTransport):
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         # gloo's own limit follows: a worker that gives up could not end before gloo does, after half an hour.
-        self._timeout = seconds
+        self._timeout, self._limit = seconds, _delta(seconds)
         group = dist.group.WORLD if self._group is None else self._group
         if "cpu:gloo" in dist.get_backend_config(group):
             backend = group._get_backend(torch.device("cpu"))
             if hasattr(backend, "_set_default_timeout"):
-                backend._set_default_timeout(_delta(seconds))
+                backend._set_default_timeout(self._limit)
 
     @property
     def node_size(self) -> int:
@@ -104,7 +104,7 @@ class TorchDistributedTransport(MessageTransport):
         work = dist.all_reduce(buffer, OPS[op][0], self._group, async_op=True)
 
         def finish() -> Array:
-            self._wait(work, name, buffer)
+            self._wait(name, buffer, work)
             return buffer
 
         return finish
@@ -118,29 +118,27 @@ class TorchDistributedTransport(MessageTransport):
         work = ALL_GATHER(gathered, buffer, self._group, async_op=True)
 
         def finish() -> list[Array]:
-            self._wait(work, name, buffer)
+            self._wait(name, buffer, work)
             return list(gathered.view(self.size, -1))
 
         return finish
 
-    def _wait(self, work: Any, name: str, buffer: Array) -> None:
+    def _wait(self, name: str, buffer: Array, *works: Any) -> None:
         if buffer.device.type != "cpu":
-            work.wait()  # a time limit would hold the host up; NCCL has a watchdog of its own
+            for work in works:
+                work.wait()  # a time limit would hold the host up; NCCL has a watchdog of its own
             return
-        with self._lost(name):
-            work.wait(_delta(self.timeout))
-
-    @contextmanager
-    def _lost(self, name: str) -> Iterator[None]:
-        # What gloo raises inside is about other workers: one that is gone is noticed when something is sent to it, too.
         try:
-            yield
+            for work in works:
+                work.wait(self._limit)
         except RuntimeError as error:
-            if "imed out" in str(error):
-                raise self.late(name) from error
-            raise ConnectionError(
-                f"worker {self.rank} of {self.size} has lost another one at {name!r}: {error}"
-            ) from error
+            raise self._lost(name, error) from error
+
+    def _lost(self, name: str, error: RuntimeError) -> Exception:
+        # What gloo raises inside is about other workers: one that is gone is noticed when something is sent to it, too.
+        if "imed out" in str(error):
+            return self.late(name)
+        return ConnectionError(f"worker {self.rank} of {self.size} has lost another one at {name!r}: {error}")
 
     def _gather_around(self, buffer: Array, name: str) -> Wait:
         # Each worker hands on to the next one what came from the one before, as gloo's own gather does, which takes
@@ -155,11 +153,10 @@ class TorchDistributedTransport(MessageTransport):
 
         def finish() -> list[Array]:
             for part, work in zip(parts[1:], coming, strict=True):
-                self._wait(work, name, part)
+                self._wait(name, part, work)
                 if len(leaving) < len(coming):
                     leaving.append(self._send(part, self.rank + 1, tag, name))
-            for work in leaving:
-                self._wait(work, name, buffer)
+            self._wait(name, buffer, *leaving)
             return [parts[(self.rank - worker) % self.size] for worker in range(self.size)]
 
         return finish
@@ -198,19 +195,22 @@ class TorchDistributedTransport(MessageTransport):
                 works.append(self._send(buffers[to], to, tag, name))
 
         def finish() -> list[Array]:
-            for work in works:
-                self._wait(work, name, buffers[self.rank])
+            self._wait(name, buffers[self.rank], *works)
             return places
 
         return finish
 
     def _send(self, buffer: Array, rank: int, tag: int, name: str) -> Any:
-        with self._lost(name):
+        try:
             return dist.isend(buffer, self._global(rank % self.size), self._group, tag)
+        except RuntimeError as error:
+            raise self._lost(name, error) from error
 
     def _receive(self, place: Array, rank: int, tag: int, name: str) -> Any:
-        with self._lost(name):
+        try:
             return dist.irecv(place, self._global(rank % self.size), self._group, tag)
+        except RuntimeError as error:
+            raise self._lost(name, error) from error
 
     def _next_tag(self) -> int:
         # One for all messages from worker to worker of a collective: several are under way together, and parts of them
@@ -240,7 +240,7 @@ class TorchDistributedTransport(MessageTransport):
         work = dist.broadcast(buffer, self._global(root), self._group, async_op=True)
 
         def finish() -> Array:
-            self._wait(work, name, buffer)
+            self._wait(name, buffer, work)
             return buffer
 
         return finish
@@ -256,7 +256,7 @@ class TorchDistributedTransport(MessageTransport):
         )
 
         def finish() -> list[Array]:
-            self._wait(work, name, received)
+            self._wait(name, received, work)
             return list(received.split(sizes))
 
         return finish

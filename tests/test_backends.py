@@ -275,6 +275,12 @@ def test_products_of_factors(ops, products, a, b, r):
         ops.xp.part_product(given, ops.xp.asarray(p, "float32"), ops.xp.asarray(q, "float32"), rest)
         assert np.array_equal(ops.xp.to_numpy(given), found)
         assert np.array_equal(ops.xp.to_numpy(rest), x - found)
+        others = [mixed(a * r, seed=3, special=False).reshape(a, r), mixed(r * b, seed=4, special=False).reshape(r, b)]
+        given, *pairs = (ops.xp.asarray(each.copy(), "float32") for each in (x, p, q, *others))
+        ops.xp.part_product(given, *pairs[:2], rest, tuple(pairs[2:]))
+        assert np.array_equal(ops.xp.to_numpy(given), found)
+        taken = (others[0].astype(float) @ others[1]).reshape(-1)
+        np.testing.assert_allclose(ops.xp.to_numpy(rest), x - taken, atol=1e-5)
 
 
 @pytest.mark.parametrize(("a", "b", "r"), MATRICES)
@@ -292,6 +298,11 @@ def test_factors_of_matrices(ops, products, a, b, r):
         assert np.array_equal(ops.xp.to_numpy(given), total)
         assert np.array_equal(ops.xp.to_numpy(kept), residual)
         np.testing.assert_allclose(found, total.astype(float) @ q.T, atol=1e-5 * b**0.5 * (4 + abs(residual).max()))
+        given, columns = ops.xp.asarray(before.copy(), "float32"), ops.xp.asarray(p, "float32")
+        found = ops.xp.to_numpy(ops.xp.right_factor(columns, given, kept))
+        assert np.array_equal(ops.xp.to_numpy(given), total)
+        assert np.array_equal(ops.xp.to_numpy(kept), residual)
+        np.testing.assert_allclose(found, p.T.astype(float) @ total, atol=1e-5 * a**0.5 * (4 + abs(residual).max()))
 
 
 def test_mended(ops):

@@ -894,6 +894,15 @@ def test_parts_and_products_have_the_same_bits_everywhere(lib, a, b, r, threads,
     lib.part(given.address, *factors, rest.address, a, b, r, threads)
     equal(rest.check(), left)
     equal(given.check(), whole)
+    others = Memory.of(vector(a * r, 3), 8), Memory.of(vector(r * b, 4), 4)
+    with np.errstate(all="ignore"):
+        less, _ = in_order(
+            x.reshape(a, b), *(m.array.reshape(s) for m, s in zip(others, ((a, r), (r, b)), strict=True))
+        )
+    given = Memory.of(x, odd)
+    lib.part(given.address, *factors, rest.address, a, b, r, threads, tuple(m.address for m in others))
+    equal(rest.check(), less)
+    equal(given.check(), whole)
     lib.product(None, *factors, given.address, a, b, r, threads)
     equal(given.check(), whole)
     given = Memory.of(x, odd)
@@ -940,6 +949,13 @@ def test_a_residual_is_added_on_the_way(lib, a, b, r, threads):
     equal(matrix.check(), m + residual)
     equal(kept.check(), residual)
     lib.left(matrix.address, None, rows.address, plain.address, a, b, r)
+    equal(found.check(), plain.check())
+    p = Memory.of(vector(a * r, 3), 12)
+    matrix, found, plain = Memory.of(m, 4), Memory(r * b, np.float32, 4), Memory(r * b, np.float32, 4)
+    lib.right(matrix.address, p.address, found.address, a, b, r, threads, kept.address)
+    equal(matrix.check(), m + residual)
+    equal(kept.check(), residual)
+    lib.right(matrix.address, p.address, plain.address, a, b, r)
     equal(found.check(), plain.check())
 
 

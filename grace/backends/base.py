@@ -414,8 +414,10 @@ class Backend(ABC):
             self.add_to(self.reshape(matrix, (-1,)), residual)
         return matrix @ self.transpose(q)
 
-    def right_factor(self, p: Array, matrix: Array) -> Array:
-        """pᵀ matrix[a, b] for p[a, r]: float32[r, b]."""
+    def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
+        """pᵀ matrix[a, b] for p[a, r]: float32[r, b]. ``residual``: as of `left_factor`."""
+        if residual is not None:
+            self.add_to(self.reshape(matrix, (-1,)), residual)
         return self.transpose(p) @ matrix
 
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
@@ -427,10 +429,13 @@ class Backend(ABC):
         """The vector x minus the product p[a, r] q[r, b], but may reuse x's memory: x is spent."""
         return self.subtract_from(x, self.reshape(p @ q, (-1,)))
 
-    def part_product(self, x: Array, p: Array, q: Array, rest: Array) -> None:
-        """Write to ``rest`` the vector x minus the product p[a, r] q[r, b], and to x the product; where `mutable`."""
+    def part_product(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
+        """Write to ``rest`` the vector x minus the product p[a, r] q[r, b], and to x the product; where `mutable`.
+
+        ``taken``: two others of these shapes, whose product is subtracted instead.
+        """
         self.write(rest, x)
-        self.subtract_product(rest, p, q)
+        self.subtract_product(rest, *(taken or (p, q)))
         self.product_into(x, p, q)
 
     @abstractmethod

@@ -262,8 +262,8 @@ class NumpyBackend(Backend):
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
         return (self.kernels.left_factor if self.kernels else left_factor)(matrix, q, residual)
 
-    def right_factor(self, p: Array, matrix: Array) -> Array:
-        return self.kernels.right_factor(p, matrix) if self.kernels else right_factor(p, matrix)
+    def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
+        return (self.kernels.right_factor if self.kernels else right_factor)(p, matrix, residual)
 
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
         if self.kernels:
@@ -278,11 +278,8 @@ class NumpyBackend(Backend):
             x[part] -= product
         return x
 
-    def part_product(self, x: Array, p: Array, q: Array, rest: Array) -> None:
-        if self.kernels:
-            self.kernels.part(x, p, q, rest)
-            return
-        part_product(x, p, q, rest)
+    def part_product(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
+        (self.kernels.part if self.kernels else part_product)(x, p, q, rest, taken)
 
     def svd(self, x: Array) -> tuple[Array, Array, Array]:
         u, s, vt = np.linalg.svd(x, full_matrices=False)
@@ -431,11 +428,18 @@ def left_factor(matrix: Array, q: Array, residual: Array | None = None) -> Array
     return p
 
 
-def right_factor(p: Array, matrix: Array) -> Array:
-    """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; some rows after the other, but enough to pay for adding them up."""
+def right_factor(p: Array, matrix: Array, residual: Array | None = None) -> Array:
+    """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; some rows after the other, but enough to pay for adding them up.
+
+    m becomes m + residual first, if given.
+    """
     q = np.zeros((p.shape[1], matrix.shape[1]), np.float32)
-    for rows in _rows(matrix.shape[0], matrix.shape[1], least=4 * p.shape[1]):
-        q += p[rows].T @ matrix[rows]
+    b = matrix.shape[1]
+    for rows in _rows(matrix.shape[0], b, least=4 * p.shape[1]):
+        part = matrix[rows]
+        if residual is not None:
+            part += residual[rows.start * b : rows.stop * b].reshape(-1, b)
+        q += p[rows].T @ part
     return q
 
 
@@ -463,15 +467,17 @@ def write_product(out: Array, p: Array, q: Array) -> None:
         np.matmul(p[rows], q, out=out[rows.start * b : rows.stop * b].reshape(-1, b))
 
 
-def part_product(x: Array, p: Array, q: Array, rest: Array) -> None:
-    """`Backend.part_product`. The product is made in its place, so that two arrays stay in a cache and not three."""
-    b = q.shape[1]
+def part_product(x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
+    """`Backend.part_product`. Products are made in their place, so that two arrays stay in a cache and not three."""
+    b, (taken_p, taken_q) = q.shape[1], taken or (p, q)
     for rows in _rows(p.shape[0], b):
         part = slice(rows.start * b, rows.stop * b)
         product, left = x[part], rest[part]
         np.copyto(left, product)
-        np.matmul(p[rows], q, out=product.reshape(-1, b))
+        np.matmul(taken_p[rows], taken_q, out=product.reshape(-1, b))
         np.subtract(left, product, out=left)
+        if taken is not None:
+            np.matmul(p[rows], q, out=product.reshape(-1, b))
 
 
 def _height(b: int) -> int:

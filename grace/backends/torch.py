@@ -556,12 +556,12 @@ class TorchBackend(Backend):
             return super().left_factor(matrix, q, residual)
         return torch.from_numpy(left_factor(matrix.numpy(), q.numpy(), None if residual is None else residual.numpy()))
 
-    def right_factor(self, p: Array, matrix: Array) -> Array:
+    def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
         if self._native:
-            return self._native.right_factor(p, matrix)
+            return self._native.right_factor(p, matrix, residual)
         if self._threaded:
-            return super().right_factor(p, matrix)
-        return torch.from_numpy(right_factor(p.numpy(), matrix.numpy()))
+            return super().right_factor(p, matrix, residual)
+        return torch.from_numpy(right_factor(p.numpy(), matrix.numpy(), None if residual is None else residual.numpy()))
 
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
         if self._native:
@@ -582,13 +582,14 @@ class TorchBackend(Backend):
             x[part].sub_(product)
         return x
 
-    def part_product(self, x: Array, p: Array, q: Array, rest: Array) -> None:
+    def part_product(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
         if self._native:
-            self._native.part(x, p, q, rest)
+            self._native.part(x, p, q, rest, taken)
         elif not self.on_host:
-            super().part_product(x, p, q, rest)
+            super().part_product(x, p, q, rest, taken)
         else:
-            part_product(x.numpy(), p.numpy(), q.numpy(), rest.numpy())
+            others = None if taken is None else (taken[0].numpy(), taken[1].numpy())
+            part_product(x.numpy(), p.numpy(), q.numpy(), rest.numpy(), others)
 
     @property
     def _threaded(self) -> bool:

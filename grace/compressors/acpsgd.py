@@ -25,22 +25,53 @@ class ACPSGD(LowRank):
     """
 
     combine = Combine.AGREED
+    marked = True
 
     def init(self, ctx: Context) -> State:
         a, b, _ = self.sizes(ctx)
         return {"p": ctx.xp.transpose(self.directions(ctx, "p", a)), "q": self.directions(ctx, "q", b)}
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        xp, (a, b, r) = ctx.xp, self.sizes(ctx)
+        return self._agreed(x, None, state, ctx)
+
+    def compensated(self, x: Array, residual: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        return self._agreed(x, residual, state, ctx)
+
+    def _agreed(self, x: Array, residual: Array | None, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        xp, (a, b, _) = ctx.xp, self.sizes(ctx)
         matrix, even = xp.reshape(x, (a, b)), ctx.step % 2 == 0
-        p = xp.qr(xp.transpose(self.revived(xp.transpose(state["p"]), ctx, "p")))
-        q = xp.transpose(xp.qr(xp.transpose(self.revived(state["q"], ctx, "q"))))
-        room = max(a, b) * r
-        if xp.traced:  # one graph serves both kinds of steps: it makes both factors and sends one
-            mine = xp.choose(even, self._factor(matrix, q, True, room, xp), self._factor(matrix, p, False, room, xp))
-            length: Any = xp.choose(even, xp.asarray(a * r, "int64"), xp.asarray(b * r, "int64"))
+        if xp.traced:
+            return (yield from self._either(matrix, state, ctx, even))
+        if even:
+            q = self._columns(state, ctx)
+            mine = xp.left_factor(matrix, q, residual)
         else:
-            mine, length = self._factor(matrix, q if even else p, even, room, xp), (a if even else b) * r
+            p = self._rows(state, ctx)
+            mine = xp.right_factor(p, matrix, residual)
+        (mean,) = yield Reduce((mine,), "mean")
+        pairs = (mean, q, mine, q) if even else (p, mean, p, mine)
+        return pairs, {"p": pairs[0], "q": pairs[1]}
+
+    def _rows(self, state: State, ctx: Context) -> Array:
+        # float32[a, r], orthonormal: what Q is taken on.
+        xp = ctx.xp
+        return xp.qr(xp.transpose(self.revived(xp.transpose(state["p"]), ctx, "p")))
+
+    def _columns(self, state: State, ctx: Context) -> Array:
+        # float32[r, b], orthonormal: what P is taken on.
+        xp = ctx.xp
+        return xp.transpose(xp.qr(xp.transpose(self.revived(state["q"], ctx, "q"))))
+
+    def _either(self, matrix: Array, state: State, ctx: Context, even: Any) -> Program[tuple[Payload, State]]:
+        # One graph serves both kinds of steps: it makes both factors, as long as the longer one, and sends one.
+        xp, (a, b, r) = ctx.xp, self.sizes(ctx)
+        p, q, room = self._rows(state, ctx), self._columns(state, ctx), max(a, b) * r
+
+        def flat(factor: Array) -> Array:
+            return xp.pad(xp.reshape(factor, (-1,)), room)
+
+        mine = xp.choose(even, flat(xp.left_factor(matrix, q)), flat(xp.right_factor(p, matrix)))
+        length: Any = xp.choose(even, xp.asarray(a * r, "int64"), xp.asarray(b * r, "int64"))
         (mean,) = yield Reduce((mine[:length],), "mean")
         mean = xp.reshape(xp.concat([mean, xp.zeros(room)])[:room], (room,))
         pairs = []
@@ -53,11 +84,12 @@ class ACPSGD(LowRank):
         p, q = self.factors(payload, ctx)
         return ctx.xp.reshape(p @ q, (-1,))
 
+    def decompress_into(self, out: Array, payload: Payload, ctx: Context) -> Array:
+        return ctx.xp.product_into(out, *self.factors(payload, ctx))
+
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         # Against what this worker put in, not against the mean.
         return ctx.xp.subtract_product(x, payload[2], payload[3])
 
-    def _factor(self, matrix: Array, basis: Array, even: bool, room: int, xp: Any) -> Array:
-        # P = M Qᵀ or Q = Pᵀ M, flat, lengthened to the longer one's size.
-        factor = xp.left_factor(matrix, basis) if even else xp.right_factor(basis, matrix)
-        return xp.pad(xp.reshape(factor, (-1,)), room)
+    def part(self, x: Array, payload: Payload, rest: Array, ctx: Context) -> None:
+        ctx.xp.part_product(x, *self.factors(payload, ctx), rest, (payload[2], payload[3]))

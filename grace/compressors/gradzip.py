@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from grace.collectives import Reduce
@@ -31,16 +32,30 @@ class GradZip(WarmStarted):
             raise ValueError(f"ridge={self.ridge!r} must be positive: it keeps the solves regular")
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        return self._agreed(x, None, state, ctx)
+
+    def compensated(self, x: Array, residual: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        return self._agreed(x, residual, state, ctx)
+
+    def _agreed(self, x: Array, residual: Array | None, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp = ctx.xp
         a, b, _ = self.sizes(ctx)
         matrix = xp.reshape(x, (a, b))
-        (p,) = yield Reduce((self._fit(xp.transpose(matrix), self.revived(state["q"], ctx, "q"), ctx),), "mean")
-        (q,) = yield Reduce((self._fit(matrix, p, ctx),), "mean")
+
+        def left(rows: Array) -> Array:
+            return xp.transpose(xp.left_factor(matrix, rows, residual))
+
+        def right(rows: Array) -> Array:
+            return xp.right_factor(xp.transpose(rows), matrix)
+
+        (p,) = yield Reduce((self._fit(left, self.revived(state["q"], ctx, "q"), ctx),), "mean")
+        (q,) = yield Reduce((self._fit(right, p, ctx),), "mean")
         return (xp.transpose(p), q), {"q": q}
 
-    def _fit(self, matrix: Array, rows: Array, ctx: Context) -> Array:
-        # [m, k], [r, m] -> [r, k], the combination of ``rows`` for each column. Rows at unit scale stay in range, and
-        # the small system is solved in double precision: near-equal directions would cost half of the digits.
+    def _fit(self, product: Callable[[Array], Array], rows: Array, ctx: Context) -> Array:
+        # float32[r, k]: the combination of ``rows`` for each column of a matrix whose ``product`` with rows is given.
+        # Rows at unit scale stay in range, and the small system is solved in double precision: near-equal directions
+        # would cost half of the digits.
         xp = ctx.xp
         r = xp.shape(rows)[0]
         largest = xp.max(xp.abs(rows))
@@ -53,4 +68,4 @@ class GradZip(WarmStarted):
         system = xp.where(
             xp.isfinite(system), system, identity
         )  # NaN comes through the other side, and solvers refuse it
-        return xp.cast(xp.solve(system, xp.cast(unit @ matrix, "float64")), "float32") / scale
+        return xp.cast(xp.solve(system, xp.cast(product(unit), "float64")), "float32") / scale

@@ -167,9 +167,9 @@ class Library:
         self._gathered = bind("gathered", _I, result=_I)
         self._words = bind("words", _I, _I, _I, _I, _P, _I)
         self._product = bind("product", _P, _P, _P, _P, _I, _I, _I, _I)
-        self._part = bind("part", _P, _P, _P, _P, _I, _I, _I, _I)
+        self._part = bind("part", _P, _P, _P, _P, _P, _P, _I, _I, _I, _I)
         self._left = bind("left", _P, _P, _P, _P, _I, _I, _I, _I)
-        self._right = bind("right", _P, _P, _P, _I, _I, _I, _I)
+        self._right = bind("right", _P, _P, _P, _P, _I, _I, _I, _I)
         self._levels_encode = bind("levels_encode", _P, _P, _P, _P, _P, _I, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I)
         self._levels_mean = bind("levels_mean", _P, _P, _I, _P, _I, _I, _I, _I, _I)
         self._votes_encode = bind("votes_encode", _P, _P, _P, _I, _I)
@@ -597,14 +597,28 @@ class Library:
         """out, float32[a, b]: x minus the product of p[a, r] and q[r, b]; without x that product. r >= 1."""
         self._product(self.handle, x, p, q, out, a, b, r, threads)
 
-    def part(self, x: int, p: int, q: int, rest: int, a: int, b: int, r: int, threads: int = 1) -> None:
-        """rest, float32[a, b]: x minus the product of p[a, r] and q[r, b]; x becomes that product. r >= 1."""
-        self._part(self.handle, x, p, q, rest, a, b, r, threads)
+    def part(
+        self,
+        x: int,
+        p: int,
+        q: int,
+        rest: int,
+        a: int,
+        b: int,
+        r: int,
+        threads: int = 1,
+        taken: tuple[int, int] | None = None,
+    ) -> None:
+        """rest, float32[a, b]: x minus the product of p[a, r] and q[r, b]; x becomes that product. r >= 1.
+
+        ``taken``: two others of these shapes, whose product is subtracted instead.
+        """
+        self._part(self.handle, x, p, q, *(taken or (p, q)), rest, a, b, r, threads)
 
     def left(self, m: int, residual: Address, q: int, p: int, a: int, b: int, r: int, threads: int = 1) -> None:
         """p, float32[a, r]: m[a, b] times the transpose of q[r, b]; m becomes m + ``residual`` first, where given."""
         self._left(self.handle, m, residual, q, p, a, b, r, threads)
 
-    def right(self, m: int, p: int, q: int, a: int, b: int, r: int, threads: int = 1) -> None:
-        """q, float32[r, b]: the transpose of p[a, r] times m[a, b]."""
-        self._right(self.handle, m, p, q, a, b, r, threads)
+    def right(self, m: int, p: int, q: int, a: int, b: int, r: int, threads: int = 1, residual: Address = None) -> None:
+        """q, float32[r, b]: the transpose of p[a, r] times m[a, b]; m becomes m + ``residual`` first, where given."""
+        self._right(self.handle, m, residual, p, q, a, b, r, threads)

@@ -354,29 +354,39 @@ class HostKernels:
         self.library.product(at(x), at(p), at(q), at(out), a, b, r, xp.threads)
         return out
 
-    def part(self, x: Array, p: Array, q: Array, rest: Array) -> None:
-        """The vector x minus p[a, r] q[r, b] is written to ``rest``, and the product to x."""
+    def part(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
+        """The vector x minus the product p[a, r] q[r, b] is written to ``rest``, and the product to x.
+
+        ``taken``: two others of these shapes, whose product is subtracted instead.
+        """
         xp, at = self._xp, self._xp.address
         p, q, a, b, r = self._fitting(p, q, x, rest)
-        self.library.part(at(x), at(p), at(q), at(rest), a, b, r, xp.threads)
+        left, right, *sizes = (p, q, a, b, r) if taken is None else self._fitting(*taken, x, rest)
+        if sizes != [a, b, r]:
+            raise ValueError(f"the factors of a product are {sizes}, and those of the other {[a, b, r]}")
+        self.library.part(at(x), at(p), at(q), at(rest), a, b, r, xp.threads, (at(left), at(right)))
 
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
         """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; m becomes m + ``residual`` first, where that is given: a vector."""
         xp, (matrix, q) = self._xp, self._ready(matrix, q)
         at, (a, b), (r, _) = xp.address, xp.shape(matrix), xp.shape(q)
         p = xp.empty((a, r))
-        if residual is not None and xp.shape(residual) != (a * b,):
-            raise ValueError(f"a residual of {xp.shape(residual)} for a matrix of {(a, b)}")
+        self._check_residual(residual, a, b)
         self.library.left(at(matrix), at(residual), at(q), at(p), a, b, r, xp.threads)
         return p
 
-    def right_factor(self, p: Array, matrix: Array) -> Array:
-        """p[a, r], m[a, b] -> pᵀ m, float32[r, b]."""
+    def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
+        """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; m becomes m + ``residual`` first, where that is given: a vector."""
         xp, (p, matrix) = self._xp, self._ready(p, matrix)
         at, (a, b), (_, r) = xp.address, xp.shape(matrix), xp.shape(p)
         q = xp.empty((r, b))
-        self.library.right(at(matrix), at(p), at(q), a, b, r, xp.threads)
+        self._check_residual(residual, a, b)
+        self.library.right(at(matrix), at(p), at(q), a, b, r, xp.threads, at(residual))
         return q
+
+    def _check_residual(self, residual: Array | None, a: int, b: int) -> None:
+        if residual is not None and self._xp.shape(residual) != (a * b,):
+            raise ValueError(f"a residual of {self._xp.shape(residual)} for a matrix of {(a, b)}")
 
     def words(self, key0: int, key1: int, start: int, n: int) -> Array:
         """int32[n]: `grace.backends.base.Backend.words`."""

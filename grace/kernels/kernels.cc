@@ -752,12 +752,13 @@ API void grace_product(const Loops* loops, const float* x, const float* p, const
   });
 }
 
-API void grace_part(const Loops* loops, float* x, const float* p, const float* q, float* rest, int64_t a, int64_t b,
-                    int64_t r, int64_t threads) {
+API void grace_part(const Loops* loops, float* x, const float* p, const float* q, const float* taken_p,
+                    const float* taken_q, float* rest, int64_t a, int64_t b, int64_t r, int64_t threads) {
   if (a <= 0 || b <= 0 || r <= 0) return;
   const bool stream = b % 16 == 0 && streams(x, nullptr, rest, a * b);  // rows begin as the whole does
   split(a * b, b, threads, [=](int64_t begin, int64_t end, int64_t) {
-    loops->part(x + begin, p + begin / b * r, q, rest + begin, (end - begin) / b, b, r, stream);
+    const int64_t row = begin / b * r;
+    loops->part(x + begin, p + row, q, taken_p + row, taken_q, rest + begin, (end - begin) / b, b, r, stream);
   });
 }
 
@@ -769,11 +770,11 @@ API void grace_left(const Loops* loops, float* m, const float* residual, const f
   });
 }
 
-API void grace_right(const Loops* loops, const float* m, const float* p, float* q, int64_t a, int64_t b, int64_t r,
-                     int64_t threads) {
+API void grace_right(const Loops* loops, float* m, const float* residual, const float* p, float* q, int64_t a, int64_t b,
+                     int64_t r, int64_t threads) {
   if (a <= 0 || b <= 0 || r <= 0) return;
   split(a * b, 1024 * a, threads, [=](int64_t begin, int64_t end, int64_t) {
-    loops->right(m, p, q, a, b, r, begin / a, end / a);
+    loops->right(m, residual, p, q, a, b, r, begin / a, end / a);
   });
 }
 

@@ -80,13 +80,15 @@ struct Loops {
   void (*noise)(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out);
   // out = x - p[rows, r] q[r, b], or p q where x is null; out may be x.
   void (*product)(const float* x, const float* p, const float* q, float* out, int64_t rows, int64_t b, int64_t r);
-  // rest = x - p[rows, r] q[r, b], and x becomes p q: what two calls of product give.
-  void (*part)(float* x, const float* p, const float* q, float* rest, int64_t rows, int64_t b, int64_t r, bool stream);
+  // rest = x - taken_p[rows, r] taken_q[r, b], and x becomes p q: what two calls of product give.
+  void (*part)(float* x, const float* p, const float* q, const float* taken_p, const float* taken_q, float* rest,
+               int64_t rows, int64_t b, int64_t r, bool stream);
   // p[rows, r] = m[rows, b] times the transpose of q[r, b]; m becomes m + residual first, unless that is null.
   void (*left)(float* m, const float* residual, const float* q, float* p, int64_t rows, int64_t b, int64_t r);
-  // Columns begin .. end of q[r, b] = the transpose of p[rows, r] times m[rows, b].
-  void (*right)(const float* m, const float* p, float* q, int64_t rows, int64_t b, int64_t r, int64_t begin,
-                int64_t end);
+  // Columns begin .. end of q[r, b] = the transpose of p[rows, r] times m[rows, b]; m becomes m + residual there first,
+  // unless that is null.
+  void (*right)(float* m, const float* residual, const float* p, float* q, int64_t rows, int64_t b, int64_t r,
+                int64_t begin, int64_t end);
   // The sum of (x / largest)^2.
   double (*squares)(const float* x, const float* residual, int64_t n, float largest);
   void (*levels_emit)(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,

@@ -439,6 +439,56 @@ INLINE void prefetch_rows(const float* m, int64_t b) {
 // What becomes of a product: it is written to out; it is taken from x; that, and x becomes the product; x is added.
 enum Way { WRITTEN, TAKEN, PARTED, ADDED };
 
+// The product of p[COUNT] and q[COUNT, b] from the column j on.
+template <int64_t COUNT>
+INLINE F product_at(const float* p, const float* q, int64_t b, int64_t j) {
+  F sum = fill(read(p, 0)) * load(q + j);
+  for (int64_t k = 1; k < COUNT; k++) sum = sum + fill(read(p, k)) * load(q + k * b + j);
+  return sum;
+}
+
+template <int64_t COUNT>
+INLINE F product_at_some(const float* p, const float* q, int64_t b, int64_t j, int64_t size) {
+  F sum = fill(read(p, 0)) * load_some(q + j, size);
+  for (int64_t k = 1; k < COUNT; k++) sum = sum + fill(read(p, k)) * load_some(q + k * b + j, size);
+  return sum;
+}
+
+// rest = x less one product, and x becomes the other: of p[ROWS, COUNT] and q[COUNT, b] each, in the columns begin .. end.
+template <bool STREAM, int64_t ROWS, int64_t COUNT>
+INLINE void part_rows(float* x, const float* p, const float* q, const float* taken_p, const float* taken_q, float* rest,
+                      int64_t b, int64_t begin, int64_t end) {
+  int64_t j = begin;
+  for (; j + W <= end; j += W) {
+    prefetch_rows<ROWS>(x + j, b);
+    for (int64_t i = 0; i < ROWS; i++) {
+      const int64_t at = i * b + j;
+      put<STREAM>(rest + at, load(x + at) - product_at<COUNT>(taken_p + i * COUNT, taken_q, b, j));
+      store(x + at, product_at<COUNT>(p + i * COUNT, q, b, j));
+    }
+  }
+  for (int64_t i = 0; i < ROWS && j < end; i++) {
+    const int64_t at = i * b + j, size = end - j;
+    store_some(rest + at, load_some(x + at, size) - product_at_some<COUNT>(taken_p + i * COUNT, taken_q, b, j, size), size);
+    store_some(x + at, product_at_some<COUNT>(p + i * COUNT, q, b, j, size), size);
+  }
+}
+
+template <bool STREAM, int64_t COUNT>
+OUTLINE void part_some(float* x, const float* p, const float* q, const float* taken_p, const float* taken_q, float* rest,
+                       int64_t rows, int64_t b) {
+  constexpr int64_t ROWS = together(COUNT);
+  for (int64_t begin = 0; begin < b; begin += columns(COUNT)) {
+    const int64_t end = least(begin + columns(COUNT), b);
+    int64_t i = 0;
+#define NEXT(ROWS) \
+  part_rows<STREAM, ROWS, COUNT>(x + i * b, p + i * COUNT, q, taken_p + i * COUNT, taken_q, rest + i * b, b, begin, end)
+    for (; i + ROWS <= rows; i += ROWS) NEXT(ROWS);
+    for (; i < rows; i++) NEXT(1);
+#undef NEXT
+  }
+}
+
 // The product of p[ROWS, COUNT] and q[COUNT, b], of their r factors, in the columns begin .. end.
 template <Way WAY, bool STREAM, int64_t ROWS, int64_t COUNT>
 INLINE void product_rows(float* x, const float* p, const float* q, float* out, int64_t b, int64_t r, int64_t begin,
@@ -556,19 +606,22 @@ void left(float* m, const float* residual, const float* q, float* p, int64_t row
   }
 }
 
-// Adds the transpose of p[ROWS, r] times m[ROWS, size] to sums[COUNT, columns(COUNT)], for COUNT of the r.
-template <int64_t ROWS, int64_t COUNT>
-INLINE void right_rows(const float* m, const float* p, float* sums, int64_t b, int64_t r, int64_t size) {
+// Adds the transpose of p[ROWS, r] times m[ROWS, size] to sums[COUNT, columns(COUNT)], for COUNT of the r. With RESIDUAL,
+// m becomes m + residual first.
+template <bool RESIDUAL, int64_t ROWS, int64_t COUNT>
+INLINE void right_rows(float* m, const float* residual, const float* p, float* sums, int64_t b, int64_t r, int64_t size) {
   F factors[ROWS][COUNT];
   for (int64_t i = 0; i < ROWS; i++)
     for (int64_t k = 0; k < COUNT; k++) factors[i][k] = fill(read(p, i * r + k));
   for (int64_t j = 0; j < size; j += W) {
     F values[ROWS];
     for (int64_t i = 0; i < ROWS; i++) {
-      const float* from = m + i * b + j;
-      values[i] = j + W <= size ? load(from) : load_some(from, size - j);
+      const int64_t at = i * b + j;
+      values[i] = j + W <= size ? value<RESIDUAL>(m, residual, at) : value_some<RESIDUAL>(m, residual, at, size - j);
+      if (RESIDUAL) j + W <= size ? store(m + at, values[i]) : store_some(m + at, values[i], size - j);
     }
     prefetch_rows<ROWS>(m + j, b);
+    if (RESIDUAL) prefetch_rows<ROWS>(residual + j, b);
     for (int64_t k = 0; k < COUNT; k++) {
       float* to = sums + k * columns(COUNT) + j;
       F sum = load(to);
@@ -579,27 +632,32 @@ INLINE void right_rows(const float* m, const float* p, float* sums, int64_t b, i
 }
 
 // q[r, b], columns begin .. end = the transpose of p[rows, r] times m[rows, b], for COUNT of the r.
-template <int64_t COUNT>
-OUTLINE void right_some(const float* m, const float* p, float* q, int64_t rows, int64_t b, int64_t r, int64_t begin,
-                        int64_t end) {
+template <bool RESIDUAL, int64_t COUNT>
+OUTLINE void right_some(float* m, const float* residual, const float* p, float* q, int64_t rows, int64_t b, int64_t r,
+                        int64_t begin, int64_t end) {
   constexpr int64_t ROWS = together(COUNT);
   float sums[COUNT * columns(COUNT)];
   for (; begin < end; begin += columns(COUNT)) {
     const int64_t size = least(columns(COUNT), end - begin);
     memset(sums, 0, sizeof sums);
-    const float* from = m + begin;
     int64_t i = 0;
-    for (; i + ROWS <= rows; i += ROWS) right_rows<ROWS, COUNT>(from + i * b, p + i * r, sums, b, r, size);
-    for (; i < rows; i++) right_rows<1, COUNT>(from + i * b, p + i * r, sums, b, r, size);
+#define NEXT(ROWS) \
+  right_rows<RESIDUAL, ROWS, COUNT>(m + begin + i * b, residual + begin + i * b, p + i * r, sums, b, r, size)
+    for (; i + ROWS <= rows; i += ROWS) NEXT(ROWS);
+    for (; i < rows; i++) NEXT(1);
+#undef NEXT
     for (int64_t k = 0; k < COUNT; k++)
       memcpy(reinterpret_cast<char*>(q) + (k * b + begin) * int64_t(sizeof(float)), sums + k * columns(COUNT),
              size_t(size) * sizeof(float));
   }
 }
 
-void right(const float* m, const float* p, float* q, int64_t rows, int64_t b, int64_t r, int64_t begin, int64_t end) {
+void right(float* m, const float* residual, const float* p, float* q, int64_t rows, int64_t b, int64_t r, int64_t begin,
+           int64_t end) {
   for (int64_t k = 0; k < r; k += RANKS) {
-#define SOME(COUNT) right_some<COUNT>(m, p + k, q + k * b, rows, b, r, begin, end)
+#define SOME(COUNT)                                                                              \
+  residual && !k ? right_some<true, COUNT>(m, residual, p, q, rows, b, r, begin, end)            \
+                 : right_some<false, COUNT>(m, m, p + k, q + k * b, rows, b, r, begin, end)
     RANKED(r - k, SOME)
 #undef SOME
   }
@@ -619,20 +677,27 @@ void product(const float* x, const float* p, const float* q, float* out, int64_t
   }
 }
 
-void part(float* x, const float* p, const float* q, float* rest, int64_t rows, int64_t b, int64_t r, bool stream) {
+void part(float* x, const float* p, const float* q, const float* taken_p, const float* taken_q, float* rest, int64_t rows,
+          int64_t b, int64_t r, bool stream) {
   if (r > RANKS) {  // some rows after the other, so that they are still in a cache the second time
     const int64_t height = 1 + 16384 / b;
     for (int64_t i = 0; i < rows; i += height) {
       const int64_t count = least(height, rows - i);
-      product(x + i * b, p + i * r, q, rest + i * b, count, b, r);
+      product(x + i * b, taken_p + i * r, taken_q, rest + i * b, count, b, r);
       product(nullptr, p + i * r, q, x + i * b, count, b, r);
     }
-  } else if (stream) {
-    product_of<PARTED, true>(x, p, q, rest, rows, b, r, r);
-    fence();
-  } else {
-    product_of<PARTED, false>(x, p, q, rest, rows, b, r, r);
+    return;
   }
+  if (p == taken_p && q == taken_q) {
+    stream ? product_of<PARTED, true>(x, p, q, rest, rows, b, r, r) : product_of<PARTED, false>(x, p, q, rest, rows, b, r, r);
+  } else {
+#define SOME(COUNT)                                                               \
+  stream ? part_some<true, COUNT>(x, p, q, taken_p, taken_q, rest, rows, b)       \
+         : part_some<false, COUNT>(x, p, q, taken_p, taken_q, rest, rows, b)
+    RANKED(r, SOME)
+#undef SOME
+  }
+  if (stream) fence();
 }
 
 // ---- momentum ---------------------------------------------------------------------------------------------------------

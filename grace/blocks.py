@@ -20,6 +20,15 @@ def block_count(n: int, block: int | None) -> int:
     return min(n, 1) if block is None else -(-n // block)
 
 
+def spans(xp: Any, n: int, unit: int) -> list[tuple[int, int]]:
+    """Where pieces of n elements begin and end that stay in a cache: whole units, the last one short.
+
+    One, of all, where the backend has no such pieces.
+    """
+    size = max(1, xp.piece // unit) * unit if xp.piece else n
+    return [(start, min(start + size, n)) for start in range(0, n, size)] if n else [(0, 0)]
+
+
 def rows(xp: Any, x: Array, block: int | None) -> Array:
     """[n] -> [m, block], the tail filled with zeros."""
     n = xp.shape(x)[0]

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from grace.backends.base import Unavailable
+from grace.blocks import spans
 from grace.core import Array, Calls, Combine, Compressor, Context, Memory, Payload, Program, State, name_of, run
 from grace.received import Received
 
@@ -286,8 +287,7 @@ def piece(compressor: Compressor, xp: Any) -> int:
 
 def pieces(compressor: Compressor, ctx: Context) -> list[tuple[int, int]]:
     """Where pieces that stay in a cache begin and end: whole units, the last one short."""
-    size = piece(compressor, ctx.xp)
-    return [(start, min(start + size, ctx.size)) for start in range(0, ctx.size, size)]
+    return spans(ctx.xp, ctx.size, unit(compressor))
 
 
 def cut(compressor: Compressor, payload: Payload, start: int, stop: int, ctx: Context) -> Payload:

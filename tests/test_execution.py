@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -88,6 +89,35 @@ def test_kernels_and_pieces_equal_the_plain_functions(row, feedback, name, monke
     monkeypatch.setenv("GRACE_KERNELS", "on")
     assert xp.kernels is not None
     assert_same(exchanged(xp, method, context(xp, N, rank=1)), whole)
+
+
+@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"compressor": "shared_int"},
+        {"compressor": "shared_int", "block_size": 512, "dtype": "int32"},
+        {"compressor": "arctopk", "compress_ratio": 0.1, "row_size": 96},
+    ],
+    ids=str,
+)
+def test_methods_that_exchange_inside_are_the_same_in_pieces(params, name, monkeypatch):
+    xp, ctx = backend(name), context(backend(name), N, rank=1)
+    compressor = made(SimpleNamespace(params=params))
+    found = []
+    for piece in (0, 4096):
+        monkeypatch.setattr(xp, "piece", piece)
+        x = xp.asarray(spread(N), "float32")
+        payload, _ = alone(lambda ctx, x=x: compressor.compress(xp.copy(x), {}, ctx), ctx)
+        assert np.array_equal(xp.to_numpy(x), spread(N))
+        decoded, left = compressor.decompress(payload, ctx), compressor.residual(xp.copy(x), payload, ctx)
+        into = compressor.decompress_into(xp.zeros(N), payload, ctx)
+        assert np.array_equal(xp.to_numpy(decoded), xp.to_numpy(into))
+        found.append([*host(xp, payload), xp.to_numpy(decoded), xp.to_numpy(left)])
+    for whole, parts in zip(*found, strict=True):
+        assert whole.dtype == parts.dtype
+        assert np.array_equal(whole, parts)
+    assert np.any(found[0][-1])
 
 
 def test_pieces_are_whole_blocks():

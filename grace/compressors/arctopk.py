@@ -45,18 +45,22 @@ class ARCTopK(AgreedSparsifier):
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp, size = ctx.xp, self.row_size
-        rows = blocks.rows(xp, x, size)
         k = self.count(ctx.size) // size
         bits = ctx.shared_rng("signs").bits(self.sketch_size * size)
         signs = xp.reshape(xp.where(bits < 0, -1.0, xp.full(self.sketch_size * size, 1.0)), (self.sketch_size, size))
         # Sums rather than a product of matrices: the same on every toolkit and device, so that ties fall alike.
-        products = [xp.sum(rows * signs[i : i + 1], 1, keepdims=True) for i in range(self.sketch_size)]
-        (sketch,) = yield Reduce((xp.concat(products, 1),), "mean")
+        parts = []
+        for start, stop in blocks.spans(xp, ctx.size, size):
+            rows = blocks.rows(xp, x[start:stop], size)
+            products = [xp.sum(rows * signs[i : i + 1], 1, keepdims=True) for i in range(self.sketch_size)]
+            parts.append(xp.concat(products, 1))
+        (sketch,) = yield Reduce((xp.concat(parts),), "mean")
         # Squares are taken relative to the largest: neither 1e30 nor 1e-30 leaves float32's range.
         largest = xp.max(xp.abs(xp.concat([xp.reshape(sketch, (-1,)), xp.zeros(1)])))
         relative = sketch / blocks.divisor(xp, largest)
         chosen = xp.topk(xp.sum(relative * relative, 1), k)
-        values = xp.reshape(xp.take(rows, chosen), (-1,))
+        places = self.read((chosen,), ctx)
+        values = xp.where(places < ctx.size, xp.take(x, xp.minimum(places, ctx.size - 1)), 0.0)
         (values,) = yield Reduce((poisoned(xp, values, x),), "mean")
         return (values, chosen), state
 

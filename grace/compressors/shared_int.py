@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from grace import blocks
@@ -58,19 +59,57 @@ class SharedInt(Blockwise):
         return min(n / (4 * levels**2), n**0.5 / levels)
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        xp, n, top = ctx.xp, ctx.size, float(self.top(ctx))
-        rows = blocks.rows(xp, x, self.block)
-        scale = yield from blocks.largest_of_all(xp, xp.max(xp.abs(rows), 1))
-        steps = blocks.flat(xp, rows / blocks.divisor(xp, scale) * top, n)
-        own = xp.cast(ctx.rng("round").rounded(steps, n), self.dtype)
+        xp, spans = ctx.xp, self._spans(ctx)
+        largest = xp.concat([xp.max_abs(blocks.rows(xp, x[start:stop], self.block)) for start, stop in spans])
+        if self.block is None and len(spans) > 1:
+            largest = xp.reshape(xp.max(largest), (1,))
+        scale = yield from blocks.largest_of_all(xp, largest)
+        if len(spans) == 1:
+            own = self._integers(x, scale, ctx)
+        else:
+            own = xp.empty(ctx.size, self.dtype)
+            for start, stop in spans:
+                part = self._integers(x[start:stop], self._scales(scale, start, stop), ctx.piece(start, stop - start))
+                xp.write(own[start:stop], part)
         (total,) = yield Reduce((own,), "sum")
         return (total, scale, own), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        return self._values(payload[0], payload[1], ctx.world_size, ctx)
+        if len(self._spans(ctx)) == 1:
+            return self._values(payload[0], payload[1], ctx.world_size, ctx)
+        return self.decompress_into(ctx.xp.empty(ctx.size), payload, ctx)
+
+    def decompress_into(self, out: Array, payload: Payload, ctx: Context) -> Array:
+        total = fitting(ctx.xp, payload[0], self.dtype, ctx.size, "sums")
+        for start, stop, values in self._parts(total, payload[1], ctx.world_size, ctx):
+            ctx.xp.write(out[start:stop], values)
+        return out
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        return x - self._values(payload[2], payload[1], 1, ctx)
+        xp, found = ctx.xp, []
+        for start, stop, values in self._parts(payload[2], payload[1], 1, ctx):
+            found.append(xp.subtract_from(x[start:stop], values))
+        return x if xp.mutable and xp.same_memory(found[0], x) else xp.concat(found)
+
+    def _spans(self, ctx: Context) -> list[tuple[int, int]]:
+        return blocks.spans(ctx.xp, ctx.size, self.block or 8)
+
+    def _scales(self, scale: Array, start: int, stop: int) -> Array:
+        # Those of the blocks of a span.
+        return scale if self.block is None else scale[start // self.block : -(-stop // self.block)]
+
+    def _integers(self, x: Array, scale: Array, ctx: Context) -> Array:
+        xp, n = ctx.xp, ctx.size
+        rows = blocks.rows(xp, x, self.block)
+        steps = blocks.flat(xp, rows / blocks.divisor(xp, scale) * float(self.top(ctx)), n)
+        return xp.cast(ctx.rng("round").rounded(steps, n), self.dtype)
+
+    def _parts(self, total: Array, scale: Array, workers: int, ctx: Context) -> Iterator[tuple[int, int, Array]]:
+        # The spans, and what the sums there stand for.
+        fitting(ctx.xp, scale, "float32", blocks.block_count(ctx.size, self.block), "scales")
+        for start, stop in self._spans(ctx):
+            here = ctx.piece(start, stop - start)
+            yield start, stop, self._values(total[start:stop], self._scales(scale, start, stop), workers, here)
 
     def _values(self, total: Array, scale: Array, workers: int, ctx: Context) -> Array:
         total = fitting(ctx.xp, total, self.dtype, ctx.size, "sums")

@@ -166,8 +166,8 @@ class Part:
 
     def __init__(self, name: str, shape: tuple[int, ...], start: int):
         self.name, self.shape, self.start, self.size = name, shape, start, math.prod(shape)
-        self.answers: list[Any] = []
-        """What the collectives inside encode gave the first worker."""
+        self.answers: list[list[Any]] = []
+        """What the collectives inside encode gave the first worker, in an even step and in an odd one."""
         self.cells: dict[str, Any] = {}
         self.payloads: list[Payload] = []
 
@@ -231,40 +231,53 @@ class Ours:
         return self.bench.config.tensors == "flat" or part.size >= Options().min_numel
 
     def _context(self, part: Part, rank: int = 0, world_size: int = WORKERS) -> Context:
-        step: Any = self.turn
-        if self.bench.xp.traced:
-            step = self.bench.xp.asarray(step, "int64")
+        step = self._at(self.turn)
         ctx = Context(self.bench.xp, part.name, part.shape, "float32", rank, world_size, step, lr=lambda: 0.1)
         return replace(ctx, compile=self._how == "compiled")
 
+    def _at(self, step: int) -> Any:
+        return self.bench.xp.asarray(step, "int64") if self.bench.xp.traced else step
+
+    def _heard(self, part: Part) -> list[Any]:
+        # What the collectives give in this turn.
+        return list(copied(self.bench.xp, part.answers[self.turn % 2]))
+
     def _begin(self, part: Part) -> None:
         # All workers once, in lockstep where they exchange: what the first one heard is what it hears when it is timed.
-        xp, contexts = self.bench.xp, [self._context(part, rank) for rank in range(WORKERS)]
-
-        def program(rank: int) -> Any:
-            x = copied(xp, part.of(self.bench.gradients[rank]))
-            return run(self.method.encode(x, self.method.init(contexts[rank]), contexts[rank]))
-
-        if exchanges(program(0)):
-            world = World(WORKERS)
-            programs = [listening(program(0), part.answers, xp), *map(program, range(1, WORKERS))]
-            flights = [
-                Flight("bench", {"w": each}, LocalTransport(world, rank).bind(xp), Trace())
-                for rank, each in enumerate(programs)
-            ]
-            while [flight for flight in flights if not flight.advance()]:
-                pass
-            first, state = flights[0].results["w"]
+        xp = self.bench.xp
+        part.answers = [[], []]
+        if exchanges(self._program(part, 0, 0)):
+            first, state, asked = self._exchanged(part, 0)
+            self._exchanged(part, 1)
             meter = Meter(xp)
             meter.extend(["w"])
-            meter.add(meter.count(["w"], flights[0].asked, lambda group: 0, {}))
+            meter.add(meter.count(["w"], asked, lambda group: 0, {}))
             self.bytes += meter.read()["w"][0]
         else:
-            first, state = drive(program(0), [])
+            first, state = drive(self._program(part, 0, 0), [])
         part.payloads = [copied(xp, tuple(first))]
         part.cells = {key: xp.cell(copied(xp, value)) for key, value in state.items()}
         if not self.agreed:
             self.bytes += sum(nbytes(xp, array) for array in part.payloads[0])
+
+    def _program(self, part: Part, rank: int, step: int) -> Any:
+        ctx = replace(self._context(part, rank), step=self._at(step))
+        return run(
+            self.method.encode(copied(self.bench.xp, part.of(self.bench.gradients[rank])), self.method.init(ctx), ctx)
+        )
+
+    def _exchanged(self, part: Part, step: int) -> tuple[Payload, State, list[Any]]:
+        # The first worker's payload and state, and what it asked for.
+        xp, world = self.bench.xp, World(WORKERS)
+        programs = [self._program(part, rank, step) for rank in range(WORKERS)]
+        programs[0] = listening(programs[0], part.answers[step], xp)
+        flights = [
+            Flight("bench", {"w": each}, LocalTransport(world, rank).bind(xp), Trace())
+            for rank, each in enumerate(programs)
+        ]
+        while [flight for flight in flights if not flight.advance()]:
+            pass
+        return *flights[0].results["w"], flights[0].asked
 
     def several(self, repeated: bool) -> None:
         xp = self.bench.xp
@@ -275,7 +288,7 @@ class Ours:
                     continue
                 ctx = self._context(part, rank)
                 x = copied(xp, part.of(self.bench.gradients[rank]))
-                payload, _ = drive(run(self.method.encode(x, self.method.init(ctx), ctx)), copied(xp, part.answers))
+                payload, _ = drive(run(self.method.encode(x, self.method.init(ctx), ctx)), self._heard(part))
                 part.payloads.append(copied(xp, tuple(payload)))
         if repeated and self.workers > 1:
             self.note = "one payload stands for those of all workers"
@@ -290,7 +303,7 @@ class Ours:
             (
                 {key: cell.read() for key, cell in part.cells.items()},
                 replace(self._context(part), undo=[] if self.bench.xp.mutable else None),
-                copied(self.bench.xp, part.answers),
+                self._heard(part),
             )
             for part in self.parts
         ]
@@ -321,15 +334,17 @@ class Ours:
         return not isinstance(new, Rest) and self.bench.xp.same_memory(new, x)
 
     def commit(self) -> None:
-        for cell, old, new, spent in self._moves:
-            commit(self.bench.xp, cell, old, new, spent, self._ok)
+        with self.bench.xp.together(self.bench.n):  # as `Grace.land` does
+            for cell, old, new, spent in self._moves:
+                commit(self.bench.xp, cell, old, new, spent, self._ok)
 
     def decode(self) -> None:
         payloads = [part.payloads for part in self.parts]
         if self._traced_decode is not None:
             self._traced_decode(payloads)
         else:
-            self._decode(payloads)
+            with self.bench.xp.together(self.bench.n):
+                self._decode(payloads)
 
     def _decode(self, payloads: list[list[Payload]]) -> list[Array]:
         outs = [part.of(self.bench.out) if self.bench.xp.mutable else None for part in self.parts]
@@ -356,7 +371,7 @@ class Ours:
         # All tensors in one graph, as the doors do; what collectives gave is in it from the start.
         if self.mode != "graph":
             return
-        fixed, answers = [self._context(part) for part in self.parts], [part.answers for part in self.parts]
+        fixed, answers = [self._context(part) for part in self.parts], [part.answers[0] for part in self.parts]
         self._traced_encode = _graph(
             lambda x, states, step: self._encode(x, states, [replace(ctx, step=step) for ctx in fixed], answers)
         )

@@ -59,6 +59,7 @@ METHODS: list[tuple[str, dict[str, Any], int]] = [
     ("qsgd", {"compressor": "qsgd", "communicator": "allgather"}, 1),
     ("qsgd-2stage", {"compressor": "qsgd", "communicator": "twostage"}, 2),
     ("powersgd", {"compressor": "powersgd", "compress_rank": 4}, 2),
+    ("acpsgd", {"compressor": "acpsgd", "compress_rank": 4}, 1),
     ("auto", {"compressor": "auto"}, 2),  # timed after its trials
 ]
 

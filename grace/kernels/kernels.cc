@@ -755,7 +755,7 @@ API void grace_product(const Loops* loops, const float* x, const float* p, const
 API void grace_part(const Loops* loops, float* x, const float* p, const float* q, const float* taken_p,
                     const float* taken_q, float* rest, int64_t a, int64_t b, int64_t r, int64_t threads) {
   if (a <= 0 || b <= 0 || r <= 0) return;
-  const bool stream = b % 16 == 0 && streams(x, nullptr, rest, a * b);  // rows begin as the whole does
+  const bool stream = b % 4 == 0 && streams(x, nullptr, rest, a * b);  // each row begins at 16 bytes
   split(a * b, b, threads, [=](int64_t begin, int64_t end, int64_t) {
     const int64_t row = begin / b * r;
     loops->part(x + begin, p + row, q, taken_p + row, taken_q, rest + begin, (end - begin) / b, b, r, stream);

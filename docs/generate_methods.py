@@ -26,7 +26,8 @@ NOTES = {
 WHEN = {
     "3lc": "Below two bits per element with a residual, and the fewer, the more elements are near zero. With "
     "`zero_run=False` and a `block_size` it works in two stages.",
-    "acpsgd": "As `powersgd` with half of its bytes and one round instead of two.",
+    "acpsgd": "As `powersgd` with half of its bytes and one round instead of two: shorter steps where a network's "
+    "latency or the processors are the limit. In short trainings the loss may fall later.",
     "adacomp": "Convolutional networks, where it sends few elements without a ratio to tune: it adapts to each bin. "
     "Lower `bin_size` for layers that lose accuracy.",
     "adaq": "As `topk`, with positions alone: two means stand for all values, half the bytes. Means blur large "

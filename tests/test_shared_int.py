@@ -56,7 +56,7 @@ def test_workers_round_independently_and_keep_what_they_did_not_send(xp, params)
     found, _ = together(xp, [made.compress(xp.asarray(x, "float32"), {}, ctx) for ctx in contexts])
     mean = np.array(xp.to_numpy(made.decompress(found[0][0], contexts[3])))
     left = [
-        xp.to_numpy(made.residual(xp.asarray(x, "float32"), payload, ctx))
+        xp.to_numpy(made.residual(xp.asarray(x.copy(), "float32"), payload, ctx))
         for (payload, _), ctx in zip(found, contexts, strict=True)
     ]
     np.testing.assert_allclose(x - np.mean(left, 0), mean, atol=1e-5)

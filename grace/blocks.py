@@ -20,12 +20,17 @@ def block_count(n: int, block: int | None) -> int:
     return min(n, 1) if block is None else -(-n // block)
 
 
+def span(xp: Any, unit: int) -> int:
+    """Elements of a piece that stays in a cache: whole units."""
+    return int(max(1, xp.piece // unit) * unit)
+
+
 def spans(xp: Any, n: int, unit: int) -> list[tuple[int, int]]:
     """Where pieces of n elements begin and end that stay in a cache: whole units, the last one short.
 
     One, of all, where the backend has no such pieces.
     """
-    size = max(1, xp.piece // unit) * unit if xp.piece else n
+    size = span(xp, unit) if xp.piece else n
     return [(start, min(start + size, n)) for start in range(0, n, size)] if n else [(0, 0)]
 
 

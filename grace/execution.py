@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from grace.backends.base import Unavailable
-from grace.blocks import spans
+from grace.blocks import span, spans
 from grace.core import Array, Calls, Combine, Compressor, Context, Memory, Payload, Program, State, name_of, run
 from grace.received import Received
 
@@ -282,7 +282,7 @@ def unit(compressor: Compressor) -> int:
 
 def piece(compressor: Compressor, xp: Any) -> int:
     """Elements of a piece that stays in a cache: whole units."""
-    return max(1, xp.piece // unit(compressor)) * unit(compressor)
+    return span(xp, unit(compressor))
 
 
 def pieces(compressor: Compressor, ctx: Context) -> list[tuple[int, int]]:

@@ -262,9 +262,8 @@ class Ours:
 
     def _program(self, part: Part, rank: int, step: int) -> Any:
         ctx = replace(self._context(part, rank), step=self._at(step))
-        return run(
-            self.method.encode(copied(self.bench.xp, part.of(self.bench.gradients[rank])), self.method.init(ctx), ctx)
-        )
+        x = copied(self.bench.xp, part.of(self.bench.gradients[rank]))
+        return run(self.method.encode(x, self.method.init(ctx), ctx))
 
     def _exchanged(self, part: Part, step: int) -> tuple[Payload, State, list[Any]]:
         # The first worker's payload and state, and what it asked for.
@@ -286,9 +285,7 @@ class Ours:
                 if repeated:
                     part.payloads.append(copied(xp, part.payloads[0]))
                     continue
-                ctx = self._context(part, rank)
-                x = copied(xp, part.of(self.bench.gradients[rank]))
-                payload, _ = drive(run(self.method.encode(x, self.method.init(ctx), ctx)), self._heard(part))
+                payload, _ = drive(self._program(part, rank, self.turn), self._heard(part))
                 part.payloads.append(copied(xp, tuple(payload)))
         if repeated and self.workers > 1:
             self.note = "one payload stands for those of all workers"

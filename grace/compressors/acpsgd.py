@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.collectives import Reduce
-from grace.compressors.lowrank import LowRank
-from grace.core import Array, Combine, Context, Payload, Program, State
+from grace.compressors.lowrank import Agreed
+from grace.core import Array, Context, Payload, Program, State
 from grace.registry import register
 
 
 @register("acpsgd")
 @dataclass(frozen=True)
-class ACPSGD(LowRank):
+class ACPSGD(Agreed):
     """Send one factor of a low-rank approximation in each step: P in even steps, Q in odd ones.
 
     Each is taken on an orthonormal basis of the other: one round where PowerSGD has two, and half of its bytes.
@@ -23,9 +23,6 @@ class ACPSGD(LowRank):
     Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", ICDCS 2023,
     arXiv:2306.08881, section IV (ACP-SGD).
     """
-
-    combine = Combine.AGREED
-    marked = True
 
     def init(self, ctx: Context) -> State:
         a, b, _ = self.sizes(ctx)
@@ -79,13 +76,6 @@ class ACPSGD(LowRank):
             pairs.append(xp.choose(even, xp.reshape(factor[: a * r], (a, r)), p))
             pairs.append(xp.choose(even, q, xp.reshape(factor[: b * r], (r, b))))
         return tuple(pairs), {"p": pairs[0], "q": pairs[1]}
-
-    def decompress(self, payload: Payload, ctx: Context) -> Array:
-        p, q = self.factors(payload, ctx)
-        return ctx.xp.reshape(p @ q, (-1,))
-
-    def decompress_into(self, out: Array, payload: Payload, ctx: Context) -> Array:
-        return ctx.xp.product_into(out, *self.factors(payload, ctx))
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         # Against what this worker put in, not against the mean.

@@ -79,17 +79,11 @@ class LowRank(Compressor):
 
 
 @dataclass(frozen=True)
-class WarmStarted(LowRank):
-    """Agrees on both factors in each step, starting from the last Q.
-
-    Payload: P float32[a, r], Q float32[r, b]. State: Q.
-    """
+class Agreed(LowRank):
+    """Agrees on the factors of the mean. Payload: P float32[a, r], Q float32[r, b], and what a method adds."""
 
     combine = Combine.AGREED
     marked = True
-
-    def init(self, ctx: Context) -> State:
-        return {"q": self.directions(ctx, "q", self.sizes(ctx)[1])}
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         p, q = self.factors(payload, ctx)
@@ -97,6 +91,17 @@ class WarmStarted(LowRank):
 
     def decompress_into(self, out: Array, payload: Payload, ctx: Context) -> Array:
         return ctx.xp.product_into(out, *self.factors(payload, ctx))
+
+
+@dataclass(frozen=True)
+class WarmStarted(Agreed):
+    """Agrees on both factors in each step, starting from the last Q.
+
+    Payload: P float32[a, r], Q float32[r, b]. State: Q.
+    """
+
+    def init(self, ctx: Context) -> State:
+        return {"q": self.directions(ctx, "q", self.sizes(ctx)[1])}
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         return ctx.xp.subtract_product(x, *payload)

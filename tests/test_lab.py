@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.lab import choice, fidelity, rounds
 from benchmarks.lab.bench import bound, joined, steps_to, summary
 from benchmarks.lab.cases import CASES, SETS, select
-from benchmarks.lab.table import HEAD, cells, markdown, plot, tables
+from benchmarks.lab.table import HEAD, _looks, cells, markdown, plot, tables
 from grace.bench.lab import Lab, LabError, network
 from grace.bench.lab.launch import LAUNCHERS, Outcome
 from grace.bench.lab.probe import probe
@@ -248,6 +248,14 @@ def test_tables_and_plot_say_that_the_network_is_emulated(tmp_path):
     assert "hvd-fp32 failed at 100mbit: aborted" in text
     plot(lines, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_lines_of_a_plot_can_be_told_apart():
+    looks = _looks([case.name for case in reversed(CASES)])
+    assert list(looks) == [case.name for case in CASES]
+    assert len({tuple(look.values()) for look in looks.values()}) == len(CASES)
+    assert looks["grace-hvd-topk"]["color"] == looks["upstream-topk"]["color"] != looks["grace-hvd-sign"]["color"]
+    assert looks["grace-hvd-topk"]["marker"] == looks["grace-hvd-sign"]["marker"] != looks["grace-ddp-sign"]["marker"]
 
 
 def test_an_outcome_shows_what_failed():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +100,10 @@ def markdown(lines: Sequence[Row]) -> str:
 
 def _by_rate(of: str, by_rate: dict[str, list[Row]]) -> str:
     # One table, with what it says of itself.
-    order = {case.name: place for place, case in enumerate(CASES)}
     found = {(line["case"], rate): line for rate, group in by_rate.items() for line in group}
     dense = {rate: dense_seconds(group) for rate, group in by_rate.items()}
     head, rows = ["case", *by_rate, "MB on wire", "steps to"], []
-    named = dict.fromkeys(name for name, _ in found)
-    for name in sorted(named, key=lambda name: order.get(name, len(order))):  # an old file has cases that are gone
+    for name in _ordered(name for name, _ in found):
         steps = [_cell(found.get((name, rate)), dense[rate]) for rate in by_rate]
         measured = [found[name, rate] for rate in by_rate if (name, rate) in found]
         rows.append([name, *steps, *_same_at_all_rates(measured)])
@@ -157,19 +155,51 @@ def plot(lines: Sequence[Row], path: Path) -> None:
         if "seconds" in line and line["rate"] != "unshaped":
             curves = panels.setdefault((line["hosts"], line["model"]), {})
             curves.setdefault(line["case"], []).append((bits_per_second(line["rate"]) / 1e6, line["seconds"]))
-    figure, all_axes = plt.subplots(1, max(len(panels), 1), figsize=(7 * max(len(panels), 1), 6), squeeze=False)
-    names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
-    colours = plt.get_cmap("tab20")
+    figure, all_axes = plt.subplots(1, max(len(panels), 1), figsize=(9 * max(len(panels), 1), 6), squeeze=False)
+    looks = _looks([name for curves in panels.values() for name in curves])
     for axes, ((hosts, model), curves) in zip(all_axes[0], sorted(panels.items()), strict=False):
-        for name, points in curves.items():
-            points.sort()
-            ours = name.startswith("grace-")
-            style: dict[str, Any] = {"linestyle": "-" if ours else "--", "marker": "o" if ours else "x"}
-            axes.plot(*zip(*points, strict=True), label=name, color=colours(names.index(name) % 20), **style)
+        for name in _ordered(curves):
+            axes.plot(*zip(*sorted(curves[name]), strict=True), label=name, **looks[name])
         axes.set(xscale="log", yscale="log", xlabel="link rate, Mbit/s", ylabel="seconds per step")
         axes.set_title(title(hosts, model))
         axes.grid(which="both", alpha=0.3)
-        axes.legend(fontsize="x-small", ncols=2)
+        axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+DOORS = {
+    "grace-torch-": {"linestyle": "-", "marker": "o"},
+    "grace-hvd-": {"linestyle": "-", "marker": "s"},
+    "grace-ddp-": {"linestyle": "-", "marker": "^"},
+    "upstream-": {"linestyle": ":", "marker": "v"},
+    "ddp-": {"linestyle": "--", "marker": "x"},
+    "hvd-": {"linestyle": "--", "marker": "+"},
+}
+"""How cases of each door are drawn: lines of GRACE's are whole."""
+
+
+def _looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    # A colour for each method, which is that of all doors; lines and markers for each door.
+    from matplotlib import colormaps
+
+    parts = {name: _door_and_method(name) for name in _ordered(names)}
+    methods = list(dict.fromkeys(method for _, method in parts.values()))
+    colours = colormaps["tab20" if len(methods) <= 20 else "turbo"].resampled(max(20, len(methods)))
+    other = {"linestyle": "-.", "marker": "d"}
+    return {
+        name: {**DOORS.get(door, other), "color": colours(methods.index(method))}
+        for name, (door, method) in parts.items()
+    }
+
+
+def _door_and_method(name: str) -> tuple[str, str]:
+    door = next((door for door in DOORS if name.startswith(door)), "")
+    return door, name.removeprefix(door)
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    # As CASES has them; an old file has cases that are gone.
+    order = {case.name: place for place, case in enumerate(CASES)}
+    return sorted(set(names), key=lambda name: (order.get(name, len(order)), name))

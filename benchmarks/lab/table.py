@@ -176,8 +176,9 @@ DOORS = {
     "upstream-": {"linestyle": ":", "marker": "v"},
     "ddp-": {"linestyle": "--", "marker": "x"},
     "hvd-": {"linestyle": "--", "marker": "+"},
+    "": {"linestyle": "-.", "marker": "d"},
 }
-"""How cases of each door are drawn: lines of GRACE's are whole."""
+"""How cases of each door are drawn, by how their names begin: lines of GRACE's are whole."""
 
 
 def _looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -187,15 +188,11 @@ def _looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     parts = {name: _door_and_method(name) for name in _ordered(names)}
     methods = list(dict.fromkeys(method for _, method in parts.values()))
     colours = colormaps["tab20" if len(methods) <= 20 else "turbo"].resampled(max(20, len(methods)))
-    other = {"linestyle": "-.", "marker": "d"}
-    return {
-        name: {**DOORS.get(door, other), "color": colours(methods.index(method))}
-        for name, (door, method) in parts.items()
-    }
+    return {name: {**DOORS[door], "color": colours(methods.index(method))} for name, (door, method) in parts.items()}
 
 
 def _door_and_method(name: str) -> tuple[str, str]:
-    door = next((door for door in DOORS if name.startswith(door)), "")
+    door = next(door for door in DOORS if name.startswith(door))
     return door, name.removeprefix(door)
 
 

@@ -129,7 +129,7 @@ INLINE int32_t rounded_field(float x, uint32_t word, bool random) {
 template <bool RESIDUAL>
 INLINE int32_t codes_largest_of(const Codec& codec, const float* x, const float* residual, uint8_t* codes, int64_t n,
                                 int64_t position) {
-  if (codec.kind != grace::NATURAL) return ints_largest_of<RESIDUAL>(x, residual, n);
+  if (codec.kind != grace::NATURAL) return statistic_of<Largest, RESIDUAL>(x, residual, n);
   Scratch scratch;
   int32_t most = 0, bits = 0;
   for (int64_t i = 0; i < n; i += SOME) {  // the fields stay where codes will be

@@ -328,7 +328,7 @@ struct Means {
 
 void halves_emit(const float* x, const float* residual, float* out, uint8_t* bits, float below, float rest, int64_t n,
                  Out form) {
-  FORMS(bits_emit_to, x, residual, out, bits, Means(below, rest), n);
+  FORMS(bits_emit_to, x, residual, out, bits, Means(below, rest), n, 0);
   if (form == STREAMED) fence();
 }
 

@@ -54,15 +54,65 @@ INLINE void leave_some(const float* x, const float* residual, float* out, int64_
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// While one block is worked on in the nearest cache, memory would wait: this asks for what comes next.
-template <bool RESIDUAL>
-INLINE void prefetch(const float* x, const float* residual, int64_t i) {
-  __builtin_prefetch(x + i);
-  if constexpr (RESIDUAL) __builtin_prefetch(residual + i);
+// Of all elements, one after the other: the sum of the magnitudes, or the largest one.
+struct Total {
+  D sum = zeros();
+  INLINE_MEMBER void add(F v) { add_magnitude(sum, v); }
+  INLINE_MEMBER double result() const { return total(sum); }
+};
+
+// Magnitudes compare as integers, and NaN is above infinity: the largest is NaN if any element is.
+struct Largest {
+  I most = fill_int(0);
+  INLINE_MEMBER void add(F v) { most = larger(most, magnitude_bits(v)); }
+  INLINE_MEMBER int32_t result() const { return largest(most); }
+};
+
+template <class Statistic, bool RESIDUAL>
+INLINE auto statistic_of(const float* x, const float* residual, int64_t n) {
+  Statistic found;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) found.add(value<RESIDUAL>(x, residual, i));
+  if (i < n) found.add(value_some<RESIDUAL>(x, residual, i, n - i));
+  return found.result();
 }
 
-// How far ahead, for blocks of n; large ones leave that cache before they are needed.
-INLINE int64_t distance(int64_t n) { return n > 8192 ? 0 : n > 2048 ? n : 2048; }
+// What is looked at while a block is written, vector by vector: the next one of the same size, `after` elements further
+// on, whose statistic is found so. Memory would wait between the two otherwise. after = 0: there is none.
+template <class Statistic, bool RESIDUAL>
+struct Next {
+  static constexpr int64_t AHEAD = 2048;  // elements
+  const float* x;
+  const float* residual;
+  bool there;
+  Statistic found;
+  INLINE_MEMBER Next(const float* x, const float* residual, int64_t after)
+      : x(x + after), residual(RESIDUAL ? residual + after : nullptr), there(after > 0) {}
+  INLINE_MEMBER void look(int64_t i) {
+    if (!there) return;
+    // Into the second cache: where several arrays are read and written the processor does not do so in time by itself.
+    __builtin_prefetch(x + i + AHEAD, 0, 2);
+    if constexpr (RESIDUAL) __builtin_prefetch(residual + i + AHEAD, 0, 2);
+    found.add(value<RESIDUAL>(x, residual, i));
+  }
+  INLINE_MEMBER void look_some(int64_t i, int64_t count) {
+    if (there) found.add(value_some<RESIDUAL>(x, residual, i, count));
+  }
+};
+
+// emit(begin, size, statistic, after) for each block in turn, which returns the statistic of what is `after`, if anything.
+template <class Statistic, bool RESIDUAL, class Emit>
+INLINE void in_blocks(const float* x, const float* residual, int64_t n, int64_t block, const Emit& emit) {
+  const auto statistic = [&](int64_t at) __attribute__((always_inline)) {
+    return statistic_of<Statistic, RESIDUAL>(x + at, RESIDUAL ? residual + at : nullptr, least(block, n - at));
+  };
+  auto found = statistic(0);
+  for (int64_t at = 0; at < n; at += block) {
+    const int64_t next = at + block, after = next + block <= n ? block : 0;
+    found = emit(at, least(block, n - at), found, after);
+    if (next < n && !after) found = statistic(next);
+  }
+}
 
 // Calls f<RESIDUAL, OUT>(...) for what is given; nothing is swapped with a residual that is not there.
 #define FORMS(f, ...)                                               \
@@ -76,15 +126,6 @@ INLINE int64_t distance(int64_t n) { return n > 8192 ? 0 : n > 2048 ? n : 2048; 
 
 // ---- signs -----------------------------------------------------------------------------------------------------------
 
-template <bool RESIDUAL>
-INLINE double signs_total_of(const float* x, const float* residual, int64_t n) {
-  D sum = zeros();
-  int64_t i = 0;
-  for (; i + W <= n; i += W) add_magnitude(sum, value<RESIDUAL>(x, residual, i));
-  if (i < n) add_magnitude(sum, value_some<RESIDUAL>(x, residual, i, n - i));
-  return total(sum);
-}
-
 // What a bit stands for in a block, and which elements have it set.
 struct Signs {
   F plus, minus;
@@ -95,18 +136,19 @@ struct Signs {
 };
 
 template <bool RESIDUAL, Out OUT, class Pair>
-INLINE void bits_emit_to(const float* x, const float* residual, float* out, uint8_t* bits, const Pair& pair,
-                         int64_t n) {
-  const int64_t ahead = distance(n);
+INLINE double bits_emit_to(const float* x, const float* residual, float* out, uint8_t* bits, const Pair& pair, int64_t n,
+                           int64_t after) {
+  Next<Total, RESIDUAL> next(x, residual, after);
   int64_t i = 0;
   for (; i + W <= n; i += W) {
-    prefetch<RESIDUAL>(x, residual, i + ahead);
+    next.look(i);
     const F v = value<RESIDUAL>(x, residual, i);
     const M m = Pair::bits(v);
     write(reinterpret_cast<uint16_t*>(bits + i / 8), 0, uint16_t(bits_of(m)));
     leave<OUT>(x, residual, out, i, v - pair.of(m));
   }
   if (i < n) {
+    next.look_some(i, n - i);
     const F v = value_some<RESIDUAL>(x, residual, i, n - i);
     const M m = Pair::bits(v);
     const uint32_t some = bits_of(m) & ((1u << (n - i)) - 1);
@@ -114,27 +156,29 @@ INLINE void bits_emit_to(const float* x, const float* residual, float* out, uint
     if (n - i > 8) bits[i / 8 + 1] = uint8_t(some >> 8);
     leave_some<OUT>(x, residual, out, i, v - pair.of(m), n - i);
   }
+  return next.found.result();
 }
 
 template <bool RESIDUAL, Out OUT>
 void signs_blocks_to(const float* x, const float* residual, float* out, uint8_t* bits, float* scales, int64_t n,
                      int64_t block) {
-  for (int64_t at = 0, b = 0; at < n; at += block, b++) {
-    const int64_t size = least(block, n - at);
+  const auto emit = [&](int64_t at, int64_t size, double total, int64_t after) __attribute__((always_inline)) {
     const float* r = RESIDUAL ? residual + at : nullptr;
-    const float scale = float(signs_total_of<RESIDUAL>(x + at, r, size)) / float(size);
-    write(scales, b, scale);
-    bits_emit_to<RESIDUAL, OUT>(x + at, r, OUT == NONE ? nullptr : out + at, bits + at / 8, Signs(scale), size);
-  }
+    const float scale = float(total) / float(size);
+    write(scales, at / block, scale);
+    float* const to = OUT == NONE ? nullptr : out + at;
+    return bits_emit_to<RESIDUAL, OUT>(x + at, r, to, bits + at / 8, Signs(scale), size, after);
+  };
+  in_blocks<Total, RESIDUAL>(x, residual, n, block, emit);
   if (OUT == STREAMED) fence();
 }
 
 double signs_total(const float* x, const float* residual, int64_t n) {
-  return residual ? signs_total_of<true>(x, residual, n) : signs_total_of<false>(x, residual, n);
+  return residual ? statistic_of<Total, true>(x, residual, n) : statistic_of<Total, false>(x, residual, n);
 }
 
 void signs_emit(const float* x, const float* residual, float* out, uint8_t* bits, float scale, int64_t n, Out form) {
-  FORMS(bits_emit_to, x, residual, out, bits, Signs(scale), n);
+  FORMS(bits_emit_to, x, residual, out, bits, Signs(scale), n, 0);
   if (form == STREAMED) fence();
 }
 
@@ -192,16 +236,6 @@ void bits_sum(const uint8_t* const* bits, const float* const* scales, int64_t wo
 
 // ---- integers --------------------------------------------------------------------------------------------------------
 
-// Magnitudes compare as integers, and NaN is above infinity: the largest is NaN if any element is.
-template <bool RESIDUAL>
-INLINE int32_t ints_largest_of(const float* x, const float* residual, int64_t n) {
-  I most = fill_int(0);
-  int64_t i = 0;
-  for (; i + W <= n; i += W) most = larger(most, magnitude_bits(value<RESIDUAL>(x, residual, i)));
-  if (i < n) most = larger(most, magnitude_bits(value_some<RESIDUAL>(x, residual, i, n - i)));
-  return largest(most);
-}
-
 // The upper halves of the words at `count` positions, as the noise has them: its table may begin anew among them.
 INLINE void noise_at(uint16_t* out, const Noise& noise, int64_t position, int64_t count) {
   while (count > 0) {
@@ -218,14 +252,14 @@ OUTLINE void few_noise(uint16_t* out, const Noise& noise, int64_t position, int6
 }
 
 template <bool RESIDUAL, Out OUT, int BITS, bool RANDOM>
-OUTLINE void ints_emit_as(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
-                         const Noise& noise, int64_t first) {
+OUTLINE int32_t ints_emit_as(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
+                             const Noise& noise, int64_t first, int64_t after) {
   const float top = float((1 << (BITS - 1)) - 1);
   const F tops = fill(top), step = fill(scale / top), divisor = fill(scale == 0.0f ? 1.0f : scale);
   const int64_t start = noise.start + first;
-  const int64_t ahead = distance(n);
+  Next<Largest, RESIDUAL> next(x, residual, after);
   const auto emit = [&](int64_t i, const uint16_t* table, uint16_t offset) __attribute__((always_inline)) {
-    prefetch<RESIDUAL>(x, residual, i + ahead);
+    next.look(i);
     const F v = value<RESIDUAL>(x, residual, i);
     const F steps = v / divisor * tops;
     const I code = RANDOM ? down(steps + uniform(table, offset)) : nearest(steps);
@@ -248,6 +282,7 @@ OUTLINE void ints_emit_as(const float* x, const float* residual, float* out, uin
   }
   if (i < n) {
     const int64_t count = n - i;
+    next.look_some(i, count);
     const F v = value_some<RESIDUAL>(x, residual, i, count);
     const F steps = v / divisor * tops;
     uint16_t mixed[W] = {};
@@ -258,16 +293,15 @@ OUTLINE void ints_emit_as(const float* x, const float* residual, float* out, uin
     memcpy(codes + i * BITS / 8, bytes, size_t((count * BITS + 7) / 8));  // what is missing is 0 / scale, code 0
     leave_some<OUT>(x, residual, out, i, v - to_float(code) * step, count);
   }
+  return next.found.result();
 }
 
 template <bool RESIDUAL, Out OUT>
-INLINE void ints_emit_to(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
-                         int bits, const Noise& noise, int64_t first) {
-#define AS(BITS, RANDOM) ints_emit_as<RESIDUAL, OUT, BITS, RANDOM>(x, residual, out, codes, scale, n, noise, first)
-  if (noise.table)
-    bits == 8 ? AS(8, true) : bits == 4 ? AS(4, true) : AS(2, true);
-  else
-    bits == 8 ? AS(8, false) : bits == 4 ? AS(4, false) : AS(2, false);
+INLINE int32_t ints_emit_to(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n,
+                            int bits, const Noise& noise, int64_t first, int64_t after) {
+#define AS(BITS, RANDOM) ints_emit_as<RESIDUAL, OUT, BITS, RANDOM>(x, residual, out, codes, scale, n, noise, first, after)
+  if (noise.table) return bits == 8 ? AS(8, true) : bits == 4 ? AS(4, true) : AS(2, true);
+  return bits == 8 ? AS(8, false) : bits == 4 ? AS(4, false) : AS(2, false);
 #undef AS
 }
 
@@ -279,25 +313,25 @@ INLINE float as_float(int32_t bits) {
 
 template <bool RESIDUAL, Out OUT>
 INLINE void ints_blocks_to(const float* x, const float* residual, float* out, uint8_t* codes, float* scales, int64_t n,
-                    int64_t block, int bits, const Noise& noise, int64_t first) {
-  for (int64_t at = 0, b = 0; at < n; at += block, b++) {
-    const int64_t size = least(block, n - at);
+                           int64_t block, int bits, const Noise& noise, int64_t first) {
+  const auto emit = [&](int64_t at, int64_t size, int32_t largest, int64_t after) __attribute__((always_inline)) {
     const float* r = RESIDUAL ? residual + at : nullptr;
-    const float scale = as_float(ints_largest_of<RESIDUAL>(x + at, r, size));
-    write(scales, b, scale);
-    ints_emit_to<RESIDUAL, OUT>(x + at, r, OUT == NONE ? nullptr : out + at, codes + at * bits / 8, scale, size, bits,
-                                noise, first + at);
-  }
+    const float scale = as_float(largest);
+    write(scales, at / block, scale);
+    float* const to = OUT == NONE ? nullptr : out + at;
+    return ints_emit_to<RESIDUAL, OUT>(x + at, r, to, codes + at * bits / 8, scale, size, bits, noise, first + at, after);
+  };
+  in_blocks<Largest, RESIDUAL>(x, residual, n, block, emit);
   if (OUT == STREAMED) fence();
 }
 
 int32_t ints_largest(const float* x, const float* residual, int64_t n) {
-  return residual ? ints_largest_of<true>(x, residual, n) : ints_largest_of<false>(x, residual, n);
+  return residual ? statistic_of<Largest, true>(x, residual, n) : statistic_of<Largest, false>(x, residual, n);
 }
 
 void ints_emit(const float* x, const float* residual, float* out, uint8_t* codes, float scale, int64_t n, int bits,
                const Noise* noise, int64_t first, Out form) {
-  FORMS(ints_emit_to, x, residual, out, codes, scale, n, bits, *noise, first);
+  FORMS(ints_emit_to, x, residual, out, codes, scale, n, bits, *noise, first, 0);
   if (form == STREAMED) fence();
 }
 

@@ -100,6 +100,12 @@ struct Next {
   }
 };
 
+#if defined(GRACE_AVX512) || defined(GRACE_AVX2)
+constexpr bool LOOKS = true;
+#else
+constexpr bool LOOKS = false;  // too few registers: what is looked at would take longer than memory
+#endif
+
 // emit(begin, size, statistic, after) for each block in turn, which returns the statistic of what is `after`, if anything.
 template <class Statistic, bool RESIDUAL, class Emit>
 INLINE void in_blocks(const float* x, const float* residual, int64_t n, int64_t block, const Emit& emit) {
@@ -108,7 +114,7 @@ INLINE void in_blocks(const float* x, const float* residual, int64_t n, int64_t 
   };
   auto found = statistic(0);
   for (int64_t at = 0; at < n; at += block) {
-    const int64_t next = at + block, after = next + block <= n ? block : 0;
+    const int64_t next = at + block, after = LOOKS && next + block <= n ? block : 0;
     found = emit(at, least(block, n - at), found, after);
     if (next < n && !after) found = statistic(next);
   }
@@ -443,13 +449,18 @@ void divide(const float* x, float* out, int64_t n, int64_t divisor, bool stream)
 
 constexpr int64_t RANKS = 8;  // factors that are held in registers
 
-// Of q, and of what is added up, that stay in the innermost cache while rows go by.
+// Of what is added up, that stay in the innermost cache while rows go by.
 constexpr int64_t columns(int64_t count) { return count > 4 ? 512 : 1024; }
 
 // Rows that share what is loaded of q: as many as the registers hold the factors, or the sums, of.
 constexpr int64_t together(int64_t count) {
   return count * 4 <= REGISTERS ? 4 : count * 2 <= REGISTERS ? 2 : 1;
 }
+
+// The same where rows are written as well. Few of them, and long, are what memory takes fastest; q is read from the second
+// cache then.
+constexpr int64_t WIDTH = 4096;
+constexpr int64_t written_together(int64_t count) { return together(count) > 2 ? 2 : together(count); }
 
 // Calls f<...>, the last argument of which is the number of factors, for 1 .. RANKS of them.
 #define RANKED(count, CALL) \
@@ -511,9 +522,9 @@ INLINE void part_rows(float* x, const float* p, const float* q, const float* tak
 template <bool STREAM, int64_t COUNT>
 OUTLINE void part_some(float* x, const float* p, const float* q, const float* taken_p, const float* taken_q, float* rest,
                        int64_t rows, int64_t b) {
-  constexpr int64_t ROWS = together(COUNT);
-  for (int64_t begin = 0; begin < b; begin += columns(COUNT)) {
-    const int64_t end = least(begin + columns(COUNT), b);
+  constexpr int64_t ROWS = written_together(COUNT);
+  for (int64_t begin = 0; begin < b; begin += WIDTH) {
+    const int64_t end = least(begin + WIDTH, b);
     int64_t i = 0;
 #define NEXT(ROWS) \
   part_rows<STREAM, ROWS, COUNT>(x + i * b, p + i * COUNT, q, taken_p + i * COUNT, taken_q, rest + i * b, b, begin, end)
@@ -561,9 +572,9 @@ INLINE void product_rows(float* x, const float* p, const float* q, float* out, i
 
 template <Way WAY, bool STREAM, int64_t COUNT>
 OUTLINE void product_some(float* x, const float* p, const float* q, float* out, int64_t rows, int64_t b, int64_t r) {
-  constexpr int64_t ROWS = together(COUNT);
-  for (int64_t begin = 0; begin < b; begin += columns(COUNT)) {
-    const int64_t end = least(begin + columns(COUNT), b);
+  constexpr int64_t ROWS = written_together(COUNT);
+  for (int64_t begin = 0; begin < b; begin += WIDTH) {
+    const int64_t end = least(begin + WIDTH, b);
     int64_t i = 0;
     for (; i + ROWS <= rows; i += ROWS)
       product_rows<WAY, STREAM, ROWS, COUNT>(x + i * b, p + i * r, q, out + i * b, b, r, begin, end);

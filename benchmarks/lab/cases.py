@@ -65,6 +65,8 @@ METHODS: list[tuple[str, dict[str, Any], int]] = [
 
 BASELINES = [
     Case("alone", "alone", TORCHRUN, rounds=0),
+    # Horovod's thread asks all workers, many times a second, what is ready: that takes its share of the cores.
+    Case("hvd-alone", "alone", HOROVODRUN, rounds=0),
     Case("hvd-fp32", "horovod", HOROVODRUN),
     Case("hvd-fp16", "horovod", HOROVODRUN, {"compression": "fp16"}),
     Case("ddp-fp32", "ddp", TORCHRUN),

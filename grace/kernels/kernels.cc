@@ -1096,7 +1096,7 @@ namespace {
 // What loops work on a block in, from where a line of the cache begins.
 struct Room {
   std::vector<float> all;
-  explicit Room(int64_t width) : all(size_t(4 * std::max<int64_t>(width, 16) + 16)) {}
+  explicit Room(int64_t width) : all(size_t(5 * std::max<int64_t>(width, 16) + 16)) {}
   float* begin() {
     return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(all.data()) + 63) & ~uintptr_t(63));
   }

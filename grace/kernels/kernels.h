@@ -143,8 +143,8 @@ struct Loops {
                      int32_t scale, int64_t n, int64_t position, Out form);
   void (*codes_sum)(const Codec* codec, const uint8_t* const* codes, const int32_t* const* scales, int64_t workers,
                     float* out, int64_t begin, int64_t end, int64_t block, bool stream);
-  // The codes of whole blocks, m of them: uint8[bits * width * m / 8], or a byte or int32 for each element. `room`: for 4
-  // floats for each element of a block, or at least 64. `first`: the place of x[0] behind the rotation's start.
+  // The codes of whole blocks, m of them: uint8[bits * width * m / 8], or a byte or int32 for each element. `room`: for 5
+  // floats for each element of a block, or at least 80. `first`: the place of x[0] behind the rotation's start.
   void (*normal_blocks)(const Rotation* rotation, const Normal* how, const float* x, const float* residual, float* out,
                         uint8_t* codes, float* scales, int64_t n, int64_t first, float* room, Out form);
   void (*normal_sum)(const Rotation* rotation, const Normal* how, const uint8_t* const* codes,

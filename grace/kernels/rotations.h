@@ -12,18 +12,22 @@ struct Block {
   int64_t width;
   float *v, *rotated;
   int32_t* words;
-  uint8_t* codes;
+  uint8_t* codes;  // or int32
+  uint16_t* noise;
   Block(const Rotation& rotation, float* room)
       : width(rotation.width < W ? W : rotation.width), v(room), rotated(room + width),
-        words(reinterpret_cast<int32_t*>(room + 2 * width)), codes(reinterpret_cast<uint8_t*>(room + 3 * width)) {}
+        words(reinterpret_cast<int32_t*>(room + 2 * width)), codes(reinterpret_cast<uint8_t*>(room + 3 * width)),
+        noise(reinterpret_cast<uint16_t*>(room + 4 * width)) {}
   // The random words from an element on.
   void draw(const Rotation& rotation, int64_t position) const {
     words_as<int32_t, 0>(rotation.key0, rotation.key1, rotation.start + position, width, words);
   }
-  // v = x + residual, filled up with zeros.
+  // Where x + residual are, filled up with zeros.
   template <bool RESIDUAL>
-  INLINE_MEMBER void load_block(const float* x, const float* residual, int64_t count) const {
+  INLINE_MEMBER const float* values(const float* x, const float* residual, int64_t count) const {
+    if (!RESIDUAL && count == width) return x;
     for (int64_t j = load_all<RESIDUAL>(v, x, residual, 0, count); j < width; j += W) store(v + j, fill(0));
+    return v;
   }
 };
 
@@ -45,14 +49,16 @@ INLINE F within(F x) {
   return accumulated(x, load(ALTERNATING.of[k]), swapped<HALF>(x));
 }
 
+#define EACH_OF(N) _Pragma("GCC unroll 16") for (int64_t k = 0; k < N; k++)
+
 // And of vectors.
 template <int64_t N, int64_t HALF = 1>
 INLINE void between(F* v) {
   if constexpr (HALF < N) {
-    for (int64_t i = 0; i < N; i++)
-      if (!(i & HALF)) {
-        const F a = v[i], b = v[i + HALF];
-        v[i] = a + b, v[i + HALF] = a - b;
+    EACH_OF(N)
+      if (!(k & HALF)) {
+        const F a = v[k], b = v[k + HALF];
+        v[k] = a + b, v[k + HALF] = a - b;
       }
     between<N, 2 * HALF>(v);
   }
@@ -63,12 +69,12 @@ template <int64_t N, class Get>
 INLINE void near_sums(float* out, int64_t width, bool whole, const Get& get) {
   for (int64_t i = 0; i < width; i += N * W) {
     F v[N];
-    for (int64_t k = 0; k < N; k++) {
+    EACH_OF(N) {
       v[k] = within<4>(within<2>(within<1>(get(i + k * W))));
       if (whole) v[k] = within<8>(v[k]);
     }
     between<N>(v);
-    for (int64_t k = 0; k < N; k++) store(out + i + k * W, v[k]);
+    EACH_OF(N) store(out + i + k * W, v[k]);
   }
 }
 
@@ -78,9 +84,9 @@ INLINE void far_sums(float* x, int64_t width, int64_t half) {
   for (int64_t i = 0; i < width; i += N * half)
     for (int64_t j = i; j < i + half; j += W) {
       F v[N];
-      for (int64_t k = 0; k < N; k++) v[k] = load(x + j + k * half);
+      EACH_OF(N) v[k] = load(x + j + k * half);
       between<N>(v);
-      for (int64_t k = 0; k < N; k++) store(x + j + k * half, v[k]);
+      EACH_OF(N) store(x + j + k * half, v[k]);
     }
 }
 
@@ -90,19 +96,26 @@ OUTLINE void far_sums_from(float* x, int64_t width, int64_t half) {
   for (; half < width; half *= 2) far_sums<2>(x, width, half);
 }
 
-// The transform of the vectors that get(place) gives.
+// The transform of the vectors that get(place) gives, to block.rotated.
 template <class Get>
 INLINE void transform(const Block& block, const Rotation& rotation, const Get& get) {
-  if (block.width >= REGISTERS * W) {
+  const bool many = block.width >= REGISTERS * W;
+  if (many)
     near_sums<REGISTERS>(block.rotated, block.width, true, get);
-    far_sums_from(block.rotated, block.width, REGISTERS * W);
-  } else {
+  else
     near_sums<1>(block.rotated, block.width, rotation.width >= W, get);
-    far_sums_from(block.rotated, block.width, W);
-  }
+  far_sums_from(block.rotated, block.width, many ? REGISTERS * W : W);
 }
 
 // ---- levels of a normal distribution, as in grace/compressors/eden.py ------------------------------------------------
+
+// Sixteen numbers that a table of 2^BITS has, over again where they are fewer.
+template <int BITS>
+INLINE F table_of(const float* levels) {
+  float all[W];
+  for (int i = 0; i < W; i++) all[i] = read(levels, i & ((1 << BITS) - 1));
+  return load(all);
+}
 
 // How many of the middles are below each: `tables` has what is looked up for each step of a search in halves.
 template <int BITS>
@@ -121,26 +134,29 @@ struct Middles {
   }
 };
 
-// What codes stand for, over again where they are few.
-template <int BITS>
-INLINE F levels_of(const float* levels) {
-  float all[W];
-  for (int i = 0; i < W; i++) all[i] = read(levels, i & ((1 << BITS) - 1));
-  return load(all);
+// The shares of `largest` in block.rotated, rotated; returns the sum of their squares. `next` is asked for meanwhile.
+OUTLINE double rotate(const Block& block, const Rotation& rotation, const float* v, float largest, int stream,
+                      const float* next, const float* other) {
+  const F divisor = fill(not_zero(largest));
+  D squares = zeros();
+  transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
+    prefetch<true>(next, other, j);
+    const F share = load(v + j) / divisor;
+    add_magnitude(squares, share * share);
+    return flipped(share, block.words + j, stream);
+  });
+  return total(squares);
 }
 
-// What one bit stands for is looked up nowhere, and three are a byte each.
-template <int BITS>
-INLINE F level_at(F levels, F low, F high, const uint8_t* codes, int64_t j) {
-  if constexpr (BITS == 1) return pick(mask_of(read(reinterpret_cast<const uint16_t*>(codes + j / 8))), high, low);
-  if constexpr (BITS == 3) return entries(levels, from_bytes(codes + j));
-  if constexpr (BITS == 2 || BITS == 4) return entries(levels, from_codes<BITS>(codes + j * BITS / 8));
+OUTLINE void rotate_again(const Block& block, const Rotation& rotation) {
+  transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) { return load(block.rotated + j); });
 }
 
-// Codes of what is rotated to the wire; chosen: their levels take its place. Returns the sum of |rotated * level|.
-template <int BITS, bool CHOSEN>
-INLINE double normal_codes(const Block& block, const Normal& how, float root, int64_t width, uint8_t* codes) {
-  const F divisor = fill(root), levels = levels_of<BITS>(how.levels);
+// Codes of what is rotated to the wire; its levels take its place. Returns the sum of |rotated * level|.
+template <int BITS>
+OUTLINE double normal_codes(const Block& block, const Normal& how, float root, int64_t width, uint8_t* codes) {
+  constexpr int WRITTEN_BITS = BITS == 3 ? 8 : BITS;  // before they are packed
+  const F divisor = fill(root), levels = table_of<BITS>(how.levels);
   const F low = fill(read(how.levels, 0)), high = fill(read(how.levels, 1));
   const Middles<BITS> middles(how.middles);
   D overlap = zeros();
@@ -153,50 +169,49 @@ INLINE double normal_codes(const Block& block, const Normal& how, float root, in
       level = pick(m, high, low);
     } else {
       const I code = middles.below(x / divisor);
-      to_codes<BITS == 3 ? 8 : BITS>(block.codes + j * (BITS == 3 ? 8 : BITS) / 8, code);
+      to_codes<WRITTEN_BITS>(block.codes + j * WRITTEN_BITS / 8, code);
       level = entries(levels, code);
     }
     add_magnitude(overlap, x * level);
-    if (CHOSEN) store(block.rotated + j, level);
+    store(block.rotated + j, level);
   }
   if constexpr (BITS == 3)
     for (int64_t j = 0; j < width; j += CHUNK)
-      pack_codes(block.codes + j, least(CHUNK, width - j), BITS, codes + j * BITS / 8);
+      pack_codes(block.codes + j, least(CHUNK, width - j), BITS, codes + j / 8 * BITS);
   else
-    memcpy(codes, block.codes, size_t(width * BITS / 8));
+    memcpy(codes, block.codes, size_t(width / 8 * BITS));
   return total(overlap);
 }
 
-template <bool RESIDUAL, Out OUT, int BITS>
-OUTLINE void normal_blocks_as(const Rotation& rotation, const Normal& how, const float* x, const float* residual,
-                              float* out, uint8_t* codes, float* scales, int64_t n, int64_t first, float* room) {
+#define WITH_BITS(f, ...)                                       \
+  (how.bits == 1   ? f<1>(__VA_ARGS__)                          \
+   : how.bits == 2 ? f<2>(__VA_ARGS__)                          \
+   : how.bits == 3 ? f<3>(__VA_ARGS__)                          \
+                   : f<4>(__VA_ARGS__))
+
+template <bool RESIDUAL, Out OUT>
+INLINE void normal_blocks_to(const Rotation& rotation, const Normal& how, const float* x, const float* residual,
+                             float* out, uint8_t* codes, float* scales, int64_t n, int64_t first, float* room) {
   const Block block(rotation, room);
   const int64_t width = rotation.width, ahead = distance(width);
   const float root = __builtin_sqrtf(float(width));
   for (int64_t at = 0, b = 0; at < n; at += width, b++) {
     const int64_t size = least(width, n - at);
-    block.load_block<RESIDUAL>(x + at, RESIDUAL ? residual + at : nullptr, size);
+    const float* v = block.values<RESIDUAL>(x + at, RESIDUAL ? residual + at : nullptr, size);
+    const float largest = as_float(ints_largest_of<false>(v, nullptr, block.width));
     block.draw(rotation, first + at);
-    const float largest = as_float(ints_largest_of<false>(block.v, nullptr, block.width));
-    const F divisor = fill(not_zero(largest));
-    D squares = zeros();
-    transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
-      prefetch<RESIDUAL>(x, residual, at + ahead + j);
-      const F share = load(block.v + j) / divisor;
-      add_magnitude(squares, share * share);
-      return flipped(share, block.words + j, how.stream);
-    });
-    const float square = float(total(squares));
-    const float overlap = float(normal_codes<BITS, OUT != NONE>(block, how, not_zero(__builtin_sqrtf(square)), width,
-                                                                codes + at / 8 * BITS));
+    const float* next = x + at + ahead;
+    const float square = float(rotate(block, rotation, v, largest, how.stream, next, RESIDUAL ? residual + at + ahead : next));
+    const float overlap = float(
+        WITH_BITS(normal_codes, block, how, not_zero(__builtin_sqrtf(square)), width, codes + at / 8 * how.bits));
     const float share = how.divisor ? overlap / how.divisor : square / (square == 0.0f ? 1.0f : overlap) * root;
     const float scale = share * largest;
     write(scales, b, scale);
     if constexpr (OUT != NONE) {
-      transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) { return load(block.rotated + j); });
+      rotate_again(block, rotation);
       const F step = fill(scale / root);
       const auto left = [&](int64_t j) __attribute__((always_inline)) {
-        return load(block.v + j) - flipped(load(block.rotated + j), block.words + j, how.stream) * step;
+        return load(v + j) - flipped(load(block.rotated + j), block.words + j, how.stream) * step;
       };
       int64_t j = 0;
       for (; j + W <= size; j += W) leave<OUT>(x, residual, out, at + j, left(j));
@@ -205,42 +220,42 @@ OUTLINE void normal_blocks_as(const Rotation& rotation, const Normal& how, const
   }
 }
 
-template <bool RESIDUAL, Out OUT>
-INLINE void normal_blocks_to(const Rotation& rotation, const Normal& how, const float* x, const float* residual,
-                             float* out, uint8_t* codes, float* scales, int64_t n, int64_t first, float* room) {
-#define AS(BITS) normal_blocks_as<RESIDUAL, OUT, BITS>(rotation, how, x, residual, out, codes, scales, n, first, room)
-  how.bits == 1 ? AS(1) : how.bits == 2 ? AS(2) : how.bits == 3 ? AS(3) : AS(4);
-#undef AS
-}
-
 void normal_blocks(const Rotation* rotation, const Normal* how, const float* x, const float* residual, float* out,
                    uint8_t* codes, float* scales, int64_t n, int64_t first, float* room, Out form) {
   FORMS(normal_blocks_to, *rotation, *how, x, residual, out, codes, scales, n, first, room);
   if (form == STREAMED) fence();
 }
 
-template <int BITS, bool STREAM>
-OUTLINE void normal_sum_as(const Rotation& rotation, const Normal& how, const uint8_t* const* codes,
-                           const float* const* scales, const uint8_t* const* streams, int64_t workers, float* out,
-                           int64_t begin, int64_t end, float* room) {
+// The transform of what codes stand for.
+template <int BITS>
+OUTLINE void transform_levels(const Block& block, const Rotation& rotation, const Normal& how, const uint8_t* codes) {
+  const F levels = table_of<BITS>(how.levels), low = fill(read(how.levels, 0)), high = fill(read(how.levels, 1));
+  if constexpr (BITS == 3)
+    for (int64_t j = 0; j < rotation.width; j += CHUNK)
+      unpack_codes(codes + j / 8 * BITS, least(CHUNK, rotation.width - j), BITS, block.codes + j);
+  else
+    memcpy(block.codes, codes, size_t(rotation.width / 8 * BITS));
+  transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
+    const uint8_t* from = block.codes + (BITS == 3 ? j : j * BITS / 8);
+    if constexpr (BITS == 1) return pick(mask_of(read(reinterpret_cast<const uint16_t*>(from))), high, low);
+    if constexpr (BITS == 3) return entries(levels, from_bytes(from));
+    if constexpr (BITS == 2 || BITS == 4) return entries(levels, from_codes<BITS>(from));
+  });
+}
+
+template <bool STREAM>
+INLINE void normal_sum_to(const Rotation& rotation, const Normal& how, const uint8_t* const* codes,
+                          const float* const* scales, const uint8_t* const* streams, int64_t workers, float* out,
+                          int64_t begin, int64_t end, float* room) {
   const Block block(rotation, room);
   const int64_t width = rotation.width;
   const float root = __builtin_sqrtf(float(width));
-  const F levels = levels_of<BITS>(how.levels), low = fill(read(how.levels, 0)), high = fill(read(how.levels, 1));
   const Divisor divisor(workers);
   for (int64_t at = begin, b = begin / width; at < end; at += width, b++) {
     const int64_t size = least(width, end - at);
     block.draw(rotation, at);
     for (int64_t w = 0; w < workers; w++) {
-      const uint8_t* from = codes[w] + at / 8 * BITS;
-      if constexpr (BITS == 3)
-        for (int64_t j = 0; j < width; j += CHUNK)
-          unpack_codes(from + j / 8 * BITS, least(CHUNK, width - j), BITS, block.codes + j);
-      else
-        memcpy(block.codes, from, size_t(width / 8 * BITS));
-      transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
-        return level_at<BITS>(levels, low, high, block.codes, j);
-      });
+      WITH_BITS(transform_levels, block, rotation, how, codes[w] + at / 8 * how.bits);
       const F step = fill(read(scales[w], b) / root);
       const int shift = streams[w][b] & 31;
       const auto sum = [&](int64_t j) __attribute__((always_inline)) {
@@ -262,91 +277,83 @@ OUTLINE void normal_sum_as(const Rotation& rotation, const Normal& how, const ui
 void normal_sum(const Rotation* rotation, const Normal* how, const uint8_t* const* codes, const float* const* scales,
                 const uint8_t* const* streams, int64_t workers, float* out, int64_t begin, int64_t end, float* room,
                 bool stream) {
-#define AS(BITS)                                                                                               \
-  (stream ? normal_sum_as<BITS, true>(*rotation, *how, codes, scales, streams, workers, out, begin, end, room) \
-          : normal_sum_as<BITS, false>(*rotation, *how, codes, scales, streams, workers, out, begin, end, room))
-  how->bits == 1 ? AS(1) : how->bits == 2 ? AS(2) : how->bits == 3 ? AS(3) : AS(4);
-#undef AS
+  stream ? normal_sum_to<true>(*rotation, *how, codes, scales, streams, workers, out, begin, end, room)
+         : normal_sum_to<false>(*rotation, *how, codes, scales, streams, workers, out, begin, end, room);
 }
 
 // ---- equal steps that are summed, as in grace/compressors/thc.py -----------------------------------------------------
 
-template <class T>
-INLINE I steps_at(const T* p, int64_t j) {
-  if constexpr (sizeof(T) == 1) return from_octets(p + j);
-  return read(reinterpret_cast<const I*>(p), j / W);
-}
-
-template <class T>
-OUTLINE void steps_blocks_as(const Rotation& rotation, const Steps& how, const float* x, const float* norms, T* codes,
-                             int64_t n, int64_t first, float* room) {
-  const Block block(rotation, room);
-  const int64_t width = rotation.width, ahead = distance(width);
-  const F high = fill(how.cut), low = fill(-how.cut), factor = fill(how.factor), one = fill(1);
-  const I top = fill_int(how.top);
-  uint16_t* const noise = reinterpret_cast<uint16_t*>(block.words);
-  T* const found = reinterpret_cast<T*>(block.codes);
+void steps_blocks(const Rotation* rotation, const Steps* how, const float* x, const float* norms, uint8_t* codes,
+                  int64_t n, int64_t first, float* room) {
+  const Block block(*rotation, room);
+  const int64_t width = rotation->width, ahead = distance(width);
+  const F high = fill(how->cut), low = fill(-how->cut), factor = fill(how->factor), one = fill(1);
+  const I top = fill_int(how->top);
+  const bool wide = how->wide;
   for (int64_t at = 0, b = 0; at < n; at += width, b++) {
-    block.load_block<false>(x + at, nullptr, least(width, n - at));
-    block.draw(rotation, first + at);
+    const float* v = block.values<false>(x + at, nullptr, least(width, n - at));
+    block.draw(*rotation, first + at);
+    noise_at(block.noise, how->noise, how->noise.start + first + at, block.width);
     const F divisor = fill(not_zero(read(norms, b)));
-    transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
+    transform(block, *rotation, [&](int64_t j) __attribute__((always_inline)) {
       prefetch<false>(x, nullptr, at + ahead + j);
-      return flipped(load(block.v + j) / divisor, block.words + j, 0);
+      return flipped(load(v + j) / divisor, block.words + j, 0);
     });
-    noise_at(noise, how.noise, how.noise.start + first + at, block.width);  // the words have been used
     for (int64_t j = 0; j < block.width; j += W) {
-      F v = load(block.rotated + j);
-      v = pick(above(v, high), high, v);
-      v = (pick(above(low, v), low, v) + high) * factor;
-      const I lower = down(v);
-      const M m = not_below_zero((v - to_float(lower)) + uniform(noise + j, 0) - one);
+      F normal = load(block.rotated + j);
+      normal = pick(above(normal, high), high, normal);
+      const F steps = (pick(above(low, normal), low, normal) + high) * factor;
+      const I lower = down(steps);
+      const M m = not_below_zero((steps - to_float(lower)) + uniform(block.noise + j, 0) - one);
       const I code = smaller(raised(m, lower, 1), top);
-      if constexpr (sizeof(T) == 1)
-        to_codes<8>(reinterpret_cast<uint8_t*>(found + j), code);
+      if (wide)
+        write(reinterpret_cast<I*>(block.codes), j / W, code);
       else
-        write(reinterpret_cast<I*>(found), j / W, code);
+        to_codes<8>(block.codes + j, code);
     }
-    memcpy(reinterpret_cast<char*>(codes) + at * int64_t(sizeof(T)), found, size_t(width) * sizeof(T));
+    const int64_t bytes = wide ? 4 : 1;
+    memcpy(codes + at * bytes, block.codes, size_t(width * bytes));
   }
 }
 
-void steps_blocks(const Rotation* rotation, const Steps* how, const float* x, const float* norms, uint8_t* codes,
-                  int64_t n, int64_t first, float* room) {
-  how->wide ? steps_blocks_as(*rotation, *how, x, norms, reinterpret_cast<int32_t*>(codes), n, first, room)
-            : steps_blocks_as(*rotation, *how, x, norms, codes, n, first, room);
+// The transform of what the codes of a block, or sums of such, stand for.
+OUTLINE void transform_steps(const Block& block, const Rotation& rotation, const Steps& how, const uint8_t* codes,
+                         float each) {
+  const F factor = fill(each), cut = fill(how.cut);
+  memcpy(block.codes, codes, size_t(rotation.width * (how.wide ? 4 : 1)));
+  if (how.wide)
+    transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
+      return to_float(read(reinterpret_cast<const I*>(block.codes), j / W)) * factor - cut;
+    });
+  else
+    transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
+      return to_float(from_octets(block.codes + j)) * factor - cut;
+    });
 }
 
 // rest = x - what `own` stands for, and then mean = what the sums do; either may be absent. STREAM: of the first of them.
-template <bool STREAM, class T>
-OUTLINE void steps_values_as(const Rotation& rotation, const Steps& how, const T* sums, const T* own, const float* norms,
-                             const float* x, float* mean, float* rest, int64_t n, int64_t first, float* room) {
+template <bool STREAM>
+INLINE void steps_values_to(const Rotation& rotation, const Steps& how, const uint8_t* sums, const uint8_t* own,
+                            const float* norms, const float* x, float* mean, float* rest, int64_t n, int64_t first,
+                            float* room) {
   const Block block(rotation, room);
-  const int64_t width = rotation.width;
-  const F cut = fill(how.cut), inverse = fill(1.0f / float(width));
-  const T* const all = reinterpret_cast<const T*>(block.codes);
+  const int64_t width = rotation.width, bytes = how.wide ? 4 : 1;
+  const F inverse = fill(1.0f / float(width));
   for (int64_t at = 0, b = 0; at < n; at += width, b++) {
     const int64_t size = least(width, n - at);
     const F norm = fill(read(norms, b));
-    block.draw(rotation, first + at);
-    const auto decode = [&](const T* codes, float each) __attribute__((always_inline)) {
-      const F factor = fill(each);
-      memcpy(block.codes, reinterpret_cast<const char*>(codes) + at * int64_t(sizeof(T)), size_t(width) * sizeof(T));
-      transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
-        return to_float(steps_at(all, j)) * factor - cut;
-      });
-    };
     const auto value = [&](int64_t j) __attribute__((always_inline)) {
       return flipped(load(block.rotated + j), block.words + j, 0) * inverse * norm;
     };
+    block.draw(rotation, first + at);
     int64_t j = 0;
     if (own) {
-      decode(own, how.own);
+      transform_steps(block, rotation, how, own + at * bytes, how.own);
       for (; j + W <= size; j += W) put<STREAM>(rest + at + j, load(x + at + j) - value(j));
       if (j < size) store_some(rest + at + j, load_some(x + at + j, size - j) - value(j), size - j);
     }
     if (sums) {
-      decode(sums, how.factor);
+      transform_steps(block, rotation, how, sums + at * bytes, how.factor);
       for (j = 0; j + W <= size; j += W) own ? store(mean + at + j, value(j)) : put<STREAM>(mean + at + j, value(j));
       if (j < size) store_some(mean + at + j, value(j), size - j);
     }
@@ -357,10 +364,6 @@ OUTLINE void steps_values_as(const Rotation& rotation, const Steps& how, const T
 void steps_values(const Rotation* rotation, const Steps* how, const uint8_t* sums, const uint8_t* own,
                   const float* norms, const float* x, float* mean, float* rest, int64_t n, int64_t first, float* room,
                   bool stream) {
-  const auto values = [&](auto all, auto alone) {
-    stream ? steps_values_as<true>(*rotation, *how, all, alone, norms, x, mean, rest, n, first, room)
-           : steps_values_as<false>(*rotation, *how, all, alone, norms, x, mean, rest, n, first, room);
-  };
-  how->wide ? values(reinterpret_cast<const int32_t*>(sums), reinterpret_cast<const int32_t*>(own))
-            : values(sums, own);
+  stream ? steps_values_to<true>(*rotation, *how, sums, own, norms, x, mean, rest, n, first, room)
+         : steps_values_to<false>(*rotation, *how, sums, own, norms, x, mean, rest, n, first, room);
 }

@@ -255,7 +255,8 @@ class HostKernels:
         (n,) = xp.shape(x)
         payload = tuple(xp.part(size, dtype) for dtype, size in _normal(levels, n, width))
         left, out, swap = self._left(x, residual)
-        where, how = (at(x), at(residual), out, *map(at, payload)), (levels, middles, divisor, stream)
+        codes, scales, streams = map(at, payload)
+        where, how = (at(x), at(residual), out, codes, scales, streams), (levels, middles, divisor, stream)
         encode = partial(self.library.normal_encode, *where, n, width, *how, rng.keys, rng.offset, xp.threads, swap)
         self._encode(encode, x, residual, *payload)
         return payload, left
@@ -265,8 +266,9 @@ class HostKernels:
     ) -> Array:
         """Each worker's codes, scales and streams -> float32[n], in ``out`` if it is given."""
         out, kept = self._out(out, n), self._received(payloads, *_normal(levels, n, width))
-        columns, at, where = self._columns(kept), self._xp.address(out), (rng.keys, rng.offset, self._xp.threads)
-        mean = partial(self.library.normal_mean, *columns, len(kept), at, n, width, levels, *where)
+        codes, scales, streams = self._columns(kept)
+        at, where = self._xp.address(out), (rng.keys, rng.offset, self._xp.threads)
+        mean = partial(self.library.normal_mean, codes, scales, streams, len(kept), at, n, width, levels, *where)
         return self._mean(mean, out, kept)
 
     def norms(self, x: Array, block: int) -> Array:
@@ -286,9 +288,7 @@ class HostKernels:
         codes = xp.empty(_count(n, width) * width, dtype)
         table, offsets, start = self._noise(draw, xp.shape(codes)[0])
         how, noise = (top, dtype == "int32", cut, factor), (at(table), at(offsets))
-        self.library.steps_encode(
-            at(x), at(norms), at(codes), n, width, *how, *noise, rng.keys, start, xp.threads
-        )
+        self.library.steps_encode(at(x), at(norms), at(codes), n, width, *how, *noise, rng.keys, start, xp.threads)
         return codes
 
     def steps_mean(

@@ -12,6 +12,7 @@ from methods import PLAIN, backend, built
 
 from grace.backends import get_backend
 from grace.compressors.blockint import BlockInt
+from grace.compressors.eden import Eden
 from grace.compressors.efsignsgd import EFSignSGD
 from grace.compressors.onebit import OneBit
 from grace.compressors.qsgd import QSGD
@@ -19,10 +20,12 @@ from grace.compressors.selectors import Sampled
 from grace.compressors.signsgd import SignSGD
 from grace.compressors.sparse import kept
 from grace.compressors.terngrad import TernGrad
+from grace.compressors.thc import CUT, THC
 from grace.compressors.threelc import ThreeLC
 from grace.compressors.threshold import Threshold
 from grace.compressors.topk import TopK
 from grace.core import Context
+from grace.hadamard import width_of
 from grace.kernels import ISAS, build, library
 from grace.kernels.host import HostKernels
 from grace.packing import pack, packed_size
@@ -510,6 +513,154 @@ def test_runs_that_do_not_fit_are_refused(lib, bytes_):
     with pytest.raises(ValueError, match="the runs of worker 2 do not make 2 bytes"):
         decoded(lib, ThreeLC(), [good, good, bad], 10, 1)
     equal(decoded(lib, ThreeLC(), [good], 10, 1), np.zeros(10, np.float32))
+
+
+# -- blocks that are rotated at random ---------------------------------------------------------------------------------
+ROTATED = pytest.mark.parametrize(
+    "compressor",
+    [
+        Eden(bits=1),
+        Eden(bits=1, block_size=64, biased=True),
+        Eden(bits=1, block_size=8, biased=True),
+        Eden(bits=2),
+        Eden(bits=2, block_size=8),
+        Eden(bits=3, block_size=64),
+        Eden(bits=3, block_size=8192),
+        Eden(),
+        Eden(block_size=16),
+    ],
+    ids=str,
+)
+THCS = pytest.mark.parametrize(
+    "compressor, workers", [(THC(), 4), (THC(bits=2, block_size=8), 3), (THC(bits=8, block_size=64), 3)], ids=str
+)
+
+
+def rotated(lib, compressor, ctx, x, residual, out, threads, swap=False):
+    """The payload that a kernel makes of an Eden's blocks."""
+    n, rng = ctx.size, ctx.shared_rng("rotation")
+    d = width_of(ctx, compressor.block_size)
+    m, divisor = -(-n // d), compressor._divisor(d) if compressor.biased else 0.0
+    sent = Memory(compressor.bits * d * m // 8, np.uint8, 3), Memory(m, np.float32, 4), Memory(m, np.uint8, 1)
+    tables = compressor._levels(), compressor._middles()
+    lib.normal_encode(
+        x, residual, out, *map(address, sent), n, d, *tables, divisor, ctx.rank % 32, rng.keys, rng.offset, threads,
+        swap,
+    )  # fmt: skip
+    return [each.check() for each in sent]
+
+
+@CASES
+@ROTATED
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_normal_encode(lib, n, kind, threads, compressor):
+    ctx = Context(XP, "w", (n,), rank=(0, 5, 31)[n % 3])
+    d = width_of(ctx, compressor.block_size)
+    for x, residual, out, v in aliases(vector(n, 1, kind), vector(n, 2), n):
+        sent, _ = plainly(compressor, v, ctx)
+        codes, scales, streams = rotated(lib, compressor, ctx, x.address, address(residual), out.address, threads)
+        x.check()
+        equal(streams, sent[2])
+        ulps(scales, sent[1])
+        whole = np.isfinite(scales)  # of what is not finite codes are any
+        rows = len(whole), compressor.bits * d // 8
+        equal(codes.reshape(rows)[whole], sent[0].reshape(rows)[whole])
+        with XP.quiet():
+            left = compressor.residual(v.copy(), (sent[0], scales, sent[2]), ctx)
+        elements = np.repeat(whole, d)[:n]
+        equal(out.check()[elements], left[elements])
+        assert not np.isfinite(out.array[~elements]).any()
+
+
+@CASES
+@ROTATED
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_residual_changes_places_with_x_also_where_blocks_are_rotated(lib, n, kind, threads, compressor):
+    ctx, first, last = Context(XP, "w", (n,), rank=1), vector(n, 1, kind), vector(n, 2)
+    x, residual, out = Memory.of(first, 4), Memory.of(last, 8), Memory(n, np.float32, 4)
+    expected = rotated(lib, compressor, ctx, x.address, residual.address, out.address, threads)
+    equal(x.check(), first)
+    found = rotated(lib, compressor, ctx, x.address, residual.address, residual.address, threads, swap=True)
+    for one, other in zip(found, expected, strict=True):
+        equal(one, other)
+    equal(residual.check(), out.check())
+    equal(x.check(), last)
+    # Nothing is left, where nobody asks, and a piece is drawn what the whole would be.
+    d = width_of(ctx, compressor.block_size)
+    whole = rotated(lib, compressor, ctx, out.address, None, None, threads)
+    begin = n // d // 2 * d
+    part = rotated(lib, compressor, ctx.piece(begin, n - begin), out.address + 4 * begin, None, None, threads)
+    for one, other in zip(part, whole, strict=True):
+        equal(one, other[len(other) - len(one) :])
+
+
+@CASES
+@ROTATED
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_normal_mean(lib, n, kind, threads, compressor, workers):
+    ctx = Context(XP, "w", (n,))
+    with XP.quiet():
+        each = [replace(ctx, rank=31 - w // 2) for w in range(workers)]  # two of them agree
+        payloads = [compressor.compress(vector(n, w, kind), {}, here)[0] for w, here in enumerate(each)]
+        expected = compressor.aggregate(payloads, ctx)
+    memories = [[Memory.of(array, 4 * (array.dtype == np.float32) + 1) for array in payload] for payload in payloads]
+    where = [[each.address for each in column] for column in zip(*memories, strict=True)]
+    out, rng, d = Memory(n, np.float32, 4), ctx.shared_rng("rotation"), width_of(ctx, compressor.block_size)
+    lib.normal_mean(*where, workers, out.address, n, d, compressor._levels(), rng.keys, rng.offset, threads)
+    equal(out.check(), expected)
+
+
+@CASES
+@THCS
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_steps(lib, n, kind, threads, compressor, workers, monkeypatch):
+    monkeypatch.setattr(type(XP), "kernels", None)
+    ctx = Context(XP, "w", (n,), world_size=workers, offset=65536 if n % 2 and n > 8192 else 0)
+    d, rng = width_of(ctx, compressor.block_size), ctx.shared_rng("rotation")
+    m, dtype, start = -(-n // d), compressor._dtype(ctx), ctx.offset
+    wide = dtype == "int32"
+    x, norms = Memory.of(vector(n, 1, kind), 4), Memory(m, np.float32, 4)
+    lib.norms(x.address, norms.address, n, d, threads)
+    with XP.quiet():
+        norm = compressor._norms(x.array, ctx)
+        ulps(norms.check(), norm)
+        norm = norm * np.where(np.arange(m) % 2, np.float32(1), np.float32(3))  # another worker's is larger
+        expected = compressor._codes(x.array, norm, ctx)
+    whole = np.repeat(np.isfinite(norm), d)
+
+    at, draw = Memory.of(norm, 4), ctx.rng("round")
+    table, offsets = Memory(65536, np.uint16, 2), Memory((start + m * d) // 65536 + 1, np.uint16, 6)
+    lib.noise_table(*draw.table, 65536, table.address)
+    lib.noise_table(*draw.keys, len(offsets.array), offsets.address)
+    codes = Memory(m * d, dtype, 4)
+    noise = table.address, offsets.address + 2 * (start // 65536)
+    factor = compressor.top / (2 * CUT)
+    how = compressor.top, wide, CUT, factor
+    lib.steps_encode(x.address, at.address, codes.address, n, d, *how, *noise, rng.keys, start, threads)
+    equal(codes.check()[whole], expected[whole])
+
+    sums = np.random.default_rng(5).integers(0, compressor.top * workers + 1, m * d).astype(dtype)
+    payload = sums, norm, expected
+    with XP.quiet():
+        mean = compressor.decompress(payload, ctx)
+        left = compressor.residual(x.array, payload, ctx)
+    total, own = Memory.of(sums, 4), Memory.of(expected, 4)
+    factors = compressor._step(workers), compressor._step(1)
+    for parts in (("mean",), ("rest",), ("rest", "mean")):
+        given, out = Memory.of(x.array, 8), Memory(n, np.float32, 4 * (n % 4))
+        arrays = {
+            ("mean",): (total.address, None, at.address, None, out.address, None),
+            ("rest",): (None, own.address, at.address, given.address, None, given.address),
+            ("rest", "mean"): (total.address, own.address, at.address, given.address, given.address, out.address),
+        }[parts]
+        lib.steps_values(*arrays, n, d, wide, CUT, *factors, rng.keys, start, threads)
+        if len(parts) == 2:
+            equal(given.check(), mean)
+            equal(out.check(), left)
+        else:
+            equal((out if parts == ("mean",) else given).check(), mean if parts == ("mean",) else left)
+            given.check(), out.check()
 
 
 # -- sparse ------------------------------------------------------------------------------------------------------------

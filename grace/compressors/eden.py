@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -60,6 +61,13 @@ class Eden(Blockwise):
     def _levels(self) -> list[float]:
         return [*(-level for level in reversed(CENTROIDS[self.bits])), *CENTROIDS[self.bits]]
 
+    def _middles(self) -> list[float]:
+        return [(a + b) / 2 for a, b in pairwise(self._levels())]
+
+    def _divisor(self, d: int) -> float:
+        # What a biased scale is the sum of magnitudes over.
+        return CENTROIDS[self.bits][-1] * d**1.5
+
     def _signs(self, streams: Array, ctx: Context) -> Any:
         d = width_of(ctx, self.block_size)
         return signs(ctx.xp, ctx.shared_rng("rotation").bits(ctx.xp.shape(streams)[0] * d), streams, d)
@@ -78,12 +86,12 @@ class Eden(Blockwise):
         if self.bits == 1:
             codes = xp.reshape(xp.cast(rotated >= 0, "int32"), (-1,))
         else:
-            middles = xp.asarray([(a + b) / 2 for a, b in pairwise(levels)], "float32")
+            middles = xp.asarray(self._middles(), "float32")
             normal = rotated / blocks.divisor(xp, xp.sqrt(square))
             codes = xp.searchsorted(middles, xp.reshape(normal, (-1,)))
         chosen = xp.reshape(xp.take(xp.asarray(levels, "float32"), codes), (m, d))
         if self.biased:
-            scale = xp.sum(xp.abs(rotated), 1) / (levels[-1] * d**1.5)
+            scale = xp.sum(xp.abs(rotated), 1) / self._divisor(d)
         else:
             overlap = xp.sum(rotated * chosen, 1)
             scale = square / xp.where(square == 0, 1.0, overlap) * d**0.5
@@ -99,3 +107,16 @@ class Eden(Blockwise):
         # The transform is its own inverse but for the factor d, half of which the scale has not had yet.
         rows = hadamard(xp, xp.reshape(chosen, (m, d))) * self._signs(streams, ctx)
         return blocks.flat(xp, rows * xp.reshape(scale / d**0.5, (-1, 1)), ctx.size)
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        if not ctx.kernels.normal_encode:
+            return None
+        d, rng = width_of(ctx, self.block_size), ctx.shared_rng("rotation")
+        divisor, stream = self._divisor(d) if self.biased else 0.0, ctx.rank % STREAMS
+        return ctx.kernels.normal_encode(x, residual, d, self._levels(), self._middles(), divisor, stream, rng)
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not ctx.kernels.normal_mean:
+            return None
+        d, rng = width_of(ctx, self.block_size), ctx.shared_rng("rotation")
+        return ctx.kernels.normal_mean(payloads, out, ctx.size, d, self._levels(), rng)

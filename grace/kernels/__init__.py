@@ -181,6 +181,12 @@ class Library:
         self._codes_encode = bind("codes_encode", _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I)
         self._codes_mean = bind("codes_mean", _P, _P, _P, _I, _P, _I, _I, _I)
         self._noise_table = bind("noise_table", _I, _I, _I, _P, _I)
+        where = _I, _I, _I, _I  # in which random words, and the number of threads
+        self._normal_encode = bind("normal_encode", *(_P,) * 6, _I, _I, _I, _P, _P, _F, _I, *where, _I)
+        self._normal_mean = bind("normal_mean", _P, _P, _P, _I, _P, _I, _I, _I, _P, *where)
+        self._norms = bind("norms", _P, _P, _I, _I, _I)
+        self._steps_encode = bind("steps_encode", _P, _P, _P, _I, _I, _I, _I, _F, _F, _P, _P, *where)
+        self._steps_values = bind("steps_values", *(_P,) * 6, _I, _I, _I, _F, _F, _F, *where)
 
     def signs_encode(
         self,
@@ -436,6 +442,115 @@ class Library:
         pointers = _P * workers
         codes, scales = pointers(*codes_ptrs), None if scales_ptrs is None else pointers(*scales_ptrs)
         self._codes_mean(self.handle, ctypes.addressof(codec), codes, scales, workers, out, n, block, threads)
+
+    def normal_encode(
+        self,
+        x: int,
+        residual: Address,
+        out: Address,
+        codes: int,
+        scales: int,
+        streams: int,
+        n: int,
+        width: int,
+        levels: Sequence[float],
+        middles: Sequence[float],
+        divisor: float,
+        stream: int,
+        keys: tuple[int, int],
+        start: int = 0,
+        threads: int = 1,
+        swap: bool = False,
+    ) -> None:
+        """Blocks rotated at random and rounded to ``levels``, as `grace.compressors.eden` has them.
+
+        ``width``: elements of a block, a power of two, at least 8; the last is filled up with zeros. codes:
+        uint8[bits * width * m / 8] for 2**bits levels; scales: float32[m], sums of magnitudes over ``divisor``, or 0
+        for those without bias; streams: uint8[m]. Random words are those of ``keys`` from ``start`` on.
+        """
+        bits = len(levels).bit_length() - 1
+        tables = (_F * len(levels))(*levels), (_F * len(middles))(*middles)
+        self._normal_encode(
+            self.handle, x, residual, out, codes, scales, streams, n, width, bits, *tables, divisor, stream, *keys,
+            start, swap, threads,
+        )  # fmt: skip
+
+    def normal_mean(
+        self,
+        codes_ptrs: Sequence[int],
+        scales_ptrs: Sequence[int],
+        streams_ptrs: Sequence[int],
+        workers: int,
+        out: int,
+        n: int,
+        width: int,
+        levels: Sequence[float],
+        keys: tuple[int, int],
+        start: int = 0,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[n]: the mean of what the workers sent, each three arrays as of `normal_encode`, in order."""
+        pointers, bits = _P * workers, len(levels).bit_length() - 1
+        sent = pointers(*codes_ptrs), pointers(*scales_ptrs), pointers(*streams_ptrs)
+        table = (_F * len(levels))(*levels)
+        self._normal_mean(self.handle, *sent, workers, out, n, width, bits, table, *keys, start, threads)
+
+    def norms(self, x: int, norms: int, n: int, block: int, threads: int = 1) -> None:
+        """norms, float32[m]: `grace.blocks.norms` of blocks of x, float32[n]; ``block`` is not 0."""
+        self._norms(self.handle, x, norms, n, block, threads)
+
+    def steps_encode(
+        self,
+        x: int,
+        norms: int,
+        codes: int,
+        n: int,
+        width: int,
+        top: int,
+        wide: bool,
+        cut: float,
+        factor: float,
+        table: int,
+        offsets: int,
+        keys: tuple[int, int],
+        start: int = 0,
+        threads: int = 1,
+    ) -> None:
+        """Blocks rotated at random and rounded at random to steps 0 .. ``top``, as `grace.compressors.thc` has them.
+
+        ``width``, ``keys`` and ``start`` as in `normal_encode`; table and offsets as in `ints_encode`. x: float32[n];
+        norms: float32[m]; codes: uint8[width * m], int32 where they are ``wide``. ``factor``: steps in 1.
+        """
+        noise = table, offsets
+        self._steps_encode(
+            self.handle, x, norms, codes, n, width, top, wide, cut, factor, *noise, *keys, start, threads
+        )
+
+    def steps_values(
+        self,
+        sums: Address,
+        own: Address,
+        norms: int,
+        x: Address,
+        mean: Address,
+        rest: Address,
+        n: int,
+        width: int,
+        wide: bool,
+        cut: float,
+        factor: float,
+        own_factor: float,
+        keys: tuple[int, int],
+        start: int = 0,
+        threads: int = 1,
+    ) -> None:
+        """rest = x - what ``own`` stands for, if it is given, and then mean = what ``sums`` stand for, if they are.
+
+        sums, own: codes as of `steps_encode`, one of which is ``factor`` or ``own_factor``; x, mean, rest: float32[n],
+        of which rest and mean may be x, but not both.
+        """
+        arrays, factors = (sums, own, norms, x, mean, rest), (cut, factor, own_factor)
+        self._steps_values(self.handle, *arrays, n, width, wide, *factors, *keys, start, threads)
 
     def topk_encode(
         self,

@@ -236,6 +236,91 @@ class HostKernels:
         mean = partial(self.library.codes_mean, found, scales, len(kept), at, n, block, codec, threads)
         return self._mean(mean, out, kept, codes)
 
+    def normal_encode(
+        self,
+        x: Array,
+        residual: Array | None,
+        width: int,
+        levels: Sequence[float],
+        middles: Sequence[float],
+        divisor: float,
+        stream: int,
+        rng: Rng,
+    ) -> tuple[tuple[Array, ...], Array]:
+        """float32[n] -> the payload: codes uint8, scales float32[m] and streams uint8[m]; and what is left.
+
+        ``rng``: of the rotation.
+        """
+        xp, at = self._xp, self._xp.address
+        (n,) = xp.shape(x)
+        payload = tuple(xp.part(size, dtype) for dtype, size in _normal(levels, n, width))
+        left, out, swap = self._left(x, residual)
+        codes, scales, streams = map(at, payload)
+        where, how = (at(x), at(residual), out, codes, scales, streams), (levels, middles, divisor, stream)
+        encode = partial(self.library.normal_encode, *where, n, width, *how, rng.keys, rng.offset, xp.threads, swap)
+        self._encode(encode, x, residual, *payload)
+        return payload, left
+
+    def normal_mean(
+        self, payloads: Pairs, out: Array | None, n: int, width: int, levels: Sequence[float], rng: Rng
+    ) -> Array:
+        """Each worker's codes, scales and streams -> float32[n], in ``out`` if it is given."""
+        out, kept = self._out(out, n), self._received(payloads, *_normal(levels, n, width))
+        codes, scales, streams = self._columns(kept)
+        at, where = self._xp.address(out), (rng.keys, rng.offset, self._xp.threads)
+        mean = partial(self.library.normal_mean, codes, scales, streams, len(kept), at, n, width, levels, *where)
+        return self._mean(mean, out, kept)
+
+    def norms(self, x: Array, block: int) -> Array:
+        """float32[n] -> float32[m]: `grace.blocks.norms` of blocks."""
+        xp, (x,) = self._xp, self._ready(x)
+        (n,) = xp.shape(x)
+        norms = xp.empty(_count(n, block))
+        self.library.norms(xp.address(x), xp.address(norms), n, block, xp.threads)
+        return norms
+
+    def steps_encode(
+        self, x: Array, norms: Array, width: int, top: int, dtype: str, cut: float, factor: float, rng: Rng, draw: Rng
+    ) -> Array:
+        """float32[n], float32[m] -> codes of ``dtype``, uint8 or int32. ``rng``: of the rotation; ``draw``: rounds."""
+        xp, at, (x, norms) = self._xp, self._xp.address, self._ready(x, norms)
+        (n,) = xp.shape(x)
+        codes = xp.empty(_count(n, width) * width, dtype)
+        table, offsets, start = self._noise(draw, xp.shape(codes)[0])
+        how, noise = (top, dtype == "int32", cut, factor), (at(table), at(offsets))
+        self.library.steps_encode(at(x), at(norms), at(codes), n, width, *how, *noise, rng.keys, start, xp.threads)
+        return codes
+
+    def steps_mean(
+        self, sums: Array, norms: Array, out: Array | None, n: int, width: int, cut: float, factor: float, rng: Rng
+    ) -> Array:
+        """Summed codes of `steps_encode` -> float32[n], in ``out`` if it is given. ``factor``: what one of them is."""
+        xp, at, (sums, norms), out = self._xp, self._xp.address, self._ready(sums, norms), self._out(out, n)
+        arrays, how = (at(sums), None, at(norms), None, at(out), None), (xp.dtype(sums) == "int32", cut, factor, 0.0)
+        where = rng.keys, rng.offset, xp.threads
+        return self._mean(partial(self.library.steps_values, *arrays, n, width, *how, *where), out, sums, norms)
+
+    def steps_part(
+        self,
+        x: Array,
+        sums: Array | None,
+        own: Array,
+        norms: Array,
+        rest: Array,
+        width: int,
+        cut: float,
+        factors: tuple[float, float],
+        rng: Rng,
+    ) -> None:
+        """x less what ``own`` stands for is written to ``rest``, and what the sums do to x, if they are given.
+
+        ``factors``: what a step of the sums, and what one of own, is.
+        """
+        xp, at, (own, norms) = self._xp, self._xp.address, self._ready(own, norms)
+        sums = None if sums is None else xp.contiguous(sums)
+        arrays, how = (at(sums), at(own), at(norms), at(x), at(x), at(rest)), (xp.dtype(own) == "int32", cut, *factors)
+        self.library.steps_values(*arrays, xp.shape(x)[0], width, *how, rng.keys, rng.offset, xp.threads)
+
     def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[Array, Array, Array]:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
         xp, at = self._xp, self._xp.address
@@ -483,3 +568,9 @@ def _parts(codes: Codes, n: int, block: int) -> list[tuple[str, int]]:
         return [("uint8", 2 * n)]
     scales = "int32" if codes.kind == "natural" else "float32"
     return [("uint8", packed_size(codes.bits, n)), (scales, _count(n, block))]
+
+
+def _normal(levels: Sequence[float], n: int, width: int) -> list[tuple[str, int]]:
+    # Likewise of whole blocks.
+    m = _count(n, width)
+    return [("uint8", packed_size(len(levels).bit_length() - 1, m * width)), ("float32", m), ("uint8", m)]

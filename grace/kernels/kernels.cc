@@ -21,7 +21,10 @@ using grace::Halves;
 using grace::Levels;
 using grace::Loops;
 using grace::Noise;
+using grace::Normal;
 using grace::Out;
+using grace::Rotation;
+using grace::Steps;
 
 namespace {
 
@@ -1083,5 +1086,92 @@ API void grace_codes_mean(const Loops* loops, const grace::Codec* codec, const u
   const bool stream = streams(nullptr, nullptr, out, n);
   split(n, block == n ? PIECE : block, threads, [=](int64_t begin, int64_t end, int64_t) {
     loops->codes_sum(codec, codes, scales, workers, out, begin, end, block, stream);
+  });
+}
+
+// ---- blocks that are rotated at random -------------------------------------------------------------------------------
+
+namespace {
+
+// What loops work on a block in, from where a line of the cache begins.
+struct Room {
+  std::vector<float> all;
+  explicit Room(int64_t width) : all(size_t(5 * std::max<int64_t>(width, 16) + 16)) {}
+  float* begin() {
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(all.data()) + 63) & ~uintptr_t(63));
+  }
+};
+
+}  // namespace
+
+API void grace_normal_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
+                             float* scales, uint8_t* streams, int64_t n, int64_t width, int64_t bits,
+                             const float* levels, const float* middles, float divisor, int64_t stream, int64_t key0,
+                             int64_t key1, int64_t start, int64_t swap, int64_t threads) {
+  if (n <= 0) return;
+  const Out form = form_of(x, residual, out, n, swap);
+  const Rotation rotation = {width, start, uint32_t(key0), uint32_t(key1)};
+  const Normal how = {int(bits), int(stream), divisor, levels, middles};
+  memset(streams, int(stream), size_t((n + width - 1) / width));
+  split(n, width, threads, [=, &rotation, &how](int64_t begin, int64_t end, int64_t) {
+    Room room(width);
+    loops->normal_blocks(&rotation, &how, x + begin, at(residual, begin), at(out, begin),
+                         codes + bytes_of(begin, how.bits), scales + begin / width, end - begin, begin, room.begin(),
+                         form);
+  });
+}
+
+API void grace_normal_mean(const Loops* loops, const uint8_t* const* codes, const float* const* scales,
+                           const uint8_t* const* signs, int64_t workers, float* out, int64_t n, int64_t width,
+                           int64_t bits, const float* levels, int64_t key0, int64_t key1, int64_t start,
+                           int64_t threads) {
+  if (n <= 0) return;
+  const bool stream = streams(nullptr, nullptr, out, n);
+  const Rotation rotation = {width, start, uint32_t(key0), uint32_t(key1)};
+  const Normal how = {int(bits), 0, 0, levels, nullptr};
+  split(n, width, threads, [=, &rotation, &how](int64_t begin, int64_t end, int64_t) {
+    Room room(width);
+    loops->normal_sum(&rotation, &how, codes, scales, signs, workers, out, begin, end, room.begin(), stream);
+  });
+}
+
+// Norms of blocks, relative to their largest magnitudes.
+API void grace_norms(const Loops* loops, const float* x, float* norms, int64_t n, int64_t block, int64_t threads) {
+  if (n <= 0) return;
+  split(n, block, threads, [=](int64_t begin, int64_t end, int64_t) {
+    for (int64_t i = begin; i < end; i += block) {
+      const int64_t size = std::min(block, end - i);
+      const float largest = float_of(loops->ints_largest(x + i, nullptr, size));
+      set(norms, i / block, largest * __builtin_sqrtf(float(loops->squares(x + i, nullptr, size, largest))));
+    }
+  });
+}
+
+API void grace_steps_encode(const Loops* loops, const float* x, const float* norms, uint8_t* codes, int64_t n,
+                            int64_t width, int64_t top, int64_t wide, float cut, float factor, const uint16_t* table,
+                            const uint16_t* offsets, int64_t key0, int64_t key1, int64_t start, int64_t threads) {
+  if (n <= 0) return;
+  const Rotation rotation = {width, start, uint32_t(key0), uint32_t(key1)};
+  const Steps how = {int(top), int(wide), cut, factor, 0, {table, offsets, start / 65536, start}};
+  split(n, width, threads, [=, &rotation, &how](int64_t begin, int64_t end, int64_t) {
+    Room room(width);
+    loops->steps_blocks(&rotation, &how, x + begin, norms + begin / width, codes + begin * (wide ? 4 : 1), end - begin,
+                        begin, room.begin());
+  });
+}
+
+API void grace_steps_values(const Loops* loops, const uint8_t* sums, const uint8_t* own, const float* norms,
+                            const float* x, float* mean, float* rest, int64_t n, int64_t width, int64_t wide, float cut,
+                            float factor, float own_factor, int64_t key0, int64_t key1, int64_t start,
+                            int64_t threads) {
+  if (n <= 0) return;
+  const bool stream = streams(x, nullptr, own ? rest : mean, n);
+  const Rotation rotation = {width, start, uint32_t(key0), uint32_t(key1)};
+  const Steps how = {0, int(wide), cut, factor, own_factor, {}};
+  split(n, width, threads, [=, &rotation, &how](int64_t begin, int64_t end, int64_t) {
+    Room room(width);
+    const int64_t size = wide ? 4 : 1;
+    loops->steps_values(&rotation, &how, at(sums, begin * size), at(own, begin * size), norms + begin / width,
+                        at(x, begin), at(mean, begin), at(rest, begin), end - begin, begin, room.begin(), stream);
   });
 }

@@ -51,6 +51,28 @@ struct Codec {
   Noise noise;
 };
 
+// Blocks that are rotated at random: their elements on the wire, and where in which random words element 0 is.
+struct Rotation {
+  int64_t width, start;
+  uint32_t key0, key1;
+};
+
+// Codes for the levels of a normal distribution, ascending, with the middles between them. Bit 31 - `stream` of a random
+// word is a sign; `divisor`: what a scale is the sum of magnitudes over, or 0.
+struct Normal {
+  int bits, stream;
+  float divisor;
+  const float *levels, *middles;
+};
+
+// Codes 0 .. `top` for equal steps from -cut to cut, a byte each or, where they are `wide`, four. `factor`: steps in 1, or
+// what a step of the sums is; `own`: what one of a worker's own codes is.
+struct Steps {
+  int top, wide;
+  float cut, factor, own;
+  Noise noise;
+};
+
 // x, residual, out: float32; residual may be null. `stream`: write past the caches. Ranges of elements and pointers to
 // packed bytes begin at whole bytes. No alignment is assumed.
 struct Loops {
@@ -121,6 +143,19 @@ struct Loops {
                      int32_t scale, int64_t n, int64_t position, Out form);
   void (*codes_sum)(const Codec* codec, const uint8_t* const* codes, const int32_t* const* scales, int64_t workers,
                     float* out, int64_t begin, int64_t end, int64_t block, bool stream);
+  // The codes of whole blocks, m of them: uint8[bits * width * m / 8], or a byte or int32 for each element. `room`: for 5
+  // floats for each element of a block, or at least 80. `first`: the place of x[0] behind the rotation's start.
+  void (*normal_blocks)(const Rotation* rotation, const Normal* how, const float* x, const float* residual, float* out,
+                        uint8_t* codes, float* scales, int64_t n, int64_t first, float* room, Out form);
+  void (*normal_sum)(const Rotation* rotation, const Normal* how, const uint8_t* const* codes,
+                     const float* const* scales, const uint8_t* const* streams, int64_t workers, float* out,
+                     int64_t begin, int64_t end, float* room, bool stream);
+  void (*steps_blocks)(const Rotation* rotation, const Steps* how, const float* x, const float* norms, uint8_t* codes,
+                       int64_t n, int64_t first, float* room);
+  // rest = x - what `own` stands for, and then mean, which may be x, = what the sums do; either may be null.
+  void (*steps_values)(const Rotation* rotation, const Steps* how, const uint8_t* sums, const uint8_t* own,
+                       const float* norms, const float* x, float* mean, float* rest, int64_t n, int64_t first,
+                       float* room, bool stream);
 };
 
 // Non-temporal stores are weakly ordered: a fence ends every loop that made some.

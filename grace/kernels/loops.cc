@@ -821,6 +821,10 @@ void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<ui
 
 #include "floats.h"
 
+// ---- blocks that are rotated at random -------------------------------------------------------------------------------
+
+#include "rotations.h"
+
 }  // namespace
 
 namespace grace {
@@ -829,6 +833,7 @@ extern const Loops TABLE = {NAME,         signs_total, signs_emit, signs_blocks,
                             ints_blocks,  ints_sum,    select,     divide,       words,     inverse,      noise,
                             product,      part,        left,       right,        squares,   levels_emit,  levels_blocks,
                             levels_sum,   votes_encode, votes_sum, halves,       halves_emit, bits_sum<Means>, trits_emit,
-                            trits_add,    correct,     codes_largest, codes_scale, codes_emit, codes_sum};
+                            trits_add,    correct,     codes_largest, codes_scale, codes_emit, codes_sum,        normal_blocks,
+                            normal_sum,   steps_blocks, steps_values};
 
 }  // namespace grace

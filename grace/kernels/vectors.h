@@ -96,9 +96,12 @@ INLINE __m128i to_bytes(I x) { return _mm512_cvtepi32_epi8(x.v); }
 INLINE I from_bytes(const uint8_t* p) {
   return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
-// The table's entry for each of sixteen codes of 4 or 2 bits; the table is repeated where there are but four.
+INLINE I from_octets(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+// Sixteen codes of 4 or 2 bits; of the bits above them some may be set.
 template <int BITS>
-INLINE F looked_up(F table, const uint8_t* p) {
+INLINE I from_codes(const uint8_t* p) {
   const int32_t* words = reinterpret_cast<const int32_t*>(p);
   __m512i all = _mm512_set1_epi32(read(words));
   if constexpr (BITS == 4) {
@@ -108,7 +111,22 @@ INLINE F looked_up(F table, const uint8_t* p) {
     const __m512i shifts = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     all = _mm512_srlv_epi32(all, shifts);
   }
-  return {_mm512_permutexvar_ps(all, table.v)};  // by the lowest four bits
+  return {all};
+}
+INLINE F entries(F table, I codes) { return {_mm512_permutexvar_ps(codes.v, table.v)}; }  // by the lowest four bits
+INLINE M above(F x, F y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_GT_OQ); }
+INLINE I raised(M m, I x, int32_t by) { return {_mm512_mask_add_epi32(x.v, m, x.v, _mm512_set1_epi32(by))}; }
+template <int HALF>
+INLINE F swapped(F x) {  // elements i and i ^ HALF
+  if constexpr (HALF == 1) return {_mm512_permute_ps(x.v, 0xb1)};
+  if constexpr (HALF == 2) return {_mm512_permute_ps(x.v, 0x4e)};
+  if constexpr (HALF == 4) return {_mm512_shuffle_f32x4(x.v, x.v, 0xb1)};
+  return {_mm512_shuffle_f32x4(x.v, x.v, 0x4e)};
+}
+INLINE F flipped(F x, const int32_t* words, int shift) {  // the sign, where that bit below the top one is set
+  const __m512i signs = _mm512_sll_epi32(_mm512_loadu_si512(words), _mm_cvtsi32_si128(shift));
+  const __m512i top = _mm512_set1_epi32(INT32_MIN);
+  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(x.v), signs, top, 0x78))};  // x ^ (s & t)
 }
 INLINE F uniform(const uint16_t* table, uint16_t offset) {
   const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(table));
@@ -227,6 +245,10 @@ INLINE I from_bytes(const uint8_t* p) {
   const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return {_mm256_cvtepi8_epi32(all), _mm256_cvtepi8_epi32(_mm_srli_si128(all, 8))};
 }
+INLINE I from_octets(const uint8_t* p) {
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(all), _mm256_cvtepu8_epi32(_mm_srli_si128(all, 8))};
+}
 template <int BITS>
 INLINE I from_codes(const uint8_t* p) {
   if constexpr (BITS == 4) {
@@ -240,6 +262,35 @@ INLINE I from_codes(const uint8_t* p) {
     const __m256i high = _mm256_setr_epi32(14, 12, 10, 8, 6, 4, 2, 0);
     return {_mm256_srai_epi32(_mm256_sllv_epi32(word, low), 30), _mm256_srai_epi32(_mm256_sllv_epi32(word, high), 30)};
   }
+}
+INLINE F entries(F table, I codes) {
+  const auto half = [&](__m256i each) __attribute__((always_inline)) {
+    const __m256 low = _mm256_permutevar8x32_ps(table.a, each), high = _mm256_permutevar8x32_ps(table.b, each);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(each, 28)));
+  };
+  return {half(codes.a), half(codes.b)};
+}
+INLINE M above(F x, F y) { return {_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ)}; }
+INLINE I raised(M m, I x, int32_t by) {
+  const __m256i all = _mm256_set1_epi32(by);
+  return {_mm256_add_epi32(x.a, _mm256_and_si256(_mm256_castps_si256(m.a), all)),
+          _mm256_add_epi32(x.b, _mm256_and_si256(_mm256_castps_si256(m.b), all))};
+}
+template <int HALF>
+INLINE F swapped(F x) {
+  if constexpr (HALF == 1) return {_mm256_permute_ps(x.a, 0xb1), _mm256_permute_ps(x.b, 0xb1)};
+  if constexpr (HALF == 2) return {_mm256_permute_ps(x.a, 0x4e), _mm256_permute_ps(x.b, 0x4e)};
+  if constexpr (HALF == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+  return {x.b, x.a};
+}
+INLINE F flipped(F x, const int32_t* words, int shift) {
+  const __m256i top = _mm256_set1_epi32(INT32_MIN);
+  const auto half = [&](__m256 each, const int32_t* p) __attribute__((always_inline)) {
+    const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i signs = _mm256_and_si256(_mm256_sll_epi32(all, _mm_cvtsi32_si128(shift)), top);
+    return _mm256_xor_ps(each, _mm256_castsi256_ps(signs));
+  };
+  return {half(x.a, words), half(x.b, words + 8)};
 }
 INLINE F uniform(const uint16_t* table, uint16_t offset) {
   const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(table));
@@ -344,6 +395,11 @@ INLINE I from_bytes(const uint8_t* p) {
   for (int j = 0; j < 16; j++) reinterpret_cast<int32_t*>(&r)[j] = int8_t(p[j]);
   return r;
 }
+INLINE I from_octets(const uint8_t* p) {
+  I r;
+  for (int j = 0; j < 16; j++) reinterpret_cast<int32_t*>(&r)[j] = p[j];
+  return r;
+}
 template <int BITS>
 INLINE I from_codes(const uint8_t* p) {
   uint64_t word = 0;
@@ -354,6 +410,29 @@ INLINE I from_codes(const uint8_t* p) {
     r.v[i] = (i4{four, four >> BITS, four >> 2 * BITS, four >> 3 * BITS} << (32 - BITS)) >> (32 - BITS);
   }
   return r;
+}
+INLINE F entries(F table, I codes) {
+  float all[16], found[16];
+  int32_t places[16];
+  memcpy(all, &table, 64), memcpy(places, &codes, 64);
+  for (int j = 0; j < 16; j++) found[j] = all[places[j] & 15];
+  return load(found);
+}
+INLINE M above(F x, F y) { M r; EACH r.v[i] = (i4)(x.v[i] > y.v[i]); return r; }
+INLINE I raised(M m, I x, int32_t by) { EACH x.v[i] += m.v[i] & by; return x; }
+template <int HALF>
+INLINE F swapped(F x) {
+  if constexpr (HALF == 1) EACH x.v[i] = f4{x.v[i][1], x.v[i][0], x.v[i][3], x.v[i][2]};
+  if constexpr (HALF == 2) EACH x.v[i] = f4{x.v[i][2], x.v[i][3], x.v[i][0], x.v[i][1]};
+  if constexpr (HALF == 4) return {{x.v[1], x.v[0], x.v[3], x.v[2]}};
+  if constexpr (HALF == 8) return {{x.v[2], x.v[3], x.v[0], x.v[1]}};
+  return x;
+}
+INLINE F flipped(F x, const int32_t* words, int shift) {
+  I all;
+  memcpy(&all, words, 64);
+  EACH x.v[i] = (f4)((i4)x.v[i] ^ ((all.v[i] << shift) & INT32_MIN));
+  return x;
 }
 INLINE F uniform(const uint16_t* table, uint16_t offset) {
   uint16_t words[16];
@@ -419,7 +498,7 @@ template <int BITS>
 struct Scaled {
   static constexpr int TOP = (1 << (BITS - 1)) - 1;
 #if defined(GRACE_AVX512)
-  F step;  // or, of few bits, what each code stands for
+  F step;  // or, of few bits, what each code stands for, over again where there are but four
   INLINE_MEMBER explicit Scaled(float scale) : step(fill(scale / float(TOP))) {
     if constexpr (BITS < 8) {
       float codes[16];
@@ -428,7 +507,7 @@ struct Scaled {
     }
   }
   INLINE_MEMBER F at(const uint8_t* p) const {
-    if constexpr (BITS < 8) return looked_up<BITS>(step, p);
+    if constexpr (BITS < 8) return entries(step, from_codes<BITS>(p));
     return to_float(from_bytes(p)) * step;
   }
 #else

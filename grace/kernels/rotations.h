@@ -1,0 +1,369 @@
+// Blocks that are rotated at random, as in grace/hadamard.py, and codes of a few bits for what that gives.
+//
+// Sums of two have the order that they have there, so that all bits agree. Included by loops.cc.
+#pragma once
+
+using grace::Normal;
+using grace::Rotation;
+using grace::Steps;
+
+// What a block is worked on in: arrays of as many elements as it has on the wire, but at least W.
+struct Block {
+  int64_t width;
+  float *v, *rotated;
+  int32_t* words;
+  uint8_t* codes;  // or int32
+  uint16_t* noise;
+  Block(const Rotation& rotation, float* room)
+      : width(rotation.width < W ? W : rotation.width), v(room), rotated(room + width),
+        words(reinterpret_cast<int32_t*>(room + 2 * width)), codes(reinterpret_cast<uint8_t*>(room + 3 * width)),
+        noise(reinterpret_cast<uint16_t*>(room + 4 * width)) {}
+  // The random words from an element on.
+  void draw(const Rotation& rotation, int64_t position) const {
+    words_as<int32_t, 0>(rotation.key0, rotation.key1, rotation.start + position, width, words);
+  }
+  // Where x + residual are, filled up with zeros.
+  template <bool RESIDUAL>
+  INLINE_MEMBER const float* values(const float* x, const float* residual, int64_t count) const {
+    if (!RESIDUAL && count == width) return x;
+    for (int64_t j = load_all<RESIDUAL>(v, x, residual, 0, count); j < width; j += W) store(v + j, fill(0));
+    return v;
+  }
+};
+
+// ---- the transform ---------------------------------------------------------------------------------------------------
+
+struct Alternating {
+  alignas(64) float of[4][W];
+  constexpr Alternating() : of() {
+    for (int k = 0; k < 4; k++)
+      for (int i = 0; i < W; i++) of[k][i] = i >> k & 1 ? -1.0f : 1.0f;
+  }
+};
+constexpr Alternating ALTERNATING;
+
+// Sums and differences of the elements i and i ^ HALF of a vector, those of the first ones in order.
+template <int HALF>
+INLINE F within(F x) {
+  constexpr int k = HALF == 1 ? 0 : HALF == 2 ? 1 : HALF == 4 ? 2 : 3;
+  return accumulated(x, load(ALTERNATING.of[k]), swapped<HALF>(x));
+}
+
+#define EACH_OF(N) _Pragma("GCC unroll 16") for (int64_t k = 0; k < N; k++)
+
+// And of vectors.
+template <int64_t N, int64_t HALF = 1>
+INLINE void between(F* v) {
+  if constexpr (HALF < N) {
+    EACH_OF(N)
+      if (!(k & HALF)) {
+        const F a = v[k], b = v[k + HALF];
+        v[k] = a + b, v[k + HALF] = a - b;
+      }
+    between<N, 2 * HALF>(v);
+  }
+}
+
+// N vectors after the other, which get(place) gives.
+template <int64_t N, class Get>
+INLINE void near_sums(float* out, int64_t width, bool whole, const Get& get) {
+  for (int64_t i = 0; i < width; i += N * W) {
+    F v[N];
+    EACH_OF(N) {
+      v[k] = within<4>(within<2>(within<1>(get(i + k * W))));
+      if (whole) v[k] = within<8>(v[k]);
+    }
+    between<N>(v);
+    EACH_OF(N) store(out + i + k * W, v[k]);
+  }
+}
+
+// N vectors that are `half` apart.
+template <int64_t N>
+INLINE void far_sums(float* x, int64_t width, int64_t half) {
+  for (int64_t i = 0; i < width; i += N * half)
+    for (int64_t j = i; j < i + half; j += W) {
+      F v[N];
+      EACH_OF(N) v[k] = load(x + j + k * half);
+      between<N>(v);
+      EACH_OF(N) store(x + j + k * half, v[k]);
+    }
+}
+
+OUTLINE void far_sums_from(float* x, int64_t width, int64_t half) {
+  for (; half * REGISTERS <= width; half *= REGISTERS) far_sums<REGISTERS>(x, width, half);
+  for (; half * 4 <= width; half *= 4) far_sums<4>(x, width, half);
+  for (; half < width; half *= 2) far_sums<2>(x, width, half);
+}
+
+// The transform of the vectors that get(place) gives, to block.rotated.
+template <class Get>
+INLINE void transform(const Block& block, const Rotation& rotation, const Get& get) {
+  const bool many = block.width >= REGISTERS * W;
+  if (many)
+    near_sums<REGISTERS>(block.rotated, block.width, true, get);
+  else
+    near_sums<1>(block.rotated, block.width, rotation.width >= W, get);
+  far_sums_from(block.rotated, block.width, many ? REGISTERS * W : W);
+}
+
+// ---- levels of a normal distribution, as in grace/compressors/eden.py ------------------------------------------------
+
+// Sixteen numbers that a table of 2^BITS has, over again where they are fewer.
+template <int BITS>
+INLINE F table_of(const float* levels) {
+  float all[W];
+  for (int i = 0; i < W; i++) all[i] = read(levels, i & ((1 << BITS) - 1));
+  return load(all);
+}
+
+// How many of the middles are below each: `tables` has what is looked up for each step of a search in halves.
+template <int BITS>
+struct Middles {
+  F first, tables[3];
+  INLINE_MEMBER explicit Middles(const float* middles) {
+    float all[2 * W] = {};
+    memcpy(all, middles, ((1 << BITS) - 1) * sizeof(float));
+    first = fill(all[(1 << (BITS - 1)) - 1]);
+    for (int k = 0; k < BITS - 1; k++) tables[k] = load(all + (1 << k) - 1);
+  }
+  INLINE_MEMBER I below(F x) const {
+    I found = raised(above(x, first), fill_int(0), 1 << (BITS - 1));
+    for (int k = BITS - 2; k >= 0; k--) found = raised(above(x, entries(tables[k], found)), found, 1 << k);
+    return found;
+  }
+};
+
+// The shares of `largest` in block.rotated, rotated; returns the sum of their squares. `next` is asked for meanwhile.
+OUTLINE double rotate(const Block& block, const Rotation& rotation, const float* v, float largest, int stream,
+                      const float* next, const float* other) {
+  const F divisor = fill(not_zero(largest));
+  D squares = zeros();
+  transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
+    prefetch<true>(next, other, j);
+    const F share = load(v + j) / divisor;
+    add_magnitude(squares, share * share);
+    return flipped(share, block.words + j, stream);
+  });
+  return total(squares);
+}
+
+OUTLINE void rotate_again(const Block& block, const Rotation& rotation) {
+  transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) { return load(block.rotated + j); });
+}
+
+// Codes of what is rotated to the wire; its levels take its place. Returns the sum of |rotated * level|.
+template <int BITS>
+OUTLINE double normal_codes(const Block& block, const Normal& how, float root, int64_t width, uint8_t* codes) {
+  constexpr int WRITTEN_BITS = BITS == 3 ? 8 : BITS;  // before they are packed
+  const F divisor = fill(root), levels = table_of<BITS>(how.levels);
+  const F low = fill(read(how.levels, 0)), high = fill(read(how.levels, 1));
+  const Middles<BITS> middles(how.middles);
+  D overlap = zeros();
+  for (int64_t j = 0; j < block.width; j += W) {
+    const F x = load(block.rotated + j);
+    F level;
+    if constexpr (BITS == 1) {
+      const M m = not_below_zero(x);
+      write(reinterpret_cast<uint16_t*>(block.codes), j / W, uint16_t(bits_of(m)));
+      level = pick(m, high, low);
+    } else {
+      const I code = middles.below(x / divisor);
+      to_codes<WRITTEN_BITS>(block.codes + j * WRITTEN_BITS / 8, code);
+      level = entries(levels, code);
+    }
+    add_magnitude(overlap, x * level);
+    store(block.rotated + j, level);
+  }
+  if constexpr (BITS == 3)
+    for (int64_t j = 0; j < width; j += CHUNK)
+      pack_codes(block.codes + j, least(CHUNK, width - j), BITS, codes + j / 8 * BITS);
+  else
+    memcpy(codes, block.codes, size_t(width / 8 * BITS));
+  return total(overlap);
+}
+
+#define WITH_BITS(f, ...)                                       \
+  (how.bits == 1   ? f<1>(__VA_ARGS__)                          \
+   : how.bits == 2 ? f<2>(__VA_ARGS__)                          \
+   : how.bits == 3 ? f<3>(__VA_ARGS__)                          \
+                   : f<4>(__VA_ARGS__))
+
+template <bool RESIDUAL, Out OUT>
+INLINE void normal_blocks_to(const Rotation& rotation, const Normal& how, const float* x, const float* residual,
+                             float* out, uint8_t* codes, float* scales, int64_t n, int64_t first, float* room) {
+  const Block block(rotation, room);
+  const int64_t width = rotation.width, ahead = distance(width);
+  const float root = __builtin_sqrtf(float(width));
+  for (int64_t at = 0, b = 0; at < n; at += width, b++) {
+    const int64_t size = least(width, n - at);
+    const float* v = block.values<RESIDUAL>(x + at, RESIDUAL ? residual + at : nullptr, size);
+    const float largest = as_float(ints_largest_of<false>(v, nullptr, block.width));
+    block.draw(rotation, first + at);
+    const float* next = x + at + ahead;
+    const float square = float(rotate(block, rotation, v, largest, how.stream, next, RESIDUAL ? residual + at + ahead : next));
+    const float overlap = float(
+        WITH_BITS(normal_codes, block, how, not_zero(__builtin_sqrtf(square)), width, codes + at / 8 * how.bits));
+    const float share = how.divisor ? overlap / how.divisor : square / (square == 0.0f ? 1.0f : overlap) * root;
+    const float scale = share * largest;
+    write(scales, b, scale);
+    if constexpr (OUT != NONE) {
+      rotate_again(block, rotation);
+      const F step = fill(scale / root);
+      const auto left = [&](int64_t j) __attribute__((always_inline)) {
+        return load(v + j) - flipped(load(block.rotated + j), block.words + j, how.stream) * step;
+      };
+      int64_t j = 0;
+      for (; j + W <= size; j += W) leave<OUT>(x, residual, out, at + j, left(j));
+      if (j < size) leave_some<OUT>(x, residual, out, at + j, left(j), size - j);
+    }
+  }
+}
+
+void normal_blocks(const Rotation* rotation, const Normal* how, const float* x, const float* residual, float* out,
+                   uint8_t* codes, float* scales, int64_t n, int64_t first, float* room, Out form) {
+  FORMS(normal_blocks_to, *rotation, *how, x, residual, out, codes, scales, n, first, room);
+  if (form == STREAMED) fence();
+}
+
+// The transform of what codes stand for.
+template <int BITS>
+OUTLINE void transform_levels(const Block& block, const Rotation& rotation, const Normal& how, const uint8_t* codes) {
+  const F levels = table_of<BITS>(how.levels), low = fill(read(how.levels, 0)), high = fill(read(how.levels, 1));
+  if constexpr (BITS == 3)
+    for (int64_t j = 0; j < rotation.width; j += CHUNK)
+      unpack_codes(codes + j / 8 * BITS, least(CHUNK, rotation.width - j), BITS, block.codes + j);
+  else
+    memcpy(block.codes, codes, size_t(rotation.width / 8 * BITS));
+  transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
+    const uint8_t* from = block.codes + (BITS == 3 ? j : j * BITS / 8);
+    if constexpr (BITS == 1) return pick(mask_of(read(reinterpret_cast<const uint16_t*>(from))), high, low);
+    if constexpr (BITS == 3) return entries(levels, from_bytes(from));
+    if constexpr (BITS == 2 || BITS == 4) return entries(levels, from_codes<BITS>(from));
+  });
+}
+
+template <bool STREAM>
+INLINE void normal_sum_to(const Rotation& rotation, const Normal& how, const uint8_t* const* codes,
+                          const float* const* scales, const uint8_t* const* streams, int64_t workers, float* out,
+                          int64_t begin, int64_t end, float* room) {
+  const Block block(rotation, room);
+  const int64_t width = rotation.width;
+  const float root = __builtin_sqrtf(float(width));
+  const Divisor divisor(workers);
+  for (int64_t at = begin, b = begin / width; at < end; at += width, b++) {
+    const int64_t size = least(width, end - at);
+    block.draw(rotation, at);
+    for (int64_t w = 0; w < workers; w++) {
+      WITH_BITS(transform_levels, block, rotation, how, codes[w] + at / 8 * how.bits);
+      const F step = fill(read(scales[w], b) / root);
+      const int shift = streams[w][b] & 31;
+      const auto sum = [&](int64_t j) __attribute__((always_inline)) {
+        const F value = flipped(load(block.rotated + j), block.words + j, shift) * step;
+        return w ? load(block.v + j) + value : value;
+      };
+      if (w + 1 < workers) {
+        for (int64_t j = 0; j < block.width; j += W) store(block.v + j, sum(j));
+        continue;
+      }
+      int64_t j = 0;
+      for (; j + W <= size; j += W) put<STREAM>(out + at + j, divisor.divided(sum(j)));
+      if (j < size) store_some(out + at + j, divisor.divided(sum(j)), size - j);
+    }
+  }
+  if (STREAM) fence();
+}
+
+void normal_sum(const Rotation* rotation, const Normal* how, const uint8_t* const* codes, const float* const* scales,
+                const uint8_t* const* streams, int64_t workers, float* out, int64_t begin, int64_t end, float* room,
+                bool stream) {
+  stream ? normal_sum_to<true>(*rotation, *how, codes, scales, streams, workers, out, begin, end, room)
+         : normal_sum_to<false>(*rotation, *how, codes, scales, streams, workers, out, begin, end, room);
+}
+
+// ---- equal steps that are summed, as in grace/compressors/thc.py -----------------------------------------------------
+
+void steps_blocks(const Rotation* rotation, const Steps* how, const float* x, const float* norms, uint8_t* codes,
+                  int64_t n, int64_t first, float* room) {
+  const Block block(*rotation, room);
+  const int64_t width = rotation->width, ahead = distance(width);
+  const F high = fill(how->cut), low = fill(-how->cut), factor = fill(how->factor), one = fill(1);
+  const I top = fill_int(how->top);
+  const bool wide = how->wide;
+  for (int64_t at = 0, b = 0; at < n; at += width, b++) {
+    const float* v = block.values<false>(x + at, nullptr, least(width, n - at));
+    block.draw(*rotation, first + at);
+    noise_at(block.noise, how->noise, how->noise.start + first + at, block.width);
+    const F divisor = fill(not_zero(read(norms, b)));
+    transform(block, *rotation, [&](int64_t j) __attribute__((always_inline)) {
+      prefetch<false>(x, nullptr, at + ahead + j);
+      return flipped(load(v + j) / divisor, block.words + j, 0);
+    });
+    for (int64_t j = 0; j < block.width; j += W) {
+      F normal = load(block.rotated + j);
+      normal = pick(above(normal, high), high, normal);
+      const F steps = (pick(above(low, normal), low, normal) + high) * factor;
+      const I lower = down(steps);
+      const M m = not_below_zero((steps - to_float(lower)) + uniform(block.noise + j, 0) - one);
+      const I code = smaller(raised(m, lower, 1), top);
+      if (wide)
+        write(reinterpret_cast<I*>(block.codes), j / W, code);
+      else
+        to_codes<8>(block.codes + j, code);
+    }
+    const int64_t bytes = wide ? 4 : 1;
+    memcpy(codes + at * bytes, block.codes, size_t(width * bytes));
+  }
+}
+
+// The transform of what the codes of a block, or sums of such, stand for.
+OUTLINE void transform_steps(const Block& block, const Rotation& rotation, const Steps& how, const uint8_t* codes,
+                         float each) {
+  const F factor = fill(each), cut = fill(how.cut);
+  memcpy(block.codes, codes, size_t(rotation.width * (how.wide ? 4 : 1)));
+  if (how.wide)
+    transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
+      return to_float(read(reinterpret_cast<const I*>(block.codes), j / W)) * factor - cut;
+    });
+  else
+    transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
+      return to_float(from_octets(block.codes + j)) * factor - cut;
+    });
+}
+
+// rest = x - what `own` stands for, and then mean = what the sums do; either may be absent. STREAM: of the first of them.
+template <bool STREAM>
+INLINE void steps_values_to(const Rotation& rotation, const Steps& how, const uint8_t* sums, const uint8_t* own,
+                            const float* norms, const float* x, float* mean, float* rest, int64_t n, int64_t first,
+                            float* room) {
+  const Block block(rotation, room);
+  const int64_t width = rotation.width, bytes = how.wide ? 4 : 1;
+  const F inverse = fill(1.0f / float(width));
+  for (int64_t at = 0, b = 0; at < n; at += width, b++) {
+    const int64_t size = least(width, n - at);
+    const F norm = fill(read(norms, b));
+    const auto value = [&](int64_t j) __attribute__((always_inline)) {
+      return flipped(load(block.rotated + j), block.words + j, 0) * inverse * norm;
+    };
+    block.draw(rotation, first + at);
+    int64_t j = 0;
+    if (own) {
+      transform_steps(block, rotation, how, own + at * bytes, how.own);
+      for (; j + W <= size; j += W) put<STREAM>(rest + at + j, load(x + at + j) - value(j));
+      if (j < size) store_some(rest + at + j, load_some(x + at + j, size - j) - value(j), size - j);
+    }
+    if (sums) {
+      transform_steps(block, rotation, how, sums + at * bytes, how.factor);
+      for (j = 0; j + W <= size; j += W) own ? store(mean + at + j, value(j)) : put<STREAM>(mean + at + j, value(j));
+      if (j < size) store_some(mean + at + j, value(j), size - j);
+    }
+  }
+  if (STREAM) fence();
+}
+
+void steps_values(const Rotation* rotation, const Steps* how, const uint8_t* sums, const uint8_t* own,
+                  const float* norms, const float* x, float* mean, float* rest, int64_t n, int64_t first, float* room,
+                  bool stream) {
+  stream ? steps_values_to<true>(*rotation, *how, sums, own, norms, x, mean, rest, n, first, room)
+         : steps_values_to<false>(*rotation, *how, sums, own, norms, x, mean, rest, n, first, room);
+}

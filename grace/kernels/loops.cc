@@ -54,6 +54,16 @@ INLINE void leave_some(const float* x, const float* residual, float* out, int64_
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Asks for what is going to be read, into the second cache: where several arrays are read and written the processor does
+// not do so in time by itself.
+template <bool RESIDUAL>
+INLINE void prefetch(const float* x, const float* residual, int64_t i) {
+  __builtin_prefetch(x + i, 0, 2);
+  if constexpr (RESIDUAL) __builtin_prefetch(residual + i, 0, 2);
+}
+
+constexpr int64_t AHEAD = 2048;  // elements that are asked for before they are read, at least
+
 // Of all elements, one after the other: the sum of the magnitudes, or the largest one.
 struct Total {
   D sum = zeros();
@@ -81,7 +91,6 @@ INLINE auto statistic_of(const float* x, const float* residual, int64_t n) {
 // on, whose statistic is found so. Memory would wait between the two otherwise. after = 0: there is none.
 template <class Statistic, bool RESIDUAL>
 struct Next {
-  static constexpr int64_t AHEAD = 2048;  // elements
   const float* x;
   const float* residual;
   bool there;
@@ -90,9 +99,7 @@ struct Next {
       : x(x + after), residual(RESIDUAL ? residual + after : nullptr), there(after > 0) {}
   INLINE_MEMBER void look(int64_t i) {
     if (!there) return;
-    // Into the second cache: where several arrays are read and written the processor does not do so in time by itself.
-    __builtin_prefetch(x + i + AHEAD, 0, 2);
-    if constexpr (RESIDUAL) __builtin_prefetch(residual + i + AHEAD, 0, 2);
+    prefetch<RESIDUAL>(x, residual, i + AHEAD);
     found.add(value<RESIDUAL>(x, residual, i));
   }
   INLINE_MEMBER void look_some(int64_t i, int64_t count) {

@@ -193,15 +193,16 @@ template <bool RESIDUAL, Out OUT>
 INLINE void normal_blocks_to(const Rotation& rotation, const Normal& how, const float* x, const float* residual,
                              float* out, uint8_t* codes, float* scales, int64_t n, int64_t first, float* room) {
   const Block block(rotation, room);
-  const int64_t width = rotation.width, ahead = distance(width);
+  const int64_t width = rotation.width, ahead = width < AHEAD ? AHEAD : width;
   const float root = __builtin_sqrtf(float(width));
   for (int64_t at = 0, b = 0; at < n; at += width, b++) {
     const int64_t size = least(width, n - at);
     const float* v = block.values<RESIDUAL>(x + at, RESIDUAL ? residual + at : nullptr, size);
-    const float largest = as_float(ints_largest_of<false>(v, nullptr, block.width));
+    const float largest = as_float(statistic_of<Largest, false>(v, nullptr, block.width));
     block.draw(rotation, first + at);
     const float* next = x + at + ahead;
-    const float square = float(rotate(block, rotation, v, largest, how.stream, next, RESIDUAL ? residual + at + ahead : next));
+    const float* other = RESIDUAL ? residual + at + ahead : next;
+    const float square = float(rotate(block, rotation, v, largest, how.stream, next, other));
     const float overlap = float(
         WITH_BITS(normal_codes, block, how, not_zero(__builtin_sqrtf(square)), width, codes + at / 8 * how.bits));
     const float share = how.divisor ? overlap / how.divisor : square / (square == 0.0f ? 1.0f : overlap) * root;
@@ -286,7 +287,7 @@ void normal_sum(const Rotation* rotation, const Normal* how, const uint8_t* cons
 void steps_blocks(const Rotation* rotation, const Steps* how, const float* x, const float* norms, uint8_t* codes,
                   int64_t n, int64_t first, float* room) {
   const Block block(*rotation, room);
-  const int64_t width = rotation->width, ahead = distance(width);
+  const int64_t width = rotation->width, ahead = width < AHEAD ? AHEAD : width;
   const F high = fill(how->cut), low = fill(-how->cut), factor = fill(how->factor), one = fill(1);
   const I top = fill_int(how->top);
   const bool wide = how->wide;

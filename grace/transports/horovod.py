@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from grace.core import Array, Transport
+from grace.transports import events
 from grace.transports.messages import MessageTransport, Wait
 
 
@@ -51,6 +52,7 @@ class HorovodTransport(Transport):
         hvd = importlib.import_module(f"horovod.{xp.name}")
         if not hvd.is_initialized():
             raise RuntimeError(f"Horovod is initialised for another toolkit: call horovod.{xp.name}.init() too")
+        events.settle()
         return kinds[xp.name](xp, hvd, self._process_set or hvd.global_process_set, self.rank, self.size)
 
     def start(self, collectives: Any, name: str) -> Any:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from grace.core import Array, Transport
+from grace.transports import events
 from grace.transports.messages import MessageTransport, Wait
 
 # The older name goes away; the newer one is not everywhere yet.
@@ -65,6 +66,8 @@ class TorchDistributedTransport(MessageTransport):
             raise TypeError(
                 f"transport 'torch' carries PyTorch tensors, not {xp.name} arrays; use 'horovod' or 'local'"
             )
+        if self._gloo is not None:
+            events.settle()
         self.xp = xp
         return self
 
@@ -76,11 +79,14 @@ class TorchDistributedTransport(MessageTransport):
     def timeout(self, seconds: float) -> None:
         # gloo's own limit follows: a worker that gives up could not end before gloo does, after half an hour.
         self._timeout, self._limit = seconds, _delta(seconds)
+        if hasattr(self._gloo, "_set_default_timeout"):
+            self._gloo._set_default_timeout(self._limit)
+
+    @property
+    def _gloo(self) -> Any:
+        # What carries tensors of CPUs, if that is gloo.
         group = dist.group.WORLD if self._group is None else self._group
-        if "cpu:gloo" in dist.get_backend_config(group):
-            backend = group._get_backend(torch.device("cpu"))
-            if hasattr(backend, "_set_default_timeout"):
-                backend._set_default_timeout(self._limit)
+        return group._get_backend(torch.device("cpu")) if "cpu:gloo" in dist.get_backend_config(group) else None
 
     @property
     def node_size(self) -> int:

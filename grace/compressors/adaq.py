@@ -60,14 +60,9 @@ class AdaQ(Scattered):
         return xp.cast(-xp.floor(-self.compress_ratio * found), "int32")
 
     def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
-        values, positions = self._parts(payload, ctx)
-        return ctx.xp.scatter_add(total, placed(ctx.xp, positions, ctx.size), values)
-
-    def _parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        # Values and positions; where these lie is not checked yet.
         xp, means = ctx.xp, fitting(ctx.xp, payload[0], "float32", 2, "means")
         positions, negative = unsigned(xp, payload[1])
-        return xp.where(negative, means[1:], means[:1]), positions
+        return xp.scatter_add(total, placed(xp, positions, ctx.size), xp.where(negative, means[1:], means[:1]))
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         kernel = ctx.kernels.largest_of_signs
@@ -76,4 +71,4 @@ class AdaQ(Scattered):
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         if not ctx.kernels.largest_of_signs:
             return None
-        return ctx.kernels.sparse_mean([self._parts(payload, ctx) for payload in payloads], out, ctx.size)
+        return ctx.kernels.sparse_sums(payloads, out, ctx.size, (True,))

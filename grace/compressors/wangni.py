@@ -61,17 +61,11 @@ class Wangni(Scattered):
         return (certain, xp.take(x, certain), drawn, xp.reshape(largest * unit, (1,))), state
 
     def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
-        for values, positions in self._parts(payload, ctx):
-            total = ctx.xp.scatter_add(total, placed(ctx.xp, positions, ctx.size), values)
-        return total
-
-    def _parts(self, payload: Payload, ctx: Context) -> list[tuple[Array, Array]]:
-        # Values and positions of what is always sent, and of the others; where these lie is not checked yet.
         xp, (certain, values, drawn, magnitude) = ctx.xp, payload
         magnitude = fitting(xp, magnitude, "float32", 1, "magnitudes")
         drawn, negative = unsigned(xp, drawn)
-        values = matching(xp, values, "float32", certain, "values")
-        return [(values, certain), (xp.where(negative, -magnitude, magnitude), drawn)]
+        total = xp.scatter_add(total, placed(xp, certain, ctx.size), matching(xp, values, "float32", certain, "values"))
+        return xp.scatter_add(total, placed(xp, drawn, ctx.size), xp.where(negative, -magnitude, magnitude))
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         kernel, rng = ctx.kernels.chances_encode, ctx.rng("keep")
@@ -82,8 +76,10 @@ class Wangni(Scattered):
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         if not ctx.kernels.chances_encode:
             return None
-        pairs = [pair for payload in payloads for pair in self._parts(payload, ctx)]
-        return ctx.kernels.sparse_mean(pairs, out, ctx.size, each=2)
+        xp, pairs = ctx.xp, []
+        for certain, values, drawn, magnitude in payloads:
+            pairs += [(values, certain), (xp.concat([magnitude, -magnitude]), drawn)]
+        return ctx.kernels.sparse_sums(pairs, out, ctx.size, (False, True))
 
 
 TINY = 1e-30

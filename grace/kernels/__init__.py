@@ -163,7 +163,7 @@ class Library:
         sizes = _I, _I, _I, _I, _I, _I
         self._sampled = bind("sampled", _P, *sizes, _P, _P, _I, _I, _I, _I, _P, _P, _I, _I, result=_I)
         self._correct = bind("correct", _P, _P, _P, _P, _P, _P, _F, _I, _I, _I)
-        self._sparse_means = bind("sparse_means", _P, _P, _P, _I, _I, _P, _I, _I, result=_I)
+        self._sparse_means = bind("sparse_means", _P, _P, _P, _P, _I, _I, _P, _I, _I, result=_I)
         self._finite = bind("finite", _P, _P, _I, result=_I)
         self._gathered = bind("gathered", _I, result=_I)
         self._words = bind("words", _I, _I, _I, _I, _P, _I)
@@ -572,17 +572,18 @@ class Library:
         out: int,
         n: int,
         threads: int = 1,
-        each: int = 1,
+        pairs: Sequence[bool] = (False,),
     ) -> None:
         """out, float32[n]: the mean of vectors that have float32 values at int32 positions, zeros elsewhere.
 
-        ``each``: a worker sends so many, which add up. ValueError if a worker's positions do not ascend or are not in
+        ``pairs``: a worker sends one vector for each of these, and they add up; those where it is true have but two
+        values, and a position p below 0 stands for -1 - p and the second one. ValueError if a worker's positions do not ascend or are not in
         0 .. n-1; out is then unfinished, and nothing is written outside it.
         """
-        vectors = each * workers
-        values, positions = (_P * vectors)(*values_ptrs), (_P * vectors)(*positions_ptrs)
-        sizes = (_I * vectors)(*counts)
-        wrong = self._sparse_means(self.handle, values, positions, sizes, vectors, each, out, n, threads)
+        each, vectors = len(pairs), len(pairs) * workers
+        values, places = (_P * vectors)(*values_ptrs), (_P * vectors)(*positions_ptrs)
+        sizes, kinds = (_I * vectors)(*counts), bytes(pairs) * workers if any(pairs) else None
+        wrong = self._sparse_means(self.handle, values, places, sizes, kinds, vectors, each, out, n, threads)
         if wrong == -2:
             raise MemoryError("no memory to add up sparse vectors")
         if wrong >= 0:

@@ -316,21 +316,33 @@ class HostKernels:
         self._note(x, v)
         return fresh, total
 
-    def sparse_mean(self, payloads: Pairs, out: Array | None, n: int, k: int | None = None, each: int = 1) -> Array:
+    def sparse_mean(self, payloads: Pairs, out: Array | None, n: int, k: int | None = None) -> Array:
         """Each worker's values and ascending positions -> float32[n]; ValueError names a worker whose are wrong.
 
-        ``k``: how many each must have; None: as many values as positions. ``each``: pairs of a worker, which add up.
+        ``k``: how many each must have; None: as many values as positions.
         """
-        kept: Pairs
         if k is None:
-            counts = [self._xp.shape(values)[0] for values, _ in payloads]
-            kept = self._ragged(payloads, [(("float32", count), ("int32", count)) for count in counts])
-        else:
-            counts, kept = [k] * len(payloads), self._received(payloads, ("float32", k), ("int32", k))
-        out = self._out(out, n)
+            return self.sparse_sums(payloads, out, n, (False,))
+        kept, out = self._received(payloads, ("float32", k), ("int32", k)), self._out(out, n)
         values, positions = self._columns(kept)
-        at, threads = self._xp.address(out), self._xp.threads
-        self.library.sparse_mean(values, positions, counts, len(kept) // each, at, n, threads, each)
+        where = [k] * len(kept), len(kept), self._xp.address(out)
+        self.library.sparse_mean(values, positions, *where, n, self._xp.threads)
+        return out
+
+    def sparse_sums(self, payloads: Pairs, out: Array | None, n: int, pairs: Sequence[bool]) -> Array:
+        """As `sparse_mean`; a worker has one pair of arrays for each of ``pairs``, one after the other, and they add up.
+
+        Where it is true there are two values, and positions have a sign: those of negative ones stand for the second.
+        """
+        kinds = list(pairs) * (len(payloads) // len(pairs))
+        sizes = [self._xp.shape(positions)[0] for _, positions in payloads]
+        kept = self._ragged(
+            payloads,
+            [(("float32", 2 if pair else size), ("int32", size)) for pair, size in zip(kinds, sizes, strict=True)],
+        )
+        values, positions = self._columns(kept)
+        workers, at, threads, out = len(kept) // len(pairs), self._xp.address, self._xp.threads, self._out(out, n)
+        self.library.sparse_mean(values, positions, sizes, workers, at(out), n, threads, pairs)
         return out
 
     def quantiles_encode(self, x: Array, q: int, bits: int) -> tuple[Array, Array]:

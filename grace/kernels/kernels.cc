@@ -520,15 +520,19 @@ API int64_t grace_beyond(const Loops* loops, const float* x, float bound, float*
 
 // ---- sparse mean -----------------------------------------------------------------------------------------------------
 
-// Each worker sent so many vectors. -1, or the first vector whose positions are not within 0 .. n-1 and ascending (out is
+// Each worker sent so many vectors. With `pairs` those that it says have but two values, and a position p that is below 0
+// stands for -1 - p and the second one. -1, or the first vector whose positions are not within 0 .. n-1 and ascending (out is
 // then unfinished); -2: no memory.
 API int64_t grace_sparse_means(const Loops* loops, const float* const* values, const int32_t* const* positions,
-                               const int64_t* counts, int64_t vectors, int64_t each, float* out, int64_t n,
-                               int64_t threads) try {
+                               const int64_t* counts, const uint8_t* pairs, int64_t vectors, int64_t each, float* out,
+                               int64_t n, int64_t threads) try {
   constexpr int64_t TILE = 4096;
   const bool stream = streams(nullptr, nullptr, out, n);
   threads = n > ALONE && threads > 1 ? std::min<int64_t>(threads, 64) : 1;
-  const auto position = [=](int64_t w, int64_t i) { return uint32_t(get(positions[w], i)); };  // negative: far too large
+  const auto position = [=](int64_t w, int64_t i) {  // negative: far too large
+    const int32_t sent = get(positions[w], i);
+    return uint32_t(pairs && pairs[w] && sent < 0 ? ~sent : sent);
+  };
   if (n <= 0) {
     for (int64_t w = 0; w < vectors; w++)
       if (counts[w] > 0) return w;
@@ -559,11 +563,14 @@ API int64_t grace_sparse_means(const Loops* loops, const float* const* values, c
       const int64_t size = std::min(TILE, end - from);
       memset(tile, 0, size_t(size) * 4);
       for (int64_t w = 0; w < vectors; w++) {
+        const bool pair = pairs && pairs[w];
+        const float both[2] = {pair ? get(values[w], 0) : 0.0f, pair ? get(values[w], 1) : 0.0f};
         int64_t i = next[w], previous = -1;
         for (const int64_t count = counts[w]; i < count; i++) {
-          const int64_t j = int64_t(position(w, i)) - from;
+          const int32_t sent = get(positions[w], i), negative = pair && sent < 0;
+          const int64_t j = int64_t(uint32_t(sent ^ -negative)) - from;
           if (j >= size || j <= previous) break;  // of a later tile; or not ascending, and then it stays here for good
-          tile[j] += get(values[w], i);
+          tile[j] += pair ? both[negative] : get(values[w], i);
           previous = j;
         }
         next[w] = i;
@@ -581,7 +588,7 @@ API int64_t grace_sparse_means(const Loops* loops, const float* const* values, c
 
 API int64_t grace_sparse_mean(const Loops* loops, const float* const* values, const int32_t* const* positions,
                               const int64_t* counts, int64_t workers, float* out, int64_t n, int64_t threads) {
-  return grace_sparse_means(loops, values, positions, counts, workers, 1, out, n, threads);
+  return grace_sparse_means(loops, values, positions, counts, nullptr, workers, 1, out, n, threads);
 }
 
 // ---- a threshold from a sample ---------------------------------------------------------------------------------------

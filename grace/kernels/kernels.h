@@ -86,9 +86,9 @@ struct MethodLoops {
   void (*signs_count)(const float* x, int64_t n, int64_t* positive, int64_t* negative);  // added to these
   // table[mask + 1] += x, where the words say so; their top bit is the sign.
   void (*hashed_add)(const float* x, int64_t n, uint32_t key0, uint32_t key1, int64_t start, int32_t mask, double* table);
-  // The median over the rows of table[rows, mask + 1]; keys[rows, 2]; scratch[rows, 512].
+  // The median over the rows of table[rows, mask + 1], whether that is finite; keys[rows, 2]; scratch[rows, 512].
   void (*hashed_estimate)(const float* table, int64_t rows, const uint32_t* keys, int64_t start, int64_t n, int32_t mask,
-                          float* scratch, float* out);
+                          bool finite, float* scratch, float* out);
   void (*tagged_count)(const Tagged* how, const float* x, int64_t n, int64_t* counts);  // of 32, 16 and 8 bits
   void (*tagged_emit)(const Tagged* how, const float* x, int64_t n, uint8_t* packed, float* three, uint8_t* two,
                       uint8_t* one);

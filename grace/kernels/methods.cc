@@ -223,11 +223,14 @@ API int64_t grace_count_sketch_estimate(const Loops* loops, const float* table, 
                                         float* out, int64_t n, int64_t rows, int64_t width, int64_t threads) try {
   if (n <= 0) return 0;
   threads = std::min<int64_t>(threads, 64);
+  const int64_t size = rows * width;
+  const bool finite = grace_finite(loops, &table, &size, 1);
   std::vector<float> scratch(size_t(threads * rows * 512 + 16));
   split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t t) {
     const uintptr_t at = reinterpret_cast<uintptr_t>(&scratch[size_t(t * rows * 512)]);
     float* own = reinterpret_cast<float*>((at + 63) / 64 * 64);
-    loops->methods->hashed_estimate(table, rows, keys, start + begin, end - begin, int32_t(width - 1), own, out + begin);
+    loops->methods->hashed_estimate(table, rows, keys, start + begin, end - begin, int32_t(width - 1), finite, own,
+                                   out + begin);
   });
   return 0;
 } catch (const std::bad_alloc&) {
@@ -314,6 +317,28 @@ API int64_t grace_tagged_mean(const Loops* loops, const uint8_t* const* tags, co
 
 // ---- bins, as in grace/compressors/adacomp.py --------------------------------------------------------------------------------
 
+namespace {
+
+constexpr int64_t TOGETHER = 4096;         // elements of whole bins, at most
+constexpr int64_t PLACES = TOGETHER + 16;  // that are sent of these, and what is spent behind them
+
+// Where the bins of all that is sent of some bins begin. Returns how many these are.
+int64_t spread(const uint8_t* counts, int64_t bins, int64_t size, uint16_t* where) {
+  int64_t sent = 0;
+  for (int64_t bin = 0; bin < bins; bin++) {
+    uint16_t* const to = where + sent;
+    int64_t done = 0;
+    do {  // mostly once
+      for (int64_t i = 0; i < 16; i++) to[done + i] = uint16_t(bin * size);
+      done += 16;
+    } while (done < counts[bin]);
+    sent += counts[bin];
+  }
+  return sent;
+}
+
+}  // namespace
+
 // How many places are sent. out, float32[n], becomes x + residual less what is sent; counts: uint8[bins]; places: uint8[n].
 API int64_t grace_bins_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* counts,
                               uint8_t* places, float* scale, int64_t n, int64_t size, int64_t threads) {
@@ -334,12 +359,16 @@ API int64_t grace_bins_encode(const Loops* loops, const float* x, const float* r
   }
   const float step = float(total) / float(std::max<int64_t>(1, bins));
   set(scale, 0, step);
+  const float both[2] = {-step, step};
   const uint8_t* next = places;
-  for (int64_t bin = 0; bin < bins; bin++)
-    for (int64_t i = 0; i < counts[bin]; i++, next++) {
-      const int64_t at = bin * size + (*next & 127);
-      set(out, at, get(out, at) + (*next & 128 ? step : -step));
+  for (int64_t from = 0; from < n; from += TOGETHER / size * size) {
+    uint16_t where[PLACES];
+    const int64_t here = std::min(TOGETHER / size, bins - from / size), sent = spread(counts + from / size, here, size, where);
+    for (int64_t i = 0; i < sent; i++, next++) {
+      const int64_t at = from + where[i] + (*next & 127);
+      set(out, at, get(out, at) + both[*next >> 7]);
     }
+  }
   return kept;
 }
 
@@ -348,16 +377,18 @@ API int64_t grace_bins_mean(const Loops* loops, const uint8_t* const* counts, co
                             const float* const* scales, const int64_t* sizes, int64_t workers, float* out, int64_t n,
                             int64_t size, int64_t threads) {
   if (n <= 0) return -1;
-  const int64_t bins = (n + size - 1) / size, group = std::max<int64_t>(1, 4096 / size) * size;
+  const int64_t bins = (n + size - 1) / size, group = TOGETHER / size * size;
   for (int64_t w = 0; w < workers; w++) {
     int64_t total = 0;
-    for (int64_t bin = 0; bin < bins; bin++) total += counts[w][bin];
-    if (total != sizes[w]) return w;
+    uint8_t most = 0;
+    for (int64_t bin = 0; bin < bins; bin++) total += counts[w][bin], most = std::max(most, counts[w][bin]);
+    if (total != sizes[w] || most > size) return w;
   }
   const bool stream = streams(nullptr, nullptr, out, n);
   std::vector<int64_t> wrong(64, workers);
   split(n, group, std::min<int64_t>(threads, 64), [&](int64_t begin, int64_t end, int64_t t) {
-    alignas(64) float sum[4096 + 128];
+    alignas(64) float sum[TOGETHER + 128];  // a place may be wrong
+    uint16_t where[PLACES];
     std::vector<const uint8_t*> next;
     for (int64_t w = 0; w < workers; w++) {
       const uint8_t* from = places[w];
@@ -365,25 +396,22 @@ API int64_t grace_bins_mean(const Loops* loops, const uint8_t* const* counts, co
       next.push_back(from);
     }
     for (int64_t from = begin; from < end; from += group) {
-      const int64_t count = std::min(group, end - from);
+      const int64_t count = std::min(group, end - from), here = (count + size - 1) / size;
       memset(sum, 0, size_t(count) * 4);
       for (int64_t w = 0; w < workers; w++) {
-        const float plus = get(scales[w], 0), minus = -plus;
+        const float step = get(scales[w], 0), both[2] = {step, -step};
         const uint8_t* place = next[size_t(w)];
-        for (int64_t first = 0; first < count; first += size) {
-          const int64_t room = std::min(size, count - first);
-          int64_t last = -1;
-          for (int64_t left = counts[w][(from + first) / size]; left; left--, place++) {
-            const int64_t at = *place & 127;
-            if (at <= last || at >= room) {
-              wrong[size_t(t)] = std::min(wrong[size_t(t)], w);
-              continue;
-            }
-            last = at;
-            sum[first + at] += *place & 128 ? minus : plus;
-          }
+        const int64_t sent = spread(counts[w] + from / size, here, size, where);
+        int64_t last = -1;
+        bool bad = false;
+        for (int64_t i = 0; i < sent; i++) {
+          const int64_t inside = place[i] & 127, at = where[i] + inside;
+          bad |= (at <= last) | (inside >= size);
+          last = at;
+          sum[at] += both[place[i] >> 7];
         }
-        next[size_t(w)] = place;
+        next[size_t(w)] += sent;
+        if (bad || last >= count) wrong[size_t(t)] = std::min(wrong[size_t(t)], w);
       }
       loops->divide(sum, out + from, count, workers, stream);
     }
@@ -430,9 +458,9 @@ API int64_t grace_chances_encode(const Loops* loops, const float* x, double want
     memset(kinds, 0, TILE);
     loops->methods->chances_emit(x + i, size, divisor, unit, uint32_t(key0), uint32_t(key1), start + i, kinds);
     for (int64_t j = 0; j < size; j += 8) {
-      if (!get(reinterpret_cast<const uint64_t*>(kinds + j), 0)) continue;
-      for (int64_t k = j; k < j + 8; k++) {
-        if (!kinds[k]) continue;
+      uint64_t left = get(reinterpret_cast<const uint64_t*>(kinds + j), 0);  // little-endian
+      for (; left; left &= left - 1) {
+        const int64_t k = j + __builtin_ctzll(left) / 8;
         const float value = get(x, i + k);
         const int32_t position = int32_t(i + k);
         const int64_t at = kept[kinds[k] - 1]++;

@@ -105,18 +105,36 @@ void hashed_add(const float* x, int64_t n, uint32_t key0, uint32_t key1, int64_t
   }
 }
 
-// The two in order; NaN if one of them is.
-INLINE void in_order(float* a, float* b) {
-  for (int64_t j = 0; j < SOME; j++) {
-    const float x = a[j], y = b[j], nan = x != x ? x : y;
-    const bool wrong = x != x || y != y;
-    a[j] = wrong ? nan : x < y ? x : y;
-    b[j] = wrong ? nan : x < y ? y : x;
+// Two in order. With SPREAD both become NaN if one of them is.
+template <bool SPREAD>
+INLINE void in_order(F& a, F& b) {
+  const F x = a, y = b;
+  a = lower(x, y), b = higher(x, y);
+  if constexpr (SPREAD) {
+    float one[W], other[W], low[W], high[W];
+    store(one, x), store(other, y), store(low, a), store(high, b);
+    for (int64_t j = 0; j < W; j++)
+      if (one[j] != one[j] || other[j] != other[j]) low[j] = high[j] = __builtin_nanf("");
+    a = load(low), b = load(high);
+  }
+}
+
+// The median of each column of found[rows, SOME], to the row in the middle: the largest of those left goes to the end.
+// ROWS: their number, 0 for any.
+template <int64_t ROWS, bool SPREAD>
+INLINE void medians(float* found, int64_t rows) {
+  rows = ROWS ? ROWS : rows;
+  for (int64_t j = 0; j < SOME; j += W) {
+    F v[ROWS ? ROWS : 99];
+    for (int64_t row = 0; row < rows; row++) v[row] = load(found + row * SOME + j);
+    for (int64_t end = rows - 1; end >= rows / 2; end--)
+      for (int64_t row = 0; row < end; row++) in_order<SPREAD>(v[row], v[row + 1]);
+    store(found + rows / 2 * SOME + j, v[rows / 2]);
   }
 }
 
 void hashed_estimate(const float* table, int64_t rows, const uint32_t* keys, int64_t start, int64_t n, int32_t mask,
-                     float* scratch, float* out) {
+                     bool finite, float* scratch, float* out) {
   alignas(64) uint32_t words[SOME];
   for (int64_t i = 0; i < n; i += SOME) {
     const int64_t count = least(SOME, n - i);
@@ -127,8 +145,8 @@ void hashed_estimate(const float* table, int64_t rows, const uint32_t* keys, int
       for (int64_t j = 0; j < SOME; j++)
         found[j] = float_of(as_bits(read(from, int64_t(words[j] & uint32_t(mask)))) ^ int32_t(words[j] & 0x80000000));
     }
-    for (int64_t end = rows - 1; end >= rows / 2; end--)  // the largest of those left goes to the end
-      for (int64_t row = 0; row < end; row++) in_order(scratch + row * SOME, scratch + (row + 1) * SOME);
+    finite ? rows == 5 ? medians<5, false>(scratch, rows) : medians<0, false>(scratch, rows)
+           : medians<0, true>(scratch, rows);
     memcpy(out + i, scratch + rows / 2 * SOME, size_t(count) * 4);
   }
 }
@@ -152,30 +170,20 @@ void tagged_count(const Tagged* how, const float* x, int64_t n, int64_t* counts)
 #if defined(GRACE_AVX512)
 // Sixteen numbers, of which those of the mask are written one after the other, and any behind them.
 INLINE void appended(uint32_t m, const float* from, float* to) {
-  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(__mmask16(m), _mm512_loadu_ps(from)));
+  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(M(m), _mm512_loadu_ps(from)));
 }
 INLINE void appended(uint32_t m, const uint16_t* from, uint16_t* to) {
   const __m512i all = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  const __m256i some = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(__mmask16(m), all));
+  const __m256i some = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(M(m), all));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), some);
 }
 INLINE void appended(uint32_t m, const uint8_t* from, uint8_t* to) {
   const __m512i all = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(__mmask16(m), all)));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(M(m), all)));
 }
 INLINE uint32_t equal_bytes(const uint8_t* p, uint8_t x) {
   const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return uint32_t(_mm_movemask_epi8(_mm_cmpeq_epi8(all, _mm_set1_epi8(char(x)))));
-}
-// The inverse: the next numbers where the mask says so, zeros elsewhere.
-INLINE F expanded(uint32_t m, const float* from) { return {_mm512_maskz_expand_ps(__mmask16(m), _mm512_loadu_ps(from))}; }
-INLINE I expanded(uint32_t m, const uint16_t* from) {
-  const __m512i all = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  return {_mm512_maskz_expand_epi32(__mmask16(m), all)};
-}
-INLINE I expanded(uint32_t m, const uint8_t* from) {
-  const __m512i all = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  return {_mm512_maskz_expand_epi32(__mmask16(m), all)};
 }
 #endif
 
@@ -227,51 +235,55 @@ void tagged_emit(const Tagged* how, const float* x, int64_t n, uint8_t* packed, 
 // Sums of what stands for elements; `from` moves on.
 template <bool ADD>
 INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* packed, int64_t count, float* sum) {
-  alignas(64) uint8_t tags[SOME];
-  alignas(64) float threes[SOME + W];
-  alignas(64) uint16_t twos[SOME + W];
-  alignas(64) uint8_t ones[SOME + W];
-  memset(tags, 0, sizeof tags);
-  unpack_codes(packed, count, 2, tags);
-  for (int64_t j = count; j < SOME; j++) tags[j] = 0;
-  int64_t sizes[4] = {};
-  for (int tag = 1; tag < 4; tag++) {
-    int32_t size = 0;
-    for (int64_t j = 0; j < SOME; j++) size += tags[j] == tag;
-    sizes[tag] = size;
-  }
-  memcpy(threes, from.three, size_t(sizes[3]) * 4), memcpy(twos, from.two, size_t(sizes[2]) * 2);
-  memcpy(ones, from.one, size_t(sizes[1]));
-  from.three = reinterpret_cast<const float*>(reinterpret_cast<const char*>(from.three) + 4 * sizes[3]);
-  from.two += 2 * sizes[2], from.one += sizes[1];
+  const float* three = from.three;
+  const uint8_t *two = from.two, *one = from.one;
   const float unit = 1.0f / how.steps;
-  int64_t a = 0, b = 0, c = 0;
 #if defined(GRACE_AVX512)
-  const F fine = fill(0x1p-15f), coarse = fill(unit);
-  const auto signed_ = [](I codes, int32_t top, F unit) __attribute__((always_inline)) -> F {
-    const F magnitude = to_float({_mm512_and_si512(codes.v, _mm512_set1_epi32(top - 1))}) * unit;
-    return {_mm512_mask_sub_ps(magnitude.v, _mm512_test_epi32_mask(codes.v, _mm512_set1_epi32(top)),
-                               _mm512_set1_ps(-0.0f), magnitude.v)};
+  const F fine = fill(0x1p-15f), coarse = fill(unit), minus = fill(-0.0f);
+  const auto value = [=](__m512i codes, int32_t top, F unit) __attribute__((always_inline)) -> F {
+    const F magnitude = to_float({_mm512_and_si512(codes, _mm512_set1_epi32(top - 1))}) * unit;
+    return {_mm512_mask_sub_ps(magnitude.v, _mm512_test_epi32_mask(codes, _mm512_set1_epi32(top)), minus.v, magnitude.v)};
   };
   for (int64_t j = 0; j < count; j += W) {
-    const uint32_t m3 = equal_bytes(tags + j, 3), m2 = equal_bytes(tags + j, 2), m1 = equal_bytes(tags + j, 1);
-    F v = expanded(m3, threes + a);
-    v = pick(M(m2), signed_(expanded(m2, twos + b), 1 << 15, fine), v);
-    v = pick(M(m1), signed_(expanded(m1, ones + c), 1 << 7, coarse), v);
-    store(sum + j, ADD ? load(sum + j) + v : v);
-    a += __builtin_popcount(m3), b += __builtin_popcount(m2), c += __builtin_popcount(m1);
+    uint32_t word = 0;
+    if (j + W <= count)
+      word = read(reinterpret_cast<const uint32_t*>(packed + j / 4));
+    else
+      memcpy(&word, packed + j / 4, size_t((count - j + 3) / 4)), word &= (1u << 2 * (count - j)) - 1;
+    const uint32_t low = _pext_u32(word, 0x55555555), high = _pext_u32(word, 0xaaaaaaaa);
+    const uint32_t threes = low & high, twos = high & ~low, ones = low & ~high;
+    const int a = __builtin_popcount(threes), b = __builtin_popcount(twos), c = __builtin_popcount(ones);
+    // No more is read than there is.
+    const __m512 v = _mm512_maskz_expand_ps(M(threes), load_some(three, a).v);
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(b), two));
+    const __m512i narrow = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first(c), one));
+    const F found = pick(M(twos), value(_mm512_maskz_expand_epi32(M(twos), wide), 1 << 15, fine), F{v});
+    const F all = pick(M(ones), value(_mm512_maskz_expand_epi32(M(ones), narrow), 1 << 7, coarse), found);
+    store(sum + j, ADD ? load(sum + j) + all : all);
+    three = reinterpret_cast<const float*>(reinterpret_cast<const char*>(three) + 4 * a), two += 2 * b, one += c;
   }
 #else
-  threes[sizes[3]] = 0, twos[sizes[2]] = 0, ones[sizes[1]] = 0;
+  alignas(64) uint8_t tags[SOME];
+  alignas(64) float threes[SOME + 1];
+  alignas(64) uint16_t twos[SOME + 1];
+  alignas(64) uint8_t ones[SOME + 1];
+  unpack_codes(packed, count, 2, tags);
+  int64_t a = 0, b = 0, c = 0;
+  for (int64_t j = 0; j < count; j++) a += tags[j] == 3, b += tags[j] == 2, c += tags[j] == 1;
+  memcpy(threes, three, size_t(a) * 4), memcpy(twos, two, size_t(b) * 2), memcpy(ones, one, size_t(c));
+  three = reinterpret_cast<const float*>(reinterpret_cast<const char*>(three) + 4 * a), two += 2 * b, one += c;
+  threes[a] = 0, twos[b] = 0, ones[c] = 0;
+  a = b = c = 0;
   for (int64_t j = 0; j < count; j++) {
     const int tag = tags[j];
-    const float two = float(int(twos[b] & 0x7fff)) * 0x1p-15f, one = float(int(ones[c] & 0x7f)) * unit;
-    const float small = tag == 2 ? (twos[b] >> 15 ? -two : two) : tag == 1 ? (ones[c] >> 7 ? -one : one) : 0.0f;
-    const float value = tag == 3 ? threes[a] : small;
+    const float wide = float(int(twos[b] & 0x7fff)) * 0x1p-15f, narrow = float(int(ones[c] & 0x7f)) * unit;
+    const float few = tag == 2 ? (twos[b] >> 15 ? -wide : wide) : tag == 1 ? (ones[c] >> 7 ? -narrow : narrow) : 0.0f;
+    const float value = tag == 3 ? threes[a] : few;
     sum[j] = ADD ? sum[j] + value : value;
     a += tag == 3, b += tag == 2, c += tag == 1;
   }
 #endif
+  from = {three, two, one};
 }
 
 void tagged_sum(const Tagged* how, const uint8_t* const* packed, grace::Streams* from, int64_t workers, float* out,
@@ -312,6 +324,17 @@ int64_t bins_emit(const float* x, const float* residual, float* out, int64_t n, 
       const I reach = magnitude_bits(v + again);
       const uint32_t reaching = bits_of(at_least(reach, bounds)) & bits_of(at_least(infinite, reach));
       uint32_t m = reaching | bits_of(at_least(magnitude_bits(v), infinite));
+#if defined(GRACE_AVX512)
+      if (j + W <= count) {
+        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i place = _mm512_add_epi32(lanes, _mm512_set1_epi32(int32_t(j)));
+        const __m512i all = _mm512_mask_add_epi32(place, below_zero(v), place, _mm512_set1_epi32(128));
+        const __m128i some = _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(M(m), all));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(places + kept), some);
+        kept += __builtin_popcount(m);
+        continue;
+      }
+#endif
       const uint32_t negative = m ? bits_of(below_zero(v)) : 0;
       for (; m; m &= m - 1) {
         const int lane = __builtin_ctz(m);

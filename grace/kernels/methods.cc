@@ -302,13 +302,17 @@ API int64_t grace_tagged_mean(const Loops* loops, const uint8_t* const* tags, co
       if (found[k] != counts[3 * w + k]) return w;
   }
   const bool stream = streams(nullptr, nullptr, out, n);
+  const uint8_t nothing[64] = {};  // where none are: to look at what is no memory takes long, also if no lane is wanted
   split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
     std::vector<Streams> from;
     for (int64_t w = 0; w < workers; w++) {
       int64_t at[3] = {};
       before(w, 0, begin, at);
-      from.push_back({reinterpret_cast<const float*>(reinterpret_cast<const char*>(three[w]) + 4 * at[0]),
-                      two[w] + 2 * at[1], one[w] + at[2]});
+      const auto place = [&](const void* p, int64_t k, int64_t size) {
+        return counts[3 * w + k] ? static_cast<const uint8_t*>(p) + size * at[k] : nothing;
+      };
+      const uint8_t* wide = place(three[w], 0, 4);
+      from.push_back({reinterpret_cast<const float*>(wide), place(two[w], 1, 2), place(one[w], 2, 1)});
     }
     loops->methods->tagged_sum(&how, tags, from.data(), workers, out, begin, end, stream);
   });

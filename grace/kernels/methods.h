@@ -94,14 +94,17 @@ void signs_count(const float* x, int64_t n, int64_t* positive, int64_t* negative
 // ---- count sketches ----------------------------------------------------------------------------------------------------
 
 void hashed_add(const float* x, int64_t n, uint32_t key0, uint32_t key1, int64_t start, int32_t mask, double* table) {
+  alignas(64) float v[SOME];
   alignas(64) uint32_t words[SOME];
   alignas(64) double signed_[SOME];
   for (int64_t i = 0; i < n; i += SOME) {
     const int64_t count = least(SOME, n - i);
-    words_as<uint32_t, 0>(key0, key1, start + i, count, words);
-    for (int64_t j = 0; j < count; j++)
-      signed_[j] = double(float_of(as_bits(read(x, i + j)) ^ int32_t(words[j] & 0x80000000)));
-    for (int64_t j = 0; j < count; j++) table[words[j] & uint32_t(mask)] += signed_[j];
+    load_all<false>(v, x, nullptr, i, count);
+    words_as<uint32_t, 0>(key0, key1, start + i, SOME, words);
+    for (int64_t j = 0; j < SOME; j++)
+      signed_[j] = double(float_of(as_bits(v[j]) ^ int32_t(words[j] & 0x80000000)));
+    for (int64_t j = 0; j < SOME; j++) words[j] &= uint32_t(mask);
+    for (int64_t j = 0; j < count; j++) table[words[j]] += signed_[j];
   }
 }
 
@@ -136,14 +139,15 @@ INLINE void medians(float* found, int64_t rows) {
 void hashed_estimate(const float* table, int64_t rows, const uint32_t* keys, int64_t start, int64_t n, int32_t mask,
                      bool finite, float* scratch, float* out) {
   alignas(64) uint32_t words[SOME];
+  alignas(64) float found[SOME];  // apart from the others, so that it is seen to be no part of the table
   for (int64_t i = 0; i < n; i += SOME) {
     const int64_t count = least(SOME, n - i);
     for (int64_t row = 0; row < rows; row++) {
       const float* from = table + row * (int64_t(mask) + 1);
-      float* found = scratch + row * SOME;
       words_as<uint32_t, 0>(keys[2 * row], keys[2 * row + 1], start + i, SOME, words);
       for (int64_t j = 0; j < SOME; j++)
-        found[j] = float_of(as_bits(read(from, int64_t(words[j] & uint32_t(mask)))) ^ int32_t(words[j] & 0x80000000));
+        found[j] = float_of(as_bits(from[words[j] & uint32_t(mask)]) ^ int32_t(words[j] & 0x80000000));
+      memcpy(scratch + row * SOME, found, sizeof found);
     }
     finite ? rows == 5 ? medians<5, false>(scratch, rows) : medians<0, false>(scratch, rows)
            : medians<0, true>(scratch, rows);

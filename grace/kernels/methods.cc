@@ -381,7 +381,8 @@ API int64_t grace_bins_mean(const Loops* loops, const uint8_t* const* counts, co
                             const float* const* scales, const int64_t* sizes, int64_t workers, float* out, int64_t n,
                             int64_t size, int64_t threads) {
   if (n <= 0) return -1;
-  const int64_t bins = (n + size - 1) / size, group = TOGETHER / size * size;
+  // Whole vectors of four, which may be written past the caches.
+  const int64_t bins = (n + size - 1) / size, group = TOGETHER / size / 4 * 4 * size;
   for (int64_t w = 0; w < workers; w++) {
     int64_t total = 0;
     uint8_t most = 0;

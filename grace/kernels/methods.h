@@ -146,7 +146,7 @@ void hashed_estimate(const float* table, int64_t rows, const uint32_t* keys, int
       const float* from = table + row * (int64_t(mask) + 1);
       words_as<uint32_t, 0>(keys[2 * row], keys[2 * row + 1], start + i, SOME, words);
       for (int64_t j = 0; j < SOME; j++)
-        found[j] = float_of(as_bits(from[words[j] & uint32_t(mask)]) ^ int32_t(words[j] & 0x80000000));
+        found[j] = float_of(as_bits(read(from, int64_t(words[j] & uint32_t(mask)))) ^ int32_t(words[j] & 0x80000000));
       memcpy(scratch + row * SOME, found, sizeof found);
     }
     finite ? rows == 5 ? medians<5, false>(scratch, rows) : medians<0, false>(scratch, rows)

@@ -931,7 +931,7 @@ def test_sort(ops):
 @pytest.mark.parametrize("many", [0, 1, 7, 8, 300])  # few are looked for apart, many in what is sorted
 def test_ranked(ops, many):
     x, ranks = mixed(special=False), np.sort(np.random.default_rng(2).permutation(N)[:many]).astype(np.int32)
-    x[:3] = INF, -INF, 1e-42
+    x[:2] = INF, -INF
     found = ops(lambda xp, x, r: xp.ranked(x, r), x, ranks)
     assert (found.dtype, found.tolist()) == (np.float32, [sorted(x.tolist())[rank] for rank in ranks])
 

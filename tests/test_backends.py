@@ -1179,7 +1179,9 @@ def test_searchsorted_puts_nan_somewhere(ops, n):
     found = ops(lambda xp, bounds, x: xp.searchsorted(bounds, x), bounds, x)
     assert found[1::2].tolist() == [bisect_left([-1, 0, 2], v) for v in x[1::2].tolist()]
     assert set(found.tolist()) <= {0, 1, 2, 3}
-    whole = ops(lambda xp, bounds, x: xp.searchsorted(bounds, x), np.arange(0, 50, 2, dtype=np.int32), sample_of("int32", 2000))
+    whole = ops(
+        lambda xp, bounds, x: xp.searchsorted(bounds, x), np.arange(0, 50, 2, dtype=np.int32), sample_of("int32", 2000)
+    )
     assert whole.tolist() == [bisect_left(range(0, 50, 2), v) for v in sample_of("int32", 2000).tolist()]
 
 

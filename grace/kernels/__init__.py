@@ -577,8 +577,8 @@ class Library:
         """out, float32[n]: the mean of vectors that have float32 values at int32 positions, zeros elsewhere.
 
         ``pairs``: a worker sends one vector for each of these, and they add up; those where it is true have but two
-        values, and a position p below 0 stands for -1 - p and the second one. ValueError if a worker's positions do not ascend or are not in
-        0 .. n-1; out is then unfinished, and nothing is written outside it.
+        values, and a position p below 0 stands for -1 - p and the second one. ValueError if a worker's positions do not
+        ascend or are not in 0 .. n-1; out is then unfinished, and nothing is written outside it.
         """
         each, vectors = len(pairs), len(pairs) * workers
         values, places = (_P * vectors)(*values_ptrs), (_P * vectors)(*positions_ptrs)
@@ -658,7 +658,7 @@ class Library:
         bits: int,
         threads: int = 1,
     ) -> None:
-        """out, float32[n]: the mean of what the workers sent, each as of `quantiles_encode`; NaN for a code from q on."""
+        """out, float32[n]: the mean of what the workers sent, as of `quantiles_encode`; NaN for a code from q on."""
         pointers = _P * workers
         codes, means = pointers(*codes_ptrs), pointers(*means_ptrs)
         self._quantiles_mean(self.handle, codes, means, workers, out, n, q, bits, threads)
@@ -695,7 +695,7 @@ class Library:
             raise MemoryError("no memory for the rows of a count sketch")
 
     def tagged_count(self, x: int, starts: int, n: int, lowest: int, middle: int, threads: int = 1) -> None:
-        """starts, int64[ceil(n / 65536) + 1, 3]: how many elements before each 65536th, and in all, have 32, 16, 8 bits.
+        """starts, int64[ceil(n / 65536) + 1, 3]: how many have 32, 16 and 8 bits before each 65536th, and in all.
 
         ``lowest``, ``middle``: exponents of the smallest magnitudes that have 8 and 16 bits, -14 .. 0.
         """
@@ -705,20 +705,17 @@ class Library:
         self,
         x: int,
         starts: int,
-        tags: int,
-        three: int,
-        two: int,
-        one: int,
+        payload: Sequence[int],
         n: int,
         lowest: int,
         middle: int,
         threads: int = 1,
     ) -> None:
-        """The payload of `grace.compressors.inceptionn`: tags and numbers of 32, 16 and 8 bits.
+        """``payload``, four addresses: tags and numbers of 32, 16 and 8 bits, as of `grace.compressors.inceptionn`.
 
         ``starts``: of `tagged_count`, whose last row says how many of each there are.
         """
-        self._tagged_encode(self.handle, x, starts, tags, three, two, one, n, lowest, middle, threads)
+        self._tagged_encode(self.handle, x, starts, *payload, n, lowest, middle, threads)
 
     def tagged_mean(
         self,
@@ -742,14 +739,14 @@ class Library:
             raise ValueError(f"the tags of worker {wrong} do not ask for as many numbers as it sent")
 
     def bins_encode(
-        self, x: int, residual: int, out: int, counts: int, places: int, scale: int, n: int, size: int, threads: int = 1
+        self, x: int, residual: int, out: int, payload: Sequence[int], n: int, size: int, threads: int = 1
     ) -> int:
         """What `grace.compressors.adacomp` sends of bins of ``size`` elements; returns how many places.
 
-        out, float32[n]: what is left, in memory of its own; counts: uint8[ceil(n / size)]; places: uint8[n], of which
-        the first are sent; scale: float32[1].
+        out, float32[n]: what is left, in memory of its own. ``payload``, three addresses: counts uint8[ceil(n / size)];
+        places uint8[n], of which the first are sent; scale float32[1].
         """
-        return int(self._bins_encode(self.handle, x, residual, out, counts, places, scale, n, size, threads))
+        return int(self._bins_encode(self.handle, x, residual, out, *payload, n, size, threads))
 
     def bins_mean(
         self,
@@ -763,7 +760,7 @@ class Library:
     ) -> None:
         """out, float32[n]: the mean of what the workers sent. ``columns``: where their counts, places and scales lie.
 
-        ValueError if a worker's counts do not add up to its number of places, ``sizes``, or these do not ascend in bins.
+        ValueError if a worker's counts do not add up to its places, ``sizes``, or these do not ascend in their bins.
         """
         pointers = ((_P * workers)(*column) for column in columns)
         wrong = self._bins_mean(self.handle, *pointers, (_I * workers)(*sizes), workers, out, n, size, threads)
@@ -777,21 +774,19 @@ class Library:
         iterations: int,
         keys: tuple[int, int],
         start: int,
-        certain: int,
-        values: int,
-        drawn: int,
-        magnitude: int,
+        payload: Sequence[int],
         capacity: int,
         n: int,
         threads: int = 1,
     ) -> tuple[int, int]:
         """How many elements `grace.compressors.wangni` sends always, and how many by chance.
 
-        ``keys``, ``start``: of the words. certain: int32[capacity]; values: float32[capacity]; drawn: int32[capacity],
-        positions with a sign; magnitude: float32[1]. What exceeds the capacity is not written.
+        ``keys``, ``start``: of the words. ``payload``, four addresses: positions int32[capacity] and
+        values float32[capacity] of the former; of the others positions with a sign int32[capacity], and their magnitude
+        float32[1].
+        What exceeds the capacity is not written.
         """
         kept, random = (_I * 2)(), (*keys, start)
-        arrays = certain, values, drawn, magnitude
-        if self._chances_encode(self.handle, x, wanted, iterations, *random, *arrays, capacity, kept, n, threads):
+        if self._chances_encode(self.handle, x, wanted, iterations, *random, *payload, capacity, kept, n, threads):
             raise MemoryError("no memory for sums")
         return kept[0], kept[1]

@@ -330,7 +330,7 @@ class HostKernels:
         return out
 
     def sparse_sums(self, payloads: Pairs, out: Array | None, n: int, pairs: Sequence[bool]) -> Array:
-        """As `sparse_mean`; a worker has one pair of arrays for each of ``pairs``, one after the other, and they add up.
+        """As `sparse_mean`; a worker has one pair of arrays for each of ``pairs``, side by side, and they add up.
 
         Where it is true there are two values, and positions have a sign: those of negative ones stand for the second.
         """
@@ -396,7 +396,7 @@ class HostKernels:
         self.library.tagged_count(at(x), at(starts), n, lowest, middle, xp.threads)
         wide, two, one = xp.integers(starts[-3:])
         payload = xp.empty(-(-n // 4), "uint8"), xp.empty(wide), xp.empty(2 * two, "uint8"), xp.empty(one, "uint8")
-        self.library.tagged_encode(at(x), at(starts), *map(at, payload), n, lowest, middle, xp.threads)
+        self.library.tagged_encode(at(x), at(starts), [at(each) for each in payload], n, lowest, middle, xp.threads)
         return payload
 
     def tagged_mean(self, payloads: Pairs, out: Array | None, n: int, lowest: int, middle: int) -> Array:
@@ -420,12 +420,12 @@ class HostKernels:
         xp, at, (x, residual) = self._xp, self._xp.address, self._ready(x, residual)
         (n,) = xp.shape(x)
         counts, places, scale = xp.empty(_count(n, size), "uint8"), xp.empty(n, "uint8"), xp.empty(1)
-        left = xp.empty(n)
-        arrays = map(at, (x, residual, left, counts, places, scale))
-        return counts, places[: self.library.bins_encode(*arrays, n, size, xp.threads)], scale, left
+        left, payload = xp.empty(n), (at(counts), at(places), at(scale))
+        sent = self.library.bins_encode(at(x), at(residual), at(left), payload, n, size, xp.threads)
+        return counts, places[:sent], scale, left
 
     def bins_mean(self, payloads: Pairs, out: Array | None, n: int, size: int) -> Array:
-        """Each worker's counts, places and scale -> float32[n], in ``out`` if it is given; ValueError for wrong ones."""
+        """Each worker's counts, places and scale -> float32[n], in ``out`` if it is given; ValueError for others."""
         xp = self._xp
         sizes = [xp.shape(places)[0] for _, places, _ in payloads]
         kept = self._ragged(
@@ -442,10 +442,8 @@ class HostKernels:
         room = min(n, int(1.25 * ratio * n) + 64)
         while True:
             arrays = xp.empty(room, "int32"), xp.empty(room), xp.empty(room, "int32"), magnitude
-            where = rng.keys, rng.offset, *map(at, arrays)
-            certain, drawn = self.library.chances_encode(
-                at(x), ratio * n, iterations, *where, room, n, xp.threads
-            )
+            where = rng.keys, rng.offset, [at(each) for each in arrays]
+            certain, drawn = self.library.chances_encode(at(x), ratio * n, iterations, *where, room, n, xp.threads)
             if max(certain, drawn) <= room:
                 return arrays[0][:certain], arrays[1][:certain], arrays[2][:drawn], magnitude
             room = max(certain, drawn)

@@ -321,7 +321,7 @@ int64_t bins_emit(const float* x, const float* residual, float* out, int64_t n, 
     }
     const int32_t bound = largest(most);
     *total += double(float_of(bound));
-    const I bounds = fill_int(bound > 0x7f800000 || bound == 0 ? ABS : bound), infinite = fill_int(0x7f800000);
+    const I bounds = fill_int(bound ? bound : ABS), infinite = fill_int(0x7f800000);
     const int64_t before = kept;
     for (int64_t j = 0; j < count; j += W) {
       const F v = sums[j / W], again = j + W <= count ? load(x + i + j) : load_some(x + i + j, count - j);

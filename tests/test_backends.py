@@ -7,6 +7,7 @@ import inspect
 import math
 import re
 import struct
+from bisect import bisect_left
 from functools import partial
 from pathlib import Path
 
@@ -927,6 +928,14 @@ def test_sort(ops):
     assert found.tolist() == [sorted(row) for row in x[:1000].reshape(50, 20).tolist()]
 
 
+@pytest.mark.parametrize("many", [0, 1, 7, 8, 300])  # few are looked for apart, many in what is sorted
+def test_ranked(ops, many):
+    x, ranks = mixed(special=False), np.sort(np.random.default_rng(2).permutation(N)[:many]).astype(np.int32)
+    x[:2] = INF, -INF
+    found = ops(lambda xp, x, r: xp.ranked(x, r), x, ranks)
+    assert (found.dtype, found.tolist()) == (np.float32, [sorted(x.tolist())[rank] for rank in ranks])
+
+
 def test_segment_sum(ops):
     rng = np.random.default_rng(0)
     values, segments = mixed(special=False), rng.integers(0, 9, N).astype(np.int32)
@@ -1149,13 +1158,31 @@ def test_choose(ops):
     assert equal(ops(lambda xp, x: xp.choose(xp.finite(x), x, xp.zeros(3)), f32([1, NAN, 2])), [0, 0, 0])
 
 
-def test_searchsorted(ops):
-    bounds, x = f32(sorted(mixed(255, special=False))), mixed(special=False)
-    x[:255] = bounds  # what equals a bound is not above it
+@pytest.mark.parametrize("n", [N, 2**19 + 5])
+@pytest.mark.parametrize("many", [1, 2, 3, 63, 64, 255, 5000])
+def test_searchsorted(ops, n, many):
+    bounds, x = f32(sorted(mixed(many, special=False))) if many > 1 else f32([0.5]), mixed(n, special=False)
+    x[: min(n, many)] = bounds[:n]  # what equals a bound is not above it
+    x[-2:] = INF, -INF
     found = ops(lambda xp, bounds, x: xp.searchsorted(bounds, x), bounds, x)
     assert found.dtype == np.int32
-    assert found.tolist() == [sum(bound < v for bound in bounds.tolist()) for v in x.tolist()]
+    some = slice(0, n, n // N)
+    assert found[some].tolist() == [bisect_left(bounds.tolist(), v) for v in x[some].tolist()]
+    assert found[-2:].tolist() == [many, 0]
     assert ops(lambda xp, bounds, x: xp.searchsorted(bounds, x), bounds, x[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("n", [5, 5000])
+def test_searchsorted_puts_nan_somewhere(ops, n):
+    bounds, x = f32([-1, 0, 2]), mixed(n, special=False)
+    x[::2] = NAN
+    found = ops(lambda xp, bounds, x: xp.searchsorted(bounds, x), bounds, x)
+    assert found[1::2].tolist() == [bisect_left([-1, 0, 2], v) for v in x[1::2].tolist()]
+    assert set(found.tolist()) <= {0, 1, 2, 3}
+    whole = ops(
+        lambda xp, bounds, x: xp.searchsorted(bounds, x), np.arange(0, 50, 2, dtype=np.int32), sample_of("int32", 2000)
+    )
+    assert whole.tolist() == [bisect_left(range(0, 50, 2), v) for v in sample_of("int32", 2000).tolist()]
 
 
 @pytest.mark.parametrize(

@@ -363,6 +363,10 @@ class Backend(ABC):
     def sort(self, x: Array) -> Array:
         """Ascending along the last axis; NaN: anywhere."""
 
+    def ranked(self, x: Array, ranks: Array) -> Array:
+        """float32[K]: what stands at these positions, int32[K], of the vector `sort` would give."""
+        return self.take(self.sort(x), ranks)
+
     @abstractmethod
     def nonzero(self, mask: Array) -> Array:
         """int32[K]: positions where a bool vector is true, ascending. Only here does a shape depend on values."""

@@ -26,8 +26,10 @@ from grace.backends.numpy import (
     left_factor,
     part_product,
     products,
+    ranked,
     right_factor,
     room,
+    searchsorted,
     smallest,
     unit_rows,
     write_product,
@@ -507,6 +509,9 @@ class TorchBackend(Backend):
     def sort(self, x: Array) -> Array:
         return torch.sort(x).values
 
+    def ranked(self, x: Array, ranks: Array) -> Array:
+        return torch.from_numpy(ranked(x.numpy(), ranks.numpy())) if self.on_host else super().ranked(x, ranks)
+
     def nonzero(self, mask: Array) -> Array:
         return torch.nonzero(mask).flatten().to(torch.int32)
 
@@ -522,6 +527,8 @@ class TorchBackend(Backend):
         return torch.tensor(not len(x) or bool(places[0] >= 0 and places[-1] < n and (places[1:] > places[:-1]).all()))
 
     def searchsorted(self, bounds: Array, x: Array) -> Array:
+        if self.on_host and x.ndim == 1:
+            return torch.from_numpy(searchsorted(bounds.numpy(), x.numpy()))
         return torch.bucketize(x, bounds, out_int32=True)
 
     def take(self, x: Array, indices: Array) -> Array:

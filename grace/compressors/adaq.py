@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grace.checks import fitting, placed
+from grace.compressors.coded import encoded
 from grace.compressors.sparse import Scattered, check_ratio, first, poisoned, signed, unsigned
 from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
@@ -38,13 +40,11 @@ class AdaQ(Scattered):
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         # One zero more, so that there is an element to look at where x has none.
-        ascending = xp.sort(xp.concat([x, xp.zeros(1)]))
-        k = self._share(xp, x > 0)
-        bound = xp.take(ascending, xp.reshape(xp.minimum(n + 1 - k, n), (1,)))
-        positive = first(xp, x > bound, x == bound, k)
-        m = self._share(xp, x < 0)
-        bound = xp.take(ascending, xp.reshape(xp.maximum(m - 1, 0), (1,)))
-        negative = first(xp, x < bound, x == bound, m)
+        k, m = self._share(xp, x > 0), self._share(xp, x < 0)
+        ranks = [xp.reshape(rank, (1,)) for rank in (xp.maximum(m - 1, 0), xp.minimum(n + 1 - k, n))]
+        bounds = xp.ranked(xp.concat([x, xp.zeros(1)]), xp.concat(ranks))
+        positive = first(xp, x > bounds[1:], x == bounds[1:], k)
+        negative = first(xp, x < bounds[:1], x == bounds[:1], m)
         means = [
             xp.reshape(xp.sum(xp.where(chosen, x, 0.0)) / xp.cast(xp.maximum(count, 1), "float32"), (1,))
             for chosen, count in ((positive, k), (negative, m))
@@ -63,3 +63,12 @@ class AdaQ(Scattered):
         xp, means = ctx.xp, fitting(ctx.xp, payload[0], "float32", 2, "means")
         positions, negative = unsigned(xp, payload[1])
         return xp.scatter_add(total, placed(xp, positions, ctx.size), xp.where(negative, means[1:], means[:1]))
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        kernel = ctx.kernels.largest_of_signs
+        return encoded(self, lambda v: kernel(v, self.compress_ratio), x, residual, ctx) if kernel else None
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not ctx.kernels.largest_of_signs:
+            return None
+        return ctx.kernels.sparse_sums(payloads, out, ctx.size, (True,))

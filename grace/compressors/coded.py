@@ -1,10 +1,10 @@
-"""What methods share whose elements have codes of their own: kernels for all of them."""
+"""What methods share that kernels carry out: those for codes of a few bits, and what is left by the plain functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from grace.core import Array, Context, Payload
+from grace.core import Array, Compressor, Context, Payload
 from grace.kernels import Codes
 from grace.rng import Rng
 
@@ -21,3 +21,14 @@ def coded_mean(payloads: Sequence[Payload], out: Array | None, codes: Codes, blo
     """`Compressor.fused_mean` by kernels that know such codes."""
     mean = ctx.kernels.codes_mean
     return mean(payloads, out, ctx.size, block, codes) if mean else None
+
+
+def encoded(
+    compressor: Compressor, encode: Callable[[Array], Payload], x: Array, residual: Array | None, ctx: Context
+) -> tuple[Payload, Array]:
+    """`Compressor.fused` by a kernel that makes the payload of a vector, and at once."""
+    if residual is None:
+        return encode(x), x
+    x = ctx.xp.add_to(x, residual)
+    payload = encode(x)
+    return payload, compressor.residual(x, payload, ctx)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grace.checks import fitting
 from grace.compressors.sparse import Sparsifier, check_ratio, kept, poisoned
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
 from grace.registry import register
@@ -69,3 +71,26 @@ class RandomK(Sparsifier):
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         return Compressor.residual(self, x, payload, ctx) if self.unbiased_scale else super().residual(x, payload, ctx)
+
+    # Positions are drawn once for all that they are needed for.
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        if self.unbiased_scale or residual is None:
+            return None
+        xp, positions = ctx.xp, self.read((), ctx)
+        x = xp.add_to(x, residual)
+        payload = (poisoned(xp, xp.take(x, positions), x),)
+        return payload, xp.put(x, positions, 0.0)
+
+    def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
+        return ctx.xp.put(ctx.xp.zeros(ctx.size), self.read((), ctx), self._mean(payloads, ctx))
+
+    def aggregate_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
+        ctx.xp.write(out, 0.0)
+        return ctx.xp.put(out, self.read((), ctx), self._mean(payloads, ctx))
+
+    def _mean(self, payloads: Sequence[Payload], ctx: Context) -> Array:
+        xp, k = ctx.xp, kept(self.compress_ratio, ctx.size)
+        total = xp.zeros(k)
+        for (values,) in payloads:
+            total = xp.add_to(total, fitting(xp, values, "float32", k, "values"))
+        return xp.divide_in(total, len(payloads))

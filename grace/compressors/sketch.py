@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.checks import fitting
+from grace.compressors.coded import encoded
 from grace.core import Array, Compressor, Context, Payload, State, Steps
 from grace.packing import pack, unpack
 from grace.registry import register
@@ -39,7 +41,7 @@ class Sketch(Compressor):
         q, bits = self.sizes(ctx)
         # The largest element of each bucket but the last.
         last = xp.asarray([i * n // q - 1 for i in range(1, q)], "int32")
-        codes = xp.searchsorted(xp.take(xp.sort(x), last), x) if q > 1 else xp.zeros(n, "int32")
+        codes = xp.searchsorted(xp.ranked(x, last), x) if q > 1 else xp.zeros(n, "int32")
         members = xp.segment_sum(xp.full(n, 1.0), codes, q)
         # What is not finite falls into some bucket, whose mean says so.
         means = xp.segment_sum(x, codes, q) / xp.maximum(members, 1.0)
@@ -51,3 +53,14 @@ class Sketch(Compressor):
         # Codes beyond the buckets do not occur; should one come, its element is no number.
         table = xp.concat([means, xp.full((1 << bits) - q, float("nan"))])
         return xp.take(table, xp.cast(unpack(xp, bits, payload[0], ctx.size), "int32"))
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        kernel = ctx.kernels.quantiles_encode
+        if not kernel or ctx.size >= 2**31:
+            return None
+        return encoded(self, lambda v: kernel(v, *self.sizes(ctx)), x, residual, ctx)
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not ctx.kernels.quantiles_encode:
+            return None
+        return ctx.kernels.quantiles_mean(payloads, out, ctx.size, *self.sizes(ctx))

@@ -9,6 +9,7 @@ from grace.collectives import Reduce
 from grace.compressors.sparse import AgreedSparsifier, kept, poisoned
 from grace.core import Array, Context, Payload, Program, State
 from grace.registry import register
+from grace.rng import Rng
 
 
 @register("sketch_sgd", "countsketch")
@@ -45,9 +46,13 @@ class SketchSGD(AgreedSparsifier):
         """Columns of the table for n elements."""
         return self.columns or 1 << max(0, 10 * kept(self.compress_ratio, n) - 1).bit_length()
 
+    def streams(self, ctx: Context) -> list[Rng]:
+        """Of each row: words, the same on every worker, whose low bits are the column and whose top bit is the sign."""
+        return [ctx.shared_rng(f"hash{row}") for row in range(self.rows)]
+
     def hashes(self, ctx: Context) -> list[Array]:
-        """int32[n] for each row, the same on every worker: the low bits are the column, the top bit is the sign."""
-        return [ctx.shared_rng(f"hash{row}").bits(ctx.size) for row in range(self.rows)]
+        """int32[n] for each row: its words."""
+        return [stream.bits(ctx.size) for stream in self.streams(ctx)]
 
     def sketch(self, x: Array, hashes: list[Array], ctx: Context) -> Array:
         """float32[rows * columns]: each row holds sums of the elements, with random signs, of random groups."""
@@ -70,9 +75,17 @@ class SketchSGD(AgreedSparsifier):
         return found[self.rows // 2]
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        xp, k, hashes = ctx.xp, self.count(ctx.size), self.hashes(ctx)
-        (table,) = yield Reduce((self.sketch(x, hashes, ctx),), "mean")
-        candidates = xp.topk(xp.abs(self.estimate(table, hashes, ctx)), min(ctx.size, self.candidates * k))
+        xp, n, k, streams = ctx.xp, ctx.size, self.count(ctx.size), self.streams(ctx)
+        kernels: Any = ctx.kernels if ctx.kernels and ctx.kernels.count_sketch else None
+        hashes = [] if kernels else self.hashes(ctx)
+        width = self.width(n)
+        sums = kernels.count_sketch(x, streams, width) if kernels else self.sketch(x, hashes, ctx)
+        (table,) = yield Reduce((sums,), "mean")
+        if kernels:
+            found = kernels.count_sketch_estimate(table, streams, n, width)
+        else:
+            found = self.estimate(table, hashes, ctx)
+        candidates = xp.topk_abs(found, min(n, self.candidates * k))
         (values,) = yield Reduce((poisoned(xp, xp.take(x, candidates), x),), "mean")
         chosen = xp.topk(xp.abs(values), k)
         return (xp.take(values, chosen), xp.take(candidates, chosen)), state

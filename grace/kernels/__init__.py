@@ -28,6 +28,7 @@ BUCKETS = (127 << 7) - LOWEST + 1
 
 Address = int | None
 _P, _I, _F, _N, _W = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32, ctypes.c_uint32
+_D = ctypes.c_double
 
 
 class _Noise(ctypes.Structure):
@@ -162,7 +163,7 @@ class Library:
         sizes = _I, _I, _I, _I, _I, _I
         self._sampled = bind("sampled", _P, *sizes, _P, _P, _I, _I, _I, _I, _P, _P, _I, _I, result=_I)
         self._correct = bind("correct", _P, _P, _P, _P, _P, _P, _F, _I, _I, _I)
-        self._sparse_mean = bind("sparse_mean", _P, _P, _P, _I, _P, _I, _I, result=_I)
+        self._sparse_means = bind("sparse_means", _P, _P, _P, _P, _I, _I, _P, _I, _I, result=_I)
         self._finite = bind("finite", _P, _P, _I, result=_I)
         self._gathered = bind("gathered", _I, result=_I)
         self._words = bind("words", _I, _I, _I, _I, _P, _I)
@@ -187,6 +188,18 @@ class Library:
         self._norms = bind("norms", _P, _P, _I, _I, _I)
         self._steps_encode = bind("steps_encode", _P, _P, _P, _I, _I, _I, _I, _F, _F, _P, _P, *where)
         self._steps_values = bind("steps_values", *(_P,) * 6, _I, _I, _I, _F, _F, _F, *where)
+        self._quantiles_encode = bind("quantiles_encode", _P, _P, _P, _I, _I, _I, result=_I)
+        self._quantiles_mean = bind("quantiles_mean", _P, _P, _I, _P, _I, _I, _I, _I)
+        self._largest_of_signs = bind("largest_of_signs", _P, _D, _P, _P, _I, _I, _I, result=_I)
+        self._count_sketch = bind("count_sketch", _P, _P, _I, _P, _I, _I, _I, _I, result=_I)
+        self._estimate = bind("count_sketch_estimate", _P, _P, _I, _P, _I, _I, _I, _I, result=_I)
+        self._tagged_count = bind("tagged_count", _P, _P, _I, _I, _I, _I)
+        self._tagged_encode = bind("tagged_encode", _P, _P, _P, _P, _P, _P, _I, _I, _I, _I)
+        self._tagged_mean = bind("tagged_mean", _P, _P, _P, _P, _P, _I, _P, _I, _I, _I, _I, result=_I)
+        self._bins_encode = bind("bins_encode", _P, _P, _P, _P, _P, _P, _I, _I, _I, result=_I)
+        self._bins_mean = bind("bins_mean", _P, _P, _P, _P, _I, _P, _I, _I, _I, result=_I)
+        wanted = _D, _I, _I, _I, _I
+        self._chances_encode = bind("chances_encode", _P, *wanted, _P, _P, _P, _P, _I, _P, _I, _I, result=_I)
 
     def signs_encode(
         self,
@@ -674,19 +687,22 @@ class Library:
         out: int,
         n: int,
         threads: int = 1,
+        pairs: Sequence[bool] = (False,),
     ) -> None:
         """out, float32[n]: the mean of vectors that have float32 values at int32 positions, zeros elsewhere.
 
-        ValueError if a worker's positions do not ascend or are not in 0 .. n-1; out is then unfinished, and nothing is
-        written outside it.
+        ``pairs``: a worker sends one vector for each of these, and they add up; those where it is true have but two
+        values, and a position p below 0 stands for -1 - p and the second one. ValueError if a worker's positions do not
+        ascend or are not in 0 .. n-1; out is then unfinished, and nothing is written outside it.
         """
-        pointers = _P * workers
-        values, positions = pointers(*values_ptrs), pointers(*positions_ptrs)
-        wrong = self._sparse_mean(self.handle, values, positions, (_I * workers)(*counts), workers, out, n, threads)
+        each, vectors = len(pairs), len(pairs) * workers
+        values, places = (_P * vectors)(*values_ptrs), (_P * vectors)(*positions_ptrs)
+        sizes, kinds = (_I * vectors)(*counts), bytes(pairs) * workers if any(pairs) else None
+        wrong = self._sparse_means(self.handle, values, places, sizes, kinds, vectors, each, out, n, threads)
         if wrong == -2:
             raise MemoryError("no memory to add up sparse vectors")
         if wrong >= 0:
-            raise ValueError(f"worker {wrong} sent positions that do not ascend within 0 .. {n - 1}")
+            raise ValueError(f"worker {wrong // each} sent positions that do not ascend within 0 .. {n - 1}")
 
     def finite(self, ptrs: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether none of the float32 vectors at ``ptrs``, with so many elements each, has NaN or infinity."""
@@ -737,3 +753,155 @@ class Library:
     def right(self, m: int, p: int, q: int, a: int, b: int, r: int, threads: int = 1, residual: Address = None) -> None:
         """q, float32[r, b]: the transpose of p[a, r] times m[a, b]; m becomes m + ``residual`` first, where given."""
         self._right(self.handle, m, residual, p, q, a, b, r, threads)
+
+    def quantiles_encode(self, x: int, codes: int, means: int, n: int, q: int, bits: int) -> None:
+        """Buckets of equal population and their means, as `grace.compressors.sketch` has them.
+
+        codes: uint8[packed_size(bits, n)], as `grace.packing` writes them; means: float32[q], q <= min(n, 256).
+        """
+        if self._quantiles_encode(self.handle, x, codes, means, n, q, bits):
+            raise MemoryError("quantiles need memory for about n elements")
+
+    def quantiles_mean(
+        self,
+        codes_ptrs: Sequence[int],
+        means_ptrs: Sequence[int],
+        workers: int,
+        out: int,
+        n: int,
+        q: int,
+        bits: int,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[n]: the mean of what the workers sent, as of `quantiles_encode`; NaN for a code from q on."""
+        pointers = _P * workers
+        codes, means = pointers(*codes_ptrs), pointers(*means_ptrs)
+        self._quantiles_mean(self.handle, codes, means, workers, out, n, q, bits, threads)
+
+    def largest_of_signs(
+        self, x: int, ratio: float, means: int, sent: int, capacity: int, n: int, threads: int = 1
+    ) -> int:
+        """How many elements `grace.compressors.adaq` sends; above ``capacity`` the others are not written.
+
+        means: float32[2]; sent: int32[capacity], positions with a sign.
+        """
+        found = int(self._largest_of_signs(self.handle, x, ratio, means, sent, capacity, n, threads))
+        if found == -2:
+            raise MemoryError("no memory for the largest elements")
+        return found
+
+    def count_sketch(
+        self, x: int, keys: Sequence[int], start: int, table: int, n: int, width: int, threads: int = 1
+    ) -> None:
+        """table, float32[rows, width]: sums of elements with random signs, as `grace.compressors.sketch_sgd` has them.
+
+        ``keys``: two of each row; ``start``: the position of x[0] among the words; width: a power of two.
+        """
+        rows = len(keys) // 2
+        if self._count_sketch(self.handle, x, (_W * len(keys))(*keys), start, table, n, rows, width, threads):
+            raise MemoryError("no memory for a count sketch")
+
+    def count_sketch_estimate(
+        self, table: int, keys: Sequence[int], start: int, out: int, n: int, width: int, threads: int = 1
+    ) -> None:
+        """out, float32[n]: the medians of what the rows of such a table say of each element."""
+        rows = len(keys) // 2
+        if self._estimate(self.handle, table, (_W * len(keys))(*keys), start, out, n, rows, width, threads):
+            raise MemoryError("no memory for the rows of a count sketch")
+
+    def tagged_count(self, x: int, starts: int, n: int, lowest: int, middle: int, threads: int = 1) -> None:
+        """starts, int64[ceil(n / 65536) + 1, 3]: how many have 32, 16 and 8 bits before each 65536th, and in all.
+
+        ``lowest``, ``middle``: exponents of the smallest magnitudes that have 8 and 16 bits, -14 .. 0.
+        """
+        self._tagged_count(self.handle, x, starts, n, lowest, middle, threads)
+
+    def tagged_encode(
+        self,
+        x: int,
+        starts: int,
+        payload: Sequence[int],
+        n: int,
+        lowest: int,
+        middle: int,
+        threads: int = 1,
+    ) -> None:
+        """``payload``, four addresses: tags and numbers of 32, 16 and 8 bits, as of `grace.compressors.inceptionn`.
+
+        ``starts``: of `tagged_count`, whose last row says how many of each there are.
+        """
+        self._tagged_encode(self.handle, x, starts, *payload, n, lowest, middle, threads)
+
+    def tagged_mean(
+        self,
+        columns: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        workers: int,
+        out: int,
+        n: int,
+        lowest: int,
+        middle: int,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[n]: the mean of what the workers sent. ``columns``: where their tags lie, then their numbers.
+
+        ValueError if a worker's tags ask for others than its ``counts``, three of each: numbers of 32, 16 and 8 bits.
+        """
+        pointers = ((_P * workers)(*column) for column in columns)
+        sizes = (_I * len(counts))(*counts)
+        wrong = self._tagged_mean(self.handle, *pointers, sizes, workers, out, n, lowest, middle, threads)
+        if wrong >= 0:
+            raise ValueError(f"the tags of worker {wrong} do not ask for as many numbers as it sent")
+
+    def bins_encode(
+        self, x: int, residual: int, out: int, payload: Sequence[int], n: int, size: int, threads: int = 1
+    ) -> int:
+        """What `grace.compressors.adacomp` sends of bins of ``size`` elements; returns how many places.
+
+        out, float32[n]: what is left, in memory of its own. ``payload``, three addresses: counts uint8[ceil(n / size)];
+        places uint8[n], of which the first are sent; scale float32[1].
+        """
+        return int(self._bins_encode(self.handle, x, residual, out, *payload, n, size, threads))
+
+    def bins_mean(
+        self,
+        columns: Sequence[Sequence[int]],
+        sizes: Sequence[int],
+        workers: int,
+        out: int,
+        n: int,
+        size: int,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[n]: the mean of what the workers sent. ``columns``: where their counts, places and scales lie.
+
+        ValueError if a worker's counts do not add up to its places, ``sizes``, or these do not ascend in their bins.
+        """
+        pointers = ((_P * workers)(*column) for column in columns)
+        wrong = self._bins_mean(self.handle, *pointers, (_I * workers)(*sizes), workers, out, n, size, threads)
+        if wrong >= 0:
+            raise ValueError(f"the counts and places of worker {wrong} do not fit")
+
+    def chances_encode(
+        self,
+        x: int,
+        wanted: float,
+        iterations: int,
+        keys: tuple[int, int],
+        start: int,
+        payload: Sequence[int],
+        capacity: int,
+        n: int,
+        threads: int = 1,
+    ) -> tuple[int, int]:
+        """How many elements `grace.compressors.wangni` sends always, and how many by chance.
+
+        ``keys``, ``start``: of the words. ``payload``, four addresses: positions int32[capacity] and
+        values float32[capacity] of the former; of the others positions with a sign int32[capacity], and their magnitude
+        float32[1].
+        What exceeds the capacity is not written.
+        """
+        kept, random = (_I * 2)(), (*keys, start)
+        if self._chances_encode(self.handle, x, wanted, iterations, *random, *payload, capacity, kept, n, threads):
+            raise MemoryError("no memory for sums")
+        return kept[0], kept[1]

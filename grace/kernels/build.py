@@ -20,7 +20,17 @@ from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("kernels.h", "vectors.h", "levels.h", "floats.h", "rotations.h", "loops.cc", "kernels.cc")
+SOURCES = (
+    "kernels.h",
+    "vectors.h",
+    "levels.h",
+    "floats.h",
+    "rotations.h",
+    "methods.h",
+    "methods.cc",
+    "loops.cc",
+    "kernels.cc",
+)
 TIMELINE_SOURCES = ("timeline.cc",)
 TENSORFLOW_SOURCES = ("kernels.h", "tensorflow_ops.cc")
 TENSORFLOW_FLAGS = ("-O2", "-fPIC", "-w", "-shared", "-pthread")

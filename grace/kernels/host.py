@@ -193,8 +193,7 @@ class HostKernels:
         scales = ("float32", _count(n, block))
         if runs:
             counts = [self._xp.shape(bytes_)[0] for bytes_, _ in payloads]
-            sizes = [(("uint8", count), scales) for count in counts]
-            kept = [self._received([pair], *size)[0] for pair, size in zip(payloads, sizes, strict=True)]
+            kept = self._ragged(payloads, [(("uint8", count), scales) for count in counts])
         else:
             counts, kept = [-(-n // 5)] * len(payloads), self._received(payloads, ("uint8", -(-n // 5)), scales)
         out = self._out(out, n)
@@ -407,17 +406,132 @@ class HostKernels:
 
         ``k``: how many each must have; None: as many values as positions.
         """
-        kept: Pairs
         if k is None:
-            counts = [self._xp.shape(values)[0] for values, _ in payloads]
-            sizes = [(("float32", count), ("int32", count)) for count in counts]
-            kept = [self._received([pair], *size)[0] for pair, size in zip(payloads, sizes, strict=True)]
-        else:
-            counts, kept = [k] * len(payloads), self._received(payloads, ("float32", k), ("int32", k))
-        out = self._out(out, n)
+            return self.sparse_sums(payloads, out, n, (False,))
+        kept, out = self._received(payloads, ("float32", k), ("int32", k)), self._out(out, n)
         values, positions = self._columns(kept)
-        self.library.sparse_mean(values, positions, counts, len(kept), self._xp.address(out), n, self._xp.threads)
+        where = [k] * len(kept), len(kept), self._xp.address(out)
+        self.library.sparse_mean(values, positions, *where, n, self._xp.threads)
         return out
+
+    def sparse_sums(self, payloads: Pairs, out: Array | None, n: int, pairs: Sequence[bool]) -> Array:
+        """As `sparse_mean`; a worker has one pair of arrays for each of ``pairs``, side by side, and they add up.
+
+        Where it is true there are two values, and positions have a sign: those of negative ones stand for the second.
+        """
+        kinds = list(pairs) * (len(payloads) // len(pairs))
+        sizes = [self._xp.shape(positions)[0] for _, positions in payloads]
+        kept = self._ragged(
+            payloads,
+            [(("float32", 2 if pair else size), ("int32", size)) for pair, size in zip(kinds, sizes, strict=True)],
+        )
+        values, positions = self._columns(kept)
+        workers, at, threads, out = len(kept) // len(pairs), self._xp.address, self._xp.threads, self._out(out, n)
+        self.library.sparse_mean(values, positions, sizes, workers, at(out), n, threads, pairs)
+        return out
+
+    def quantiles_encode(self, x: Array, q: int, bits: int) -> tuple[Array, Array]:
+        """float32[n] -> codes uint8[packed_size(bits, n)], means float32[q]."""
+        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
+        (n,) = xp.shape(x)
+        codes, means = xp.part(packed_size(bits, n), "uint8"), xp.part(q)
+        self.library.quantiles_encode(at(x), at(codes), at(means), n, q, bits)
+        return codes, means
+
+    def quantiles_mean(self, payloads: Pairs, out: Array | None, n: int, q: int, bits: int) -> Array:
+        """Each worker's codes and means -> float32[n], in ``out`` if it is given."""
+        out, kept = self._out(out, n), self._received(payloads, ("uint8", packed_size(bits, n)), ("float32", q))
+        codes, means = self._columns(kept)
+        at, threads = self._xp.address(out), self._xp.threads
+        mean = partial(self.library.quantiles_mean, codes, means, len(kept), at, n, q, bits, threads)
+        return self._mean(mean, out, kept)
+
+    def largest_of_signs(self, x: Array, ratio: float) -> tuple[Array, Array]:
+        """float32[n] -> means float32[2], positions int32[K] with a sign: `grace.compressors.adaq`."""
+        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
+        (n,) = xp.shape(x)
+        means, room = xp.empty(2), min(n, int(ratio * n) + 2)
+        while True:
+            sent = xp.empty(room, "int32")
+            count = self.library.largest_of_signs(at(x), ratio, at(means), at(sent), room, n, xp.threads)
+            if count <= room:
+                return means, sent[:count]
+            room = count
+
+    def count_sketch(self, x: Array, streams: Sequence[Rng], width: int) -> Array:
+        """float32[n] -> float32[rows * width]: `grace.compressors.sketch_sgd.SketchSGD.sketch`."""
+        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
+        (n,), table = xp.shape(x), xp.empty(len(streams) * width)
+        self.library.count_sketch(at(x), _keys(streams), streams[0].offset, at(table), n, width, xp.threads)
+        return table
+
+    def count_sketch_estimate(self, table: Array, streams: Sequence[Rng], n: int, width: int) -> Array:
+        """float32[rows * width] -> float32[n]: `grace.compressors.sketch_sgd.SketchSGD.estimate`."""
+        xp, at, (table,) = self._xp, self._xp.address, self._ready(table)
+        out = xp.empty(n)
+        where = at(table), _keys(streams), streams[0].offset, at(out)
+        self.library.count_sketch_estimate(*where, n, width, xp.threads)
+        return out
+
+    def tagged_encode(self, x: Array, lowest: int, middle: int) -> tuple[Array, ...]:
+        """float32[n] -> tags uint8[ceil(n/4)], and numbers of 32, 16 and 8 bits: `grace.compressors.inceptionn`."""
+        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
+        (n,) = xp.shape(x)
+        starts = xp.empty(3 * (-(-n // 65536) + 1), "int64")
+        self.library.tagged_count(at(x), at(starts), n, lowest, middle, xp.threads)
+        wide, two, one = xp.integers(starts[-3:])
+        payload = xp.empty(-(-n // 4), "uint8"), xp.empty(wide), xp.empty(2 * two, "uint8"), xp.empty(one, "uint8")
+        self.library.tagged_encode(at(x), at(starts), [at(each) for each in payload], n, lowest, middle, xp.threads)
+        return payload
+
+    def tagged_mean(self, payloads: Pairs, out: Array | None, n: int, lowest: int, middle: int) -> Array:
+        """Each worker's tags and numbers -> float32[n], in ``out`` if it is given; ValueError for wrong tags."""
+        xp = self._xp
+        counts = [[xp.shape(array)[0] for array in payload[1:]] for payload in payloads]
+        if any(two % 2 for _, two, _ in counts):
+            raise ValueError("half a number of 16 bits")
+        kept = self._ragged(
+            payloads,
+            [(("uint8", -(-n // 4)), ("float32", w), ("uint8", two), ("uint8", one)) for w, two, one in counts],
+        )
+        numbers = [number for wide, two, one in counts for number in (wide, two // 2, one)]
+        out = self._out(out, n)
+        where = self._columns(kept), numbers, len(kept), xp.address(out)
+        self.library.tagged_mean(*where, n, lowest, middle, xp.threads)
+        return out
+
+    def bins_encode(self, x: Array, residual: Array, size: int) -> tuple[Array, Array, Array, Array]:
+        """Counts uint8[m], places uint8[K], scale float32[1], and what is left: `grace.compressors.adacomp`."""
+        xp, at, (x, residual) = self._xp, self._xp.address, self._ready(x, residual)
+        (n,) = xp.shape(x)
+        counts, places, scale = xp.empty(_count(n, size), "uint8"), xp.empty(n, "uint8"), xp.empty(1)
+        left, payload = xp.empty(n), (at(counts), at(places), at(scale))
+        sent = self.library.bins_encode(at(x), at(residual), at(left), payload, n, size, xp.threads)
+        return counts, places[:sent], scale, left
+
+    def bins_mean(self, payloads: Pairs, out: Array | None, n: int, size: int) -> Array:
+        """Each worker's counts, places and scale -> float32[n], in ``out`` if it is given; ValueError for others."""
+        xp = self._xp
+        sizes = [xp.shape(places)[0] for _, places, _ in payloads]
+        kept = self._ragged(
+            payloads, [(("uint8", _count(n, size)), ("uint8", count), ("float32", 1)) for count in sizes]
+        )
+        out = self._out(out, n)
+        self.library.bins_mean(self._columns(kept), sizes, len(kept), xp.address(out), n, size, xp.threads)
+        return out
+
+    def chances_encode(self, x: Array, ratio: float, iterations: int, rng: Rng) -> tuple[Array, ...]:
+        """float32[n] -> the payload of `grace.compressors.wangni`."""
+        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
+        (n,), magnitude = xp.shape(x), xp.empty(1)
+        room = min(n, int(1.25 * ratio * n) + 64)
+        while True:
+            arrays = xp.empty(room, "int32"), xp.empty(room), xp.empty(room, "int32"), magnitude
+            where = rng.keys, rng.offset, [at(each) for each in arrays]
+            certain, drawn = self.library.chances_encode(at(x), ratio * n, iterations, *where, room, n, xp.threads)
+            if max(certain, drawn) <= room:
+                return arrays[0][:certain], arrays[1][:certain], arrays[2][:drawn], magnitude
+            room = max(certain, drawn)
 
     def finite(self, addresses: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether all numbers of float32 vectors at these addresses are finite."""
@@ -531,6 +645,10 @@ class HostKernels:
     def _received(self, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
         return fitted(self._xp, payloads, *sizes)
 
+    def _ragged(self, payloads: Pairs, sizes: Sequence[tuple[tuple[str, int], ...]]) -> Pairs:
+        # Payloads that need not be alike.
+        return [fitted(self._xp, [payload], *each)[0] for payload, each in zip(payloads, sizes, strict=True)]
+
     def _ready(self, *arrays: Array) -> tuple[Array, ...]:
         return tuple(self._xp.contiguous(array) for array in arrays)
 
@@ -574,3 +692,7 @@ def _normal(levels: Sequence[float], n: int, width: int) -> list[tuple[str, int]
     # Likewise of whole blocks.
     m = _count(n, width)
     return [("uint8", packed_size(len(levels).bit_length() - 1, m * width)), ("float32", m), ("uint8", m)]
+
+
+def _keys(streams: Sequence[Rng]) -> list[int]:
+    return [key for stream in streams for key in stream.keys]

@@ -523,23 +523,29 @@ API int64_t grace_beyond(const Loops* loops, const float* x, float bound, float*
 
 // ---- sparse mean -----------------------------------------------------------------------------------------------------
 
-// -1, or the first worker whose positions are not within 0 .. n-1 and ascending (out is then unfinished); -2: no memory.
-API int64_t grace_sparse_mean(const Loops* loops, const float* const* values, const int32_t* const* positions,
-                              const int64_t* counts, int64_t workers, float* out, int64_t n, int64_t threads) try {
+// Each worker sent so many vectors. With `pairs` those that it says have but two values, and a position p that is below 0
+// stands for -1 - p and the second one. -1, or the first vector whose positions are not within 0 .. n-1 and ascending (out is
+// then unfinished); -2: no memory.
+API int64_t grace_sparse_means(const Loops* loops, const float* const* values, const int32_t* const* positions,
+                               const int64_t* counts, const uint8_t* pairs, int64_t vectors, int64_t each, float* out,
+                               int64_t n, int64_t threads) try {
   constexpr int64_t TILE = 4096;
   const bool stream = streams(nullptr, nullptr, out, n);
   threads = n > ALONE && threads > 1 ? std::min<int64_t>(threads, 64) : 1;
-  const auto position = [=](int64_t w, int64_t i) { return uint32_t(get(positions[w], i)); };  // negative: far too large
+  const auto position = [=](int64_t w, int64_t i) {  // negative: far too large
+    const int32_t sent = get(positions[w], i);
+    return uint32_t(pairs && pairs[w] && sent < 0 ? ~sent : sent);
+  };
   if (n <= 0) {
-    for (int64_t w = 0; w < workers; w++)
+    for (int64_t w = 0; w < vectors; w++)
       if (counts[w] > 0) return w;
     return -1;
   }
   const int64_t tiles = (n + TILE - 1) / TILE;
   threads = std::min(threads, tiles);
-  std::vector<int64_t> cuts(size_t((threads + 1) * workers));  // where the positions of each thread's part begin
+  std::vector<int64_t> cuts(size_t((threads + 1) * vectors));  // where the positions of each thread's part begin
   for (int64_t t = 0; t <= threads; t++) {
-    for (int64_t w = 0; w < workers; w++) {
+    for (int64_t w = 0; w < vectors; w++) {
       int64_t low = t == threads ? counts[w] : 0, high = t == 0 ? 0 : counts[w];
       const int64_t bound = tiles * t / threads * TILE;
       while (low < high) {
@@ -549,35 +555,43 @@ API int64_t grace_sparse_mean(const Loops* loops, const float* const* values, co
         else
           high = middle;
       }
-      cuts[size_t(t * workers + w)] = low;
+      cuts[size_t(t * vectors + w)] = low;
     }
   }
   std::vector<int64_t> reached = cuts;
   split(n, TILE, threads, [&](int64_t begin, int64_t end, int64_t t) {
     alignas(64) float tile[TILE];
-    int64_t* next = &reached[size_t(t * workers)];
+    int64_t* next = &reached[size_t(t * vectors)];
     for (int64_t from = begin; from < end; from += TILE) {
       const int64_t size = std::min(TILE, end - from);
       memset(tile, 0, size_t(size) * 4);
-      for (int64_t w = 0; w < workers; w++) {
+      for (int64_t w = 0; w < vectors; w++) {
+        const bool pair = pairs && pairs[w];
+        const float both[2] = {pair ? get(values[w], 0) : 0.0f, pair ? get(values[w], 1) : 0.0f};
         int64_t i = next[w], previous = -1;
         for (const int64_t count = counts[w]; i < count; i++) {
-          const int64_t j = int64_t(position(w, i)) - from;
+          const int32_t sent = get(positions[w], i), negative = pair && sent < 0;
+          const int64_t j = int64_t(uint32_t(sent ^ -negative)) - from;
           if (j >= size || j <= previous) break;  // of a later tile; or not ascending, and then it stays here for good
-          tile[j] += get(values[w], i);
+          tile[j] += pair ? both[negative] : get(values[w], i);
           previous = j;
         }
         next[w] = i;
       }
-      loops->divide(tile, out + from, size, workers, stream);
+      loops->divide(tile, out + from, size, vectors / each, stream);
     }
   });
-  for (int64_t w = 0; w < workers; w++)
+  for (int64_t w = 0; w < vectors; w++)
     for (int64_t t = 0; t < threads; t++)
-      if (reached[size_t(t * workers + w)] != cuts[size_t((t + 1) * workers + w)]) return w;
+      if (reached[size_t(t * vectors + w)] != cuts[size_t((t + 1) * vectors + w)]) return w;
   return -1;
 } catch (const std::bad_alloc&) {
   return -2;
+}
+
+API int64_t grace_sparse_mean(const Loops* loops, const float* const* values, const int32_t* const* positions,
+                              const int64_t* counts, int64_t workers, float* out, int64_t n, int64_t threads) {
+  return grace_sparse_means(loops, values, positions, counts, nullptr, workers, 1, out, n, threads);
 }
 
 // ---- a threshold from a sample ---------------------------------------------------------------------------------------
@@ -1175,3 +1189,7 @@ API void grace_steps_values(const Loops* loops, const uint8_t* sums, const uint8
                         at(x, begin), at(mean, begin), at(rest, begin), end - begin, begin, room.begin(), stream);
   });
 }
+
+// ---- single methods --------------------------------------------------------------------------------------------------
+
+#include "methods.cc"

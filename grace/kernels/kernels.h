@@ -73,6 +73,57 @@ struct Steps {
   Noise noise;
 };
 
+// Numbers of 32, 16, 8 or 0 bits: the bits of the smallest magnitudes that have 8, 16 and 32 of them, and what 7 bits are
+// multiplied with.
+struct Tagged {
+  int32_t one, two, three;
+  float steps;
+};
+
+// Where the next numbers of 32, 16 and 8 bits lie.
+struct Streams {
+  const float* three;
+  const uint8_t *two, *one;
+};
+
+struct Chances {
+  int64_t count;
+  double sum;
+};
+
+// Loops of single methods (methods.h), as of `Loops`.
+struct MethodLoops {
+  // Integers that compare as the floats do, and how many of them have each upper half; those whose upper half has a slot,
+  // to `found`, where one more is spent.
+  void (*order_keys)(const float* x, int64_t n, int32_t* keys);
+  void (*order_counts)(const float* x, int64_t n, uint32_t* counts);
+  int64_t (*order_collect)(const float* x, int64_t n, const uint8_t* slots, int32_t* found);
+  // How many of the ascending bounds are below each element, as codes; and what has each code: sums, and how many. `below`,
+  // or null for 0: by the upper half of a key, a number of bounds that are below; 2 step - 1 more may be. bounds[512].
+  void (*quantile_emit)(const float* x, int64_t n, const int32_t* bounds, const uint8_t* below, int step, int bits,
+                        uint8_t* codes, double* sums, int64_t* members);
+  // tables[workers, 256]: what codes stand for.
+  void (*quantile_sum)(const uint8_t* const* codes, const float* tables, int bits, int64_t workers, float* out,
+                       int64_t begin, int64_t end, bool stream);
+  void (*signs_count)(const float* x, int64_t n, int64_t* positive, int64_t* negative);  // added to these
+  // table[mask + 1] += x, where the words say so; their top bit is the sign.
+  void (*hashed_add)(const float* x, int64_t n, uint32_t key0, uint32_t key1, int64_t start, int32_t mask, double* table);
+  // The median over the rows of table[rows, mask + 1], whether that is finite; keys[rows, 2]; scratch[rows, 512].
+  void (*hashed_estimate)(const float* table, int64_t rows, const uint32_t* keys, int64_t start, int64_t n, int32_t mask,
+                          bool finite, float* scratch, float* out);
+  void (*tagged_count)(const Tagged* how, const float* x, int64_t n, int64_t* counts);  // of 32, 16 and 8 bits
+  void (*tagged_emit)(const Tagged* how, const float* x, int64_t n, uint8_t* packed, float* three, uint8_t* two,
+                      uint8_t* one);
+  void (*tagged_sum)(const Tagged* how, const uint8_t* const* packed, Streams* from, int64_t workers, float* out,
+                     int64_t begin, int64_t end, bool stream);
+  // out = x + residual. What a bin sends: how many, and their places with the sign. total += the largest of each bin.
+  int64_t (*bins_emit)(const float* x, const float* residual, float* out, int64_t n, int64_t size, uint8_t* counts,
+                       uint8_t* places, double* total);
+  Chances (*chances_sum)(const float* x, int64_t n, float largest, float unit);
+  void (*chances_emit)(const float* x, int64_t n, float largest, float unit, uint32_t key0, uint32_t key1, int64_t start,
+                       uint8_t* kinds);
+};
+
 // x, residual, out: float32; residual may be null. `stream`: write past the caches. Ranges of elements and pointers to
 // packed bytes begin at whole bytes. No alignment is assumed.
 struct Loops {
@@ -156,6 +207,7 @@ struct Loops {
   void (*steps_values)(const Rotation* rotation, const Steps* how, const uint8_t* sums, const uint8_t* own,
                        const float* norms, const float* x, float* mean, float* rest, int64_t n, int64_t first,
                        float* room, bool stream);
+  const MethodLoops* methods;
 };
 
 // Non-temporal stores are weakly ordered: a fence ends every loop that made some.

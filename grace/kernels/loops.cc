@@ -832,6 +832,14 @@ void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<ui
 
 #include "rotations.h"
 
+// ---- single methods --------------------------------------------------------------------------------------------------
+
+#include "methods.h"
+
+const grace::MethodLoops METHODS = {order_keys,  order_counts,    order_collect, quantile_emit, quantile_sum, signs_count,
+                                    hashed_add,  hashed_estimate, tagged_count,  tagged_emit,   tagged_sum,   bins_emit,
+                                    chances_sum, chances_emit};
+
 }  // namespace
 
 namespace grace {
@@ -841,6 +849,6 @@ extern const Loops TABLE = {NAME,         signs_total, signs_emit, signs_blocks,
                             product,      part,        left,       right,        squares,   levels_emit,  levels_blocks,
                             levels_sum,   votes_encode, votes_sum, halves,       halves_emit, bits_sum<Means>, trits_emit,
                             trits_add,    correct,     codes_largest, codes_scale, codes_emit, codes_sum,        normal_blocks,
-                            normal_sum,   steps_blocks, steps_values};
+                            normal_sum,   steps_blocks, steps_values, &METHODS};
 
 }  // namespace grace

@@ -368,6 +368,7 @@ class TritonKernels:
     levels_encode = levels_mean = votes_encode = votes_mean = halves_encode = halves_mean = None
     trits_encode = trits_mean = codes_encode = codes_mean = None
     normal_encode = normal_mean = steps_encode = None
+    quantiles_encode = largest_of_signs = count_sketch = tagged_encode = bins_encode = chances_encode = None
 
     def __init__(self, xp: Any, give_up: Callable[[Exception], None]):
         self._xp, self._give_up = xp, give_up

@@ -68,6 +68,8 @@ INLINE M mask_of(uint32_t bits) { return M(bits); }
 INLINE F pick(M m, F yes, F no) { return {_mm512_mask_blend_ps(m, no.v, yes.v)}; }
 INLINE F clear(M m, F x) { return {_mm512_maskz_mov_ps(_knot_mask16(m), x.v)}; }
 INLINE I magnitude_bits(F x) { return {_mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(ABS))}; }
+INLINE F lower(F x, F y) { return {_mm512_min_ps(x.v, y.v)}; }
+INLINE F higher(F x, F y) { return {_mm512_max_ps(x.v, y.v)}; }
 INLINE I larger(I x, I y) { return {_mm512_max_epi32(x.v, y.v)}; }
 INLINE I smaller(I x, I y) { return {_mm512_min_epi32(x.v, y.v)}; }
 INLINE int32_t largest(I x) { return _mm512_reduce_max_epi32(x.v); }
@@ -204,6 +206,8 @@ INLINE I magnitude_bits(F x) {
   const __m256i mask = _mm256_set1_epi32(ABS);
   return {_mm256_and_si256(_mm256_castps_si256(x.a), mask), _mm256_and_si256(_mm256_castps_si256(x.b), mask)};
 }
+INLINE F lower(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+INLINE F higher(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 INLINE I larger(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
 INLINE I smaller(I x, I y) { return {_mm256_min_epi32(x.a, y.a), _mm256_min_epi32(x.b, y.b)}; }
 INLINE int32_t largest(I x) {
@@ -354,6 +358,8 @@ INLINE F pick(M m, F yes, F no) {
 }
 INLINE F clear(M m, F x) { EACH x.v[i] = (f4)(~m.v[i] & (i4)x.v[i]); return x; }
 INLINE I magnitude_bits(F x) { I r; EACH r.v[i] = (i4)x.v[i] & ABS; return r; }
+INLINE F lower(F x, F y) { EACH x.v[i] = x.v[i] < y.v[i] ? x.v[i] : y.v[i]; return x; }
+INLINE F higher(F x, F y) { EACH x.v[i] = x.v[i] > y.v[i] ? x.v[i] : y.v[i]; return x; }
 INLINE I larger(I x, I y) { EACH { const i4 m = x.v[i] > y.v[i]; x.v[i] = (m & x.v[i]) | (~m & y.v[i]); } return x; }
 INLINE I smaller(I x, I y) { EACH { const i4 m = x.v[i] < y.v[i]; x.v[i] = (m & x.v[i]) | (~m & y.v[i]); } return x; }
 INLINE int32_t largest(I x) {

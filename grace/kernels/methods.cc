@@ -1,0 +1,483 @@
+// The C interface of the loops of single methods (methods.h). Part of kernels.cc.
+
+using grace::Chances;
+using grace::Streams;
+using grace::Tagged;
+
+namespace {
+
+constexpr int64_t BINS = 65536;   // upper halves of keys
+constexpr int64_t MANY = 1 << 15;  // elements from which on it pays to count these
+
+// Puts what belongs at `ranks`, which ascend, to their places in keys[n]; the first of them is keys[-begin].
+void rank(int32_t* keys, int64_t n, int64_t begin, const int64_t* ranks, int64_t many) {
+  if (many == 0) return;
+  const int64_t half = many / 2, place = ranks[half] - begin;
+  std::nth_element(keys, keys + place, keys + n);
+  rank(keys, place, begin, ranks, half);
+  rank(keys + place + 1, n - place - 1, begin + place + 1, ranks + half + 1, many - half - 1);
+}
+
+// What would be at up to 255 ascending ranks if x were sorted, as keys. `below`[BINS] becomes, of MANY elements or more,
+// how many of them lie below each bin of keys.
+void order_statistics(const Loops* loops, const float* x, int64_t n, const int64_t* ranks, int64_t many, int32_t* found,
+                      uint8_t* below) {
+  std::vector<int32_t> keys;
+  if (n < MANY) {
+    keys.resize(size_t(n));
+    loops->methods->order_keys(x, n, keys.data());
+    rank(keys.data(), n, 0, ranks, many);
+    for (int64_t r = 0; r < many; r++) found[r] = keys[size_t(ranks[r])];
+    return;
+  }
+  std::vector<uint32_t> counts(size_t(BINS), 0u);
+  loops->methods->order_counts(x, n, counts.data());
+  uint8_t slots[BINS] = {};  // of the bins that something is wanted of
+  std::vector<int64_t> starts, sizes, firsts;  // of each such bin: its rank, how many it has, and its first of the ranks
+  int64_t start = 0, r = 0, wanted = 0;
+  for (int64_t bin = 0; bin < BINS; bin++) {
+    below[bin] = uint8_t(r);
+    const int64_t stop = start + counts[size_t(bin)];
+    if (r < many && ranks[r] < stop) {
+      starts.push_back(start), sizes.push_back(stop - start), firsts.push_back(r);
+      slots[bin] = uint8_t(starts.size());
+      wanted += stop - start;
+      while (r < many && ranks[r] < stop) r++;
+    }
+    start = stop;
+  }
+  firsts.push_back(many);
+  keys.resize(size_t(2 * wanted + 1));
+  int32_t* const mixed = keys.data() + wanted;
+  loops->methods->order_collect(x, n, slots, mixed);
+  std::vector<int64_t> next;
+  for (int64_t at = 0, slot = 0; slot < int64_t(sizes.size()); at += sizes[size_t(slot++)]) next.push_back(at);
+  for (int64_t i = 0; i < wanted; i++) keys[size_t(next[slots[(mixed[i] >> 16) + 32768] - 1]++)] = mixed[i];
+  for (size_t slot = 0; slot < sizes.size(); slot++) {
+    int32_t* const own = keys.data() + (next[slot] - sizes[slot]);
+    rank(own, sizes[slot], starts[slot], ranks + firsts[slot], firsts[slot + 1] - firsts[slot]);
+    for (int64_t i = firsts[slot]; i < firsts[slot + 1]; i++) found[i] = own[ranks[i] - starts[slot]];
+  }
+}
+
+}  // namespace
+
+// ---- buckets of equal population, as in grace/compressors/sketch.py ------------------------------------------------------
+
+// 0, or -2 if there is no memory.
+API int64_t grace_quantiles_encode(const Loops* loops, const float* x, uint8_t* codes, float* means, int64_t n, int64_t q,
+                                   int64_t bits) try {
+  if (n <= 0 || q <= 0) return 0;
+  int64_t ranks[256], members[256] = {};
+  int32_t bounds[512];
+  double sums[256] = {};
+  uint8_t below[BINS];
+  for (int64_t i = 1; i < q; i++) ranks[i - 1] = i * n / q - 1;
+  std::fill(bounds, bounds + 512, INT32_MAX);  // nothing is above these
+  order_statistics(loops, x, n, ranks, q - 1, bounds, below);
+  int64_t most = n < MANY ? q - 1 : 1;  // bounds in a bin
+  for (int64_t bin = 0; n >= MANY && bin < BINS; bin++)
+    most = std::max<int64_t>(most, (bin + 1 < BINS ? below[bin + 1] : q - 1) - below[bin]);
+  int step = 1;
+  while (2 * step - 1 < most) step *= 2;
+  loops->methods->quantile_emit(x, n, bounds, n < MANY ? nullptr : below, step, int(bits), codes, sums, members);
+  for (int64_t i = 0; i < q; i++) set(means, i, float(sums[i]) / float(std::max<int64_t>(members[i], 1)));
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
+API void grace_quantiles_mean(const Loops* loops, const uint8_t* const* codes, const float* const* means, int64_t workers,
+                              float* out, int64_t n, int64_t q, int64_t bits, int64_t threads) {
+  if (n <= 0) return;
+  std::vector<float> tables(size_t(256 * workers), __builtin_nanf(""));  // no code stands for what is beyond
+  for (int64_t w = 0; w < workers; w++) memcpy(&tables[size_t(256 * w)], means[w], size_t(q) * 4);
+  const bool stream = streams(nullptr, nullptr, out, n);
+  split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
+    loops->methods->quantile_sum(codes, tables.data(), int(bits), workers, out, begin, end, stream);
+  });
+}
+
+// ---- the largest of each sign, as in grace/compressors/adaq.py -----------------------------------------------------------
+
+namespace {
+
+// Of one sign: the `count` largest candidates, of equal ones the first; NaN is the largest, but is none of them.
+struct Side {
+  std::vector<float> values;
+  int64_t count = 0, ties = 0;
+  int32_t bound = INT32_MAX;  // of magnitudes
+  double sum = 0;
+
+  // Whether there are enough of them.
+  bool choose(int64_t nans) {
+    if (count <= nans) return true;
+    if (int64_t(values.size()) < count - nans) return false;
+    std::vector<int32_t> keys;
+    for (const float value : values) keys.push_back(key(value));
+    std::nth_element(keys.begin(), keys.begin() + (count - nans - 1), keys.end(), std::greater<int32_t>());
+    bound = keys[size_t(count - nans - 1)];
+    ties = count;
+    for (const float value : values) ties -= key(value) > bound;
+    return true;
+  }
+  bool take(float value) {
+    const int32_t each = key(value);
+    const bool taken = each > bound || (each == bound && ties-- > 0);
+    if (taken) sum += double(value);
+    return taken;
+  }
+};
+
+}  // namespace
+
+// How many are sent; -2: no memory. Above `capacity`: room they need.
+API int64_t grace_largest_of_signs(const Loops* loops, const float* x, double ratio, float* means, int32_t* sent,
+                                   int64_t capacity, int64_t n, int64_t threads) try {
+  n = std::max<int64_t>(n, 0);
+  struct Signs {
+    int64_t positive = 0, negative = 0;
+    int32_t most = 0;
+  };
+  std::vector<Signs> found(size_t((n + PIECE - 1) / PIECE));
+  split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t i = begin; i < end; i += PIECE) {
+      const int64_t count = std::min(PIECE, end - i);
+      Signs& each = found[size_t(i / PIECE)];
+      loops->methods->signs_count(x + i, count, &each.positive, &each.negative);
+      each.most = loops->ints_largest(x + i, nullptr, count);
+    }
+  });
+  Signs all;
+  for (const Signs& each : found) {
+    all.positive += each.positive, all.negative += each.negative;
+    all.most = std::max(all.most, each.most);
+  }
+  const auto share = [=](int64_t count) { return int64_t(-__builtin_floor(-ratio * double(count))); };
+  std::vector<int32_t> keys = n ? sample(x, nullptr, n) : std::vector<int32_t>();
+  const double many = double(share(all.positive) + share(all.negative));
+  const double expected = many / double(std::max<int64_t>(n, 1)) * double(keys.size());
+  double place = expected + 3 * std::max(1.0, __builtin_sqrt(expected)) + 1;
+  Candidates chosen;
+  for (;; place *= 2) {
+    int32_t bound = 1;
+    if (place < double(keys.size())) {
+      std::nth_element(keys.begin(), keys.begin() + int64_t(place), keys.end(), std::greater<int32_t>());
+      bound = std::max(1, keys[size_t(place)]);
+    }
+    chosen.count = 0;
+    constexpr int64_t TILE = 4096;
+    for (int64_t i = 0; i < n; i += TILE) {
+      if (chosen.capacity - chosen.count < TILE + 16 && !chosen.reserve(2 * chosen.capacity + 2 * TILE)) return -2;
+      chosen.count += loops->select(x + i, nullptr, nullptr, std::min(TILE, n - i), bound, MAGNITUDE,
+                                    chosen.values + chosen.count, chosen.positions + chosen.count,
+                                    chosen.capacity - chosen.count, int32_t(i), grace::NONE).count;
+    }
+    Side above, below;
+    int64_t nans = 0;
+    above.count = share(all.positive), below.count = share(all.negative);
+    for (int64_t i = 0; i < chosen.count; i++) {
+      const float value = chosen.values[i];
+      nans += value != value;
+      if (value == value) (value > 0 ? above : below).values.push_back(value);
+    }
+    if (!(above.choose(nans) & below.choose(0)) && bound > 1) continue;
+    int64_t kept = 0;
+    for (int64_t i = 0; i < chosen.count; i++) {
+      const float value = chosen.values[i];
+      const bool taken = value == value && (value > 0 ? above : below).take(value);
+      if (!taken && key(value) < INFINITE) continue;
+      const int32_t position = chosen.positions[i];
+      if (kept < capacity) set(sent, kept, value < 0 ? -1 - position : position);
+      kept++;
+    }
+    const float wrong = all.most >= INFINITE ? __builtin_nanf("") : 0.0f;
+    for (int64_t i = 0; i < 2; i++) {
+      const Side& side = i ? below : above;
+      set(means, i, float(side.sum) / float(std::max<int64_t>(side.count, 1)) + wrong);
+    }
+    return kept;
+  }
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
+// ---- count sketches, as in grace/compressors/sketch_sgd.py -----------------------------------------------------------------
+
+// table, float32[rows, width]; keys, uint32[rows, 2], and start: of the words. 0, or -2.
+API int64_t grace_count_sketch(const Loops* loops, const float* x, const uint32_t* keys, int64_t start, float* table,
+                               int64_t n, int64_t rows, int64_t width, int64_t threads) try {
+  std::vector<double> sums(size_t(rows * width), 0.0);
+  split(rows * std::max<int64_t>(n, 1), std::max<int64_t>(n, 1), threads, [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t row = begin / std::max<int64_t>(n, 1); row < end / std::max<int64_t>(n, 1); row++)
+      loops->methods->hashed_add(x, n, keys[2 * row], keys[2 * row + 1], start, int32_t(width - 1), &sums[size_t(row * width)]);
+  });
+  for (int64_t i = 0; i < rows * width; i++) set(table, i, float(sums[size_t(i)]));
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
+// out, float32[n]: what such a table says.
+API int64_t grace_count_sketch_estimate(const Loops* loops, const float* table, const uint32_t* keys, int64_t start,
+                                        float* out, int64_t n, int64_t rows, int64_t width, int64_t threads) try {
+  if (n <= 0) return 0;
+  threads = std::min<int64_t>(threads, 64);
+  const int64_t size = rows * width;
+  const bool finite = grace_finite(loops, &table, &size, 1);
+  std::vector<float> scratch(size_t(threads * rows * 512 + 16));
+  split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t t) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(&scratch[size_t(t * rows * 512)]);
+    float* own = reinterpret_cast<float*>((at + 63) / 64 * 64);
+    loops->methods->hashed_estimate(table, rows, keys, start + begin, end - begin, int32_t(width - 1), finite, own,
+                                   out + begin);
+  });
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
+// ---- numbers of 32, 16, 8 or 0 bits, as in grace/compressors/inceptionn.py -------------------------------------------------
+
+namespace {
+
+Tagged tagged(int64_t lowest, int64_t middle) {
+  const auto bits = [](int64_t power) { return int32_t(power + 127) << 23; };
+  return {bits(lowest), bits(middle), bits(0), float_of(bits(7 - middle))};
+}
+
+}  // namespace
+
+// starts, int64[pieces + 1, 3]: how many numbers of 32, 16 and 8 bits come before each piece of 65536 elements, and in all.
+API void grace_tagged_count(const Loops* loops, const float* x, int64_t* starts, int64_t n, int64_t lowest,
+                            int64_t middle, int64_t threads) {
+  const Tagged how = tagged(lowest, middle);
+  set(starts, 0, int64_t(0)), set(starts, 1, int64_t(0)), set(starts, 2, int64_t(0));
+  split(std::max<int64_t>(n, 0), PIECE, threads, [=, &how](int64_t begin, int64_t end, int64_t) {
+    for (int64_t i = begin; i < end; i += PIECE) {
+      int64_t counts[3];
+      loops->methods->tagged_count(&how, x + i, std::min(PIECE, end - i), counts);
+      for (int64_t k = 0; k < 3; k++) set(starts, 3 * (i / PIECE + 1) + k, counts[k]);
+    }
+  });
+  for (int64_t i = 3; i < 3 * ((std::max<int64_t>(n, 0) + PIECE - 1) / PIECE + 1); i++)
+    set(starts, i, get(starts, i) + get(starts, i - 3));
+}
+
+API void grace_tagged_encode(const Loops* loops, const float* x, const int64_t* starts, uint8_t* tags, float* three,
+                             uint8_t* two, uint8_t* one, int64_t n, int64_t lowest, int64_t middle, int64_t threads) {
+  const Tagged how = tagged(lowest, middle);
+  split(std::max<int64_t>(n, 0), PIECE, threads, [=, &how](int64_t begin, int64_t end, int64_t) {
+    const int64_t at = 3 * (begin / PIECE);
+    if (begin < end)
+      loops->methods->tagged_emit(&how, x + begin, end - begin, tags + begin / 4,
+                                  reinterpret_cast<float*>(reinterpret_cast<char*>(three) + 4 * get(starts, at)),
+                                  two + 2 * get(starts, at + 1), one + get(starts, at + 2));
+  });
+}
+
+// counts, int64[workers, 3]: what each worker sent. -1, or the first worker whose tags ask for others.
+API int64_t grace_tagged_mean(const Loops* loops, const uint8_t* const* tags, const float* const* three,
+                              const uint8_t* const* two, const uint8_t* const* one, const int64_t* counts,
+                              int64_t workers, float* out, int64_t n, int64_t lowest, int64_t middle, int64_t threads) {
+  if (n <= 0) return -1;
+  const Tagged how = tagged(lowest, middle);
+  // How many of each are before an element, a multiple of 4 or the last.
+  const auto before = [=](int64_t w, int64_t from, int64_t to, int64_t* found) {
+    const auto add = [=](uint64_t word) {
+      const uint64_t low = word & 0x5555555555555555ull, high = word >> 1 & 0x5555555555555555ull;
+      found[0] += __builtin_popcountll(low & high), found[1] += __builtin_popcountll(high & ~low);
+      found[2] += __builtin_popcountll(low & ~high);
+    };
+    const int64_t bytes = to / 4;
+    int64_t i = from / 4;
+    for (; i + 8 <= bytes; i += 8) add(get(reinterpret_cast<const uint64_t*>(tags[w] + i), 0));
+    for (; i < bytes; i++) add(tags[w][i]);
+    if (to % 4) add(tags[w][i] & ((1u << 2 * (to % 4)) - 1));
+  };
+  for (int64_t w = 0; w < workers; w++) {
+    int64_t found[3] = {};
+    before(w, 0, n, found);
+    for (int64_t k = 0; k < 3; k++)
+      if (found[k] != counts[3 * w + k]) return w;
+  }
+  const bool stream = streams(nullptr, nullptr, out, n);
+  const uint8_t nothing[64] = {};  // where none are: to look at what is no memory takes long, also if no lane is wanted
+  split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
+    std::vector<Streams> from;
+    for (int64_t w = 0; w < workers; w++) {
+      int64_t at[3] = {};
+      before(w, 0, begin, at);
+      const auto place = [&](const void* p, int64_t k, int64_t size) {
+        return counts[3 * w + k] ? static_cast<const uint8_t*>(p) + size * at[k] : nothing;
+      };
+      const uint8_t* wide = place(three[w], 0, 4);
+      from.push_back({reinterpret_cast<const float*>(wide), place(two[w], 1, 2), place(one[w], 2, 1)});
+    }
+    loops->methods->tagged_sum(&how, tags, from.data(), workers, out, begin, end, stream);
+  });
+  return -1;
+}
+
+// ---- bins, as in grace/compressors/adacomp.py --------------------------------------------------------------------------------
+
+namespace {
+
+constexpr int64_t TOGETHER = 4096;         // elements of whole bins, at most
+constexpr int64_t PLACES = TOGETHER + 16;  // that are sent of these, and what is spent behind them
+
+// Where the bins of all that is sent of some bins begin. Returns how many these are.
+int64_t spread(const uint8_t* counts, int64_t bins, int64_t size, uint16_t* where) {
+  int64_t sent = 0;
+  for (int64_t bin = 0; bin < bins; bin++) {
+    uint16_t* const to = where + sent;
+    int64_t done = 0;
+    do {  // mostly once
+      for (int64_t i = 0; i < 16; i++) to[done + i] = uint16_t(bin * size);
+      done += 16;
+    } while (done < counts[bin]);
+    sent += counts[bin];
+  }
+  return sent;
+}
+
+}  // namespace
+
+// How many places are sent. out, float32[n], becomes x + residual less what is sent; counts: uint8[bins]; places: uint8[n].
+API int64_t grace_bins_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* counts,
+                              uint8_t* places, float* scale, int64_t n, int64_t size, int64_t threads) {
+  const int64_t bins = n > 0 ? (n + size - 1) / size : 0, group = std::max<int64_t>(1, PIECE / size) * size;
+  std::vector<double> totals(size_t((std::max<int64_t>(n, 0) + group - 1) / group), 0.0);
+  std::vector<int64_t> sizes(totals.size());
+  split(std::max<int64_t>(n, 0), group, threads, [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t i = begin; i < end; i += group)
+      sizes[size_t(i / group)] = loops->methods->bins_emit(x + i, residual + i, out + i, std::min(group, end - i), size,
+                                                           counts + i / size, places + i, &totals[size_t(i / group)]);
+  });
+  double total = 0;
+  int64_t kept = 0;
+  for (size_t i = 0; i < totals.size(); i++) {
+    total += totals[i];
+    memmove(places + kept, places + int64_t(i) * group, size_t(sizes[i]));
+    kept += sizes[i];
+  }
+  const float step = float(total) / float(std::max<int64_t>(1, bins));
+  set(scale, 0, step);
+  const float both[2] = {-step, step};
+  const uint8_t* next = places;
+  for (int64_t from = 0; from < n; from += TOGETHER / size * size) {
+    uint16_t where[PLACES];
+    const int64_t here = std::min(TOGETHER / size, bins - from / size), sent = spread(counts + from / size, here, size, where);
+    for (int64_t i = 0; i < sent; i++, next++) {
+      const int64_t at = from + where[i] + (*next & 127);
+      set(out, at, get(out, at) + both[*next >> 7]);
+    }
+  }
+  return kept;
+}
+
+// The mean of what the workers sent; -1, or the first whose counts and places do not fit: out is then unfinished.
+API int64_t grace_bins_mean(const Loops* loops, const uint8_t* const* counts, const uint8_t* const* places,
+                            const float* const* scales, const int64_t* sizes, int64_t workers, float* out, int64_t n,
+                            int64_t size, int64_t threads) {
+  if (n <= 0) return -1;
+  // Whole vectors of four, which may be written past the caches.
+  const int64_t bins = (n + size - 1) / size, group = TOGETHER / size / 4 * 4 * size;
+  for (int64_t w = 0; w < workers; w++) {
+    int64_t total = 0;
+    uint8_t most = 0;
+    for (int64_t bin = 0; bin < bins; bin++) total += counts[w][bin], most = std::max(most, counts[w][bin]);
+    if (total != sizes[w] || most > size) return w;
+  }
+  const bool stream = streams(nullptr, nullptr, out, n);
+  std::vector<int64_t> wrong(64, workers);
+  split(n, group, std::min<int64_t>(threads, 64), [&](int64_t begin, int64_t end, int64_t t) {
+    alignas(64) float sum[TOGETHER + 128];  // a place may be wrong
+    uint16_t where[PLACES];
+    std::vector<const uint8_t*> next;
+    for (int64_t w = 0; w < workers; w++) {
+      const uint8_t* from = places[w];
+      for (int64_t bin = 0; bin < begin / size; bin++) from += counts[w][bin];
+      next.push_back(from);
+    }
+    for (int64_t from = begin; from < end; from += group) {
+      const int64_t count = std::min(group, end - from), here = (count + size - 1) / size;
+      memset(sum, 0, size_t(count) * 4);
+      for (int64_t w = 0; w < workers; w++) {
+        const float step = get(scales[w], 0), both[2] = {step, -step};
+        const uint8_t* place = next[size_t(w)];
+        const int64_t sent = spread(counts[w] + from / size, here, size, where);
+        int64_t last = -1;
+        bool bad = false;
+        for (int64_t i = 0; i < sent; i++) {
+          const int64_t inside = place[i] & 127, at = where[i] + inside;
+          bad |= (at <= last) | (inside >= size);
+          last = at;
+          sum[at] += both[place[i] >> 7];
+        }
+        next[size_t(w)] += sent;
+        if (bad || last >= count) wrong[size_t(t)] = std::min(wrong[size_t(t)], w);
+      }
+      loops->divide(sum, out + from, count, workers, stream);
+    }
+  });
+  const int64_t first = *std::min_element(wrong.begin(), wrong.end());
+  return first < workers ? first : -1;
+}
+
+// ---- chances, as in grace/compressors/wangni.py ------------------------------------------------------------------------------
+
+// How many are always sent, and how many by chance, to kept[2]; above the capacity of either nothing else is of use.
+API int64_t grace_chances_encode(const Loops* loops, const float* x, double wanted, int64_t iterations, int64_t key0,
+                                 int64_t key1, int64_t start, int32_t* certain, float* values, int32_t* drawn,
+                                 float* magnitude, int64_t capacity, int64_t* kept, int64_t n, int64_t threads) try {
+  constexpr float TINY = 1e-30f;
+  kept[0] = kept[1] = 0;
+  const float most = n > 0 ? largest_of(loops, x, nullptr, n, threads) : 0.0f;
+  const float divisor = most > 0 ? most : 1.0f;
+  const auto sum = [&](float unit) {
+    std::vector<Chances> found(size_t((std::max<int64_t>(n, 0) + PIECE - 1) / PIECE));
+    split(std::max<int64_t>(n, 0), PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
+      for (int64_t i = begin; i < end; i += PIECE)
+        found[size_t(i / PIECE)] = loops->methods->chances_sum(x + i, std::min(PIECE, end - i), divisor, unit);
+    });
+    Chances all = {0, 0};
+    for (const Chances& each : found) all.count += each.count, all.sum += each.sum;
+    return all;
+  };
+  float unit = __builtin_nanf("");
+  if (key(most) < INFINITE) {
+    unit = std::max(float(sum(0.0f).sum) / float(std::max(wanted, 1.0e-30)), TINY);
+    for (int64_t i = 0; i < iterations; i++) {
+      const Chances now = sum(unit);
+      const float missing = float(wanted) - float(now.count), chances = float(now.sum);
+      const float factor = chances > 0 ? missing / chances : 1.0f;
+      unit = std::max(unit / std::max(factor, 1.0f), TINY);
+    }
+  }
+  set(magnitude, 0, most * unit);
+  constexpr int64_t TILE = 4096;
+  uint8_t kinds[TILE];
+  for (int64_t i = 0; i < n; i += TILE) {
+    const int64_t size = std::min(TILE, n - i);
+    memset(kinds, 0, TILE);
+    loops->methods->chances_emit(x + i, size, divisor, unit, uint32_t(key0), uint32_t(key1), start + i, kinds);
+    for (int64_t j = 0; j < size; j += 8) {
+      uint64_t left = get(reinterpret_cast<const uint64_t*>(kinds + j), 0);  // little-endian
+      for (; left; left &= left - 1) {
+        const int64_t k = j + __builtin_ctzll(left) / 8;
+        const float value = get(x, i + k);
+        const int32_t position = int32_t(i + k);
+        const int64_t at = kept[kinds[k] - 1]++;
+        if (at >= capacity) continue;
+        if (kinds[k] == 1)
+          set(certain, at, position), set(values, at, value);
+        else
+          set(drawn, at, value < 0 ? -1 - position : position);
+      }
+    }
+  }
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -2;
+}

@@ -1,0 +1,394 @@
+// Loops of single methods whose elements are not all sent alike: buckets of equal population, count sketches, numbers of
+// a length of their own, bins, chances. Part of loops.cc; as in floats.h, plain loops over small arrays become vectors.
+#pragma once
+
+// ---- order -------------------------------------------------------------------------------------------------------------
+
+// An integer that compares as the float does: -0 is 0, NaN is above all.
+INLINE int32_t ordered(float x) {
+  const int32_t bits = as_bits(x), magnitude = bits & ABS;
+  const int32_t key = bits < 0 ? -magnitude : magnitude;
+  return magnitude > 0x7f800000 ? ABS : key;
+}
+
+// The keys of x, as many zeros behind them as fill up the last vector.
+INLINE void ordered_some(const float* x, int64_t count, float* v, int32_t* keys) {
+  const int64_t all = load_all<false>(v, x, nullptr, 0, count);
+  for (int64_t j = 0; j < all; j++) keys[j] = ordered(v[j]);
+}
+
+INLINE uint32_t bin_of(int32_t key) { return uint32_t((key >> 16) + 32768); }
+
+void order_keys(const float* x, int64_t n, int32_t* keys) {
+  for (int64_t i = 0; i < n; i++) write(keys, i, ordered(read(x, i)));
+}
+
+void order_counts(const float* x, int64_t n, uint32_t* counts) {
+  alignas(64) float v[SOME];
+  alignas(64) int32_t keys[SOME];
+  for (int64_t i = 0; i < n; i += SOME) {
+    const int64_t count = least(SOME, n - i);
+    ordered_some(x + i, count, v, keys);
+    for (int64_t j = 0; j < count; j++) counts[bin_of(keys[j])]++;
+  }
+}
+
+int64_t order_collect(const float* x, int64_t n, const uint8_t* slots, int32_t* found) {
+  alignas(64) float v[SOME];
+  alignas(64) int32_t keys[SOME];
+  int64_t kept = 0;
+  for (int64_t i = 0; i < n; i += SOME) {
+    const int64_t count = least(SOME, n - i);
+    ordered_some(x + i, count, v, keys);
+    for (int64_t j = 0; j < count; j++) {  // without a branch, which nobody could foretell
+      found[kept] = keys[j];
+      kept += slots[bin_of(keys[j])] != 0;
+    }
+  }
+  return kept;
+}
+
+void quantile_emit(const float* x, int64_t n, const int32_t* bounds, const uint8_t* below, int step, int bits,
+                   uint8_t* codes, double* sums, int64_t* members) {
+  alignas(64) float v[SOME];
+  alignas(64) int32_t keys[SOME], places[SOME];
+  alignas(64) uint8_t chosen[SOME];
+  for (int64_t i = 0; i < n; i += SOME) {
+    const int64_t count = least(SOME, n - i);
+    ordered_some(x + i, count, v, keys);
+    for (int64_t j = 0; j < SOME; j++) places[j] = 0;
+    if (below)
+      for (int64_t j = 0; j < count; j++) places[j] = below[bin_of(keys[j])];
+    for (int s = step; s; s >>= 1)  // a search that has no branch
+      for (int64_t j = 0; j < SOME; j++) places[j] += keys[j] > bounds[places[j] + s - 1] ? s : 0;
+    for (int64_t j = 0; j < SOME; j++) chosen[j] = uint8_t(places[j]);
+    for (int64_t j = 0; j < count; j++) sums[places[j]] += double(v[j]), members[places[j]]++;
+    pack_codes(chosen, count, bits, codes + i / 8 * bits);
+  }
+}
+
+void quantile_sum(const uint8_t* const* codes, const float* tables, int bits, int64_t workers, float* out, int64_t begin,
+                  int64_t end, bool stream) {
+  uint8_t all[CHUNK];
+  mean_of_chunks(workers, out, begin, end, end - begin, CHUNK, stream,
+                 [&](int64_t w, int64_t, int64_t i, int64_t count, float* sum) __attribute__((always_inline)) {
+                   const float* table = tables + 256 * w;
+                   unpack_codes(codes[w] + i / 8 * bits, count, bits, all);
+                   if (w)
+                     for (int64_t j = 0; j < count; j++) sum[j] += table[all[j]];
+                   else
+                     for (int64_t j = 0; j < count; j++) sum[j] = table[all[j]];
+                 });
+}
+
+// ---- signs, as in grace/compressors/adaq.py -------------------------------------------------------------------------------
+
+void signs_count(const float* x, int64_t n, int64_t* positive, int64_t* negative) {
+  for (int64_t i = 0; i < n; i += W) {
+    const F v = i + W <= n ? load(x + i) : load_some(x + i, n - i);
+    *positive += __builtin_popcount(bits_of(below_zero(fill(0) - v)));
+    *negative += __builtin_popcount(bits_of(below_zero(v)));
+  }
+}
+
+// ---- count sketches ----------------------------------------------------------------------------------------------------
+
+void hashed_add(const float* x, int64_t n, uint32_t key0, uint32_t key1, int64_t start, int32_t mask, double* table) {
+  alignas(64) float v[SOME];
+  alignas(64) uint32_t words[SOME];
+  alignas(64) double signed_[SOME];
+  for (int64_t i = 0; i < n; i += SOME) {
+    const int64_t count = least(SOME, n - i);
+    load_all<false>(v, x, nullptr, i, count);
+    words_as<uint32_t, 0>(key0, key1, start + i, SOME, words);
+    for (int64_t j = 0; j < SOME; j++)
+      signed_[j] = double(float_of(as_bits(v[j]) ^ int32_t(words[j] & 0x80000000)));
+    for (int64_t j = 0; j < SOME; j++) words[j] &= uint32_t(mask);
+    for (int64_t j = 0; j < count; j++) table[words[j]] += signed_[j];
+  }
+}
+
+// Two in order. With SPREAD both become NaN if one of them is.
+template <bool SPREAD>
+INLINE void in_order(F& a, F& b) {
+  const F x = a, y = b;
+  a = lower(x, y), b = higher(x, y);
+  if constexpr (SPREAD) {
+    float one[W], other[W], low[W], high[W];
+    store(one, x), store(other, y), store(low, a), store(high, b);
+    for (int64_t j = 0; j < W; j++)
+      if (one[j] != one[j] || other[j] != other[j]) low[j] = high[j] = __builtin_nanf("");
+    a = load(low), b = load(high);
+  }
+}
+
+// The median of each column of found[rows, SOME], to the row in the middle: the largest of those left goes to the end.
+// ROWS: their number, 0 for any.
+template <int64_t ROWS, bool SPREAD>
+INLINE void medians(float* found, int64_t rows) {
+  rows = ROWS ? ROWS : rows;
+  for (int64_t j = 0; j < SOME; j += W) {
+    F v[ROWS ? ROWS : 99];
+    for (int64_t row = 0; row < rows; row++) v[row] = load(found + row * SOME + j);
+    for (int64_t end = rows - 1; end >= rows / 2; end--)
+      for (int64_t row = 0; row < end; row++) in_order<SPREAD>(v[row], v[row + 1]);
+    store(found + rows / 2 * SOME + j, v[rows / 2]);
+  }
+}
+
+void hashed_estimate(const float* table, int64_t rows, const uint32_t* keys, int64_t start, int64_t n, int32_t mask,
+                     bool finite, float* scratch, float* out) {
+  alignas(64) uint32_t words[SOME];
+  alignas(64) float found[SOME];  // apart from the others, so that it is seen to be no part of the table
+  for (int64_t i = 0; i < n; i += SOME) {
+    const int64_t count = least(SOME, n - i);
+    for (int64_t row = 0; row < rows; row++) {
+      const float* from = table + row * (int64_t(mask) + 1);
+      words_as<uint32_t, 0>(keys[2 * row], keys[2 * row + 1], start + i, SOME, words);
+      for (int64_t j = 0; j < SOME; j++)
+        found[j] = float_of(as_bits(read(from, int64_t(words[j] & uint32_t(mask)))) ^ int32_t(words[j] & 0x80000000));
+      memcpy(scratch + row * SOME, found, sizeof found);
+    }
+    finite ? rows == 5 ? medians<5, false>(scratch, rows) : medians<0, false>(scratch, rows)
+           : medians<0, true>(scratch, rows);
+    memcpy(out + i, scratch + rows / 2 * SOME, size_t(count) * 4);
+  }
+}
+
+// ---- numbers of 32, 16, 8 or 0 bits, as in grace/compressors/inceptionn.py ------------------------------------------------
+
+using grace::Tagged;
+
+void tagged_count(const Tagged* how, const float* x, int64_t n, int64_t* counts) {
+  const I one = fill_int(how->one), two = fill_int(how->two), three = fill_int(how->three);
+  int64_t reached[3] = {};
+  for (int64_t i = 0; i < n; i += W) {
+    const I m = magnitude_bits(i + W <= n ? load(x + i) : load_some(x + i, n - i));
+    reached[0] += __builtin_popcount(bits_of(at_least(m, one)));
+    reached[1] += __builtin_popcount(bits_of(at_least(m, two)));
+    reached[2] += __builtin_popcount(bits_of(at_least(m, three)));
+  }
+  counts[0] = reached[2], counts[1] = reached[1] - reached[2], counts[2] = reached[0] - reached[1];
+}
+
+#if defined(GRACE_AVX512)
+// Sixteen numbers, of which those of the mask are written one after the other, and any behind them.
+INLINE void appended(uint32_t m, const float* from, float* to) {
+  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(M(m), _mm512_loadu_ps(from)));
+}
+INLINE void appended(uint32_t m, const uint16_t* from, uint16_t* to) {
+  const __m512i all = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  const __m256i some = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(M(m), all));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), some);
+}
+INLINE void appended(uint32_t m, const uint8_t* from, uint8_t* to) {
+  const __m512i all = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(M(m), all)));
+}
+INLINE uint32_t equal_bytes(const uint8_t* p, uint8_t x) {
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return uint32_t(_mm_movemask_epi8(_mm_cmpeq_epi8(all, _mm_set1_epi8(char(x)))));
+}
+#endif
+
+// Those of `count` numbers whose tag is `tag`, to `to`, where W more are spent. Returns how many.
+template <class T>
+INLINE int64_t append(const uint8_t* tags, uint8_t tag, const T* from, int64_t count, T* to) {
+  int64_t kept = 0;
+#if defined(GRACE_AVX512)
+  for (int64_t j = 0; j < count; j += W) {
+    const uint32_t m = equal_bytes(tags + j, tag);
+    appended(m, from + j, to + kept);
+    kept += __builtin_popcount(m);
+  }
+#else
+  for (int64_t j = 0; j < count; j++) {
+    to[kept] = from[j];
+    kept += tags[j] == tag;
+  }
+#endif
+  return kept;
+}
+
+void tagged_emit(const Tagged* how, const float* x, int64_t n, uint8_t* packed, float* three, uint8_t* two,
+                 uint8_t* one) {
+  alignas(64) float v[SOME], threes[SOME + W];
+  alignas(64) uint16_t wide[SOME], twos[SOME + W];
+  alignas(64) uint8_t narrow[SOME], ones[SOME + W], tags[SOME];
+  for (int64_t i = 0; i < n; i += SOME) {
+    const int64_t count = least(SOME, n - i), all = load_all<false>(v, x, nullptr, i, count);
+    for (int64_t j = 0; j < all; j++) {
+      const int32_t m = as_bits(v[j]) & ABS;
+      tags[j] = uint8_t((m >= how->one) + (m >= how->two) + (m >= how->three));
+    }
+    for (int64_t j = 0; j < all; j++) {
+      const int32_t bits = as_bits(v[j]), m = bits & ABS, below = v[j] < 0.0f;
+      const float small = float_of(m < how->three ? m : 0), tiny = float_of(m < how->two ? m : 0);
+      wide[j] = uint16_t(int32_t(small * 0x1p15f) + (below << 15));
+      narrow[j] = uint8_t(int32_t(tiny * how->steps) + (below << 7));
+    }
+    const int64_t a = append(tags, 3, v, all, threes), b = append(tags, 2, wide, all, twos),
+                  c = append(tags, 1, narrow, all, ones);
+    memcpy(three, threes, size_t(a) * 4), three = reinterpret_cast<float*>(reinterpret_cast<char*>(three) + 4 * a);
+    memcpy(two, twos, size_t(b) * 2), two += 2 * b;
+    memcpy(one, ones, size_t(c)), one += c;
+    pack_codes(tags, count, 2, packed + i / 4);
+  }
+}
+
+// Sums of what stands for elements; `from` moves on.
+template <bool ADD>
+INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* packed, int64_t count, float* sum) {
+  const float* three = from.three;
+  const uint8_t *two = from.two, *one = from.one;
+  const float unit = 1.0f / how.steps;
+#if defined(GRACE_AVX512)
+  const F fine = fill(0x1p-15f), coarse = fill(unit), minus = fill(-0.0f);
+  const auto value = [=](__m512i codes, int32_t top, F unit) __attribute__((always_inline)) -> F {
+    const F magnitude = to_float({_mm512_and_si512(codes, _mm512_set1_epi32(top - 1))}) * unit;
+    return {_mm512_mask_sub_ps(magnitude.v, _mm512_test_epi32_mask(codes, _mm512_set1_epi32(top)), minus.v, magnitude.v)};
+  };
+  for (int64_t j = 0; j < count; j += W) {
+    uint32_t word = 0;
+    if (j + W <= count)
+      word = read(reinterpret_cast<const uint32_t*>(packed + j / 4));
+    else
+      memcpy(&word, packed + j / 4, size_t((count - j + 3) / 4)), word &= (1u << 2 * (count - j)) - 1;
+    const uint32_t low = _pext_u32(word, 0x55555555), high = _pext_u32(word, 0xaaaaaaaa);
+    const uint32_t threes = low & high, twos = high & ~low, ones = low & ~high;
+    const int a = __builtin_popcount(threes), b = __builtin_popcount(twos), c = __builtin_popcount(ones);
+    // No more is read than there is.
+    const __m512 v = _mm512_maskz_expand_ps(M(threes), load_some(three, a).v);
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(b), two));
+    const __m512i narrow = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first(c), one));
+    const F found = pick(M(twos), value(_mm512_maskz_expand_epi32(M(twos), wide), 1 << 15, fine), F{v});
+    const F all = pick(M(ones), value(_mm512_maskz_expand_epi32(M(ones), narrow), 1 << 7, coarse), found);
+    store(sum + j, ADD ? load(sum + j) + all : all);
+    three = reinterpret_cast<const float*>(reinterpret_cast<const char*>(three) + 4 * a), two += 2 * b, one += c;
+  }
+#else
+  alignas(64) uint8_t tags[SOME];
+  alignas(64) float threes[SOME + 1];
+  alignas(64) uint16_t twos[SOME + 1];
+  alignas(64) uint8_t ones[SOME + 1];
+  unpack_codes(packed, count, 2, tags);
+  int64_t a = 0, b = 0, c = 0;
+  for (int64_t j = 0; j < count; j++) a += tags[j] == 3, b += tags[j] == 2, c += tags[j] == 1;
+  memcpy(threes, three, size_t(a) * 4), memcpy(twos, two, size_t(b) * 2), memcpy(ones, one, size_t(c));
+  three = reinterpret_cast<const float*>(reinterpret_cast<const char*>(three) + 4 * a), two += 2 * b, one += c;
+  threes[a] = 0, twos[b] = 0, ones[c] = 0;
+  a = b = c = 0;
+  for (int64_t j = 0; j < count; j++) {
+    const int tag = tags[j];
+    const float wide = float(int(twos[b] & 0x7fff)) * 0x1p-15f, narrow = float(int(ones[c] & 0x7f)) * unit;
+    const float few = tag == 2 ? (twos[b] >> 15 ? -wide : wide) : tag == 1 ? (ones[c] >> 7 ? -narrow : narrow) : 0.0f;
+    const float value = tag == 3 ? threes[a] : few;
+    sum[j] = ADD ? sum[j] + value : value;
+    a += tag == 3, b += tag == 2, c += tag == 1;
+  }
+#endif
+  from = {three, two, one};
+}
+
+void tagged_sum(const Tagged* how, const uint8_t* const* packed, grace::Streams* from, int64_t workers, float* out,
+                int64_t begin, int64_t end, bool stream) {
+  mean_of_chunks(workers, out, begin, end, end - begin, SOME, stream,
+                 [&](int64_t w, int64_t, int64_t i, int64_t count, float* sum) __attribute__((always_inline)) {
+                   w ? tagged_add<true>(*how, from[w], packed[w] + i / 4, count, sum)
+                     : tagged_add<false>(*how, from[w], packed[w] + i / 4, count, sum);
+                 });
+}
+
+// ---- bins, as in grace/compressors/adacomp.py -----------------------------------------------------------------------------
+
+int64_t bins_emit(const float* x, const float* residual, float* out, int64_t n, int64_t size, uint8_t* counts,
+                  uint8_t* places, double* total) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < n; i += size) {
+    const int64_t count = least(size, n - i);
+    F sums[128 / W];
+    I most = fill_int(0);
+    for (int64_t j = 0; j < count; j += W) {
+      F& v = sums[j / W];
+      if (j + W <= count) {
+        v = value<true>(x, residual, i + j);
+        store(out + i + j, v);
+      } else {
+        v = value_some<true>(x, residual, i + j, count - j);
+        store_some(out + i + j, v, count - j);
+      }
+      most = larger(most, magnitude_bits(v));
+    }
+    const int32_t bound = largest(most);
+    *total += double(float_of(bound));
+    const I bounds = fill_int(bound ? bound : ABS), infinite = fill_int(0x7f800000);
+    const int64_t before = kept;
+    for (int64_t j = 0; j < count; j += W) {
+      const F v = sums[j / W], again = j + W <= count ? load(x + i + j) : load_some(x + i + j, count - j);
+      const I reach = magnitude_bits(v + again);
+      const uint32_t reaching = bits_of(at_least(reach, bounds)) & bits_of(at_least(infinite, reach));
+      uint32_t m = reaching | bits_of(at_least(magnitude_bits(v), infinite));
+#if defined(GRACE_AVX512)
+      if (j + W <= count) {
+        const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i place = _mm512_add_epi32(lanes, _mm512_set1_epi32(int32_t(j)));
+        const __m512i all = _mm512_mask_add_epi32(place, below_zero(v), place, _mm512_set1_epi32(128));
+        const __m128i some = _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(M(m), all));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(places + kept), some);
+        kept += __builtin_popcount(m);
+        continue;
+      }
+#endif
+      const uint32_t negative = m ? bits_of(below_zero(v)) : 0;
+      for (; m; m &= m - 1) {
+        const int lane = __builtin_ctz(m);
+        places[kept++] = uint8_t(j + lane + ((negative >> lane & 1) << 7));
+      }
+    }
+    counts[i / size] = uint8_t(kept - before);
+  }
+  return kept;
+}
+
+// ---- chances, as in grace/compressors/wangni.py ---------------------------------------------------------------------------
+
+using grace::Chances;
+
+// The sum of |x| / largest, where `unit` is 0. Else how many of these reach the unit, and the sum of the others over it.
+Chances chances_sum(const float* x, int64_t n, float largest, float unit) {
+  const F divisor = fill(largest), units = fill(unit);
+  D sum = zeros();
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += W) {
+    const int64_t some = least(W, n - i);
+    const F v = some == W ? load(x + i) : load_some(x + i, some);
+    const F relative = v / divisor;
+    if (unit == 0.0f) {
+      add_magnitude(sum, relative);
+      continue;
+    }
+    const M certain = at_least(magnitude_bits(relative), magnitude_bits(units));
+    count += __builtin_popcount(bits_of(certain));
+    add_magnitude(sum, clear(certain, relative / units));
+  }
+  return {count, total(sum)};
+}
+
+// 1 for what is always sent, 2 for what is sent by chance; NaN as `largest` or `unit`: what is not finite is all that is.
+void chances_emit(const float* x, int64_t n, float largest, float unit, uint32_t key0, uint32_t key1, int64_t start,
+                  uint8_t* kinds) {
+  alignas(64) float v[SOME];
+  alignas(64) uint32_t words[SOME];
+  for (int64_t i = 0; i < n; i += SOME) {
+    const int64_t count = least(SOME, n - i), all = load_all<false>(v, x, nullptr, i, count);
+    words_as<uint32_t, 0>(key0, key1, start + i, all, words);
+    alignas(64) uint8_t found[SOME];
+    for (int64_t j = 0; j < all; j++) {
+      const int32_t bits = as_bits(v[j]) & ABS;
+      const float relative = float_of(bits) / largest, uniform = float(int32_t(words[j] >> 8)) * 0x1p-24f;
+      const int certain = (relative >= unit) | (bits >= 0x7f800000);
+      found[j] = uint8_t(certain + 2 * ((relative < unit) & (uniform < relative / unit)));
+    }
+    memcpy(kinds + i, found, size_t(count));
+  }
+}

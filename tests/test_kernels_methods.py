@@ -1,0 +1,230 @@
+"""Kernels of single methods, each instruction set of this machine, against the plain compressors."""
+
+import numpy as np
+import pytest
+from methods import alone
+from test_kernels import KINDS, Memory, equal, streamed, vector  # noqa: F401 - `streamed` holds here, too
+from test_kernels_floats import Plain
+
+from grace.backends.numpy import NumpyBackend
+from grace.compressors.adacomp import AdaComp
+from grace.compressors.adaq import AdaQ
+from grace.compressors.inceptionn import Inceptionn
+from grace.compressors.randomk import RandomK
+from grace.compressors.sketch import Sketch
+from grace.compressors.sketch_sgd import SketchSGD
+from grace.compressors.sparse import Scattered
+from grace.compressors.wangni import Wangni
+from grace.core import Context
+from grace.kernels.host import HostKernels
+
+COMPRESSORS = [
+    *(Sketch(q) for q in (2, 3, 16, 64, 100, 256)),
+    *(AdaQ(ratio) for ratio in (0.001, 0.01, 0.3, 1.0)),
+    *(Inceptionn(bound) for bound in (2**-14, 2**-10, 2**-3, 2**-1)),
+    *(AdaComp(size) for size in (2, 7, 16, 50, 128)),
+    *(Wangni(ratio, iterations) for ratio, iterations in ((0.05, 2), (0.7, 5), (1.0, 0))),
+    *(RandomK(ratio) for ratio in (0.01, 1.0)),
+]
+CASES = [
+    *((n, "normal", 0) for n in (1, 7, 8, 9, 50, 51, 513, 2**15 - 1, 2**15, 70_001)),
+    (5001, "normal", 2**32 - 300),
+]
+CASES += [*((n, kind, 0) for n in (5001, 40_001) for kind in (*KINDS[1:], "one value")), (300_005, "normal", 8)]
+EACH = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+
+
+class Native(NumpyBackend):
+    """NumPy with one instruction set's kernels, whose results lie at odd addresses, between guard bytes."""
+
+    def __init__(self, lib):
+        self._native, self.made = HostKernels(self, lib), []
+
+    @property
+    def kernels(self):
+        return self._native
+
+    @property
+    def threads(self):
+        return 2
+
+    def empty(self, shape, dtype="float32"):
+        memory = Memory(shape if isinstance(shape, int) else shape[0], dtype, 1 if dtype == "uint8" else 4)
+        self.made.append(memory)
+        return memory.array
+
+    part = empty
+
+    def check(self):
+        for memory in self.made:
+            memory.check()
+
+
+def context(xp, n, offset=0):
+    return Context(xp, "w", (n,), step=5, seed=3, offset=offset)
+
+
+def gradient(compressor, n, seed, kind):
+    """Of magnitudes of which each number of bits is for some."""
+    if kind == "one value":
+        return np.full(n, -0.3, np.float32)
+    return vector(n, seed, kind) * np.float32(0.05 if isinstance(compressor, Inceptionn) else 1)
+
+
+def moved(payloads):
+    return [tuple(Memory.of(each, 1 if each.dtype == np.uint8 else 4).array for each in p) for p in payloads]
+
+
+def sent_by(compressor, x, residual, ctx):
+    """Payload and what is left, by the kernels where there are some."""
+    if isinstance(compressor, AdaComp):
+        payload, state = compressor.compress(x, {"residual": vector(len(x), 9)}, ctx)
+        return payload, state["residual"]
+    if ctx.xp.kernels and (residual is not None or not isinstance(compressor, RandomK)):
+        return compressor.fused(x, residual, ctx)
+    v = x if residual is None else x + residual
+    payload, _ = compressor.compress(v, {}, ctx)
+    return payload, x if residual is None else compressor.residual(v.copy(), payload, ctx)
+
+
+@pytest.mark.parametrize("n, kind, offset", CASES, ids=str)
+@EACH
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_payloads_are_those_of_the_compressor(lib, compressor, n, kind, offset):
+    first, last, native = gradient(compressor, n, 1, kind), vector(n, 2), Native(lib)
+    for residual in (None, last):
+        expected = sent_by(compressor, first.copy(), residual, context(Plain(), n, offset))
+        x, rest = Memory.of(first, 4), None if residual is None else Memory.of(last, 8)
+        found = sent_by(compressor, x.array, None if rest is None else rest.array, context(native, n, offset))
+        native.check(), x.check()
+        for one, other in zip((*found[0], found[1]), (*expected[0], expected[1]), strict=True):
+            equal(one, other)
+        if residual is None:
+            equal(x.array, first)
+        else:
+            equal(rest.check(), last)
+
+
+@pytest.mark.parametrize("n, kind, offset", CASES, ids=str)
+@EACH
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_means_are_those_of_the_compressor(lib, compressor, n, kind, offset):
+    ctx = context(Plain(), n, offset)
+    for workers in (1, 3, 4):
+        payloads = [sent_by(compressor, gradient(compressor, n, w, kind), None, ctx)[0] for w in range(workers)]
+        expected = compressor.aggregate(payloads, ctx)
+        if isinstance(compressor, RandomK):  # it draws positions once, and not for each worker
+            equal(expected, Scattered.aggregate(compressor, payloads, ctx))
+            equal(compressor.aggregate_into(vector(n), payloads, ctx), expected)
+            continue
+        out = Memory(n, np.float32, 4)
+        assert compressor.fused_mean(moved(payloads), out.array, context(Native(lib), n, offset)) is out.array
+        equal(out.check(), expected)
+
+
+# -- orders and chances that are hard ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["few values", "one bin", "ascending", "sparse"])
+@pytest.mark.parametrize("compressor", [Sketch(), Sketch(256), AdaQ(), AdaQ(0.9), Wangni(), AdaComp()], ids=repr)
+def test_distributions_that_are_hard(lib, compressor, kind):
+    n, rng = 70_001, np.random.default_rng(4)
+    x = {
+        "few values": rng.choice(np.float32([-2, -1, -0.0, 0, 1e-40, 3]), n),
+        "one bin": rng.uniform(1, 1.001, n).astype(np.float32),  # alike in their upper halves
+        "ascending": np.sort(vector(n)),
+        "sparse": np.where(rng.random(n) < 0.001, vector(n), np.float32(0)),
+    }[kind]
+    for one, other in zip(
+        *(sent_by(compressor, x, None, context(xp, n))[0] for xp in (Plain(), Native(lib))), strict=True
+    ):
+        equal(other, one)
+
+
+def test_adaq_looks_again_where_a_sample_overrates(lib):
+    # All that the sample sees is large, and what it suggests lets too few of one sign pass.
+    n, compressor = 70_001, AdaQ(0.01)
+    x = np.where(np.arange(n) % 2, np.float32(1), np.float32(-1e-3))
+    x *= np.random.default_rng(1).uniform(0.9, 1, n).astype(np.float32)
+    for one, other in zip(
+        *(sent_by(compressor, x, None, context(xp, n))[0] for xp in (Plain(), Native(lib))), strict=True
+    ):
+        equal(other, one)
+
+
+# -- count sketches ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rows", [1, 3, 5, 7, 99])
+@pytest.mark.parametrize("n, kind, offset", [c for c in CASES if c[0] in (1, 9, 513, 5001, 300_005)], ids=str)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_count_sketches(lib, n, kind, offset, rows):
+    if rows == 99 and n > 513:
+        pytest.skip("long, and nothing new")
+    compressor, plain, native = SketchSGD(rows=rows, columns=256), context(Plain(), n, offset), Native(lib)
+    x, streams, hashes = gradient(compressor, n, 1, kind), compressor.streams(plain), compressor.hashes(plain)
+    table = compressor.sketch(x, hashes, plain)
+    equal(native.kernels.count_sketch(Memory.of(x, 4).array, streams, 256), table)
+    found = native.kernels.count_sketch_estimate(Memory.of(table, 4).array, streams, n, 256)
+    equal(found + np.float32(0), compressor.estimate(table, hashes, plain) + np.float32(0))  # of two zeros either
+    native.check()
+    one, other = (
+        alone(lambda ctx: SketchSGD(0.01, rows).compress(x, {}, ctx), context(xp, n, offset))[0]
+        for xp in (Plain(), native)
+    )
+    for array, expected in zip(other, one, strict=True):
+        equal(array, expected)
+
+
+# -- what others sent --------------------------------------------------------------------------------------------------
+def refused(lib, compressor, n, good, bad, match):
+    payloads = [tuple(np.asarray(each) for each in payload) for payload in (good, bad)]
+    out, xp = Memory(n, np.float32, 4), Native(lib)
+    compressor.fused_mean(moved(payloads[:1] * 2), out.array, context(xp, n))
+    with pytest.raises(ValueError, match=match):
+        compressor.fused_mean(moved(payloads), out.array, context(xp, n))
+    out.check()
+    with pytest.raises(ValueError):
+        compressor.decompress(payloads[1], context(Plain(), n))
+
+
+@pytest.mark.parametrize("wrong", ["counts", "order", "twice", "outside", "of the last", "many"])
+def test_bins_that_do_not_fit_are_refused(lib, wrong):
+    one, u8 = np.ones(1, np.float32), np.uint8
+    good = np.array([1, 1], u8), np.array([1, 130], u8), one
+    bad = {
+        "counts": (np.array([2, 1], u8), np.array([0, 3], u8), one),
+        "order": (np.array([2, 0], u8), np.array([3, 2], u8), one),
+        "twice": (np.array([2, 0], u8), np.array([3, 131], u8), one),
+        "outside": (np.array([1, 0], u8), np.array([7], u8), one),
+        "of the last": (np.array([0, 1], u8), np.array([3], u8), one),
+        "many": (np.array([9, 0], u8), np.arange(9, dtype=u8), one),
+    }[wrong]
+    refused(lib, AdaComp(7), 10, good, bad, "worker 1")
+
+
+@pytest.mark.parametrize("wrong", ["magnitudes", "16 bits", "8 bits", "half"])
+def test_numbers_that_tags_do_not_ask_for_are_refused(lib, wrong):
+    tags, f32, u8 = np.array([0b00011011, 3], np.uint8), np.float32, np.uint8
+    good = tags, np.ones(2, f32), np.zeros(2, u8), np.zeros(1, u8)
+    bad = {
+        "magnitudes": (tags, np.ones(3, f32), *good[2:]),
+        "16 bits": (*good[:2], np.zeros(4, u8), good[3]),
+        "8 bits": (*good[:3], np.zeros(0, u8)),
+        "half": (*good[:2], np.zeros(3, u8), good[3]),
+    }[wrong]
+    refused(lib, Inceptionn(), 5, good, bad, "worker 1|half")
+
+
+@pytest.mark.parametrize("which", range(7))
+@pytest.mark.parametrize("n", [10, 300_000])
+def test_signed_positions_that_do_not_ascend_are_refused(lib, which, n):
+    wrong = np.array([[3, 2], [-3, 2], [0, -1], [n], [-1 - n], [2**31 - 1], [-(2**31)]][which], np.int32)
+    right, f32 = np.array([0, -3, 9], np.int32), np.float32
+    means, value, nothing = np.array([1, -2], f32), np.ones(1, f32), (np.zeros(0, np.int32), np.zeros(0, f32))
+    refused(lib, AdaQ(), n, (means, right), (means, wrong), "worker 1 sent positions")
+    good, certain = (*nothing, right, value), (wrong, np.ones(len(wrong), f32), nothing[0], value)
+    refused(lib, Wangni(), n, good, (*nothing, wrong, value), "worker 1 sent positions")
+    refused(lib, Wangni(), n, good, certain, "worker 1 sent positions")
+
+
+def test_codes_beyond_the_buckets_are_no_numbers(lib):
+    compressor, codes = Sketch(3), np.array([0b11100100], np.uint8)
+    out = compressor.fused_mean([(codes, np.float32([1, 2, 4]))], None, context(Native(lib), 4))
+    equal(out, np.float32([1, 2, 4, np.nan]))

@@ -1,0 +1,69 @@
+"""Threads that wait for events interrupt nobody."""
+
+import os
+import select
+import threading
+import time
+
+import pytest
+
+from grace.backends import get_backend
+from grace.transports import events, get_transport
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="batch threads are Linux's")
+
+
+@pytest.fixture
+def waiting():
+    """A thread that waits for an event, and one that sleeps."""
+    end, (read, write) = threading.Event(), os.pipe()
+    poll = select.epoll()
+    poll.register(read, select.EPOLLIN)
+    threads = threading.Thread(target=poll.poll), threading.Thread(target=end.wait)
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    yield threads
+    os.write(write, b"x")
+    end.set()
+    for thread in threads:
+        thread.join()
+    poll.close()
+    os.close(read)
+    os.close(write)
+
+
+def test_only_threads_that_wait_for_events_become_batch_threads(waiting):
+    one, other = waiting
+    assert events.settle() >= 1
+    assert os.sched_getscheduler(one.native_id) == os.SCHED_BATCH
+    assert os.sched_getscheduler(other.native_id) == os.SCHED_OTHER
+    assert os.sched_getscheduler(threading.get_native_id()) == os.SCHED_OTHER
+    assert events.settle() == 0  # they are already
+
+
+def test_the_thread_of_gloo_is_one_of_them(tmp_path):
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        get_transport("torch").bind(get_backend("torch"))
+        names = {int(task.name): (task / "comm").read_text().strip() for task in events.TASKS.iterdir()}
+        loops = [thread for thread, name in names.items() if name == "gloo_tcp_loop"]
+        assert loops
+        assert {os.sched_getscheduler(thread) for thread in loops} == {os.SCHED_BATCH}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_environment_leaves_them_alone(waiting, monkeypatch):
+    monkeypatch.setenv("GRACE_EVENTS", "interrupt")
+    assert events.settle() == 0
+    assert os.sched_getscheduler(waiting[0].native_id) == os.SCHED_OTHER
+
+
+def test_a_system_that_does_not_tell_is_no_error(waiting, monkeypatch, tmp_path):
+    monkeypatch.setattr(events, "TASKS", tmp_path / "nothing")
+    assert events.settle() == 0
+    (tmp_path / str(waiting[0].native_id)).mkdir()
+    monkeypatch.setattr(events, "TASKS", tmp_path)  # without a file that says where it waits
+    assert events.settle() == 0

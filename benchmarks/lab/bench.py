@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab.cases import DENSE, Case
+from benchmarks.lab.cases import ALONE, DENSE, Case
 from grace.bench.lab.launch import LAUNCHERS
 from grace.bench.lab.network import Lab, bits_per_second, parse_topology
 from grace.bench.lab.probe import probe
@@ -257,14 +257,14 @@ def summary(rows: Iterable[Row]) -> list[Row]:
         if "times" in good[0]:
             keys = good[0]["times"]
             line["times"] = {key: statistics.median(row["times"].get(key, 0.0) for row in good) for key in keys}
-        quiet = [row["seconds"] for row in groups.get((hosts, model, rate, "alone"), []) if "error" not in row]
-        if quiet and name != "alone":
+        quiet = [row["seconds"] for row in groups.get((hosts, model, rate, ALONE[0]), []) if "error" not in row]
+        if quiet and name not in ALONE:
             line["alone"] = statistics.median(quiet)
             line["bound"] = bound(line["alone"], line["wire"], rate, case["rounds"])
             line["held"] = line["seconds"] <= line["bound"]
         curve = curves.get((hosts, model, _method(case)))
         dense = [curves[hosts, model, name][-1][1] for name in DENSE if (hosts, model, name) in curves]
-        if curve and dense and name != "alone":
+        if curve and dense and name not in ALONE:
             line["steps_to"] = steps_to(curve, 1.01 * dense[0])
             if line["steps_to"] is not None:
                 line["to_loss"] = line["steps_to"] * line["seconds"]

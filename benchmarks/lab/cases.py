@@ -12,6 +12,8 @@ from grace.bench.lab.network import LabError
 TORCHRUN, HOROVODRUN = "torchrun", "horovodrun"
 DENSE = ("ddp-fp32", "hvd-fp32")
 """Names of the cases with which all others are compared."""
+ALONE = ("alone", "hvd-alone")
+"""Names of those that exchange nothing. The bound is that of the first."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ METHODS: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 BASELINES = [
-    Case("alone", "alone", TORCHRUN, rounds=0),
+    Case(ALONE[0], "alone", TORCHRUN, rounds=0),
     # Horovod's thread asks all workers, many times a second, what is ready: that takes its share of the cores.
-    Case("hvd-alone", "alone", HOROVODRUN, rounds=0),
+    Case(ALONE[1], "alone", HOROVODRUN, rounds=0),
     Case("hvd-fp32", "horovod", HOROVODRUN),
     Case("hvd-fp16", "horovod", HOROVODRUN, {"compression": "fp16"}),
     Case("ddp-fp32", "ddp", TORCHRUN),
@@ -136,5 +138,5 @@ def select(patterns: Sequence[str], workers_per_host: int = 1, peer: bool = True
     for glob in globs:
         if not any(fnmatchcase(case.name, glob) for case in CASES):
             raise LabError(f"no case is named {glob!r}: see `cases` for names, or choose a set: {', '.join(SETS)}")
-    named = [case for case in CASES if case.name == "alone" or any(fnmatchcase(case.name, glob) for glob in globs)]
+    named = [case for case in CASES if case.name == ALONE[0] or any(fnmatchcase(case.name, glob) for glob in globs)]
     return [c for c in named if (workers_per_host > 1 or not c.nodes) and (peer or c.door != "upstream")]

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.lab.bench import Row
-from benchmarks.lab.cases import CASES, DENSE
+from benchmarks.lab.cases import ALONE, CASES, DENSE
 from grace.bench.lab.network import bits_per_second
 
 EMULATED = "emulated network"
@@ -119,7 +119,7 @@ def _cell(line: Row | None, dense: float | None) -> str:
     if line is None or "seconds" not in line:
         return "" if line is None else "failed"
     text = f"{line['seconds']:.3g}" + ("" if line.get("held", True) or not line["ours"] else "*")
-    if dense is None or line["case"] == "alone":
+    if dense is None or line["case"] in ALONE:
         return text
     return f"{text} ({dense / line['seconds']:.1f})" if line["seconds"] <= dense else f"**{text}**"
 

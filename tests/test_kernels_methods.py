@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from methods import alone
 from test_kernels import KINDS, Memory, equal, streamed, vector  # noqa: F401 - `streamed` holds here, too
+from test_kernels_floats import Native as NativeBackend
 from test_kernels_floats import Plain
 
-from grace.backends.numpy import NumpyBackend
 from grace.compressors.adacomp import AdaComp
 from grace.compressors.adaq import AdaQ
 from grace.compressors.inceptionn import Inceptionn
@@ -16,7 +16,6 @@ from grace.compressors.sketch_sgd import SketchSGD
 from grace.compressors.sparse import Scattered
 from grace.compressors.wangni import Wangni
 from grace.core import Context
-from grace.kernels.host import HostKernels
 
 COMPRESSORS = [
     *(Sketch(q) for q in (2, 3, 16, 64, 100, 256)),
@@ -34,19 +33,12 @@ CASES += [*((n, kind, 0) for n in (5001, 40_001) for kind in (*KINDS[1:], "one v
 EACH = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 
 
-class Native(NumpyBackend):
-    """NumPy with one instruction set's kernels, whose results lie at odd addresses, between guard bytes."""
+class Native(NativeBackend):
+    """All of whose results lie at odd addresses, between guard bytes."""
 
     def __init__(self, lib):
-        self._native, self.made = HostKernels(self, lib), []
-
-    @property
-    def kernels(self):
-        return self._native
-
-    @property
-    def threads(self):
-        return 2
+        super().__init__(lib)
+        self.made = []
 
     def empty(self, shape, dtype="float32"):
         memory = Memory(shape if isinstance(shape, int) else shape[0], dtype, 1 if dtype == "uint8" else 4)

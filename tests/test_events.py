@@ -45,13 +45,20 @@ def test_the_thread_of_gloo_is_one_of_them(tmp_path):
     dist = pytest.importorskip("torch.distributed")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        get_transport("torch").bind(get_backend("torch"))
-        names = {int(task.name): (task / "comm").read_text().strip() for task in events.TASKS.iterdir()}
-        loops = [thread for thread, name in names.items() if name == "gloo_tcp_loop"]
-        assert loops
-        assert {os.sched_getscheduler(thread) for thread in loops} == {os.SCHED_BATCH}
+        transport = get_transport("torch").bind(get_backend("torch"))
+        one = loops()
+        transport.among([0])  # of a group of its own, which has a thread of its own
+        two = loops()
+        assert 0 < len(one) < len(two)
+        assert {os.sched_getscheduler(thread) for thread in two} == {os.SCHED_BATCH}
     finally:
         dist.destroy_process_group()
+
+
+def loops():
+    """gloo's threads of this process."""
+    names = {int(task.name): (task / "comm").read_text().strip() for task in events.TASKS.iterdir()}
+    return [thread for thread, name in names.items() if name == "gloo_tcp_loop"]
 
 
 def test_the_environment_leaves_them_alone(waiting, monkeypatch):

@@ -52,7 +52,6 @@ class HorovodTransport(Transport):
         hvd = importlib.import_module(f"horovod.{xp.name}")
         if not hvd.is_initialized():
             raise RuntimeError(f"Horovod is initialised for another toolkit: call horovod.{xp.name}.init() too")
-        events.settle()
         return kinds[xp.name](xp, hvd, self._process_set or hvd.global_process_set, self.rank, self.size)
 
     def start(self, collectives: Any, name: str) -> Any:
@@ -76,6 +75,7 @@ class _BoundHorovod(MessageTransport):
         self.xp, self.rank, self.size, self.elastic = xp, rank, size, elastic()
         self._hvd, self._process_set = hvd, process_set
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+        events.settle()
 
     def root(self, rank: int) -> int:
         """The rank among all workers, which Horovod wants also within a process set."""

@@ -60,14 +60,14 @@ class TorchDistributedTransport(MessageTransport):
         if self.rank < 0:
             raise ValueError("this worker is not in the process group that it was given")
         self._passes = PASSES.setdefault(dist.group.WORLD if group is None else group, itertools.count())
+        if self._gloo is not None:
+            events.settle()
 
     def bind(self, xp: Any) -> Transport:
         if xp.name != "torch":
             raise TypeError(
                 f"transport 'torch' carries PyTorch tensors, not {xp.name} arrays; use 'horovod' or 'local'"
             )
-        if self._gloo is not None:
-            events.settle()
         self.xp = xp
         return self
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 
@@ -152,8 +152,15 @@ class _Driver:
         if named:
             self.grace.build(named)
             self._parameters.update(named)
+        # Parameters hold hooks where Python's collector does not look, and a hook that held this would keep all alive.
+        arrived = WeakMethod(self._on_gradient)
+
+        def on_gradient(p: torch.Tensor) -> None:
+            if (handle := arrived()) is not None:
+                handle(p)
+
         for p in new:
-            self._hooks.append(p.register_post_accumulate_grad_hook(self._on_gradient))
+            self._hooks.append(p.register_post_accumulate_grad_hook(on_gradient))
 
     def release(self) -> None:
         """Leave the optimizer and its parameters alone from now on."""

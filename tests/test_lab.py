@@ -19,7 +19,9 @@ from benchmarks.lab.table import HEAD, _looks, cells, markdown, plot, tables
 from grace.bench.lab import Lab, LabError, network
 from grace.bench.lab.launch import LAUNCHERS, Outcome
 from grace.bench.lab.probe import probe
-from grace.transports.local import LocalTransport
+from grace.registry import compressors, grace_from_params
+from grace.testing.cases import spread
+from grace.transports.local import LocalTransport, World
 
 SCRIPT = """
 import os, sys
@@ -90,8 +92,6 @@ def test_what_is_missing_is_named(monkeypatch):
 
 
 def test_cases_have_names_of_their_own_and_ours_are_valid():
-    from grace import grace_from_params
-
     names = [case.name for case in CASES]
     assert len(names) == len(set(names))
     for case in CASES:
@@ -99,6 +99,26 @@ def test_cases_have_names_of_their_own_and_ours_are_valid():
         if case.ours:
             one = {"node_size": 1} if case.nodes else {}
             grace_from_params({**case.params, **one}, transport="local")
+
+
+@pytest.mark.filterwarnings("ignore:.*without error feedback")
+def test_rounds_are_those_that_follow_one_another():
+    matrix = {"w": spread(512, 512)}
+    for case in CASES:
+        if case.ours and not case.nodes and case.params["compressor"] != "auto":
+            world = World(4)
+            graces = [grace_from_params(case.params, LocalTransport(world, rank)) for rank in range(4)]
+            for grc in graces:
+                grc.build(matrix)
+                grc.launch(matrix)
+            rounds = 1
+            while [grc for grc in graces if not grc.advance()]:
+                rounds += 1
+            assert rounds == case.rounds, case.name
+
+
+def test_every_compressor_is_among_the_cases():
+    assert {case.params["compressor"] for case in CASES if case.door == "grace"} >= set(compressors)
 
 
 def test_selection():

@@ -1,9 +1,11 @@
 """PyTorch's doors with one worker: what needs no second process."""
 
 import copy
+import gc
 import json
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -52,6 +54,17 @@ def test_it_is_the_users_own_optimizer():
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert pickle.loads(pickle.dumps(optimizer.state_dict())) == optimizer.state_dict()
+
+
+def test_nothing_is_kept_of_a_training_that_is_over():
+    net = network()
+    grc, optimizer = distribute(net)
+    net(inputs(0)).square().sum().backward()
+    optimizer.step()
+    left = [weakref.ref(each) for each in (grc, optimizer, *net.parameters())]
+    del net, grc, optimizer
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(left)
 
 
 def test_gradients_are_exchanged_when_backward_returns():

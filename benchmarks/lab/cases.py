@@ -49,8 +49,8 @@ METHODS: list[tuple[str, dict[str, Any], int]] = [
     ("fp16", {"compressor": "fp16"}, 1),
     ("topk", {"compressor": "topk", "compress_ratio": 0.01}, 1),
     ("topk-ef", {"compressor": "topk", "compress_ratio": 0.01, "index_coding": "elias_fano"}, 1),
-    ("dgc", {"compressor": "dgc", "memory": "dgc", "compress_ratio": 0.01}, 2),
-    ("dgc-unmasked", {"compressor": "dgc", "memory": "dgc", "compress_ratio": 0.01, "masking": False}, 2),
+    ("dgc", {"compressor": "dgc", "memory": "dgc", "compress_ratio": 0.01}, 1),
+    ("dgc-unmasked", {"compressor": "dgc", "memory": "dgc", "compress_ratio": 0.01, "masking": False}, 1),
     ("sign", {"compressor": "efsignsgd", "block_size": 512, "communicator": "allgather"}, 1),
     ("sign-2stage", {"compressor": "efsignsgd", "block_size": 512, "communicator": "twostage"}, 2),
     ("onebit", {"compressor": "onebit"}, 1),
@@ -64,6 +64,19 @@ METHODS: list[tuple[str, dict[str, Any], int]] = [
     ("acpsgd", {"compressor": "acpsgd", "compress_rank": 4}, 1),
     ("auto", {"compressor": "auto"}, 2),  # timed after its trials
 ]
+
+ONE_ROUND = (
+    *("3lc", "adacomp", "adaq", "atomo", "bf16", "chain", "chunktopk", "demo", "dettmers8", "eden", "fp8", "gtopk"),
+    *("inceptionn", "natural", "natural_dithering", "qsparse", "randomk", "sidco", "signsgd", "signum", "sketch"),
+    *("stc", "terngrad", "wangni"),
+)
+TWO_ROUNDS = ("arctopk", "cltk", "gradzip", "shared_int", "sketch_sgd", "thc")
+OTHERS: list[tuple[str, dict[str, Any], int]] = [
+    *((name, {"compressor": name}, 1) for name in ONE_ROUND),
+    *((name, {"compressor": name}, 2) for name in TWO_ROUNDS),
+    ("threshold", {"compressor": "threshold", "threshold": 0.012}, 1),  # about 1 % of the mlp's gradients
+]
+"""The other compressors, as they come: over torch.distributed only."""
 
 BASELINES = [
     Case(ALONE[0], "alone", TORCHRUN, rounds=0),
@@ -92,7 +105,7 @@ OURS = [
         ("grace-torch", "grace", TORCHRUN),
         ("grace-ddp", "grace_ddp", TORCHRUN),
     )
-    for name, params, rounds in METHODS
+    for name, params, rounds in (*METHODS, *(OTHERS if prefix == "grace-torch" else ()))
 ]
 
 NODES = [
@@ -121,6 +134,7 @@ SETS = {
     "baselines": [case.name for case in BASELINES],
     "upstream": [case.name for case in UPSTREAM],
     "ours": ["grace-*"],
+    "methods": [*DENSE, *(f"grace-torch-{name}" for name, _, _ in (*METHODS, *OTHERS))],
     "quick": [
         *("alone", "hvd-fp32", "hvd-fp16", "ddp-*", "upstream-*"),
         *(f"grace-{door}-{name}" for door in ("hvd", "torch") for name in ("topk", "sign", "int8", "powersgd")),

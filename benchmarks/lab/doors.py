@@ -36,8 +36,9 @@ def horovod(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str
 
 
 def _ddp(model: nn.Module, bucket_mb: float = 25) -> Any:
-    # DDP's default, given explicitly: without it the first bucket has another size, and torch's PowerSGD hook aborts.
-    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
+    # DDP's default size, given explicitly: without it the first bucket has another, and torch's PowerSGD hook aborts.
+    # Gradients that are views of the buckets need not be copied there and back.
+    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
 
 
 def ddp(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Any], peer: str) -> Joined:

@@ -65,6 +65,17 @@ def run(steps: Steps[T]) -> Program[T]:
     return steps
 
 
+def at_once(steps: Steps[T], whose: Any) -> T:
+    """What steps come to that ask for no collective. ValueError if they do, naming the method."""
+    program = run(steps)
+    try:
+        next(program)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise ValueError(f"{name_of(whose)!r} asks for collectives inside compress, so its payload cannot be cut")
+
+
 class Combine(Enum):
     """How the payloads of all workers become one gradient."""
 
@@ -130,6 +141,27 @@ class Context:
         if kernels and (self.undo is not None or self.calls is not None):
             return kernels.within(self.undo, self.calls)
         return kernels
+
+    def accumulated(self, x: Array, last: Array, beta: float = 1.0, gamma: float = 1.0) -> Array:
+        """float32[n] beta * last + gamma * x, in the memory of one of them.
+
+        It is that of ``last``, an array of the state, where `undo` can tell where that went. x is spent.
+        """
+        xp = self.xp
+        if xp.kernels and self.undo is not None and (kernel := self.kernels.accumulate):
+            return kernel(x, last, beta, gamma)
+        if beta == gamma == 1.0:
+            return xp.add_to(x, last)
+        if not 0 < xp.piece < self.size:
+            return xp.add_to(x * gamma, last * beta)
+        for start in range(0, self.size, xp.piece):
+            part = slice(start, min(start + xp.piece, self.size))
+            xp.write(x[part], last[part] * beta + x[part] * gamma)
+        return x
+
+    def without_undo(self) -> Context:
+        """The same, where the last residual must stay as it is."""
+        return self._with(undo=None)
 
     def rng(self, label: str) -> Rng:
         """This worker's own numbers for this tensor and step."""

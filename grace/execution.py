@@ -17,7 +17,19 @@ from typing import Any
 
 from grace.backends.base import Unavailable
 from grace.blocks import span, spans
-from grace.core import Array, Calls, Combine, Compressor, Context, Memory, Payload, Program, State, name_of, run
+from grace.core import (
+    Array,
+    Calls,
+    Combine,
+    Compressor,
+    Context,
+    Memory,
+    Payload,
+    Program,
+    State,
+    at_once,
+    name_of,
+)
 from grace.received import Received
 
 RESIDUAL = "memory/residual"
@@ -340,12 +352,8 @@ def lengths(compressor: Compressor, xp: Any) -> tuple[int, ...]:
 def template(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """dtype and shape of the payload arrays of a tensor. ValueError for a method that asks for collectives."""
     ctx = Context(xp=xp, name="template", shape=shape)
-    program = run(compressor.compress(xp.zeros(ctx.size), compressor.init(ctx), ctx))
-    try:
-        next(program)
-    except StopIteration as stop:
-        return tuple((xp.dtype(array), tuple(xp.shape(array))) for array in stop.value[0])
-    raise ValueError(f"{name_of(compressor)!r} asks for collectives inside compress, so its payload cannot be cut")
+    payload, _ = at_once(compressor.compress(xp.zeros(ctx.size), compressor.init(ctx), ctx), compressor)
+    return tuple((xp.dtype(array), tuple(xp.shape(array))) for array in payload)
 
 
 def _in_pieces(compressor: Compressor, ctx: Context) -> bool:

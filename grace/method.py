@@ -62,12 +62,14 @@ class Method:
         memory, kept, program = scope(state, "memory"), scope(state, "compressor"), None
         if self.memory.plain and "residual" in memory and ctx.xp.mutable:
             program = self.compressor.compensated(x, memory["residual"], kept, ctx)
+        late = late and self.memory.plain and "residual" in memory and bool(ctx.xp.piece)
         if program is None:
-            x, memory = yield from run(self.memory.compensate(x, memory, ctx))
+            # A residual that is worked out later has x parted into the last one's memory, so it must not lie there.
+            x, memory = yield from run(self.memory.compensate(x, memory, ctx.without_undo() if late else ctx))
             program = run(self.compressor.compress(x, kept, ctx))
         payload, kept = yield from program
         payload = apart(payload, (x,), ctx.xp)
-        if late and self.memory.plain and "residual" in memory and ctx.xp.piece:
+        if late:
             memory = {"residual": Rest(self.compressor, x, payload, ctx)}
         else:
             memory = self.memory.update(x, payload, self.compressor, memory, ctx)

@@ -134,6 +134,7 @@ class Grace:
         self._meter: Any = None
         self.trace = Trace()
         """Where the time goes; the toolkits' doors note what they know."""
+        self._weighed = False
         self._skipped = 0
         self._recorder = Recorder(options.record, options.record_every) if options.record and self.rank == 0 else None
         self._first_step = 0  # from which on the report counts
@@ -475,6 +476,10 @@ class Grace:
         self._means = means
         if last:
             self._step.assign(self._step.read() + 1)
+            if not self._weighed and not self.xp.tracing and self.schedule is None:
+                self._weighed = True
+                if self.rank == 0 and (heavier := self.report().heavier):
+                    warnings.warn(heavier, stacklevel=3)
             if self._recorder is not None and not self.xp.tracing and self._recorder.passed():
                 self.record()
 

@@ -64,6 +64,19 @@ class Report:
         """bytes_dense / bytes_sent; 1 before the first step."""
         return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
 
+    @property
+    def heavier(self) -> str:
+        """Says so where this worker received clearly more than a dense ring allreduce would have brought; else empty."""
+        ring = 2 * (self.world_size - 1) / self.world_size * self.bytes_dense
+        if not self.bytes_received > 1.05 * ring > 0:
+            return ""
+        return (
+            f"{self.method} brought each of {self.world_size} workers {self.bytes_received / ring:.1f} times the bytes "
+            "of a dense allreduce: gathers grow with the number of workers. Use communicator 'twostage' (methods with "
+            "statistics per block), 'hierarchical' where workers share machines, or a method that sends fewer bits or "
+            "is summed on the wire"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers, strings, lists and dictionaries, for JSON."""
         return {**asdict(self), "ratio": self.ratio}
@@ -97,7 +110,7 @@ class Report:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in self.times.items())
         trials = "  ".join(f"{level} {seconds * 1e3:.1f} ms" for level, seconds in self.trials.items())
-        ends = [times, trials and f"tried: {trials}", self.plan and f"plan: {self.plan}"]
+        ends = [times, trials and f"tried: {trials}", self.plan and f"plan: {self.plan}", self.heavier]
         return "\n".join([head, *lines, *filter(None, ends)])
 
 

@@ -874,6 +874,33 @@ def test_beyond(lib, n, kind, threads, bound):
     equal(values.array, x.check()[expected])
 
 
+@CASES
+def test_accumulate(lib, n, kind, threads):
+    x, last = vector(n, 1, kind), vector(n, 2, kind)
+    for beta, gamma in ((1.0, 1.0), (0.9, 1.0 - 0.9), (0.999, 1.0)):
+        one, two = Memory.of(x, 4), Memory.of(last, 4)
+        with np.errstate(all="ignore"):
+            expected = last * np.float32(beta) + x * np.float32(gamma)
+        lib.accumulate(one.address, two.address, beta, gamma, n, threads)
+        equal(two.check(), expected)
+        equal(one.check(), last)
+
+
+@CASES
+def test_excess(lib, n, kind, threads):
+    x = vector(n, 0, kind)
+    x, found = Memory.of(np.where(np.isfinite(x), x, np.float32(2)), 4), Memory(3, np.float64, 8)
+    for bound in (0.0, 1.0, 3e-41, 1e30):
+        lib.excess(x.address, bound, found.address, n, threads)
+        # In float32, as subtractions are; summed in float64.
+        over = np.maximum(np.abs(x.check()) - np.float32(bound), 0).astype(np.float64)
+        assert found.check()[0] == np.count_nonzero(over)
+        np.testing.assert_allclose(found.array[1:], [over.sum(), (over * over).sum()], rtol=1e-12)
+    first = found.array.copy()
+    lib.excess(x.address, 1e30, found.address, n, 3)
+    equal(found.check(), first)
+
+
 @pytest.mark.parametrize("n, k", [(1, 1), (7, 3), (9, 9), (5000, 1), (5000, 50), (70_001, 69_000), (600_011, 6000)])
 @pytest.mark.parametrize("start", [0, 2**32 - 3000])
 @pytest.mark.parametrize("threads", [1, 2])

@@ -1,6 +1,7 @@
 """Workers in one process: inputs, sequences, and the numbers of the report, counted by hand."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -139,6 +140,20 @@ def test_bytes_are_counted(xp, params, communicator, sent, received):
     (tensor,) = report.tensors
     assert (tensor.name, tensor.shape, tensor.method, tensor.reason) == ("w", (N,), params["compressor"], "")
     assert (tensor.bytes_sent, tensor.bytes_dense) == (2 * sent, 2 * 4 * N)
+
+
+def test_gathers_that_bring_more_than_a_dense_allreduce_say_so(xp):
+    params = {"compressor": "natural", "communicator": "allgather"}  # 8 bits: too many from nine workers on
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert simulate(params, gradients(8), backend=xp.name).report.heavier == ""
+        twice = {"compressor": "blockint", "bits": 8, "communicator": "twostage"}
+        assert simulate(twice, gradients(12), backend=xp.name).report.heavier == ""
+    with pytest.warns(UserWarning, match=r"each of 12 workers 1\.5 times the bytes of a dense.*'twostage'") as told:
+        report = simulate(params, gradients(12), backend=xp.name, steps=3).report
+    assert len(told) == 1
+    assert report.heavier == str(told[0].message)
+    assert report.heavier in str(report)
 
 
 def test_bytes_of_payloads_whose_length_varies(xp):

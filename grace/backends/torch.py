@@ -456,6 +456,8 @@ class TorchBackend(Backend):
     def excess(self, x: Array, bound: Array) -> Array:
         if not self.on_host:
             return super().excess(x, bound)
+        if self._native:
+            return self._native.excess(x, float(bound))
         return torch.tensor(excess(x.numpy(), float(bound)), dtype=torch.float64)
 
     def bitwise_and(self, x: Array, y: Any) -> Array:
@@ -513,6 +515,8 @@ class TorchBackend(Backend):
         return torch.from_numpy(ranked(x.numpy(), ranks.numpy())) if self.on_host else super().ranked(x, ranks)
 
     def nonzero(self, mask: Array) -> Array:
+        if self.on_host:  # NumPy's takes a fifth of the time
+            return torch.from_numpy(np.flatnonzero(mask.numpy()).astype(np.int32))
         return torch.nonzero(mask).flatten().to(torch.int32)
 
     def beyond(self, x: Array, bound: Array) -> Array:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from grace.collectives import Reduce
 from grace.communicators.base import Communicator
-from grace.core import Array, Combine, Context, Program, State, name_of
+from grace.core import Array, Combine, Compressor, Context, Program, State, name_of
 from grace.method import Method
 from grace.registry import register
 
@@ -41,10 +41,11 @@ class Allreduce(Communicator):
         compressor = method.compressor
         agreed = compressor.combine is Combine.AGREED
         payload, state = yield from method.encode(x, state, ctx, late=agreed)
-        if agreed:
-            return method.finish(method.mean([payload], ctx, agreed=True), state, ctx)
-        payload = yield Reduce(payload, "sum" if compressor.summed else "mean")
-        return method.finish(compressor.reduced(payload, ctx), state, ctx)
+        if not agreed:
+            payload = yield Reduce(payload, "sum" if compressor.summed else "mean")
+            if type(compressor).reduced is not Compressor.reduced:
+                return method.finish(compressor.reduced(payload, ctx), state, ctx)
+        return method.finish(method.mean([payload], ctx, agreed=True), state, ctx)
 
 
 LIMITS = {"int8": 2**7 - 1, "uint8": 2**8 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}

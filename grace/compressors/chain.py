@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 
 from grace.compressors.qsgd import QSGD
 from grace.compressors.selectors import SelectingSparsifier
-from grace.compressors.sparse import Scattered, Sparsifier
+from grace.compressors.sparse import Placed, Sparsifier
 from grace.compressors.topk import TopK
-from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, name_of, run
+from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, at_once, name_of, run
 from grace.registry import register
 
 
 @register("chain")
 @dataclass(frozen=True)
-class Chain(Scattered):
+class Chain(Placed):
     """Send some elements with their positions, and their values in fewer bits.
 
     Payload: the quantiser's arrays for the k values, then the positions as the sparsifier writes them.
@@ -80,11 +80,23 @@ class Chain(Scattered):
         values, _ = yield from run(self.quantizer.compress(sent[0], {}, self._values(ctx)))
         return (*values, *sent[1:]), state
 
-    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        ctx = ctx.with_calls(None)  # its values are looked at
+        if (done := self.sparsifier.fused(x, residual, ctx)) is None:
+            return None
+        (values, *positions), left = done
+        found, _ = at_once(self.quantizer.compress(values, {}, self._values(ctx)), self.quantizer)
+        payload = (*found, *positions)
+        if residual is None:
+            return payload, left
+        sent, places = self.parts(payload, ctx)
+        return payload, ctx.xp.put(left, places, values - sent)
+
+    def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         assert isinstance(self.sparsifier, Sparsifier)
         values = len(payload) - self.sparsifier.arrays(ctx.size)
         found = self.quantizer.decompress(payload[:values], self._values(ctx)) * self.scale(self._count(ctx.size))
-        return self.sparsifier.add(total, (found, *payload[values:]), ctx)
+        return self.sparsifier.parts((found, *payload[values:]), ctx)
 
     def scale(self, k: int) -> float:
         """What k decoded values are multiplied by."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace import blocks, indices
-from grace.checks import fitting, placed
-from grace.compressors.sparse import Scattered
-from grace.core import Array, Context, Payload, State, Steps
+from grace.checks import fitting
+from grace.compressors.sparse import Placed
+from grace.core import Array, Context, Payload, State, Steps, at_once
 from grace.packing import pack, unpack
 from grace.registry import register
 
 
 @register("chunktopk")
 @dataclass(frozen=True)
-class ChunkTopK(Scattered):
+class ChunkTopK(Placed):
     """Send the largest elements of each chunk, as signs and one of two magnitudes.
 
     Payload: places in the chunk, ascending: the low eight bits uint8[K] and, for chunks of more than 256, the other
@@ -55,7 +55,7 @@ class ChunkTopK(Scattered):
         # The zeros that fill up the last chunk are the last of equals: their places are the highest, and are cut off.
         table = blocks.rows(xp, x, self.chunk_size)
         places = xp.reshape(xp.topk_abs(table, self.chunk_k), (-1,))[:k]
-        values = xp.take(x, places + self._starts(k, ctx))
+        values = xp.take(x, self._positions(places, ctx))
         sizes = blocks.rows(xp, xp.abs(values), self.chunk_k)
         mean = xp.sum(sizes, 1) / blocks.counts(xp, k, self.chunk_k)
         high = sizes >= xp.reshape(mean, (-1, 1))
@@ -67,17 +67,26 @@ class ChunkTopK(Scattered):
         codes = xp.cast(blocks.flat(xp, high, k), "int32") + 2 * xp.cast(values < 0, "int32")
         return (*indices.narrow(xp, places, self.chunk_size), pack(xp, 2, codes), magnitudes), state
 
-    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
+    # At once: what follows the selection is a small part of the elements, and not worth a pass for each piece.
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        x = x if residual is None else ctx.accumulated(x, residual)
+        payload, _ = at_once(self.compress(x, {}, ctx), self)
+        return payload, x if residual is None else self.residual(x, payload, ctx)
+
+    def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         xp, k = ctx.xp, self.count(ctx.size)
         *sent, codes, magnitudes = payload
         places = indices.widen(xp, tuple(sent), self.chunk_size, k)
         codes = xp.cast(unpack(xp, 2, codes, k), "int32")
         magnitudes = fitting(xp, magnitudes, "float32", 2 * blocks.block_count(k, self.chunk_k), "magnitudes")
-        chunk = xp.arange(k) // self.chunk_k
-        size = xp.take(magnitudes, 2 * chunk + xp.bitwise_and(codes, 1))
-        positions = placed(xp, places + self._starts(k, ctx), ctx.size)
-        return xp.scatter_add(total, positions, xp.where(codes >= 2, -size, size))
+        low, high = magnitudes[0::2], magnitudes[1::2]
+        larger = blocks.rows(xp, xp.bitwise_and(codes, 1), self.chunk_k) != 0
+        size = xp.where(larger, xp.reshape(high, (-1, 1)), xp.reshape(low, (-1, 1)))
+        size = blocks.flat(xp, size, k)
+        return xp.where(codes >= 2, -size, size), self._positions(places, ctx)
 
-    def _starts(self, k: int, ctx: Context) -> Array:
-        # Where the chunks of the k elements begin.
-        return ctx.xp.arange(k) // self.chunk_k * self.chunk_size
+    def _positions(self, places: Array, ctx: Context) -> Array:
+        # Where elements lie whose places in their chunks these are.
+        xp, k = ctx.xp, self.count(ctx.size)
+        starts = xp.arange(blocks.block_count(k, self.chunk_k)) * self.chunk_size
+        return blocks.flat(xp, blocks.rows(xp, places, self.chunk_k) + xp.reshape(starts, (-1, 1)), k)

@@ -32,7 +32,10 @@ class CLTopK(AgreedSparsifier):
         xp = ctx.xp
         # The step may be known only when a graph runs, so the leader is no root: the others add zeros to its positions.
         leader = xp.zeros(1, "int64") + ctx.step % ctx.world_size
-        own = self.select(x, ctx) * xp.cast(leader == ctx.rank, "int32")
+        if isinstance(ctx.step, int) and ctx.step % ctx.world_size != ctx.rank:
+            own = xp.zeros(self.count(ctx.size), "int32")
+        else:
+            own = self.select(x, ctx) * xp.cast(leader == ctx.rank, "int32")
         (positions,) = yield Reduce((own,), "sum")
         positions = placed(xp, positions, ctx.size)
         (values,) = yield Reduce((poisoned(xp, xp.take(x, positions), x),), "mean")

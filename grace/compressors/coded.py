@@ -29,6 +29,6 @@ def encoded(
     """`Compressor.fused` by a kernel that makes the payload of a vector, and at once."""
     if residual is None:
         return encode(x), x
-    x = ctx.xp.add_to(x, residual)
+    x = ctx.accumulated(x, residual)
     payload = encode(x)
     return payload, compressor.residual(x, payload, ctx)

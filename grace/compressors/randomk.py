@@ -77,7 +77,7 @@ class RandomK(Sparsifier):
         if self.unbiased_scale or residual is None:
             return None
         xp, positions = ctx.xp, self.read((), ctx)
-        x = xp.add_to(x, residual)
+        x = ctx.accumulated(x, residual)
         payload = (poisoned(xp, xp.take(x, positions), x),)
         return payload, xp.put(x, positions, 0.0)
 

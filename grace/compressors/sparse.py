@@ -30,6 +30,9 @@ class Scattered(Compressor):
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         return self.add(ctx.xp.zeros(ctx.size), payload, ctx)
 
+    def decompress_into(self, out: Array, payload: Payload, ctx: Context) -> Array:
+        return self.aggregate_into(out, [payload], ctx)
+
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         total = ctx.xp.zeros(ctx.size)
         for payload in payloads:
@@ -41,13 +44,38 @@ class Scattered(Compressor):
         total = out
         for payload in payloads:
             total = self.add(total, payload, ctx)
-        total = ctx.xp.divide_in(total, len(payloads))
+        total = ctx.xp.divide_in(total, len(payloads)) if len(payloads) > 1 else total
         if not ctx.xp.same_memory(total, out):
             ctx.xp.write(out, total)
         return out
 
 
-class Sparsifier(Scattered):
+class Placed(Scattered):
+    """Sends numbers for some elements, for each of them one."""
+
+    @abstractmethod
+    def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        """float32[K] and int32[K]: the numbers, and where they belong, ascending; that they do is not checked yet."""
+
+    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
+        values, positions = self.parts(payload, ctx)
+        return ctx.xp.scatter_add(total, placed(ctx.xp, positions, ctx.xp.shape(total)[0]), values)
+
+    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
+        values, positions = self.parts(payload, ctx)
+        return ctx.xp.put(x, positions, ctx.xp.take(x, positions) - values)
+
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        plain = type(self).add is Placed.add and type(self).aggregate is Scattered.aggregate
+        return self._sparse_mean(payloads, out, ctx) if plain and ctx.kernels.sparse_mean else None
+
+    def _sparse_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array:
+        pairs = [self.parts(payload, ctx) for payload in payloads]  # the kernel looks where positions lie
+        mean: Array = ctx.kernels.sparse_mean(pairs, out, ctx.size)
+        return mean
+
+
+class Sparsifier(Placed):
     """Sends ``x[positions]`` and the positions. Subclasses choose them.
 
     Payload: values float32[K], positions int32[K], ascending.
@@ -90,27 +118,18 @@ class Sparsifier(Scattered):
         return type(self).read is Sparsifier.read
 
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        """Values and positions of a payload, as many of the one as of the other; where these lie is not checked yet."""
         xp, k = ctx.xp, self.count(ctx.size)
         values, positions = payload[0], self.read(payload[1:], ctx)
         if k is not None:
             positions = fitting(xp, positions, "int32", k, "positions")
         return matching(xp, values, "float32", positions, "values"), positions
 
-    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
-        values, positions = self.parts(payload, ctx)
-        return ctx.xp.scatter_add(total, placed(ctx.xp, positions, ctx.xp.shape(total)[0]), values)
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if type(self).add is not Sparsifier.add or type(self).aggregate is not Scattered.aggregate:
-            return None
-        if not ctx.kernels.sparse_mean:
-            return None
+    def _sparse_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array:
         k = self.count(ctx.size)
         if k is not None and isinstance(payloads, Received) and self.uncoded(ctx.size):  # they are checked there
-            return ctx.kernels.sparse_mean(payloads, out, ctx.size, k)
-        pairs = [self.parts(payload, ctx) for payload in payloads]  # the kernel looks where positions lie
-        return ctx.kernels.sparse_mean(pairs, out, ctx.size)
+            mean: Array = ctx.kernels.sparse_mean(payloads, out, ctx.size, k)
+            return mean
+        return super()._sparse_mean(payloads, out, ctx)
 
 
 @dataclass(frozen=True)

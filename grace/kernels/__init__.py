@@ -157,8 +157,10 @@ class Library:
         self._ints_mean = bind("ints_mean", _P, _P, _I, _P, _I, _I, _I, _I)
         self._topk_encode = bind("topk_encode", _P, _P, _P, _P, _P, _I, _I, _I, _I, result=_I)
         self._threshold_encode = bind("threshold_encode", _P, _P, _P, _F, _P, _P, _I, _I, _I, result=_I)
+        self._accumulate = bind("accumulate", _P, _P, _F, _F, _I, _I)
         self._topk_rows = bind("topk_rows", _P, _I, _I, _I, _P, _I, result=_I)
         self._beyond = bind("beyond", _P, _F, _P, _P, _I, _I, _I, result=_I)
+        self._excess = bind("excess", _P, _F, _P, _I, _I, result=_I)
         self._smallest_words = bind("smallest_words", _I, _I, _I, _I, _I, _P, _I, result=_I)
         sizes = _I, _I, _I, _I, _I, _I
         self._sampled = bind("sampled", _P, *sizes, _P, _P, _I, _I, _I, _I, _P, _P, _I, _I, result=_I)
@@ -604,6 +606,10 @@ class Library:
         """
         return self._threshold_encode(self.handle, x, residual, out, bound, values, positions, capacity, n, threads)
 
+    def accumulate(self, x: int, last: int, beta: float, gamma: float, n: int, threads: int = 1) -> None:
+        """last, float32[n], becomes beta * last + gamma * x, and x, float32[n], what last was."""
+        self._accumulate(self.handle, x, last, beta, gamma, n, threads)
+
     def topk_rows(self, x: int, m: int, n: int, k: int, positions: int, threads: int = 1) -> None:
         """positions, int32[m, k]: ``xp.topk(xp.abs(x), k)`` of x, float32[m, n]; k <= n."""
         if self._topk_rows(self.handle, x, m, n, k, positions, threads):
@@ -616,6 +622,11 @@ class Library:
         ``capacity``, values and positions hold nothing of use.
         """
         return int(self._beyond(self.handle, x, bound, values, positions, capacity, n, threads))
+
+    def excess(self, x: int, bound: float, found: int, n: int, threads: int = 1) -> None:
+        """found, float64[3]: `grace.backends.base.Backend.excess` of x, float32[n]."""
+        if self._excess(self.handle, x, bound, found, n, threads):
+            raise MemoryError("sums of pieces need memory")
 
     def smallest_words(
         self, key0: int, key1: int, start: int, n: int, k: int, positions: int, threads: int = 1

@@ -74,6 +74,13 @@ class HostKernels:
         kernels.__dict__.update(self.__dict__, _undo=undo, _calls=calls)
         return kernels
 
+    def accumulate(self, x: Array, last: Array, beta: float, gamma: float) -> Array:
+        """`grace.core.Context.accumulated`, in the memory of ``last``; within a step that can be undone."""
+        xp, at = self._xp, self._xp.address
+        self.library.accumulate(at(x), at(last), beta, gamma, xp.shape(x)[0], xp.threads)
+        self._note(x, last)
+        return last
+
     def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, Array, Array]:
         """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left (if there is a residual)."""
         xp, at = self._xp, self._xp.address
@@ -368,6 +375,13 @@ class HostKernels:
             if count <= room:
                 return positions[:count]
             room = count
+
+    def excess(self, x: Array, bound: float) -> Array:
+        """float32[n] -> float64[3]: `grace.backends.base.Backend.excess`."""
+        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
+        found = xp.empty(3, "float64")
+        self.library.excess(at(x), bound, at(found), xp.shape(x)[0], xp.threads)
+        return found
 
     def sample(self, key0: int, key1: int, start: int, n: int, k: int) -> Array:
         """int32[k]: `grace.backends.base.Backend.sample`."""

@@ -446,6 +446,16 @@ API int64_t grace_topk_rows(const Loops* loops, const float* x, int64_t m, int64
   return std::find(failed, failed + 64, true) == failed + 64 ? 0 : -2;
 }
 
+// ---- what is kept ----------------------------------------------------------------------------------------------------
+
+// last[n] becomes beta * last + gamma * x, and x what last was: one pass, after which the last state is still there.
+API void grace_accumulate(const Loops* loops, float* x, float* last, float beta, float gamma, int64_t n,
+                          int64_t threads) {
+  split(n, 16, threads, [=](int64_t begin, int64_t end, int64_t) {
+    loops->accumulate(x + begin, last + begin, beta, gamma, end - begin);
+  });
+}
+
 // ---- threshold -------------------------------------------------------------------------------------------------------
 
 namespace {

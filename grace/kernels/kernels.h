@@ -91,6 +91,11 @@ struct Chances {
   double sum;
 };
 
+struct Excess {
+  int64_t count;
+  double sum, squares;
+};
+
 // Loops of single methods (methods.h), as of `Loops`.
 struct MethodLoops {
   // Integers that compare as the floats do, and how many of them have each upper half; those whose upper half has a slot,
@@ -122,6 +127,8 @@ struct MethodLoops {
   Chances (*chances_sum)(const float* x, int64_t n, float largest, float unit);
   void (*chances_emit)(const float* x, int64_t n, float largest, float unit, uint32_t key0, uint32_t key1, int64_t start,
                        uint8_t* kinds);
+  // By how much magnitudes exceed a bound: how many do, the sum of it, and of its squares.
+  Excess (*excess)(const float* x, int64_t n, float bound);
 };
 
 // x, residual, out: float32; residual may be null. `stream`: write past the caches. Ranges of elements and pointers to
@@ -146,6 +153,7 @@ struct Loops {
   // positions (first + index), and a zero in their place in out (may be null). Stops when fewer than 16 places are free.
   Found (*select)(const float* x, const float* residual, float* out, int64_t n, int32_t bound, int32_t cap, float* values,
                   int32_t* positions, int64_t capacity, int32_t first, Out form);
+  void (*accumulate)(float* x, float* last, float beta, float gamma, int64_t n);  // last = beta last + gamma x; x = last
   void (*divide)(const float* x, float* out, int64_t n, int64_t divisor, bool stream);
   void (*words)(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* out);
   // The upper 31 bits of the words, upside down: the smallest word is the largest of these.

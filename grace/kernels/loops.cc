@@ -448,6 +448,21 @@ INLINE void divide_to(const float* x, float* out, int64_t n, int64_t divisor) {
   if (STREAM) fence();
 }
 
+void accumulate(float* x, float* last, float beta, float gamma, int64_t n) {
+  const F one = fill(beta), two = fill(gamma);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    prefetch<true>(x, last, i + AHEAD);
+    const F before = load(last + i);
+    store(last + i, one * before + two * load(x + i));
+    store(x + i, before);
+  }
+  if (i == n) return;
+  const F before = load_some(last + i, n - i);
+  store_some(last + i, one * before + two * load_some(x + i, n - i), n - i);
+  store_some(x + i, before, n - i);
+}
+
 void divide(const float* x, float* out, int64_t n, int64_t divisor, bool stream) {
   stream ? divide_to<true>(x, out, n, divisor) : divide_to<false>(x, out, n, divisor);
 }
@@ -838,14 +853,14 @@ void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<ui
 
 const grace::MethodLoops METHODS = {order_keys,  order_counts,    order_collect, quantile_emit, quantile_sum, signs_count,
                                     hashed_add,  hashed_estimate, tagged_count,  tagged_emit,   tagged_sum,   bins_emit,
-                                    chances_sum, chances_emit};
+                                    chances_sum, chances_emit,    excess};
 
 }  // namespace
 
 namespace grace {
 
 extern const Loops TABLE = {NAME,         signs_total, signs_emit, signs_blocks, bits_sum<Signs>, ints_largest, ints_emit,
-                            ints_blocks,  ints_sum,    select,     divide,       words,     inverse,      noise,
+                            ints_blocks,  ints_sum,    select,     accumulate, divide,       words,     inverse,      noise,
                             product,      part,        left,       right,        squares,   levels_emit,  levels_blocks,
                             levels_sum,   votes_encode, votes_sum, halves,       halves_emit, bits_sum<Means>, trits_emit,
                             trits_add,    correct,     codes_largest, codes_scale, codes_emit, codes_sum,        normal_blocks,

@@ -481,3 +481,22 @@ API int64_t grace_chances_encode(const Loops* loops, const float* x, double want
 } catch (const std::bad_alloc&) {
   return -2;
 }
+
+// ---- tails, as in grace/compressors/sidco.py ---------------------------------------------------------------------------------
+
+// found[3]: how many magnitudes exceed a bound, by how much in all, and the sum of those squares. Of whole pieces, one
+// after the other: the same for any number of threads.
+API int64_t grace_excess(const Loops* loops, const float* x, float bound, double* found, int64_t n, int64_t threads) try {
+  constexpr int64_t PIECE = 1 << 16;
+  std::vector<grace::Excess> pieces(size_t((std::max<int64_t>(n, 0) + PIECE - 1) / PIECE));
+  split(std::max<int64_t>(n, 0), PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t i = begin; i < end; i += PIECE)
+      pieces[size_t(i / PIECE)] = loops->methods->excess(x + i, std::min(PIECE, end - i), bound);
+  });
+  grace::Excess all = {};
+  for (const auto& piece : pieces) all.count += piece.count, all.sum += piece.sum, all.squares += piece.squares;
+  found[0] = double(all.count), found[1] = all.sum, found[2] = all.squares;
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -2;
+}

@@ -392,3 +392,20 @@ void chances_emit(const float* x, int64_t n, float largest, float unit, uint32_t
     memcpy(kinds + i, found, size_t(count));
   }
 }
+
+// ---- tails -------------------------------------------------------------------------------------------------------------
+
+grace::Excess excess(const float* x, int64_t n, float bound) {
+  const F zero = fill(0.0f), least_size = fill(bound);
+  D sum = zeros(), squares = zeros();
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += W) {
+    const int64_t some = least(W, n - i);
+    const F v = some == W ? load(x + i) : load_some(x + i, some);
+    const F over = higher(higher(v, zero - v) - least_size, zero);
+    count += __builtin_popcount(bits_of(above(over, zero)));
+    add_magnitude(sum, over);
+    add_square(squares, over);
+  }
+  return {count, total(sum), total(squares)};
+}

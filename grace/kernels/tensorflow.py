@@ -129,7 +129,7 @@ def _refusals() -> Iterator[None]:
 class TensorflowKernels:
     """As `grace.kernels.host.HostKernels`, of TensorFlow's tensors on the CPU."""
 
-    threshold_encode = corrected = sampled = None
+    accumulate = threshold_encode = corrected = sampled = None
     levels_encode = votes_encode = halves_encode = trits_encode = None
     codes_encode = codes_mean = normal_encode = normal_mean = steps_encode = None
     quantiles_encode = largest_of_signs = count_sketch = tagged_encode = bins_encode = chances_encode = None

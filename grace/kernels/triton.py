@@ -364,7 +364,7 @@ class TritonKernels:
     """
 
     isa = "triton"
-    threshold_encode = corrected = sampled = sparse_mean = finite = None
+    accumulate = threshold_encode = corrected = sampled = sparse_mean = finite = None
     levels_encode = levels_mean = votes_encode = votes_mean = halves_encode = halves_mean = None
     trits_encode = trits_mean = codes_encode = codes_mean = None
     normal_encode = normal_mean = steps_encode = None

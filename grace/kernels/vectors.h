@@ -79,6 +79,11 @@ INLINE void add_magnitude(D& sum, F x) {
   sum.a = _mm512_add_pd(sum.a, _mm512_cvtps_pd(_mm512_castps512_ps256(m)));
   sum.b = _mm512_add_pd(sum.b, _mm512_cvtps_pd(_mm512_extractf32x8_ps(m, 1)));
 }
+INLINE void add_square(D& sum, F x) {
+  const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x.v)), b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1));
+  sum.a = _mm512_add_pd(sum.a, _mm512_mul_pd(a, a));
+  sum.b = _mm512_add_pd(sum.b, _mm512_mul_pd(b, b));
+}
 INLINE double total(D sum) {  // halves onto each other, the order of all instruction sets
   const __m512d h = _mm512_add_pd(sum.a, sum.b);
   const __m256d q = _mm256_add_pd(_mm512_castpd512_pd256(h), _mm512_extractf64x4_pd(h, 1));
@@ -224,6 +229,14 @@ INLINE void add_magnitude(D& sum, F x) {
   sum.b = _mm256_add_pd(sum.b, _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)));
   sum.c = _mm256_add_pd(sum.c, _mm256_cvtps_pd(_mm256_castps256_ps128(b)));
   sum.d = _mm256_add_pd(sum.d, _mm256_cvtps_pd(_mm256_extractf128_ps(b, 1)));
+}
+INLINE void add_square(D& sum, F x) {
+  const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(x.a)), b = _mm256_cvtps_pd(_mm256_extractf128_ps(x.a, 1));
+  const __m256d c = _mm256_cvtps_pd(_mm256_castps256_ps128(x.b)), d = _mm256_cvtps_pd(_mm256_extractf128_ps(x.b, 1));
+  sum.a = _mm256_add_pd(sum.a, _mm256_mul_pd(a, a));
+  sum.b = _mm256_add_pd(sum.b, _mm256_mul_pd(b, b));
+  sum.c = _mm256_add_pd(sum.c, _mm256_mul_pd(c, c));
+  sum.d = _mm256_add_pd(sum.d, _mm256_mul_pd(d, d));
 }
 INLINE double total(D sum) {
   const __m256d q = _mm256_add_pd(_mm256_add_pd(sum.a, sum.c), _mm256_add_pd(sum.b, sum.d));
@@ -372,6 +385,11 @@ INLINE void add_magnitude(D& sum, F x) {
   float m[16];
   EACH { const i4 v = (i4)x.v[i] & ABS; memcpy(m + 4 * i, &v, 16); }
   for (int i = 0; i < 16; i++) sum.v[i] += double(m[i]);
+}
+INLINE void add_square(D& sum, F x) {
+  float m[16];
+  memcpy(m, &x, 64);
+  for (int i = 0; i < 16; i++) sum.v[i] += double(m[i]) * double(m[i]);
 }
 INLINE double total(D sum) {
   for (int width = 8; width; width /= 2)

@@ -31,13 +31,7 @@ class Momentum(Memory):
         return {"momentum": ctx.xp.zeros(ctx.size)}
 
     def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
-        xp, last = ctx.xp, state["momentum"]
-        if not 0 < xp.piece < ctx.size:
-            x = last * self.momentum + x * (1.0 - self.momentum)
-            return x, {"momentum": x}
-        for start in range(0, ctx.size, xp.piece):
-            part = slice(start, min(start + xp.piece, ctx.size))
-            xp.write(x[part], last[part] * self.momentum + x[part] * (1.0 - self.momentum))
+        x = ctx.accumulated(x, state["momentum"], self.momentum, 1.0 - self.momentum)
         return x, {"momentum": x}
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:

@@ -34,12 +34,7 @@ class Residual(Memory):
         return {"residual": ctx.xp.zeros(ctx.size)}
 
     def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
-        kept = state["residual"]
-        if self.beta != 1.0:
-            kept = kept * self.beta
-        if self.gamma != 1.0:
-            x = x * self.gamma
-        return ctx.xp.add_to(x, kept), state
+        return ctx.accumulated(x, state["residual"], self.beta, self.gamma), state
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         return {"residual": compressor.residual(x, payload, ctx)}

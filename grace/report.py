@@ -66,7 +66,7 @@ class Report:
 
     @property
     def heavier(self) -> str:
-        """Says so where this worker received clearly more than a dense ring allreduce would have brought; else empty."""
+        """Says so where this worker received clearly more than a dense ring allreduce would bring; else empty."""
         ring = 2 * (self.world_size - 1) / self.world_size * self.bytes_dense
         if not self.bytes_received > 1.05 * ring > 0:
             return ""

@@ -2,6 +2,8 @@
 
 import os
 import select
+import subprocess
+import sys
 import threading
 import time
 
@@ -41,6 +43,27 @@ def test_only_threads_that_wait_for_events_become_batch_threads(waiting):
     assert os.sched_getscheduler(threading.get_native_id()) == os.SCHED_OTHER
 
 
+def test_threads_that_poll_become_batch_threads_if_that_is_wanted():
+    end = threading.Event()
+
+    def poll():
+        while not end.is_set():
+            time.sleep(0.001)
+
+    polls, sleeps = threading.Thread(target=poll), threading.Thread(target=time.sleep, args=(0.3,))
+    polls.start(), sleeps.start()
+    time.sleep(0.02)
+    try:
+        events.settle()
+        assert os.sched_getscheduler(polls.native_id) == os.SCHED_OTHER
+        assert events.settle(polling=True) == 1
+        assert os.sched_getscheduler(polls.native_id) == os.SCHED_BATCH
+        assert os.sched_getscheduler(sleeps.native_id) == os.SCHED_OTHER
+    finally:
+        end.set()
+        polls.join(), sleeps.join()
+
+
 def test_the_thread_of_gloo_is_one_of_them(tmp_path):
     dist = pytest.importorskip("torch.distributed")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -53,6 +76,21 @@ def test_the_thread_of_gloo_is_one_of_them(tmp_path):
         assert {os.sched_getscheduler(thread) for thread in two} == {os.SCHED_BATCH}
     finally:
         dist.destroy_process_group()
+
+
+def test_the_thread_of_horovod_is_one_of_them():
+    pytest.importorskip("horovod.torch")
+    script = (
+        "import os, horovod.torch as hvd; hvd.init()\n"
+        "from grace.backends import get_backend\n"
+        "from grace.transports import events, get_transport\n"
+        "get_transport('horovod').bind(get_backend('torch'))\n"
+        "threads = [int(task.name) for task in events.TASKS.iterdir()]\n"
+        "batch = [t for t in threads if os.sched_getscheduler(t) == os.SCHED_BATCH]\n"
+        "print(sorted({(events.TASKS / str(t) / 'wchan').read_text() for t in batch}))\n"
+    )
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True)
+    assert "hrtimer_nanosleep" in found.stdout, found.stdout
 
 
 def loops():

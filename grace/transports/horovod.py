@@ -75,7 +75,7 @@ class _BoundHorovod(MessageTransport):
         self.xp, self.rank, self.size, self.elastic = xp, rank, size, elastic()
         self._hvd, self._process_set = hvd, process_set
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
-        events.settle()
+        events.settle(polling=True)
 
     def root(self, rank: int) -> int:
         """The rank among all workers, which Horovod wants also within a process set."""

@@ -74,7 +74,7 @@ TWO_ROUNDS = ("arctopk", "cltk", "gradzip", "shared_int", "sketch_sgd", "thc")
 OTHERS: list[tuple[str, dict[str, Any], int]] = [
     *((name, {"compressor": name}, 1) for name in ONE_ROUND),
     *((name, {"compressor": name}, 2) for name in TWO_ROUNDS),
-    ("threshold", {"compressor": "threshold", "threshold": 0.012}, 1),  # about 1 % of the mlp's gradients
+    ("threshold", {"compressor": "threshold", "threshold": 0.012}, 1),  # 1 % of the mlp's gradients exceed it
 ]
 """The other compressors, as they come: over torch.distributed only."""
 

@@ -145,13 +145,14 @@ class _Driver:
     def _adopt(self) -> None:
         # Parameters that are new: all at first, later those of added groups or unfrozen ones.
         new = [p for p in self._trained() if self._names.get(p) not in self._parameters]
+        if not new:  # at nearly every step
+            return
         for p in new:
             self._names.setdefault(p, f"parameter{len(self._names)}")
         order = {p: index for index, p in enumerate(self._names)}
         named = {self._names[p]: p for p in sorted(new, key=order.__getitem__)}
-        if named:
-            self.grace.build(named)
-            self._parameters.update(named)
+        self.grace.build(named)
+        self._parameters.update(named)
         # Parameters hold hooks where Python's collector does not look, and a hook that held this would keep all alive.
         arrived = WeakMethod(self._on_gradient)
 

@@ -186,6 +186,8 @@ class NumpyBackend(Backend):
         return np.cumsum(x, dtype=x.dtype)
 
     def excess(self, x: Array, bound: Array) -> Array:
+        if self.kernels:
+            return self.kernels.excess(x, float(bound[0]))
         return np.array(excess(x, float(bound[0])))
 
     def bitwise_and(self, x: Array, y: Any) -> Array:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from grace import blocks, indices
 from grace.checks import fitting
+from grace.compressors.coded import encoded
 from grace.compressors.sparse import Placed
 from grace.core import Array, Context, Payload, State, Steps, at_once
 from grace.packing import pack, unpack
@@ -69,9 +70,7 @@ class ChunkTopK(Placed):
 
     # At once: what follows the selection is a small part of the elements, and not worth a pass for each piece.
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        x = x if residual is None else ctx.accumulated(x, residual)
-        payload, _ = at_once(self.compress(x, {}, ctx), self)
-        return payload, x if residual is None else self.residual(x, payload, ctx)
+        return encoded(self, lambda v: at_once(self.compress(v, {}, ctx), self)[0], x, residual, ctx)
 
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         xp, k = ctx.xp, self.count(ctx.size)

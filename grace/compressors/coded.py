@@ -26,7 +26,7 @@ def coded_mean(payloads: Sequence[Payload], out: Array | None, codes: Codes, blo
 def encoded(
     compressor: Compressor, encode: Callable[[Array], Payload], x: Array, residual: Array | None, ctx: Context
 ) -> tuple[Payload, Array]:
-    """`Compressor.fused` by a kernel that makes the payload of a vector, and at once."""
+    """`Compressor.fused` by what makes the payload of a vector, and at once."""
     if residual is None:
         return encode(x), x
     x = ctx.accumulated(x, residual)

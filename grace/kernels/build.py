@@ -26,7 +26,6 @@ SOURCES = (
     "levels.h",
     "floats.h",
     "rotations.h",
-    "cosines.h",
     "methods.h",
     "methods.cc",
     "loops.cc",

@@ -1,4 +1,6 @@
-"""Kernels in C++ for the few operations that cost most on a CPU: optional, and the same bits as the plain code.
+"""Kernels in C++ for the few operations that cost most on a CPU: optional, and the same bits as the plain code's.
+
+Products and cosine transforms add up in another order, which may decide last bits.
 
 ``library()`` gives them, or None: where they are not built (``python -m grace.kernels.build``) or the environment says
 GRACE_KERNELS=off. GRACE_KERNELS=avx512, avx2, neon or scalar asks for one instruction set; =triton for Triton's kernels
@@ -200,6 +202,10 @@ class Library:
         self._tagged_mean = bind("tagged_mean", _P, _P, _P, _P, _P, _I, _P, _I, _I, _I, _I, result=_I)
         self._bins_encode = bind("bins_encode", _P, _P, _P, _P, _P, _P, _I, _I, _I, result=_I)
         self._bins_mean = bind("bins_mean", _P, _P, _P, _P, _I, _P, _I, _I, _I, result=_I)
+        chunks = _I, _I, _I, _I, _I  # sizes of a matrix and of its chunks, and how much is sent of each
+        self._cosines_encode = bind("cosines_encode", *(_P,) * 6, *chunks, _I, _I, result=_I)
+        self._cosines_left = bind("cosines_left", *(_P,) * 5, *chunks, _I, result=_I)
+        self._cosines_mean = bind("cosines_mean", _P, _P, _P, _I, _P, *chunks, _I, _I, _I, result=_I)
         wanted = _D, _I, _I, _I, _I
         self._chances_encode = bind("chances_encode", _P, *wanted, _P, _P, _P, _P, _I, _P, _I, _I, result=_I)
 
@@ -916,3 +922,59 @@ class Library:
         if self._chances_encode(self.handle, x, wanted, iterations, *random, *payload, capacity, kept, n, threads):
             raise MemoryError("no memory for sums")
         return kept[0], kept[1]
+
+    def cosines_encode(
+        self,
+        x: int,
+        residual: Address,
+        out: Address,
+        payload: Sequence[Address],
+        sizes: tuple[int, int, int, int],
+        k: int,
+        threads: int = 1,
+        swap: bool = False,
+    ) -> None:
+        """The largest coefficients of chunks' cosine transforms, as `grace.compressors.demo` has them.
+
+        x, residual, out: float32[a, b]. ``sizes``: a, b, and rows and columns of a chunk, at most 65536 elements of
+        which k <= rows * columns are sent. ``payload``, three addresses: values float32[m k]; lower bytes of places
+        uint8[m k]; what is above them, packed, None for chunks of at most 256 elements. m: number of chunks. Results
+        are those of the plain form but for their last bits, which depend on the instruction set.
+        """
+        if self._cosines_encode(self.handle, x, residual, out, *payload, *sizes, k, swap, threads):
+            raise MemoryError("no memory for chunks")
+
+    def cosines_left(
+        self, x: int, payload: Sequence[Address], out: int, sizes: tuple[int, int, int, int], k: int, threads: int = 1
+    ) -> None:
+        """out, float32[a, b], which may be x: x minus what a payload as of `cosines_encode` stands for.
+
+        ValueError if its places do not ascend in their chunks.
+        """
+        self._placed(self._cosines_left(self.handle, x, *payload, out, *sizes, k, threads))
+
+    def cosines_mean(
+        self,
+        columns: Sequence[Sequence[int] | None],
+        workers: int,
+        out: int,
+        sizes: tuple[int, int, int, int],
+        k: int,
+        senders: bool = False,
+        sign: bool = False,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[a, b]: the mean of what the workers sent. ``columns``: where each of their three arrays lies.
+
+        ``senders``: each coefficient is divided by the number of workers that sent it. ``sign``: the signs of all that.
+        The same bits on every instruction set. ValueError if places do not ascend in their chunks; out is then as it
+        was.
+        """
+        pointers = (None if column is None else (_P * workers)(*column) for column in columns)
+        self._placed(self._cosines_mean(self.handle, *pointers, workers, out, *sizes, k, senders, sign, threads))
+
+    def _placed(self, wrong: int) -> None:
+        if wrong == -2:
+            raise MemoryError("no memory for chunks")
+        if wrong >= 0:
+            raise ValueError(f"the places of worker {wrong} do not ascend in their chunks")

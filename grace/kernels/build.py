@@ -26,6 +26,7 @@ SOURCES = (
     "levels.h",
     "floats.h",
     "rotations.h",
+    "cosines.h",
     "methods.h",
     "methods.cc",
     "loops.cc",

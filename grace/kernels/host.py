@@ -547,6 +547,48 @@ class HostKernels:
                 return arrays[0][:certain], arrays[1][:certain], arrays[2][:drawn], magnitude
             room = max(certain, drawn)
 
+    def cosines_encode(
+        self, x: Array, residual: Array | None, sizes: tuple[int, int, int, int], k: int
+    ) -> tuple[tuple[Array, ...], Array]:
+        """float32[n] -> the payload of `grace.compressors.demo`, and what is left (if there is a residual).
+
+        ``sizes``: rows and columns of the matrix, and of a chunk. ``k``: coefficients of each chunk.
+        """
+        xp, at = self._xp, self._xp.address
+        payload = tuple(xp.part(size, dtype) for dtype, size in _coefficients(sizes, k))
+        left, out, swap = self._left(x, residual)
+        where = at(x), at(residual), out, _three(at, payload)
+        encode = partial(self.library.cosines_encode, *where, sizes, k, xp.threads, swap)
+        self._encode(encode, x, residual, *payload)
+        return payload, left
+
+    def cosines_left(self, x: Array, payload: tuple[Array, ...], sizes: tuple[int, int, int, int], k: int) -> Array:
+        """float32[n] less what a payload stands for, in its own memory; ValueError for others."""
+        (payload,), (x,) = fitted(self._xp, [payload], *_coefficients(sizes, k)), self._ready(x)
+        at = self._xp.address
+        self.library.cosines_left(at(x), _three(at, payload), at(x), sizes, k, self._xp.threads)
+        return x
+
+    def cosines_mean(
+        self,
+        payloads: Pairs,
+        out: Array | None,
+        sizes: tuple[int, int, int, int],
+        k: int,
+        senders: bool,
+        sign: bool,
+    ) -> Array:
+        """Each worker's payload -> float32[n], in ``out`` if it is given; ValueError for others.
+
+        ``senders``: coefficients are averaged over those that sent them. ``sign``: the signs of that.
+        """
+        kept, xp = self._received(payloads, *_coefficients(sizes, k)), self._xp
+        out = self._out(out, sizes[0] * sizes[1])
+        values, low, *high = self._columns(kept)
+        columns = values, low, high[0] if high else None
+        self.library.cosines_mean(columns, len(kept), xp.address(out), sizes, k, senders, sign, xp.threads)
+        return out
+
     def finite(self, addresses: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether all numbers of float32 vectors at these addresses are finite."""
         return self.library.finite(addresses, counts)
@@ -706,6 +748,17 @@ def _normal(levels: Sequence[float], n: int, width: int) -> list[tuple[str, int]
     # Likewise of whole blocks.
     m = _count(n, width)
     return [("uint8", packed_size(len(levels).bit_length() - 1, m * width)), ("float32", m), ("uint8", m)]
+
+
+def _coefficients(sizes: tuple[int, int, int, int], k: int) -> list[tuple[str, int]]:
+    # Likewise of chunks, k of each.
+    a, b, rows, columns = sizes
+    many, above = -(-a // rows) * -(-b // columns) * k, (rows * columns - 1).bit_length() - 8
+    return [("float32", many), ("uint8", many), *([("uint8", packed_size(above, many))] if above > 0 else [])]
+
+
+def _three(at: Callable[[Array], int], payload: tuple[Array, ...]) -> list[int | None]:
+    return [*map(at, payload), None][:3]
 
 
 def _keys(streams: Sequence[Rng]) -> list[int]:

@@ -2,7 +2,7 @@
 //
 // Every function takes the instruction set first (grace_loops), raw addresses, and the number of threads last. Nothing
 // is checked but what comes from the network. Results do not depend on the number of threads nor, except for NaN's
-// bits and the last bits of left and right, on the instruction set.
+// bits and the last bits of left, right and the coefficients that are sent of chunks, on the instruction set.
 #include "kernels.h"
 
 #include <algorithm>

@@ -96,6 +96,29 @@ struct Excess {
   double sum, squares;
 };
 
+// The orthonormal cosine transform of `size` = 2^k * odd numbers. `odd`: of the matrix of `odd` numbers the first part
+// that counts, and its transpose; `halves`, `count` elements: of sizes odd, 2 odd .. size / 2, square matrices one after
+// the other, which are symmetric; `matrix`: all of it, rows of whole vectors.
+struct Cosines {
+  int64_t size, count;
+  const float *odd, *halves, *matrix;
+};
+
+// A chunk; or, where `down` is null, several that have one row each, one below the other. Of its rows the first `height`
+// are there, and of each of these `width` elements, of the last one `last`; the others are zeros. They are `stride` apart.
+// `next`: how far away the next one is.
+struct Tile {
+  const Cosines *down, *across;
+  int64_t rows, columns, stride, height, width, last, next;
+};
+
+// Coefficients that are not zero, row by row.
+struct Terms {
+  int64_t count;
+  const int32_t *rows, *columns;
+  const float* values;
+};
+
 // Loops of single methods (methods.h), as of `Loops`.
 struct MethodLoops {
   // Integers that compare as the floats do, and how many of them have each upper half; those whose upper half has a slot,
@@ -129,6 +152,18 @@ struct MethodLoops {
                        uint8_t* kinds);
   // By how much magnitudes exceed a bound: how many do, the sum of it, and of its squares.
   Excess (*excess)(const float* x, int64_t n, float bound);
+  // The coefficients of a tile of x + residual, float32[rows, columns], in the room: memory for 4 floats for each element
+  // of the tile, its sides filled up to multiples of 16. The last bits depend on the instruction set.
+  const float* (*cosines_of)(const Tile* tile, const float* x, const float* residual, float* room);
+  // out = what the terms do not carry of a tile of x; or, where there is a residual, of x + residual, which must still lie
+  // in the room, as of cosines_of.
+  void (*cosines_left)(const Tile* tile, const Terms* terms, const float* x, const float* residual, float* out, float* room,
+                       Out form);
+  void (*cosines_values)(const Tile* tile, const Terms* terms, float* out, float* room, bool sign, bool stream);
+  // The largest key of each of `groups` groups of elements, a multiple of 64, and a bound that k of n keys reach, or the
+  // k-th largest of them; n: a multiple of 16.
+  void (*groups_largest)(const float* x, int64_t n, int64_t groups, int32_t* most);
+  int32_t (*bound_of)(const int32_t* keys, int64_t n, int64_t k);
 };
 
 // x, residual, out: float32; residual may be null. `stream`: write past the caches. Ranges of elements and pointers to

@@ -1,8 +1,11 @@
 // The C interface of the loops of single methods (methods.h). Part of kernels.cc.
 
 using grace::Chances;
+using grace::Cosines;
 using grace::Streams;
 using grace::Tagged;
+using grace::Terms;
+using grace::Tile;
 
 namespace {
 
@@ -497,6 +500,296 @@ API int64_t grace_excess(const Loops* loops, const float* x, float bound, double
   for (const auto& piece : pieces) all.count += piece.count, all.sum += piece.sum, all.squares += piece.squares;
   found[0] = double(all.count), found[1] = all.sum, found[2] = all.squares;
   return 0;
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
+// ---- chunks of a cosine transform, as in grace/compressors/demo.py -------------------------------------------------------
+
+namespace {
+
+int64_t whole(int64_t n) { return (n + 15) / 16 * 16; }
+
+// The tables of a transform, and the memory that they lie in.
+class Basis {
+  std::vector<float> odd, halves, matrix;
+
+ public:
+  Cosines tables;
+
+  explicit Basis(int64_t n) {
+    const int64_t lanes = whole(n);
+    std::vector<double> cosines;  // of multiples of pi / 2n, all there are
+    for (int64_t i = 0; i < 4 * n; i++)
+      cosines.push_back(__builtin_cos(double(i) * 3.14159265358979323846 / double(2 * n)));
+    matrix.resize(size_t(n * lanes));
+    for (int64_t i = 0; i < n; i++) {
+      const double scale = __builtin_sqrt((i ? 2.0 : 1.0) / double(n));
+      for (int64_t j = 0, turn = i; j < n; j++) {
+        matrix[size_t(i * lanes + j)] = float(scale * cosines[size_t(turn)]);
+        turn += 2 * i;
+        if (turn >= 4 * n) turn -= 4 * n;
+      }
+    }
+    const auto part = [&](int64_t i, int64_t j) { return matrix[size_t(i * lanes + j)]; };
+    int64_t size = n, step = 1;
+    for (; size % 2 == 0; size /= 2) step *= 2;
+    for (int64_t i = 0; i < size; i++)
+      for (int64_t j = 0; j < size; j++) odd.push_back(part(step * i, j));
+    for (int64_t i = 0; i < size; i++)
+      for (int64_t j = 0; j < size; j++) odd.push_back(part(step * j, i));
+    for (; size < n; size *= 2) {
+      step /= 2;
+      for (int64_t i = 0; i < size; i++)
+        for (int64_t j = 0; j < size; j++) halves.push_back(part(step * (2 * i + 1), j));
+    }
+    tables = {n, int64_t(halves.size()), odd.data(), halves.data(), matrix.data()};
+  }
+  Basis(const Basis&) = delete;
+  Basis& operator=(const Basis&) = delete;
+};
+
+// A matrix [a, b] that is cut into chunks [rows, columns], the last ones filled up with zeros. k coefficients are sent of
+// each. Of a vector, whose chunks have one row, some are transformed together.
+struct Chunks {
+  int64_t a, b, rows, columns, k;
+  int64_t across = (b + columns - 1) / columns, many = (a + rows - 1) / rows * across, width = rows * columns;
+  int64_t together = rows == 1 ? std::min<int64_t>(64, many) : 1;
+  int64_t above = bits_above(width);  // bits of a place above the lower eight
+  Basis down{rows}, side{columns};
+
+  static int64_t bits_above(int64_t width) {
+    int64_t bits = 0;
+    while (bits < 8 && (width - 1) >> (8 + bits)) bits++;
+    return bits;
+  }
+  int64_t place(int64_t chunk) const { return chunk / across * rows * b + chunk % across * columns; }
+  // Of `count` chunks, which is 1 unless they have one row.
+  Tile tile(int64_t chunk, int64_t count) const {
+    if (rows == 1) {
+      const int64_t last = std::min(columns, b - (chunk + count - 1) * columns);
+      return {nullptr, &side.tables, count, columns, columns, count, columns, last, 0};
+    }
+    const int64_t height = std::min(rows, a - chunk / across * rows), wide = std::min(columns, b - chunk % across * columns);
+    const int64_t next = chunk + 1 < many ? place(chunk + 1) - place(chunk) : 0;
+    return {&down.tables, &side.tables, rows, columns, b, height, wide, wide, next};
+  }
+  // each(tile, chunk, count, first element, thread) for all, on several threads; the first three say which are in a tile.
+  template <class Each>
+  void tiles(int64_t threads, const Each& each) const {
+    split(many * width, together * width, threads, [&](int64_t begin, int64_t end, int64_t t) {
+      for (int64_t chunk = begin / width; chunk < end / width; chunk += together) {
+        const int64_t count = std::min(together, end / width - chunk);
+        each(tile(chunk, count), chunk, count, place(chunk), t);
+      }
+    });
+  }
+  // Rows of a tile are whole lines of the cache: parts of lines that are written past it cost more than they save.
+  bool in_lines(const float* out) const {
+    return reinterpret_cast<uintptr_t>(out) % 64 == 0 && b % 16 == 0 && columns % 16 == 0;
+  }
+};
+
+// What a thread works on a tile in.
+struct Scratch {
+  std::vector<float> room, values, total, senders;
+  std::vector<int32_t> rows, columns, keys;
+  std::vector<uint64_t> marks;
+  Candidates found;
+  int64_t groups = 0;  // in which the largest coefficients are looked for; 0: in all
+
+  bool reserve(const Chunks& chunks) {
+    room.resize(size_t(4 * whole(std::max(chunks.rows, chunks.together)) * whole(chunks.columns) + 16));
+    for (groups = 64; groups < 2 * chunks.k;) groups *= 2;
+    if (2 * groups > chunks.width) groups = 0;
+    keys.resize(size_t(whole(chunks.width)));
+    const size_t all = size_t(chunks.together * chunks.width);
+    values.reserve(all), rows.reserve(all), columns.reserve(all);
+    return found.reserve(chunks.width + 16);
+  }
+  // From where a line of the cache begins.
+  float* begin() { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(room.data()) + 63) & ~uintptr_t(63)); }
+  void clear() { values.clear(), rows.clear(), columns.clear(); }
+  // `each`: which of the chunks of a tile.
+  void add(const Chunks& chunks, int64_t each, int32_t place, float value) {
+    rows.push_back(chunks.rows == 1 ? int32_t(each) : place / int32_t(chunks.columns));
+    columns.push_back(chunks.rows == 1 ? place : place % int32_t(chunks.columns));
+    values.push_back(value);
+  }
+  Terms terms() const { return {int64_t(values.size()), rows.data(), columns.data(), values.data()}; }
+  // The k largest of a chunk's coefficients, the lower places of equal ones. As many groups have one that reaches the
+  // k-th of their largest ones.
+  void choose(const Loops* loops, const float* coefficients, int64_t width, int64_t k) {
+    int32_t bound = 0;
+    if (groups) {
+      loops->methods->groups_largest(coefficients, width, groups, keys.data());
+      bound = loops->methods->bound_of(keys.data(), groups, k);
+    }
+    found.count = loops->select(coefficients, nullptr, nullptr, width, bound, INFINITE, found.values, found.positions,
+                                found.capacity, 0, grace::NONE).count;
+    for (int64_t i = 0; i < found.count; i++) keys[size_t(i)] = key(found.values[i]);
+    std::fill(keys.begin() + found.count, keys.begin() + whole(found.count), 0);
+    bound = loops->methods->bound_of(keys.data(), whole(found.count), k);
+    int64_t ties = k, kept = 0;
+    for (int64_t i = 0; i < found.count; i++) ties -= keys[size_t(i)] > bound;
+    for (int64_t i = 0; i < found.count; i++) {  // without a branch, which nobody could foretell
+      const int32_t each = keys[size_t(i)];
+      found.values[kept] = found.values[i], found.positions[kept] = found.positions[i];
+      kept += int64_t(each > bound) | (int64_t(each == bound) & int64_t(ties > 0));
+      ties -= each == bound;
+    }
+  }
+};
+
+// Of each thread.
+std::vector<Scratch> scratches(const Chunks& chunks, int64_t threads) {
+  std::vector<Scratch> all((size_t(threads)));
+  for (Scratch& each : all)
+    if (!each.reserve(chunks)) throw std::bad_alloc();
+  return all;
+}
+
+// Codes of up to 8 bits, a byte each, as grace/packing.py writes them, to bytes; and back.
+void pack_bytes(const std::vector<uint8_t>& codes, int64_t bits, uint8_t* bytes) {
+  const int64_t n = int64_t(codes.size());
+  memset(bytes, 0, size_t(8 % bits ? (n + 7) / 8 * bits : (n * bits + 7) / 8));
+  for (int64_t i = 0, at = 0; i < n; i++, at += bits) {
+    const uint32_t code = uint32_t(codes[size_t(i)]) << at % 8;
+    bytes[at / 8] = uint8_t(bytes[at / 8] | code);
+    if (at % 8 + bits > 8) bytes[at / 8 + 1] = uint8_t(code >> 8);
+  }
+}
+
+uint8_t unpack_byte(const uint8_t* bytes, int64_t bits, int64_t i) {
+  const int64_t at = i * bits;
+  uint32_t code = uint32_t(bytes[at / 8]) >> at % 8;
+  if (at % 8 + bits > 8) code |= uint32_t(bytes[at / 8 + 1]) << (8 - at % 8);
+  return uint8_t(code & ((1u << bits) - 1));
+}
+
+// The places of all coefficients in their chunks. False if those of one chunk do not ascend, or are not in it.
+bool places_of(const Chunks& chunks, const uint8_t* low, const uint8_t* high, std::vector<uint16_t>& places) {
+  const int64_t n = chunks.many * chunks.k;
+  places.resize(size_t(n));
+  bool wrong = false;
+  for (int64_t i = 0; i < n; i++)
+    places[size_t(i)] = uint16_t(low[i] | (chunks.above ? unpack_byte(high, chunks.above, i) << 8 : 0));
+  for (int64_t i = 0; i < n; i += chunks.k) {
+    for (int64_t j = i + 1; j < i + chunks.k; j++) wrong |= places[size_t(j)] <= places[size_t(j - 1)];
+    wrong |= places[size_t(i + chunks.k - 1)] >= chunks.width;
+  }
+  return !wrong;
+}
+
+}  // namespace
+
+// The k <= rows columns largest coefficients of each chunk of x + residual, a matrix [a, b]: values, the lower bytes of
+// their places in the chunk, and what is above these, packed (`high`, null if there is nothing). 0, or -2: no memory.
+API int64_t grace_cosines_encode(const Loops* loops, const float* x, const float* residual, float* out, float* values,
+                                 uint8_t* low, uint8_t* high, int64_t a, int64_t b, int64_t rows, int64_t columns,
+                                 int64_t k, int64_t swap, int64_t threads) try {
+  if (a <= 0 || b <= 0 || k <= 0) return 0;
+  threads = std::clamp<int64_t>(threads, 1, 64);
+  const Chunks chunks{a, b, rows, columns, k};
+  std::vector<Scratch> own = scratches(chunks, threads);
+  std::vector<uint8_t> upper(size_t(chunks.above ? chunks.many * k : 0));
+  Out form = form_of(x, residual, out, a * b, swap);
+  if (form == grace::STREAMED && !chunks.in_lines(out)) form = grace::KEPT;
+  chunks.tiles(threads, [&](const Tile& tile, int64_t chunk, int64_t count, int64_t first, int64_t t) {
+    Scratch& scratch = own[size_t(t)];
+    const float* coefficients = loops->methods->cosines_of(&tile, x + first, at(residual, first), scratch.begin());
+    scratch.clear();
+    for (int64_t each = 0; each < count; each++) {
+      scratch.choose(loops, coefficients + each * chunks.width, chunks.width, k);
+      const Candidates& found = scratch.found;
+      const int64_t to = (chunk + each) * k;
+      for (int64_t i = 0; i < k; i++) {
+        set(values, to + i, found.values[i]);
+        low[to + i] = uint8_t(found.positions[i]);
+        if (chunks.above) upper[size_t(to + i)] = uint8_t(found.positions[i] >> 8);
+        if (out) scratch.add(chunks, each, found.positions[i], found.values[i]);
+      }
+    }
+    const Terms terms = scratch.terms();
+    if (out)
+      loops->methods->cosines_left(&tile, &terms, x + first, at(residual, first), out + first, scratch.begin(), form);
+  });
+  if (chunks.above) pack_bytes(upper, chunks.above, high);
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
+// out = x - what one worker sent. -1, 0 if its places do not ascend in their chunks; -2: no memory.
+API int64_t grace_cosines_left(const Loops* loops, const float* x, const float* values, const uint8_t* low,
+                               const uint8_t* high, float* out, int64_t a, int64_t b, int64_t rows, int64_t columns,
+                               int64_t k, int64_t threads) try {
+  if (a <= 0 || b <= 0 || k <= 0) return -1;
+  threads = std::clamp<int64_t>(threads, 1, 64);
+  const Chunks chunks{a, b, rows, columns, k};
+  std::vector<uint16_t> places;
+  if (!places_of(chunks, low, high, places)) return 0;
+  std::vector<Scratch> own = scratches(chunks, threads);
+  Out form = form_of(x, nullptr, out, a * b, 0);
+  if (form == grace::STREAMED && !chunks.in_lines(out)) form = grace::KEPT;
+  chunks.tiles(threads, [&](const Tile& tile, int64_t chunk, int64_t count, int64_t first, int64_t t) {
+    Scratch& scratch = own[size_t(t)];
+    scratch.clear();
+    for (int64_t each = 0; each < count; each++)
+      for (int64_t i = (chunk + each) * k; i < (chunk + each + 1) * k; i++)
+        scratch.add(chunks, each, places[size_t(i)], get(values, i));
+    const Terms terms = scratch.terms();
+    loops->methods->cosines_left(&tile, &terms, x + first, nullptr, out + first, scratch.begin(), form);
+  });
+  return -1;
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
+// out = what the sum of the coefficients of all workers stands for, over their number; with `senders` each over the
+// number of those that sent it. With `sign` its signs. -1, or the first worker whose places do not ascend in their chunks
+// (out is then as it was); -2: no memory.
+API int64_t grace_cosines_mean(const Loops* loops, const float* const* values, const uint8_t* const* low,
+                               const uint8_t* const* high, int64_t workers, float* out, int64_t a, int64_t b,
+                               int64_t rows, int64_t columns, int64_t k, int64_t senders, int64_t sign,
+                               int64_t threads) try {
+  if (a <= 0 || b <= 0 || k <= 0) return -1;
+  threads = std::clamp<int64_t>(threads, 1, 64);
+  const Chunks chunks{a, b, rows, columns, k};
+  std::vector<std::vector<uint16_t>> places((size_t(workers)));
+  for (int64_t w = 0; w < workers; w++)
+    if (!places_of(chunks, low[w], high ? high[w] : nullptr, places[size_t(w)])) return w;
+  std::vector<Scratch> own = scratches(chunks, threads);
+  const bool stream = chunks.in_lines(out) && streams(nullptr, nullptr, out, a * b);
+  for (Scratch& each : own) {
+    each.total.resize(size_t(chunks.width)), each.senders.resize(size_t(chunks.width));
+    each.marks.resize(size_t((chunks.width + 63) / 64));
+  }
+  chunks.tiles(threads, [&](const Tile& tile, int64_t chunk, int64_t count, int64_t first, int64_t t) {
+    Scratch& scratch = own[size_t(t)];
+    scratch.clear();
+    for (int64_t each = 0; each < count; each++) {
+      std::fill(scratch.marks.begin(), scratch.marks.end(), 0);
+      for (int64_t w = 0; w < workers; w++)
+        for (int64_t i = (chunk + each) * k; i < (chunk + each + 1) * k; i++) {
+          const size_t place = places[size_t(w)][size_t(i)];
+          uint64_t& mark = scratch.marks[place / 64];
+          const bool begun = mark >> place % 64 & 1;
+          mark |= uint64_t{1} << place % 64;
+          scratch.total[place] = (begun ? scratch.total[place] : 0.0f) + get(values[w], i);
+          scratch.senders[place] = (begun ? scratch.senders[place] : 0.0f) + 1.0f;
+        }
+      for (size_t i = 0; i < scratch.marks.size(); i++)
+        for (uint64_t left = scratch.marks[i]; left; left &= left - 1) {
+          const size_t place = 64 * i + size_t(__builtin_ctzll(left));
+          const float divisor = senders ? scratch.senders[place] : float(workers);
+          scratch.add(chunks, each, int32_t(place), scratch.total[place] / divisor);
+        }
+    }
+    const Terms terms = scratch.terms();
+    loops->methods->cosines_values(&tile, &terms, out + first, scratch.begin(), sign != 0, stream);
+  });
+  return -1;
 } catch (const std::bad_alloc&) {
   return -2;
 }

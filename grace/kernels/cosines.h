@@ -1,0 +1,303 @@
+// Chunks of a cosine transform, as in grace/compressors/demo.py. Included by loops.cc.
+//
+// A transform of h numbers, h even, is one of half as many, of the sums of number i and number h - 1 - i, and a product
+// of their differences with a symmetric matrix, which gives every other coefficient. What is left when h is odd is one
+// product. So nothing is divided by a small cosine, as in the fastest forms, and no size needs a form of its own.
+// A transform goes down the columns of a matrix; across them means to transpose it first, in a cache.
+#pragma once
+
+using grace::Cosines;
+using grace::Terms;
+using grace::Tile;
+
+#if defined(GRACE_AVX512)
+constexpr int64_t WIDE = 4, SHARED = 4;  // vectors side by side, and rows of a product that share what is loaded of them
+#elif defined(GRACE_AVX2)
+constexpr int64_t WIDE = 1, SHARED = 4;
+#else
+constexpr int64_t WIDE = 1, SHARED = 1;
+#endif
+
+INLINE int64_t whole(int64_t n) { return (n + W - 1) / W * W; }
+
+// What a tile is worked on in: four arrays of as many elements as it has when its sides are filled up to whole vectors.
+struct Workbench {
+  int64_t lanes;  // of a row of `v` and of what becomes of it
+  float *v, *one, *other, *scratch;
+  INLINE_MEMBER Workbench(const Tile& tile, float* room) : lanes(whole(tile.columns)), v(room) {
+    const int64_t size = lanes * whole(tile.rows);
+    one = v + size, other = one + size, scratch = other + size;
+  }
+};
+
+INLINE int64_t length(const Tile& tile, int64_t row) { return row + 1 < tile.height ? tile.width : tile.last; }
+
+// ---- the transform and its inverse -----------------------------------------------------------------------------------
+
+// sum + x * y, with ONCE rounded once where the machine can. Without, it has the same bits on every machine.
+template <bool ONCE>
+INLINE F added(F sum, F x, F y) {
+#if defined(GRACE_AVX512) || defined(GRACE_AVX2)
+  if constexpr (ONCE) return fused(x, y, sum);
+#endif
+  return sum + x * y;
+}
+
+// Rows first .. first + ROWS of the product of a matrix, float32[.., n], with n rows of N vectors that are `apart`.
+template <bool ONCE, int64_t ROWS, int64_t N, class Emit>
+INLINE void some_products(const float* matrix, int64_t n, int64_t first, const float* x, int64_t apart,
+                          const Emit& emit) {
+  F sums[ROWS][N];
+  const float* factors = matrix + first * n;
+  EACH_OF(N) {
+    const F each = load(x + k * W);
+    for (int64_t i = 0; i < ROWS; i++) sums[i][k] = fill(factors[i * n]) * each;
+  }
+  for (int64_t m = 1; m < n; m++) {
+    x += apart;
+    F each[N];
+    EACH_OF(N) each[k] = load(x + k * W);
+    for (int64_t i = 0; i < ROWS; i++) {
+      const F factor = fill(factors[i * n + m]);
+      EACH_OF(N) sums[i][k] = added<ONCE>(sums[i][k], factor, each[k]);
+    }
+  }
+  for (int64_t i = 0; i < ROWS; i++) EACH_OF(N) emit(first + i, k * W, sums[i][k]);
+}
+
+// The n of them: emit(row, lane, vector).
+template <bool ONCE, int64_t N, class Emit>
+INLINE void products(const float* matrix, int64_t n, const float* x, int64_t apart, const Emit& emit) {
+  int64_t i = 0;
+  for (; i + SHARED <= n; i += SHARED) some_products<ONCE, SHARED, N>(matrix, n, i, x, apart, emit);
+  for (; i < n; i++) some_products<ONCE, 1, N>(matrix, n, i, x, apart, emit);
+}
+
+// What is read next: asked for place by place, while the same places of something else are written. Rows that lie far
+// apart no processor foresees by itself.
+struct Coming {
+  const float* x;  // or null
+  int64_t stride;
+  INLINE_MEMBER void ask(int64_t row, int64_t lane) const {
+    if (x) __builtin_prefetch(x + row * stride + lane);
+  }
+};
+
+// N vectors of each row of y = the transform of those of x. Rows are `lanes` apart; scratch has as many, of N vectors.
+template <int64_t N>
+OUTLINE void transform_some(const Cosines& how, const float* x, float* y, int64_t lanes, float* scratch,
+                            const Coming& coming) {
+  float *const sums = scratch, *const differences = scratch + how.size / 2 * N * W;
+  const float* matrix = how.halves + how.count;
+  int64_t size = how.size, step = 1, apart = lanes;
+  const auto emit = [&](int64_t row, int64_t lane, F sum) __attribute__((always_inline)) {
+    store(y + row * lanes + lane, sum);
+    coming.ask(row, lane);
+  };
+  for (; size % 2 == 0; size /= 2, step *= 2) {
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i++)
+      EACH_OF(N) {
+        const F a = load(x + i * apart + k * W), b = load(x + (size - 1 - i) * apart + k * W);
+        store(sums + (i * N + k) * W, a + b);
+        store(differences + (i * N + k) * W, a - b);
+      }
+    matrix -= half * half;
+    products<true, N>(matrix, half, differences, N * W, [&](int64_t i, int64_t lane, F sum)
+                      __attribute__((always_inline)) { emit(step * (2 * i + 1), lane, sum); });
+    x = sums, apart = N * W;
+  }
+  products<true, N>(how.odd, size, x, apart, [&](int64_t i, int64_t lane, F sum)
+                    __attribute__((always_inline)) { emit(step * i, lane, sum); });
+}
+
+// The inverse; y may not be x.
+template <int64_t N>
+OUTLINE void restore_some(const Cosines& how, const float* x, float* y, int64_t lanes) {
+  int64_t size = how.size, step = 1;
+  for (; size % 2 == 0; size /= 2) step *= 2;
+  products<false, N>(how.odd + size * size, size, x, step * lanes, [&](int64_t i, int64_t lane, F sum)
+                     __attribute__((always_inline)) { store(y + i * lanes + lane, sum); });
+  const float* matrix = how.halves;
+  for (; size < how.size; matrix += size * size, size *= 2) {
+    step /= 2;
+    const auto emit = [&](int64_t i, int64_t lane, F odd) __attribute__((always_inline)) {
+      float* const to = y + i * lanes + lane;
+      const F even = load(to);
+      store(to, even + odd);
+      store(y + (2 * size - 1 - i) * lanes + lane, even - odd);
+    };
+    products<false, N>(matrix, size, x + step * lanes, 2 * step * lanes, emit);
+  }
+}
+
+INLINE void transform_columns(const Cosines& how, const float* x, float* y, int64_t lanes, float* scratch,
+                              const float* coming, int64_t stride) {
+  const auto from = [=](int64_t j) { return Coming{coming ? coming + j : nullptr, stride}; };
+  int64_t j = 0;
+  for (; j + WIDE * W <= lanes; j += WIDE * W) transform_some<WIDE>(how, x + j, y + j, lanes, scratch, from(j));
+  for (; j < lanes; j += W) transform_some<1>(how, x + j, y + j, lanes, scratch, from(j));
+}
+
+INLINE void restore_columns(const Cosines& how, const float* x, float* y, int64_t lanes) {
+  int64_t j = 0;
+  for (; j + WIDE * W <= lanes; j += WIDE * W) restore_some<WIDE>(how, x + j, y + j, lanes);
+  for (; j < lanes; j += W) restore_some<1>(how, x + j, y + j, lanes);
+}
+
+// Four by four elements.
+INLINE void turn(const float* x, int64_t apart, float* y, int64_t lanes) {
+#if defined(GRACE_AVX512) || defined(GRACE_AVX2)
+  __m128 a = _mm_loadu_ps(x), b = _mm_loadu_ps(x + apart), c = _mm_loadu_ps(x + 2 * apart),
+         d = _mm_loadu_ps(x + 3 * apart);
+  _MM_TRANSPOSE4_PS(a, b, c, d);
+  _mm_storeu_ps(y, a), _mm_storeu_ps(y + lanes, b), _mm_storeu_ps(y + 2 * lanes, c), _mm_storeu_ps(y + 3 * lanes, d);
+#else
+  for (int64_t j = 0; j < 4; j++) {
+    const f4 row = {x[j], x[apart + j], x[2 * apart + j], x[3 * apart + j]};
+    memcpy(y + j * lanes, &row, 16);
+  }
+#endif
+}
+
+// y[columns, ..] = the transpose of x[rows, ..], whose rows are `apart`; those of y are `lanes` apart.
+OUTLINE void transpose(const float* x, int64_t rows, int64_t columns, int64_t apart, float* y, int64_t lanes) {
+  const int64_t fours = rows / 4 * 4, across = columns / 4 * 4;
+  for (int64_t j = 0; j < across; j += 4)
+    for (int64_t i = 0; i < fours; i += 4) turn(x + i * apart + j, apart, y + j * lanes + i, lanes);
+  for (int64_t j = 0; j < columns; j++)
+    for (int64_t i = j < across ? fours : 0; i < rows; i++) y[j * lanes + i] = x[i * apart + j];
+}
+
+// ---- tiles -----------------------------------------------------------------------------------------------------------
+
+template <bool RESIDUAL>
+INLINE void tile_to(const Tile& tile, const float* x, const float* residual, const Workbench& bench) {
+  for (int64_t i = 0; i < tile.height; i++) {
+    const float *from = x + i * tile.stride, *other = RESIDUAL ? residual + i * tile.stride : nullptr;
+    float* const to = bench.v + i * bench.lanes;
+    int64_t j = load_all<RESIDUAL>(to, from, other, 0, length(tile, i));
+    for (; j < bench.lanes; j += W) store(to + j, fill(0));
+  }
+  memset(bench.v + tile.height * bench.lanes, 0, size_t((tile.rows - tile.height) * bench.lanes) * sizeof(float));
+}
+
+// The coefficients of x + residual, float32[rows, columns]; the sum stays in the room.
+const float* cosines_of(const Tile* tile, const float* x, const float* residual, float* room) {
+  const Workbench bench(*tile, room);
+  const int64_t rows = tile->rows, columns = tile->columns, lanes = whole(rows);
+  residual ? tile_to<true>(*tile, x, residual, bench) : tile_to<false>(*tile, x, nullptr, bench);
+  const float *from = bench.v, *coming = nullptr;
+  if (tile->down) {
+    transform_columns(*tile->down, bench.v, bench.one, bench.lanes, bench.scratch, x + tile->next, tile->stride);
+    from = bench.one, coming = residual ? residual + tile->next : nullptr;
+  }
+  transpose(from, rows, columns, bench.lanes, bench.other, lanes);
+  transform_columns(*tile->across, bench.other, bench.one, lanes, bench.scratch, coming, tile->stride);
+  transpose(bench.one, columns, rows, lanes, bench.other, columns);
+  return bench.other;
+}
+
+// N vectors of each row: the sum of its terms. The matrix begins at the first of these columns, and so does out.
+template <int64_t N>
+INLINE void sum_terms(const Terms& terms, const float* matrix, int64_t rows, int64_t lanes, float* out) {
+  for (int64_t row = 0, t = 0; row < rows; row++) {
+    F sums[N];
+    EACH_OF(N) sums[k] = fill(0);
+    for (; t < terms.count && terms.rows[t] == row; t++) {
+      const F value = fill(terms.values[t]);
+      const float* const from = matrix + terms.columns[t] * lanes;
+      EACH_OF(N) sums[k] = added<false>(sums[k], value, load(from + k * W));
+    }
+    EACH_OF(N) store(out + row * lanes + k * W, sums[k]);
+  }
+}
+
+// What the terms stand for, rows of bench.lanes: only few are not zero, so the way across the columns is short.
+OUTLINE const float* restored(const Tile& tile, const Terms& terms, const Workbench& bench) {
+  const float* const matrix = tile.across->matrix;
+  int64_t j = 0;
+  for (; j + WIDE * W <= bench.lanes; j += WIDE * W)
+    sum_terms<WIDE>(terms, matrix + j, tile.rows, bench.lanes, bench.one + j);
+  for (; j < bench.lanes; j += W) sum_terms<1>(terms, matrix + j, tile.rows, bench.lanes, bench.one + j);
+  if (!tile.down) return bench.one;
+  restore_columns(*tile.down, bench.one, bench.other, bench.lanes);
+  return bench.other;
+}
+
+template <bool RESIDUAL, Out OUT>
+INLINE void tile_left_to(const Tile& tile, const float* carried, const float* x, const float* residual, float* out,
+                         const Workbench& bench) {
+  for (int64_t i = 0; i < tile.height; i++) {
+    const int64_t size = length(tile, i), at = i * tile.stride;
+    const float *v = RESIDUAL ? bench.v + i * bench.lanes : x + at, *each = carried + i * bench.lanes;
+    int64_t j = 0;
+    for (; j + W <= size; j += W) leave<OUT>(x, residual, out, at + j, load(v + j) - load(each + j));
+    if (j < size)
+      leave_some<OUT>(x, residual, out, at + j, load_some(v + j, size - j) - load(each + j), size - j);
+  }
+  if (OUT == STREAMED) fence();
+}
+
+// What the terms do not carry of x, or, with a residual, of the sum that cosines_of has left in the room.
+void cosines_left(const Tile* tile, const Terms* terms, const float* x, const float* residual, float* out, float* room,
+                  Out form) {
+  const Workbench bench(*tile, room);
+  const float* const carried = restored(*tile, *terms, bench);
+  FORMS(tile_left_to, *tile, carried, x, residual, out, bench);
+}
+
+INLINE F sign_of(F x) {  // of NaN itself
+  return pick(below_zero(x), fill(-1), pick(below_zero(fill(0) - x), fill(1), x));
+}
+
+template <bool STREAM>
+INLINE void tile_values_to(const Tile& tile, const float* values, float* out, bool sign, const Workbench& bench) {
+  for (int64_t i = 0; i < tile.height; i++) {
+    const int64_t size = length(tile, i);
+    const float* const from = values + i * bench.lanes;
+    float* const to = out + i * tile.stride;
+    int64_t j = 0;
+    for (; j + W <= size; j += W) put<STREAM>(to + j, sign ? sign_of(load(from + j)) : load(from + j));
+    if (j < size) store_some(to + j, sign ? sign_of(load(from + j)) : load(from + j), size - j);
+  }
+  if (STREAM) fence();
+}
+
+void cosines_values(const Tile* tile, const Terms* terms, float* out, float* room, bool sign, bool stream) {
+  const Workbench bench(*tile, room);
+  const float* const values = restored(*tile, *terms, bench);
+  stream ? tile_values_to<true>(*tile, values, out, sign, bench) : tile_values_to<false>(*tile, values, out, sign, bench);
+}
+
+// The largest key of each of `groups` groups of elements, a multiple of 64: those whose places are alike modulo their
+// number. Of the last few elements, less than one for each group, none counts.
+void groups_largest(const float* x, int64_t n, int64_t groups, int32_t* most) {
+  const I cap = fill_int(0x7f800000);
+  for (int64_t j = 0; j < groups; j += 4 * W) {
+    I found[4];
+    EACH_OF(4) found[k] = fill_int(0);
+    for (int64_t i = j; i + 4 * W <= n; i += groups)
+      EACH_OF(4) found[k] = larger(found[k], magnitude_bits(load(x + i + k * W)));
+    EACH_OF(4) write(reinterpret_cast<I*>(most), j / W + k, smaller(found[k], cap));
+  }
+}
+
+// A bound that k of the keys reach and no more, or, where equal ones do not allow that, the k-th largest of them. Bit by
+// bit: no branch depends on a single key. There are n keys, a multiple of W, 1 <= k <= n; those that are 0 count as none.
+int32_t bound_of(const int32_t* keys, int64_t n, int64_t k) {
+  int32_t bound = 0;
+  for (int32_t bit = 1 << 30; bit; bit >>= 1) {
+    const I trial = fill_int(bound | bit);
+    I counts = fill_int(0);
+    for (int64_t j = 0; j < n; j += W)
+      counts = raised(at_least(magnitude_bits(load(reinterpret_cast<const float*>(keys + j))), trial), counts, 1);
+    int32_t each[W], count = 0;
+    memcpy(each, &counts, sizeof each);
+    for (int64_t j = 0; j < W; j++) count += each[j];
+    if (count < k) continue;
+    bound |= bit;
+    if (count == k) break;
+  }
+  return bound;
+}

@@ -71,6 +71,12 @@ def _fused_mean(
         return None
 
 
+def decode(compressor: Compressor, payload: Payload, ctx: Context) -> Array:
+    """`Compressor.decompress`, by a kernel if there is one."""
+    found = _fused_mean(compressor, [payload], None, ctx, None) if ctx.size else None
+    return compressor.decompress(payload, ctx) if found is None else found
+
+
 def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array]:
     xp, units, size = ctx.xp, unit(compressor), piece(compressor, ctx.xp)
     each = template(compressor, xp, (units,))

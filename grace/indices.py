@@ -44,6 +44,8 @@ def write(xp: Any, coding: str, positions: Array, n: int, k: int | None = None) 
         return (xp.pack_bits(xp.scatter(xp.zeros(n, "uint8"), positions, 1) != 0),)
     assert k is not None
     lower, upper = _widths(n, k)
+    if xp.kernels and xp.kernels.positions_write:
+        return tuple(xp.kernels.positions_write(positions, lower, upper))
     planes, shift = [], 0
     for bits in lower:
         planes.append(pack(xp, bits, xp.bitwise_and(xp.shift_right(positions, shift), 2**bits - 1)))
@@ -60,6 +62,10 @@ def read(xp: Any, coding: str, sent: tuple[Array, ...], n: int, k: int | None = 
         return _set(xp, sent[0], n, k)
     assert k is not None
     lower, upper = _widths(n, k)
+    if xp.kernels and xp.kernels.positions_write:
+        found = xp.kernels.positions_read(sent, lower, upper, k)
+        if found is not None:  # otherwise it is said what is wrong with it
+            return found
     positions = xp.shift_left(_set(xp, sent[-1], upper, k) - xp.arange(k), sum(lower))
     shift = 0
     for bits, plane in zip(lower, sent, strict=False):

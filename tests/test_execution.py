@@ -26,7 +26,7 @@ N = 20_003
 HOSTS = ["numpy", "torch"]
 VECTORS = [row for row in ROWS if not row.matrix]
 PRODUCTS = {"demo"}
-"""Send elements of matrix products, which each BLAS adds up in its own order; tests/test_cosines.py has them in float64."""
+"""Send elements of matrix products, added up in any order: tests/test_cosines.py has them in float64."""
 
 
 @pytest.fixture(scope="module", autouse=True)

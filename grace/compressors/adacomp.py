@@ -34,6 +34,7 @@ class AdaComp(Scattered):
     ragged = True
     memory = "none"
     feedback = True
+    marked = True
     resize: ClassVar[Mapping[str, Resize]] = {"residual": Resize.SUM}
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ class AdaQ(Scattered):
     compress_ratio: float = 0.01
     family = "hybrid"
     ragged = True
+    marked = True
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from grace import execution
 from grace.compressors.qsgd import QSGD
 from grace.compressors.selectors import SelectingSparsifier
 from grace.compressors.sparse import Placed, Sparsifier
 from grace.compressors.topk import TopK
 from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, at_once, name_of, run
+from grace.memories.none import NoMemory
 from grace.registry import register
 
 
@@ -64,6 +66,10 @@ class Chain(Placed):
     def memory(self) -> str:  # type: ignore[override]
         return "none" if self.unbiased else "residual"
 
+    @property
+    def marked(self) -> bool:  # type: ignore[override]
+        return self.sparsifier.marked and self.quantizer.marked
+
     def applies(self, ctx: Context) -> bool:
         return self.sparsifier.applies(ctx) and self.quantizer.applies(self._values(ctx))
 
@@ -81,22 +87,26 @@ class Chain(Placed):
         return (*values, *sent[1:]), state
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        assert isinstance(self.sparsifier, Sparsifier)
         ctx = ctx.with_calls(None)  # its values are looked at
-        if (done := self.sparsifier.fused(x, residual, ctx)) is None:
+        if (done := self.sparsifier.chosen(x, residual, ctx)) is None:
             return None
-        (values, *positions), left = done
-        found, _ = at_once(self.quantizer.compress(values, {}, self._values(ctx)), self.quantizer)
-        payload = (*found, *positions)
+        values, positions, left = done
+        where = self._values(ctx)
+        coded = execution.encode(self.quantizer, NoMemory(), ctx.xp.copy(values), {}, where)
+        found, _ = coded or at_once(self.quantizer.compress(values, {}, where), self.quantizer)
+        payload = (*found, *self.sparsifier.write(positions, ctx))
         if residual is None:
             return payload, left
-        sent, places = self.parts(payload, ctx)
-        return payload, ctx.xp.put(left, places, values - sent)
+        return payload, ctx.xp.put(left, positions, values - self._decoded(found, ctx))
 
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         assert isinstance(self.sparsifier, Sparsifier)
         values = len(payload) - self.sparsifier.arrays(ctx.size)
-        found = self.quantizer.decompress(payload[:values], self._values(ctx)) * self.scale(self._count(ctx.size))
-        return self.sparsifier.parts((found, *payload[values:]), ctx)
+        return self.sparsifier.parts((self._decoded(payload[:values], ctx), *payload[values:]), ctx)
+
+    def _decoded(self, found: Payload, ctx: Context) -> Array:
+        return execution.decode(self.quantizer, found, self._values(ctx)) * self.scale(self._count(ctx.size))
 
     def scale(self, k: int) -> float:
         """What k decoded values are multiplied by."""

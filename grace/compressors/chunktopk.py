@@ -31,6 +31,7 @@ class ChunkTopK(Placed):
     chunk_size: int = 4096
     chunk_k: int = 64
     family = "hybrid"
+    marked = True
 
     def __post_init__(self) -> None:
         if not 8 <= self.chunk_size <= 65536 or self.chunk_size & (self.chunk_size - 1):

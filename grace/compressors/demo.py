@@ -35,6 +35,7 @@ class DeMo(Compressor):
     family = "hybrid"
     memory = "decoupled_momentum"
     shaped = True
+    marked = True
 
     def __post_init__(self) -> None:
         if not 2 <= self.chunk <= 256:

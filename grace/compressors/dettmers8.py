@@ -67,6 +67,7 @@ class Dettmers8(Blockwise):
 
     table: str = "dynamic8"
     block_size: int = 4096
+    marked = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

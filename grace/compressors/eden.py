@@ -42,6 +42,7 @@ class Eden(Blockwise):
     bits: int = 4
     block_size: int = 4096
     biased: bool = False
+    marked = True
 
     def __post_init__(self) -> None:
         check_width("block_size", self.block_size)

@@ -58,6 +58,7 @@ class FP8(Rounded):
 
     format: str = "e4m3"
     block_size: int = 128
+    marked = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

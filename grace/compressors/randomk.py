@@ -73,13 +73,12 @@ class RandomK(Sparsifier):
         return Compressor.residual(self, x, payload, ctx) if self.unbiased_scale else super().residual(x, payload, ctx)
 
     # Positions are drawn once for all that they are needed for.
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+    def chosen(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Array, Array, Array] | None:
         if self.unbiased_scale or residual is None:
             return None
         xp, positions = ctx.xp, self.read((), ctx)
         x = ctx.accumulated(x, residual)
-        payload = (poisoned(xp, xp.take(x, positions), x),)
-        return payload, xp.put(x, positions, 0.0)
+        return poisoned(xp, xp.take(x, positions), x), positions, xp.put(x, positions, 0.0)
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         return ctx.xp.put(ctx.xp.zeros(ctx.size), self.read((), ctx), self._mean(payloads, ctx))

@@ -109,6 +109,18 @@ class Sparsifier(Placed):
         positions = self.select(x, ctx)
         return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state
 
+    def chosen(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Array, Array, Array] | None:
+        """`fused`, with its positions not written yet: values float32[K], positions int32[K], and what is left."""
+        return None
+
+    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        if not self.uncoded(ctx.size):
+            ctx = ctx.with_calls(None)  # what is coded is looked at
+        if (done := self.chosen(x, residual, ctx)) is None:
+            return None
+        values, positions, left = done
+        return (values, *self.write(positions, ctx)), left
+
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         # Exact, bit for bit: what was not sent stays as it is.
         return ctx.xp.put(x, self.read(payload[1:], ctx), 0.0)

@@ -34,6 +34,7 @@ class THC(Blockwise):
     bits: int = 4
     block_size: int = 4096
     combine = Combine.AGREED
+    marked = True
 
     def __post_init__(self) -> None:
         check_width("block_size", self.block_size)

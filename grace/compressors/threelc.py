@@ -35,6 +35,7 @@ class ThreeLC(Blockwise):
     sparsity: float = 1.0
     zero_run: bool = True
     family = "hybrid"
+    marked = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.sparsity < 2:

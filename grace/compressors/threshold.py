@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grace.compressors.sparse import CodedSparsifier
-from grace.core import Array, Context, Payload
+from grace.core import Array, Context
 from grace.registry import register
 
 
@@ -34,8 +34,6 @@ class Threshold(CodedSparsifier):
         # What is not finite is sent, and so is seen by every worker.
         return ctx.xp.nonzero((magnitude >= self.threshold) | ctx.xp.invert(ctx.xp.isfinite(x)))
 
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not ctx.kernels.threshold_encode:
-            return None
-        values, positions, left = ctx.kernels.threshold_encode(x, residual, self.threshold)
-        return (values, *self.write(positions, ctx)), left
+    def chosen(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Array, Array, Array] | None:
+        encode = ctx.kernels.threshold_encode
+        return encode(x, residual, self.threshold) if encode else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from grace.compressors.selectors import SelectingSparsifier
 from grace.compressors.sparse import kept
-from grace.core import Array, Context, Payload
+from grace.core import Array, Context
 from grace.registry import register
 
 
@@ -28,11 +28,8 @@ class TopK(SelectingSparsifier):
 
     compress_ratio: float = 0.01
 
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+    def chosen(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Array, Array, Array] | None:
         if self.selector != "exact":
             return None
-        k = kept(self.compress_ratio, ctx.size)
-        if not self.uncoded(ctx.size):
-            ctx = ctx.with_calls(None)  # what is coded is looked at
-        values, positions, left = ctx.kernels.topk_encode(x, residual, k)
-        return (values, *self.write(positions, ctx)), left
+        found: tuple[Array, Array, Array] = ctx.kernels.topk_encode(x, residual, kept(self.compress_ratio, ctx.size))
+        return found

@@ -168,6 +168,8 @@ class Library:
         self._sampled = bind("sampled", _P, *sizes, _P, _P, _I, _I, _I, _I, _P, _P, _I, _I, result=_I)
         self._correct = bind("correct", _P, _P, _P, _P, _P, _P, _F, _I, _I, _I)
         self._sparse_means = bind("sparse_means", _P, _P, _P, _P, _I, _I, _P, _I, _I, result=_I)
+        self._positions_write = bind("positions_write", _P, _I, _I, _P, _P, _I, result=_I)
+        self._positions_read = bind("positions_read", _P, _P, _I, _I, _I, _P, result=_I)
         self._finite = bind("finite", _P, _P, _I, result=_I)
         self._gathered = bind("gathered", _I, result=_I)
         self._words = bind("words", _I, _I, _I, _I, _P, _I)
@@ -720,6 +722,17 @@ class Library:
             raise MemoryError("no memory to add up sparse vectors")
         if wrong >= 0:
             raise ValueError(f"worker {wrong // each} sent positions that do not ascend within 0 .. {n - 1}")
+
+    def positions_write(self, positions: int, k: int, lower: int, planes: Sequence[int], upper: int, marks: int) -> int:
+        """int32[k], ascending -> what `grace.indices` writes as "elias_fano": how many of them had a place; all, if k.
+
+        planes: uint8 each, of up to 8 of the ``lower`` bits; upper: uint8[ceil(marks/8)].
+        """
+        return int(self._positions_write(self.handle, positions, k, lower, (_P * len(planes))(*planes), upper, marks))
+
+    def positions_read(self, planes: Sequence[int], upper: int, marks: int, k: int, lower: int, positions: int) -> int:
+        """The inverse of `positions_write`: how many marks were found; positions, int32[k], are right if k."""
+        return int(self._positions_read(self.handle, (_P * len(planes))(*planes), upper, marks, k, lower, positions))
 
     def finite(self, ptrs: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether none of the float32 vectors at ``ptrs``, with so many elements each, has NaN or infinity."""

@@ -589,6 +589,25 @@ class HostKernels:
         self.library.cosines_mean(columns, len(kept), xp.address(out), sizes, k, senders, sign, xp.threads)
         return out
 
+    def positions_write(self, positions: Array, widths: Sequence[int], marks: int) -> tuple[Array, ...]:
+        """int32[k] -> planes of so many lower bits each, and the others' code: "elias_fano" of `grace.indices`."""
+        xp, at, (positions,) = self._xp, self._xp.address, self._ready(positions)
+        (k,) = xp.shape(positions)
+        planes = [xp.part(packed_size(bits, k), "uint8") for bits in widths]
+        upper = xp.part(packed_size(1, marks), "uint8")
+        where = list(map(at, planes)), at(upper), marks
+        if self.library.positions_write(at(positions), k, sum(widths), *where) != k:
+            raise ValueError("positions do not ascend, each once, below the number of elements")
+        return (*planes, upper)
+
+    def positions_read(self, sent: Sequence[Array], widths: Sequence[int], marks: int, k: int) -> Array | None:
+        """The inverse of `positions_write`: int32[k]; None unless that is how many there are."""
+        sizes = [("uint8", packed_size(bits, k)) for bits in widths]
+        (arrays,), xp = fitted(self._xp, [tuple(sent)], *sizes, ("uint8", packed_size(1, marks))), self._xp
+        positions, (*planes, upper) = xp.empty(k, "int32"), map(xp.address, arrays)
+        found = self.library.positions_read(planes, upper, marks, k, sum(widths), xp.address(positions))
+        return positions if found == k else None
+
     def finite(self, addresses: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether all numbers of float32 vectors at these addresses are finite."""
         return self.library.finite(addresses, counts)

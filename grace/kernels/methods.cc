@@ -793,3 +793,62 @@ API int64_t grace_cosines_mean(const Loops* loops, const float* const* values, c
 } catch (const std::bad_alloc&) {
   return -2;
 }
+
+// ---- ascending positions in Elias's and Fano's code, as in grace/indices.py --------------------------------------------------------
+
+namespace {
+
+// Bytes of k codes, as grace/packing.py has them.
+int64_t packed(int64_t bits, int64_t k) { return 8 % bits ? (k + 7) / 8 * bits : (k * bits + 7) / 8; }
+
+}  // namespace
+
+// The `lower` bits of positions[k] in planes of up to a byte each, as grace/packing.py packs them; the bits above as gaps,
+// one after each mark, in upper[(marks + 7) / 8]. Returns how many positions there was room for: k, if they are right.
+API int64_t grace_positions_write(const Loops*, const int32_t* positions, int64_t k, int64_t lower, uint8_t* const* planes,
+                                  uint8_t* upper, int64_t marks) {
+  memset(upper, 0, size_t((marks + 7) / 8));
+  for (int64_t j = 0; j < k; j++) {
+    const int64_t mark = int64_t(uint32_t(get(positions, j)) >> lower) + j;
+    if (mark >= marks) return j;
+    upper[mark >> 3] |= uint8_t(1u << (mark & 7));
+  }
+  for (int64_t shift = 0; shift < lower; shift += 8) {
+    uint8_t* plane = planes[shift / 8];
+    const int64_t bits = std::min<int64_t>(8, lower - shift), many = packed(bits, k);
+    for (int64_t j = 0; j < k; j += 8) {  // eight codes are as many bytes as a code has bits
+      uint64_t word = 0;
+      for (int64_t i = 0; i < std::min<int64_t>(8, k - j); i++)
+        word |= uint64_t(uint32_t(get(positions, j + i)) >> shift & ((1u << bits) - 1)) << i * bits;
+      memcpy(plane + j / 8 * bits, &word, size_t(std::min(bits, many - j / 8 * bits)));  // little-endian
+    }
+  }
+  return k;
+}
+
+// The inverse. Returns how many marks there are; only if these are k, positions[k] are all written.
+API int64_t grace_positions_read(const Loops*, const uint8_t* const* planes, const uint8_t* upper, int64_t marks, int64_t k,
+                                 int64_t lower, int32_t* positions) {
+  int64_t j = 0;
+  for (int64_t first = 0; first < marks; first += 64) {
+    uint64_t left = 0;
+    memcpy(&left, upper + first / 8, size_t(std::min<int64_t>(8, (marks - first + 7) / 8)));
+    if (marks - first < 64) left &= (uint64_t(1) << (marks - first)) - 1;
+    for (; left; left &= left - 1, j++)
+      if (j < k) set(positions, j, int32_t(uint32_t(first + __builtin_ctzll(left) - j) << lower));
+  }
+  if (j != k) return j;
+  for (int64_t shift = 0; shift < lower; shift += 8) {
+    const uint8_t* plane = planes[shift / 8];
+    const int64_t bits = std::min<int64_t>(8, lower - shift), many = packed(bits, k);
+    for (j = 0; j < k; j += 8) {
+      uint64_t word = 0;
+      memcpy(&word, plane + j / 8 * bits, size_t(std::min(bits, many - j / 8 * bits)));
+      for (int64_t i = 0; i < std::min<int64_t>(8, k - j); i++) {
+        const uint32_t code = uint32_t(word >> i * bits) & ((1u << bits) - 1);
+        set(positions, j + i, get(positions, j + i) | int32_t(code << shift));
+      }
+    }
+  }
+  return k;
+}

@@ -9,6 +9,7 @@ from test_kernels_floats import Plain
 
 from grace.compressors.adacomp import AdaComp
 from grace.compressors.adaq import AdaQ
+from grace.compressors.chunktopk import ChunkTopK
 from grace.compressors.inceptionn import Inceptionn
 from grace.compressors.randomk import RandomK
 from grace.compressors.sketch import Sketch
@@ -24,6 +25,7 @@ COMPRESSORS = [
     *(AdaComp(size) for size in (2, 7, 16, 50, 128)),
     *(Wangni(ratio, iterations) for ratio, iterations in ((0.05, 2), (0.7, 5), (1.0, 0))),
     *(RandomK(ratio) for ratio in (0.01, 1.0)),
+    *(ChunkTopK(*each) for each in ((8, 8), (64, 16), (256, 24), (512, 8), (4096, 64), (65536, 512))),
 ]
 CASES = [
     *((n, "normal", 0) for n in (1, 7, 8, 9, 50, 51, 513, 2**15 - 1, 2**15, 70_001)),
@@ -112,6 +114,37 @@ def test_means_are_those_of_the_compressor(lib, compressor, n, kind, offset):
         out = Memory(n, np.float32, 4)
         assert compressor.fused_mean(moved(payloads), out.array, context(Native(lib), n, offset)) is out.array
         equal(out.check(), expected)
+
+
+@pytest.mark.parametrize("n", [1, 4096, 70_001])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_the_residual_of_chunks_changes_places_with_the_gradient(lib, n, kind):
+    compressor, native, undo = ChunkTopK(1024, 16), Native(lib), []
+    x, rest = Memory.of(vector(n, 1, kind), 4), Memory.of(vector(n, 2), 8)
+    expected = sent_by(compressor, vector(n, 1, kind), vector(n, 2), context(Plain(), n))
+    ctx = Context(native, "w", (n,), step=5, seed=3, undo=undo)
+    payload, left = compressor.fused(x.array, rest.array, ctx)
+    native.check()
+    assert (left is rest.array, len(undo), undo[0][0] is rest.array, undo[0][1] is x.array) == (True, 1, True, True)
+    equal(x.check(), vector(n, 2))
+    for one, other in zip((*payload, rest.check()), (*expected[0], expected[1]), strict=True):
+        equal(one, other)
+
+
+@pytest.mark.parametrize("size, k", [(64, 16), (1024, 16)])
+def test_chunks_that_do_not_fit_are_refused(lib, size, k):
+    n, compressor, native = 5001, ChunkTopK(size, k), Native(lib)
+    good, _ = compressor.compress(vector(n), {}, context(Plain(), n))
+    low = good[0].copy()
+    low[0], low[1] = low[1], low[0]
+    beyond = np.full_like(low, 255)
+    wrong = [(low, *good[1:]), (good[0][1:], *good[1:]), (*good[:-1], good[-1][1:]), (beyond, *good[1:])]
+    for payload in wrong:
+        out = Memory.of(vector(n, 8), 4)
+        with pytest.raises(ValueError, match=r"its |do not ascend"):
+            compressor.fused_mean([good, payload], out.array, context(native, n))
+        out.check(), native.check()
 
 
 # -- orders and chances that are hard ----------------------------------------------------------------------------------

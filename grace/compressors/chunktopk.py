@@ -69,12 +69,20 @@ class ChunkTopK(Placed):
         codes = xp.cast(blocks.flat(xp, high, k), "int32") + 2 * xp.cast(values < 0, "int32")
         return (*indices.narrow(xp, places, self.chunk_size), pack(xp, 2, codes), magnitudes), state
 
-    # At once: what follows the selection is a small part of the elements, and not worth a pass for each piece.
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        if ctx.kernels.chunks_encode:
+            found: tuple[Payload, Array] = ctx.kernels.chunks_encode(x, residual, self.chunk_size, self.chunk_k)
+            return found
+        # At once: what follows the selection is a small part of the elements, and not worth a pass for each piece.
         return encoded(self, lambda v: at_once(self.compress(v, {}, ctx), self)[0], x, residual, ctx)
 
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         xp, k = ctx.xp, self.count(ctx.size)
+        if xp.kernels and xp.kernels.chunks_encode:
+            found = xp.kernels.chunks_values(payload, ctx.size, self.chunk_size, self.chunk_k)
+            if found is not None:  # otherwise it is said what is wrong with it
+                values, positions = found
+                return values, positions
         *sent, codes, magnitudes = payload
         places = indices.widen(xp, tuple(sent), self.chunk_size, k)
         codes = xp.cast(unpack(xp, 2, codes, k), "int32")

@@ -170,6 +170,8 @@ class Library:
         self._sparse_means = bind("sparse_means", _P, _P, _P, _P, _I, _I, _P, _I, _I, result=_I)
         self._positions_write = bind("positions_write", _P, _I, _I, _P, _P, _I, result=_I)
         self._positions_read = bind("positions_read", _P, _P, _I, _I, _I, _P, result=_I)
+        self._chunks_encode = bind("chunks_encode", *(_P,) * 7, *(_I,) * 5, result=_I)
+        self._chunks_values = bind("chunks_values", *(_P,) * 4, _I, _I, _I, _P, _P, result=_I)
         self._finite = bind("finite", _P, _P, _I, result=_I)
         self._gathered = bind("gathered", _I, result=_I)
         self._words = bind("words", _I, _I, _I, _I, _P, _I)
@@ -733,6 +735,33 @@ class Library:
     def positions_read(self, planes: Sequence[int], upper: int, marks: int, k: int, lower: int, positions: int) -> int:
         """The inverse of `positions_write`: how many marks were found; positions, int32[k], are right if k."""
         return int(self._positions_read(self.handle, (_P * len(planes))(*planes), upper, marks, k, lower, positions))
+
+    def chunks_encode(
+        self,
+        x: int,
+        residual: Address,
+        out: Address,
+        payload: Sequence[Address],
+        n: int,
+        chunk: int,
+        k: int,
+        threads: int = 1,
+        swap: bool = False,
+    ) -> None:
+        """The k largest of each chunk in two bits each, as `grace.compressors.chunktopk` has them.
+
+        x, residual, out: float32[n]; payload: lower bytes of places uint8[K], what is above them packed (None for
+        chunks of up to 256), codes uint8[ceil(K/4)], magnitudes float32[2 ceil(n/chunk)]. chunk: a power of two;
+        k: a multiple of 8.
+        """
+        if self._chunks_encode(self.handle, x, residual, out, *payload, n, chunk, k, swap, threads):
+            raise MemoryError("the largest of each chunk need memory for about 2 k elements")
+
+    def chunks_values(
+        self, payload: Sequence[Address], n: int, chunk: int, k: int, values: int, positions: int
+    ) -> bool:
+        """The inverse of `chunks_encode`: values, float32[K], and positions, int32[K]. False: places beyond a chunk."""
+        return not self._chunks_values(self.handle, *payload, n, chunk, k, values, positions)
 
     def finite(self, ptrs: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether none of the float32 vectors at ``ptrs``, with so many elements each, has NaN or infinity."""

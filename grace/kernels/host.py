@@ -608,6 +608,25 @@ class HostKernels:
         found = self.library.positions_read(planes, upper, marks, k, sum(widths), xp.address(positions))
         return positions if found == k else None
 
+    def chunks_encode(self, x: Array, residual: Array | None, chunk: int, k: int) -> tuple[tuple[Array, ...], Array]:
+        """float32[n] -> the payload of `grace.compressors.chunktopk`, and what is left."""
+        xp, at = self._xp, self._xp.address
+        (n,) = xp.shape(x)
+        payload = tuple(xp.part(size, dtype) for dtype, size in _chunked(n, chunk, k))
+        left, out, swap = self._left(x, residual)
+        where = at(x), at(residual), out, _optional(list(map(at, payload)))
+        self._encode(partial(self.library.chunks_encode, *where, n, chunk, k, xp.threads, swap), x, residual, *payload)
+        return payload, left
+
+    def chunks_values(self, payload: Sequence[Array], n: int, chunk: int, k: int) -> tuple[Array, Array] | None:
+        """The inverse: float32[K], and int32[K], where they belong. None: its places are not all in their chunks."""
+        sizes, xp = _chunked(n, chunk, k), self._xp
+        (arrays,) = fitted(xp, [tuple(payload)], *sizes)
+        values, positions = xp.empty(sizes[0][1]), xp.empty(sizes[0][1], "int32")
+        where = _optional(list(map(xp.address, arrays)))
+        right = self.library.chunks_values(where, n, chunk, k, xp.address(values), xp.address(positions))
+        return (values, positions) if right else None
+
     def finite(self, addresses: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether all numbers of float32 vectors at these addresses are finite."""
         return self.library.finite(addresses, counts)
@@ -761,6 +780,19 @@ def _parts(codes: Codes, n: int, block: int) -> list[tuple[str, int]]:
         return [("uint8", 2 * n)]
     scales = "int32" if codes.kind == "natural" else "float32"
     return [("uint8", packed_size(codes.bits, n)), (scales, _count(n, block))]
+
+
+def _chunked(n: int, chunk: int, k: int) -> list[tuple[str, int]]:
+    # Likewise of the largest of each chunk.
+    full, rest = divmod(n, chunk)
+    many, above = full * k + min(rest, k), max(0, (chunk - 1).bit_length() - 8)
+    high = [("uint8", packed_size(above, many))] if above else []
+    return [("uint8", many), *high, ("uint8", packed_size(2, many)), ("float32", 2 * (full + (rest > 0)))]
+
+
+def _optional(addresses: list[int]) -> list[int | None]:
+    # Those of places are two arrays, or one.
+    return [*addresses] if len(addresses) == 4 else [addresses[0], None, *addresses[1:]]
 
 
 def _normal(levels: Sequence[float], n: int, width: int) -> list[tuple[str, int]]:

@@ -258,13 +258,25 @@ constexpr int64_t MOST_KEPT = int64_t(4) << 20;  // candidates that a thread's s
 // The k-th largest key of the candidates, 1 <= k <= count: bins of the keys' range, then of the bin it lies in.
 int32_t kth_key(const Candidates& all, int64_t k) {
   constexpr int BINS = 2048, FEW = 512;
-  if (all.count <= FEW) {  // bins would cost more
-    int32_t keys[FEW];
-    for (int64_t i = 0; i < all.count; i++) keys[i] = key(all.values[i]);
-    std::nth_element(keys, keys + k - 1, keys + all.count, std::greater<int32_t>());
-    return keys[k - 1];
-  }
   int32_t low = INT32_MAX, high = 0;
+  if (all.count <= FEW) {  // bins would cost more than to halve the range until just k are above
+    int32_t keys[FEW];
+    const int count = int(all.count);
+    for (int i = 0; i < count; i++) keys[i] = key(all.values[i]);
+    for (int i = 0; i < count; i++) low = std::min(low, keys[i]), high = std::max(high, keys[i]);
+    for (int above = count; low < high && above != k;) {
+      const int32_t middle = low + (high - low + 1) / 2;
+      int reach = 0;
+      for (int i = 0; i < count; i++) reach += keys[i] >= middle;
+      if (reach >= k)
+        low = middle, above = reach;
+      else
+        high = middle - 1;
+    }
+    int32_t least = INT32_MAX;
+    for (int i = 0; i < count; i++) least = std::min(least, keys[i] >= low ? keys[i] : INT32_MAX);
+    return least;
+  }
   for (int64_t i = 0; i < all.count; i++) {
     const int32_t each = key(all.values[i]);
     low = std::min(low, each), high = std::max(high, each);

@@ -794,17 +794,42 @@ API int64_t grace_cosines_mean(const Loops* loops, const float* const* values, c
   return -2;
 }
 
-// ---- ascending positions in Elias's and Fano's code, as in grace/indices.py --------------------------------------------------------
+// ---- positions in few bits, as in grace/indices.py ---------------------------------------------------------------------------------
 
 namespace {
 
 // Bytes of k codes, as grace/packing.py has them.
 int64_t packed(int64_t bits, int64_t k) { return 8 % bits ? (k + 7) / 8 * bits : (k * bits + 7) / 8; }
 
+// So many bits of each of values[k], those above `shift`, as grace/packing.py packs them: eight of them are `bits` bytes.
+void pack_plane(const int32_t* values, int64_t k, int64_t shift, int64_t bits, uint8_t* plane) {
+  const int64_t bytes = packed(bits, k);
+  for (int64_t j = 0, byte = 0; j < k; j += 8, byte += bits) {
+    uint64_t word = 0;
+    for (int64_t i = 0; i < std::min<int64_t>(8, k - j); i++)
+      word |= uint64_t(uint32_t(get(values, j + i)) >> shift & ((1u << bits) - 1)) << i * bits;
+    memcpy(plane + byte, &word, size_t(std::min(bits, bytes - byte)));  // little-endian
+  }
+}
+
+// The inverse, put to the values' other bits.
+void unpack_plane(const uint8_t* plane, int64_t k, int64_t shift, int64_t bits, int32_t* values) {
+  const int64_t bytes = packed(bits, k);
+  for (int64_t j = 0, byte = 0; j < k; j += 8, byte += bits) {
+    uint64_t word = 0;
+    memcpy(&word, plane + byte, size_t(std::min(bits, bytes - byte)));
+    for (int64_t i = 0; i < std::min<int64_t>(8, k - j); i++) {
+      const uint32_t code = uint32_t(word >> i * bits) & ((1u << bits) - 1);
+      set(values, j + i, get(values, j + i) | int32_t(code << shift));
+    }
+  }
+}
+
 }  // namespace
 
-// The `lower` bits of positions[k] in planes of up to a byte each, as grace/packing.py packs them; the bits above as gaps,
-// one after each mark, in upper[(marks + 7) / 8]. Returns how many positions there was room for: k, if they are right.
+// Ascending positions in Elias's and Fano's code: the `lower` bits of positions[k] in planes of up to a byte each, those
+// above as gaps, one after each mark, in upper[(marks + 7) / 8]. Returns for how many positions there was room: k, if
+// they are right.
 API int64_t grace_positions_write(const Loops*, const int32_t* positions, int64_t k, int64_t lower, uint8_t* const* planes,
                                   uint8_t* upper, int64_t marks) {
   memset(upper, 0, size_t((marks + 7) / 8));
@@ -813,16 +838,8 @@ API int64_t grace_positions_write(const Loops*, const int32_t* positions, int64_
     if (mark >= marks) return j;
     upper[mark >> 3] |= uint8_t(1u << (mark & 7));
   }
-  for (int64_t shift = 0; shift < lower; shift += 8) {
-    uint8_t* plane = planes[shift / 8];
-    const int64_t bits = std::min<int64_t>(8, lower - shift), many = packed(bits, k);
-    for (int64_t j = 0; j < k; j += 8) {  // eight codes are as many bytes as a code has bits
-      uint64_t word = 0;
-      for (int64_t i = 0; i < std::min<int64_t>(8, k - j); i++)
-        word |= uint64_t(uint32_t(get(positions, j + i)) >> shift & ((1u << bits) - 1)) << i * bits;
-      memcpy(plane + j / 8 * bits, &word, size_t(std::min(bits, many - j / 8 * bits)));  // little-endian
-    }
-  }
+  for (int64_t shift = 0; shift < lower; shift += 8)
+    pack_plane(positions, k, shift, std::min<int64_t>(8, lower - shift), planes[shift / 8]);
   return k;
 }
 
@@ -838,17 +855,97 @@ API int64_t grace_positions_read(const Loops*, const uint8_t* const* planes, con
       if (j < k) set(positions, j, int32_t(uint32_t(first + __builtin_ctzll(left) - j) << lower));
   }
   if (j != k) return j;
-  for (int64_t shift = 0; shift < lower; shift += 8) {
-    const uint8_t* plane = planes[shift / 8];
-    const int64_t bits = std::min<int64_t>(8, lower - shift), many = packed(bits, k);
-    for (j = 0; j < k; j += 8) {
-      uint64_t word = 0;
-      memcpy(&word, plane + j / 8 * bits, size_t(std::min(bits, many - j / 8 * bits)));
-      for (int64_t i = 0; i < std::min<int64_t>(8, k - j); i++) {
-        const uint32_t code = uint32_t(word >> i * bits) & ((1u << bits) - 1);
-        set(positions, j + i, get(positions, j + i) | int32_t(code << shift));
+  for (int64_t shift = 0; shift < lower; shift += 8)
+    unpack_plane(planes[shift / 8], k, shift, std::min<int64_t>(8, lower - shift), positions);
+  return k;
+}
+
+// ---- the largest of each chunk, in two bits each, as in grace/compressors/chunktopk.py ---------------------------------------------
+
+namespace {
+
+// Bits of a place in a chunk, a power of two, that its byte does not hold.
+int64_t above_byte(int64_t chunk) { return std::max<int64_t>(0, 63 - __builtin_clzll(uint64_t(chunk)) - 8); }
+
+}  // namespace
+
+// low[K], high[packed(above_byte(chunk), K)], codes[packed(2, K)], magnitudes[2 m]. 0, or -2 if there is no memory.
+API int64_t grace_chunks_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* low,
+                                uint8_t* high, uint8_t* codes, float* magnitudes, int64_t n, int64_t chunk, int64_t k,
+                                int64_t swap, int64_t threads) try {
+  const Out form = form_of(x, residual, out, n, swap);
+  const int64_t above = above_byte(chunk);
+  threads = std::clamp<int64_t>(threads, 1, 64);
+  std::vector<Candidates> scratch{size_t(threads)};
+  for (auto& each : scratch)  // as many as there can be, before anything is written
+    if (!each.reserve(2 * k + 4096)) return -2;
+  split(n, chunk, threads, [&](int64_t begin, int64_t end, int64_t t) {
+    Candidates& found = scratch[size_t(t)];
+    int32_t bound = 0;  // a guess: somewhat less than what was enough for the chunk before
+    int64_t reached = 0;
+    for (int64_t i = begin; i < end; i += chunk) {
+      const int64_t size = std::min(chunk, end - i), many = std::min(k, size), first = i / chunk * k;
+      float* const to = at(out, i);
+      collect(loops, x + i, at(residual, i), to, 0, size, bound, many, 4 * k, form, found, reached);
+      if (found.count < many) {
+        for (int64_t j = 0; to && j < found.count; j++) set(to, found.positions[j], found.values[j]);
+        if (to)
+          collect(loops, to, nullptr, to, 0, size, 0, many, size, grace::KEPT, found, reached);
+        else
+          collect(loops, x + i, at(residual, i), to, 0, size, 0, many, size, grace::NONE, found, reached);
       }
+      bound = std::max(0, keep_largest(found, many, to) - (1 << 21));
+      double sum = 0, sums[2] = {0, 0};
+      for (int64_t j = 0; j < many; j++) sum += __builtin_fabsf(found.values[j]);
+      const float mean = float(sum) / float(many);
+      int64_t counts[2] = {0, 0};
+      for (int64_t j = 0; j < many; j++) {
+        const float magnitude = __builtin_fabsf(found.values[j]);
+        sums[magnitude >= mean] += magnitude, counts[magnitude >= mean]++;
+      }
+      float means[2];
+      for (int each = 0; each < 2; each++) {
+        means[each] = float(sums[each]) / std::max(float(counts[each]), 1.0f);
+        set(magnitudes, 2 * (i / chunk) + each, means[each]);
+      }
+      for (int64_t j = 0; j < many; j += 4) {
+        unsigned byte = 0;
+        for (int64_t l = j; l < std::min(j + 4, many); l++) {
+          const float value = found.values[l];
+          const bool larger = __builtin_fabsf(value) >= mean, negative = value < 0;
+          byte |= (unsigned(larger) | unsigned(negative) << 1) << (l - j) * 2;
+          if (to) set(to, found.positions[l], value - (negative ? -means[larger] : means[larger]));
+        }
+        codes[(first + j) / 4] = uint8_t(byte);
+      }
+      for (int64_t j = 0; j < many; j++) low[first + j] = uint8_t(found.positions[j]);
+      if (above) pack_plane(found.positions, many, 8, above, high + first / 8 * above);
+    }
+  });
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
+// values[K] and where they belong, positions[K]. 1 if a place is not in its chunk.
+API int64_t grace_chunks_values(const Loops*, const uint8_t* low, const uint8_t* high, const uint8_t* codes,
+                                const float* magnitudes, int64_t n, int64_t chunk, int64_t k, float* values,
+                                int32_t* positions) {
+  const int64_t above = above_byte(chunk);
+  int32_t most = 0;
+  for (int64_t i = 0; i < n; i += chunk) {
+    const int64_t many = std::min(k, std::min(chunk, n - i)), first = i / chunk * k, pair = 2 * (i / chunk);
+    const float means[2] = {get(magnitudes, pair), get(magnitudes, pair + 1)};
+    const float four[4] = {means[0], means[1], -means[0], -means[1]};
+    for (int64_t j = 0; j < many; j++) {
+      set(positions, first + j, int32_t(low[first + j]));
+      set(values, first + j, four[codes[(first + j) / 4] >> j % 4 * 2 & 3]);
+    }
+    if (above) unpack_plane(high + first / 8 * above, many, 8, above, at(positions, first));
+    for (int64_t j = 0; j < many; j++) {
+      most = std::max(most, get(positions, first + j));
+      set(positions, first + j, get(positions, first + j) + int32_t(i));
     }
   }
-  return k;
+  return most >= chunk;
 }

@@ -369,7 +369,7 @@ class TritonKernels:
     trits_encode = trits_mean = codes_encode = codes_mean = None
     normal_encode = normal_mean = steps_encode = None
     quantiles_encode = largest_of_signs = count_sketch = tagged_encode = bins_encode = chances_encode = None
-    cosines_encode = positions_write = None
+    cosines_encode = positions_write = chunks_encode = None
 
     def __init__(self, xp: Any, give_up: Callable[[Exception], None]):
         self._xp, self._give_up = xp, give_up

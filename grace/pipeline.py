@@ -478,7 +478,7 @@ class Grace:
             self._step.assign(self._step.read() + 1)
             if not self._weighed and not self.xp.tracing and self.schedule is None:
                 self._weighed = True
-                if self.rank == 0 and (heavier := self.report().heavier):
+                if self.rank == 0 and (heavier := self._report({}).heavier):
                     warnings.warn(heavier, stacklevel=3)
             if self._recorder is not None and not self.xp.tracing and self._recorder.passed():
                 self.record()
@@ -945,6 +945,11 @@ class Grace:
             if self._xp is not None and self._xp.traced:
                 raise ValueError("a graph runs by itself and cannot be traced from here: use tf.profiler.experimental")
             self.trace.save(trace, self.rank)
+        units = list(dict.fromkeys(self._unit_of[name] for name in self._tensors))
+        return self._report({} if self._xp is None else self._kept.norms(units, self.decision.levels))
+
+    def _report(self, norms: Mapping[str, float]) -> Report:
+        # With these norms of residuals, which take time and wait for a device.
         leading = next((self._way(unit) for unit in self._unit_of.values() if not unit.dense), self._ways[0])
         parts = (leading.method.compressor, leading.method.memory, leading.communicator)
         method = " + ".join(name_of(part) for part in parts)
@@ -953,7 +958,6 @@ class Grace:
         traffic = self._meter.read()
         untold = UNTOLD if self._kept.switches and self.schedule is not None and not self.schedule.told else ""
         units = list(dict.fromkeys(self._unit_of[name] for name in self._tensors))
-        norms = self._kept.norms(units, self.decision.levels)
         tensors = [
             TensorReport(
                 name=unit.name,

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from methods import BACKENDS, backend, normal
 
-from grace import simulate
+from grace import grace_from_params, simulate
+from grace.kept import Kept
 from grace.report import Report
+from grace.transports.local import LocalTransport
 
 N = 2000
 
@@ -154,6 +156,17 @@ def test_gathers_that_bring_more_than_a_dense_allreduce_say_so(xp):
     assert len(told) == 1
     assert report.heavier == str(told[0].message)
     assert report.heavier in str(report)
+
+
+def test_no_step_looks_at_residuals(xp, monkeypatch):
+    # Their norms, which a report has, take a pass over all of them, and a wait where they are on a device.
+    grc, w = grace_from_params({"compressor": "topk"}, LocalTransport()), xp.asarray(normal(N), "float32")
+    grc.build({"w": w})
+    monkeypatch.setattr(Kept, "norms", lambda *_: pytest.fail("a step asked for norms"))
+    for _ in range(2):
+        grc.step({"w": w})
+    monkeypatch.undo()
+    assert grc.report().tensors[0].residual_norm > 0
 
 
 def test_bytes_of_payloads_whose_length_varies(xp):

@@ -202,9 +202,9 @@ class Mean:
         if not _in_pieces(compressor, ctx):
             return self._decode_into(out, self._payloads, ctx)
         forms: Any = xp.forms if ctx.compile else None
-        size = piece(compressor, xp)
+        size, payloads, steps = piece(compressor, xp), list(self._payloads), strides(compressor, xp)
         for start, stop in pieces(compressor, ctx):
-            parts = [cut(compressor, payload, start, stop, ctx) for payload in self._payloads]
+            parts = [cut(payload, steps, start, stop, ctx.size) for payload in payloads]
             here = ctx.piece(start, stop - start)
             fits = forms is not None and here.size == size
             if not (fits and forms.mean(compressor, out[start:stop], parts, self._agreed, here)):
@@ -308,15 +308,24 @@ def pieces(compressor: Compressor, ctx: Context) -> list[tuple[int, int]]:
     return spans(ctx.xp, ctx.size, unit(compressor))
 
 
-def cut(compressor: Compressor, payload: Payload, start: int, stop: int, ctx: Context) -> Payload:
-    """The part of a blockwise method's payload that holds elements ``start .. stop``, at whole units or the end."""
-    units = unit(compressor)
-    parts = []
-    for array, length in zip(payload, lengths(compressor, ctx.xp), strict=True):
-        end = ctx.xp.shape(array)[0]
-        first, last = (end if bound >= ctx.size else bound // units * length for bound in (start, stop))
-        parts.append(array[first:last])
-    return tuple(parts)
+def cut(payload: Payload, steps: tuple[int, ...], start: int, stop: int, size: int) -> Payload:
+    """The part of a blockwise method's payload that holds elements ``start .. stop`` of ``size``.
+
+    Both are at whole units or the end. ``steps``: `strides` of the method.
+    """
+    units, *each = steps
+    if start >= size:
+        return tuple(array[:0] for array in payload)
+    first, last = start // units, None if stop >= size else stop // units
+    return tuple(
+        array[first * length : None if last is None else last * length]
+        for array, length in zip(payload, each, strict=True)
+    )
+
+
+def strides(compressor: Compressor, xp: Any) -> tuple[int, ...]:
+    """Elements of a unit, and how long each payload array is for one."""
+    return unit(compressor), *lengths(compressor, xp)
 
 
 @cache

@@ -14,7 +14,7 @@ from grace import grace_from_params
 from grace.backends import get_backend
 from grace.compressors.blockint import BlockInt
 from grace.compressors.efsignsgd import EFSignSGD
-from grace.execution import Mean, Shards, cut, cuts, pieces, shards
+from grace.execution import Mean, Shards, cut, cuts, pieces, shards, strides
 from grace.kept import Kept
 from grace.kernels import Library
 from grace.memories.none import NoMemory
@@ -198,7 +198,7 @@ def test_parts_of_a_payload_are_as_long_as_their_cuts(row):
         payload, _ = alone(lambda ctx, n=n: compressor.compress(xp.asarray(spread(n), "float32"), {}, ctx), ctx)
         full = 4096 * max(1, (compressor.block or 1) // 4096)
         ends = tuple(min(k * full, n) for k in (1, 2, 3))
-        wanted = [cut(compressor, payload, *bounds, ctx) for bounds in pairwise((0, *ends, n))]
+        wanted = [cut(payload, strides(compressor, xp), *bounds, n) for bounds in pairwise((0, *ends, n))]
         found = cuts(compressor, xp, n, ends, tuple(len(array) for array in payload))
         assert [list(lengths) for lengths in zip(*found, strict=True)] == [[len(a) for a in part] for part in wanted]
 

@@ -443,8 +443,8 @@ class Backend(ABC):
         self.product_into(x, p, q)
 
     @abstractmethod
-    def svd(self, x: Array) -> tuple[Array, Array, Array]:
-        """u[a, r], s[r], v[b, r] with x = u diag(s) v^T, s descending, r = min(a, b). x[a, b] must be finite."""
+    def eigh(self, x: Array) -> tuple[Array, Array]:
+        """w[n], descending, and v[n, n], columns, with x v = v diag(w), for a symmetric and finite x[n, n]."""
 
     @abstractmethod
     def solve(self, a: Array, b: Array) -> Array:

@@ -286,9 +286,9 @@ class NumpyBackend(Backend):
     def part_product(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
         (self.kernels.part if self.kernels else part_product)(x, p, q, rest, taken)
 
-    def svd(self, x: Array) -> tuple[Array, Array, Array]:
-        u, s, vt = np.linalg.svd(x, full_matrices=False)
-        return u, s, vt.T
+    def eigh(self, x: Array) -> tuple[Array, Array]:
+        values, vectors = np.linalg.eigh(x)
+        return values[::-1], vectors[:, ::-1]
 
     def solve(self, a: Array, b: Array) -> Array:
         return np.linalg.solve(a, b)

@@ -218,9 +218,9 @@ class TensorflowBackend(Backend):
         # In float32 squares of very large or small numbers leave the range, and it does not scale by itself.
         return tf.cast(tf.linalg.qr(tf.cast(x, tf.float64)).q, x.dtype)
 
-    def svd(self, x: Array) -> tuple[Array, Array, Array]:
-        s, u, v = tf.linalg.svd(x)
-        return u, s, v
+    def eigh(self, x: Array) -> tuple[Array, Array]:
+        values, vectors = tf.linalg.eigh(x)
+        return values[::-1], vectors[:, ::-1]
 
     def solve(self, a: Array, b: Array) -> Array:
         return tf.linalg.solve(a, b)

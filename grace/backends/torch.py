@@ -611,9 +611,9 @@ class TorchBackend(Backend):
         for part, product in products(p, q, POOL.empty((room(p, q),), torch.float32).numpy()):
             yield part, torch.from_numpy(product)
 
-    def svd(self, x: Array) -> tuple[Array, Array, Array]:
-        u, s, vt = torch.linalg.svd(x, full_matrices=False)
-        return u, s, vt.T
+    def eigh(self, x: Array) -> tuple[Array, Array]:
+        values, vectors = torch.linalg.eigh(x)
+        return values.flip(0), vectors.flip(1)
 
     def solve(self, a: Array, b: Array) -> Array:
         return torch.linalg.solve(a, b)

@@ -34,17 +34,76 @@ INLINE float not_zero(float scale) { return scale == 0.0f ? 1.0f : scale; }
 template <bool RESIDUAL>
 INLINE int64_t load_all(float* v, const float* x, const float* residual, int64_t i, int64_t count) {
   int64_t j = 0;
-  for (; j + W <= count; j += W) store(v + j, value<RESIDUAL>(x, residual, i + j));
+  for (; j + W <= count; j += W) {
+    prefetch<RESIDUAL>(x, residual, i + j + AHEAD);
+    store(v + j, value<RESIDUAL>(x, residual, i + j));
+  }
   if (j < count) store(v + j, value_some<RESIDUAL>(x, residual, i + j, count - j)), j += W;
   return j;
 }
+
+// Numbers of a table of 2^bits, by codes of up to 8 bits; bits = -1: there is none.
+struct LookUp {
+#if defined(GRACE_AVX512)
+  // Halves of the entries, which are looked up 64 at a time.
+  __m512i low[8], high[8];
+  int64_t fours;
+  INLINE_MEMBER LookUp(const float* table, int bits) : fours(bits <= 6 ? 1 : 4) {
+    if (bits < 0) return;
+    const auto sixteen = [=](int64_t k) __attribute__((always_inline)) {
+      const int64_t count = (1 << bits) - k * W;
+      return _mm512_castps_si512(load_some(table + k * W, count < 0 ? 0 : least(count, W)).v);
+    };
+    for (int64_t k = 0; k < 2 * fours; k++) {
+      const __m512i a = sixteen(2 * k), b = sixteen(2 * k + 1);
+      const auto pair = [](__m512i a, __m512i b) __attribute__((always_inline)) {
+        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(a)), _mm512_cvtepi32_epi16(b), 1);
+      };
+      low[k] = pair(a, b), high[k] = pair(_mm512_srli_epi32(a, 16), _mm512_srli_epi32(b, 16));
+    }
+  }
+  template <int64_t FOURS>
+  static INLINE_MEMBER __m512i halves(const __m512i* half, __m512i codes, __mmask32 odd, __mmask32 upper) {
+    const auto pick = [&](int64_t k) __attribute__((always_inline)) {
+      return _mm512_permutex2var_epi16(half[2 * k], codes, half[2 * k + 1]);
+    };
+    if constexpr (FOURS == 1) return pick(0);
+    const __m512i lower = _mm512_mask_blend_epi16(odd, pick(0), pick(1));
+    return _mm512_mask_blend_epi16(upper, lower, _mm512_mask_blend_epi16(odd, pick(2), pick(3)));
+  }
+  template <int64_t FOURS>
+  INLINE_MEMBER void some(const uint8_t* codes, int64_t count, float* out) const {
+    for (int64_t j = 0; j < count; j += 2 * W) {
+      // In the order that interleaving the halves brings back.
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + j));
+      const __m256i mixed = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+      const __m512i each = _mm512_cvtepu8_epi16(mixed);
+      const __mmask32 odd = _mm512_test_epi16_mask(each, _mm512_set1_epi16(64));
+      const __mmask32 upper = _mm512_test_epi16_mask(each, _mm512_set1_epi16(128));
+      const __m512i a = halves<FOURS>(low, each, odd, upper), b = halves<FOURS>(high, each, odd, upper);
+      _mm512_storeu_si512(out + j, _mm512_unpacklo_epi16(a, b));
+      _mm512_storeu_si512(out + j + W, _mm512_unpackhi_epi16(a, b));
+    }
+  }
+  // Of `count` codes; both have room for whole thirty-twos.
+  INLINE_MEMBER void of(const uint8_t* codes, int64_t count, float* out) const {
+    fours == 1 ? some<1>(codes, count, out) : some<4>(codes, count, out);
+  }
+#else
+  const float* table;
+  INLINE_MEMBER LookUp(const float* table, int) : table(table) {}
+  INLINE_MEMBER void of(const uint8_t* codes, int64_t count, float* out) const {
+    for (int64_t j = 0; j < count; j++) out[j] = table[codes[j]];
+  }
+#endif
+};
 
 // ---- what codes stand for -------------------------------------------------------------------------------------------
 
 // Adds to the sums, or begins them, what `count` codes stand for.
 template <bool ADD>
-INLINE void decode_to(float* sums, const Codec& codec, const uint8_t* codes, int32_t scale_bits, int64_t count,
-                      Scratch& scratch) {
+INLINE void decode_to(float* sums, const Codec& codec, const LookUp& table, const uint8_t* codes, int32_t scale_bits,
+                      int64_t count, Scratch& scratch) {
 #define EMIT(VALUE)                              \
   for (int64_t j = 0; j < count; j++) {          \
     const float value = VALUE;                   \
@@ -81,9 +140,8 @@ INLINE void decode_to(float* sums, const Codec& codec, const uint8_t* codes, int
                   int32_t(uint32_t(from[j] >> sign) << 31)) *
          scale)
   } else {
-    const float* table = codec.table;
     float* found = scratch.found;
-    for (int64_t j = 0; j < count; j++) found[j] = table[from[j]];
+    table.of(from, count, found);
     EMIT(found[j] * scale)
   }
 #undef EMIT
@@ -92,6 +150,7 @@ INLINE void decode_to(float* sums, const Codec& codec, const uint8_t* codes, int
 void codes_sum(const Codec* codec, const uint8_t* const* codes, const int32_t* const* scales, int64_t workers,
                float* out, int64_t begin, int64_t end, int64_t block, bool stream) {
   const Divisor divisor(workers);
+  const LookUp table(codec->table, codec->kind == grace::NEAREST ? codec->bits : -1);
   Scratch scratch;
   alignas(64) float sums[SOME];
   int64_t b = begin / block;
@@ -102,8 +161,8 @@ void codes_sum(const Codec* codec, const uint8_t* const* codes, const int32_t* c
       for (int64_t w = 0; w < workers; w++) {
         const uint8_t* from = codes[w] + i * codec->bits / 8;
         const int32_t scale = scales ? read(scales[w], b) : 0;
-        w ? decode_to<true>(sums, *codec, from, scale, count, scratch)
-          : decode_to<false>(sums, *codec, from, scale, count, scratch);
+        w ? decode_to<true>(sums, *codec, table, from, scale, count, scratch)
+          : decode_to<false>(sums, *codec, table, from, scale, count, scratch);
       }
       int64_t j = 0;
       if (stream)
@@ -162,6 +221,8 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
   uint8_t* const chosen = scratch.codes;
   const float scale = float_of(scale_bits), divisor = not_zero(scale);
   const int32_t first = codec.first, second = codec.second;
+  const bool nearest = codec.kind == grace::NEAREST;
+  const LookUp table(codec.table, nearest ? codec.bits : -1), middles(codec.middles, nearest ? 8 : -1);
   for (int64_t i = 0; i < n; i += SOME) {
     const int64_t count = least(SOME, n - i), all = load_all<RESIDUAL>(scratch.v, x, residual, i, count);
     uint8_t* const to = codes + i * codec.bits / 8;
@@ -223,7 +284,6 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
       }
       pack_codes(chosen, count, codec.bits, to);
     } else {  // the nearest of a table: how many middles are below
-      const float* const middles = codec.middles;
       const uint8_t* const below = codec.below;
       uint32_t* const index = scratch.words;
       float* const share = scratch.values;
@@ -233,15 +293,16 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
         const int32_t inside = place < 0 ? 0 : place < grace::BUCKETS ? place : grace::BUCKETS - 1;
         index[j] = uint32_t(inside + (bits < 0 ? grace::BUCKETS : 0));
       }
-      for (int64_t j = 0; j < all; j++) {
-        const uint8_t least_code = below[index[j]];
-        chosen[j] = uint8_t(least_code + (share[j] > middles[least_code] ? 1 : 0));
-      }
+      _Pragma("GCC unroll 8")
+      for (int64_t j = 0; j < all; j++) chosen[j] = below[index[j]];
+      float* const found = scratch.found;
+      middles.of(chosen, all, found);
+      for (int64_t j = 0; j < all; j++) chosen[j] = uint8_t(chosen[j] + (share[j] > found[j] ? 1 : 0));
       pack_codes(chosen, count, codec.bits, to);
     }
     if constexpr (OUT != NONE) {
       float* const values = scratch.values;
-      decode_to<false>(values, codec, to, scale_bits, count, scratch);
+      decode_to<false>(values, codec, table, to, scale_bits, count, scratch);
       int64_t j = 0;
       for (; j + W <= count; j += W) leave<OUT>(x, residual, out, i + j, load(v + j) - load(values + j));
       if (j < count)

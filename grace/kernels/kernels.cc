@@ -963,39 +963,49 @@ struct Runs {
   const uint8_t* next;
   int64_t zeros = 0;  // of the last run, still to come
 
-  // The next `count` bytes, to `to` unless that is null, where 16 more are spent. Whether any of them is not ZEROS.
+  // The next `count` bytes, to `to`, where 16 more are spent. Whether any of them is not ZEROS.
   bool take(uint8_t* to, int64_t count) {
     bool any = false;
-    while (count > 0) {
-      if (zeros) {
-        const int64_t some = std::min(count, zeros);
-        if (to) memset(to, ZEROS, 16), to += some;
-        zeros -= some, count -= some;
-        continue;
-      }
+    const int64_t some = std::min(count, zeros);
+    memset(to, ZEROS, 16), to += some;
+    zeros -= some, count -= some;
+    while (count > 0) {  // without a branch that depends on what comes
       const uint8_t code = *next++;
-      if (code >= FIRST) {
-        zeros = code - (FIRST - 2);
-        continue;
-      }
-      if (to) *to++ = code;
-      any |= code != ZEROS;
-      count--;
+      const bool run = code >= FIRST;
+      const uint8_t byte = run ? ZEROS : code;
+      const int64_t many = run ? code - (FIRST - 2) : 1;
+      memset(to, ZEROS, 16), *to = byte, to += many;
+      any |= byte != ZEROS;
+      count -= many;
     }
+    zeros -= count;
     return any;
   }
 };
 
 // Runs of ZEROS become one byte each, in place. Returns how many bytes are left.
 int64_t shorten(uint8_t* bytes, int64_t size) {
-  int64_t kept = 0;
-  for (int64_t i = 0; i < size;) {
-    const uint8_t byte = bytes[i++];
-    int64_t run = 1;
-    if (byte == ZEROS)
-      while (run < LONGEST && i < size && bytes[i] == ZEROS) run++, i++;
-    bytes[kept++] = run > 1 ? uint8_t(FIRST - 2 + run) : byte;
+  int64_t kept = 0, begin = 0;  // of the run
+  const auto end = [&](int64_t stop) {
+    int64_t run = stop - begin;
+    for (; run > LONGEST; run -= LONGEST) bytes[kept++] = FIRST - 2 + LONGEST;
+    bytes[kept] = run > 1 ? uint8_t(FIRST - 2 + run) : ZEROS;
+    kept += run > 0;
+    begin = stop + 1;
+  };
+  int64_t i = 0;
+  for (; i + 8 <= size; i += 8) {
+    const uint64_t low = 0x7f7f7f7f7f7f7f7f, word = get(reinterpret_cast<uint64_t*>(bytes + i), 0) ^ 0x7979797979797979;
+    for (uint64_t others = ((word & low) + low | word) & ~low; others; others &= others - 1) {
+      const int64_t at = i + __builtin_ctzll(others) / 8;
+      const uint8_t byte = bytes[at];
+      end(at);
+      bytes[kept++] = byte;
+    }
   }
+  for (; i < size; i++)
+    if (const uint8_t byte = bytes[i]; byte != ZEROS) end(i), bytes[kept++] = byte;
+  if (begin < size) end(size);
   return kept;
 }
 
@@ -1046,18 +1056,18 @@ API int64_t grace_trits_mean(const Loops* loops, const uint8_t* const* bytes, co
   }
   const bool stream = streams(nullptr, nullptr, out, n);
   split(n, block == n ? TRITS : block, threads, [=](int64_t begin, int64_t end, int64_t) {
-    std::vector<Runs> from;
-    for (int64_t w = 0; w < workers; w++) {
-      from.push_back({bytes[w] + (runs ? 0 : begin / 5)});
-      if (runs) from.back().take(nullptr, begin / 5);
-    }
     alignas(64) float sum[FIVES + 4];
     uint8_t written[FIVES / 5 + 16];
+    std::vector<Runs> from;
+    for (int64_t w = 0; runs && w < workers; w++) {
+      from.push_back({bytes[w]});
+      for (int64_t i = 0; i < begin / 5; i += FIVES / 5) from.back().take(written, std::min(FIVES / 5, begin / 5 - i));
+    }
     for (int64_t b = begin / block, first = begin; first < end; first += block, b++) {
       const int64_t stop = std::min(first + block, end);
       for (int64_t i = first; i < stop; i += FIVES) {
         const int64_t count = std::min(FIVES, stop - i), size = (count + 4) / 5;
-        memset(sum, 0, sizeof sum);
+        bool begun = false;
         for (int64_t w = 0; w < workers; w++) {
           const float scale = get(scales[w], b);
           const uint8_t* each = written;
@@ -1066,8 +1076,11 @@ API int64_t grace_trits_mean(const Loops* loops, const uint8_t* const* bytes, co
             any = from[size_t(w)].take(written, size);
           else
             each = bytes[w] + i / 5;
-          if (any || !(scale < float_of(INFINITE))) loops->trits_add(each, scale, count, sum);  // 0 * infinity is NaN
+          if (!any && scale < float_of(INFINITE)) continue;  // 0 * infinity is NaN
+          loops->trits_add(each, scale, count, sum, begun);
+          begun = true;
         }
+        if (!begun) memset(sum, 0, sizeof sum);
         loops->divide(sum, out + i, count, workers, stream);
       }
     }

@@ -121,15 +121,18 @@ struct Terms {
 
 // Loops of single methods (methods.h), as of `Loops`.
 struct MethodLoops {
-  // Integers that compare as the floats do, and how many of them have each upper half; those whose upper half has a slot,
-  // to `found`, where one more is spent.
+  // Integers that compare as the floats do; and for each upper half of these 2^40 for each that has it, and the sum of
+  // their lower halves, to bins[65536]. Of fewer than 2^24 elements.
   void (*order_keys)(const float* x, int64_t n, int32_t* keys);
-  void (*order_counts)(const float* x, int64_t n, uint32_t* counts);
-  int64_t (*order_collect)(const float* x, int64_t n, const uint8_t* slots, int32_t* found);
-  // How many of the ascending bounds are below each element, as codes; and what has each code: sums, and how many. `below`,
-  // or null for 0: by the upper half of a key, a number of bounds that are below; 2 step - 1 more may be. bounds[512].
-  void (*quantile_emit)(const float* x, int64_t n, const int32_t* bounds, const uint8_t* below, int step, int bits,
-                        uint8_t* codes, double* sums, int64_t* members);
+  void (*order_bins)(const float* x, int64_t n, uint64_t* bins);
+  // Codes by the upper halves; elements whose place is 256 more than a code, to values and positions, where 16 more are
+  // spent. Returns how many these are.
+  int64_t (*order_codes)(const float* x, int64_t n, const uint16_t* places, int bits, uint8_t* codes, float* values,
+                         int32_t* positions);
+  // How many of the ascending bounds are below each element, up to 2 step - 1, as codes; and what has each code: sums, and
+  // how many. bounds[512].
+  void (*quantile_emit)(const float* x, int64_t n, const int32_t* bounds, int step, int bits, uint8_t* codes, double* sums,
+                        int64_t* members);
   // tables[workers, 256]: what codes stand for.
   void (*quantile_sum)(const uint8_t* const* codes, const float* tables, int bits, int64_t workers, float* out,
                        int64_t begin, int64_t end, bool stream);
@@ -142,14 +145,17 @@ struct MethodLoops {
   void (*tagged_count)(const Tagged* how, const float* x, int64_t n, int64_t* counts);  // of 32, 16 and 8 bits
   void (*tagged_emit)(const Tagged* how, const float* x, int64_t n, uint8_t* packed, float* three, uint8_t* two,
                       uint8_t* one);
+  void (*tags_count)(const uint8_t* packed, int64_t count, int64_t* counts);  // likewise, added to these
   void (*tagged_sum)(const Tagged* how, const uint8_t* const* packed, Streams* from, int64_t workers, float* out,
                      int64_t begin, int64_t end, bool stream);
   // out = x + residual. What a bin sends: how many, and their places with the sign. total += the largest of each bin.
   int64_t (*bins_emit)(const float* x, const float* residual, float* out, int64_t n, int64_t size, uint8_t* counts,
                        uint8_t* places, double* total);
   Chances (*chances_sum)(const float* x, int64_t n, float largest, float unit);
+  // What is always sent, and what is sent by chance: positions (first + index; -1 - position of what is negative), values,
+  // and to kept[2] how many; room for 16 more than n. NaN as `largest` or `unit`: what is not finite is all that is sent.
   void (*chances_emit)(const float* x, int64_t n, float largest, float unit, uint32_t key0, uint32_t key1, int64_t start,
-                       uint8_t* kinds);
+                       int32_t first, int32_t* certain, float* values, int32_t* drawn, int64_t* kept);
   // By how much magnitudes exceed a bound: how many do, the sum of it, and of its squares.
   Excess (*excess)(const float* x, int64_t n, float bound);
   // The coefficients of a tile of x + residual, float32[rows, columns], in the room: memory for 4 floats for each element
@@ -223,8 +229,8 @@ struct Loops {
                      int64_t end, int64_t block, bool stream);
   void (*trits_emit)(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n,
                      Out form);
-  // sum += what the bytes of up to 1020 elements stand for.
-  void (*trits_add)(const uint8_t* bytes, float scale, int64_t n, float* sum);
+  // sum += what the bytes of up to 1020 elements stand for; it was zero unless it has `begun`.
+  void (*trits_add)(const uint8_t* bytes, float scale, int64_t n, float* sum, bool begun);
   // u_out = momentum * u + g, v_out = v + u_out; nesterov: u_out = momentum * (u + g), v_out = v + (u_out + g). last,
   // if not null, takes v. stream: of u_out.
   void (*correct)(const float* g, const float* u, const float* v, float* u_out, float* v_out, float* last,

@@ -345,34 +345,62 @@ struct Trits {
 };
 constexpr Trits TRITS;
 
-void trits_emit(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n, Out form) {
+// What five bits each stand for as digits of a number to the base 3, a byte each.
+INLINE uint64_t to_the_base_three(uint64_t bits) {
+  const uint64_t one = 0x0101010101010101;
+#if defined(__BMI2__)
+  const uint64_t fives = _pdep_u64(bits, 31 * one);
+#else
+  uint64_t fives = 0;
+  for (int j = 0; j < 8; j++) fives |= (bits >> 5 * j & 31) << 8 * j;
+#endif
+  uint64_t sum = 0;
+  for (int digit = 4; digit >= 0; digit--) sum = 3 * sum + (fives >> digit & one);
+  return sum;
+}
+
+template <bool RESIDUAL, Out OUT>
+INLINE void trits_emit_to(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n) {
   const float divisor = scale == 0.0f ? 1.0f : scale;
-  for (int64_t i = 0; i < n; i += FIVES) {
-    const int64_t count = least(FIVES, n - i);
-    float v[CHUNK], carried[CHUNK];
-    int8_t trits[CHUNK] = {};
-    values_of(x + i, beyond(residual, i), count, v);
-    for (int64_t j = 0; j < count; j++) {
-      const float share = v[j] / divisor;
-      trits[j] = int8_t((share > 0.5f ? 1 : 0) - (share < -0.5f ? 1 : 0));
+  const F high = fill(divisor), low = fill(-divisor);  // 2 v is exact, and beyond these where v / divisor is beyond 1/2
+  const F plus = fill(scale), minus = fill(-scale), none = fill(0.0f * scale);
+  for (int64_t i = 0; i < n; i += 5 * W) {
+    uint64_t ups[5] = {}, downs[5] = {};
+    const auto trits = [&](int64_t k, F v) __attribute__((always_inline)) {
+      const M up = above(v + v, high), down = above(low, v + v);
+      ups[k] = bits_of(up), downs[k] = bits_of(down);
+      return v - pick(up, plus, pick(down, minus, none));
+    };
+    for (int64_t k = 0; k < 5; k++) {
+      const int64_t at = i + k * W;
+      prefetch<RESIDUAL>(x, residual, at + AHEAD);
+      if (at + W <= n)
+        leave<OUT>(x, residual, out, at, trits(k, value<RESIDUAL>(x, residual, at)));
+      else if (at < n)
+        leave_some<OUT>(x, residual, out, at, trits(k, value_some<RESIDUAL>(x, residual, at, n - at)), n - at);
     }
-    uint8_t* to = bytes + i / 5;
-    for (int64_t j = 0; j < (count + 4) / 5; j++) {
-      const int8_t* t = trits + 5 * j;
-      to[j] = uint8_t(121 + t[0] + 3 * t[1] + 9 * t[2] + 27 * t[3] + 81 * t[4]);
-    }
-    if (form != NONE) {
-      for (int64_t j = 0; j < count; j++) carried[j] = float(int(trits[j])) * scale;
-      leave_values(x + i, beyond(residual, i), out + i, v, carried, count, form);
-    }
+    const auto first = [](const uint64_t* m) { return m[0] | m[1] << 16 | m[2] << 32; };
+    const auto second = [](const uint64_t* m) { return m[2] >> 8 | m[3] << 8 | m[4] << 24; };
+    const uint64_t zeros = 0x7979797979797979;  // 121 = 1 + 3 + 9 + 27 + 81
+    const uint64_t both[2] = {zeros + to_the_base_three(first(ups)) - to_the_base_three(first(downs)),
+                              zeros + to_the_base_three(second(ups)) - to_the_base_three(second(downs))};
+    memcpy(bytes + i / 5, both, i + 5 * W <= n ? sizeof both : size_t(n - i + 4) / 5);
   }
 }
 
+void trits_emit(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n, Out form) {
+  FORMS(trits_emit_to, x, residual, out, bytes, scale, n);
+  if (form == STREAMED) fence();
+}
+
 // To the sum of up to FIVES elements: what their bytes stand for.
-void trits_add(const uint8_t* bytes, float scale, int64_t n, float* sum) {
+void trits_add(const uint8_t* bytes, float scale, int64_t n, float* sum, bool begun) {
   int8_t trits[CHUNK + 8];
   for (int64_t j = 0; j < (n + 4) / 5; j++) memcpy(trits + 5 * j, TRITS.of[bytes[j]], 8);
-  for (int64_t i = 0; i < n; i++) sum[i] += float(int(trits[i])) * scale;
+  if (begun)
+    for (int64_t i = 0; i < n; i++) sum[i] += float(int(trits[i])) * scale;
+  else
+    for (int64_t i = 0; i < n; i++) sum[i] = 0.0f + float(int(trits[i])) * scale;
 }
 
 }  // namespace

@@ -21,45 +21,94 @@ void rank(int32_t* keys, int64_t n, int64_t begin, const int64_t* ranks, int64_t
   rank(keys + place + 1, n - place - 1, begin + place + 1, ranks + half + 1, many - half - 1);
 }
 
-// What would be at up to 255 ascending ranks if x were sorted, as keys. `below`[BINS] becomes, of MANY elements or more,
-// how many of them lie below each bin of keys.
-void order_statistics(const Loops* loops, const float* x, int64_t n, const int64_t* ranks, int64_t many, int32_t* found,
-                      uint8_t* below) {
-  std::vector<int32_t> keys;
-  if (n < MANY) {
-    keys.resize(size_t(n));
-    loops->methods->order_keys(x, n, keys.data());
-    rank(keys.data(), n, 0, ranks, many);
-    for (int64_t r = 0; r < many; r++) found[r] = keys[size_t(ranks[r])];
-    return;
+float of_key(int32_t key) { return key < 0 ? -float_of(-key) : float_of(key); }
+
+// Buckets of equal population of an array.
+struct Buckets {
+  int64_t many, ranks[256], members[256] = {};  // how many; the ranks of the largest elements of all but the last
+  int32_t bounds[512];                          // keys of these elements; nothing is above those behind them
+  double sums[256] = {};
+
+  Buckets(int64_t n, int64_t q) : many(q) {
+    for (int64_t i = 1; i < q; i++) ranks[i - 1] = i * n / q - 1;
+    std::fill(bounds, bounds + 512, INT32_MAX);
   }
-  std::vector<uint32_t> counts(size_t(BINS), 0u);
-  loops->methods->order_counts(x, n, counts.data());
-  uint8_t slots[BINS] = {};  // of the bins that something is wanted of
-  std::vector<int64_t> starts, sizes, firsts;  // of each such bin: its rank, how many it has, and its first of the ranks
-  int64_t start = 0, r = 0, wanted = 0;
+  static int step_for(int64_t most) {  // of a search among that many bounds
+    int step = 1;
+    while (2 * step - 1 < most) step *= 2;
+    return step;
+  }
+};
+
+void few_quantiles(const Loops* loops, const float* x, int64_t n, int bits, uint8_t* codes, Buckets& all) {
+  std::vector<int32_t> keys((size_t(n)));
+  loops->methods->order_keys(x, n, keys.data());
+  rank(keys.data(), n, 0, all.ranks, all.many - 1);
+  for (int64_t r = 0; r < all.many - 1; r++) all.bounds[r] = keys[size_t(all.ranks[r])];
+  loops->methods->quantile_emit(x, n, all.bounds, Buckets::step_for(all.many - 1), bits, codes, all.sums, all.members);
+}
+
+// Where a bin of keys has no bound, all its elements have one code, and their lower halves tell their sum. Only the others
+// are looked at one by one.
+void many_quantiles(const Loops* loops, const float* x, int64_t n, int bits, uint8_t* codes, Buckets& all) {
+  struct Mixed {
+    int64_t start, size, first;  // of such a bin: the rank of its first element, how many it has, the first bound in it
+  };
+  constexpr int64_t TOGETHER = 1 << 23, LOWEST = 128;  // the bin of -infinity, and of what is not as far from it
+  std::vector<uint64_t> bins(size_t(BINS), 0u), counts(bins), lows(bins);
+  for (int64_t i = 0; i < n; i += TOGETHER) {
+    loops->methods->order_bins(x + i, std::min(TOGETHER, n - i), bins.data());
+    for (size_t bin = 0; bin < size_t(BINS); bin++)
+      counts[bin] += bins[bin] >> 40, lows[bin] += bins[bin] & ((uint64_t{1} << 40) - 1), bins[bin] = 0;
+  }
+  std::vector<uint16_t> places(size_t(BINS), uint16_t(0)), slots(places);
+  std::vector<Mixed> mixed;
+  int64_t start = 0, r = 0, wanted = 0, most = 1;
   for (int64_t bin = 0; bin < BINS; bin++) {
-    below[bin] = uint8_t(r);
-    const int64_t stop = start + counts[size_t(bin)];
-    if (r < many && ranks[r] < stop) {
-      starts.push_back(start), sizes.push_back(stop - start), firsts.push_back(r);
-      slots[bin] = uint8_t(starts.size());
-      wanted += stop - start;
-      while (r < many && ranks[r] < stop) r++;
+    const int64_t size = int64_t(counts[size_t(bin)]), stop = start + size, first = r;
+    while (r < all.many - 1 && all.ranks[r] < stop) r++;
+    places[size_t(bin)] = uint16_t(first);
+    if (r > first || (bin == LOWEST && size)) {
+      mixed.push_back({start, size, first});
+      slots[size_t(bin)] = uint16_t(mixed.size() - 1), places[size_t(bin)] |= 256;
+      wanted += size, most = std::max(most, r - first);
+    } else if (size) {
+      const int32_t key = int32_t(bin - 32768) * 65536;
+      const double low = double(lows[size_t(bin)]), lowest = of_key(key);
+      all.sums[first] += double(size) * lowest + (low ? low * (double(of_key(key + 1)) - lowest) : 0.0);
+      all.members[first] += size;
     }
     start = stop;
   }
-  firsts.push_back(many);
-  keys.resize(size_t(2 * wanted + 1));
-  int32_t* const mixed = keys.data() + wanted;
-  loops->methods->order_collect(x, n, slots, mixed);
+  std::vector<float> values(size_t(wanted + 16));
+  std::vector<int32_t> positions(values.size()), keys(values.size()), sorted(values.size());
+  loops->methods->order_codes(x, n, places.data(), bits, codes, values.data(), positions.data());
+  loops->methods->order_keys(values.data(), wanted, keys.data());
   std::vector<int64_t> next;
-  for (int64_t at = 0, slot = 0; slot < int64_t(sizes.size()); at += sizes[size_t(slot++)]) next.push_back(at);
-  for (int64_t i = 0; i < wanted; i++) keys[size_t(next[slots[(mixed[i] >> 16) + 32768] - 1]++)] = mixed[i];
-  for (size_t slot = 0; slot < sizes.size(); slot++) {
-    int32_t* const own = keys.data() + (next[slot] - sizes[slot]);
-    rank(own, sizes[slot], starts[slot], ranks + firsts[slot], firsts[slot + 1] - firsts[slot]);
-    for (int64_t i = firsts[slot]; i < firsts[slot + 1]; i++) found[i] = own[ranks[i] - starts[slot]];
+  int64_t end = 0;
+  for (const Mixed& each : mixed) next.push_back(end), end += each.size;
+  const auto bin_of = [&](int64_t i) { return size_t((keys[size_t(i)] >> 16) + 32768); };
+  for (int64_t i = 0; i < wanted; i++) sorted[size_t(next[slots[bin_of(i)]]++)] = keys[size_t(i)];
+  for (size_t slot = 0; slot < mixed.size(); slot++) {
+    const Mixed& each = mixed[slot];
+    const int64_t last = slot + 1 < mixed.size() ? mixed[slot + 1].first : all.many - 1;
+    int32_t* const own = sorted.data() + (next[slot] - each.size);
+    rank(own, each.size, each.start, all.ranks + each.first, last - each.first);
+    for (int64_t i = each.first; i < last; i++) all.bounds[i] = own[all.ranks[i] - each.start];
+  }
+  const int64_t bytes = 8 % bits ? (n + 7) / 8 * bits : (n * bits + 7) / 8;
+  for (int64_t i = 0; i < wanted; i++) {
+    const int place = places[bin_of(i)] & 255;
+    int code = place;
+    for (int step = Buckets::step_for(most); step; step >>= 1) code += keys[size_t(i)] > all.bounds[code + step - 1] ? step : 0;
+    all.sums[code] += double(values[size_t(i)]), all.members[code]++;
+    const int64_t at = positions[size_t(i)] * bits;  // codes so far are those of the places
+    const uint32_t more = uint32_t(code - place) << at % 8;
+    uint8_t* const to = codes + at / 8;
+    if (at / 8 + 1 < bytes)
+      set(reinterpret_cast<uint16_t*>(to), 0, uint16_t(get(reinterpret_cast<uint16_t*>(to), 0) + more));
+    else
+      *to = uint8_t(*to + more);
   }
 }
 
@@ -71,20 +120,10 @@ void order_statistics(const Loops* loops, const float* x, int64_t n, const int64
 API int64_t grace_quantiles_encode(const Loops* loops, const float* x, uint8_t* codes, float* means, int64_t n, int64_t q,
                                    int64_t bits) try {
   if (n <= 0 || q <= 0) return 0;
-  int64_t ranks[256], members[256] = {};
-  int32_t bounds[512];
-  double sums[256] = {};
-  uint8_t below[BINS];
-  for (int64_t i = 1; i < q; i++) ranks[i - 1] = i * n / q - 1;
-  std::fill(bounds, bounds + 512, INT32_MAX);  // nothing is above these
-  order_statistics(loops, x, n, ranks, q - 1, bounds, below);
-  int64_t most = n < MANY ? q - 1 : 1;  // bounds in a bin
-  for (int64_t bin = 0; n >= MANY && bin < BINS; bin++)
-    most = std::max<int64_t>(most, (bin + 1 < BINS ? below[bin + 1] : q - 1) - below[bin]);
-  int step = 1;
-  while (2 * step - 1 < most) step *= 2;
-  loops->methods->quantile_emit(x, n, bounds, n < MANY ? nullptr : below, step, int(bits), codes, sums, members);
-  for (int64_t i = 0; i < q; i++) set(means, i, float(sums[i]) / float(std::max<int64_t>(members[i], 1)));
+  Buckets all(n, q);
+  (n < MANY ? few_quantiles : many_quantiles)(loops, x, n, int(bits), codes, all);
+  for (int64_t i = 0; i < q; i++)
+    set(means, i, float(all.sums[i]) / float(std::max<int64_t>(all.members[i], 1)));
   return 0;
 } catch (const std::bad_alloc&) {
   return -2;
@@ -285,22 +324,9 @@ API int64_t grace_tagged_mean(const Loops* loops, const uint8_t* const* tags, co
                               int64_t workers, float* out, int64_t n, int64_t lowest, int64_t middle, int64_t threads) {
   if (n <= 0) return -1;
   const Tagged how = tagged(lowest, middle);
-  // How many of each are before an element, a multiple of 4 or the last.
-  const auto before = [=](int64_t w, int64_t from, int64_t to, int64_t* found) {
-    const auto add = [=](uint64_t word) {
-      const uint64_t low = word & 0x5555555555555555ull, high = word >> 1 & 0x5555555555555555ull;
-      found[0] += __builtin_popcountll(low & high), found[1] += __builtin_popcountll(high & ~low);
-      found[2] += __builtin_popcountll(low & ~high);
-    };
-    const int64_t bytes = to / 4;
-    int64_t i = from / 4;
-    for (; i + 8 <= bytes; i += 8) add(get(reinterpret_cast<const uint64_t*>(tags[w] + i), 0));
-    for (; i < bytes; i++) add(tags[w][i]);
-    if (to % 4) add(tags[w][i] & ((1u << 2 * (to % 4)) - 1));
-  };
   for (int64_t w = 0; w < workers; w++) {
     int64_t found[3] = {};
-    before(w, 0, n, found);
+    loops->methods->tags_count(tags[w], n, found);
     for (int64_t k = 0; k < 3; k++)
       if (found[k] != counts[3 * w + k]) return w;
   }
@@ -310,7 +336,7 @@ API int64_t grace_tagged_mean(const Loops* loops, const uint8_t* const* tags, co
     std::vector<Streams> from;
     for (int64_t w = 0; w < workers; w++) {
       int64_t at[3] = {};
-      before(w, 0, begin, at);
+      loops->methods->tags_count(tags[w], begin, at);
       const auto place = [&](const void* p, int64_t k, int64_t size) {
         return counts[3 * w + k] ? static_cast<const uint8_t*>(p) + size * at[k] : nothing;
       };
@@ -460,25 +486,18 @@ API int64_t grace_chances_encode(const Loops* loops, const float* x, double want
   }
   set(magnitude, 0, most * unit);
   constexpr int64_t TILE = 4096;
-  uint8_t kinds[TILE];
+  int32_t always[TILE + 16], sometimes[TILE + 16];
+  float sent[TILE + 16];
   for (int64_t i = 0; i < n; i += TILE) {
-    const int64_t size = std::min(TILE, n - i);
-    memset(kinds, 0, TILE);
-    loops->methods->chances_emit(x + i, size, divisor, unit, uint32_t(key0), uint32_t(key1), start + i, kinds);
-    for (int64_t j = 0; j < size; j += 8) {
-      uint64_t left = get(reinterpret_cast<const uint64_t*>(kinds + j), 0);  // little-endian
-      for (; left; left &= left - 1) {
-        const int64_t k = j + __builtin_ctzll(left) / 8;
-        const float value = get(x, i + k);
-        const int32_t position = int32_t(i + k);
-        const int64_t at = kept[kinds[k] - 1]++;
-        if (at >= capacity) continue;
-        if (kinds[k] == 1)
-          set(certain, at, position), set(values, at, value);
-        else
-          set(drawn, at, value < 0 ? -1 - position : position);
-      }
-    }
+    int64_t found[2];
+    loops->methods->chances_emit(x + i, std::min(TILE, n - i), divisor, unit, uint32_t(key0), uint32_t(key1), start + i,
+                                 int32_t(i), always, sent, sometimes, found);
+    const auto append = [=](auto* to, const auto* from, int64_t k) {
+      const int64_t some = std::min(found[k], capacity - kept[k]);
+      if (some > 0) memcpy(reinterpret_cast<char*>(to) + 4 * kept[k], from, size_t(some) * 4);
+    };
+    append(certain, always, 0), append(values, sent, 0), append(drawn, sometimes, 1);
+    kept[0] += found[0], kept[1] += found[1];
   }
   return 0;
 } catch (const std::bad_alloc&) {

@@ -23,33 +23,45 @@ void order_keys(const float* x, int64_t n, int32_t* keys) {
   for (int64_t i = 0; i < n; i++) write(keys, i, ordered(read(x, i)));
 }
 
-void order_counts(const float* x, int64_t n, uint32_t* counts) {
+void order_bins(const float* x, int64_t n, uint64_t* bins) {
   alignas(64) float v[SOME];
   alignas(64) int32_t keys[SOME];
+  alignas(64) uint32_t where[SOME];
   for (int64_t i = 0; i < n; i += SOME) {
     const int64_t count = least(SOME, n - i);
     ordered_some(x + i, count, v, keys);
-    for (int64_t j = 0; j < count; j++) counts[bin_of(keys[j])]++;
+    for (int64_t j = 0; j < SOME; j++) where[j] = bin_of(keys[j]);
+    _Pragma("GCC unroll 8")
+    for (int64_t j = 0; j < count; j++) bins[where[j]] += (uint64_t{1} << 40) + (keys[j] & 0xffff);
   }
 }
 
-int64_t order_collect(const float* x, int64_t n, const uint8_t* slots, int32_t* found) {
+int64_t order_codes(const float* x, int64_t n, const uint16_t* places, int bits, uint8_t* codes, float* values,
+                    int32_t* positions) {
   alignas(64) float v[SOME];
-  alignas(64) int32_t keys[SOME];
+  alignas(64) int32_t keys[SOME], found[SOME];
+  alignas(64) uint32_t where[SOME];
+  alignas(64) uint8_t chosen[SOME];
+  const I mixed = fill_int(256);
   int64_t kept = 0;
   for (int64_t i = 0; i < n; i += SOME) {
     const int64_t count = least(SOME, n - i);
     ordered_some(x + i, count, v, keys);
-    for (int64_t j = 0; j < count; j++) {  // without a branch, which nobody could foretell
-      found[kept] = keys[j];
-      kept += slots[bin_of(keys[j])] != 0;
-    }
+    for (int64_t j = 0; j < SOME; j++) where[j] = bin_of(keys[j]);
+    _Pragma("GCC unroll 8")
+    for (int64_t j = 0; j < count; j++) found[j] = places[where[j]];
+    for (int64_t j = count; j < SOME; j++) found[j] = 0;
+    for (int64_t j = 0; j < SOME; j++) chosen[j] = uint8_t(found[j]);
+    for (int64_t j = 0; j < count; j += W)
+      kept += compact(at_least(read(reinterpret_cast<const I*>(found), j / W), mixed), load(v + j), int32_t(i + j),
+                      values + kept, positions + kept);
+    pack_codes(chosen, count, bits, codes + i / 8 * bits);
   }
   return kept;
 }
 
-void quantile_emit(const float* x, int64_t n, const int32_t* bounds, const uint8_t* below, int step, int bits,
-                   uint8_t* codes, double* sums, int64_t* members) {
+void quantile_emit(const float* x, int64_t n, const int32_t* bounds, int step, int bits, uint8_t* codes, double* sums,
+                   int64_t* members) {
   alignas(64) float v[SOME];
   alignas(64) int32_t keys[SOME], places[SOME];
   alignas(64) uint8_t chosen[SOME];
@@ -57,8 +69,6 @@ void quantile_emit(const float* x, int64_t n, const int32_t* bounds, const uint8
     const int64_t count = least(SOME, n - i);
     ordered_some(x + i, count, v, keys);
     for (int64_t j = 0; j < SOME; j++) places[j] = 0;
-    if (below)
-      for (int64_t j = 0; j < count; j++) places[j] = below[bin_of(keys[j])];
     for (int s = step; s; s >>= 1)  // a search that has no branch
       for (int64_t j = 0; j < SOME; j++) places[j] += keys[j] > bounds[places[j] + s - 1] ? s : 0;
     for (int64_t j = 0; j < SOME; j++) chosen[j] = uint8_t(places[j]);
@@ -70,14 +80,12 @@ void quantile_emit(const float* x, int64_t n, const int32_t* bounds, const uint8
 void quantile_sum(const uint8_t* const* codes, const float* tables, int bits, int64_t workers, float* out, int64_t begin,
                   int64_t end, bool stream) {
   uint8_t all[CHUNK];
+  float found[CHUNK];
   mean_of_chunks(workers, out, begin, end, end - begin, CHUNK, stream,
                  [&](int64_t w, int64_t, int64_t i, int64_t count, float* sum) __attribute__((always_inline)) {
-                   const float* table = tables + 256 * w;
                    unpack_codes(codes[w] + i / 8 * bits, count, bits, all);
-                   if (w)
-                     for (int64_t j = 0; j < count; j++) sum[j] += table[all[j]];
-                   else
-                     for (int64_t j = 0; j < count; j++) sum[j] = table[all[j]];
+                   LookUp(tables + 256 * w, bits).of(all, count, w ? found : sum);
+                   for (int64_t j = 0; w && j < count; j++) sum[j] += found[j];
                  });
 }
 
@@ -171,50 +179,49 @@ void tagged_count(const Tagged* how, const float* x, int64_t n, int64_t* counts)
   counts[0] = reached[2], counts[1] = reached[1] - reached[2], counts[2] = reached[0] - reached[1];
 }
 
+constexpr int64_t ROOM = SOME + W;  // of a chunk, and what is spent behind it
+
 #if defined(GRACE_AVX512)
-// Sixteen numbers, of which those of the mask are written one after the other, and any behind them.
-INLINE void appended(uint32_t m, const float* from, float* to) {
-  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(M(m), _mm512_loadu_ps(from)));
-}
-INLINE void appended(uint32_t m, const uint16_t* from, uint16_t* to) {
-  const __m512i all = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  const __m256i some = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(M(m), all));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), some);
-}
-INLINE void appended(uint32_t m, const uint8_t* from, uint8_t* to) {
-  const __m512i all = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(M(m), all)));
-}
 INLINE uint32_t equal_bytes(const uint8_t* p, uint8_t x) {
   const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return uint32_t(_mm_movemask_epi8(_mm_cmpeq_epi8(all, _mm_set1_epi8(char(x)))));
 }
 #endif
 
-// Those of `count` numbers whose tag is `tag`, to `to`, where W more are spent. Returns how many.
-template <class T>
-INLINE int64_t append(const uint8_t* tags, uint8_t tag, const T* from, int64_t count, T* to) {
-  int64_t kept = 0;
+// Words of elements to those of their tag; counts[tag]: how many these are, but for tag 0.
+INLINE void part_by_tags(const uint8_t* tags, const uint32_t* words, int64_t all, uint32_t (*parts)[ROOM],
+                         int64_t* counts) {
 #if defined(GRACE_AVX512)
-  for (int64_t j = 0; j < count; j += W) {
-    const uint32_t m = equal_bytes(tags + j, tag);
-    appended(m, from + j, to + kept);
-    kept += __builtin_popcount(m);
+  counts[1] = counts[2] = counts[3] = 0;
+  for (int64_t j = 0; j < all; j += W) {
+    const __m512i each = _mm512_load_si512(words + j);
+    for (int tag = 1; tag < 4; tag++) {
+      const uint32_t m = equal_bytes(tags + j, uint8_t(tag));
+      _mm512_storeu_si512(parts[tag] + counts[tag], _mm512_maskz_compress_epi32(M(m), each));
+      counts[tag] += __builtin_popcount(m);
+    }
   }
 #else
-  for (int64_t j = 0; j < count; j++) {
-    to[kept] = from[j];
-    kept += tags[j] == tag;
+  uint64_t next = 0;  // of four counts 16 bits each
+  for (int64_t j = 0; j < all; j++) {
+    const int shift = 16 * tags[j];
+    parts[tags[j]][next >> shift & 0xffff] = words[j];
+    next += uint64_t{1} << shift;
   }
+  for (int tag = 1; tag < 4; tag++) counts[tag] = int64_t(next >> 16 * tag & 0xffff);
 #endif
-  return kept;
+}
+
+template <class T>
+INLINE T* behind(T* p, int64_t count) {  // p need not be aligned
+  return reinterpret_cast<T*>(uintptr_t(p) + uintptr_t(count) * sizeof(T));
 }
 
 void tagged_emit(const Tagged* how, const float* x, int64_t n, uint8_t* packed, float* three, uint8_t* two,
                  uint8_t* one) {
-  alignas(64) float v[SOME], threes[SOME + W];
-  alignas(64) uint16_t wide[SOME], twos[SOME + W];
-  alignas(64) uint8_t narrow[SOME], ones[SOME + W], tags[SOME];
+  alignas(64) float v[SOME];
+  alignas(64) uint32_t words[SOME], parts[4][ROOM];
+  alignas(64) uint8_t tags[SOME];
   for (int64_t i = 0; i < n; i += SOME) {
     const int64_t count = least(SOME, n - i), all = load_all<false>(v, x, nullptr, i, count);
     for (int64_t j = 0; j < all; j++) {
@@ -224,78 +231,89 @@ void tagged_emit(const Tagged* how, const float* x, int64_t n, uint8_t* packed, 
     for (int64_t j = 0; j < all; j++) {
       const int32_t bits = as_bits(v[j]), m = bits & ABS, below = v[j] < 0.0f;
       const float small = float_of(m < how->three ? m : 0), tiny = float_of(m < how->two ? m : 0);
-      wide[j] = uint16_t(int32_t(small * 0x1p15f) + (below << 15));
-      narrow[j] = uint8_t(int32_t(tiny * how->steps) + (below << 7));
+      const int32_t wide = int32_t(small * 0x1p15f) + (below << 15), narrow = int32_t(tiny * how->steps) + (below << 7);
+      const int32_t large = -(m >= how->three), more = -(m >= how->two);  // no choices, so that it becomes vectors
+      words[j] = uint32_t((bits & large) | (wide & more & ~large) | (narrow & ~more));
     }
-    const int64_t a = append(tags, 3, v, all, threes), b = append(tags, 2, wide, all, twos),
-                  c = append(tags, 1, narrow, all, ones);
-    memcpy(three, threes, size_t(a) * 4), three = reinterpret_cast<float*>(reinterpret_cast<char*>(three) + 4 * a);
-    memcpy(two, twos, size_t(b) * 2), two += 2 * b;
-    memcpy(one, ones, size_t(c)), one += c;
+    int64_t counts[4];
+    part_by_tags(tags, words, all, parts, counts);
+    memcpy(three, parts[3], size_t(counts[3]) * 4), three = behind(three, counts[3]);
+    for (int64_t j = 0; j < counts[2]; j++) write(reinterpret_cast<uint16_t*>(two), j, uint16_t(parts[2][j]));
+    for (int64_t j = 0; j < counts[1]; j++) one[j] = uint8_t(parts[1][j]);
+    two += 2 * counts[2], one += counts[1];
     pack_codes(tags, count, 2, packed + i / 4);
   }
 }
 
-// Sums of what stands for elements; `from` moves on.
-template <bool ADD>
-INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* packed, int64_t count, float* sum) {
-  const float* three = from.three;
-  const uint8_t *two = from.two, *one = from.one;
-  const float unit = 1.0f / how.steps;
-#if defined(GRACE_AVX512)
-  const F fine = fill(0x1p-15f), coarse = fill(unit), minus = fill(-0.0f);
-  const auto value = [=](__m512i codes, int32_t top, F unit) __attribute__((always_inline)) -> F {
-    const F magnitude = to_float({_mm512_and_si512(codes, _mm512_set1_epi32(top - 1))}) * unit;
-    return {_mm512_mask_sub_ps(magnitude.v, _mm512_test_epi32_mask(codes, _mm512_set1_epi32(top)), minus.v, magnitude.v)};
+// counts[3] += how many of `count` packed tags are 3, 2 and 1.
+void tags_count(const uint8_t* packed, int64_t count, int64_t* counts) {
+  const auto add = [=](uint64_t word) __attribute__((always_inline)) {
+    const uint64_t odd = 0x5555555555555555, low = word & odd, high = word >> 1 & odd;
+    counts[0] += __builtin_popcountll(low & high), counts[1] += __builtin_popcountll(high & ~low);
+    counts[2] += __builtin_popcountll(low & ~high);
   };
+  int64_t i = 0;
+  for (; i + 32 <= count; i += 32) add(read(reinterpret_cast<const uint64_t*>(packed + i / 4)));
+  if (i < count) {
+    uint64_t word = 0;
+    memcpy(&word, packed + i / 4, size_t(count - i + 3) / 4);
+    add(word & ((uint64_t{1} << 2 * (count - i)) - 1));
+  }
+}
+
+// Sums of what stands for elements; `from` moves on. parts: of each tag; those of the first are zeros.
+template <bool ADD>
+INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* packed, int64_t count, float* sum,
+                       float (*parts)[ROOM]) {
+  int64_t counts[3] = {};
+  tags_count(packed, count, counts);
+  memcpy(parts[3], from.three, size_t(counts[0]) * 4), from.three = behind(from.three, counts[0]);
+  const float unit = 1.0f / how.steps;
+  for (int64_t j = 0; j < counts[1]; j++) {
+    const int32_t code = read(reinterpret_cast<const uint16_t*>(from.two), j);
+    parts[2][j] = float_of(as_bits(float(code & 0x7fff) * 0x1p-15f) | (code & 0x8000) << 16);
+  }
+  for (int64_t j = 0; j < counts[2]; j++) {
+    const int32_t code = from.one[j];
+    parts[1][j] = float_of(as_bits(float(code & 0x7f) * unit) | (code & 0x80) << 24);
+  }
+  from.two += 2 * counts[1], from.one += counts[2];
+#if defined(GRACE_AVX512)
+  const float *three = parts[3], *two = parts[2], *one = parts[1];
   for (int64_t j = 0; j < count; j += W) {
     uint32_t word = 0;
     if (j + W <= count)
       word = read(reinterpret_cast<const uint32_t*>(packed + j / 4));
     else
-      memcpy(&word, packed + j / 4, size_t((count - j + 3) / 4)), word &= (1u << 2 * (count - j)) - 1;
+      memcpy(&word, packed + j / 4, size_t(count - j + 3) / 4), word &= (1u << 2 * (count - j)) - 1;
     const uint32_t low = _pext_u32(word, 0x55555555), high = _pext_u32(word, 0xaaaaaaaa);
     const uint32_t threes = low & high, twos = high & ~low, ones = low & ~high;
-    const int a = __builtin_popcount(threes), b = __builtin_popcount(twos), c = __builtin_popcount(ones);
-    // No more is read than there is.
-    const __m512 v = _mm512_maskz_expand_ps(M(threes), load_some(three, a).v);
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(b), two));
-    const __m512i narrow = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first(c), one));
-    const F found = pick(M(twos), value(_mm512_maskz_expand_epi32(M(twos), wide), 1 << 15, fine), F{v});
-    const F all = pick(M(ones), value(_mm512_maskz_expand_epi32(M(ones), narrow), 1 << 7, coarse), found);
+    const __m512 large = _mm512_maskz_expand_ps(M(threes), _mm512_loadu_ps(three));
+    const __m512 some = _mm512_mask_expand_ps(large, M(twos), _mm512_loadu_ps(two));
+    const F all = {_mm512_mask_expand_ps(some, M(ones), _mm512_loadu_ps(one))};
     store(sum + j, ADD ? load(sum + j) + all : all);
-    three = reinterpret_cast<const float*>(reinterpret_cast<const char*>(three) + 4 * a), two += 2 * b, one += c;
+    three += __builtin_popcount(threes), two += __builtin_popcount(twos), one += __builtin_popcount(ones);
   }
 #else
   alignas(64) uint8_t tags[SOME];
-  alignas(64) float threes[SOME + 1];
-  alignas(64) uint16_t twos[SOME + 1];
-  alignas(64) uint8_t ones[SOME + 1];
   unpack_codes(packed, count, 2, tags);
-  int64_t a = 0, b = 0, c = 0;
-  for (int64_t j = 0; j < count; j++) a += tags[j] == 3, b += tags[j] == 2, c += tags[j] == 1;
-  memcpy(threes, three, size_t(a) * 4), memcpy(twos, two, size_t(b) * 2), memcpy(ones, one, size_t(c));
-  three = reinterpret_cast<const float*>(reinterpret_cast<const char*>(three) + 4 * a), two += 2 * b, one += c;
-  threes[a] = 0, twos[b] = 0, ones[c] = 0;
-  a = b = c = 0;
+  uint64_t next = 0;  // of four counts 16 bits each
   for (int64_t j = 0; j < count; j++) {
-    const int tag = tags[j];
-    const float wide = float(int(twos[b] & 0x7fff)) * 0x1p-15f, narrow = float(int(ones[c] & 0x7f)) * unit;
-    const float few = tag == 2 ? (twos[b] >> 15 ? -wide : wide) : tag == 1 ? (ones[c] >> 7 ? -narrow : narrow) : 0.0f;
-    const float value = tag == 3 ? threes[a] : few;
+    const int shift = 16 * tags[j];
+    const float value = parts[tags[j]][next >> shift & 0xffff];
     sum[j] = ADD ? sum[j] + value : value;
-    a += tag == 3, b += tag == 2, c += tag == 1;
+    next += uint64_t{1} << shift;
   }
 #endif
-  from = {three, two, one};
 }
 
 void tagged_sum(const Tagged* how, const uint8_t* const* packed, grace::Streams* from, int64_t workers, float* out,
                 int64_t begin, int64_t end, bool stream) {
+  alignas(64) float parts[4][ROOM] = {};
   mean_of_chunks(workers, out, begin, end, end - begin, SOME, stream,
                  [&](int64_t w, int64_t, int64_t i, int64_t count, float* sum) __attribute__((always_inline)) {
-                   w ? tagged_add<true>(*how, from[w], packed[w] + i / 4, count, sum)
-                     : tagged_add<false>(*how, from[w], packed[w] + i / 4, count, sum);
+                   w ? tagged_add<true>(*how, from[w], packed[w] + i / 4, count, sum, parts)
+                     : tagged_add<false>(*how, from[w], packed[w] + i / 4, count, sum, parts);
                  });
 }
 
@@ -374,23 +392,35 @@ Chances chances_sum(const float* x, int64_t n, float largest, float unit) {
   return {count, total(sum)};
 }
 
-// 1 for what is always sent, 2 for what is sent by chance; NaN as `largest` or `unit`: what is not finite is all that is.
 void chances_emit(const float* x, int64_t n, float largest, float unit, uint32_t key0, uint32_t key1, int64_t start,
-                  uint8_t* kinds) {
-  alignas(64) float v[SOME];
+                  int32_t first, int32_t* certain, float* values, int32_t* drawn, int64_t* kept) {
+  alignas(64) float v[SOME], chosen[SOME + W];
   alignas(64) uint32_t words[SOME];
+  alignas(64) int32_t always[SOME], sometimes[SOME];
+  const I one = fill_int(1);
+  int64_t many = 0, few = 0;
   for (int64_t i = 0; i < n; i += SOME) {
     const int64_t count = least(SOME, n - i), all = load_all<false>(v, x, nullptr, i, count);
     words_as<uint32_t, 0>(key0, key1, start + i, all, words);
-    alignas(64) uint8_t found[SOME];
     for (int64_t j = 0; j < all; j++) {
       const int32_t bits = as_bits(v[j]) & ABS;
       const float relative = float_of(bits) / largest, uniform = float(int32_t(words[j] >> 8)) * 0x1p-24f;
-      const int certain = (relative >= unit) | (bits >= 0x7f800000);
-      found[j] = uint8_t(certain + 2 * ((relative < unit) & (uniform < relative / unit)));
+      always[j] = (relative >= unit) | (bits >= 0x7f800000);
+      sometimes[j] = (relative < unit) & (uniform < relative / unit);
     }
-    memcpy(kinds + i, found, size_t(count));
+    for (int64_t j = count; j < all; j++) always[j] = sometimes[j] = 0;
+    const int64_t before = few;
+    for (int64_t j = 0; j < all; j += W) {
+      const F each = load(v + j);
+      const int32_t place = first + int32_t(i + j);
+      many += compact(at_least(read(reinterpret_cast<const I*>(always), j / W), one), each, place, values + many,
+                      certain + many);
+      few += compact(at_least(read(reinterpret_cast<const I*>(sometimes), j / W), one), each, place,
+                     chosen + (few - before), drawn + few);
+    }
+    for (int64_t j = before; j < few; j++) drawn[j] ^= -int32_t(chosen[j - before] < 0.0f);
   }
+  kept[0] = many, kept[1] = few;
 }
 
 // ---- tails -------------------------------------------------------------------------------------------------------------

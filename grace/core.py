@@ -128,6 +128,8 @@ class Context:
     calls: Calls | None = field(default=None, repr=False, compare=False)
     """A kernel may leave its work here: `Compressor.fused` and `fused_mean` return arrays that are filled then, and so
     must not look at them. None: it is done at once."""
+    drawn: dict[Any, Array] = field(default_factory=dict, repr=False, compare=False)
+    """What a method has drawn in this step and draws again when it decodes, by all that it depends on."""
 
     @property
     def size(self) -> int:

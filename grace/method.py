@@ -62,7 +62,8 @@ class Method:
         memory, kept, program = scope(state, "memory"), scope(state, "compressor"), None
         if self.memory.plain and "residual" in memory and ctx.xp.mutable:
             program = self.compressor.compensated(x, memory["residual"], kept, ctx)
-        late = late and self.memory.plain and "residual" in memory and bool(ctx.xp.piece)
+        # Of a mask, whose residual changes only where something was sent, there is nothing to part.
+        late = late and not self.compressor.mask and self.memory.plain and "residual" in memory and bool(ctx.xp.piece)
         if program is None:
             # A residual that is worked out later has x parted into the last one's memory, so it must not lie there.
             x, memory = yield from run(self.memory.compensate(x, memory, ctx.without_undo() if late else ctx))

@@ -266,6 +266,9 @@ SWAPPING = [
     {"compressor": "sidco"},
     {"compressor": "powersgd", "memory": "residual", "communicator": "hierarchical", "outer": "allreduce"},
     {"compressor": "cltk", "memory": "lowpass"},
+    {"compressor": "gtopk"},
+    {"compressor": "arctopk"},
+    {"compressor": "sketch_sgd"},
     {"compressor": "signum", "memory": "momentum"},
     {"compressor": "demo", "memory": "decoupled_momentum"},
 ]

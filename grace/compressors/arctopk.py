@@ -46,15 +46,7 @@ class ARCTopK(AgreedSparsifier):
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp, size = ctx.xp, self.row_size
         k = self.count(ctx.size) // size
-        bits = ctx.shared_rng("signs").bits(self.sketch_size * size)
-        signs = xp.reshape(xp.where(bits < 0, -1.0, xp.full(self.sketch_size * size, 1.0)), (self.sketch_size, size))
-        # Sums rather than a product of matrices: the same on every toolkit and device, so that ties fall alike.
-        parts = []
-        for start, stop in blocks.spans(xp, ctx.size, size):
-            rows = blocks.rows(xp, x[start:stop], size)
-            products = [xp.sum(rows * signs[i : i + 1], 1, keepdims=True) for i in range(self.sketch_size)]
-            parts.append(xp.concat(products, 1))
-        (sketch,) = yield Reduce((xp.concat(parts),), "mean")
+        (sketch,) = yield Reduce((self._sketch(x, ctx),), "mean")
         # Squares are taken relative to the largest: neither 1e30 nor 1e-30 leaves float32's range.
         largest = xp.max(xp.abs(xp.concat([xp.reshape(sketch, (-1,)), xp.zeros(1)])))
         relative = sketch / blocks.divisor(xp, largest)
@@ -63,6 +55,20 @@ class ARCTopK(AgreedSparsifier):
         values = xp.where(places < ctx.size, xp.take(x, xp.minimum(places, ctx.size - 1)), 0.0)
         (values,) = yield Reduce((poisoned(xp, values, x),), "mean")
         return (values, chosen), state
+
+    def _sketch(self, x: Array, ctx: Context) -> Array:
+        # float32[m, sketch_size]: the products of each row with vectors of signs.
+        xp, size, many = ctx.xp, self.row_size, self.sketch_size
+        bits = ctx.shared_rng("signs").bits(many * size)
+        if ctx.kernels and ctx.kernels.signed_sums:
+            return ctx.kernels.signed_sums(x, bits, size)
+        signs = xp.reshape(xp.where(bits < 0, -1.0, xp.full(many * size, 1.0)), (many, size))
+        # Sums rather than a product of matrices: the same on every toolkit and device, so that ties fall alike.
+        parts = []
+        for start, stop in blocks.spans(xp, ctx.size, size):
+            rows = blocks.rows(xp, x[start:stop], size)
+            parts.append(xp.concat([xp.sum(rows * signs[i : i + 1], 1, keepdims=True) for i in range(many)], 1))
+        return xp.concat(parts)
 
     def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
         # Those of the last row may lie beyond the end.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from grace import execution
@@ -29,15 +31,23 @@ class GTopK(AgreedSparsifier):
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp = ctx.xp
         own = self.select(x, ctx)
+        sums, positions = self._largest((yield Gather((xp.take(x, own), own))), ctx)
+        return (sums / ctx.world_size, positions, own), state
+
+    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
+        xp, own = ctx.xp, payload[2]
+        used = xp.put(xp.zeros(ctx.size, "uint8"), payload[1], 1)
+        return xp.put(x, own, xp.where(xp.take(used, own) != 0, 0.0, xp.take(x, own)))
+
+    def _largest(self, payloads: Sequence[Payload], ctx: Context) -> tuple[Array, Array]:
+        # Of the sum of all payloads: its largest elements, and where they are.
+        xp, kernels = ctx.xp, ctx.kernels
+        if kernels and kernels.largest_sums:
+            with suppress(ValueError):  # whose payload does not fit is found below
+                return kernels.largest_sums(payloads, ctx.size, self.count(ctx.size))
         total = xp.zeros(ctx.size)
-        for worker, payload in enumerate((yield Gather((xp.take(x, own), own)))):
+        for worker, payload in enumerate(payloads):
             with execution.sent_by(worker, self, ctx):
                 total = self.add(total, payload, ctx)
         positions = self.select(total, ctx)
-        return (xp.take(total, positions) / ctx.world_size, positions, own), state
-
-    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        xp = ctx.xp
-        used = xp.scatter(xp.zeros(ctx.size, "uint8"), payload[1], 1)
-        own = payload[2]
-        return xp.put(x, own, xp.where(xp.take(used, own) != 0, 0.0, xp.take(x, own)))
+        return xp.take(total, positions), positions

@@ -60,8 +60,19 @@ class RandomK(Sparsifier):
         return 0
 
     def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
-        # The same on every worker, other ones at every step.
-        return ctx.shared_rng("positions").sample(ctx.size, kept(self.compress_ratio, ctx.size))
+        return self._drawn(ctx)
+
+    def _drawn(self, ctx: Context, last: bool = False) -> Array:
+        # The same on every worker, other ones at every step. They take longer to draw than to send, so they are kept
+        # until they are decoded; not in graphs, whose arrays belong to a part of one.
+        rng, k = ctx.shared_rng("positions"), kept(self.compress_ratio, ctx.size)
+        key = rng.keys, rng.offset, ctx.size, k
+        found = ctx.drawn.pop(key, None)
+        if found is None:
+            found = rng.sample(ctx.size, k)
+        if ctx.xp.mutable and not last:
+            ctx.drawn[key] = found
+        return found
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         values = ctx.xp.take(x, self.select(x, ctx))
@@ -76,16 +87,16 @@ class RandomK(Sparsifier):
     def chosen(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Array, Array, Array] | None:
         if self.unbiased_scale or residual is None:
             return None
-        xp, positions = ctx.xp, self.read((), ctx)
+        xp, positions = ctx.xp, self._drawn(ctx)
         x = ctx.accumulated(x, residual)
         return poisoned(xp, xp.take(x, positions), x), positions, xp.put(x, positions, 0.0)
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        return ctx.xp.put(ctx.xp.zeros(ctx.size), self.read((), ctx), self._mean(payloads, ctx))
+        return ctx.xp.put(ctx.xp.zeros(ctx.size), self._drawn(ctx, last=True), self._mean(payloads, ctx))
 
     def aggregate_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
         ctx.xp.write(out, 0.0)
-        return ctx.xp.put(out, self.read((), ctx), self._mean(payloads, ctx))
+        return ctx.xp.put(out, self._drawn(ctx, last=True), self._mean(payloads, ctx))
 
     def _mean(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         xp, k = ctx.xp, kept(self.compress_ratio, ctx.size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from grace import blocks
@@ -64,7 +64,10 @@ class SharedInt(Blockwise):
         if self.block is None and len(spans) > 1:
             largest = xp.reshape(xp.max(largest), (1,))
         scale = yield from blocks.largest_of_all(xp, largest)
-        if len(spans) == 1:
+        if _native(ctx):
+            top, rng = self.top(ctx), ctx.rng("round")
+            own = ctx.kernels.shared_encode(x, scale, self.block_size, top, self.dtype, rng)
+        elif len(spans) == 1:
             own = self._integers(x, scale, ctx)
         else:
             own = xp.empty(ctx.size, self.dtype)
@@ -85,8 +88,18 @@ class SharedInt(Blockwise):
             ctx.xp.write(out[start:stop], values)
         return out
 
+    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not _native(ctx):
+            return None
+        ((total, scale, _),) = payloads
+        total, scale = self._fitting(total, scale, ctx)
+        return ctx.kernels.shared_mean(total, scale, out, self.block_size, self.top(ctx) * ctx.world_size)
+
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         xp, found = ctx.xp, []
+        if _native(ctx):
+            own, scale = self._fitting(payload[2], payload[1], ctx)
+            return ctx.kernels.shared_left(x, own, scale, self.block_size, self.top(ctx))
         for start, stop, values in self._parts(payload[2], payload[1], 1, ctx):
             found.append(xp.subtract_from(x[start:stop], values))
         return x if xp.mutable and xp.same_memory(found[0], x) else xp.concat(found)
@@ -106,12 +119,20 @@ class SharedInt(Blockwise):
 
     def _parts(self, total: Array, scale: Array, workers: int, ctx: Context) -> Iterator[tuple[int, int, Array]]:
         # The spans, and what the sums there stand for.
-        fitting(ctx.xp, scale, "float32", blocks.block_count(ctx.size, self.block), "scales")
+        self._fitting(total, scale, ctx)
         for start, stop in self._spans(ctx):
             here = ctx.piece(start, stop - start)
             yield start, stop, self._values(total[start:stop], self._scales(scale, start, stop), workers, here)
+
+    def _fitting(self, total: Array, scale: Array, ctx: Context) -> tuple[Array, Array]:
+        scale = fitting(ctx.xp, scale, "float32", blocks.block_count(ctx.size, self.block), "scales")
+        return fitting(ctx.xp, total, self.dtype, ctx.size, "sums"), scale
 
     def _values(self, total: Array, scale: Array, workers: int, ctx: Context) -> Array:
         total = fitting(ctx.xp, total, self.dtype, ctx.size, "sums")
         steps = ctx.xp.cast(total, "float32") / float(self.top(ctx) * workers)
         return blocks.scaled(ctx.xp, steps, scale, self.block)
+
+
+def _native(ctx: Context) -> bool:
+    return bool(ctx.xp.kernels and ctx.xp.kernels.shared_encode)

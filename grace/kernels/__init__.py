@@ -210,6 +210,10 @@ class Library:
         self._cosines_encode = bind("cosines_encode", *(_P,) * 6, *chunks, _I, _I, result=_I)
         self._cosines_left = bind("cosines_left", *(_P,) * 5, *chunks, _I, result=_I)
         self._cosines_mean = bind("cosines_mean", _P, _P, _P, _I, _P, *chunks, _I, _I, _I, result=_I)
+        self._shared_encode = bind("shared_encode", _P, _P, _P, _I, _I, _I, _I, _P, _P, _I, _I)
+        self._shared_values = bind("shared_values", _P, _P, _P, _P, _I, _I, _I, _I, _I)
+        self._signed_sums = bind("signed_sums", _P, _P, _P, _I, _I, _I, _I, result=_I)
+        self._largest_sums = bind("largest_sums", _P, _P, _I, _I, _P, _P, _I, _I, result=_I)
         wanted = _D, _I, _I, _I, _I
         self._chances_encode = bind("chances_encode", _P, *wanted, _P, _P, _P, _P, _I, _P, _I, _I, result=_I)
 
@@ -964,6 +968,75 @@ class Library:
         if self._chances_encode(self.handle, x, wanted, iterations, *random, *payload, capacity, kept, n, threads):
             raise MemoryError("no memory for sums")
         return kept[0], kept[1]
+
+    def shared_encode(
+        self,
+        x: int,
+        scales: int,
+        codes: int,
+        n: int,
+        block: int,
+        top: int,
+        wide: bool,
+        table: int,
+        offsets: int,
+        start: int = 0,
+        threads: int = 1,
+    ) -> None:
+        """Integers -``top`` .. ``top`` relative to given scales, as `grace.compressors.shared_int` has them.
+
+        x: float32[n]; scales: float32[m]; codes: int8[n], int32[n] where they are ``wide``. Noise as in `ints_encode`.
+        """
+        self._shared_encode(self.handle, x, scales, codes, n, block, top, wide, table, offsets, start, threads)
+
+    def shared_values(
+        self,
+        x: Address,
+        codes: int,
+        scales: int,
+        out: int,
+        n: int,
+        block: int,
+        steps: int,
+        wide: bool,
+        threads: int = 1,
+    ) -> None:
+        """out, float32[n], which may be x: what integers, or sums of them, stand for; with x that is taken from it.
+
+        codes and scales as in `shared_encode`; ``steps`` of them make a scale.
+        """
+        self._shared_values(self.handle, x, codes, scales, out, n, block, steps, wide, threads)
+
+    def signed_sums(self, x: int, words: int, sums: int, n: int, size: int, many: int, threads: int = 1) -> None:
+        """sums, float32[ceil(n / size), many]: of rows of x with random signs, as `grace.compressors.arctopk` has them.
+
+        x: float32[n]; words: int32[many, size], whose top bits are the signs.
+        """
+        if self._signed_sums(self.handle, x, words, sums, n, size, many, threads):
+            raise MemoryError("no memory for signs")
+
+    def largest_sums(
+        self,
+        values_ptrs: Sequence[int],
+        positions_ptrs: Sequence[int],
+        vectors: int,
+        count: int,
+        sums: int,
+        positions: int,
+        n: int,
+        k: int,
+    ) -> None:
+        """The k <= n elements of largest magnitude of a sum of vectors: those of ``xp.topk(xp.abs(sum), k)``.
+
+        Each vector has ``count`` float32 values at int32 positions, zeros elsewhere. sums: float32[k]; positions:
+        int32[k], ascending. ValueError if a vector's positions do not ascend in 0 .. n-1.
+        """
+        sent = (_P * vectors)(*values_ptrs), (_P * vectors)(*positions_ptrs)
+        wrong = self._largest_sums(self.handle, *sent, vectors, count, sums, positions, n, k)
+        if wrong == -2:
+            raise MemoryError("no memory for sums")
+        if wrong >= 0:
+            raise ValueError(f"worker {wrong} sent positions that do not ascend within 0 .. {n - 1}")
 
     def cosines_encode(
         self,

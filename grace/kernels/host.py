@@ -547,6 +547,49 @@ class HostKernels:
                 return arrays[0][:certain], arrays[1][:certain], arrays[2][:drawn], magnitude
             room = max(certain, drawn)
 
+    def shared_encode(self, x: Array, scales: Array, block: int, top: int, dtype: str, rng: Rng) -> Array:
+        """float32[n], float32[m] -> integers [n] of ``dtype``, int8 or int32: `grace.compressors.shared_int`."""
+        xp, at, (x, scales) = self._xp, self._xp.address, self._ready(x, scales)
+        (n,) = xp.shape(x)
+        codes, (table, offsets, start) = xp.empty(n, dtype), self._noise(rng, n)
+        how, noise = (n, block, top, dtype == "int32"), (at(table), at(offsets), start)
+        self.library.shared_encode(at(x), at(scales), at(codes), *how, *noise, xp.threads)
+        return codes
+
+    def shared_mean(self, sums: Array, scales: Array, out: Array | None, block: int, steps: int) -> Array:
+        """Sums of the integers of `shared_encode` -> float32[n], in ``out`` if it is given. ``steps``: in a scale."""
+        xp, at, (sums, scales) = self._xp, self._xp.address, self._ready(sums, scales)
+        (n,) = xp.shape(sums)
+        out = self._out(out, n)
+        where, wide = (None, at(sums), at(scales), at(out)), xp.dtype(sums) == "int32"
+        return self._mean(
+            partial(self.library.shared_values, *where, n, block, steps, wide, xp.threads), out, sums, scales
+        )
+
+    def shared_left(self, x: Array, own: Array, scales: Array, block: int, steps: int) -> Array:
+        """float32[n] less what integers stand for, in its own memory."""
+        xp, at, (x, own, scales) = self._xp, self._xp.address, self._ready(x, own, scales)
+        where, wide = (at(x), at(own), at(scales), at(x)), xp.dtype(own) == "int32"
+        self.library.shared_values(*where, xp.shape(x)[0], block, steps, wide, xp.threads)
+        return x
+
+    def signed_sums(self, x: Array, words: Array, size: int) -> Array:
+        """float32[n], int32[many * size] -> float32[ceil(n / size), many]: `grace.compressors.arctopk`."""
+        xp, at, (x, words) = self._xp, self._xp.address, self._ready(x, words)
+        (n,), many = xp.shape(x), xp.shape(words)[0] // size
+        rows = _count(n, size)
+        sums = xp.empty(rows * many)
+        self.library.signed_sums(at(x), at(words), at(sums), n, size, many, xp.threads)
+        return xp.reshape(sums, (rows, many))
+
+    def largest_sums(self, payloads: Pairs, n: int, k: int) -> tuple[Array, Array]:
+        """Each worker's k values and ascending positions -> those of the largest k of their sums over the workers."""
+        xp, kept = self._xp, self._received(payloads, ("float32", k), ("int32", k))
+        values, positions = self._columns(kept)
+        sums, places = xp.empty(k), xp.empty(k, "int32")
+        self.library.largest_sums(values, positions, len(kept), k, xp.address(sums), xp.address(places), n, k)
+        return sums, places
+
     def cosines_encode(
         self, x: Array, residual: Array | None, sizes: tuple[int, int, int, int], k: int
     ) -> tuple[tuple[Array, ...], Array]:

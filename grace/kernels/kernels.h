@@ -170,6 +170,16 @@ struct MethodLoops {
   // k-th largest of them; n: a multiple of 16.
   void (*groups_largest)(const float* x, int64_t n, int64_t groups, int32_t* most);
   int32_t (*bound_of)(const int32_t* keys, int64_t n, int64_t k);
+  // Integers of a block, bytes or int32 where they are `wide`, and what they stand for: `steps` of them are the scale. out =
+  // that, or x less that where x is not null.
+  void (*shared_emit)(const float* x, int64_t n, float scale, float top, const Noise* noise, int64_t first, uint8_t* codes,
+                      bool wide);
+  void (*shared_values)(const float* x, const uint8_t* codes, int64_t n, float scale, int64_t steps, float* out, bool wide,
+                        bool stream);
+  // sums[rows, many]: of rows of `size` elements, the last one shorter; the top bits of words[many, width] are the signs.
+  // width: `size` filled up to whole vectors.
+  void (*signed_sums)(const float* x, int64_t n, int64_t size, const int32_t* words, int64_t width, int64_t many,
+                      float* sums);
 };
 
 // x, residual, out: float32; residual may be null. `stream`: write past the caches. Ranges of elements and pointers to

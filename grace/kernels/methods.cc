@@ -813,6 +813,128 @@ API int64_t grace_cosines_mean(const Loops* loops, const float* const* values, c
   return -2;
 }
 
+// ---- integers that are summed, as in grace/compressors/shared_int.py ------------------------------------------------------
+
+namespace {
+
+// each(begin, size, block) for the parts of all blocks that lie in begin .. end; block = 0: all is one.
+template <class Each>
+void parts_of_blocks(int64_t begin, int64_t end, int64_t block, const Each& each) {
+  for (int64_t i = begin; i < end;) {
+    const int64_t b = block ? i / block : 0, stop = block ? std::min((b + 1) * block, end) : end;
+    each(i, stop - i, b);
+    i = stop;
+  }
+}
+
+}  // namespace
+
+// codes, int8[n] or int32[n]: x / scale * top, rounded by noise.
+API void grace_shared_encode(const Loops* loops, const float* x, const float* scales, uint8_t* codes, int64_t n,
+                             int64_t block, int64_t top, int64_t wide, const uint16_t* table, const uint16_t* offsets,
+                             int64_t start, int64_t threads) {
+  const Noise noise = {table, offsets, start / 65536, start};
+  split(std::max<int64_t>(n, 0), PIECE, threads, [=, &noise](int64_t begin, int64_t end, int64_t) {
+    parts_of_blocks(begin, end, block, [&](int64_t i, int64_t size, int64_t b) {
+      loops->methods->shared_emit(x + i, size, get(scales, b), float(top), &noise, i, codes + i * (wide ? 4 : 1),
+                                  wide != 0);
+    });
+  });
+}
+
+// out = codes / steps * scale, or x, which may be out, less that where x is not null.
+API void grace_shared_values(const Loops* loops, const float* x, const uint8_t* codes, const float* scales, float* out,
+                             int64_t n, int64_t block, int64_t steps, int64_t wide, int64_t threads) {
+  const bool stream = streams(x, nullptr, out, n) && block % 16 == 0;
+  split(std::max<int64_t>(n, 0), PIECE, threads, [=](int64_t begin, int64_t end, int64_t) {
+    parts_of_blocks(begin, end, block, [&](int64_t i, int64_t size, int64_t b) {
+      loops->methods->shared_values(at(x, i), codes + i * (wide ? 4 : 1), size, get(scales, b), steps, out + i, wide != 0,
+                                    stream);
+    });
+  });
+}
+
+// ---- sums of rows with random signs, as in grace/compressors/arctopk.py ---------------------------------------------------
+
+// sums, float32[rows, many], of the rows of x[n], of `size` elements each, the last one shorter. words, int32[many, size].
+// 0, or -2: no memory.
+API int64_t grace_signed_sums(const Loops* loops, const float* x, const int32_t* words, float* sums, int64_t n,
+                              int64_t size, int64_t many, int64_t threads) try {
+  const int64_t width = whole(size), unit = std::max<int64_t>(1, PIECE / size) * size;
+  std::vector<int32_t> lines(size_t(width * many));
+  for (int64_t k = 0; k < many; k++)
+    memcpy(&lines[size_t(k * width)], reinterpret_cast<const char*>(words) + 4 * k * size, size_t(4 * size));
+  split(std::max<int64_t>(n, 0), unit, threads, [=, &lines](int64_t begin, int64_t end, int64_t) {
+    if (begin < end)
+      loops->methods->signed_sums(x + begin, end - begin, size, lines.data(), width, many, sums + begin / size * many);
+  });
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
+// ---- the largest of sums, as in grace/compressors/gtopk.py ----------------------------------------------------------------
+
+// The k <= n largest magnitudes of the sum of vectors of n elements, which have `count` values each, at ascending positions,
+// and zeros elsewhere: sums float32[k], chosen int32[k], ascending. -1, or the first vector whose positions are wrong.
+API int64_t grace_largest_sums(const Loops* loops, const float* const* values, const int32_t* const* positions,
+                               int64_t vectors, int64_t count, float* sums, int32_t* chosen, int64_t n, int64_t k) try {
+  if (count <= 0 || k <= 0) return -1;
+  for (int64_t w = 0; w < vectors; w++) {
+    bool wrong = get(positions[w], 0) < 0 || get(positions[w], count - 1) >= n;
+    for (int64_t i = 1; i < count; i++) wrong |= get(positions[w], i) <= get(positions[w], i - 1);
+    if (wrong) return w;
+  }
+  constexpr int64_t SPAN = 4096;
+  // Of the sums that are not zero, and at first one more.
+  std::vector<float> found(size_t(vectors * count + 1));
+  std::vector<int32_t> places(found.size()), keys(size_t(whole(vectors * count)), 0);
+  std::vector<int64_t> next(size_t(vectors), 0);
+  int64_t some = 0;
+  float tile[SPAN];
+  for (int64_t from = 0; from < n; from += SPAN) {
+    uint64_t marks[SPAN / 64] = {};
+    for (int64_t w = 0; w < vectors; w++) {
+      int64_t& i = next[size_t(w)];
+      for (; i < count && get(positions[w], i) - from < SPAN; i++) {
+        const int64_t j = get(positions[w], i) - from;
+        uint64_t& mark = marks[j / 64];
+        tile[j] = (mark >> j % 64 & 1 ? tile[j] : 0.0f) + get(values[w], i);
+        mark |= uint64_t{1} << j % 64;
+      }
+    }
+    for (int64_t m = 0; m < SPAN / 64; m++)
+      for (uint64_t left = marks[m]; left; left &= left - 1) {
+        const int64_t j = 64 * m + __builtin_ctzll(left);
+        found[size_t(some)] = tile[j], places[size_t(some)] = int32_t(from + j);
+        some += tile[j] != 0.0f;
+      }
+  }
+  for (int64_t i = 0; i < some; i++) keys[size_t(i)] = key(found[size_t(i)]);
+  int64_t kept = some;
+  if (some > k) {
+    const int32_t bound = loops->methods->bound_of(keys.data(), whole(some), k);
+    int64_t ties = k;
+    for (int64_t i = 0; i < some; i++) ties -= keys[size_t(i)] > bound;
+    kept = 0;
+    for (int64_t i = 0; i < some; i++) {  // without a branch, which nobody could foretell
+      const int32_t each = keys[size_t(i)];
+      found[size_t(kept)] = found[size_t(i)], places[size_t(kept)] = places[size_t(i)];
+      kept += int64_t(each > bound) | (int64_t(each == bound) & int64_t(ties > 0));
+      ties -= each == bound;
+    }
+  }
+  // Where there are fewer, zeros from the first on.
+  for (int64_t i = 0, at = 0, place = 0; at < k; place++) {
+    const bool is = i < kept && (places[size_t(i)] == place || k - at == kept - i);
+    set(sums, at, is ? found[size_t(i)] : 0.0f), set(chosen, at++, is ? places[size_t(i)] : int32_t(place));
+    i += is;
+  }
+  return -1;
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
 // ---- positions in few bits, as in grace/indices.py ---------------------------------------------------------------------------------
 
 namespace {

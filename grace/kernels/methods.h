@@ -439,3 +439,92 @@ grace::Excess excess(const float* x, int64_t n, float bound) {
   }
   return {count, total(sum), total(squares)};
 }
+
+// ---- integers that are summed, as in grace/compressors/shared_int.py ------------------------------------------------------
+
+// Of a block, `first`: the place of x[0] in the tensor.
+template <bool WIDE>
+INLINE void shared_emit_as(const float* x, int64_t n, float scale, float top, const Noise& noise, int64_t first,
+                           uint8_t* codes) {
+  constexpr int64_t BYTES = WIDE ? 4 : 1;
+  const F divisor = fill(not_zero(scale)), tops = fill(top), one = fill(1);
+  alignas(64) uint16_t table[SOME] = {};
+  alignas(64) uint8_t found[SOME * BYTES];
+  for (int64_t i = 0; i < n; i += SOME) {
+    const int64_t count = least(SOME, n - i);
+    noise_at(table, noise, noise.start + first + i, count);
+    for (int64_t j = 0; j < count; j += W) {
+      const F v = j + W <= count ? load(x + i + j) : load_some(x + i + j, count - j);
+      const F steps = v / divisor * tops;
+      const I lower = down(steps);
+      const I code = raised(not_below_zero((steps - to_float(lower)) + uniform(table + j, 0) - one), lower, 1);
+      if constexpr (WIDE)
+        write(reinterpret_cast<I*>(found), j / W, code);
+      else
+        to_codes<8>(found + j, code);
+    }
+    memcpy(codes + i * BYTES, found, size_t(count * BYTES));
+  }
+}
+
+void shared_emit(const float* x, int64_t n, float scale, float top, const Noise* noise, int64_t first, uint8_t* codes,
+                 bool wide) {
+  wide ? shared_emit_as<true>(x, n, scale, top, *noise, first, codes)
+       : shared_emit_as<false>(x, n, scale, top, *noise, first, codes);
+}
+
+template <bool WIDE, bool TAKEN, bool STREAM>
+INLINE void shared_values_as(const float* x, const uint8_t* codes, int64_t n, float scale, int64_t steps, float* out) {
+  const Divisor divisor(steps);
+  const F scales = fill(scale);
+  const auto value = [&](const uint8_t* from) __attribute__((always_inline)) {
+    const I code = WIDE ? read(reinterpret_cast<const I*>(from)) : from_bytes(from);
+    return divisor.divided(to_float(code)) * scales;
+  };
+  constexpr int64_t BYTES = WIDE ? 4 : 1;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    const F v = value(codes + i * BYTES);
+    put<STREAM>(out + i, TAKEN ? load(x + i) - v : v);
+  }
+  if (const int64_t size = n - i; size > 0) {
+    uint8_t some[W * BYTES] = {};
+    memcpy(some, codes + i * BYTES, size_t(size * BYTES));
+    const F v = value(some);
+    store_some(out + i, TAKEN ? load_some(x + i, size) - v : v, size);
+  }
+  if (STREAM) fence();
+}
+
+void shared_values(const float* x, const uint8_t* codes, int64_t n, float scale, int64_t steps, float* out, bool wide,
+                   bool stream) {
+#define AS(WIDE)                                                                          \
+  x        ? shared_values_as<WIDE, true, false>(x, codes, n, scale, steps, out)          \
+  : stream ? shared_values_as<WIDE, false, true>(x, codes, n, scale, steps, out)          \
+           : shared_values_as<WIDE, false, false>(x, codes, n, scale, steps, out)
+  wide ? (AS(true)) : (AS(false));
+#undef AS
+}
+
+// ---- sums of rows with random signs, as in grace/compressors/arctopk.py ---------------------------------------------------
+
+template <int64_t COUNT>
+INLINE void signed_sums_of(const float* x, int64_t n, const int32_t* words, int64_t width, float* sums) {
+  D totals[COUNT];
+  for (int64_t k = 0; k < COUNT; k++) totals[k] = zeros();
+  for (int64_t j = 0; j < n; j += W) {
+    const F v = j + W <= n ? load(x + j) : load_some(x + j, n - j);
+    for (int64_t k = 0; k < COUNT; k++) add(totals[k], flipped(v, words + k * width + j, 0));
+  }
+  for (int64_t k = 0; k < COUNT; k++) write(sums, k, float(total(totals[k])));
+}
+
+void signed_sums(const float* x, int64_t n, int64_t size, const int32_t* words, int64_t width, int64_t many,
+                 float* sums) {
+  for (int64_t i = 0; i < n; i += size) {
+    const int64_t count = least(size, n - i);
+    int64_t k = 0;
+    for (; k + 4 <= many; k += 4, sums += 4) signed_sums_of<4>(x + i, count, words + k * width, width, sums);
+    for (; k < many; k++, sums++) signed_sums_of<1>(x + i, count, words + k * width, width, sums);
+  }
+}

@@ -133,7 +133,7 @@ class TensorflowKernels:
     levels_encode = votes_encode = halves_encode = trits_encode = None
     codes_encode = codes_mean = normal_encode = normal_mean = steps_encode = None
     quantiles_encode = largest_of_signs = count_sketch = tagged_encode = bins_encode = chances_encode = None
-    cosines_encode = positions_write = chunks_encode = None
+    cosines_encode = shared_encode = signed_sums = largest_sums = positions_write = chunks_encode = None
 
     def __init__(self, xp: Any):
         found = library()

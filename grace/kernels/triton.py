@@ -367,7 +367,7 @@ class TritonKernels:
     accumulate = threshold_encode = corrected = sampled = sparse_mean = finite = None
     levels_encode = levels_mean = votes_encode = votes_mean = halves_encode = halves_mean = None
     trits_encode = trits_mean = codes_encode = codes_mean = None
-    normal_encode = normal_mean = steps_encode = None
+    normal_encode = normal_mean = steps_encode = shared_encode = signed_sums = largest_sums = None
     quantiles_encode = largest_of_signs = count_sketch = tagged_encode = bins_encode = chances_encode = None
     cosines_encode = positions_write = chunks_encode = None
 

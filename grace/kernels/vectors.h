@@ -74,11 +74,11 @@ INLINE I larger(I x, I y) { return {_mm512_max_epi32(x.v, y.v)}; }
 INLINE I smaller(I x, I y) { return {_mm512_min_epi32(x.v, y.v)}; }
 INLINE int32_t largest(I x) { return _mm512_reduce_max_epi32(x.v); }
 INLINE D zeros() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
-INLINE void add_magnitude(D& sum, F x) {
-  const __m512 m = _mm512_castsi512_ps(magnitude_bits(x).v);
-  sum.a = _mm512_add_pd(sum.a, _mm512_cvtps_pd(_mm512_castps512_ps256(m)));
-  sum.b = _mm512_add_pd(sum.b, _mm512_cvtps_pd(_mm512_extractf32x8_ps(m, 1)));
+INLINE void add(D& sum, F x) {
+  sum.a = _mm512_add_pd(sum.a, _mm512_cvtps_pd(_mm512_castps512_ps256(x.v)));
+  sum.b = _mm512_add_pd(sum.b, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1)));
 }
+INLINE void add_magnitude(D& sum, F x) { add(sum, {_mm512_castsi512_ps(magnitude_bits(x).v)}); }
 INLINE void add_square(D& sum, F x) {
   const __m512d a = _mm512_cvtps_pd(_mm512_castps512_ps256(x.v)), b = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1));
   sum.a = _mm512_add_pd(sum.a, _mm512_mul_pd(a, a));
@@ -222,13 +222,15 @@ INLINE int32_t largest(I x) {
   return _mm_cvtsi128_si32(_mm_max_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
 }
 INLINE D zeros() { return {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()}; }
+INLINE void add(D& sum, F x) {
+  sum.a = _mm256_add_pd(sum.a, _mm256_cvtps_pd(_mm256_castps256_ps128(x.a)));
+  sum.b = _mm256_add_pd(sum.b, _mm256_cvtps_pd(_mm256_extractf128_ps(x.a, 1)));
+  sum.c = _mm256_add_pd(sum.c, _mm256_cvtps_pd(_mm256_castps256_ps128(x.b)));
+  sum.d = _mm256_add_pd(sum.d, _mm256_cvtps_pd(_mm256_extractf128_ps(x.b, 1)));
+}
 INLINE void add_magnitude(D& sum, F x) {
   const I m = magnitude_bits(x);
-  const __m256 a = _mm256_castsi256_ps(m.a), b = _mm256_castsi256_ps(m.b);
-  sum.a = _mm256_add_pd(sum.a, _mm256_cvtps_pd(_mm256_castps256_ps128(a)));
-  sum.b = _mm256_add_pd(sum.b, _mm256_cvtps_pd(_mm256_extractf128_ps(a, 1)));
-  sum.c = _mm256_add_pd(sum.c, _mm256_cvtps_pd(_mm256_castps256_ps128(b)));
-  sum.d = _mm256_add_pd(sum.d, _mm256_cvtps_pd(_mm256_extractf128_ps(b, 1)));
+  add(sum, {_mm256_castsi256_ps(m.a), _mm256_castsi256_ps(m.b)});
 }
 INLINE void add_square(D& sum, F x) {
   const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(x.a)), b = _mm256_cvtps_pd(_mm256_extractf128_ps(x.a, 1));
@@ -381,10 +383,14 @@ INLINE int32_t largest(I x) {
   return r;
 }
 INLINE D zeros() { return {}; }
-INLINE void add_magnitude(D& sum, F x) {
+INLINE void add(D& sum, F x) {
   float m[16];
-  EACH { const i4 v = (i4)x.v[i] & ABS; memcpy(m + 4 * i, &v, 16); }
+  memcpy(m, &x, 64);
   for (int i = 0; i < 16; i++) sum.v[i] += double(m[i]);
+}
+INLINE void add_magnitude(D& sum, F x) {
+  EACH x.v[i] = (f4)((i4)x.v[i] & ABS);
+  add(sum, x);
 }
 INLINE void add_square(D& sum, F x) {
   float m[16];
@@ -407,13 +413,13 @@ INLINE float total(F x) {
   return (q[0] + q[2]) + (q[1] + q[3]);
 }
 INLINE I nearest(F x) { return to_int(round_to_float(x)); }
+INLINE F to_float(I x) { F r; EACH r.v[i] = __builtin_convertvector(x.v[i], f4); return r; }
 INLINE I down(F x) {
-  const F r = round_to_float(x);
-  I whole = to_int(r);
+  I whole = to_int(x);
+  const F r = to_float(whole);
   EACH whole.v[i] += (i4)(r.v[i] > x.v[i]);  // true is -1
   return whole;
 }
-INLINE F to_float(I x) { F r; EACH r.v[i] = __builtin_convertvector(x.v[i], f4); return r; }
 INLINE I from_bytes(const uint8_t* p) {
   I r;
   for (int j = 0; j < 16; j++) reinterpret_cast<int32_t*>(&r)[j] = int8_t(p[j]);

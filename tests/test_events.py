@@ -50,13 +50,14 @@ def test_threads_that_poll_become_batch_threads_if_that_is_wanted():
         while not end.is_set():
             time.sleep(0.001)
 
-    polls, sleeps = threading.Thread(target=poll), threading.Thread(target=time.sleep, args=(0.3,))
+    polls, sleeps = threading.Thread(target=poll), threading.Thread(target=time.sleep, args=(1,))
     polls.start(), sleeps.start()
     time.sleep(0.02)
     try:
         events.settle()
         assert os.sched_getscheduler(polls.native_id) == os.SCHED_OTHER
-        assert events.settle(polling=True) == 1
+        # A busy machine may not let it wake up often enough to be seen at once.
+        assert any(events.settle(polling=True) for _ in range(20))
         assert os.sched_getscheduler(polls.native_id) == os.SCHED_BATCH
         assert os.sched_getscheduler(sleeps.native_id) == os.SCHED_OTHER
     finally:

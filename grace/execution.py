@@ -325,7 +325,8 @@ def cut(payload: Payload, steps: tuple[int, ...], start: int, stop: int, size: i
 
 def strides(compressor: Compressor, xp: Any) -> tuple[int, ...]:
     """Elements of a unit, and how long each payload array is for one."""
-    return unit(compressor), *lengths(compressor, xp)
+    units = unit(compressor)  # blockwise methods are linear in it
+    return units, *(shape[0] for _, shape in template(compressor, xp, (units,)))
 
 
 @cache
@@ -336,9 +337,9 @@ def cuts(
 
     ``whole``: how long the arrays are themselves.
     """
-    units = unit(compressor)
+    units, *each = strides(compressor, xp)
     found = []
-    for length, end in zip(lengths(compressor, xp), whole, strict=True):
+    for length, end in zip(each, whole, strict=True):
         bounds = [0, *(end if bound >= size else bound // units * length for bound in ends), end]
         found.append(tuple(stop - start for start, stop in pairwise(bounds)))
     return tuple(found)
@@ -356,11 +357,6 @@ def shards(compressor: Compressor, ctx: Context, parts: int) -> list[Context]:
     ends = [min(part * full, ctx.size) for part in range(parts + 1)]
     found = [ctx.piece(start, stop - start) for start, stop in pairwise(ends)]
     return [replace(shard, shape=(shard.size // (row or 1), *ctx.shape[1:])) for shard in found] if rows else found
-
-
-def lengths(compressor: Compressor, xp: Any) -> tuple[int, ...]:
-    """How long each payload array is for one unit of elements; blockwise methods are linear in it."""
-    return tuple(shape[0] for _, shape in template(compressor, xp, (unit(compressor),)))
 
 
 @cache

@@ -478,7 +478,7 @@ class Grace:
             self._step.assign(self._step.read() + 1)
             if not self._weighed and not self.xp.tracing and self.schedule is None:
                 self._weighed = True
-                if self.rank == 0 and (heavier := self._report({}).heavier):
+                if self.rank == 0 and (heavier := self._report(norms=False).heavier):
                     warnings.warn(heavier, stacklevel=3)
             if self._recorder is not None and not self.xp.tracing and self._recorder.passed():
                 self.record()
@@ -945,11 +945,10 @@ class Grace:
             if self._xp is not None and self._xp.traced:
                 raise ValueError("a graph runs by itself and cannot be traced from here: use tf.profiler.experimental")
             self.trace.save(trace, self.rank)
-        units = list(dict.fromkeys(self._unit_of[name] for name in self._tensors))
-        return self._report({} if self._xp is None else self._kept.norms(units, self.decision.levels))
+        return self._report(norms=True)
 
-    def _report(self, norms: Mapping[str, float]) -> Report:
-        # With these norms of residuals, which take time and wait for a device.
+    def _report(self, norms: bool) -> Report:
+        # Norms of residuals take a pass over all of them, and wait for a device.
         leading = next((self._way(unit) for unit in self._unit_of.values() if not unit.dense), self._ways[0])
         parts = (leading.method.compressor, leading.method.memory, leading.communicator)
         method = " + ".join(name_of(part) for part in parts)
@@ -958,6 +957,7 @@ class Grace:
         traffic = self._meter.read()
         untold = UNTOLD if self._kept.switches and self.schedule is not None and not self.schedule.told else ""
         units = list(dict.fromkeys(self._unit_of[name] for name in self._tensors))
+        residuals = self._kept.norms(units, self.decision.levels) if norms else {}
         tensors = [
             TensorReport(
                 name=unit.name,
@@ -968,7 +968,7 @@ class Grace:
                 ),
                 bytes_sent=traffic[unit.name][0],
                 bytes_dense=traffic[unit.name][2] * sum(tensor.nbytes for tensor in unit.tensors),
-                residual_norm=norms.get(unit.name),
+                residual_norm=residuals.get(unit.name),
                 levels=self._levels(unit),
                 strategy=self._kept.strategy(unit, self._level(unit)),
             )

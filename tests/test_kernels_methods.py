@@ -182,12 +182,13 @@ def test_adaq_looks_again_where_a_sample_overrates(lib):
 def test_count_sketches(lib, n, kind, offset, rows):
     if rows == 99 and n > 513:
         pytest.skip("long, and nothing new")
-    compressor, plain, native = SketchSGD(rows=rows, columns=256), context(Plain(), n, offset), Native(lib)
-    x, streams, hashes = gradient(compressor, n, 1, kind), compressor.streams(plain), compressor.hashes(plain)
-    table = compressor.sketch(x, hashes, plain)
-    equal(native.kernels.count_sketch(Memory.of(x, 4).array, streams, 256), table)
-    found = native.kernels.count_sketch_estimate(Memory.of(table, 4).array, streams, n, 256)
-    equal(found + np.float32(0), compressor.estimate(table, hashes, plain) + np.float32(0))  # of two zeros either
+    for columns in (256, 1024, 16):
+        compressor, plain, native = SketchSGD(rows=rows, columns=columns), context(Plain(), n, offset), Native(lib)
+        x, hashes, group = gradient(compressor, n, 1, kind), compressor.hashes(plain), compressor.group(n)
+        table, words = compressor.sketch(x, hashes, plain), np.concatenate(hashes)
+        equal(native.kernels.count_sketch(Memory.of(x, 4).array, words, group, columns), table)
+        found = native.kernels.count_sketch_estimate(Memory.of(table, 4).array, words, n, group, columns)
+        equal(found + np.float32(0), compressor.estimate(table, hashes, plain) + np.float32(0))  # of two zeros either
     native.check()
     one, other = (
         alone(lambda ctx: SketchSGD(0.01, rows).compress(x, {}, ctx), context(xp, n, offset))[0]

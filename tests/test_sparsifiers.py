@@ -21,6 +21,7 @@ from methods import (
 )
 from table.row import Where
 
+from grace.backends.numpy import NumpyBackend
 from grace.compressors.chain import Chain
 from grace.compressors.qsgd import QSGD
 from grace.compressors.randomk import RandomK
@@ -301,6 +302,21 @@ def test_sketches_are_linear_and_find_heavy_hitters(xp):
     values, found = host(xp, send(method, xp, two, ctx)[0])
     assert found.tolist() == positions.tolist()
     assert np.array_equal(values, two[positions])
+
+
+def test_estimates_of_a_sketch_are_unbiased_and_as_good_as_with_a_hash_of_each_element():
+    # One row: what others of its column add has mean 0 and, from each element of another group, variance x^2 / columns.
+    n, columns, steps = 60, 16, 4000
+    compressor, x = method_of(compressor="sketch_sgd", rows=1, columns=columns).compressor, spread(60)
+    errors = []
+    for step in range(steps):
+        ctx = context(NumpyBackend(), n, step=step)
+        hashes = compressor.hashes(ctx)
+        errors.append(compressor.estimate(compressor.sketch(x, hashes, ctx), hashes, ctx) - x)
+    group = np.arange(n) // columns
+    variance = (group[:, None] != group) @ x.astype(np.float64) ** 2 / columns
+    assert (abs(np.mean(errors, 0)) <= 5 * np.sqrt(variance / steps)).all()
+    np.testing.assert_allclose(np.mean(np.square(errors), 0), variance, rtol=0.3)
 
 
 def test_arctopk_finds_heavy_rows(xp):

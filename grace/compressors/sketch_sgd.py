@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from grace import blocks
 from grace.collectives import Reduce
 from grace.compressors.sparse import AgreedSparsifier, kept, poisoned
 from grace.core import Array, Context, Payload, Program, State
 from grace.registry import register
-from grace.rng import Rng
+
+GROUP = 256
+"""Neighbours that are hashed together, where the table has as many columns: what a processor adds in one go."""
 
 
 @register("sketch_sgd", "countsketch")
@@ -46,27 +49,47 @@ class SketchSGD(AgreedSparsifier):
         """Columns of the table for n elements."""
         return self.columns or 1 << max(0, 10 * kept(self.compress_ratio, n) - 1).bit_length()
 
-    def streams(self, ctx: Context) -> list[Rng]:
-        """Of each row: words, the same on every worker, whose low bits are the column and whose top bit is the sign."""
-        return [ctx.shared_rng(f"hash{row}") for row in range(self.rows)]
-
     def hashes(self, ctx: Context) -> list[Array]:
-        """int32[n] for each row: its words."""
-        return [stream.bits(ctx.size) for stream in self.streams(ctx)]
+        """int32[group + groups] for each row: random words, the same on every worker.
+
+        The table is hashed by groups of neighbours, of which no two share a column: the low bits of a group's word are
+        the column of its first element, and its others follow, around the end. An element's sign is the product of two:
+        the top bits of its group's word and of the word of its place in the group. So any two elements of different
+        groups meet with probability 1 / columns and have independent signs, and of a group at most one element meets a
+        given one: all that the variance of an estimate rests on is as it is with a hash of each element.
+        """
+        group = self.group(ctx.size)
+        count = group + blocks.block_count(ctx.size, group)
+        return [ctx.shared_rng(f"hash{row}").bits(count) for row in range(self.rows)]
+
+    def group(self, n: int) -> int:
+        """How many neighbours are hashed together."""
+        return min(GROUP, self.width(n))
+
+    def _places(self, word: Array, ctx: Context) -> tuple[Array, Array]:
+        # Of all elements, in one row: columns int32[n], and where the sign is negative.
+        xp, width, group = ctx.xp, self.width(ctx.size), self.group(ctx.size)
+        place, own = xp.arange(group), xp.reshape(word[group:], (-1, 1))
+        columns = xp.bitwise_and(xp.bitwise_and(own, width - 1) + place, width - 1)
+        negative = xp.bitwise_xor(own, word[:group]) < 0
+        return xp.reshape(columns, (-1,))[: ctx.size], xp.reshape(negative, (-1,))[: ctx.size]
 
     def sketch(self, x: Array, hashes: list[Array], ctx: Context) -> Array:
-        """float32[rows * columns]: each row holds sums of the elements, with random signs, of random groups."""
-        xp, width = ctx.xp, self.width(ctx.size)
-        table = [xp.segment_sum(_signed(xp, x, word), xp.bitwise_and(word, width - 1), width) for word in hashes]
+        """float32[rows * columns]: of each row and column, the sum of its elements with random signs."""
+        xp, width, table = ctx.xp, self.width(ctx.size), []
+        for word in hashes:
+            columns, negative = self._places(word, ctx)
+            table.append(xp.segment_sum(xp.where(negative, -x, x), columns, width))
         return xp.concat(table)
 
     def estimate(self, table: Array, hashes: list[Array], ctx: Context) -> Array:
         """float32[n]: the elements, as far as the table tells."""
         xp, width = ctx.xp, self.width(ctx.size)
-        found = [
-            _signed(xp, xp.take(table, xp.bitwise_and(word, width - 1) + row * width), word)
-            for row, word in enumerate(hashes)
-        ]
+        found = []
+        for row, word in enumerate(hashes):
+            columns, negative = self._places(word, ctx)
+            value = xp.take(table, columns + row * width)
+            found.append(xp.where(negative, -value, value))
         # The median, elementwise: the largest of those left goes to the end, until the middle one is there. This is
         # much faster than to sort n times a few.
         for end in range(self.rows - 1, self.rows // 2 - 1, -1):
@@ -75,21 +98,16 @@ class SketchSGD(AgreedSparsifier):
         return found[self.rows // 2]
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        xp, n, k, streams = ctx.xp, ctx.size, self.count(ctx.size), self.streams(ctx)
+        xp, n, k, hashes = ctx.xp, ctx.size, self.count(ctx.size), self.hashes(ctx)
         kernels: Any = ctx.kernels if ctx.kernels and ctx.kernels.count_sketch else None
-        hashes = [] if kernels else self.hashes(ctx)
-        width = self.width(n)
-        sums = kernels.count_sketch(x, streams, width) if kernels else self.sketch(x, hashes, ctx)
+        where = self.group(n), self.width(n)
+        sums = kernels.count_sketch(x, xp.concat(hashes), *where) if kernels else self.sketch(x, hashes, ctx)
         (table,) = yield Reduce((sums,), "mean")
         if kernels:
-            found = kernels.count_sketch_estimate(table, streams, n, width)
+            found = kernels.count_sketch_estimate(table, xp.concat(hashes), n, *where)
         else:
             found = self.estimate(table, hashes, ctx)
         candidates = xp.topk_abs(found, min(n, self.candidates * k))
         (values,) = yield Reduce((poisoned(xp, xp.take(x, candidates), x),), "mean")
         chosen = xp.topk(xp.abs(values), k)
         return (xp.take(values, chosen), xp.take(candidates, chosen)), state
-
-
-def _signed(xp: Any, x: Array, word: Array) -> Array:
-    return xp.where(word < 0, -x, x)

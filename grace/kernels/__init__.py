@@ -199,8 +199,8 @@ class Library:
         self._quantiles_encode = bind("quantiles_encode", _P, _P, _P, _I, _I, _I, result=_I)
         self._quantiles_mean = bind("quantiles_mean", _P, _P, _I, _P, _I, _I, _I, _I)
         self._largest_of_signs = bind("largest_of_signs", _P, _D, _P, _P, _I, _I, _I, result=_I)
-        self._count_sketch = bind("count_sketch", _P, _P, _I, _P, _I, _I, _I, _I, result=_I)
-        self._estimate = bind("count_sketch_estimate", _P, _P, _I, _P, _I, _I, _I, _I, result=_I)
+        self._count_sketch = bind("count_sketch", _P, _P, _P, _I, _I, _I, _I, _I, result=_I)
+        self._estimate = bind("count_sketch_estimate", _P, _P, _P, _I, _I, _I, _I, _I, result=_I)
         self._tagged_count = bind("tagged_count", _P, _P, _I, _I, _I, _I)
         self._tagged_encode = bind("tagged_encode", _P, _P, _P, _P, _P, _P, _I, _I, _I, _I)
         self._tagged_mean = bind("tagged_mean", _P, _P, _P, _P, _P, _I, _P, _I, _I, _I, _I, result=_I)
@@ -854,22 +854,20 @@ class Library:
         return found
 
     def count_sketch(
-        self, x: int, keys: Sequence[int], start: int, table: int, n: int, width: int, threads: int = 1
+        self, x: int, words: int, table: int, n: int, rows: int, group: int, width: int, threads: int = 1
     ) -> None:
         """table, float32[rows, width]: sums of elements with random signs, as `grace.compressors.sketch_sgd` has them.
 
-        ``keys``: two of each row; ``start``: the position of x[0] among the words; width: a power of two.
+        ``words``, int32[rows, group + ceil(n / group)]; group: up to 512, and width: powers of two, group <= width.
         """
-        rows = len(keys) // 2
-        if self._count_sketch(self.handle, x, (_W * len(keys))(*keys), start, table, n, rows, width, threads):
+        if self._count_sketch(self.handle, x, words, table, n, rows, group, width, threads):
             raise MemoryError("no memory for a count sketch")
 
     def count_sketch_estimate(
-        self, table: int, keys: Sequence[int], start: int, out: int, n: int, width: int, threads: int = 1
+        self, table: int, words: int, out: int, n: int, rows: int, group: int, width: int, threads: int = 1
     ) -> None:
         """out, float32[n]: the medians of what the rows of such a table say of each element."""
-        rows = len(keys) // 2
-        if self._estimate(self.handle, table, (_W * len(keys))(*keys), start, out, n, rows, width, threads):
+        if self._estimate(self.handle, table, words, out, n, rows, group, width, threads):
             raise MemoryError("no memory for the rows of a count sketch")
 
     def tagged_count(self, x: int, starts: int, n: int, lowest: int, middle: int, threads: int = 1) -> None:

@@ -472,19 +472,20 @@ class HostKernels:
                 return means, sent[:count]
             room = count
 
-    def count_sketch(self, x: Array, streams: Sequence[Rng], width: int) -> Array:
-        """float32[n] -> float32[rows * width]: `grace.compressors.sketch_sgd.SketchSGD.sketch`."""
-        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
-        (n,), table = xp.shape(x), xp.empty(len(streams) * width)
-        self.library.count_sketch(at(x), _keys(streams), streams[0].offset, at(table), n, width, xp.threads)
+    def count_sketch(self, x: Array, words: Array, group: int, width: int) -> Array:
+        """float32[n] -> float32[rows * width]: `grace.compressors.sketch_sgd.SketchSGD.sketch`, by all rows' words."""
+        xp, at, (x, words) = self._xp, self._xp.address, self._ready(x, words)
+        (n,) = xp.shape(x)
+        rows = xp.shape(words)[0] // (group + -(-n // group))
+        table = xp.empty(rows * width)
+        self.library.count_sketch(at(x), at(words), at(table), n, rows, group, width, xp.threads)
         return table
 
-    def count_sketch_estimate(self, table: Array, streams: Sequence[Rng], n: int, width: int) -> Array:
+    def count_sketch_estimate(self, table: Array, words: Array, n: int, group: int, width: int) -> Array:
         """float32[rows * width] -> float32[n]: `grace.compressors.sketch_sgd.SketchSGD.estimate`."""
-        xp, at, (table,) = self._xp, self._xp.address, self._ready(table)
-        out = xp.empty(n)
-        where = at(table), _keys(streams), streams[0].offset, at(out)
-        self.library.count_sketch_estimate(*where, n, width, xp.threads)
+        xp, at, (table, words) = self._xp, self._xp.address, self._ready(table, words)
+        out, rows = xp.empty(n), xp.shape(table)[0] // width
+        self.library.count_sketch_estimate(at(table), at(words), at(out), n, rows, group, width, xp.threads)
         return out
 
     def tagged_encode(self, x: Array, lowest: int, middle: int) -> tuple[Array, ...]:
@@ -853,7 +854,3 @@ def _coefficients(sizes: tuple[int, int, int, int], k: int) -> list[tuple[str, i
 
 def _three(at: Callable[[Array], int], payload: tuple[Array, ...]) -> list[int | None]:
     return [*map(at, payload), None][:3]
-
-
-def _keys(streams: Sequence[Rng]) -> list[int]:
-    return [key for stream in streams for key in stream.keys]

@@ -80,6 +80,11 @@ struct Tagged {
   float steps;
 };
 
+// Of a count sketch: neighbours that are hashed together, columns, both powers of two, and words of each row.
+struct Groups {
+  int64_t size, width, count;
+};
+
 // Where the next numbers of 32, 16 and 8 bits lie.
 struct Streams {
   const float* three;
@@ -137,11 +142,12 @@ struct MethodLoops {
   void (*quantile_sum)(const uint8_t* const* codes, const float* tables, int bits, int64_t workers, float* out,
                        int64_t begin, int64_t end, bool stream);
   void (*signs_count)(const float* x, int64_t n, int64_t* positive, int64_t* negative);  // added to these
-  // table[mask + 1] += x, where the words say so; their top bit is the sign.
-  void (*hashed_add)(const float* x, int64_t n, uint32_t key0, uint32_t key1, int64_t start, int32_t mask, double* table);
-  // The median over the rows of table[rows, mask + 1], whether that is finite; keys[rows, 2]; scratch[rows, 512].
-  void (*hashed_estimate)(const float* table, int64_t rows, const uint32_t* keys, int64_t start, int64_t n, int32_t mask,
-                          bool finite, float* scratch, float* out);
+  // table[width] += x, by words[size + groups]: those of places in a group, whose top bits are signs, and those of groups,
+  // which tell the first one's column as well.
+  void (*hashed_add)(const float* x, int64_t n, const Groups* how, const int32_t* words, double* table);
+  // The median over the rows of table[rows, width], whether that is finite; words[rows, count]; scratch[rows, 512].
+  void (*hashed_estimate)(const float* table, int64_t rows, const Groups* how, const int32_t* words, int64_t begin,
+                          int64_t end, bool finite, float* scratch, float* out);
   void (*tagged_count)(const Tagged* how, const float* x, int64_t n, int64_t* counts);  // of 32, 16 and 8 bits
   void (*tagged_emit)(const Tagged* how, const float* x, int64_t n, uint8_t* packed, float* three, uint8_t* two,
                       uint8_t* one);

@@ -2,6 +2,7 @@
 
 using grace::Chances;
 using grace::Cosines;
+using grace::Groups;
 using grace::Streams;
 using grace::Tagged;
 using grace::Terms;
@@ -246,33 +247,34 @@ API int64_t grace_largest_of_signs(const Loops* loops, const float* x, double ra
 
 // ---- count sketches, as in grace/compressors/sketch_sgd.py -----------------------------------------------------------------
 
-// table, float32[rows, width]; keys, uint32[rows, 2], and start: of the words. 0, or -2.
-API int64_t grace_count_sketch(const Loops* loops, const float* x, const uint32_t* keys, int64_t start, float* table,
-                               int64_t n, int64_t rows, int64_t width, int64_t threads) try {
-  std::vector<double> sums(size_t(rows * width), 0.0);
-  split(rows * std::max<int64_t>(n, 1), std::max<int64_t>(n, 1), threads, [&](int64_t begin, int64_t end, int64_t) {
-    for (int64_t row = begin / std::max<int64_t>(n, 1); row < end / std::max<int64_t>(n, 1); row++)
-      loops->methods->hashed_add(x, n, keys[2 * row], keys[2 * row + 1], start, int32_t(width - 1), &sums[size_t(row * width)]);
+// table, float32[rows, width]; words, int32[rows, size + ceil(n / size)]: of places in a group and of groups. 0, or -2.
+API int64_t grace_count_sketch(const Loops* loops, const float* x, const int32_t* words, float* table, int64_t n,
+                               int64_t rows, int64_t size, int64_t width, int64_t threads) try {
+  const Groups how{size, width, size + (n + size - 1) / size};
+  std::vector<double> room(size_t(rows * width + 7), 0.0);
+  double* const sums = reinterpret_cast<double*>((reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64);
+  split(rows, 1, threads, [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t row = begin; row < end; row++)
+      loops->methods->hashed_add(x, n, &how, words + row * how.count, sums + row * width);
   });
-  for (int64_t i = 0; i < rows * width; i++) set(table, i, float(sums[size_t(i)]));
+  for (int64_t i = 0; i < rows * width; i++) set(table, i, float(sums[i]));
   return 0;
 } catch (const std::bad_alloc&) {
   return -2;
 }
 
 // out, float32[n]: what such a table says.
-API int64_t grace_count_sketch_estimate(const Loops* loops, const float* table, const uint32_t* keys, int64_t start,
-                                        float* out, int64_t n, int64_t rows, int64_t width, int64_t threads) try {
+API int64_t grace_count_sketch_estimate(const Loops* loops, const float* table, const int32_t* words, float* out,
+                                        int64_t n, int64_t rows, int64_t size, int64_t width, int64_t threads) try {
   if (n <= 0) return 0;
   threads = std::min<int64_t>(threads, 64);
-  const int64_t size = rows * width;
-  const bool finite = grace_finite(loops, &table, &size, 1);
-  std::vector<float> scratch(size_t(threads * rows * 512 + 16));
+  const Groups how{size, width, size + (n + size - 1) / size};
+  const int64_t all = rows * width;
+  const bool finite = grace_finite(loops, &table, &all, 1);
+  std::vector<float> scratch(size_t(threads * rows * 512));
   split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t t) {
-    const uintptr_t at = reinterpret_cast<uintptr_t>(&scratch[size_t(t * rows * 512)]);
-    float* own = reinterpret_cast<float*>((at + 63) / 64 * 64);
-    loops->methods->hashed_estimate(table, rows, keys, start + begin, end - begin, int32_t(width - 1), finite, own,
-                                   out + begin);
+    float* own = &scratch[size_t(t * rows * 512)];
+    loops->methods->hashed_estimate(table, rows, &how, words, begin, end, finite, own, out);
   });
   return 0;
 } catch (const std::bad_alloc&) {

@@ -99,20 +99,26 @@ void signs_count(const float* x, int64_t n, int64_t* positive, int64_t* negative
   }
 }
 
-// ---- count sketches ----------------------------------------------------------------------------------------------------
+// ---- count sketches, as in grace/compressors/sketch_sgd.py ---------------------------------------------------------------
 
-void hashed_add(const float* x, int64_t n, uint32_t key0, uint32_t key1, int64_t start, int32_t mask, double* table) {
-  alignas(64) float v[SOME];
-  alignas(64) uint32_t words[SOME];
-  alignas(64) double signed_[SOME];
-  for (int64_t i = 0; i < n; i += SOME) {
-    const int64_t count = least(SOME, n - i);
-    load_all<false>(v, x, nullptr, i, count);
-    words_as<uint32_t, 0>(key0, key1, start + i, SOME, words);
-    for (int64_t j = 0; j < SOME; j++)
-      signed_[j] = double(float_of(as_bits(v[j]) ^ int32_t(words[j] & 0x80000000)));
-    for (int64_t j = 0; j < SOME; j++) words[j] &= uint32_t(mask);
-    for (int64_t j = 0; j < count; j++) table[words[j]] += signed_[j];
+using grace::Groups;
+
+// An element of a group with its sign, as bits: that of its place, and the group's own.
+INLINE float with_sign(const float* x, const int32_t* places, int32_t own, int64_t j) {
+  return float_of(as_bits(read(x, j)) ^ ((read(places, j) ^ own) & INT32_MIN));
+}
+
+void hashed_add(const float* x, int64_t n, const Groups* how, const int32_t* words, double* table) {
+  const int64_t size = how->size, width = how->width;
+  for (int64_t i = 0; i < n; i += size) {
+    const int32_t own = words[size + i / size];
+    const int64_t count = least(size, n - i), at = own & (width - 1), ahead = least(count, width - at);
+    const auto add = [=](int64_t from, int64_t to, double* sums) __attribute__((always_inline)) {
+      for (int64_t j = from; j < to; j++) sums[j] += double(with_sign(x + i, words, own, j));
+    };
+    for (int64_t j = 0; j < size; j += W) __builtin_prefetch(x + i + 8 * size + j);  // the table's lines come in between
+    const int64_t odd = least(ahead, -at & 7);  // so that no vector that is written lies in two lines of a cache
+    add(0, odd, table + at), add(odd, ahead, table + at), add(ahead, count, table - ahead);
   }
 }
 
@@ -130,36 +136,35 @@ INLINE void in_order(F& a, F& b) {
   }
 }
 
-// The median of each column of found[rows, SOME], to the row in the middle: the largest of those left goes to the end.
-// ROWS: their number, 0 for any.
+// The median of each column of found[rows, SOME]: the largest of those left goes to the end. ROWS: their number, 0 for
+// any.
 template <int64_t ROWS, bool SPREAD>
-INLINE void medians(float* found, int64_t rows) {
+INLINE void medians(const float* found, int64_t rows, int64_t count, float* out) {
   rows = ROWS ? ROWS : rows;
-  for (int64_t j = 0; j < SOME; j += W) {
+  for (int64_t j = 0; j < count; j += W) {
     F v[ROWS ? ROWS : 99];
     for (int64_t row = 0; row < rows; row++) v[row] = load(found + row * SOME + j);
     for (int64_t end = rows - 1; end >= rows / 2; end--)
       for (int64_t row = 0; row < end; row++) in_order<SPREAD>(v[row], v[row + 1]);
-    store(found + rows / 2 * SOME + j, v[rows / 2]);
+    count - j < W ? store_some(out + j, v[rows / 2], count - j) : store(out + j, v[rows / 2]);
   }
 }
 
-void hashed_estimate(const float* table, int64_t rows, const uint32_t* keys, int64_t start, int64_t n, int32_t mask,
-                     bool finite, float* scratch, float* out) {
-  alignas(64) uint32_t words[SOME];
-  alignas(64) float found[SOME];  // apart from the others, so that it is seen to be no part of the table
-  for (int64_t i = 0; i < n; i += SOME) {
-    const int64_t count = least(SOME, n - i);
+void hashed_estimate(const float* table, int64_t rows, const Groups* how, const int32_t* words, int64_t begin,
+                     int64_t end, bool finite, float* scratch, float* out) {
+  const int64_t size = how->size, width = how->width;
+  for (int64_t i = begin; i < end; i += size) {
+    const int64_t count = least(size, end - i);
     for (int64_t row = 0; row < rows; row++) {
-      const float* from = table + row * (int64_t(mask) + 1);
-      words_as<uint32_t, 0>(keys[2 * row], keys[2 * row + 1], start + i, SOME, words);
-      for (int64_t j = 0; j < SOME; j++)
-        found[j] = float_of(as_bits(read(from, int64_t(words[j] & uint32_t(mask)))) ^ int32_t(words[j] & 0x80000000));
-      memcpy(scratch + row * SOME, found, sizeof found);
+      const int32_t *places = words + row * how->count, own = places[size + i / size];
+      const float* from = table + row * width;
+      const int64_t at = own & (width - 1), ahead = least(count, width - at);
+      float* to = scratch + row * SOME;
+      for (int64_t j = 0; j < ahead; j++) to[j] = with_sign(from + at, places, own, j);
+      for (int64_t j = ahead; j < count; j++) to[j] = with_sign(from - ahead, places, own, j);
     }
-    finite ? rows == 5 ? medians<5, false>(scratch, rows) : medians<0, false>(scratch, rows)
-           : medians<0, true>(scratch, rows);
-    memcpy(out + i, scratch + rows / 2 * SOME, size_t(count) * 4);
+    finite ? rows == 5 ? medians<5, false>(scratch, rows, count, out + i) : medians<0, false>(scratch, rows, count, out + i)
+           : medians<0, true>(scratch, rows, count, out + i);
   }
 }
 

@@ -103,8 +103,10 @@ def sketched(ratio, rows, columns, candidates):
         wide, k = width(ratio, n, columns), share(ratio, n)
         estimates = np.zeros((rows, n))
         for row in range(rows):
-            words = where.shared_words(f"hash{row}", n)
-            column, sign = words % wide, np.where(words >> 31, -1, 1)
+            group = min(256, wide)
+            words = where.shared_words(f"hash{row}", group + -(-n // group))
+            place, own = np.arange(n) % group, words[group + np.arange(n) // group]
+            column, sign = (own + place) % wide, np.where((own ^ words[place]) >> 31, -1, 1)
             estimates[row] = sign * np.bincount(column, sign * x, wide)[column]
         seen = top(abs(np.median(estimates, 0)), min(n, candidates * k))
         return seen[top(abs(x[seen]), k)]

@@ -1025,7 +1025,7 @@ def test_positions_of_an_empty_vector_are_refused(lib):
 # -- products of low rank ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "a, b, r, threads",
-    [(1, 1, 1, 1), (3, 5, 2, 1), (7, 1023, 4, 1), (64, 576, 3, 1), (40, 2050, 9, 1), (900, 1000, 17, 2)],
+    [(3, 7, 0, 1), (1, 1, 1, 1), (3, 5, 2, 1), (7, 1023, 4, 1), (64, 576, 3, 1), (40, 2050, 9, 1), (900, 1000, 17, 2)],
 )
 def test_product(lib, a, b, r, threads):
     x, p, q = vector(a * b), vector(a * r, 1), vector(r * b, 2)

@@ -7,6 +7,7 @@ import pytest
 from methods import backend, context, host, lockstep, method_of, receive, send, spread, states, workers
 from table.transforms import dct
 
+from grace.backends.numpy import NumpyBackend
 from grace.rng import NOISE, Rng
 
 
@@ -297,6 +298,50 @@ def test_atomo_sends_singular_vectors_by_their_chances(xp, kind):
         expected = (u[:, chosen] * values) @ vt[chosen]
         found = receive(method, xp, payload, ctx).reshape(20, 15)
         np.testing.assert_allclose(found, expected, atol=1e-4 * abs(m).max() * max(values, default=1))
+
+
+@pytest.mark.parametrize("shape", [(20, 15), (15, 20)])
+def test_atomo_finds_the_few_values_that_there_are(xp, shape):
+    # Of a matrix of rank 3 the 5 that are looked for are all: its rows are left with nothing but errors of rounding.
+    m = (spread(shape[0], 3, seed=1) @ spread(3, shape[1], seed=2)).astype(np.float32)
+    u, s, vt = np.linalg.svd(m.astype(np.float64), full_matrices=False)
+    chance, method = water(s[:3], 2), method_of(compressor="atomo", compress_rank=2, leading=5)
+    for step in range(10 if xp.name != "numpy" else 200):
+        ctx = context(xp, shape, step=step)
+        payload, _ = send(method, xp, m, ctx)
+        draws = np.asarray(xp.to_numpy(ctx.rng("draw").uniform(20)))[:3]
+        if (abs(draws - chance) < 2e-3).any():  # errors of rounding have a chance, too, at the others' expense
+            continue
+        chosen = draws < chance
+        expected = (u[:, :3][:, chosen] * (s[:3] / chance)[chosen]) @ vt[:3][chosen]
+        found = receive(method, xp, payload, ctx).reshape(shape)
+        np.testing.assert_allclose(found, expected, atol=0.05 * abs(m).max())  # an error of rounding, drawn
+
+
+@pytest.mark.parametrize("shape", [(20, 15), (15, 20)])
+@pytest.mark.parametrize("kind", ["flat", "steep"])
+def test_atomo_draws_rows_of_what_the_largest_values_leave(kind, shape):
+    # Errors are as the chances of the parts say, and these are not far from the best ones.
+    xp, (a, b), steps = NumpyBackend(), shape, 2000
+    m = (spread(a, b) if kind == "flat" else decaying(a, b)).astype(np.float32)
+    s = np.linalg.svd(m.astype(np.float64), compute_uv=False)
+    method, errors, sent = method_of(compressor="atomo", compress_rank=3, leading=5), [], 0
+    for step in range(steps):
+        ctx = context(xp, shape, step=step)
+        payload, _ = send(method, xp, m, ctx)
+        values, left, right = payload
+        short = left if a <= b else right
+        rows = (short != 0).sum(1) == 1
+        assert (short[rows].max(1) == 1).all()
+        sent += len(values)
+        errors.append(receive(method, xp, payload, ctx).reshape(shape) - m.astype(np.float64))
+    errors = np.array(errors)
+    square = (errors**2).sum((1, 2)).mean()
+    assert sent / steps == pytest.approx(3, abs=0.15)
+    assert (errors.mean(0) ** 2).sum() < 1.5 * square / steps
+    chance = water(s, 3)
+    best = (s**2 * (1 / np.maximum(chance, 1e-9) - 1)).sum()
+    assert best * 0.9 < square < 3 * best
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (100, 70), (16, 8, 3, 3), (130,)])

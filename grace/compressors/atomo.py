@@ -2,69 +2,168 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grace import blocks
 from grace.checks import matching
 from grace.compressors.lowrank import LowRank
 from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
 
+TINY = 1e-37
+"""What is divided by, where that would be less."""
+
 
 @register("atomo")
 @dataclass(frozen=True)
 class Atomo(LowRank):
-    """Send singular vectors drawn at random, larger ones more often, so that the expectation is x.
+    """Send matrices of rank one drawn at random, larger ones more often, so that the expectation is x.
 
     Payload: values float32[K], left vectors float32[K, a], right vectors float32[K, b]; K is random, r on average.
     ``compress_rank``: r. ``min_rate``: tensors that would not shrink by this factor go dense, as do vectors.
-    All singular values of every matrix in every step: slow for large layers.
-    Wang et al., "ATOMO", NeurIPS 2018, arXiv:1806.04090, section 3 (spectral ATOMO).
+    ``leading``: of a matrix whose sides are longer, about so many of the largest singular values are found, by a random
+    projection (Halko et al., 2011, arXiv:0909.4061, algorithm 4.1), and what they leave is drawn row by row, along the
+    shorter side. The variance is then up to three times as large where singular values fall off slowly, and the time a
+    small part. 0: all singular values of every matrix in every step, which takes seconds for large layers.
+    Wang et al., "ATOMO", NeurIPS 2018, arXiv:1806.04090: section 3 (spectral ATOMO) where all are found, and else
+    section 2, which is for any way to write x as a sum.
     """
 
     ragged = True
     unbiased = True
     memory = "none"
 
+    leading: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.leading < 0:
+            raise ValueError(f"leading={self.leading!r} must not be negative; 0 finds all singular values")
+
     def variance(self, n: int) -> float | None:
-        # The best probabilities are at least as good as equal ones, r / m, for the m <= sqrt(n) singular values.
-        return max(0.0, n**0.5 / self.compress_rank - 1)
+        # The best probabilities are at least as good as equal ones: r of all parts, whose squares sum up to that of x.
+        # There are at most sqrt(n) singular values; or those that are found, and as many rows.
+        extra = self.leading if self.leading < n**0.5 else 0
+        return max(0.0, (n**0.5 + extra) / self.compress_rank - 1)
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, (a, b, r) = ctx.xp, self.sizes(ctx)
-        m, finite = min(a, b), xp.isfinite(x)
+        ok, m = xp.finite(x), min(a, b)
+        s, vectors = self._some(x, ok, ctx) if 0 < self.leading < m else self._all(x, ok, ctx)
+        n = xp.shape(s)[0]
+        chance = xp.where(ok, self._chances(xp, s, r), 0.0)
+        first = xp.arange(n) < xp.cast(xp.invert(ok), "int32")  # something must say what is wrong
+        chosen = xp.nonzero((ctx.rng("draw").uniform(n) < chance) | first)
+        values = xp.where(ok, s / xp.where(chance > 0, chance, 1.0), float("nan"))
+        short, long = vectors(chosen)
+        return (xp.take(values, chosen), *((short, long) if a <= b else (long, short))), state
+
+    def _all(self, x: Array, ok: Array, ctx: Context) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
+        # Singular values float32[m], and what gives vectors of those chosen: of the shorter side m, and of the longer.
+        xp, (a, b, _) = ctx.xp, self.sizes(ctx)
         # In double precision: near-equal singular values make vectors that differ between toolkits.
-        matrix = xp.cast(xp.reshape(xp.where(finite, x, 0.0), (a, b)), "float64")
+        matrix = xp.cast(xp.reshape(xp.where(ok, x, 0.0), (a, b)), "float64")
         matrix = matrix if a <= b else xp.transpose(matrix)
         # Vectors of the shorter side, from the product with itself, take a third of the time of a decomposition. Those
         # of the other side are what they make of the matrix: the expectation is x however exact they are.
         squares, vectors = xp.eigh(matrix @ xp.transpose(matrix))
-        size = xp.sqrt(xp.maximum(squares, 0.0))
-        s = xp.cast(size, "float32")
-        chance = self._chances(xp, s, m, r)
-        first = xp.arange(m) < xp.cast(xp.invert(xp.all(finite)), "int32")  # something must say what is wrong
-        chosen = xp.nonzero((ctx.rng("draw").uniform(m) < chance) | first)
-        values = xp.where(xp.all(finite), s / xp.where(chance > 0, chance, 1.0), float("nan"))
-        short = xp.take(xp.transpose(vectors), chosen)
-        size = xp.take(size, chosen)
-        long = (short @ matrix) / xp.reshape(xp.where(size > 0, size, 1.0), (-1, 1))
-        left, right = (xp.cast(part, "float32") for part in ((short, long) if a <= b else (long, short)))
-        return (xp.take(values, chosen), left, right), state
+        sizes = xp.sqrt(xp.maximum(squares, 0.0))
+
+        def of(chosen: Array) -> tuple[Array, Array]:
+            short = xp.take(xp.transpose(vectors), chosen)
+            long = (short @ matrix) / xp.reshape(xp.maximum(xp.take(sizes, chosen), TINY), (-1, 1))
+            return xp.cast(short, "float32"), xp.cast(long, "float32")
+
+        return xp.cast(sizes, "float32"), of
+
+    def _some(self, x: Array, ok: Array, ctx: Context) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
+        # As `_all`: of the largest singular values, and then of the rows of what these leave.
+        xp, (a, b, _), count = ctx.xp, self.sizes(ctx), self.leading
+        m, whole = min(a, b), xp.reshape(x, (a, b))
+        matrix = whole if a <= b else xp.transpose(whole)
+
+        def times(q: Array) -> Array:  # [count, long] -> [m, count]
+            if a <= b:
+                return xp.left_factor(whole, q)
+            return xp.transpose(xp.right_factor(xp.transpose(q), whole))
+
+        def projected(p: Array) -> Array:  # [m, count] -> [count, long]
+            if a <= b:
+                return xp.right_factor(p, whole)
+            return xp.transpose(xp.left_factor(whole, xp.transpose(p)))
+
+        sketch = times(xp.reshape(ctx.rng("sketch").normal(count * max(a, b)), (count, max(a, b))))
+        basis = xp.qr(xp.where(ok, sketch, 0.0))
+        inside = xp.where(ok, projected(basis), 0.0)
+        # Both turned so that the parts are as unequal as can be; in double precision as above.
+        turn, wide = xp.cast(basis, "float64"), xp.cast(inside, "float64")
+        squares, turned = xp.eigh(wide @ xp.transpose(wide))
+        basis, inside = xp.cast(turn @ turned, "float32"), xp.cast(xp.transpose(turned) @ wide, "float32")
+        # Squared lengths of the rows that are left, (M - B I)_i: |M_i|^2 - 2 (M I^T)_i B_i + |(B I)_i|^2. They need not
+        # be exact: a row is drawn more or less often, and sent as it is. None may be 0 that is not, nor nearly so,
+        # or what is drawn would be divided by it.
+        scale = xp.maximum(xp.max(xp.abs(inside)), TINY)
+        common = xp.cast(times(inside / scale), "float64") * xp.cast(scale, "float64")
+        turn = xp.cast(basis, "float64")
+        rows = _squares(xp, x, (a, b))
+        left = rows - xp.sum((2.0 * common - turn * squares) * turn, 1)
+        left = xp.sqrt(xp.maximum(left, rows * 1e-8))
+        sizes = xp.cast(xp.concat([xp.sqrt(xp.maximum(squares, 0.0)), left]), "float32")
+
+        def of(chosen: Array) -> tuple[Array, Array]:
+            found, row = xp.reshape(chosen < count, (-1, 1)), xp.maximum(chosen - count, 0)
+            part = xp.minimum(chosen, count - 1)
+            unit = xp.cast(xp.reshape(row, (-1, 1)) == xp.arange(m), "float32")
+            short = xp.where(found, xp.take(xp.transpose(basis), part), unit)
+            rest = xp.take(matrix, row) - xp.take(basis, row) @ inside
+            return short, xp.where(found, xp.take(inside, part), rest) / xp.reshape(
+                xp.maximum(xp.take(sizes, chosen), TINY), (-1, 1)
+            )
+
+        return sizes, of
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        xp, (values, left, right), (a, b, _) = ctx.xp, payload, self.sizes(ctx)
-        values = matching(xp, values, "float32", values, "values")
-        left = matching(xp, left, "float32", values, "left vectors", row=(a,))
-        right = matching(xp, right, "float32", values, "right vectors", row=(b,))
-        return xp.reshape((xp.transpose(left) * values) @ right, (-1,))
+        return self.aggregate([payload], ctx)
 
-    def _chances(self, xp: Any, s: Array, m: int, r: int) -> Array:
+    def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
+        left, right = self._factors(payloads, ctx)
+        return ctx.xp.reshape(left @ right, (-1,))
+
+    def aggregate_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
+        return ctx.xp.product_into(out, *self._factors(payloads, ctx))
+
+    def _factors(self, payloads: Sequence[Payload], ctx: Context) -> tuple[Array, Array]:
+        # Whose product is the mean: all parts of all workers side by side.
+        xp, (a, b, _), lefts, rights = ctx.xp, self.sizes(ctx), [], []
+        for values, left, right in payloads:
+            values = matching(xp, values, "float32", values, "values") / len(payloads)
+            lefts.append(matching(xp, left, "float32", values, "left vectors", row=(a,)) * xp.reshape(values, (-1, 1)))
+            rights.append(matching(xp, right, "float32", values, "right vectors", row=(b,)))
+        return xp.transpose(xp.concat(lefts)), xp.concat(rights)
+
+    def _chances(self, xp: Any, s: Array, r: int) -> Array:
         # Proportional to the values; those that would exceed 1 are sent for certain, and leave the rest of r to others.
-        place = xp.arange(m)
-        rest = xp.sum(s) - xp.cumsum(s) + s  # of this value and all smaller ones
-        certain = s * xp.cast(r - place, "float32") > rest * (1 + 1e-6)
+        n, s = xp.shape(s)[0], s / xp.maximum(xp.max(s), TINY)
+        falling = xp.take(xp.sort(s), n - 1 - xp.arange(n))
+        rest = xp.sum(falling) - xp.cumsum(falling) + falling  # of this value and all smaller ones
+        certain = falling * xp.cast(r - xp.arange(n), "float32") > rest * (1 + 1e-6)
         certain = xp.cumsum(xp.cast(xp.invert(certain), "int32")) == 0
         count = xp.sum(xp.cast(certain, "int32"))
-        tail = xp.sum(xp.where(certain, 0.0, s))
-        chance = s / xp.where(tail > 0, tail, 1.0) * xp.cast(r - count, "float32")
-        return xp.where(certain, 1.0, xp.minimum(chance, 1.0))
+        tail = xp.sum(xp.where(certain, 0.0, falling))
+        share = xp.cast(r - count, "float32") / xp.maximum(tail, 1e-30)
+        return xp.minimum(s * share, 1.0)
+
+
+def _squares(xp: Any, x: Array, shape: tuple[int, int]) -> Array:
+    """float64[m]: squared lengths of the rows of a matrix, or of its columns where these are fewer."""
+    (a, b), found = shape, []
+    for start, stop in blocks.spans(xp, a * b, b):
+        part = xp.cast(xp.reshape(x[start:stop], (-1, b)), "float64")
+        found.append(xp.sum(part * part, 1 if a <= b else 0))
+    if a <= b:
+        return xp.concat(found)
+    for part in found[1:]:
+        found[0] = found[0] + part
+    return found[0]

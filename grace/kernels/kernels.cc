@@ -785,7 +785,11 @@ API void grace_noise_table(const Loops* loops, int64_t key0, int64_t key1, int64
 
 API void grace_product(const Loops* loops, const float* x, const float* p, const float* q, float* out, int64_t a,
                        int64_t b, int64_t r, int64_t threads) {
-  if (a <= 0 || b <= 0 || r <= 0) return;
+  if (a <= 0 || b <= 0) return;
+  if (r <= 0) {  // nothing is taken, and a product of nothing is 0
+    x ? memmove(out, x, size_t(a * b) * sizeof(float)) : memset(out, 0, size_t(a * b) * sizeof(float));
+    return;
+  }
   split(a * b, b, threads, [=](int64_t begin, int64_t end, int64_t) {
     loops->product(at(x, begin), p + begin / b * r, q, out + begin, (end - begin) / b, b, r);
   });

@@ -22,18 +22,24 @@ def factors(name, rank, state, sent, **settings):
     )
 
 
-ROWS = [
-    factors("powersgd", 1, ("q",), lambda a, b, r: r * (a + b)),
-    factors("powersgd", 4, ("q",), lambda a, b, r: r * (a + b)),
-    factors("acpsgd", 4, ("p", "q"), lambda a, b, r: r * a),  # of the even steps
-    factors("gradzip", 4, ("q",), lambda a, b, r: r * (a + b)),
-    Row(
-        {"compressor": "atomo", "compress_rank": 2, "min_rate": 1.0},
+def drawn(leading):
+    """``leading``: how many singular values are found of those that there are, 0 for all."""
+    return Row(
+        {"compressor": "atomo", "compress_rank": 2, "min_rate": 1.0, "leading": leading},
         ANY,
         None,  # how many vectors are drawn is a matter of chance
         matrix=True,
         ragged=True,
         random=True,
-        variance=lambda n: max(0, math.sqrt(n) / 2 - 1),
-    ),
+        variance=lambda n: max(0, (math.sqrt(n) + (leading if leading < math.sqrt(n) else 0)) / 2 - 1),
+    )
+
+
+ROWS = [
+    factors("powersgd", 1, ("q",), lambda a, b, r: r * (a + b)),
+    factors("powersgd", 4, ("q",), lambda a, b, r: r * (a + b)),
+    factors("acpsgd", 4, ("p", "q"), lambda a, b, r: r * a),  # of the even steps
+    factors("gradzip", 4, ("q",), lambda a, b, r: r * (a + b)),
+    drawn(0),
+    drawn(3),
 ]

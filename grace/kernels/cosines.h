@@ -270,17 +270,29 @@ void cosines_values(const Tile* tile, const Terms* terms, float* out, float* roo
   stream ? tile_values_to<true>(*tile, values, out, sign, bench) : tile_values_to<false>(*tile, values, out, sign, bench);
 }
 
-// The largest key of each of `groups` groups of elements, a multiple of 64: those whose places are alike modulo their
+// The largest key of each of `groups` groups of elements of x + residual, 64 or a multiple of 128: those whose places are alike modulo their
 // number. Of the last few elements, less than one for each group, none counts.
-void groups_largest(const float* x, int64_t n, int64_t groups, int32_t* most) {
+template <bool RESIDUAL, int64_t COUNT>
+INLINE void some_largest(const float* x, const float* residual, int64_t n, int64_t groups, int32_t* most) {
   const I cap = fill_int(0x7f800000);
-  for (int64_t j = 0; j < groups; j += 4 * W) {
-    I found[4];
-    EACH_OF(4) found[k] = fill_int(0);
-    for (int64_t i = j; i + 4 * W <= n; i += groups)
-      EACH_OF(4) found[k] = larger(found[k], magnitude_bits(load(x + i + k * W)));
-    EACH_OF(4) write(reinterpret_cast<I*>(most), j / W + k, smaller(found[k], cap));
-  }
+  I found[COUNT];
+  EACH_OF(COUNT) found[k] = fill_int(0);
+  for (int64_t i = 0; i + COUNT * W <= n; i += groups)
+    EACH_OF(COUNT) found[k] = larger(found[k], magnitude_bits(value<RESIDUAL>(x, residual, i + k * W)));
+  EACH_OF(COUNT) write(reinterpret_cast<I*>(most), k, smaller(found[k], cap));
+}
+
+template <bool RESIDUAL>
+INLINE void groups_largest_of(const float* x, const float* residual, int64_t n, int64_t groups, int32_t* most) {
+  int64_t j = 0;
+  for (; j + 8 * W <= groups; j += 8 * W)
+    some_largest<RESIDUAL, 8>(x + j, RESIDUAL ? residual + j : nullptr, n - j, groups, most + j);
+  if (j < groups) some_largest<RESIDUAL, 4>(x + j, RESIDUAL ? residual + j : nullptr, n - j, groups, most + j);
+}
+
+void groups_largest(const float* x, const float* residual, int64_t n, int64_t groups, int32_t* most) {
+  residual ? groups_largest_of<true>(x, residual, n, groups, most)
+           : groups_largest_of<false>(x, nullptr, n, groups, most);
 }
 
 // A bound that k of the keys reach and no more, or, where equal ones do not allow that, the k-th largest of them. Bit by

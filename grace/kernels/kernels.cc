@@ -256,26 +256,15 @@ struct Candidates {
 constexpr int64_t MOST_KEPT = int64_t(4) << 20;  // candidates that a thread's scratch may hold between calls
 
 // The k-th largest key of the candidates, 1 <= k <= count: bins of the keys' range, then of the bin it lies in.
-int32_t kth_key(const Candidates& all, int64_t k) {
+int32_t kth_key(const Loops* loops, const Candidates& all, int64_t k) {
   constexpr int BINS = 2048, FEW = 512;
   int32_t low = INT32_MAX, high = 0;
-  if (all.count <= FEW) {  // bins would cost more than to halve the range until just k are above
-    int32_t keys[FEW];
-    const int count = int(all.count);
-    for (int i = 0; i < count; i++) keys[i] = key(all.values[i]);
-    for (int i = 0; i < count; i++) low = std::min(low, keys[i]), high = std::max(high, keys[i]);
-    for (int above = count; low < high && above != k;) {
-      const int32_t middle = low + (high - low + 1) / 2;
-      int reach = 0;
-      for (int i = 0; i < count; i++) reach += keys[i] >= middle;
-      if (reach >= k)
-        low = middle, above = reach;
-      else
-        high = middle - 1;
-    }
-    int32_t least = INT32_MAX;
-    for (int i = 0; i < count; i++) least = std::min(least, keys[i] >= low ? keys[i] : INT32_MAX);
-    return least;
+  if (all.count <= FEW) {  // bins would cost more than to go through the bits until just k are above
+    int32_t keys[FEW] = {};
+    for (int64_t i = 0; i < all.count; i++) keys[i] = key(all.values[i]);
+    const int32_t bound = loops->methods->bound_of(keys, (all.count + 15) / 16 * 16, k);
+    for (int64_t i = 0; i < all.count; i++) low = std::min(low, keys[i] >= bound ? keys[i] : INT32_MAX);
+    return low;
   }
   for (int64_t i = 0; i < all.count; i++) {
     const int32_t each = key(all.values[i]);
@@ -300,10 +289,10 @@ int32_t kth_key(const Candidates& all, int64_t k) {
 
 // Keeps the k largest, the lower positions of equal ones, and puts the others back to out, which may be null. Returns
 // the least key kept.
-int32_t keep_largest(Candidates& all, int64_t k, float* out) {
+int32_t keep_largest(const Loops* loops, Candidates& all, int64_t k, float* out) {
   if (all.count == 0 || k == 0) return 0;
   k = std::min(k, all.count);
-  const int32_t bound = kth_key(all, k);
+  const int32_t bound = kth_key(loops, all, k);
   int64_t ties = k, kept = 0;
   for (int64_t i = 0; i < all.count; i++) ties -= key(all.values[i]) > bound;
   for (int64_t i = 0; i < all.count; i++) {
@@ -337,7 +326,7 @@ bool collect(const Loops* loops, const float* x, const float* residual, float* o
     if (all.capacity < limit) {
       if (!all.reserve(std::min(limit, 2 * all.capacity))) return false;
     } else {  // later elements must beat the least of these: among equals the first wins
-      bound = keep_largest(all, k, out) + 1;
+      bound = keep_largest(loops, all, k, out) + 1;
     }
   }
   return true;
@@ -413,7 +402,7 @@ API int64_t grace_topk_encode(const Loops* loops, const float* x, const float* r
           memcpy(kept_scratch.positions + kept_scratch.count, each.positions, size_t(each.count) * 4);
           kept_scratch.count += each.count;
         }
-        keep_largest(kept_scratch, k, out);
+        keep_largest(loops, kept_scratch, k, out);
         if (k) {
           memcpy(values, kept_scratch.values, size_t(k) * 4);
           memcpy(positions, kept_scratch.positions, size_t(k) * 4);
@@ -451,7 +440,7 @@ API int64_t grace_topk_rows(const Loops* loops, const float* x, int64_t m, int64
         failed[t] = true;
         return;
       }
-      bound = std::max(0, keep_largest(found, k, nullptr) - (1 << 21));
+      bound = std::max(0, keep_largest(loops, found, k, nullptr) - (1 << 21));
       memcpy(reinterpret_cast<char*>(positions) + row * k * 4, found.positions, size_t(k) * 4);
     }
   });

@@ -174,7 +174,7 @@ struct MethodLoops {
   void (*cosines_values)(const Tile* tile, const Terms* terms, float* out, float* room, bool sign, bool stream);
   // The largest key of each of `groups` groups of elements, a multiple of 64, and a bound that k of n keys reach, or the
   // k-th largest of them; n: a multiple of 16.
-  void (*groups_largest)(const float* x, int64_t n, int64_t groups, int32_t* most);
+  void (*groups_largest)(const float* x, const float* residual, int64_t n, int64_t groups, int32_t* most);
   int32_t (*bound_of)(const int32_t* keys, int64_t n, int64_t k);
   // Integers of a block, bytes or int32 where they are `wide`, and what they stand for: `steps` of them are the scale. out =
   // that, or x less that where x is not null.

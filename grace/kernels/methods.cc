@@ -643,7 +643,7 @@ struct Scratch {
   void choose(const Loops* loops, const float* coefficients, int64_t width, int64_t k) {
     int32_t bound = 0;
     if (groups) {
-      loops->methods->groups_largest(coefficients, width, groups, keys.data());
+      loops->methods->groups_largest(coefficients, nullptr, width, groups, keys.data());
       bound = loops->methods->bound_of(keys.data(), groups, k);
     }
     found.count = loops->select(coefficients, nullptr, nullptr, width, bound, INFINITE, found.values, found.positions,
@@ -1022,22 +1022,23 @@ API int64_t grace_chunks_encode(const Loops* loops, const float* x, const float*
   std::vector<Candidates> scratch{size_t(threads)};
   for (auto& each : scratch)  // as many as there can be, before anything is written
     if (!each.reserve(2 * k + 4096)) return -2;
+  int64_t groups = 64;  // in which the largest elements are looked for: as many have one that reaches the k-th of these
+  while (groups < 2 * k) groups *= 2;
   split(n, chunk, threads, [&](int64_t begin, int64_t end, int64_t t) {
     Candidates& found = scratch[size_t(t)];
-    int32_t bound = 0;  // a guess: somewhat less than what was enough for the chunk before
+    std::vector<int32_t> keys(size_t(2 * groups <= chunk ? groups : 0));
     int64_t reached = 0;
     for (int64_t i = begin; i < end; i += chunk) {
       const int64_t size = std::min(chunk, end - i), many = std::min(k, size), first = i / chunk * k;
+      const float *from = x + i, *other = at(residual, i);
       float* const to = at(out, i);
-      collect(loops, x + i, at(residual, i), to, 0, size, bound, many, 4 * k, form, found, reached);
-      if (found.count < many) {
-        for (int64_t j = 0; to && j < found.count; j++) set(to, found.positions[j], found.values[j]);
-        if (to)
-          collect(loops, to, nullptr, to, 0, size, 0, many, size, grace::KEPT, found, reached);
-        else
-          collect(loops, x + i, at(residual, i), to, 0, size, 0, many, size, grace::NONE, found, reached);
+      int32_t bound = 0;
+      if (size == chunk && !keys.empty()) {
+        loops->methods->groups_largest(from, other, size, groups, keys.data());
+        bound = loops->methods->bound_of(keys.data(), groups, k);
       }
-      bound = std::max(0, keep_largest(found, many, to) - (1 << 21));
+      collect(loops, from, other, to, 0, size, bound, many, 4 * k, form, found, reached);
+      keep_largest(loops, found, many, to);
       double sum = 0, sums[2] = {0, 0};
       for (int64_t j = 0; j < many; j++) sum += __builtin_fabsf(found.values[j]);
       const float mean = float(sum) / float(many);

@@ -34,8 +34,8 @@ WHEN = {
     "elements, which the residual makes up for.",
     "arctopk": "Many workers, and gradients whose large elements come in groups, as the rows of a matrix do: "
     "traffic does not grow with the number of workers, and no position travels.",
-    "atomo": "Low rank and unbiased: where errors must not add up and no residual may be kept. `powersgd` with its residual "
-    "sends as much, in less time, and loses less.",
+    "atomo": "Low rank and unbiased: where errors must not add up and no residual may be kept. `powersgd` with its "
+    "residual sends as much, in less time, and loses less.",
     "bf16": "A safe first step: half the bytes, nearly no loss, and no overflow, for few workers or in two stages.",
     "blockint": "The plain choice for few bits in two stages: 4 bits with a scale per block, cheap to compute. With "
     '`rounding="stochastic"` no residual is kept.',

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from grace import blocks
 from grace.checks import placed
 from grace.collectives import Reduce
-from grace.compressors.sparse import AgreedSparsifier, kept, poisoned
+from grace.compressors.sparse import AgreedSparsifier, kept
 from grace.core import Array, Context, Payload, Program, State
 from grace.registry import register
 
@@ -46,14 +46,16 @@ class ARCTopK(AgreedSparsifier):
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp, size = ctx.xp, self.row_size
         k = self.count(ctx.size) // size
-        (sketch,) = yield Reduce((self._sketch(x, ctx),), "mean")
+        own = self._sketch(x, ctx)
+        sound = xp.finite(xp.reshape(own, (-1,)))  # as x is: each element is in a sum
+        (sketch,) = yield Reduce((own,), "mean")
         # Squares are taken relative to the largest: neither 1e30 nor 1e-30 leaves float32's range.
         largest = xp.max(xp.abs(xp.concat([xp.reshape(sketch, (-1,)), xp.zeros(1)])))
         relative = sketch / blocks.divisor(xp, largest)
         chosen = xp.topk(xp.sum(relative * relative, 1), k)
         places = self.read((chosen,), ctx)
         values = xp.where(places < ctx.size, xp.take(x, xp.minimum(places, ctx.size - 1)), 0.0)
-        (values,) = yield Reduce((poisoned(xp, values, x),), "mean")
+        (values,) = yield Reduce((xp.where(sound, values, float("nan")),), "mean")
         return (values, chosen), state
 
     def _sketch(self, x: Array, ctx: Context) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 
 from grace import blocks
 from grace.collectives import Reduce
-from grace.compressors.sparse import AgreedSparsifier, kept, poisoned
+from grace.compressors.sparse import AgreedSparsifier, kept
 from grace.core import Array, Context, Payload, Program, State
 from grace.registry import register
 
@@ -102,12 +102,13 @@ class SketchSGD(AgreedSparsifier):
         kernels: Any = ctx.kernels if ctx.kernels and ctx.kernels.count_sketch else None
         where = self.group(n), self.width(n)
         sums = kernels.count_sketch(x, xp.concat(hashes), *where) if kernels else self.sketch(x, hashes, ctx)
+        sound = xp.finite(sums)  # as x is: each element is in a sum
         (table,) = yield Reduce((sums,), "mean")
         if kernels:
             found = kernels.count_sketch_estimate(table, xp.concat(hashes), n, *where)
         else:
             found = self.estimate(table, hashes, ctx)
         candidates = xp.topk_abs(found, min(n, self.candidates * k))
-        (values,) = yield Reduce((poisoned(xp, xp.take(x, candidates), x),), "mean")
+        (values,) = yield Reduce((xp.where(sound, xp.take(x, candidates), float("nan")),), "mean")
         chosen = xp.topk(xp.abs(values), k)
         return (xp.take(values, chosen), xp.take(candidates, chosen)), state

@@ -131,6 +131,10 @@ class Context:
     drawn: dict[Any, Array] = field(default_factory=dict, repr=False, compare=False)
     """What a method has drawn in this step and draws again when it decodes, by all that it depends on."""
 
+    tail: list[Array] | None = field(default=None, repr=False, compare=False)
+    """Where `accumulated` may leave ``xp.excess`` of its result and 0, for a method that begins with that. None: nobody
+    asks."""
+
     @property
     def size(self) -> int:
         """Number of elements."""
@@ -151,7 +155,7 @@ class Context:
         """
         xp = self.xp
         if xp.kernels and self.undo is not None and (kernel := self.kernels.accumulate):
-            return kernel(x, last, beta, gamma)
+            return kernel(x, last, beta, gamma, self.tail)
         if beta == gamma == 1.0:
             return xp.add_to(x, last)
         if not 0 < xp.piece < self.size:
@@ -180,6 +184,10 @@ class Context:
     def stage(self, name: str) -> Context:
         """The same elements at another point of the exchange: other random numbers, other state."""
         return self._with(name=f"{self.name}/{name}")
+
+    def with_tail(self) -> Context:
+        """The same, with a place for what a method begins with."""
+        return self._with(tail=[])
 
     def with_calls(self, calls: Calls | None) -> Context:
         """The same, with or without a place for calls."""
@@ -227,6 +235,9 @@ class Compressor(ABC):
     """How arrays of its state follow the number of workers, by their keys; those that are not named: `Resize.SAME`."""
     marked: ClassVar[bool] = False
     """NaN and infinity in x show as such in the payload's float32 arrays: nothing need be decoded to see them."""
+
+    tail: ClassVar[bool] = False
+    """`compress` begins with ``xp.excess`` of x and 0, which may lie in ``ctx.tail``."""
 
     @property
     def summed(self) -> tuple[str, int] | None:

@@ -65,6 +65,8 @@ class Method:
         # Of a mask, whose residual changes only where something was sent, there is nothing to part.
         late = late and not self.compressor.mask and self.memory.plain and "residual" in memory and bool(ctx.xp.piece)
         if program is None:
+            if self.compressor.tail and self.memory.plain:
+                ctx = ctx.with_tail()
             # A residual that is worked out later has x parted into the last one's memory, so it must not lie there.
             x, memory = yield from run(self.memory.compensate(x, memory, ctx.without_undo() if late else ctx))
             program = run(self.compressor.compress(x, kept, ctx))

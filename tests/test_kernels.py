@@ -901,6 +901,18 @@ def test_excess(lib, n, kind, threads):
     equal(found.check(), first)
 
 
+@CASES
+def test_excess_of_what_is_accumulated(lib, n, kind, threads):
+    x, last = (np.where(np.isfinite(v), v, np.float32(2)) for v in (vector(n, 0, kind), vector(n, 1, kind)))
+    for beta, gamma in ((1.0, 1.0), (0.9, 0.1)):
+        one, two, found, apart = Memory.of(x, 4), Memory.of(last, 4), Memory(3, np.float64, 8), Memory(3, np.float64, 8)
+        lib.accumulate(one.address, two.address, beta, gamma, n, threads, found.address)
+        equal(two.check(), last * np.float32(beta) + x * np.float32(gamma))
+        equal(one.check(), last)
+        lib.excess(two.address, 0.0, apart.address, n, 1)
+        equal(found.check(), apart.check())
+
+
 @pytest.mark.parametrize("n, k", [(1, 1), (7, 3), (9, 9), (5000, 1), (5000, 50), (70_001, 69_000), (600_011, 6000)])
 @pytest.mark.parametrize("start", [0, 2**32 - 3000])
 @pytest.mark.parametrize("threads", [1, 2])

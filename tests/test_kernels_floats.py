@@ -148,3 +148,6 @@ def test_entries_of_a_table_may_not_be_too_close():
     middles = [0.5, 0.5001]
     with pytest.raises(ValueError, match="too close"):
         Codes("nearest", 4, table=[0.4, 0.50005, 0.6], middles=middles)
+    for middle in (0.0, -1e-8, 1.5):
+        with pytest.raises(ValueError, match="too close to 0"):
+            Codes("nearest", 4, table=[middle - 0.1, middle + 0.1], middles=[middle])

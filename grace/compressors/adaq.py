@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.checks import fitting, placed
-from grace.compressors.coded import encoded
 from grace.compressors.sparse import Scattered, check_ratio, first, poisoned, signed, unsigned
 from grace.core import Array, Context, Payload, State, Steps
 from grace.registry import register
@@ -67,7 +66,7 @@ class AdaQ(Scattered):
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         kernel = ctx.kernels.largest_of_signs
-        return encoded(self, lambda v: kernel(v, self.compress_ratio), x, residual, ctx) if kernel else None
+        return kernel(x, residual, self.compress_ratio) if kernel else None
 
     def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         if not ctx.kernels.largest_of_signs:

@@ -58,6 +58,7 @@ class SIDCo(CodedSparsifier):
     closed_form: bool = False
     cap_factor: float = 0.0
     ragged = True
+    tail = True
     resize: ClassVar[Mapping[str, Resize]] = dict.fromkeys(("stages", "sum", "count", "errors"), Resize.OWN)
     fixed: ClassVar[bool] = False
     """As a selector it chooses about k."""
@@ -116,7 +117,7 @@ class SIDCo(CodedSparsifier):
         if self._exact(ctx.size):
             return xp.topk_abs(x, k), state
         stages = state["stages"] if state else xp.full(1, max(1, self.stages), "int32")
-        found = beyond(xp, x, self.threshold(xp, x, stages))
+        found = beyond(xp, x, self.threshold(xp, x, stages, ctx.tail.pop() if ctx.tail else None))
         many = xp.lengths([found])
         if state:
             state = self._observed(xp, xp.cast(many, "float32") / float(k), state)
@@ -126,8 +127,11 @@ class SIDCo(CodedSparsifier):
         return n < LEAST or self.compress_ratio * n < FEWEST or kept(self.compress_ratio, n) == n
 
     # -- the threshold ----------------------------------------------------------------------------------------------
-    def threshold(self, xp: Any, x: Array, stages: Array) -> Array:
-        """float32[1], from one pass over x for each of int32[1] ``stages``, and of "gp" one more."""
+    def threshold(self, xp: Any, x: Array, stages: Array, whole: Array | None = None) -> Array:
+        """float32[1], from one pass over x for each of int32[1] ``stages``, and of "gp" one more.
+
+        ``whole``: ``xp.excess`` of x and 0, if that is known: a pass less.
+        """
         n = float(xp.shape(x)[0])
 
         def left(stage: Array, _: Array) -> Array:
@@ -137,7 +141,7 @@ class SIDCo(CodedSparsifier):
             tail = xp.excess(x, xp.cast(threshold, "float32"))
             return stage + 1, threshold + self._law(xp, tail, xp.maximum(tail[:1], 1.0), self.share(xp, stage, stages))
 
-        one, whole = xp.full(1, 1, "int32"), xp.excess(x, xp.zeros(1))
+        one, whole = xp.full(1, 1, "int32"), xp.excess(x, xp.zeros(1)) if whole is None else whole
         share = self.share(xp, one, stages)
         if self.sid == "gp":
             mean = whole[1:2] / n

@@ -10,12 +10,12 @@ on CUDA devices (`grace.kernels.device`), and here for the best. Nothing is load
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 __all__ = ["ISAS", "KINDS", "Codes", "Library", "library"]
@@ -40,7 +40,7 @@ class _Noise(ctypes.Structure):
 class _Codec(ctypes.Structure):
     _fields_ = [
         *((name, _N) for name in ("kind", "bits", "first", "second", "top", "random")),
-        *(("factor", _F), ("key0", _W), ("key1", _W), ("table", _P), ("middles", _P), ("below", _P), ("noise", _Noise)),
+        *(("factor", _F), ("key0", _W), ("key1", _W), ("table", _P), ("buckets", _P), ("noise", _Noise)),
     ]
 
 
@@ -69,8 +69,8 @@ class Codes:
         self._numbers = KINDS.index(kind), bits, first, second, top
         self._factor = factor
         self._table = (_F * len(table))(*table)
-        self._middles = (_F * 256)(*middles, *[math.inf] * (256 - len(middles)))
-        self._below = bytes(_buckets(list(self._middles)[: len(middles)])) if middles else b""
+        buckets = _buckets(list((_F * len(middles))(*middles))) if middles else []
+        self._buckets = (_W * len(buckets))(*buckets)
 
     def with_random(
         self,
@@ -81,30 +81,35 @@ class Codes:
     ) -> _Codec:
         """For a kernel. ``keys``: rounds at random, by words of these; "fp8" by noise, which is as of `ints_encode`."""
         noise = _Noise(table or None, offsets or None, start // 65536, start)
-        addresses = ctypes.addressof(self._table), ctypes.addressof(self._middles), ctypes.c_char_p(self._below)
-        table_at, middles_at, below = addresses
-        return _Codec(
-            *self._numbers, keys is not None, self._factor, *(keys or (0, 0)), table_at, middles_at,
-            ctypes.cast(below, _P), noise,
-        )  # fmt: skip
+        addresses = ctypes.addressof(self._table), ctypes.addressof(self._buckets)
+        return _Codec(*self._numbers, keys is not None, self._factor, *(keys or (0, 0)), *addresses, noise)
 
 
 def _buckets(middles: list[float]) -> list[int]:
-    # How many middles are below all floats of a bucket: those of a sign whose upper 16 bits are alike. Between 0 and
-    # 2**-24 is one bucket, and from 1 on. One comparison more tells how many are below a number.
-    edges = [_float(LOWEST + place << 16) for place in range(BUCKETS + 1)]
-    edges[0] = 0.0
-    positive = [bisect_left(middles, edge) for edge in edges]
-    negative = [bisect_right(middles, -edge) for edge in edges[1:]]
-    ends = [bisect_left(middles, edge) for edge in edges[1:]], [bisect_left(middles, -edge) for edge in edges[:-1]]
-    for begins, those in zip((positive, negative), ends, strict=True):
-        if any(end - begin > 1 for begin, end in zip(begins, those, strict=False)):
-            raise ValueError("entries of a table are too close to each other to be found by their upper bits")
-    return [*positive[:-1], *negative]
+    # Of each bucket, all floats of a sign whose upper 16 bits are alike, times 65536 how many middles are below it.
+    # Magnitudes below 2**-24 are one bucket, and from 1 on. Added to that: what must be added to the lower 16 bits of a
+    # float, those of a negative one upside down, so that it overflows where one more is below; 0 where no middle is in.
+    edges = [0.0, *(_float(LOWEST + place << 16) for place in range(1, BUCKETS + 1))]
+    if any(not edges[1] <= abs(middle) < 1 for middle in middles):
+        raise ValueError("entries of a table are too close to 0 to be found by their upper bits, or beyond 1")
+    found = []
+    for negative in (False, True):
+        for low, high in pairwise(edges):
+            begin = bisect_right(middles, -high) if negative else bisect_left(middles, low)
+            end = bisect_left(middles, -low) if negative else bisect_left(middles, high)
+            if end - begin > 1:
+                raise ValueError("entries of a table are too close to each other to be found by their upper bits")
+            lower = _bits(middles[begin]) & 0xFFFF if end > begin else 0
+            found.append((begin << 16) + (0xFFFF - lower if end > begin and not negative else lower))
+    return found
 
 
 def _float(bits: int) -> float:
     return float(struct.unpack("f", struct.pack("i", bits))[0])
+
+
+def _bits(x: float) -> int:
+    return int(struct.unpack("I", struct.pack("f", x))[0])
 
 
 def library(isa: str | None = None) -> Library | None:
@@ -159,7 +164,7 @@ class Library:
         self._ints_mean = bind("ints_mean", _P, _P, _I, _P, _I, _I, _I, _I)
         self._topk_encode = bind("topk_encode", _P, _P, _P, _P, _P, _I, _I, _I, _I, result=_I)
         self._threshold_encode = bind("threshold_encode", _P, _P, _P, _F, _P, _P, _I, _I, _I, result=_I)
-        self._accumulate = bind("accumulate", _P, _P, _F, _F, _I, _I)
+        self._accumulate = bind("accumulate", _P, _P, _F, _F, _P, _I, _I, result=_I)
         self._topk_rows = bind("topk_rows", _P, _I, _I, _I, _P, _I, result=_I)
         self._beyond = bind("beyond", _P, _F, _P, _P, _I, _I, _I, result=_I)
         self._excess = bind("excess", _P, _F, _P, _I, _I, result=_I)
@@ -198,7 +203,8 @@ class Library:
         self._steps_values = bind("steps_values", *(_P,) * 6, _I, _I, _I, _F, _F, _F, *where)
         self._quantiles_encode = bind("quantiles_encode", _P, _P, _P, _I, _I, _I, result=_I)
         self._quantiles_mean = bind("quantiles_mean", _P, _P, _I, _P, _I, _I, _I, _I)
-        self._largest_of_signs = bind("largest_of_signs", _P, _D, _P, _P, _I, _I, _I, result=_I)
+        self._signs_count = bind("signs_count", _P, _P, _P, _P, _I, _I, _I, result=_I)
+        self._largest_of_signs = bind("largest_of_signs", _P, _P, _D, _P, _P, _P, _I, _I, result=_I)
         self._count_sketch = bind("count_sketch", _P, _P, _P, _I, _I, _I, _I, _I, result=_I)
         self._estimate = bind("count_sketch_estimate", _P, _P, _P, _I, _I, _I, _I, _I, result=_I)
         self._tagged_count = bind("tagged_count", _P, _P, _I, _I, _I, _I)
@@ -620,9 +626,15 @@ class Library:
         """
         return self._threshold_encode(self.handle, x, residual, out, bound, values, positions, capacity, n, threads)
 
-    def accumulate(self, x: int, last: int, beta: float, gamma: float, n: int, threads: int = 1) -> None:
-        """last, float32[n], becomes beta * last + gamma * x, and x, float32[n], what last was."""
-        self._accumulate(self.handle, x, last, beta, gamma, n, threads)
+    def accumulate(
+        self, x: int, last: int, beta: float, gamma: float, n: int, threads: int = 1, found: Address = None
+    ) -> None:
+        """last, float32[n], becomes beta * last + gamma * x, and x, float32[n], what last was.
+
+        ``found``, if given: float64[3], `excess` of what last becomes, and 0.
+        """
+        if self._accumulate(self.handle, x, last, beta, gamma, found, n, threads):
+            raise MemoryError("sums of pieces need memory")
 
     def topk_rows(self, x: int, m: int, n: int, k: int, positions: int, threads: int = 1) -> None:
         """positions, int32[m, k]: ``xp.topk(xp.abs(x), k)`` of x, float32[m, n]; k <= n."""
@@ -841,14 +853,25 @@ class Library:
         codes, means = pointers(*codes_ptrs), pointers(*means_ptrs)
         self._quantiles_mean(self.handle, codes, means, workers, out, n, q, bits, threads)
 
-    def largest_of_signs(
-        self, x: int, ratio: float, means: int, sent: int, capacity: int, n: int, threads: int = 1
-    ) -> int:
-        """How many elements `grace.compressors.adaq` sends; above ``capacity`` the others are not written.
+    def signs_count(
+        self, x: int, residual: Address, out: Address, n: int, threads: int = 1, swap: bool = False
+    ) -> list[int]:
+        """How many of v are above zero, and how many below, and the bits of the largest magnitude. out becomes v."""
+        signs = (_I * 3)()
+        if self._signs_count(self.handle, x, residual, out, signs, n, swap, threads):
+            raise MemoryError("counts of pieces need memory")
+        return list(signs)
 
-        means: float32[2]; sent: int32[capacity], positions with a sign.
+    def largest_of_signs(
+        self, x: int, signs: Sequence[int], ratio: float, means: int, sent: int, left: Address, capacity: int, n: int
+    ) -> int:
+        """How many elements `grace.compressors.adaq` sends; above ``capacity`` they are not written.
+
+        signs: as of `signs_count`; means: float32[2]; sent: int32[capacity], positions with a sign. ``left``, if given,
+        which may be x, has x where something is sent, and becomes what is left there.
         """
-        found = int(self._largest_of_signs(self.handle, x, ratio, means, sent, capacity, n, threads))
+        counts = (_I * 3)(*signs)
+        found = int(self._largest_of_signs(self.handle, x, counts, ratio, means, sent, left, capacity, n))
         if found == -2:
             raise MemoryError("no memory for the largest elements")
         return found

@@ -30,12 +30,13 @@ INLINE float float_of(int32_t bits) {
 
 INLINE float not_zero(float scale) { return scale == 0.0f ? 1.0f : scale; }
 
-// The sum of x and residual; zeros fill up the last vector. Returns how many there are with them.
+// The sum of x and residual; zeros fill up the last vector. Returns how many there are with them. `ahead`: what is read
+// next lies so many elements further on.
 template <bool RESIDUAL>
-INLINE int64_t load_all(float* v, const float* x, const float* residual, int64_t i, int64_t count) {
+INLINE int64_t load_all(float* v, const float* x, const float* residual, int64_t i, int64_t count, int64_t ahead = AHEAD) {
   int64_t j = 0;
   for (; j + W <= count; j += W) {
-    prefetch<RESIDUAL>(x, residual, i + j + AHEAD);
+    prefetch<RESIDUAL>(x, residual, i + j + ahead);
     store(v + j, value<RESIDUAL>(x, residual, i + j));
   }
   if (j < count) store(v + j, value_some<RESIDUAL>(x, residual, i + j, count - j)), j += W;
@@ -221,10 +222,11 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
   uint8_t* const chosen = scratch.codes;
   const float scale = float_of(scale_bits), divisor = not_zero(scale);
   const int32_t first = codec.first, second = codec.second;
-  const bool nearest = codec.kind == grace::NEAREST;
-  const LookUp table(codec.table, nearest ? codec.bits : -1), middles(codec.middles, nearest ? 8 : -1);
+  const LookUp table(codec.table, codec.kind == grace::NEAREST ? codec.bits : -1);
+  // Of blocks, the next one: its largest is looked for before it is written.
+  const int64_t ahead = n > AHEAD && n <= 4 * AHEAD ? n : AHEAD;
   for (int64_t i = 0; i < n; i += SOME) {
-    const int64_t count = least(SOME, n - i), all = load_all<RESIDUAL>(scratch.v, x, residual, i, count);
+    const int64_t count = least(SOME, n - i), all = load_all<RESIDUAL>(scratch.v, x, residual, i, count, ahead);
     uint8_t* const to = codes + i * codec.bits / 8;
     if (codec.random && codec.kind != grace::FP8 && codec.kind != grace::NATURAL)
       words_as<uint32_t, 0>(codec.key0, codec.key1, position + i, all, scratch.words);
@@ -284,20 +286,18 @@ INLINE void codes_emit_to(const Codec& codec, const float* x, const float* resid
       }
       pack_codes(chosen, count, codec.bits, to);
     } else {  // the nearest of a table: how many middles are below
-      const uint8_t* const below = codec.below;
-      uint32_t* const index = scratch.words;
-      float* const share = scratch.values;
+      const uint32_t* const buckets = codec.buckets;
+      uint32_t* const found = scratch.words;
+      alignas(64) uint32_t lower[SOME];
       for (int64_t j = 0; j < all; j++) {
-        share[j] = v[j] / divisor;
-        const int32_t bits = as_bits(share[j]), place = ((bits & ABS) >> 16) - grace::LOWEST;
+        const int32_t bits = as_bits(v[j] / divisor), place = ((bits & ABS) >> 16) - grace::LOWEST;
         const int32_t inside = place < 0 ? 0 : place < grace::BUCKETS ? place : grace::BUCKETS - 1;
-        index[j] = uint32_t(inside + (bits < 0 ? grace::BUCKETS : 0));
+        found[j] = uint32_t(inside + (bits < 0 ? grace::BUCKETS : 0));
+        lower[j] = uint32_t((bits ^ bits >> 31) & 0xffff);
       }
       _Pragma("GCC unroll 8")
-      for (int64_t j = 0; j < all; j++) chosen[j] = below[index[j]];
-      float* const found = scratch.found;
-      middles.of(chosen, all, found);
-      for (int64_t j = 0; j < all; j++) chosen[j] = uint8_t(chosen[j] + (share[j] > found[j] ? 1 : 0));
+      for (int64_t j = 0; j < all; j++) found[j] = buckets[found[j]];
+      for (int64_t j = 0; j < all; j++) chosen[j] = uint8_t((found[j] + lower[j]) >> 16);
       pack_codes(chosen, count, codec.bits, to);
     }
     if constexpr (OUT != NONE) {

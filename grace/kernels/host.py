@@ -74,10 +74,13 @@ class HostKernels:
         kernels.__dict__.update(self.__dict__, _undo=undo, _calls=calls)
         return kernels
 
-    def accumulate(self, x: Array, last: Array, beta: float, gamma: float) -> Array:
+    def accumulate(self, x: Array, last: Array, beta: float, gamma: float, tail: list[Array] | None = None) -> Array:
         """`grace.core.Context.accumulated`, in the memory of ``last``; within a step that can be undone."""
         xp, at = self._xp, self._xp.address
-        self.library.accumulate(at(x), at(last), beta, gamma, xp.shape(x)[0], xp.threads)
+        found = None if tail is None else xp.empty(3, "float64")
+        self.library.accumulate(at(x), at(last), beta, gamma, xp.shape(x)[0], xp.threads, at(found))
+        if tail is not None:
+            tail.append(found)
         self._note(x, last)
         return last
 
@@ -460,16 +463,19 @@ class HostKernels:
         mean = partial(self.library.quantiles_mean, codes, means, len(kept), at, n, q, bits, threads)
         return self._mean(mean, out, kept)
 
-    def largest_of_signs(self, x: Array, ratio: float) -> tuple[Array, Array]:
-        """float32[n] -> means float32[2], positions int32[K] with a sign: `grace.compressors.adaq`."""
-        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
+    def largest_of_signs(self, x: Array, residual: Array | None, ratio: float) -> tuple[tuple[Array, Array], Array]:
+        """float32[n] -> the payload of `grace.compressors.adaq`, and what is left."""
+        xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
+        left, out, swap = self._left(x, residual)
+        signs = self.library.signs_count(at(x), at(residual), out, n, xp.threads, swap)
+        self._note(x, residual)
         means, room = xp.empty(2), min(n, int(ratio * n) + 2)
         while True:
             sent = xp.empty(room, "int32")
-            count = self.library.largest_of_signs(at(x), ratio, at(means), at(sent), room, n, xp.threads)
+            count = self.library.largest_of_signs(at(left), signs, ratio, at(means), at(sent), out, room, n)
             if count <= room:
-                return means, sent[:count]
+                return (means, sent[:count]), left
             room = count
 
     def count_sketch(self, x: Array, words: Array, group: int, width: int) -> Array:

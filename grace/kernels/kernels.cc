@@ -115,6 +115,19 @@ void in_pieces(int64_t n, int64_t threads, const Statistic& statistic, const Sca
   });
 }
 
+// found[3]: what `piece` finds of each piece, one after the other: the same for any number of threads.
+template <class Piece>
+void excess_of(int64_t n, int64_t threads, double* found, const Piece& piece) {
+  n = std::max<int64_t>(n, 0);
+  std::vector<grace::Excess> pieces(size_t((n + PIECE - 1) / PIECE));
+  split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t i = begin; i < end; i += PIECE) pieces[size_t(i / PIECE)] = piece(i, std::min(PIECE, end - i));
+  });
+  grace::Excess all = {};
+  for (const auto& each : pieces) all.count += each.count, all.sum += each.sum, all.squares += each.squares;
+  set(found, 0, double(all.count)), set(found, 1, all.sum), set(found, 2, all.squares);
+}
+
 }  // namespace
 
 // The instruction set of that name, the best of this machine for "" - null if the machine lacks it.
@@ -449,12 +462,21 @@ API int64_t grace_topk_rows(const Loops* loops, const float* x, int64_t m, int64
 
 // ---- what is kept ----------------------------------------------------------------------------------------------------
 
-// last[n] becomes beta * last + gamma * x, and x what last was: one pass, after which the last state is still there.
-API void grace_accumulate(const Loops* loops, float* x, float* last, float beta, float gamma, int64_t n,
-                          int64_t threads) {
-  split(n, 16, threads, [=](int64_t begin, int64_t end, int64_t) {
-    loops->accumulate(x + begin, last + begin, beta, gamma, end - begin);
-  });
+// last[n] becomes beta * last + gamma * x, and x what last was: one pass, after which the last state is still there. found[3],
+// or null: grace_excess of last, and 0. 0, or -2: no memory, and nothing was written.
+API int64_t grace_accumulate(const Loops* loops, float* x, float* last, float beta, float gamma, double* found, int64_t n,
+                             int64_t threads) try {
+  if (found)
+    excess_of(n, threads, found, [=](int64_t i, int64_t size) {
+      return loops->methods->accumulate(x + i, last + i, beta, gamma, size);
+    });
+  else
+    split(n, 16, threads, [=](int64_t begin, int64_t end, int64_t) {
+      loops->accumulate(x + begin, last + begin, beta, gamma, end - begin);
+    });
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -2;
 }
 
 // ---- threshold -------------------------------------------------------------------------------------------------------

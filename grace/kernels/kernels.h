@@ -46,8 +46,9 @@ struct Codec {
   float factor;            // the scale is the largest magnitude times that
   uint32_t key0, key1;     // of random words
   const float* table;      // [2^bits]: what codes stand for
-  const float* middles;    // [256]: between the table's entries; infinity behind them
-  const uint8_t* below;    // [2 * BUCKETS]: how many middles are below all of a bucket; then the same of negative ones
+  // [2 * BUCKETS], the latter half of negative ones: 65536 times how many middles between the table's entries are below the
+  // bucket, and what makes the lower half of a float, of a negative one upside down, overflow where one more is.
+  const uint32_t* buckets;
   Noise noise;
 };
 
@@ -96,6 +97,17 @@ struct Chances {
   double sum;
 };
 
+// The bits of magnitudes: of the largest, and of the smallest that is not 0.
+struct Range {
+  int32_t most, least;
+};
+
+// What probabilities are relative to, and from where on they are 1.
+struct Unit {
+  float largest, unit;
+  bool near;  // Quotients<true> may be worked out (vectors.h)
+};
+
 struct Excess {
   int64_t count;
   double sum, squares;
@@ -141,7 +153,8 @@ struct MethodLoops {
   // tables[workers, 256]: what codes stand for.
   void (*quantile_sum)(const uint8_t* const* codes, const float* tables, int bits, int64_t workers, float* out,
                        int64_t begin, int64_t end, bool stream);
-  void (*signs_count)(const float* x, int64_t n, int64_t* positive, int64_t* negative);  // added to these
+  // out = x + residual. counts[2] += how many of these are above zero, and below; the largest magnitude's bits.
+  int32_t (*signs_count)(const float* x, const float* residual, float* out, int64_t n, int64_t* counts, Out form);
   // table[width] += x, by words[size + groups]: those of places in a group, whose top bits are signs, and those of groups,
   // which tell the first one's column as well.
   void (*hashed_add)(const float* x, int64_t n, const Groups* how, const int32_t* words, double* table);
@@ -157,13 +170,16 @@ struct MethodLoops {
   // out = x + residual. What a bin sends: how many, and their places with the sign. total += the largest of each bin.
   int64_t (*bins_emit)(const float* x, const float* residual, float* out, int64_t n, int64_t size, uint8_t* counts,
                        uint8_t* places, double* total);
-  Chances (*chances_sum)(const float* x, int64_t n, float largest, float unit);
+  Range (*range)(const float* x, int64_t n);
+  // The sum of |x| / largest, where the unit is 0. Else how many of these reach it, and the sum of the others over it.
+  Chances (*chances_sum)(const float* x, int64_t n, Unit unit);
   // What is always sent, and what is sent by chance: positions (first + index; -1 - position of what is negative), values,
   // and to kept[2] how many; room for 16 more than n. NaN as `largest` or `unit`: what is not finite is all that is sent.
-  void (*chances_emit)(const float* x, int64_t n, float largest, float unit, uint32_t key0, uint32_t key1, int64_t start,
-                       int32_t first, int32_t* certain, float* values, int32_t* drawn, int64_t* kept);
+  void (*chances_emit)(const float* x, int64_t n, Unit unit, uint32_t key0, uint32_t key1, int64_t start, int32_t first,
+                       int32_t* certain, float* values, int32_t* drawn, int64_t* kept);
   // By how much magnitudes exceed a bound: how many do, the sum of it, and of its squares.
   Excess (*excess)(const float* x, int64_t n, float bound);
+  Excess (*accumulate)(float* x, float* last, float beta, float gamma, int64_t n);  // as of `Loops`, and excess(last, n, 0)
   // The coefficients of a tile of x + residual, float32[rows, columns], in the room: memory for 4 floats for each element
   // of the tile, its sides filled up to multiples of 16. The last bits depend on the instruction set.
   const float* (*cosines_of)(const Tile* tile, const float* x, const float* residual, float* room);

@@ -17,12 +17,16 @@ INLINE int64_t packed_size(int64_t n, int bits) { return 8 % bits ? (n + 7) / 8 
 
 INLINE uint64_t lanes(int bits) { return 0x0101010101010101ull * ((1u << bits) - 1); }
 
+// Some hundred bytes: compilers make of a memcpy what takes long to begin.
+INLINE void copy_bytes(uint8_t* to, const uint8_t* from, int64_t n) {
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64) memcpy(to + i, from + i, 64);
+  if (i < n) memcpy(to + i, from + i, size_t(n - i));
+}
+
 // Up to CHUNK codes, a byte each, to the wire.
 INLINE void pack_codes(const uint8_t* codes, int64_t n, int bits, uint8_t* packed) {
-  if (bits == 8) {
-    memcpy(packed, codes, size_t(n));
-    return;
-  }
+  if (bits == 8) return copy_bytes(packed, codes, n);
   uint8_t bytes[CHUNK + 8];
   const uint64_t mask = lanes(bits);
   int64_t at = 0;
@@ -43,10 +47,7 @@ INLINE void pack_codes(const uint8_t* codes, int64_t n, int bits, uint8_t* packe
 
 // The inverse; codes has room for whole eights.
 INLINE void unpack_codes(const uint8_t* packed, int64_t n, int bits, uint8_t* codes) {
-  if (bits == 8) {
-    memcpy(codes, packed, size_t(n));
-    return;
-  }
+  if (bits == 8) return copy_bytes(codes, packed, n);
   uint8_t bytes[CHUNK + 8];
   memcpy(bytes, packed, size_t(packed_size(n, bits)));
   const uint64_t mask = lanes(bits);

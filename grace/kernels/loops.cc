@@ -857,7 +857,7 @@ void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<ui
 
 const grace::MethodLoops METHODS = {order_keys,  order_bins,      order_codes,   quantile_emit, quantile_sum, signs_count,
                                     hashed_add,  hashed_estimate, tagged_count,  tagged_emit,   tags_count,   tagged_sum, bins_emit,
-                                    chances_sum, chances_emit,    excess,        cosines_of,    cosines_left,
+                                    range,       chances_sum,     chances_emit,  excess,          accumulate_tail,        cosines_of,    cosines_left,
                                     cosines_values, groups_largest, bound_of, shared_emit, shared_values, signed_sums};
 
 }  // namespace

@@ -7,6 +7,7 @@ using grace::Streams;
 using grace::Tagged;
 using grace::Terms;
 using grace::Tile;
+using grace::Unit;
 
 namespace {
 
@@ -145,60 +146,62 @@ API void grace_quantiles_mean(const Loops* loops, const uint8_t* const* codes, c
 
 namespace {
 
-// Of one sign: the `count` largest candidates, of equal ones the first; NaN is the largest, but is none of them.
+// Of one sign: the `count` largest candidates, of equal ones the first.
 struct Side {
-  std::vector<float> values;
+  std::vector<int32_t> keys;
   int64_t count = 0, ties = 0;
   int32_t bound = INT32_MAX;  // of magnitudes
   double sum = 0;
 
-  // Whether there are enough of them.
-  bool choose(int64_t nans) {
-    if (count <= nans) return true;
-    if (int64_t(values.size()) < count - nans) return false;
-    std::vector<int32_t> keys;
-    for (const float value : values) keys.push_back(key(value));
-    std::nth_element(keys.begin(), keys.begin() + (count - nans - 1), keys.end(), std::greater<int32_t>());
-    bound = keys[size_t(count - nans - 1)];
-    ties = count;
-    for (const float value : values) ties -= key(value) > bound;
+  // Of the first `many` keys, behind which there is room for a vector; whether there are enough of them.
+  bool choose(const Loops* loops, int64_t many, int64_t wanted) {
+    if (wanted <= 0) return true;
+    if (many < wanted) return false;
+    std::fill_n(keys.begin() + many, 16, 0);
+    bound = loops->methods->bound_of(keys.data(), (many + 15) / 16 * 16, wanted);
+    ties = wanted;
+    for (int64_t i = 0; i < many; i++) ties -= keys[size_t(i)] > bound;
     return true;
-  }
-  bool take(float value) {
-    const int32_t each = key(value);
-    const bool taken = each > bound || (each == bound && ties-- > 0);
-    if (taken) sum += double(value);
-    return taken;
   }
 };
 
 }  // namespace
 
-// How many are sent; -2: no memory. Above `capacity`: room they need.
-API int64_t grace_largest_of_signs(const Loops* loops, const float* x, double ratio, float* means, int32_t* sent,
-                                   int64_t capacity, int64_t n, int64_t threads) try {
+// signs[3]: how many of x + residual are above zero, and below, and the bits of the largest magnitude. out = that sum; where
+// there is no residual, it is null. 0, or -2: no memory, and nothing was written.
+API int64_t grace_signs_count(const Loops* loops, const float* x, const float* residual, float* out, int64_t* signs,
+                              int64_t n, int64_t swap, int64_t threads) try {
   n = std::max<int64_t>(n, 0);
   struct Signs {
-    int64_t positive = 0, negative = 0;
+    int64_t counts[2] = {};
     int32_t most = 0;
   };
   std::vector<Signs> found(size_t((n + PIECE - 1) / PIECE));
+  const Out form = form_of(x, residual, out, n, swap);
   split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
     for (int64_t i = begin; i < end; i += PIECE) {
-      const int64_t count = std::min(PIECE, end - i);
       Signs& each = found[size_t(i / PIECE)];
-      loops->methods->signs_count(x + i, count, &each.positive, &each.negative);
-      each.most = loops->ints_largest(x + i, nullptr, count);
+      each.most = loops->methods->signs_count(x + i, at(residual, i), at(out, i), std::min(PIECE, end - i), each.counts, form);
     }
   });
-  Signs all;
+  signs[0] = signs[1] = signs[2] = 0;
   for (const Signs& each : found) {
-    all.positive += each.positive, all.negative += each.negative;
-    all.most = std::max(all.most, each.most);
+    signs[0] += each.counts[0], signs[1] += each.counts[1];
+    signs[2] = std::max<int64_t>(signs[2], each.most);
   }
+  return 0;
+} catch (const std::bad_alloc&) {
+  return -2;
+}
+
+// How many are sent; -2: no memory. Above `capacity`: room they need. left, which may be null or x: what is sent is
+// subtracted there, if there is room for it.
+API int64_t grace_largest_of_signs(const Loops* loops, const float* x, const int64_t* signs, double ratio, float* means,
+                                   int32_t* sent, float* left, int64_t capacity, int64_t n) try {
+  n = std::max<int64_t>(n, 0);
   const auto share = [=](int64_t count) { return int64_t(-__builtin_floor(-ratio * double(count))); };
   std::vector<int32_t> keys = n ? sample(x, nullptr, n) : std::vector<int32_t>();
-  const double many = double(share(all.positive) + share(all.negative));
+  const double many = double(share(signs[0]) + share(signs[1]));
   const double expected = many / double(std::max<int64_t>(n, 1)) * double(keys.size());
   double place = expected + 3 * std::max(1.0, __builtin_sqrt(expected)) + 1;
   Candidates chosen;
@@ -216,28 +219,45 @@ API int64_t grace_largest_of_signs(const Loops* loops, const float* x, double ra
                                     chosen.values + chosen.count, chosen.positions + chosen.count,
                                     chosen.capacity - chosen.count, int32_t(i), grace::NONE).count;
     }
-    Side above, below;
-    int64_t nans = 0;
-    above.count = share(all.positive), below.count = share(all.negative);
+    // Without branches, which nobody could foretell: a sign is as likely as the other.
+    Side sides[2];  // above zero, and below
+    int64_t found[2] = {0, 0}, nans = 0;
+    for (Side& side : sides) side.keys.resize(size_t(chosen.count + 16));
     for (int64_t i = 0; i < chosen.count; i++) {
       const float value = chosen.values[i];
-      nans += value != value;
-      if (value == value) (value > 0 ? above : below).values.push_back(value);
+      const int32_t each = key(value);
+      sides[0].keys[size_t(found[0])] = sides[1].keys[size_t(found[1])] = each;
+      found[0] += value > 0, found[1] += value < 0, nans += value != value;
     }
-    if (!(above.choose(nans) & below.choose(0)) && bound > 1) continue;
+    for (int64_t i = 0; i < 2; i++) sides[i].count = share(signs[i]);
+    // NaN is the largest above zero, but is not sent for that.
+    const bool enough = sides[0].choose(loops, found[0], sides[0].count - nans) &
+                        sides[1].choose(loops, found[1], sides[1].count);
+    if (!enough && bound > 1) continue;
     int64_t kept = 0;
     for (int64_t i = 0; i < chosen.count; i++) {
       const float value = chosen.values[i];
-      const bool taken = value == value && (value > 0 ? above : below).take(value);
-      if (!taken && key(value) < INFINITE) continue;
-      const int32_t position = chosen.positions[i];
-      if (kept < capacity) set(sent, kept, value < 0 ? -1 - position : position);
-      kept++;
+      const int32_t each = key(value), position = chosen.positions[i], negative = value < 0;
+      Side& side = sides[negative];
+      const bool equal = each == side.bound, number = value == value;
+      const bool taken = number & ((each > side.bound) | (equal & (side.ties > 0)));
+      side.ties -= equal & number;
+      side.sum += taken ? double(value) : 0.0;
+      chosen.values[kept] = value, chosen.positions[kept] = position ^ -negative;
+      kept += taken | (each == INFINITE);
     }
-    const float wrong = all.most >= INFINITE ? __builtin_nanf("") : 0.0f;
+    const float wrong = signs[2] >= INFINITE ? __builtin_nanf("") : 0.0f;
+    float both[2];
     for (int64_t i = 0; i < 2; i++) {
-      const Side& side = i ? below : above;
-      set(means, i, float(side.sum) / float(std::max<int64_t>(side.count, 1)) + wrong);
+      both[i] = float(sides[i].sum) / float(std::max<int64_t>(sides[i].count, 1)) + wrong;
+      set(means, i, both[i]);
+    }
+    if (kept > 0 && kept <= capacity) {
+      memcpy(sent, chosen.positions, size_t(kept) * 4);
+      for (int64_t i = 0; left && i < kept; i++) {
+        const int32_t negative = chosen.positions[i] < 0;
+        set(left, chosen.positions[i] ^ -negative, chosen.values[i] - both[negative]);
+      }
     }
     return kept;
   }
@@ -464,26 +484,46 @@ API int64_t grace_chances_encode(const Loops* loops, const float* x, double want
                                  float* magnitude, int64_t capacity, int64_t* kept, int64_t n, int64_t threads) try {
   constexpr float TINY = 1e-30f;
   kept[0] = kept[1] = 0;
-  const float most = n > 0 ? largest_of(loops, x, nullptr, n, threads) : 0.0f;
-  const float divisor = most > 0 ? most : 1.0f;
+  n = std::max<int64_t>(n, 0);
+  const size_t pieces = size_t((n + PIECE - 1) / PIECE);
+  std::vector<grace::Range> ranges(pieces);
+  std::vector<Chances> found(pieces);
+  // Of all pieces, the last one first every other time: it may still be in a cache.
+  const auto each_piece = [&](bool backwards, const auto& work) {
+    split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
+      for (int64_t from = begin; from < end; from += PIECE) {
+        const int64_t i = backwards ? (end - 1) / PIECE * PIECE - (from - begin) : from;
+        work(size_t(i / PIECE), i, std::min(PIECE, end - i));
+      }
+    });
+  };
+  each_piece(false, [&](size_t p, int64_t i, int64_t size) { ranges[p] = loops->methods->range(x + i, size); });
+  int32_t largest = 0;
+  for (const auto& each : ranges) largest = std::max(largest, each.most);
+  const float most = float_of(largest), divisor = most > 0 ? most : 1.0f;
+  const auto unit_of = [&](size_t p, float unit) {
+    constexpr float LOW = 0x1p-100f, HIGH = 0x1p20f;
+    return Unit{divisor, unit, divisor <= HIGH && unit <= HIGH && float_of(ranges[p].least) >= LOW * std::max(divisor, 1.0f)};
+  };
+  bool backwards = false;
   const auto sum = [&](float unit) {
-    std::vector<Chances> found(size_t((std::max<int64_t>(n, 0) + PIECE - 1) / PIECE));
-    split(std::max<int64_t>(n, 0), PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
-      for (int64_t i = begin; i < end; i += PIECE)
-        found[size_t(i / PIECE)] = loops->methods->chances_sum(x + i, std::min(PIECE, end - i), divisor, unit);
+    backwards = !backwards;
+    each_piece(backwards, [&](size_t p, int64_t i, int64_t size) {
+      found[p] = loops->methods->chances_sum(x + i, size, unit_of(p, unit));
     });
     Chances all = {0, 0};
     for (const Chances& each : found) all.count += each.count, all.sum += each.sum;
     return all;
   };
   float unit = __builtin_nanf("");
-  if (key(most) < INFINITE) {
+  if (largest < INFINITE) {
     unit = std::max(float(sum(0.0f).sum) / float(std::max(wanted, 1.0e-30)), TINY);
     for (int64_t i = 0; i < iterations; i++) {
       const Chances now = sum(unit);
       const float missing = float(wanted) - float(now.count), chances = float(now.sum);
-      const float factor = chances > 0 ? missing / chances : 1.0f;
+      const float factor = chances > 0 ? missing / chances : 1.0f, last = unit;
       unit = std::max(unit / std::max(factor, 1.0f), TINY);
+      if (unit == last) break;  // and so would all others be
     }
   }
   set(magnitude, 0, most * unit);
@@ -492,8 +532,8 @@ API int64_t grace_chances_encode(const Loops* loops, const float* x, double want
   float sent[TILE + 16];
   for (int64_t i = 0; i < n; i += TILE) {
     int64_t found[2];
-    loops->methods->chances_emit(x + i, std::min(TILE, n - i), divisor, unit, uint32_t(key0), uint32_t(key1), start + i,
-                                 int32_t(i), always, sent, sometimes, found);
+    loops->methods->chances_emit(x + i, std::min(TILE, n - i), unit_of(size_t(i / PIECE), unit), uint32_t(key0),
+                                 uint32_t(key1), start + i, int32_t(i), always, sent, sometimes, found);
     const auto append = [=](auto* to, const auto* from, int64_t k) {
       const int64_t some = std::min(found[k], capacity - kept[k]);
       if (some > 0) memcpy(reinterpret_cast<char*>(to) + 4 * kept[k], from, size_t(some) * 4);
@@ -508,18 +548,9 @@ API int64_t grace_chances_encode(const Loops* loops, const float* x, double want
 
 // ---- tails, as in grace/compressors/sidco.py ---------------------------------------------------------------------------------
 
-// found[3]: how many magnitudes exceed a bound, by how much in all, and the sum of those squares. Of whole pieces, one
-// after the other: the same for any number of threads.
+// found[3]: how many magnitudes exceed a bound, by how much in all, and the sum of those squares. 0, or -2: no memory.
 API int64_t grace_excess(const Loops* loops, const float* x, float bound, double* found, int64_t n, int64_t threads) try {
-  constexpr int64_t PIECE = 1 << 16;
-  std::vector<grace::Excess> pieces(size_t((std::max<int64_t>(n, 0) + PIECE - 1) / PIECE));
-  split(std::max<int64_t>(n, 0), PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
-    for (int64_t i = begin; i < end; i += PIECE)
-      pieces[size_t(i / PIECE)] = loops->methods->excess(x + i, std::min(PIECE, end - i), bound);
-  });
-  grace::Excess all = {};
-  for (const auto& piece : pieces) all.count += piece.count, all.sum += piece.sum, all.squares += piece.squares;
-  found[0] = double(all.count), found[1] = all.sum, found[2] = all.squares;
+  excess_of(n, threads, found, [=](int64_t i, int64_t size) { return loops->methods->excess(x + i, size, bound); });
   return 0;
 } catch (const std::bad_alloc&) {
   return -2;

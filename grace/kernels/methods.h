@@ -91,12 +91,34 @@ void quantile_sum(const uint8_t* const* codes, const float* tables, int bits, in
 
 // ---- signs, as in grace/compressors/adaq.py -------------------------------------------------------------------------------
 
-void signs_count(const float* x, int64_t n, int64_t* positive, int64_t* negative) {
-  for (int64_t i = 0; i < n; i += W) {
-    const F v = i + W <= n ? load(x + i) : load_some(x + i, n - i);
-    *positive += __builtin_popcount(bits_of(below_zero(fill(0) - v)));
-    *negative += __builtin_popcount(bits_of(below_zero(v)));
+template <bool RESIDUAL, Out OUT>
+INLINE int32_t signs_count_to(const float* x, const float* residual, float* out, int64_t n, int64_t* counts) {
+  const F zero = fill(0);
+  I most = fill_int(0);
+  int64_t above_it = 0, below_it = 0, i = 0;
+  const auto look = [&](F v) __attribute__((always_inline)) {
+    above_it += __builtin_popcount(bits_of(above(v, zero)));
+    below_it += __builtin_popcount(bits_of(below_zero(v)));
+    most = larger(most, magnitude_bits(v));
+  };
+  for (; i + W <= n; i += W) {
+    prefetch<RESIDUAL>(x, residual, i + AHEAD);
+    const F v = value<RESIDUAL>(x, residual, i);
+    look(v);
+    leave<OUT>(x, residual, out, i, v);
   }
+  if (i < n) {
+    const F v = value_some<RESIDUAL>(x, residual, i, n - i);
+    look(v);
+    leave_some<OUT>(x, residual, out, i, v, n - i);
+  }
+  counts[0] += above_it, counts[1] += below_it;
+  if (OUT == STREAMED) fence();
+  return largest(most);
+}
+
+int32_t signs_count(const float* x, const float* residual, float* out, int64_t n, int64_t* counts, Out form) {
+  return FORMS(signs_count_to, x, residual, out, n, counts);
 }
 
 // ---- count sketches, as in grace/compressors/sketch_sgd.py ---------------------------------------------------------------
@@ -376,73 +398,146 @@ int64_t bins_emit(const float* x, const float* residual, float* out, int64_t n, 
 // ---- chances, as in grace/compressors/wangni.py ---------------------------------------------------------------------------
 
 using grace::Chances;
+using grace::Unit;
 
-// The sum of |x| / largest, where `unit` is 0. Else how many of these reach the unit, and the sum of the others over it.
-Chances chances_sum(const float* x, int64_t n, float largest, float unit) {
-  const F divisor = fill(largest), units = fill(unit);
-  D sum = zeros();
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; i += W) {
-    const int64_t some = least(W, n - i);
-    const F v = some == W ? load(x + i) : load_some(x + i, some);
-    const F relative = v / divisor;
-    if (unit == 0.0f) {
-      add_magnitude(sum, relative);
-      continue;
-    }
-    const M certain = at_least(magnitude_bits(relative), magnitude_bits(units));
-    count += __builtin_popcount(bits_of(certain));
-    add_magnitude(sum, clear(certain, relative / units));
+grace::Range range(const float* x, int64_t n) {
+  I most = fill_int(0), least = fill_int(ABS);
+  const M all = mask_of(0xffff);
+  const auto look = [&](F v) __attribute__((always_inline)) {
+    const I bits = magnitude_bits(v), one_less = raised(all, bits, -1);  // of 0 the largest there is
+    F as_float;
+    memcpy(&as_float, &one_less, sizeof as_float);
+    most = larger(most, bits), least = smaller(least, magnitude_bits(as_float));
+  };
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    prefetch<false>(x, nullptr, i + AHEAD);
+    look(load(x + i));
   }
-  return {count, total(sum)};
+  if (i < n) look(load_some(x + i, n - i));
+  int32_t each[W], low = ABS;
+  memcpy(each, &least, sizeof each);
+  for (int64_t j = 0; j < W; j++) low = each[j] < low ? each[j] : low;
+  return {largest(most), low == ABS ? ABS : low + 1};
 }
 
-void chances_emit(const float* x, int64_t n, float largest, float unit, uint32_t key0, uint32_t key1, int64_t start,
-                  int32_t first, int32_t* certain, float* values, int32_t* drawn, int64_t* kept) {
-  alignas(64) float v[SOME], chosen[SOME + W];
+template <bool NEAR>
+INLINE Chances chances_sum_of(const float* x, int64_t n, float largest, float unit) {
+  const Quotients<NEAR> to_largest(largest), to_unit(unit);
+  const I units = magnitude_bits(fill(unit));
+  D sum = zeros();
+  int64_t count = 0, i = 0;
+  const auto look = [&](F v) __attribute__((always_inline)) {
+    const F relative = to_largest.of(magnitude(v));
+    const M certain = at_least(magnitude_bits(relative), units);
+    count += __builtin_popcount(bits_of(certain));
+    add_finite(sum, clear(certain, to_unit.of(relative)));
+  };
+  if (unit == 0.0f) {
+    for (; i + W <= n; i += W) {
+      prefetch<false>(x, nullptr, i + AHEAD);
+      add_finite(sum, to_largest.of(magnitude(load(x + i))));
+    }
+    if (i < n) add_finite(sum, to_largest.of(magnitude(load_some(x + i, n - i))));
+  } else {
+    for (; i + W <= n; i += W) {
+      prefetch<false>(x, nullptr, i + AHEAD);
+      look(load(x + i));
+    }
+    if (i < n) look(load_some(x + i, n - i));
+  }
+  return {count, total_finite(sum)};
+}
+
+Chances chances_sum(const float* x, int64_t n, Unit unit) {
+  return unit.near ? chances_sum_of<true>(x, n, unit.largest, unit.unit)
+                   : chances_sum_of<false>(x, n, unit.largest, unit.unit);
+}
+
+template <bool NEAR>
+INLINE void chances_emit_of(const float* x, int64_t n, float largest, float unit, uint32_t key0, uint32_t key1,
+                            int64_t start, int32_t first, int32_t* certain, float* values, int32_t* drawn, int64_t* kept) {
   alignas(64) uint32_t words[SOME];
-  alignas(64) int32_t always[SOME], sometimes[SOME];
-  const I one = fill_int(1);
+  int32_t places[SOME + W];
+  uint32_t surely[SOME / W];  // a bit for each
+  const Quotients<NEAR> to_largest(largest), to_unit(unit);
+  const F units = fill(unit), step = fill(0x1p-24f);
+  const I infinite = fill_int(0x7f800000);
   int64_t many = 0, few = 0;
   for (int64_t i = 0; i < n; i += SOME) {
-    const int64_t count = least(SOME, n - i), all = load_all<false>(v, x, nullptr, i, count);
-    words_as<uint32_t, 0>(key0, key1, start + i, all, words);
-    for (int64_t j = 0; j < all; j++) {
-      const int32_t bits = as_bits(v[j]) & ABS;
-      const float relative = float_of(bits) / largest, uniform = float(int32_t(words[j] >> 8)) * 0x1p-24f;
-      always[j] = (relative >= unit) | (bits >= 0x7f800000);
-      sometimes[j] = (relative < unit) & (uniform < relative / unit);
+    const int64_t count = least(SOME, n - i);
+    int64_t found = 0;
+    words_as<uint32_t, 8>(key0, key1, start + i, count, words);
+    for (int64_t j = 0; j < count; j += W) {
+      prefetch<false>(x, nullptr, i + j + AHEAD);
+      const bool whole = j + W <= count;
+      const F v = magnitude(whole ? load(x + i + j) : load_some(x + i + j, count - j)), relative = to_largest.of(v);
+      const F uniform = to_float(read(reinterpret_cast<const I*>(words), j / W)) * step;
+      const uint32_t there = whole ? 0xffff : (1u << (count - j)) - 1;
+      const uint32_t always = bits_of(at_least(magnitude_bits(relative), magnitude_bits(units))) |
+                              bits_of(at_least(magnitude_bits(v), infinite));
+      const uint32_t sometimes = bits_of(above(units, relative)) &
+                                 bits_of(above(to_unit.of(relative), uniform));
+      surely[j / W] = always;
+      found += compact(mask_of((always | sometimes) & there), int32_t(j), places + found);
     }
-    for (int64_t j = count; j < all; j++) always[j] = sometimes[j] = 0;
-    const int64_t before = few;
-    for (int64_t j = 0; j < all; j += W) {
-      const F each = load(v + j);
-      const int32_t place = first + int32_t(i + j);
-      many += compact(at_least(read(reinterpret_cast<const I*>(always), j / W), one), each, place, values + many,
-                      certain + many);
-      few += compact(at_least(read(reinterpret_cast<const I*>(sometimes), j / W), one), each, place,
-                     chosen + (few - before), drawn + few);
+    for (int64_t j = 0; j < found; j++) {  // without branches, which nobody could foretell
+      const int32_t place = places[j], position = first + int32_t(i) + place;
+      const float each = read(x, i + place);
+      const int64_t is = surely[place / W] >> place % W & 1;
+      write(certain, many, position), write(values, many, each);
+      write(drawn, few, position ^ -int32_t(each < 0.0f));
+      many += is, few += 1 - is;
     }
-    for (int64_t j = before; j < few; j++) drawn[j] ^= -int32_t(chosen[j - before] < 0.0f);
   }
   kept[0] = many, kept[1] = few;
 }
 
+void chances_emit(const float* x, int64_t n, Unit unit, uint32_t key0, uint32_t key1, int64_t start, int32_t first,
+                  int32_t* certain, float* values, int32_t* drawn, int64_t* kept) {
+  (unit.near ? chances_emit_of<true> : chances_emit_of<false>)(x, n, unit.largest, unit.unit, key0, key1, start, first,
+                                                               certain, values, drawn, kept);
+}
+
 // ---- tails -------------------------------------------------------------------------------------------------------------
 
-grace::Excess excess(const float* x, int64_t n, float bound) {
-  const F zero = fill(0.0f), least_size = fill(bound);
+struct Tail {
+  const F zero = fill(0.0f), bound;
   D sum = zeros(), squares = zeros();
   int64_t count = 0;
-  for (int64_t i = 0; i < n; i += W) {
-    const int64_t some = least(W, n - i);
-    const F v = some == W ? load(x + i) : load_some(x + i, some);
-    const F over = higher(higher(v, zero - v) - least_size, zero);
+  INLINE_MEMBER explicit Tail(float bound) : bound(fill(bound)) {}
+  INLINE_MEMBER void add(F v) {
+    const F over = higher(magnitude(v) - bound, zero);
     count += __builtin_popcount(bits_of(above(over, zero)));
-    add_magnitude(sum, over);
-    add_square(squares, over);
+    add_finite(sum, squares, over);
   }
-  return {count, total(sum), total(squares)};
+  INLINE_MEMBER grace::Excess result() const { return {count, total_finite(sum), total_squares(squares)}; }
+};
+
+grace::Excess excess(const float* x, int64_t n, float bound) {
+  Tail tail(bound);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) tail.add(load(x + i));
+  if (i < n) tail.add(load_some(x + i, n - i));
+  return tail.result();
+}
+
+grace::Excess accumulate_tail(float* x, float* last, float beta, float gamma, int64_t n) {
+  const F one = fill(beta), two = fill(gamma);
+  Tail tail(0.0f);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    prefetch<true>(x, last, i + AHEAD);
+    const F before = load(last + i), v = one * before + two * load(x + i);
+    tail.add(v);
+    store(last + i, v), store(x + i, before);
+  }
+  if (i < n) {
+    const F before = load_some(last + i, n - i), v = one * before + two * load_some(x + i, n - i);
+    tail.add(v);
+    store_some(last + i, v, n - i), store_some(x + i, before, n - i);
+  }
+  return tail.result();
 }
 
 // ---- integers that are summed, as in grace/compressors/shared_int.py ------------------------------------------------------

@@ -96,6 +96,33 @@ INLINE float total(F x) {  // likewise
   const __m128 e = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(e, _mm_movehdup_ps(e)));
 }
+// Likewise of what is not negative, and finite, times 2^-896: its bits are those of a double, but for where they begin. That
+// is faster than a conversion. Elements 2 i are in the first half, 2 i + 1 in the second.
+INLINE void put_apart(F x, __m512d& even, __m512d& odd) {
+  const __m512i bits = _mm512_castps_si512(x.v);
+  even = _mm512_castsi512_pd(_mm512_srli_epi64(_mm512_slli_epi64(bits, 32), 3));
+  odd = _mm512_castsi512_pd(_mm512_srli_epi64(_mm512_and_si512(bits, _mm512_set1_epi64(INT64_MIN >> 31)), 3));
+}
+INLINE void add_finite(D& sum, F x) {
+  __m512d even, odd;
+  put_apart(x, even, odd);
+  sum.a = _mm512_add_pd(sum.a, even), sum.b = _mm512_add_pd(sum.b, odd);
+}
+INLINE D in_order(D sum) {
+  const __m512i low = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11), high = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
+  return {_mm512_permutex2var_pd(sum.a, low, sum.b), _mm512_permutex2var_pd(sum.a, high, sum.b)};
+}
+INLINE double total_finite(D sum) { return total(in_order(sum)) * 0x1p896; }
+// A product that is exact may be added at once.
+INLINE void add_finite(D& sum, D& squares, F x) {
+  const __m512d unit = _mm512_set1_pd(0x1p896);
+  __m512d even, odd;
+  put_apart(x, even, odd);
+  sum.a = _mm512_add_pd(sum.a, even), sum.b = _mm512_add_pd(sum.b, odd);
+  even = _mm512_mul_pd(even, unit), odd = _mm512_mul_pd(odd, unit);
+  squares.a = _mm512_fmadd_pd(even, even, squares.a), squares.b = _mm512_fmadd_pd(odd, odd, squares.b);
+}
+INLINE double total_squares(D squares) { return total(in_order(squares)); }
 INLINE I nearest(F x) { return {_mm512_cvt_roundps_epi32(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 INLINE I down(F x) { return {_mm512_cvt_roundps_epi32(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
 INLINE F to_float(I x) { return {_mm512_cvtepi32_ps(x.v)}; }
@@ -146,6 +173,11 @@ INLINE F fused(F x, F y, F z) { return {_mm512_fmadd_ps(x.v, y.v, z.v)}; }      
 INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* positions) {
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   _mm512_storeu_ps(values, _mm512_maskz_compress_ps(m, x.v));
+  _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(m, _mm512_add_epi32(count, _mm512_set1_epi32(position))));
+  return __builtin_popcount(m);
+}
+INLINE int64_t compact(M m, int32_t position, int32_t* positions) {
+  const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(m, _mm512_add_epi32(count, _mm512_set1_epi32(position))));
   return __builtin_popcount(m);
 }
@@ -508,6 +540,17 @@ INLINE void to_codes(uint8_t* p, I x) {
 #endif
 
 #if !defined(GRACE_AVX512)
+// As above, where conversions are as fast.
+INLINE void add_finite(D& sum, F x) { add(sum, x); }
+INLINE void add_finite(D& sum, D& squares, F x) { add(sum, x), add_square(squares, x); }
+INLINE double total_finite(D sum) { return total(sum); }
+INLINE double total_squares(D squares) { return total(squares); }
+
+INLINE int64_t compact(M m, int32_t position, int32_t* positions) {
+  int64_t count = 0;
+  for (uint32_t bits = bits_of(m); bits; bits &= bits - 1) positions[count++] = position + __builtin_ctz(bits);
+  return count;
+}
 INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* positions) {
   uint32_t bits = bits_of(m);
   if (__builtin_expect(!bits, 1)) return 0;
@@ -557,6 +600,29 @@ struct Divisor {
   INLINE_MEMBER explicit Divisor(int64_t n)
       : by(fill(float(n))), inverse(fill(1.0f / float(n))), power((n & (n - 1)) == 0 && n < (1 << 24)) {}
   INLINE_MEMBER F divided(F x) const { return power ? x * inverse : x / by; }
+};
+
+INLINE F magnitude(F x) {
+  const I bits = magnitude_bits(x);
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// Division of many by one, rounded as `/` is, where that takes long. With NEAR, all are 0 or from 2^-100 on, and so are
+// the quotients; the divisor is not below that, and not above 2^20. Then a product with the inverse, and once more one of
+// what that misses, which is exact, give the same bits (Markstein, "Computation of elementary functions on the IBM RISC
+// System/6000 processor", 1990, theorem 7).
+template <bool NEAR>
+struct Quotients {
+  F by, inverse, minus;
+  INLINE_MEMBER explicit Quotients(float x) : by(fill(x)), inverse(fill(1.0f / x)), minus(fill(-x)) {}
+  INLINE_MEMBER F of(F x) const {
+#if defined(GRACE_AVX512) || defined(GRACE_AVX2)
+    const F about = x * inverse;
+    if constexpr (NEAR) return fused(fused(about, minus, x), inverse, about);
+#endif
+    return x / by;
+  }
 };
 
 template <bool STREAM>

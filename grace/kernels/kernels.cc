@@ -24,6 +24,7 @@ using grace::Noise;
 using grace::Normal;
 using grace::Out;
 using grace::Rotation;
+using grace::Runs;
 using grace::Steps;
 
 namespace {
@@ -970,33 +971,17 @@ namespace {
 constexpr uint8_t ZEROS = 121;    // the byte of five zeros
 constexpr int FIRST = 243;        // bytes from here on stand for runs of 2 .. 14 such bytes
 constexpr int LONGEST = 14;
-constexpr int64_t FIVES = 1020;   // elements that are added up together
-constexpr int64_t TRITS = 64 * FIVES;
+constexpr int64_t TRITS = 65280;  // elements that are worked on together: whole lines of a cache, and whole bytes
 
-// Bytes of one worker, whose runs of zeros are written out.
-struct Runs {
-  const uint8_t* next;
-  int64_t zeros = 0;  // of the last run, still to come
+// How many bytes a byte stands for.
+int64_t length(uint8_t byte) { return std::max<int>(byte, FIRST - 1) - (FIRST - 2); }
 
-  // The next `count` bytes, to `to`, where 16 more are spent. Whether any of them is not ZEROS.
-  bool take(uint8_t* to, int64_t count) {
-    bool any = false;
-    const int64_t some = std::min(count, zeros);
-    memset(to, ZEROS, 16), to += some;
-    zeros -= some, count -= some;
-    while (count > 0) {  // without a branch that depends on what comes
-      const uint8_t code = *next++;
-      const bool run = code >= FIRST;
-      const uint8_t byte = run ? ZEROS : code;
-      const int64_t many = run ? code - (FIRST - 2) : 1;
-      memset(to, ZEROS, 16), *to = byte, to += many;
-      any |= byte != ZEROS;
-      count -= many;
-    }
-    zeros -= count;
-    return any;
-  }
-};
+// The bytes from that element on, a multiple of 5.
+Runs runs_from(const uint8_t* next, int64_t element) {
+  int64_t at = 0;
+  while (at < element) at += 5 * length(*next++);
+  return {next, at - element};
+}
 
 // Runs of ZEROS become one byte each, in place. Returns how many bytes are left.
 int64_t shorten(uint8_t* bytes, int64_t size) {
@@ -1066,39 +1051,15 @@ API int64_t grace_trits_mean(const Loops* loops, const uint8_t* const* bytes, co
   if (block <= 0 || block > n) block = n;
   for (int64_t w = 0; runs && w < workers; w++) {
     int64_t size = 0;
-    for (int64_t i = 0; i < counts[w]; i++) size += bytes[w][i] >= FIRST ? bytes[w][i] - (FIRST - 2) : 1;
+    for (int64_t i = 0; i < counts[w]; i++) size += length(bytes[w][i]);
     if (size != (n + 4) / 5) return w;
   }
   const bool stream = streams(nullptr, nullptr, out, n);
   split(n, block == n ? TRITS : block, threads, [=](int64_t begin, int64_t end, int64_t) {
-    alignas(64) float sum[FIVES + 4];
-    uint8_t written[FIVES / 5 + 16];
     std::vector<Runs> from;
-    for (int64_t w = 0; runs && w < workers; w++) {
-      from.push_back({bytes[w]});
-      for (int64_t i = 0; i < begin / 5; i += FIVES / 5) from.back().take(written, std::min(FIVES / 5, begin / 5 - i));
-    }
-    for (int64_t b = begin / block, first = begin; first < end; first += block, b++) {
-      const int64_t stop = std::min(first + block, end);
-      for (int64_t i = first; i < stop; i += FIVES) {
-        const int64_t count = std::min(FIVES, stop - i), size = (count + 4) / 5;
-        bool begun = false;
-        for (int64_t w = 0; w < workers; w++) {
-          const float scale = get(scales[w], b);
-          const uint8_t* each = written;
-          bool any = true;
-          if (runs)
-            any = from[size_t(w)].take(written, size);
-          else
-            each = bytes[w] + i / 5;
-          if (!any && scale < float_of(INFINITE)) continue;  // 0 * infinity is NaN
-          loops->trits_add(each, scale, count, sum, begun);
-          begun = true;
-        }
-        if (!begun) memset(sum, 0, sizeof sum);
-        loops->divide(sum, out + i, count, workers, stream);
-      }
-    }
+    for (int64_t w = 0; w < workers; w++)
+      from.push_back(runs ? runs_from(bytes[w], begin) : Runs{bytes[w] + begin / 5, 0});
+    loops->trits_sum(from.data(), scales, workers, out, begin, end, block, runs, stream);
   });
   return -1;
 }

@@ -92,6 +92,12 @@ struct Streams {
   const uint8_t *two, *one;
 };
 
+// The next bytes of five trits each, and how many elements of a run of zeros come before them.
+struct Runs {
+  const uint8_t* next;
+  int64_t zeros;
+};
+
 struct Chances {
   int64_t count;
   double sum;
@@ -261,8 +267,9 @@ struct Loops {
                      int64_t end, int64_t block, bool stream);
   void (*trits_emit)(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n,
                      Out form);
-  // sum += what the bytes of up to 1020 elements stand for; it was zero unless it has `begun`.
-  void (*trits_add)(const uint8_t* bytes, float scale, int64_t n, float* sum, bool begun);
+  // `from`, of each worker, moves on.
+  void (*trits_sum)(Runs* from, const float* const* scales, int64_t workers, float* out, int64_t begin, int64_t end,
+                    int64_t block, bool runs, bool stream);
   // u_out = momentum * u + g, v_out = v + u_out; nesterov: u_out = momentum * (u + g), v_out = v + (u_out + g). last,
   // if not null, takes v. stream: of u_out.
   void (*correct)(const float* g, const float* u, const float* v, float* u_out, float* v_out, float* last,

@@ -205,9 +205,10 @@ INLINE void mean_of_chunks(int64_t workers, float* out, int64_t begin, int64_t e
     for (int64_t i = at; i < stop; i += chunk) {
       const int64_t count = least(chunk, stop - i);
       for (int64_t w = 0; w < workers; w++) add(w, b, i, count, sum);
-      divide(sum, out + i, count, workers, stream);
+      divide_part(sum, out + i, count, workers, stream);
     }
   }
+  if (stream) fence();
 }
 
 void levels_sum(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out, int64_t begin,
@@ -335,16 +336,44 @@ void halves_emit(const float* x, const float* residual, float* out, uint8_t* bit
 
 // ---- five trits in a byte ----------------------------------------------------------------------------------------------
 
-constexpr int64_t FIVES = 1020;  // elements: whole bytes, and no more than CHUNK
+using grace::Runs;
 
+constexpr int64_t FIVES = 960;  // elements: whole bytes, and whole lines of a cache to write
+constexpr int RUN = 243;        // bytes from here on may stand for runs of 2 .. 14 bytes of zeros
+
+// What bytes stand for, with zeros behind it, and how many elements that is.
+template <bool RUNS>
 struct Trits {
   int8_t of[256][8];
-  constexpr Trits() : of() {
-    for (int byte = 0; byte < 256; byte++)
-      for (int i = 0, rest = byte; i < 5; i++, rest /= 3) of[byte][i] = int8_t(rest % 3 - 1);
+  uint8_t lengths[256];
+  constexpr Trits() : of(), lengths() {
+    for (int byte = 0; byte < 256; byte++) {
+      const bool run = RUNS && byte >= RUN;
+      lengths[byte] = uint8_t(run ? 5 * (byte - RUN + 2) : 5);
+      for (int i = 0, rest = byte; i < 5 && !run; i++, rest /= 3) of[byte][i] = int8_t(rest % 3 - 1);
+    }
   }
 };
-constexpr Trits TRITS;
+template <bool RUNS>
+constexpr Trits<RUNS> TRITS;
+
+// The next n elements, up to FIVES and whole bytes, to `trits`, where 8 more are spent. Whether any is not zero.
+template <bool RUNS>
+INLINE bool written_out(Runs& from, int64_t n, int8_t* trits) {
+  const uint8_t* next = from.next;
+  int64_t at = from.zeros;
+  uint64_t any = 0;
+  if (RUNS) memset(trits, 0, FIVES);
+  while (at < n) {  // what comes decides where the next one goes, and nothing else
+    const uint8_t byte = *next++;
+    const uint64_t five = read(reinterpret_cast<const uint64_t*>(TRITS<RUNS>.of[byte]));
+    write(reinterpret_cast<uint64_t*>(trits + at), 0, five);
+    any |= five;
+    at += RUNS ? TRITS<RUNS>.lengths[byte] : 5;
+  }
+  from = {next, at - n};
+  return any;
+}
 
 // What five bits each stand for as digits of a number to the base 3, a byte each.
 INLINE uint64_t to_the_base_three(uint64_t bits) {
@@ -394,14 +423,32 @@ void trits_emit(const float* x, const float* residual, float* out, uint8_t* byte
   if (form == STREAMED) fence();
 }
 
-// To the sum of up to FIVES elements: what their bytes stand for.
-void trits_add(const uint8_t* bytes, float scale, int64_t n, float* sum, bool begun) {
-  int8_t trits[CHUNK + 8];
-  for (int64_t j = 0; j < (n + 4) / 5; j++) memcpy(trits + 5 * j, TRITS.of[bytes[j]], 8);
-  if (begun)
-    for (int64_t i = 0; i < n; i++) sum[i] += float(int(trits[i])) * scale;
-  else
-    for (int64_t i = 0; i < n; i++) sum[i] = 0.0f + float(int(trits[i])) * scale;
+template <bool RUNS>
+INLINE void trits_sum_of(Runs* from, const float* const* scales, int64_t workers, float* out, int64_t begin, int64_t end,
+                         int64_t block, bool stream) {
+  alignas(64) float sum[FIVES];
+  alignas(64) int8_t trits[FIVES + 8] = {};
+  for (int64_t at = begin, b = begin / block; at < end; at += block, b++) {
+    const int64_t stop = least(at + block, end);
+    for (int64_t i = at; i < stop; i += FIVES) {
+      const int64_t count = least(FIVES, stop - i);
+      memset(sum, 0, sizeof sum);
+      for (int64_t w = 0; w < workers; w++) {
+        const float scale = read(scales[w], b);
+        const bool any = written_out<RUNS>(from[w], (count + 4) / 5 * 5, trits);
+        if (any || !(__builtin_fabsf(scale) < __builtin_inff()))  // 0 * infinity is NaN
+          for (int64_t j = 0; j < FIVES; j++) sum[j] += float(int(trits[j])) * scale;
+      }
+      divide_part(sum, out + i, count, workers, stream);
+    }
+  }
+  if (stream) fence();
+}
+
+void trits_sum(Runs* from, const float* const* scales, int64_t workers, float* out, int64_t begin, int64_t end,
+               int64_t block, bool runs, bool stream) {
+  runs ? trits_sum_of<true>(from, scales, workers, out, begin, end, block, stream)
+       : trits_sum_of<false>(from, scales, workers, out, begin, end, block, stream);
 }
 
 }  // namespace

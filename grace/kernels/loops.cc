@@ -445,7 +445,6 @@ INLINE void divide_to(const float* x, float* out, int64_t n, int64_t divisor) {
   int64_t i = 0;
   for (; i + W <= n; i += W) put<STREAM>(out + i, by.divided(load(x + i)));
   if (i < n) store_some(out + i, by.divided(load_some(x + i, n - i)), n - i);
-  if (STREAM) fence();
 }
 
 void accumulate(float* x, float* last, float beta, float gamma, int64_t n) {
@@ -463,8 +462,14 @@ void accumulate(float* x, float* last, float beta, float gamma, int64_t n) {
   store_some(x + i, before, n - i);
 }
 
-void divide(const float* x, float* out, int64_t n, int64_t divisor, bool stream) {
+// A fence is the caller's: one for each of many small parts takes longer than these do.
+INLINE void divide_part(const float* x, float* out, int64_t n, int64_t divisor, bool stream) {
   stream ? divide_to<true>(x, out, n, divisor) : divide_to<false>(x, out, n, divisor);
+}
+
+void divide(const float* x, float* out, int64_t n, int64_t divisor, bool stream) {
+  divide_part(x, out, n, divisor, stream);
+  if (stream) fence();
 }
 
 // ---- products of low rank --------------------------------------------------------------------------------------------
@@ -820,12 +825,33 @@ template <class T, int SHIFT, bool INVERSE = false>
 INLINE void words_as(uint32_t key0, uint32_t key1, int64_t start, int64_t n, T* out) {
   while (n > 0) {  // where the upper half of the counter stays the same
     const uint32_t low = uint32_t(start), high = uint32_t(uint64_t(start) >> 32) + key1;
-    const int64_t size = least(n, (int64_t(1) << 32) - int64_t(low));
-    for (int64_t j = 0; j < size; j++) {
+    const int32_t size = int32_t(least(least(n, 1 << 30), (int64_t(1) << 32) - int64_t(low)));
+    for (int32_t j = 0; j < size; j++) {  // of 32 bits, as the words are, so that vectors hold as many of them
       const uint32_t word = mix(mix(low + uint32_t(j) + key0) ^ high);
       out[j] = T((INVERSE ? ~word : word) >> SHIFT);
     }
     start += size, n -= size, out += size;
+  }
+}
+
+// `mix`, but for the lower half of the words.
+INLINE I upper_mixed(I h) { return folded<13>(folded<16>(h) * fill_int(int32_t(0x85EBCA6B))) * fill_int(int32_t(0xC2B2AE35)); }
+
+// The top bits of the words, sixteen in each.
+INLINE void top_bits_of_words(uint32_t key0, uint32_t key1, int64_t start, int64_t n, uint16_t* out) {
+  const int32_t places[W] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const I place = read(reinterpret_cast<const I*>(places));
+  for (int64_t j = 0; j < n; j += W, start += W) {
+    const uint32_t low = uint32_t(start), high = uint32_t(uint64_t(start) >> 32) + key1;
+    I word;
+    if (__builtin_expect(low > uint32_t(-W), 0)) {  // the upper half of the counter changes
+      int32_t some[W];
+      words_as<int32_t, 0>(key0, key1, start, W, some);
+      word = read(reinterpret_cast<const I*>(some));
+    } else {
+      word = upper_mixed(folded<16>(upper_mixed(place + fill_int(int32_t(low + key0)))) ^ fill_int(int32_t(high)));
+    }
+    write(out, j / W, uint16_t(top_bits(word)));
   }
 }
 
@@ -868,7 +894,7 @@ extern const Loops TABLE = {NAME,         signs_total, signs_emit, signs_blocks,
                             ints_blocks,  ints_sum,    select,     accumulate, divide,       words,     inverse,      noise,
                             product,      part,        left,       right,        squares,   levels_emit,  levels_blocks,
                             levels_sum,   votes_encode, votes_sum, halves,       halves_emit, bits_sum<Means>, trits_emit,
-                            trits_add,    correct,     codes_largest, codes_scale, codes_emit, codes_sum,        normal_blocks,
+                            trits_sum,    correct,     codes_largest, codes_scale, codes_emit, codes_sum,        normal_blocks,
                             normal_sum,   steps_blocks, steps_values, &METHODS};
 
 }  // namespace grace

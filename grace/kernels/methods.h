@@ -208,76 +208,102 @@ void tagged_count(const Tagged* how, const float* x, int64_t n, int64_t* counts)
 
 constexpr int64_t ROOM = SOME + W;  // of a chunk, and what is spent behind it
 
-#if defined(GRACE_AVX512)
-INLINE uint32_t equal_bytes(const uint8_t* p, uint8_t x) {
-  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return uint32_t(_mm_movemask_epi8(_mm_cmpeq_epi8(all, _mm_set1_epi8(char(x)))));
-}
-#endif
-
-// Words of elements to those of their tag; counts[tag]: how many these are, but for tag 0.
-INLINE void part_by_tags(const uint8_t* tags, const uint32_t* words, int64_t all, uint32_t (*parts)[ROOM],
-                         int64_t* counts) {
-#if defined(GRACE_AVX512)
-  counts[1] = counts[2] = counts[3] = 0;
-  for (int64_t j = 0; j < all; j += W) {
-    const __m512i each = _mm512_load_si512(words + j);
-    for (int tag = 1; tag < 4; tag++) {
-      const uint32_t m = equal_bytes(tags + j, uint8_t(tag));
-      _mm512_storeu_si512(parts[tag] + counts[tag], _mm512_maskz_compress_epi32(M(m), each));
-      counts[tag] += __builtin_popcount(m);
-    }
-  }
-#else
-  uint64_t next = 0;  // of four counts 16 bits each
-  for (int64_t j = 0; j < all; j++) {
-    const int shift = 16 * tags[j];
-    parts[tags[j]][next >> shift & 0xffff] = words[j];
-    next += uint64_t{1} << shift;
-  }
-  for (int tag = 1; tag < 4; tag++) counts[tag] = int64_t(next >> 16 * tag & 0xffff);
-#endif
-}
-
 template <class T>
 INLINE T* behind(T* p, int64_t count) {  // p need not be aligned
   return reinterpret_cast<T*>(uintptr_t(p) + uintptr_t(count) * sizeof(T));
 }
 
+// The numbers of up to SOME elements, with their signs, by their tags; counts[tag]: how many these are, but for tag 0.
+struct Parts {
+  alignas(64) float three[ROOM];
+  alignas(64) uint16_t two[ROOM];
+  alignas(64) uint8_t one[ROOM];
+  int64_t counts[4];
+};
+
+#if defined(GRACE_AVX512)
+INLINE void tagged_parts(const Tagged& how, const float* x, int64_t count, uint8_t* packed, Parts& parts) {
+  const I bounds[3] = {fill_int(how.one), fill_int(how.two), fill_int(how.three)};
+  const F wide = fill(0x1p15f), narrow = fill(how.steps);
+  int64_t three = 0, two = 0, one = 0;
+  for (int64_t j = 0; j < count; j += W) {
+    __builtin_prefetch(x + j + AHEAD, 0, 2);
+    const F v = j + W <= count ? load(x + j) : load_some(x + j, count - j);
+    const I m = magnitude_bits(v);
+    const auto code = [&](F factor, int shift, __m512i sign) __attribute__((always_inline)) {
+      const __m512i whole = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(m.v), factor.v));
+      const __m512i signs = _mm512_srli_epi32(_mm512_castps_si512(v.v), shift);
+      return _mm512_ternarylogic_epi32(whole, signs, sign, 0xf8);  // whole | (signs & sign)
+    };
+    const uint32_t some = bits_of(at_least(m, bounds[0])), more = bits_of(at_least(m, bounds[1]));
+    const __m512i all = _mm512_maskz_compress_epi32(M(some & ~more), code(narrow, 24, _mm512_set1_epi32(128)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(parts.one + one), _mm512_cvtepi32_epi8(all));
+    one += __builtin_popcount(some & ~more);
+    uint32_t low = some & ~more;
+    if (more) {
+      const uint32_t large = bits_of(at_least(m, bounds[2]));
+      const __m512i pairs = _mm512_maskz_compress_epi32(M(more & ~large), code(wide, 16, _mm512_set1_epi32(32768)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(parts.two + two), _mm512_cvtepi32_epi16(pairs));
+      store(parts.three + three, {_mm512_maskz_compress_ps(M(large), v.v)});
+      two += __builtin_popcount(more & ~large), three += __builtin_popcount(large);
+      low |= large;
+    }
+    const uint32_t tags = _pdep_u32(low, 0x55555555) | _pdep_u32(more, 0xaaaaaaaa);
+    memcpy(packed + j / 4, &tags, j + W <= count ? sizeof tags : size_t(count - j + 3) / 4);
+  }
+  parts.counts[1] = one, parts.counts[2] = two, parts.counts[3] = three;
+}
+#else
+INLINE void tagged_parts(const Tagged& how, const float* x, int64_t count, uint8_t* packed, Parts& parts) {
+  alignas(64) float v[SOME];
+  alignas(64) uint32_t words[SOME], found[4][ROOM];
+  alignas(64) uint8_t tags[SOME];
+  const int64_t all = load_all<false>(v, x, nullptr, 0, count);
+  for (int64_t j = 0; j < all; j++) {
+    const int32_t m = as_bits(v[j]) & ABS;
+    tags[j] = uint8_t((m >= how.one) + (m >= how.two) + (m >= how.three));
+  }
+  for (int64_t j = 0; j < all; j++) {
+    const int32_t bits = as_bits(v[j]), m = bits & ABS, below = v[j] < 0.0f;
+    const float small = float_of(m < how.three ? m : 0), tiny = float_of(m < how.two ? m : 0);
+    const int32_t wide = int32_t(small * 0x1p15f) + (below << 15), narrow = int32_t(tiny * how.steps) + (below << 7);
+    const int32_t large = -(m >= how.three), more = -(m >= how.two);  // no choices, so that it becomes vectors
+    words[j] = uint32_t((bits & large) | (wide & more & ~large) | (narrow & ~more));
+  }
+  uint64_t next = 0;  // of four counts 16 bits each
+  for (int64_t j = 0; j < all; j++) {
+    const int shift = 16 * tags[j];
+    found[tags[j]][next >> shift & 0xffff] = words[j];
+    next += uint64_t{1} << shift;
+  }
+  const int64_t one = next >> 16 & 0xffff, two = next >> 32 & 0xffff, three = int64_t(next >> 48);
+  memcpy(parts.three, found[3], size_t(three) * 4);
+  for (int64_t j = 0; j < two; j++) parts.two[j] = uint16_t(found[2][j]);
+  for (int64_t j = 0; j < one; j++) parts.one[j] = uint8_t(found[1][j]);
+  parts.counts[1] = one, parts.counts[2] = two, parts.counts[3] = three;
+  pack_codes(tags, count, 2, packed);
+}
+#endif
+
 void tagged_emit(const Tagged* how, const float* x, int64_t n, uint8_t* packed, float* three, uint8_t* two,
                  uint8_t* one) {
-  alignas(64) float v[SOME];
-  alignas(64) uint32_t words[SOME], parts[4][ROOM];
-  alignas(64) uint8_t tags[SOME];
+  Parts parts;
   for (int64_t i = 0; i < n; i += SOME) {
-    const int64_t count = least(SOME, n - i), all = load_all<false>(v, x, nullptr, i, count);
-    for (int64_t j = 0; j < all; j++) {
-      const int32_t m = as_bits(v[j]) & ABS;
-      tags[j] = uint8_t((m >= how->one) + (m >= how->two) + (m >= how->three));
-    }
-    for (int64_t j = 0; j < all; j++) {
-      const int32_t bits = as_bits(v[j]), m = bits & ABS, below = v[j] < 0.0f;
-      const float small = float_of(m < how->three ? m : 0), tiny = float_of(m < how->two ? m : 0);
-      const int32_t wide = int32_t(small * 0x1p15f) + (below << 15), narrow = int32_t(tiny * how->steps) + (below << 7);
-      const int32_t large = -(m >= how->three), more = -(m >= how->two);  // no choices, so that it becomes vectors
-      words[j] = uint32_t((bits & large) | (wide & more & ~large) | (narrow & ~more));
-    }
-    int64_t counts[4];
-    part_by_tags(tags, words, all, parts, counts);
-    memcpy(three, parts[3], size_t(counts[3]) * 4), three = behind(three, counts[3]);
-    for (int64_t j = 0; j < counts[2]; j++) write(reinterpret_cast<uint16_t*>(two), j, uint16_t(parts[2][j]));
-    for (int64_t j = 0; j < counts[1]; j++) one[j] = uint8_t(parts[1][j]);
-    two += 2 * counts[2], one += counts[1];
-    pack_codes(tags, count, 2, packed + i / 4);
+    tagged_parts(*how, x + i, least(SOME, n - i), packed + i / 4, parts);
+    const int64_t* counts = parts.counts;
+    memcpy(three, parts.three, size_t(counts[3]) * 4), three = behind(three, counts[3]);
+    memcpy(two, parts.two, size_t(counts[2]) * 2), two += 2 * counts[2];
+    memcpy(one, parts.one, size_t(counts[1])), one += counts[1];
   }
 }
 
 // counts[3] += how many of `count` packed tags are 3, 2 and 1.
 void tags_count(const uint8_t* packed, int64_t count, int64_t* counts) {
-  const auto add = [=](uint64_t word) __attribute__((always_inline)) {
-    const uint64_t odd = 0x5555555555555555, low = word & odd, high = word >> 1 & odd;
-    counts[0] += __builtin_popcountll(low & high), counts[1] += __builtin_popcountll(high & ~low);
-    counts[2] += __builtin_popcountll(low & ~high);
+  int64_t lows = 0, highs = 0, both = 0;  // bits of tags
+  const auto add = [&](uint64_t word) __attribute__((always_inline)) {
+    const uint64_t odd = 0x5555555555555555;
+    lows += __builtin_popcountll(word & odd), highs += __builtin_popcountll(word & ~odd);
+    both += __builtin_popcountll(word & word >> 1 & odd);
   };
   int64_t i = 0;
   for (; i + 32 <= count; i += 32) add(read(reinterpret_cast<const uint64_t*>(packed + i / 4)));
@@ -286,14 +312,55 @@ void tags_count(const uint8_t* packed, int64_t count, int64_t* counts) {
     memcpy(&word, packed + i / 4, size_t(count - i + 3) / 4);
     add(word & ((uint64_t{1} << 2 * (count - i)) - 1));
   }
+  counts[0] += both, counts[1] += highs - both, counts[2] += lows - both;
 }
 
-// Sums of what stands for elements; `from` moves on. parts: of each tag; those of the first are zeros.
+// Sums of what stands for elements; `from` moves on.
+#if defined(GRACE_AVX512)
 template <bool ADD>
-INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* packed, int64_t count, float* sum,
-                       float (*parts)[ROOM]) {
+INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* packed, int64_t count, float* sum) {
+  const float* three = from.three;
+  const uint8_t *two = from.two, *one = from.one;
+  const auto number = [](__m512i codes, int top, float unit) __attribute__((always_inline)) {
+    const __m512i sign = _mm512_set1_epi32(1 << top), signs = _mm512_slli_epi32(codes, 31 - top);
+    const __m512 some = _mm512_cvtepi32_ps(_mm512_andnot_si512(sign, codes));
+    const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(some, _mm512_set1_ps(unit)));
+    const __m512i all = _mm512_ternarylogic_epi32(bits, signs, _mm512_set1_epi32(INT32_MIN), 0xf8);  // of the sign alone
+    return _mm512_castsi512_ps(all);
+  };
+  const auto lanes = [](int many) __attribute__((always_inline)) { return _bzhi_u32(0xffff, uint32_t(many)); };
+  const float unit = 1.0f / how.steps;
+  for (int64_t j = 0; j < count; j += W) {
+    uint32_t word = 0;
+    if (j + W <= count)
+      word = read(reinterpret_cast<const uint32_t*>(packed + j / 4));
+    else
+      memcpy(&word, packed + j / 4, size_t(count - j + 3) / 4), word &= (1u << 2 * (count - j)) - 1;
+    const uint32_t low = _pext_u32(word, 0x55555555), high = _pext_u32(word, 0xaaaaaaaa), ones = low & ~high;
+    // Nothing is looked at that is not there.
+    const int many = __builtin_popcount(ones);
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(M(lanes(many)), one));
+    F all = {_mm512_maskz_expand_ps(M(ones), number(bytes, 7, unit))};
+    one += many;
+    if (high) {
+      const uint32_t threes = low & high, twos = high & ~low;
+      const int large = __builtin_popcount(threes), some = __builtin_popcount(twos);
+      const __m512i pairs = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(M(lanes(some)), two));
+      all.v = _mm512_mask_expand_ps(all.v, M(twos), number(pairs, 15, 0x1p-15f));
+      all.v = _mm512_mask_expand_ps(all.v, M(threes), load_some(three, large).v);
+      two += 2 * some, three = behind(three, large);
+    }
+    store(sum + j, ADD ? load(sum + j) + all : all);
+  }
+  from = {three, two, one};
+}
+#else
+template <bool ADD>
+INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* packed, int64_t count, float* sum) {
+  alignas(64) float parts[4][ROOM];
   int64_t counts[3] = {};
   tags_count(packed, count, counts);
+  memset(parts[0], 0, sizeof parts[0]);
   memcpy(parts[3], from.three, size_t(counts[0]) * 4), from.three = behind(from.three, counts[0]);
   const float unit = 1.0f / how.steps;
   for (int64_t j = 0; j < counts[1]; j++) {
@@ -305,23 +372,6 @@ INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* p
     parts[1][j] = float_of(as_bits(float(code & 0x7f) * unit) | (code & 0x80) << 24);
   }
   from.two += 2 * counts[1], from.one += counts[2];
-#if defined(GRACE_AVX512)
-  const float *three = parts[3], *two = parts[2], *one = parts[1];
-  for (int64_t j = 0; j < count; j += W) {
-    uint32_t word = 0;
-    if (j + W <= count)
-      word = read(reinterpret_cast<const uint32_t*>(packed + j / 4));
-    else
-      memcpy(&word, packed + j / 4, size_t(count - j + 3) / 4), word &= (1u << 2 * (count - j)) - 1;
-    const uint32_t low = _pext_u32(word, 0x55555555), high = _pext_u32(word, 0xaaaaaaaa);
-    const uint32_t threes = low & high, twos = high & ~low, ones = low & ~high;
-    const __m512 large = _mm512_maskz_expand_ps(M(threes), _mm512_loadu_ps(three));
-    const __m512 some = _mm512_mask_expand_ps(large, M(twos), _mm512_loadu_ps(two));
-    const F all = {_mm512_mask_expand_ps(some, M(ones), _mm512_loadu_ps(one))};
-    store(sum + j, ADD ? load(sum + j) + all : all);
-    three += __builtin_popcount(threes), two += __builtin_popcount(twos), one += __builtin_popcount(ones);
-  }
-#else
   alignas(64) uint8_t tags[SOME];
   unpack_codes(packed, count, 2, tags);
   uint64_t next = 0;  // of four counts 16 bits each
@@ -331,16 +381,15 @@ INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* p
     sum[j] = ADD ? sum[j] + value : value;
     next += uint64_t{1} << shift;
   }
-#endif
 }
+#endif
 
 void tagged_sum(const Tagged* how, const uint8_t* const* packed, grace::Streams* from, int64_t workers, float* out,
                 int64_t begin, int64_t end, bool stream) {
-  alignas(64) float parts[4][ROOM] = {};
   mean_of_chunks(workers, out, begin, end, end - begin, SOME, stream,
                  [&](int64_t w, int64_t, int64_t i, int64_t count, float* sum) __attribute__((always_inline)) {
-                   w ? tagged_add<true>(*how, from[w], packed[w] + i / 4, count, sum, parts)
-                     : tagged_add<false>(*how, from[w], packed[w] + i / 4, count, sum, parts);
+                   w ? tagged_add<true>(*how, from[w], packed[w] + i / 4, count, sum)
+                     : tagged_add<false>(*how, from[w], packed[w] + i / 4, count, sum);
                  });
 }
 

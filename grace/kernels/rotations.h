@@ -22,6 +22,13 @@ struct Block {
   void draw(const Rotation& rotation, int64_t position) const {
     words_as<int32_t, 0>(rotation.key0, rotation.key1, rotation.start + position, width, words);
   }
+  // Only their top bits, sixteen in each, to `words`.
+  void draw_signs(const Rotation& rotation, int64_t position) const {
+    top_bits_of_words(rotation.key0, rotation.key1, rotation.start + position, width, reinterpret_cast<uint16_t*>(words));
+  }
+  INLINE_MEMBER F signed_(int64_t j, F x) const {
+    return negated(read(reinterpret_cast<const uint16_t*>(words), int64_t(uint64_t(j) / W)), x);  // a shift
+  }
   // Where x + residual are, filled up with zeros.
   template <bool RESIDUAL>
   INLINE_MEMBER const float* values(const float* x, const float* residual, int64_t count) const {
@@ -288,32 +295,32 @@ void steps_blocks(const Rotation* rotation, const Steps* how, const float* x, co
                   int64_t n, int64_t first, float* room) {
   const Block block(*rotation, room);
   const int64_t width = rotation->width, ahead = width < AHEAD ? AHEAD : width;
-  const F high = fill(how->cut), low = fill(-how->cut), factor = fill(how->factor), one = fill(1);
+  const F high = fill(how->cut), low = fill(-how->cut), factor = fill(how->factor), below_one = fill(0x1.fffffep-1f);
   const I top = fill_int(how->top);
   const bool wide = how->wide;
+  const int64_t bytes = wide ? 4 : 1;
   for (int64_t at = 0, b = 0; at < n; at += width, b++) {
     const float* v = block.values<false>(x + at, nullptr, least(width, n - at));
-    block.draw(*rotation, first + at);
+    block.draw_signs(*rotation, first + at);
     noise_at(block.noise, how->noise, how->noise.start + first + at, block.width);
     const F divisor = fill(not_zero(read(norms, b)));
     transform(block, *rotation, [&](int64_t j) __attribute__((always_inline)) {
       prefetch<false>(x, nullptr, at + ahead + j);
-      return flipped(load(v + j) / divisor, block.words + j, 0);
+      return block.signed_(j, load(v + j) / divisor);
     });
+    uint8_t* const to = width < W ? block.codes : codes + at * bytes;
     for (int64_t j = 0; j < block.width; j += W) {
-      F normal = load(block.rotated + j);
-      normal = pick(above(normal, high), high, normal);
-      const F steps = (pick(above(low, normal), low, normal) + high) * factor;
-      const I lower = down(steps);
-      const M m = not_below_zero((steps - to_float(lower)) + uniform(block.noise + j, 0) - one);
-      const I code = smaller(raised(m, lower, 1), top);
+      const F normal = higher(low, lower(high, load(block.rotated + j)));  // in this order NaN stays
+      const F steps = (normal + high) * factor;
+      const I whole = down(steps);
+      const M m = above((steps - to_float(whole)) + uniform(block.noise + j, 0), below_one);
+      const I code = smaller(raised(m, whole, 1), top);
       if (wide)
-        write(reinterpret_cast<I*>(block.codes), j / W, code);
+        write(reinterpret_cast<I*>(to), j / W, code);
       else
-        to_codes<8>(block.codes + j, code);
+        to_codes<8>(to + j, code);
     }
-    const int64_t bytes = wide ? 4 : 1;
-    memcpy(codes + at * bytes, block.codes, size_t(width * bytes));
+    if (width < W) memcpy(codes + at * bytes, to, size_t(width * bytes));
   }
 }
 
@@ -321,14 +328,15 @@ void steps_blocks(const Rotation* rotation, const Steps* how, const float* x, co
 OUTLINE void transform_steps(const Block& block, const Rotation& rotation, const Steps& how, const uint8_t* codes,
                          float each) {
   const F factor = fill(each), cut = fill(how.cut);
-  memcpy(block.codes, codes, size_t(rotation.width * (how.wide ? 4 : 1)));
+  const uint8_t* from = codes;
+  if (rotation.width < W) from = block.codes, memcpy(block.codes, codes, size_t(rotation.width * (how.wide ? 4 : 1)));
   if (how.wide)
     transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
-      return to_float(read(reinterpret_cast<const I*>(block.codes), j / W)) * factor - cut;
+      return to_float(read(reinterpret_cast<const I*>(from), j / W)) * factor - cut;
     });
   else
     transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) {
-      return to_float(from_octets(block.codes + j)) * factor - cut;
+      return to_float(from_octets(from + j)) * factor - cut;
     });
 }
 
@@ -344,9 +352,9 @@ INLINE void steps_values_to(const Rotation& rotation, const Steps& how, const ui
     const int64_t size = least(width, n - at);
     const F norm = fill(read(norms, b));
     const auto value = [&](int64_t j) __attribute__((always_inline)) {
-      return flipped(load(block.rotated + j), block.words + j, 0) * inverse * norm;
+      return block.signed_(j, load(block.rotated + j)) * inverse * norm;
     };
-    block.draw(rotation, first + at);
+    block.draw_signs(rotation, first + at);
     int64_t j = 0;
     if (own) {
       transform_steps(block, rotation, how, own + at * bytes, how.own);

@@ -169,6 +169,13 @@ INLINE F uniform(const uint16_t* table, uint16_t offset) {
   return {_mm512_fmadd_ps(x, _mm512_set1_ps(0x1p-16f), _mm512_set1_ps(0x1p-17f))};  // exact
 }
 INLINE F fused(F x, F y, F z) { return {_mm512_fmadd_ps(x.v, y.v, z.v)}; }           // x * y + z
+INLINE I operator+(I x, I y) { return {_mm512_add_epi32(x.v, y.v)}; }
+INLINE I operator*(I x, I y) { return {_mm512_mullo_epi32(x.v, y.v)}; }
+INLINE I operator^(I x, I y) { return {_mm512_xor_si512(x.v, y.v)}; }
+template <int BY>
+INLINE I folded(I x) { return {_mm512_xor_si512(x.v, _mm512_srli_epi32(x.v, BY))}; }  // onto itself
+INLINE uint32_t top_bits(I x) { return _mm512_movepi32_mask(x.v); }
+INLINE F negated(uint32_t bits, F x) { return {_mm512_mask_xor_ps(x.v, M(bits), x.v, _mm512_set1_ps(-0.0f))}; }
 // Writes up to 16 of each from `values` and `positions` on; returns how many count.
 INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* positions) {
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -352,6 +359,20 @@ INLINE F uniform(const uint16_t* table, uint16_t offset) {
   return {_mm256_fmadd_ps(a, step, half), _mm256_fmadd_ps(b, step, half)};  // exact
 }
 INLINE F fused(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+INLINE I operator+(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+INLINE I operator*(I x, I y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+INLINE I operator^(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+template <int BY>
+INLINE I folded(I x) { return x ^ I{_mm256_srli_epi32(x.a, BY), _mm256_srli_epi32(x.b, BY)}; }
+INLINE uint32_t top_bits(I x) { return bits_of({_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}); }
+INLINE F negated(uint32_t bits, F x) {
+  const __m256i all = _mm256_set1_epi32(int32_t(bits)), top = _mm256_set1_epi32(INT32_MIN);
+  const auto half = [&](__m256 each, __m256i shifts) __attribute__((always_inline)) {
+    return _mm256_xor_ps(each, _mm256_castsi256_ps(_mm256_and_si256(_mm256_sllv_epi32(all, shifts), top)));
+  };
+  return {half(x.a, _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24)),
+          half(x.b, _mm256_setr_epi32(23, 22, 21, 20, 19, 18, 17, 16))};
+}
 
 #else  // the compiler's vectors: SSE2 on x86-64, NEON on AArch64
 
@@ -359,6 +380,7 @@ constexpr int TILE = 1;
 constexpr int64_t REGISTERS = 4;
 typedef float f4 __attribute__((vector_size(16)));
 typedef int32_t i4 __attribute__((vector_size(16)));
+typedef uint32_t u4 __attribute__((vector_size(16)));
 typedef double d4 __attribute__((vector_size(32)));
 struct F { f4 v[4]; };
 struct I { i4 v[4]; };
@@ -502,6 +524,17 @@ INLINE F uniform(const uint16_t* table, uint16_t offset) {
   memcpy(words, table, 32);
   for (int j = 0; j < 16; j++) reinterpret_cast<int32_t*>(&noise)[j] = uint16_t(words[j] + offset);
   return (to_float(noise) + fill(0.5f)) * fill(0x1p-16f);
+}
+INLINE I operator+(I x, I y) { EACH x.v[i] = (i4)((u4)x.v[i] + (u4)y.v[i]); return x; }
+INLINE I operator*(I x, I y) { EACH x.v[i] = (i4)((u4)x.v[i] * (u4)y.v[i]); return x; }
+INLINE I operator^(I x, I y) { EACH x.v[i] ^= y.v[i]; return x; }
+template <int BY>
+INLINE I folded(I x) { EACH x.v[i] ^= (i4)((u4)x.v[i] >> BY); return x; }
+INLINE uint32_t top_bits(I x) { EACH x.v[i] >>= 31; return bits_of(x); }
+INLINE F negated(uint32_t bits, F x) {
+  const M set = mask_of(bits);  // not by shifts: SSE2 has none that differ
+  EACH x.v[i] = (f4)((i4)x.v[i] ^ (set.v[i] & INT32_MIN));
+  return x;
 }
 #undef EACH
 

@@ -58,10 +58,12 @@ class Atomo(LowRank):
         chosen = xp.nonzero((ctx.rng("draw").uniform(n) < chance) | first)
         values = xp.where(ok, s / xp.where(chance > 0, chance, 1.0), float("nan"))
         short, long = vectors(chosen)
+        long = long / xp.reshape(xp.maximum(xp.take(s, chosen), TINY), (-1, 1))
         return (xp.take(values, chosen), *((short, long) if a <= b else (long, short))), state
 
     def _all(self, x: Array, ok: Array, ctx: Context) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
-        # Singular values float32[m], and what gives vectors of those chosen: of the shorter side m, and of the longer.
+        # Singular values float32[m], and what gives vectors of those chosen: unit ones of the shorter side m, and what
+        # the matrix makes of them.
         xp, (a, b, _) = ctx.xp, self.sizes(ctx)
         # In double precision: near-equal singular values make vectors that differ between toolkits.
         matrix = xp.cast(xp.reshape(xp.where(ok, x, 0.0), (a, b)), "float64")
@@ -69,34 +71,21 @@ class Atomo(LowRank):
         # Vectors of the shorter side, from the product with itself, take a third of the time of a decomposition. Those
         # of the other side are what they make of the matrix: the expectation is x however exact they are.
         squares, vectors = xp.eigh(matrix @ xp.transpose(matrix))
-        sizes = xp.sqrt(xp.maximum(squares, 0.0))
 
         def of(chosen: Array) -> tuple[Array, Array]:
             short = xp.take(xp.transpose(vectors), chosen)
-            long = (short @ matrix) / xp.reshape(xp.maximum(xp.take(sizes, chosen), TINY), (-1, 1))
-            return xp.cast(short, "float32"), xp.cast(long, "float32")
+            return xp.cast(short, "float32"), xp.cast(short @ matrix, "float32")
 
-        return xp.cast(sizes, "float32"), of
+        return xp.cast(xp.sqrt(xp.maximum(squares, 0.0)), "float32"), of
 
     def _some(self, x: Array, ok: Array, ctx: Context) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
         # As `_all`: of the largest singular values, and then of the rows of what these leave.
         xp, (a, b, _), count = ctx.xp, self.sizes(ctx), self.leading
-        m, whole = min(a, b), xp.reshape(x, (a, b))
-        matrix = whole if a <= b else xp.transpose(whole)
-
-        def times(q: Array) -> Array:  # [count, long] -> [m, count]
-            if a <= b:
-                return xp.left_factor(whole, q)
-            return xp.transpose(xp.right_factor(xp.transpose(q), whole))
-
-        def projected(p: Array) -> Array:  # [m, count] -> [count, long]
-            if a <= b:
-                return xp.right_factor(p, whole)
-            return xp.transpose(xp.left_factor(whole, xp.transpose(p)))
-
-        sketch = times(xp.reshape(ctx.rng("sketch").normal(count * max(a, b)), (count, max(a, b))))
+        m, matrix = min(a, b), xp.reshape(x, (a, b))
+        matrix = matrix if a <= b else xp.transpose(matrix)
+        sketch = matrix @ xp.transpose(xp.reshape(ctx.rng("sketch").normal(count * max(a, b)), (count, max(a, b))))
         basis = xp.qr(xp.where(ok, sketch, 0.0))
-        inside = xp.where(ok, projected(basis), 0.0)
+        inside = xp.where(ok, xp.transpose(basis) @ matrix, 0.0)
         # Both turned so that the parts are as unequal as can be; in double precision as above.
         turn, wide = xp.cast(basis, "float64"), xp.cast(inside, "float64")
         squares, turned = xp.eigh(wide @ xp.transpose(wide))
@@ -105,7 +94,7 @@ class Atomo(LowRank):
         # be exact: a row is drawn more or less often, and sent as it is. None may be 0 that is not, nor nearly so,
         # or what is drawn would be divided by it.
         scale = xp.maximum(xp.max(xp.abs(inside)), TINY)
-        common = xp.cast(times(inside / scale), "float64") * xp.cast(scale, "float64")
+        common = xp.cast(matrix @ xp.transpose(inside / scale), "float64") * xp.cast(scale, "float64")
         turn = xp.cast(basis, "float64")
         rows = _squares(xp, x, (a, b))
         left = rows - xp.sum((2.0 * common - turn * squares) * turn, 1)
@@ -118,9 +107,7 @@ class Atomo(LowRank):
             unit = xp.cast(xp.reshape(row, (-1, 1)) == xp.arange(m), "float32")
             short = xp.where(found, xp.take(xp.transpose(basis), part), unit)
             rest = xp.take(matrix, row) - xp.take(basis, row) @ inside
-            return short, xp.where(found, xp.take(inside, part), rest) / xp.reshape(
-                xp.maximum(xp.take(sizes, chosen), TINY), (-1, 1)
-            )
+            return short, xp.where(found, xp.take(inside, part), rest)
 
         return sizes, of
 

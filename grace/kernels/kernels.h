@@ -163,7 +163,7 @@ struct MethodLoops {
   int32_t (*signs_count)(const float* x, const float* residual, float* out, int64_t n, int64_t* counts, Out form);
   // table[width] += x, by words[size + groups]: those of places in a group, whose top bits are signs, and those of groups,
   // which tell the first one's column as well.
-  void (*hashed_add)(const float* x, int64_t n, const Groups* how, const int32_t* words, double* table);
+  void (*hashed_add)(const float* x, int64_t begin, int64_t end, const Groups* how, const int32_t* words, double* table);
   // The median over the rows of table[rows, width], whether that is finite; words[rows, count]; scratch[rows, 512].
   void (*hashed_estimate)(const float* table, int64_t rows, const Groups* how, const int32_t* words, int64_t begin,
                           int64_t end, bool finite, float* scratch, float* out);

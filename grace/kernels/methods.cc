@@ -274,8 +274,10 @@ API int64_t grace_count_sketch(const Loops* loops, const float* x, const int32_t
   std::vector<double> room(size_t(rows * width + 7), 0.0);
   double* const sums = reinterpret_cast<double*>((reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64);
   split(rows, 1, threads, [&](int64_t begin, int64_t end, int64_t) {
-    for (int64_t row = begin; row < end; row++)
-      loops->methods->hashed_add(x, n, &how, words + row * how.count, sums + row * width);
+    constexpr int64_t SOME = 4 * PIECE;  // elements that stay in the last cache until all rows have them
+    for (int64_t i = 0; i < n; i += SOME)
+      for (int64_t row = begin; row < end; row++)
+        loops->methods->hashed_add(x, i, std::min(n, i + SOME), &how, words + row * how.count, sums + row * width);
   });
   for (int64_t i = 0; i < rows * width; i++) set(table, i, float(sums[i]));
   return 0;

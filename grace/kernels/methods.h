@@ -130,11 +130,11 @@ INLINE float with_sign(const float* x, const int32_t* places, int32_t own, int64
   return float_of(as_bits(read(x, j)) ^ ((read(places, j) ^ own) & INT32_MIN));
 }
 
-void hashed_add(const float* x, int64_t n, const Groups* how, const int32_t* words, double* table) {
+void hashed_add(const float* x, int64_t begin, int64_t end, const Groups* how, const int32_t* words, double* table) {
   const int64_t size = how->size, width = how->width;
-  for (int64_t i = 0; i < n; i += size) {
+  for (int64_t i = begin; i < end; i += size) {
     const int32_t own = words[size + i / size];
-    const int64_t count = least(size, n - i), at = own & (width - 1), ahead = least(count, width - at);
+    const int64_t count = least(size, end - i), at = own & (width - 1), ahead = least(count, width - at);
     const auto add = [=](int64_t from, int64_t to, double* sums) __attribute__((always_inline)) {
       for (int64_t j = from; j < to; j++) sums[j] += double(with_sign(x + i, words, own, j));
     };
@@ -158,13 +158,11 @@ INLINE void in_order(F& a, F& b) {
   }
 }
 
-// The median of each column of found[rows, SOME]: the largest of those left goes to the end. ROWS: their number, 0 for
-// any.
-template <int64_t ROWS, bool SPREAD>
-INLINE void medians(const float* found, int64_t rows, int64_t count, float* out) {
-  rows = ROWS ? ROWS : rows;
+// The median of each column of found[rows, SOME]: the largest of those left goes to the end.
+template <bool SPREAD>
+OUTLINE void medians(const float* found, int64_t rows, int64_t count, float* out) {
   for (int64_t j = 0; j < count; j += W) {
-    F v[ROWS ? ROWS : 99];
+    F v[99];
     for (int64_t row = 0; row < rows; row++) v[row] = load(found + row * SOME + j);
     for (int64_t end = rows - 1; end >= rows / 2; end--)
       for (int64_t row = 0; row < end; row++) in_order<SPREAD>(v[row], v[row + 1]);
@@ -172,11 +170,36 @@ INLINE void medians(const float* found, int64_t rows, int64_t count, float* out)
   }
 }
 
+INLINE F middle(F a, F b, F c, F d, F e) {
+  const F low = higher(lower(a, b), lower(c, d)), high = lower(higher(a, b), higher(c, d));
+  return higher(lower(low, high), lower(higher(low, high), e));
+}
+
 void hashed_estimate(const float* table, int64_t rows, const Groups* how, const int32_t* words, int64_t begin,
                      int64_t end, bool finite, float* scratch, float* out) {
   const int64_t size = how->size, width = how->width;
   for (int64_t i = begin; i < end; i += size) {
     const int64_t count = least(size, end - i);
+    if (rows == 5 && finite && count % W == 0) {
+      const float* from[5];
+      F own[5];
+      bool whole = true;
+      for (int64_t row = 0; row < 5; row++) {
+        const int32_t word = words[row * how->count + size + i / size];
+        const int64_t at = word & (width - 1);
+        whole &= at + count <= width;
+        from[row] = table + row * width + at, own[row] = fill(word < 0 ? -1.0f : 1.0f);
+      }
+      if (whole) {  // none goes on at the beginning of its row
+        for (int64_t j = 0; j < count; j += W) {
+          F v[5];
+          for (int64_t row = 0; row < 5; row++)
+            v[row] = flipped(load(from[row] + j), words + row * how->count + j, 0) * own[row];
+          store(out + i + j, middle(v[0], v[1], v[2], v[3], v[4]));
+        }
+        continue;
+      }
+    }
     for (int64_t row = 0; row < rows; row++) {
       const int32_t *places = words + row * how->count, own = places[size + i / size];
       const float* from = table + row * width;
@@ -185,8 +208,7 @@ void hashed_estimate(const float* table, int64_t rows, const Groups* how, const 
       for (int64_t j = 0; j < ahead; j++) to[j] = with_sign(from + at, places, own, j);
       for (int64_t j = ahead; j < count; j++) to[j] = with_sign(from - ahead, places, own, j);
     }
-    finite ? rows == 5 ? medians<5, false>(scratch, rows, count, out + i) : medians<0, false>(scratch, rows, count, out + i)
-           : medians<0, true>(scratch, rows, count, out + i);
+    finite ? medians<false>(scratch, rows, count, out + i) : medians<true>(scratch, rows, count, out + i);
   }
 }
 

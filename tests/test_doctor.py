@@ -238,7 +238,8 @@ def test_measured_bits_are_those_of_the_formulas():
     from grace.catalog import bits
 
     for name, expected in BITS.items():
-        assert bits(name) == pytest.approx(expected, rel=0.15 if name in ("dgc", "stc", "atomo") else 0.02), name
+        chance = {"dgc": 0.15, "stc": 0.15, "atomo": 0.5}  # of atomo a few vectors are drawn, 4 on average
+        assert bits(name) == pytest.approx(expected, rel=chance.get(name, 0.02)), name
     for name, low, high in (
         ("3lc", 1.6 / 14, 1.6),
         ("inceptionn", 2, 34),

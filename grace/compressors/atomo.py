@@ -24,11 +24,13 @@ class Atomo(LowRank):
     Payload: values float32[K], left vectors float32[K, a], right vectors float32[K, b]; K is random, r on average.
     ``compress_rank``: r. ``min_rate``: tensors that would not shrink by this factor go dense, as do vectors.
     ``leading``: of a matrix whose sides are longer, about so many of the largest singular values are found, by a random
-    projection (Halko et al., 2011, arXiv:0909.4061, algorithm 4.1), and what they leave is drawn row by row, along the
-    shorter side. The variance is then up to three times as large where singular values fall off slowly, and the time a
-    small part. 0: all singular values of every matrix in every step, which takes seconds for large layers.
+    projection, and what they leave is drawn row by row, along the shorter side. The variance is then up to three times
+    as large where singular values fall off slowly, and the time a small part. 0: all singular values of every matrix in
+    every step, which takes seconds for large layers.
     Wang et al., "ATOMO", NeurIPS 2018, arXiv:1806.04090: section 3 (spectral ATOMO) where all are found, and else
     section 2, which is for any way to write x as a sum.
+    Halko, Martinsson and Tropp, "Finding structure with randomness: Probabilistic algorithms for constructing
+    approximate matrix decompositions", SIAM Review 2011, arXiv:0909.4061, algorithm 4.1.
     """
 
     ragged = True

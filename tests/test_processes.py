@@ -60,7 +60,8 @@ def test_real_workers_agree_with_the_simulation(launched, case, index):
     params, workers = ROWS[index], [worker[index] for worker in launched(case)]
     sequence = [[gradients(step, rank) for rank in range(len(workers))] for step in range(STEPS)]
     expected = simulate(params, sequence)
-    half = params["compressor"] == "fp16"
+    # Half precision rounds in between; of values that lie close together errors of rounding make other vectors.
+    room = {"fp16": 2e-3, "atomo": 5e-4}.get(params["compressor"], 1e-5)
     for step in range(STEPS):
         for name in SHAPES:
             mine = workers[0][0][step][name]
@@ -69,8 +70,8 @@ def test_real_workers_agree_with_the_simulation(launched, case, index):
             want = expected.history[step][0][name]
             assert mine.shape == want.shape
             assert mine.dtype == want.dtype
-            # Reductions on the wire may add in another order; half precision rounds in between.
-            np.testing.assert_allclose(mine, want, rtol=2e-3 if half else 1e-5, atol=(2e-3 if half else 1e-5))
+            # Reductions on the wire may add in another order.
+            np.testing.assert_allclose(mine, want, rtol=room, atol=room)
     _, sent, received, dense, steps = workers[0]
     report = expected.report
     assert (sent, received, dense, steps) == (report.bytes_sent, report.bytes_received, report.bytes_dense, STEPS)

@@ -644,6 +644,14 @@ struct Chunks {
   }
 };
 
+// In how many groups the k largest of so many elements are looked for: k groups have one that reaches the k-th of their
+// largest ones. 0: it would not pay.
+int64_t groups_of(int64_t k, int64_t width) {
+  int64_t groups = 64;
+  while (groups < 2 * k) groups *= 2;
+  return 2 * groups <= width ? groups : 0;
+}
+
 // What a thread works on a tile in.
 struct Scratch {
   std::vector<float> room, values, total, senders;
@@ -654,8 +662,7 @@ struct Scratch {
 
   bool reserve(const Chunks& chunks) {
     room.resize(size_t(4 * whole(std::max(chunks.rows, chunks.together)) * whole(chunks.columns) + 16));
-    for (groups = 64; groups < 2 * chunks.k;) groups *= 2;
-    if (2 * groups > chunks.width) groups = 0;
+    groups = groups_of(chunks.k, chunks.width);
     keys.resize(size_t(whole(chunks.width)));
     const size_t all = size_t(chunks.together * chunks.width);
     values.reserve(all), rows.reserve(all), columns.reserve(all);
@@ -1055,20 +1062,20 @@ API int64_t grace_chunks_encode(const Loops* loops, const float* x, const float*
   std::vector<Candidates> scratch{size_t(threads)};
   for (auto& each : scratch)  // as many as there can be, before anything is written
     if (!each.reserve(2 * k + 4096)) return -2;
-  int64_t groups = 64;  // in which the largest elements are looked for: as many have one that reaches the k-th of these
-  while (groups < 2 * k) groups *= 2;
+  const int64_t groups = groups_of(k, chunk);
+  std::vector<int32_t> keys(size_t(threads * groups));
   split(n, chunk, threads, [&](int64_t begin, int64_t end, int64_t t) {
     Candidates& found = scratch[size_t(t)];
-    std::vector<int32_t> keys(size_t(2 * groups <= chunk ? groups : 0));
+    int32_t* const most = keys.data() + t * groups;
     int64_t reached = 0;
     for (int64_t i = begin; i < end; i += chunk) {
       const int64_t size = std::min(chunk, end - i), many = std::min(k, size), first = i / chunk * k;
       const float *from = x + i, *other = at(residual, i);
       float* const to = at(out, i);
       int32_t bound = 0;
-      if (size == chunk && !keys.empty()) {
-        loops->methods->groups_largest(from, other, size, groups, keys.data());
-        bound = loops->methods->bound_of(keys.data(), groups, k);
+      if (size == chunk && groups) {
+        loops->methods->groups_largest(from, other, size, groups, most);
+        bound = loops->methods->bound_of(most, groups, k);
       }
       collect(loops, from, other, to, 0, size, bound, many, 4 * k, form, found, reached);
       keep_largest(loops, found, many, to);

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace import blocks
 from grace.checks import matching
 from grace.compressors.lowrank import LowRank
 from grace.core import Array, Context, Payload, State, Steps
@@ -14,6 +13,11 @@ from grace.registry import register
 
 TINY = 1e-37
 """What is divided by, where that would be less."""
+
+PROBES = 8
+"""Random numbers of each row that tell how long it is."""
+
+Parts = tuple[Array, Array, Callable[[Array], tuple[Array, Array]]]
 
 
 @register("atomo")
@@ -24,7 +28,7 @@ class Atomo(LowRank):
     Payload: values float32[K], left vectors float32[K, a], right vectors float32[K, b]; K is random, r on average.
     ``compress_rank``: r. ``min_rate``: tensors that would not shrink by this factor go dense, as do vectors.
     ``leading``: of a matrix whose sides are longer, about so many of the largest singular values are found, by a random
-    projection, and what they leave is drawn row by row, along the shorter side. The variance is then up to three times
+    projection, and what they leave is drawn row by row, along the shorter side. The variance is then up to four times
     as large where singular values fall off slowly, and the time a small part. 0: all singular values of every matrix in
     every step, which takes seconds for large layers.
     Wang et al., "ATOMO", NeurIPS 2018, arXiv:1806.04090: section 3 (spectral ATOMO) where all are found, and else
@@ -52,8 +56,7 @@ class Atomo(LowRank):
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, (a, b, r) = ctx.xp, self.sizes(ctx)
-        ok, m = xp.finite(x), min(a, b)
-        s, vectors = self._some(x, ok, ctx) if 0 < self.leading < m else self._all(x, ok, ctx)
+        s, ok, vectors = self._some(x, ctx) if 0 < self.leading < min(a, b) else self._all(x, ctx)
         n = xp.shape(s)[0]
         chance = xp.where(ok, self._chances(xp, s, r), 0.0)
         first = xp.arange(n) < xp.cast(xp.invert(ok), "int32")  # something must say what is wrong
@@ -63,10 +66,11 @@ class Atomo(LowRank):
         long = long / xp.reshape(xp.maximum(xp.take(s, chosen), TINY), (-1, 1))
         return (xp.take(values, chosen), *((short, long) if a <= b else (long, short))), state
 
-    def _all(self, x: Array, ok: Array, ctx: Context) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
-        # Singular values float32[m], and what gives vectors of those chosen: unit ones of the shorter side m, and what
-        # the matrix makes of them.
+    def _all(self, x: Array, ctx: Context) -> Parts:
+        # Singular values float32[m], whether x is finite, and what gives vectors of those chosen: unit ones of the
+        # shorter side m, and what the matrix makes of them.
         xp, (a, b, _) = ctx.xp, self.sizes(ctx)
+        ok = xp.finite(x)
         # In double precision: near-equal singular values make vectors that differ between toolkits.
         matrix = xp.cast(xp.reshape(xp.where(ok, x, 0.0), (a, b)), "float64")
         matrix = matrix if a <= b else xp.transpose(matrix)
@@ -78,30 +82,30 @@ class Atomo(LowRank):
             short = xp.take(xp.transpose(vectors), chosen)
             return xp.cast(short, "float32"), xp.cast(short @ matrix, "float32")
 
-        return xp.cast(xp.sqrt(xp.maximum(squares, 0.0)), "float32"), of
+        return xp.cast(xp.sqrt(xp.maximum(squares, 0.0)), "float32"), ok, of
 
-    def _some(self, x: Array, ok: Array, ctx: Context) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
+    def _some(self, x: Array, ctx: Context) -> Parts:
         # As `_all`: of the largest singular values, and then of the rows of what these leave.
         xp, (a, b, _), count = ctx.xp, self.sizes(ctx), self.leading
         m, matrix = min(a, b), xp.reshape(x, (a, b))
         matrix = matrix if a <= b else xp.transpose(matrix)
-        sketch = matrix @ xp.transpose(xp.reshape(ctx.rng("sketch").normal(count * max(a, b)), (count, max(a, b))))
-        basis = xp.qr(xp.where(ok, sketch, 0.0))
+        random = ctx.rng("sketch").normal((count + PROBES) * max(a, b))
+        sketch = matrix @ xp.transpose(xp.reshape(random, (count + PROBES, max(a, b))))
+        ok = xp.finite(sketch)  # as the matrix is, all of which went into it
+        sketch = xp.where(ok, sketch, 0.0)
+        basis = xp.qr(sketch[:, :count])
         inside = xp.where(ok, xp.transpose(basis) @ matrix, 0.0)
         # Both turned so that the parts are as unequal as can be; in double precision as above.
         turn, wide = xp.cast(basis, "float64"), xp.cast(inside, "float64")
         squares, turned = xp.eigh(wide @ xp.transpose(wide))
         basis, inside = xp.cast(turn @ turned, "float32"), xp.cast(xp.transpose(turned) @ wide, "float32")
-        # Squared lengths of the rows that are left, (M - B I)_i: |M_i|^2 - 2 (M I^T)_i B_i + |(B I)_i|^2. They need not
-        # be exact: a row is drawn more or less often, and sent as it is. None may be 0 that is not, nor nearly so,
-        # or what is drawn would be divided by it.
-        scale = xp.maximum(xp.max(xp.abs(inside)), TINY)
-        common = xp.cast(matrix @ xp.transpose(inside / scale), "float64") * xp.cast(scale, "float64")
-        turn = xp.cast(basis, "float64")
-        rows = _squares(xp, x, (a, b))
-        left = rows - xp.sum((2.0 * common - turn * squares) * turn, 1)
-        left = xp.sqrt(xp.maximum(left, rows * 1e-8))
-        sizes = xp.cast(xp.concat([xp.sqrt(xp.maximum(squares, 0.0)), left]), "float32")
+        # How long the rows are that are left, from random numbers that the basis does not know of. It need not be
+        # exact: a row is drawn more or less often, and sent as it is. None may be 0 that is not, nor nearly so, or what
+        # is drawn would be divided by it.
+        probes = xp.cast(sketch[:, count:], "float64")
+        left, whole = (xp.sum(p * p, 1) / PROBES for p in (probes - turn @ (xp.transpose(turn) @ probes), probes))
+        left = xp.maximum(left, whole * 1e-8)
+        sizes = xp.cast(xp.sqrt(xp.concat([xp.maximum(squares, 0.0), left])), "float32")
 
         def of(chosen: Array) -> tuple[Array, Array]:
             found, row = xp.reshape(chosen < count, (-1, 1)), xp.maximum(chosen - count, 0)
@@ -111,7 +115,7 @@ class Atomo(LowRank):
             rest = xp.take(matrix, row) - xp.take(basis, row) @ inside
             return short, xp.where(found, xp.take(inside, part), rest)
 
-        return sizes, of
+        return sizes, ok, of
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         return self.aggregate([payload], ctx)
@@ -143,16 +147,3 @@ class Atomo(LowRank):
         tail = xp.sum(xp.where(certain, 0.0, falling))
         share = xp.cast(r - count, "float32") / xp.maximum(tail, 1e-30)
         return xp.minimum(s * share, 1.0)
-
-
-def _squares(xp: Any, x: Array, shape: tuple[int, int]) -> Array:
-    """float64[m]: squared lengths of the rows of a matrix, or of its columns where these are fewer."""
-    (a, b), found = shape, []
-    for start, stop in blocks.spans(xp, a * b, b):
-        part = xp.cast(xp.reshape(x[start:stop], (-1, b)), "float64")
-        found.append(xp.sum(part * part, 1 if a <= b else 0))
-    if a <= b:
-        return xp.concat(found)
-    for part in found[1:]:
-        found[0] = found[0] + part
-    return found[0]

@@ -89,7 +89,7 @@ class Atomo(LowRank):
         xp, (a, b, _), count = ctx.xp, self.sizes(ctx), self.leading
         m, matrix = min(a, b), xp.reshape(x, (a, b))
         matrix = matrix if a <= b else xp.transpose(matrix)
-        random = ctx.rng("sketch").normal((count + PROBES) * max(a, b))
+        random = ctx.rng("sketch").uniform((count + PROBES) * max(a, b)) - 0.5
         sketch = matrix @ xp.transpose(xp.reshape(random, (count + PROBES, max(a, b))))
         ok = xp.finite(sketch)  # as the matrix is, all of which went into it
         sketch = xp.where(ok, sketch, 0.0)
@@ -103,8 +103,8 @@ class Atomo(LowRank):
         # exact: a row is drawn more or less often, and sent as it is. None may be 0 that is not, nor nearly so, or what
         # is drawn would be divided by it.
         probes = xp.cast(sketch[:, count:], "float64")
-        left, whole = (xp.sum(p * p, 1) / PROBES for p in (probes - turn @ (xp.transpose(turn) @ probes), probes))
-        left = xp.maximum(left, whole * 1e-8)
+        rest = probes - turn @ (xp.transpose(turn) @ probes)
+        left = xp.maximum(xp.sum(rest * rest, 1), 1e-8 * xp.sum(probes * probes, 1)) * (12 / PROBES)
         sizes = xp.cast(xp.sqrt(xp.concat([xp.maximum(squares, 0.0), left])), "float32")
 
         def of(chosen: Array) -> tuple[Array, Array]:

@@ -34,6 +34,9 @@ from grace.received import Received
 
 RESIDUAL = "memory/residual"
 
+HOSTED = 2**14
+"""Elements from which on it pays to hand arrays over to another toolkit's kernels on the same host."""
+
 
 def encode(
     compressor: Compressor, memory: Memory, x: Array, state: State, ctx: Context
@@ -75,6 +78,42 @@ def decode(compressor: Compressor, payload: Payload, ctx: Context) -> Array:
     """`Compressor.decompress`, by a kernel if there is one."""
     found = _fused_mean(compressor, [payload], None, ctx, None) if ctx.size else None
     return compressor.decompress(payload, ctx) if found is None else found
+
+
+def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Payload, State] | None:
+    """`Method.encode` by NumPy's kernels, for a toolkit on this host without kernels for all of it; None: it can't be.
+
+    Of a method that asks for collectives inside it cannot.
+    """
+    host = _host(method.compressor, ctx)
+    if host is None or inspect.isgeneratorfunction(method.memory.compensate):
+        return None
+    try:
+        payload = template(method.compressor, host, ctx.shape)
+    except ValueError:
+        return None
+    if method.compressor.ragged:
+        payload = tuple((dtype, (None, *shape[1:])) for dtype, shape in payload)
+    xp, keys, lr = ctx.xp, list(state), ctx.lr
+    kept = [(xp.dtype(array), xp.shape(array)) for array in state.values()]
+
+    def work(step: Any, rate: Any, x: Any, *arrays: Any) -> list[Array]:
+        # x is spent, but not its memory, which is the toolkit's.
+        here = replace(ctx, xp=host, step=int(step), lr=lr and (lambda: rate), compile=False)
+        held = dict(zip(keys, arrays, strict=True))
+        with host.quiet():
+            sent, after = at_once(method.encode(host.copy(x), held, here), method.compressor)
+        return [*sent, *(after[key] for key in keys)]
+
+    step, rate = xp.asarray(ctx.step, "int64"), xp.asarray(lr() if lr else 0.0, "float32")
+    found = xp.hosted(work, [step, rate, x, *state.values()], [*payload, *kept])
+    return tuple(found[: len(payload)]), dict(zip(keys, found[len(payload) :], strict=True))
+
+
+def _host(compressor: Compressor, ctx: Context) -> Any:
+    # The backend of another toolkit that is to carry out a method, if one is.
+    host = ctx.xp.host if ctx.size >= HOSTED else None
+    return None if host is None or ctx.xp.kernels.whole(compressor) else host
 
 
 def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array]:
@@ -190,8 +229,27 @@ class Mean:
 
     def _whole(self) -> Array:
         ctx = self._ctx
-        found = _fused_mean(self._compressor, self._payloads, None, ctx, None) if ctx.size else None
+        found = self._hosted()
+        if found is None and ctx.size:
+            found = _fused_mean(self._compressor, self._payloads, None, ctx, None)
         return self._decode(self._payloads, ctx) if found is None else found
+
+    def _hosted(self) -> Array | None:
+        # As of `encode_hosted`.
+        ctx, host, payloads = self._ctx, _host(self._compressor, self._ctx), self._payloads
+        if host is None:
+            return None
+        each = len(payloads[0])
+
+        def work(step: Any, *arrays: Any) -> list[Array]:
+            parts = [arrays[i : i + each] for i in range(0, len(arrays), each)]
+            here = replace(ctx, xp=host, step=int(step), lr=None, compile=False)
+            with host.quiet():
+                return [Mean(self._compressor, parts, here, self._agreed).array()]
+
+        arrays = [ctx.xp.asarray(ctx.step, "int64"), *(array for payload in payloads for array in payload)]
+        (mean,) = ctx.xp.hosted(work, arrays, [("float32", (ctx.size,))])
+        return mean
 
     def _into(self, out: Array, calls: Calls | None) -> Array:
         xp, ctx, compressor = self._ctx.xp, self._ctx, self._compressor

@@ -54,7 +54,9 @@ class Method:
 
         ``late``: a residual may come as a `grace.execution.Rest`, to be worked out where it is kept.
         """
-        done = execution.encode(self.compressor, self.memory, x, state, ctx)
+        done = execution.encode_hosted(self, x, state, ctx)
+        if done is None:
+            done = execution.encode(self.compressor, self.memory, x, state, ctx)
         if done is not None:
             if ctx.calls:
                 yield ctx.calls

@@ -66,6 +66,21 @@ class Backend(ABC):
         """How many threads a kernel may use."""
         return 1
 
+    @property
+    def host(self) -> Backend | None:
+        """NumPy's backend, if its kernels are to carry out what has none here: `hosted` hands arrays over."""
+        return None
+
+    def hosted(
+        self, work: Callable[..., Sequence[Array]], arrays: Sequence[Array], made: Sequence[tuple[str, tuple[Any, ...]]]
+    ) -> list[Array]:
+        """What ``work`` makes of these arrays, all of them NumPy's while it works; those it gets must stay as they are.
+
+        ``made``: dtypes and shapes, with None for what only ``work`` knows. ValueError comes as it is where nothing is
+        traced.
+        """
+        raise NotImplementedError(f"{self.name} has no other host")
+
     # -- making and reading arrays ------------------------------------------------------------------------------
     @abstractmethod
     def asarray(self, values: Any, dtype: str) -> Array:

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from grace.backends.base import ITEMSIZE, PIECE, Array, Backend
+from grace.backends.numpy import NumpyBackend
 from grace.rng import MASK32
 
 
@@ -29,7 +30,24 @@ class TensorflowBackend(Backend):
 
     @property
     def threads(self) -> int:
-        return tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1
+        return _threads()
+
+    @property
+    def host(self) -> Backend | None:
+        return _host() if self.kernels else None
+
+    def hosted(
+        self, work: Callable[..., Sequence[Array]], arrays: Sequence[Array], made: Sequence[tuple[str, tuple[Any, ...]]]
+    ) -> list[Array]:
+        if tf.executing_eagerly():
+            # Arrays that come back as they went are the same ones here, too.
+            given = [x.numpy() for x in arrays]
+            known = {id(x): tensor for x, tensor in zip(given, arrays, strict=True)}
+            return [known[id(x)] if id(x) in known else tf.convert_to_tensor(x) for x in work(*given)]
+        found = tf.numpy_function(work, arrays, [dtype for dtype, _ in made])
+        for x, (_, shape) in zip(found, made, strict=True):
+            x.set_shape(shape)
+        return list(found)
 
     def asarray(self, values: Any, dtype: str) -> Array:
         return tf.convert_to_tensor(values, dtype)
@@ -308,6 +326,23 @@ class VariableCell:
 
     def add(self, value: Array) -> None:
         self.variable.assign_add(value)
+
+
+class _Host(NumpyBackend):
+    """NumPy's, with as many threads as TensorFlow has."""
+
+    @property
+    def threads(self) -> int:
+        return _threads()
+
+
+@cache
+def _host() -> Backend:
+    return _Host()
+
+
+def _threads() -> int:
+    return tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1
 
 
 @cache

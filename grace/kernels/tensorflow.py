@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from grace.core import Compressor, name_of
 from grace.kernels import library
 from grace.rng import NOISE, Rng
 
@@ -138,6 +139,12 @@ class TensorflowKernels:
     def __init__(self, xp: Any):
         found = library()
         self._xp, self.isa = xp, found.isa if found else ""
+
+    def whole(self, compressor: Compressor) -> bool:
+        """Whether few operations carry out all of a method here; else NumPy's kernels are asked."""
+        if name_of(compressor) == "topk":
+            return (compressor.selector, compressor.index_coding) == ("exact", "int32")  # type: ignore[attr-defined]
+        return name_of(compressor) in ("none", "fp16", "blockint", "efsignsgd")
 
     def signs_encode(self, x: Tensor, residual: Tensor | None, block: int) -> tuple[Tensor, Tensor, Tensor]:
         """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left."""

@@ -1,0 +1,136 @@
+"""Where TensorFlow has no kernels NumPy's carry methods out: the same to the bit, eagerly and in graphs."""
+
+import warnings
+
+import numpy as np
+import pytest
+from methods import backend, built, context, host, spread
+from table import ROWS
+
+from grace import execution, grace_from_params
+from grace.core import at_once, name_of
+from grace.transports.local import LocalTransport
+
+SHAPE = (130, 160)
+N = 130 * 160
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    built()
+
+
+@pytest.fixture
+def tf():
+    backend("tensorflow")
+    import tensorflow
+
+    return tensorflow
+
+
+@pytest.fixture
+def handed(monkeypatch):
+    """How many arrays were handed over, call by call."""
+    xp, calls = backend("tensorflow"), []
+    hosted = xp.hosted
+    monkeypatch.setattr(
+        xp, "hosted", lambda work, arrays, made: calls.append(len(arrays)) or hosted(work, arrays, made)
+    )
+    return calls
+
+
+def method_of(**params):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*without error feedback")
+        return grace_from_params(params, LocalTransport()).method
+
+
+def alone(row):
+    """Whether a payload is made without a round of the exchange."""
+    try:
+        execution.template(method_of(**row.params).compressor, backend("numpy"), SHAPE)
+    except ValueError:
+        return False
+    return True
+
+
+HOSTED = [
+    row for row in ROWS if alone(row) and row.params["compressor"] not in ("none", "fp16", "blockint", "efsignsgd")
+]
+
+
+def steps(xp, method, encode, mean):
+    """Payloads, states and means of three steps, in NumPy."""
+    state, found = method.init(context(xp, SHAPE)), []
+    for step in range(3):
+        x = xp.asarray(spread(N, seed=step), "float32")
+        payload, state = encode(x if xp.name == "tensorflow" else x.copy(), state, step)
+        assert np.array_equal(xp.to_numpy(x), spread(N, seed=step))
+        means = mean([payload] * 3, step)
+        found.append([*host(xp, payload), *host(xp, state.values()), xp.to_numpy(means).copy()])
+    return found
+
+
+def forms(xp, method, graph=None):
+    """encode(x, state, step) and mean(payloads, step); with ``graph`` = tensorflow they are traced."""
+
+    def encode(x, state, step):
+        payload, state = at_once(method.encode(x, state, context(xp, SHAPE, rank=1, step=step)), method)
+        if graph and not method.compressor.ragged:
+            assert all(array.shape.is_fully_defined() for array in payload)
+        return payload, state
+
+    def mean(payloads, step):
+        return method.mean(payloads, context(xp, SHAPE, rank=1, step=step)).array()
+
+    if not graph:
+        return encode, mean
+    encode, mean = (graph.function(each, autograph=False) for each in (encode, mean))
+    return (
+        lambda x, state, step: encode(x, state, graph.constant(step, graph.int64)),
+        lambda payloads, step: mean(payloads, graph.constant(step, graph.int64)),
+    )
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("row", HOSTED, ids=str)
+def test_is_what_numpy_makes(row, graph, tf, handed):
+    xp, reference, method = backend("tensorflow"), backend("numpy"), method_of(**row.params)
+    found = steps(xp, method, *forms(xp, method, tf if graph else None))
+    expected = steps(reference, method, *forms(reference, method))
+    for one, two in zip(found, expected, strict=True):
+        for a, b in zip(one, two, strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+    assert handed or name_of(method.compressor) == "topk"
+
+
+def test_small_tensors_and_those_without_kernels_stay(tf, handed, monkeypatch):
+    xp, method = backend("tensorflow"), method_of(compressor="natural")
+    for n in (execution.HOSTED - 1, execution.HOSTED):
+        at_once(method.encode(xp.zeros(n), method.init(context(xp, n)), context(xp, n)), method)
+    assert len(handed) == 1
+    monkeypatch.setenv("GRACE_KERNELS", "off")
+    assert xp.host is None
+    at_once(method.encode(xp.zeros(n), method.init(context(xp, n)), context(xp, n)), method)
+    assert len(handed) == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_reaches_the_mean_without_a_warning(tf, bad):
+    xp, method, x = backend("tensorflow"), method_of(compressor="terngrad"), spread(N)
+    x[7] = bad
+    encode, mean = forms(xp, method)
+    payload, _ = encode(xp.asarray(x, "float32"), method.init(context(xp, SHAPE)), 0)
+    assert not np.isfinite(xp.to_numpy(mean([payload] * 2, 0))).all()
+
+
+def test_a_payload_that_does_not_fit_names_its_worker(tf):
+    xp, method = backend("tensorflow"), method_of(compressor="natural")
+    encode, mean = forms(xp, method)
+    good, _ = encode(xp.asarray(spread(N), "float32"), method.init(context(xp, SHAPE)), 0)
+    payloads = [good, (good[0][:-1], *good[1:]), good]
+    with pytest.raises(ValueError, match=r"worker 1 of 4 sent a payload for 'w' that 'natural' cannot have made"):
+        mean(payloads, 0)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="worker 1 of 4 sent a payload for 'w' that 'natural'"):
+        tf.function(mean, autograph=False)(payloads, 0)

@@ -15,7 +15,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from grace.backends.base import Unavailable
+from grace.backends.base import HOSTED, Unavailable
 from grace.blocks import span, spans
 from grace.core import (
     Array,
@@ -33,9 +33,6 @@ from grace.core import (
 from grace.received import Received
 
 RESIDUAL = "memory/residual"
-
-HOSTED = 2**14
-"""Elements from which on it pays to hand arrays over to another toolkit's kernels on the same host."""
 
 
 def encode(

@@ -1303,3 +1303,18 @@ def test_loop(ops):
 
     for start, steps in ((1, 0), (6, 8), (27, 111)):
         assert [array.tolist() for array in ops(collatz, np.array([start], np.int32))] == [[1], [steps]]
+
+
+def test_hosted_works_in_numpy(xp):
+    one, two = xp.asarray(mixed(special=False), "float32"), xp.arange(N)
+    if xp.host is None:
+        with pytest.raises(NotImplementedError, match=xp.name):
+            xp.hosted(lambda *arrays: arrays, [one], [("float32", (N,))])
+        return
+    seen = []
+    total, same = xp.hosted(
+        lambda x, y: seen.extend((type(x), type(y))) or [x + y, y], [one, two], [("float64", (N,)), ("int32", (N,))]
+    )
+    assert seen == [np.ndarray] * 2
+    assert same is two
+    assert equal(xp.to_numpy(total), mixed(special=False) + np.arange(N, dtype=np.int32))

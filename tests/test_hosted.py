@@ -8,6 +8,7 @@ from methods import backend, built, context, host, spread
 from table import ROWS
 
 from grace import execution, grace_from_params
+from grace.backends.base import HOSTED as LEAST
 from grace.core import at_once, name_of
 from grace.transports.local import LocalTransport
 
@@ -105,9 +106,21 @@ def test_is_what_numpy_makes(row, graph, tf, handed):
     assert handed or name_of(method.compressor) == "topk"
 
 
+@pytest.mark.parametrize("k", [0, 1, 200, N])
+def test_the_largest_of_a_vector(k, tf, handed):
+    xp, x = backend("tensorflow"), spread(N)
+    x[::7] = 1.5  # ties
+    x[3] = np.nan
+    expected = np.sort(np.argsort(-np.where(np.isnan(x), np.inf, abs(x)), kind="stable")[:k])
+    assert xp.topk_abs(xp.asarray(x, "float32"), k).numpy().tolist() == expected.tolist()
+    found = tf.function(lambda x: xp.topk_abs(x, k), autograph=False)(xp.asarray(x, "float32"))
+    assert found.numpy().tolist() == expected.tolist()
+    assert len(handed) == 2
+
+
 def test_small_tensors_and_those_without_kernels_stay(tf, handed, monkeypatch):
     xp, method = backend("tensorflow"), method_of(compressor="natural")
-    for n in (execution.HOSTED - 1, execution.HOSTED):
+    for n in (LEAST - 1, LEAST):
         at_once(method.encode(xp.zeros(n), method.init(context(xp, n)), context(xp, n)), method)
     assert len(handed) == 1
     monkeypatch.setenv("GRACE_KERNELS", "off")

@@ -35,6 +35,9 @@ ITEMSIZE = {
 LARGE = 2**14
 """Elements from which on a whole table of noise is made for the tensors of a step to share."""
 
+HOSTED = 2**14
+"""Elements from which on it pays to hand arrays over to another toolkit's kernels on the same host."""
+
 
 class Unavailable(RuntimeError):
     """A kernel cannot be compiled or launched: the plain form has to do, and nothing was written to yet."""

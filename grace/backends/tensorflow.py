@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.backends.base import ITEMSIZE, PIECE, Array, Backend
+from grace.backends.base import HOSTED, ITEMSIZE, PIECE, Array, Backend
 from grace.backends.numpy import NumpyBackend
 from grace.rng import MASK32
 
@@ -207,6 +207,12 @@ class TensorflowBackend(Backend):
             x = tf.where(tf.math.is_nan(x), tf.constant(float("inf"), x.dtype), x)
         # top_k puts the lower of two equal elements first, so its k are the ones wanted.
         return tf.sort(tf.math.top_k(x, k, sorted=False).indices)
+
+    def topk_abs(self, x: Array, k: int) -> Array:
+        host = self.host if x.dtype == tf.float32 and len(x.shape) == 1 and (x.shape[0] or 0) >= HOSTED else None
+        if host is None:
+            return super().topk_abs(x, k)
+        return self.hosted(lambda x: [host.topk_abs(x, k)], [x], [("int32", (min(k, x.shape[0]),))])[0]
 
     def sort(self, x: Array) -> Array:
         return tf.sort(x)

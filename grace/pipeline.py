@@ -44,7 +44,7 @@ class Options:
     """What is common to all methods."""
 
     min_numel: int = 1024
-    """Tensors of fewer elements go dense, in their bucket's one dense message; 0: compress everything."""
+    """Tensors of fewer elements go dense, all in one message; 0: compress everything."""
     fuse: str = "tensor"
     """What a method sees as one tensor: "tensor", "bucket" (all of a bucket, flat) or "model"."""
     bucket_mb: float = 25.0

@@ -82,7 +82,7 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
 
     Of a method that asks for collectives inside it cannot.
     """
-    host = _host(method.compressor, ctx)
+    host = _host(ctx, method.compressor, method.memory)
     if host is None or inspect.isgeneratorfunction(method.memory.compensate):
         return None
     try:
@@ -107,10 +107,11 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
     return tuple(found[: len(payload)]), dict(zip(keys, found[len(payload) :], strict=True))
 
 
-def _host(compressor: Compressor, ctx: Context) -> Any:
-    # The backend of another toolkit that is to carry out a method, if one is.
+def _host(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
+    # The backend that is to carry out a method instead of the toolkit's own. Other people's may know one toolkit only.
     host = ctx.xp.host if ctx.size >= HOSTED else None
-    return None if host is None or ctx.xp.kernels.whole(compressor) else host
+    ours = all(type(part).__module__.startswith("grace.") for part in (compressor, *memory))
+    return host if host is not None and ours and not ctx.xp.kernels.whole(compressor) else None
 
 
 def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array]:
@@ -233,7 +234,7 @@ class Mean:
 
     def _hosted(self) -> Array | None:
         # As of `encode_hosted`.
-        ctx, host, payloads = self._ctx, _host(self._compressor, self._ctx), self._payloads
+        ctx, host, payloads = self._ctx, _host(self._ctx, self._compressor), self._payloads
         if host is None:
             return None
         each = len(payloads[0])

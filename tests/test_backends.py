@@ -8,6 +8,7 @@ import math
 import re
 import struct
 from bisect import bisect_left
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import streams
 from methods import BACKENDS, backend
 
 from grace.backends import Backend, backend_of, get_backend
-from grace.backends.base import ITEMSIZE
+from grace.backends.base import ITEMSIZE, RECENT, recent
 
 N = 1003
 INF, NAN = math.inf, math.nan
@@ -1318,3 +1319,14 @@ def test_hosted_works_in_numpy(xp):
     assert seen == [np.ndarray] * 2
     assert same is two
     assert equal(xp.to_numpy(total), mixed(special=False) + np.arange(N, dtype=np.int32))
+
+
+def test_threads_share_what_is_kept():
+    known = {}
+
+    def ask(first):
+        return [recent(known, (first + i) % 40, lambda i=i: (first + i) % 40) == (first + i) % 40 for i in range(5000)]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(all(each) for each in pool.map(ask, range(8)))
+    assert len(known) <= RECENT + 8

@@ -1,6 +1,7 @@
 """Where TensorFlow has no kernels NumPy's carry methods out: the same to the bit, eagerly and in graphs."""
 
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from table import ROWS
 
 from grace import execution, grace_from_params
 from grace.backends.base import HOSTED as LEAST
-from grace.core import at_once, name_of
+from grace.core import Compressor, at_once, name_of
+from grace.memories.none import NoMemory
+from grace.method import Method
 from grace.transports.local import LocalTransport
 
 SHAPE = (130, 160)
@@ -106,6 +109,23 @@ def test_is_what_numpy_makes(row, graph, tf, handed):
     assert handed or name_of(method.compressor) == "topk"
 
 
+def test_tensors_of_a_graph_side_by_side(tf):
+    xp, reference, method = backend("tensorflow"), backend("numpy"), method_of(compressor="terngrad")
+    given = [spread(N, seed=seed) for seed in range(12)]
+
+    def each(xp, gradients):
+        contexts = [context(xp, SHAPE, name=f"w{i}") for i in range(len(gradients))]
+        pairs = zip(gradients, contexts, strict=True)
+        return [at_once(method.encode(x, method.init(ctx), ctx), method)[0] for x, ctx in pairs]
+
+    expected = [host(reference, payload) for payload in each(reference, [x.copy() for x in given])]
+    graph = tf.function(lambda gradients: each(xp, gradients), autograph=False)
+    for _ in range(5):
+        for one, two in zip(graph([xp.asarray(x, "float32") for x in given]), expected, strict=True):
+            for a, b in zip(host(xp, one), two, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("k", [0, 1, 200, N])
 def test_the_largest_of_a_vector(k, tf, handed):
     xp, x = backend("tensorflow"), spread(N)
@@ -147,3 +167,26 @@ def test_a_payload_that_does_not_fit_names_its_worker(tf):
         mean(payloads, 0)
     with pytest.raises(tf.errors.InvalidArgumentError, match="worker 1 of 4 sent a payload for 'w' that 'natural'"):
         tf.function(mean, autograph=False)(payloads, 0)
+
+
+@dataclass(frozen=True)
+class OfOneToolkit(Compressor):
+    """Somebody else's, which knows of TensorFlow only."""
+
+    def compress(self, x, state, ctx):
+        import tensorflow as tf
+
+        assert tf.is_tensor(x)
+        return (tf.identity(x),), state
+
+    def decompress(self, payload, ctx):
+        assert not isinstance(payload[0], np.ndarray)
+        return payload[0]
+
+
+def test_other_peoples_methods_stay(tf, handed):
+    method = Method(OfOneToolkit(), NoMemory())
+    encode, mean = forms(backend("tensorflow"), method)
+    payload, _ = encode(backend("tensorflow").zeros(N), {}, 0)
+    assert mean([payload] * 2, 0).shape == (N,)
+    assert not handed

@@ -38,6 +38,20 @@ LARGE = 2**14
 HOSTED = 2**14
 """Elements from which on it pays to hand arrays over to another toolkit's kernels on the same host."""
 
+RECENT = 16
+"""Tables that are kept: those of the labels and workers of a step."""
+
+
+def recent(known: dict[Any, Array], key: Any, make: Callable[[], Array]) -> Array:
+    """What is known by that key, or made now; what came first is forgotten. Several threads may ask at a time."""
+    found = known.get(key)
+    if found is None:
+        found = make()
+        for old in list(known)[: max(0, len(known) + 1 - RECENT)]:
+            known.pop(old, None)
+        known[key] = found
+    return found
+
 
 class Unavailable(RuntimeError):
     """A kernel cannot be compiled or launched: the plain form has to do, and nothing was written to yet."""
@@ -495,24 +509,15 @@ class Backend(ABC):
 
     def kept(self, keys: tuple[int, int], make: Callable[[], Array]) -> Array:
         """``make()``, which depends on these keys alone; what it gave the first time, also where a graph is made."""
-        known: dict[Any, Array] = self.__dict__.setdefault("_kept", {})
-        if keys not in known:
-            while len(known) >= 16:
-                known.pop(next(iter(known)))
-            known[keys] = self._outside(make)
-        return known[keys]
+        return recent(self.__dict__.setdefault("_kept", {}), keys, lambda: self._outside(make))
 
     def _outside(self, make: Callable[[], Array]) -> Array:
         return make()
 
     def _whole_table(self, keys: tuple[Any, Any]) -> Array:
         # For toolkits that run eagerly: the table of a step serves all its tensors. In the middle of steps of 2**-16.
-        known: dict[Any, Array] = self.__dict__.setdefault("_tables", {})
-        if keys not in known:
-            while len(known) >= 16:  # workers and labels of one step
-                known.pop(next(iter(known)))
-            known[keys] = self._upper(keys, 0, NOISE) + 2.0**-17
-        return known[keys]
+        known = self.__dict__.setdefault("_tables", {})
+        return recent(known, keys, lambda: self._upper(keys, 0, NOISE) + 2.0**-17)
 
     def _upper(self, keys: tuple[Any, Any], start: int, n: int) -> Array:
         # The upper 16 bits of words, as fractions of 1.

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from grace.backends.base import recent
 from grace.checks import fitting
 from grace.core import Calls
 from grace.kernels import Codes, Library, library
@@ -18,7 +19,6 @@ from grace.rng import NOISE, Rng
 Array = Any
 Pairs = Sequence[tuple[Array, ...]]
 Undo = list[tuple[Array, Array]]
-TABLES = 16  # of noise that are kept: those of the labels and workers of a step
 
 
 class _Settled(threading.local):
@@ -748,14 +748,13 @@ class HostKernels:
         return table, offsets[first:] if first else offsets, start
 
     def _table(self, keys: tuple[int, int]) -> Array:
-        if keys not in self._tables:
-            while len(self._tables) >= TABLES:
-                self._tables.pop(next(iter(self._tables)), None)
+        def made() -> Array:
             # Not of the memory that steps use again: each of the first ones would find that it needs more than before.
             table = self._xp.zeros(NOISE, "int16")
             self.library.noise_table(*keys, NOISE, self._xp.address(table))
-            self._tables[keys] = table
-        return self._tables[keys]
+            return table
+
+        return recent(self._tables, keys, made)
 
     def _left(self, x: Array, residual: Array | None) -> tuple[Array, int | None, bool]:
         # The array of what is left, its address if it is written, and whether x and the residual change places.

@@ -85,12 +85,9 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
     host = _host(ctx, method.compressor, method.memory)
     if host is None or inspect.isgeneratorfunction(method.memory.compensate):
         return None
-    try:
-        payload = template(method.compressor, host, ctx.shape)
-    except ValueError:
+    payload = _payload(method.compressor, host, ctx.shape)
+    if payload is None:
         return None
-    if method.compressor.ragged:
-        payload = tuple((dtype, (None, *shape[1:])) for dtype, shape in payload)
     xp, keys, lr = ctx.xp, list(state), ctx.lr
     kept = [(xp.dtype(array), xp.shape(array)) for array in state.values()]
 
@@ -105,6 +102,16 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
     step, rate = xp.asarray(ctx.step, "int64"), xp.asarray(lr() if lr else 0.0, "float32")
     found = xp.hosted(work, [step, rate, x, *state.values()], [*payload, *kept])
     return tuple(found[: len(payload)]), dict(zip(keys, found[len(payload) :], strict=True))
+
+
+@cache
+def _payload(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[Any, ...]], ...] | None:
+    # `template`, with None for lengths that depend on values; None for a method that asks for collectives.
+    try:
+        found = template(compressor, xp, shape)
+    except ValueError:
+        return None
+    return tuple((dtype, (None, *sizes[1:])) for dtype, sizes in found) if compressor.ragged else found
 
 
 def _host(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:

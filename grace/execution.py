@@ -93,7 +93,7 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
 
     def work(step: Any, rate: Any, x: Any, *arrays: Any) -> list[Array]:
         # x is spent, but not its memory, which is the toolkit's.
-        here = replace(ctx, xp=host, step=int(step), lr=lr and (lambda: rate), compile=False)
+        here = _there(replace(ctx, lr=lr and (lambda: rate)), host, step)
         held = dict(zip(keys, arrays, strict=True))
         with host.quiet():
             sent, after = at_once(method.encode(host.copy(x), held, here), method.compressor)
@@ -116,9 +116,14 @@ def _payload(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[t
 
 def _host(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
     # The backend that is to carry out a method instead of the toolkit's own. Other people's may know one toolkit only.
-    host = ctx.xp.host if ctx.size >= HOSTED else None
-    ours = all(type(part).__module__.startswith("grace.") for part in (compressor, *memory))
-    return host if host is not None and ours and not ctx.xp.kernels.whole(compressor) else None
+    if ctx.size < HOSTED or (host := ctx.xp.host) is None or ctx.xp.kernels.whole(compressor):
+        return None
+    return host if all(type(part).__module__.startswith("grace.") for part in (compressor, *memory)) else None
+
+
+def _there(ctx: Context, host: Any, step: Any) -> Context:
+    # The context while a host works. That of a graph outlasts its steps, so what a method draws does not stay in it.
+    return replace(ctx, xp=host, step=int(step), drawn={})
 
 
 def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array]:
@@ -248,9 +253,8 @@ class Mean:
 
         def work(step: Any, *arrays: Any) -> list[Array]:
             parts = [arrays[i : i + each] for i in range(0, len(arrays), each)]
-            here = replace(ctx, xp=host, step=int(step), lr=None, compile=False)
             with host.quiet():
-                return [Mean(self._compressor, parts, here, self._agreed).array()]
+                return [Mean(self._compressor, parts, _there(ctx, host, step), self._agreed).array()]
 
         arrays = [ctx.xp.asarray(ctx.step, "int64"), *(array for payload in payloads for array in payload)]
         (mean,) = ctx.xp.hosted(work, arrays, [("float32", (ctx.size,))])

@@ -3,17 +3,17 @@
 import warnings
 from dataclasses import dataclass
 
+import methods
 import numpy as np
 import pytest
 from methods import backend, built, context, host, spread
 from table import ROWS
 
-from grace import execution, grace_from_params
+from grace import execution
 from grace.backends.base import HOSTED as LEAST
 from grace.core import Compressor, at_once, name_of
 from grace.memories.none import NoMemory
 from grace.method import Method
-from grace.transports.local import LocalTransport
 
 SHAPE = (130, 160)
 N = 130 * 160
@@ -46,7 +46,7 @@ def handed(monkeypatch):
 def method_of(**params):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*without error feedback")
-        return grace_from_params(params, LocalTransport()).method
+        return methods.method_of(**params)
 
 
 def alone(row):
@@ -124,6 +124,23 @@ def test_tensors_of_a_graph_side_by_side(tf):
         for one, two in zip(graph([xp.asarray(x, "float32") for x in given]), expected, strict=True):
             for a, b in zip(host(xp, one), two, strict=True):
                 np.testing.assert_array_equal(a, b)
+
+
+def test_a_graph_keeps_nothing_from_step_to_step(tf):
+    # Its contexts are those of its trace: what a method draws in a step must not pile up there.
+    xp, method = backend("tensorflow"), method_of(compressor="randomk")
+    contexts = []
+
+    @tf.function(autograph=False)
+    def encode(x, state, step):
+        contexts.append(context(xp, SHAPE, step=step))
+        return at_once(method.encode(x, state, contexts[0]), method)
+
+    state = method.init(context(xp, SHAPE))
+    for step in range(3):
+        _, state = encode(xp.asarray(spread(N), "float32"), state, tf.constant(step, tf.int64))
+    (traced,) = contexts
+    assert not traced.drawn
 
 
 @pytest.mark.parametrize("k", [0, 1, 200, N])

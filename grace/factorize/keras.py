@@ -568,26 +568,27 @@ def grace_of(optimizer: Any) -> Grace | None:
 
 def transport_of(grace: Grace, model: layers.Layer) -> Transport:
     """Its transport, bound to TensorFlow."""
-    import grace.tensorflow as door
+    from grace.tensorflow.broadcast import transport_of
 
-    return door._transport(grace)
+    return transport_of(grace)
 
 
 def broadcast(model: layers.Layer, names: Iterable[str], grace: Grace) -> None:
     """Assign these variables of worker 0 on all workers."""
-    import grace.tensorflow as door
+    from grace.tensorflow import broadcast_variables
 
     wanted = set(names)
-    door.broadcast_variables([v for v in model.trainable_variables if v.path in wanted], 0, grace)
+    broadcast_variables([v for v in model.trainable_variables if v.path in wanted], 0, grace)
 
 
 def hand_over(grace: Grace, model: layers.Layer, old: Any, new: Any) -> Any:
     """Let ``new`` be driven as ``old`` was, by a Grace that knows the model's new variables."""
-    import grace.tensorflow as door
+    from grace.tensorflow import DistributedOptimizer, release
+    from grace.tensorflow.gradients import names_of
 
     driven = hasattr(old, "_grace")
     if driven:
-        door.release(old)
+        release(old)
     variables = model.trainable_variables
-    grace.rebuild(zip(door._names(variables), variables, strict=True))
-    return door.DistributedOptimizer(new, grace) if driven else new
+    grace.rebuild(zip(names_of(variables), variables, strict=True))
+    return DistributedOptimizer(new, grace) if driven else new

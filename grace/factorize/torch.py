@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
-import grace.torch as door
+from grace import torch as integration
 from grace.core import Transport
 from grace.factorize.algebra import svd_factor
 from grace.factorize.plan import Layer, Matrix, NameMap
 from grace.pipeline import Grace
+from grace.torch.broadcast import transport_of as transport_for
 
 __all__ = ["LowRank", "LowRankLSTM", "LowRankMultiheadAttention"]
 
@@ -625,13 +626,13 @@ def grace_of(optimizer: Any) -> Grace | None:
 
 def transport_of(grace: Grace, model: nn.Module) -> Transport:
     """Its transport, bound to where the model is."""
-    return door._transport(grace, next(model.parameters()))
+    return transport_for(grace, next(model.parameters()))
 
 
 def broadcast(model: nn.Module, names: Iterable[str], grace: Grace) -> None:
     """Copy these parameters of worker 0 to all workers."""
     parameters = dict(model.named_parameters())
-    door.broadcast_parameters({name: parameters[name] for name in names}, 0, grace)
+    integration.broadcast_parameters({name: parameters[name] for name in names}, 0, grace)
 
 
 def hand_over(grace: Grace, model: nn.Module, old: Any, new: Any) -> Any:
@@ -639,8 +640,8 @@ def hand_over(grace: Grace, model: nn.Module, old: Any, new: Any) -> Any:
     trained = {p for group in new.param_groups for p in group["params"] if p.requires_grad}
     passes = old._grace._passes_per_step if hasattr(old, "_grace") else None
     if passes is not None:
-        door.release(old)
+        integration.release(old)
     grace.rebuild({name: p for name, p in model.named_parameters() if p in trained})
     if passes is None:
         return new
-    return door.DistributedOptimizer(new, grace, model.named_parameters(), passes)
+    return integration.DistributedOptimizer(new, grace, model.named_parameters(), passes)

@@ -1,41 +1,21 @@
-"""PyTorch's doors: DistributedOptimizer, a DDP communication hook, FSDP2, and broadcasts of the initial state."""
+"""DistributedOptimizer: an optimizer of PyTorch that steps with means over all workers."""
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakMethod
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 
-from grace.backends import backend_of
-from grace.collectives import Broadcast, Reduce
-from grace.core import Transport, name_of
-from grace.fsdp import fsdp
-from grace.gossip import Gossip
-from grace.pipeline import MOMENTUM_TWICE, SPARSE, Grace
-from grace.policies import Decision
-from grace.transports import get_transport
-
-__all__ = [
-    "CheckpointState",
-    "DistributedOptimizer",
-    "PolicyScheduler",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ddp_hook",
-    "fsdp",
-    "gossip",
-    "name_parameters",
-    "release",
-]
-
-CHUNK_BYTES = 64 * 2**20  # of one broadcast message
+from grace.collectives import Reduce
+from grace.core import name_of
+from grace.pipeline import MOMENTUM_TWICE, Grace
+from grace.torch.gradients import dense, plain
 
 
 def DistributedOptimizer(
@@ -114,7 +94,7 @@ class _Driver:
         self._versions: dict[str, tuple[Any, int]] = {}
         self._parameters: dict[str, torch.Tensor] = {}
         self._hooks: list[Any] = []
-        self._names: dict[torch.Tensor, str] = {p: _plain(name) for name, p in named or ()}
+        self._names: dict[torch.Tensor, str] = {p: plain(name) for name, p in named or ()}
         if named is not None:
             unnamed = [list(p.shape) for p in self._trained() if p not in self._names]
             if unnamed:
@@ -252,7 +232,7 @@ class _Driver:
     def _gradient(self, p: torch.Tensor) -> torch.Tensor | None:
         if p.grad is None or not p.requires_grad:  # a frozen parameter may still have an old gradient
             return None
-        return _dense(p.grad.detach(), self.grace, self._names[p])
+        return dense(p.grad.detach(), self.grace, self._names[p])
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args = args[1:] if args and args[0] is optimizer else args
@@ -278,232 +258,6 @@ class _Driver:
     def _after_step(self, *_: Any) -> None:
         self._synced, self._passes = False, 0
         self._versions = {}
-
-
-class PolicyScheduler:
-    """Tell a Grace's policy that an epoch is over: ``step()`` once per epoch, after the learning rate's scheduler.
-
-    ``optimizer``: whose learning rates are read. ``grace``: by default that of the optimizer, if it is distributed.
-    ``scale_lr``: when a policy makes batches larger, multiply the learning rates by as much. Name the learning rate's
-    scheduler as ``lr_scheduler`` then, so that it goes on from there.
-    Every worker must make the same calls.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        grace: Grace | None = None,
-        scale_lr: bool = False,
-        lr_scheduler: Any = None,
-    ):
-        if grace is None and not hasattr(optimizer, "_grace"):
-            raise ValueError("this optimizer is not distributed: name the Grace, as PolicyScheduler(optimizer, grace)")
-        self.grace: Grace = optimizer._grace.grace if grace is None else grace
-        self._optimizer, self._scale_lr, self._lr_scheduler = optimizer, scale_lr, lr_scheduler
-        self._rates = self._read()
-
-    def _read(self) -> list[float]:
-        return [float(group["lr"]) for group in self._optimizer.param_groups]
-
-    def step(self) -> Decision:
-        """End an epoch; gives what holds from now on."""
-        now = self._read()
-        # Of several groups, the one whose rate falls most.
-        pairs = zip([*self._rates, *now[len(self._rates) :]], now, strict=True)
-        lr, next_lr = min(pairs, key=lambda pair: pair[1] / pair[0] if pair[0] else 1.0)
-        decision = self.grace.end_epoch(lr, next_lr)
-        if self._scale_lr and decision.lr_scale != 1:
-            for group in self._optimizer.param_groups:
-                group["lr"] = group["lr"] * decision.lr_scale
-            if self._lr_scheduler is not None:
-                self._lr_scheduler.base_lrs = [lr * decision.lr_scale for lr in self._lr_scheduler.base_lrs]
-        self._rates = self._read()
-        return decision
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was read last; the policy's own state is in the Grace's."""
-        return {"rates": list(self._rates)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`."""
-        self._rates = list(state["rates"])
-
-
-def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Communication hook: ``ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)``.
-
-    State is kept by parameter, so DDP may rebuild its buckets. A bucket's first round travels while the backward pass
-    goes on; rounds after it follow when the last bucket is there, in the same order on all workers. In the first pass
-    all of them wait for the last bucket: only then are all tensors known. Call `name_parameters` first if state is to
-    be saved under the model's names: DDP tells a hook none.
-    """
-    if grace.options.fuse != "tensor":
-        raise ValueError(f"fuse={grace.options.fuse!r} does not fit DDP, which rebuilds its buckets: use fuse='tensor'")
-    book = _books.setdefault(grace, _Book())
-    grace.track_missing = True  # of parameters that no worker uses DDP drops the mean: their state must stay
-    parameters = {book.name(p): p for p in bucket.parameters()}
-    buffer = bucket.buffer()
-    views = [_dense(buffer, grace, *parameters)] if buffer.is_sparse else bucket.gradients()
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    book.waiting.append(_Arrived(future, buffer, parameters, dict(zip(parameters, views, strict=True))))
-    if grace.names or bucket.is_last():
-        # Parameters, not gradients: DDP shows complex gradients as real ones.
-        grace.build({name: p for arrived in book.waiting for name, p in arrived.parameters.items()})
-        for arrived in book.waiting[book.launched :]:
-            present = {n: None if p.grad is None else arrived.views[n] for n, p in arrived.parameters.items()}
-            grace.launch(present, together=f"ddp{book.launched}", spent=True)
-            book.launched += 1
-    if bucket.is_last():
-        waiting, book.waiting, book.launched = book.waiting, [], 0
-        grace.land()
-        for arrived in waiting:
-            for name, view in arrived.views.items():
-                mean = grace.mean(name)
-                if mean is not None and mean.data_ptr() != view.data_ptr():
-                    view.copy_(mean)
-            sparse = arrived.buffer.is_sparse
-            arrived.future.set_result(next(iter(arrived.views.values())).to_sparse(1) if sparse else arrived.buffer)
-        grace.tune()
-    return future
-
-
-# DDP compares a hook's annotations with its own types, and ours are text.
-ddp_hook.__annotations__.clear()
-
-
-def name_parameters(grace: Grace, model: torch.nn.Module) -> None:
-    """Let `ddp_hook` know a model's parameters by their names. Call it before the first backward pass."""
-    model = getattr(model, "module", model)
-    _books.setdefault(grace, _Book()).names = {p: _plain(name) for name, p in model.named_parameters()}
-
-
-class _Arrived(NamedTuple):
-    """A bucket of DDP."""
-
-    future: torch.futures.Future[torch.Tensor]
-    buffer: torch.Tensor
-    parameters: dict[str, torch.Tensor]
-    views: dict[str, torch.Tensor]
-    """The gradients in ``buffer``, or a dense copy of a sparse one."""
-
-
-class _Book:
-    """What `ddp_hook` remembers of one Grace."""
-
-    def __init__(self) -> None:
-        self.names: dict[torch.Tensor, str] = {}
-        self.waiting: list[_Arrived] = []
-        self.launched = 0  # of those that wait
-
-    def name(self, p: torch.Tensor) -> str:
-        return self.names.setdefault(p, f"parameter{len(self.names)}")
-
-
-_books: WeakKeyDictionary[Grace, _Book] = WeakKeyDictionary()
-
-
-def gossip(
-    optimizer: torch.optim.Optimizer, gossip: Gossip, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None
-) -> torch.optim.Optimizer:
-    """Mix parameters between neighbours after each step of an optimizer. Returns the optimizer that was passed in.
-
-    Gradients stay each worker's own. ``named_parameters``: as ``model.named_parameters()``; without them parameters are
-    numbered in the optimizer's order. Every worker must make this call, and start from the same parameters.
-    """
-    names = {p: name for name, p in named_parameters or ()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    named = {names.setdefault(p, f"parameter{number}"): p for number, p in enumerate(parameters)}
-    gossip.build(named)
-
-    @torch.no_grad()
-    def mix(*_: Any) -> None:
-        for name, mixed in gossip.step({name: p.detach() for name, p in named.items()}).items():
-            named[name].copy_(mixed)
-
-    optimizer.register_step_post_hook(mix)
-    return optimizer
-
-
-def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0, grace: Grace | None = None
-) -> None:
-    """Copy worker ``root_rank``'s values to all workers, in place.
-
-    ``params``: ``model.state_dict()`` or ``model.named_parameters()``. ``grace``: whose transport to use; default: the
-    one that is initialised.
-    """
-    named = dict(params)
-    tensors = [named[name].detach() for name in sorted(named) if isinstance(named[name], torch.Tensor)]
-    if not tensors:
-        return
-    transport = _transport(grace, tensors[0])
-    for chunk in _chunks(tensors):
-        wait = transport.start([Broadcast((tensor.contiguous(),), root_rank) for tensor in chunk], "parameters")
-        for tensor, (value,) in zip(chunk, wait(), strict=True):
-            tensor.copy_(value)
-
-
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, grace: Grace | None = None) -> None:
-    """Copy worker ``root_rank``'s optimizer state to all workers, also to those that have none yet."""
-    example = next(p for group in optimizer.param_groups for p in group["params"])
-    transport = _transport(grace, example)
-    saved = io.BytesIO()
-    if transport.rank == root_rank:
-        torch.save(optimizer.state_dict(), saved)
-    data = torch.frombuffer(bytearray(saved.getvalue() or b"\0"), dtype=torch.uint8).to(example.device)
-    ((received,),) = transport.start([Broadcast((data,), root_rank, ragged=True)], "optimizer")()
-    if transport.rank != root_rank:
-        content = io.BytesIO(received.cpu().numpy().tobytes())
-        optimizer.load_state_dict(torch.load(content, map_location=example.device, weights_only=True))
-
-
-class CheckpointState:
-    """A Grace in the state that torch.distributed.checkpoint saves: ``{"model": ..., "grace": CheckpointState(grc)}``.
-
-    That library keeps one copy of a tensor that has the same name on all workers, and residuals differ between them:
-    here every worker's have a name of their own. For a run with as many workers; `grace.checkpoint` follows their
-    number.
-    """
-
-    def __init__(self, grace: Grace):
-        self._grace, self._name = grace, f"worker{grace.rank} of {grace.world_size}"
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self._grace.state_dict()
-        return {self._name: {**state, "step": torch.tensor(state["step"])}}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        state = state_dict[self._name]
-        self._grace.load_state_dict({**state, "step": int(state["step"])})
-
-
-def _transport(grace: Grace | None, example: torch.Tensor) -> Transport:
-    transport = get_transport() if grace is None else grace.transport
-    return transport.bind(backend_of(example)) if getattr(transport, "xp", None) is None else transport
-
-
-def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    chunk: list[torch.Tensor] = []
-    room = CHUNK_BYTES
-    for tensor in tensors:
-        if chunk and tensor.nbytes > room:
-            yield chunk
-            chunk, room = [], CHUNK_BYTES
-        chunk.append(tensor)
-        room -= tensor.nbytes
-    yield chunk
-
-
-def _dense(grad: torch.Tensor, grace: Grace, name: str) -> torch.Tensor:
-    if not grad.is_sparse:
-        return grad
-    grace.note(name, SPARSE)
-    return grad.to_dense()
-
-
-def _plain(name: str) -> str:
-    # torch.compile puts the model into another one; checkpoints fit both.
-    return name.replace("_orig_mod.", "")
 
 
 def _inside_backward() -> bool:

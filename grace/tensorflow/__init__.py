@@ -1,0 +1,30 @@
+"""TensorFlow's integrations: DistributedGradientTape, DistributedOptimizer for Keras 3, callbacks and broadcasts."""
+
+from grace.tensorflow.broadcast import broadcast_variables
+from grace.tensorflow.callbacks import (
+    BroadcastCallback,
+    GossipCallback,
+    MetricAverageCallback,
+    PolicyCallback,
+    RecordCallback,
+    gossip_variables,
+)
+from grace.tensorflow.checkpoint import CheckpointState
+from grace.tensorflow.gradients import DistributedGradientTape, average_gradients, build
+from grace.tensorflow.keras import DistributedOptimizer, release
+
+__all__ = [
+    "BroadcastCallback",
+    "CheckpointState",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "GossipCallback",
+    "MetricAverageCallback",
+    "PolicyCallback",
+    "RecordCallback",
+    "average_gradients",
+    "broadcast_variables",
+    "build",
+    "gossip_variables",
+    "release",
+]

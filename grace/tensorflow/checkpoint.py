@@ -1,0 +1,25 @@
+"""CheckpointState: a Grace in checkpoints of TensorFlow."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from grace import checkpoint
+from grace.pipeline import Grace
+
+
+class CheckpointState(tf.train.experimental.PythonState):
+    """A Grace in a tf.train.Checkpoint: ``tf.train.Checkpoint(model=model, grace=CheckpointState(grc))``.
+
+    Residuals differ between workers, so each worker saves under a path of its own, and restores from there.
+    """
+
+    def __init__(self, grace: Grace):
+        super().__init__()
+        self._grace = grace
+
+    def serialize(self) -> bytes:
+        return checkpoint.to_bytes(self._grace.state_dict())
+
+    def deserialize(self, string_value: bytes) -> None:
+        self._grace.load_state_dict(checkpoint.from_bytes(string_value))

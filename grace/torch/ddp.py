@@ -1,0 +1,84 @@
+"""ddp_hook: a communication hook of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from grace.pipeline import Grace
+from grace.torch.gradients import dense, plain
+
+
+def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """Communication hook: ``ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)``.
+
+    State is kept by parameter, so DDP may rebuild its buckets. A bucket's first round travels while the backward pass
+    goes on; rounds after it follow when the last bucket is there, in the same order on all workers. In the first pass
+    all of them wait for the last bucket: only then are all tensors known. Call `name_parameters` first if state is to
+    be saved under the model's names: DDP tells a hook none.
+    """
+    if grace.options.fuse != "tensor":
+        raise ValueError(f"fuse={grace.options.fuse!r} does not fit DDP, which rebuilds its buckets: use fuse='tensor'")
+    book = _books.setdefault(grace, _Book())
+    grace.track_missing = True  # of parameters that no worker uses DDP drops the mean: their state must stay
+    parameters = {book.name(p): p for p in bucket.parameters()}
+    buffer = bucket.buffer()
+    views = [dense(buffer, grace, *parameters)] if buffer.is_sparse else bucket.gradients()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    book.waiting.append(_Arrived(future, buffer, parameters, dict(zip(parameters, views, strict=True))))
+    if grace.names or bucket.is_last():
+        # Parameters, not gradients: DDP shows complex gradients as real ones.
+        grace.build({name: p for arrived in book.waiting for name, p in arrived.parameters.items()})
+        for arrived in book.waiting[book.launched :]:
+            present = {n: None if p.grad is None else arrived.views[n] for n, p in arrived.parameters.items()}
+            grace.launch(present, together=f"ddp{book.launched}", spent=True)
+            book.launched += 1
+    if bucket.is_last():
+        waiting, book.waiting, book.launched = book.waiting, [], 0
+        grace.land()
+        for arrived in waiting:
+            for name, view in arrived.views.items():
+                mean = grace.mean(name)
+                if mean is not None and mean.data_ptr() != view.data_ptr():
+                    view.copy_(mean)
+            sparse = arrived.buffer.is_sparse
+            arrived.future.set_result(next(iter(arrived.views.values())).to_sparse(1) if sparse else arrived.buffer)
+        grace.tune()
+    return future
+
+
+# DDP compares a hook's annotations with its own types, and ours are text.
+ddp_hook.__annotations__.clear()
+
+
+def name_parameters(grace: Grace, model: torch.nn.Module) -> None:
+    """Let `ddp_hook` know a model's parameters by their names. Call it before the first backward pass."""
+    model = getattr(model, "module", model)
+    _books.setdefault(grace, _Book()).names = {p: plain(name) for name, p in model.named_parameters()}
+
+
+class _Arrived(NamedTuple):
+    """A bucket of DDP."""
+
+    future: torch.futures.Future[torch.Tensor]
+    buffer: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+    views: dict[str, torch.Tensor]
+    """The gradients in ``buffer``, or a dense copy of a sparse one."""
+
+
+class _Book:
+    """What `ddp_hook` remembers of one Grace."""
+
+    def __init__(self) -> None:
+        self.names: dict[torch.Tensor, str] = {}
+        self.waiting: list[_Arrived] = []
+        self.launched = 0  # of those that wait
+
+    def name(self, p: torch.Tensor) -> str:
+        return self.names.setdefault(p, f"parameter{len(self.names)}")
+
+
+_books: WeakKeyDictionary[Grace, _Book] = WeakKeyDictionary()

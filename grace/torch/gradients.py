@@ -1,0 +1,20 @@
+"""What the optimizer and the DDP hook share: names of parameters, and sparse gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from grace.pipeline import SPARSE, Grace
+
+
+def dense(grad: torch.Tensor, grace: Grace, name: str) -> torch.Tensor:
+    """A gradient, made dense if it is sparse; then the report says so."""
+    if not grad.is_sparse:
+        return grad
+    grace.note(name, SPARSE)
+    return grad.to_dense()
+
+
+def plain(name: str) -> str:
+    """A parameter's name without the prefix of torch.compile, so that checkpoints fit both models."""
+    return name.replace("_orig_mod.", "")

@@ -1,9 +1,10 @@
-"""What all workers must have alike, compared when they begin."""
+"""What all workers must have alike: settings and tensors, compared when they begin, and the step of each exchange."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -43,3 +44,35 @@ def _difference(first: Any, other: Any) -> str:
                 f"{two['dtype']}{two['shape']}. Make the same model, in the same order, on every worker"
             )
     return "their settings"
+
+
+HEADER = 3
+"""Numbers that an exchange begins with, float32; they are summed over the workers."""
+
+
+def header(step: int, attempt: int, failed: bool, workers: int) -> list[float]:
+    """A number that names this worker's step and exchange, its square, and whether the worker gave up.
+
+    Their sums over the workers tell whether all have the same number (`in_step`), exactly: they stay below 2^24.
+    """
+    tag = (step + 97 * attempt) % min(251, math.isqrt(2**24 // workers))
+    return [float(tag), float(tag * tag), float(failed)]
+
+
+def in_step(sums: Sequence[float], workers: int) -> bool:
+    """Whether all workers are at the same step, and none gave up, from the sums of their headers."""
+    tags, squares, failed = (round(each) for each in sums)
+    return failed == 0 and workers * squares == tags * tags
+
+
+def out_of_step(transport: Transport, step: int, attempt: int, failure: str) -> str:
+    """Ask all workers where they are; the error that each of them raises."""
+    texts = [json.loads(text) for text in transport.exchange(json.dumps([step, attempt, failure]))]
+    if failures := [f"worker {rank} gave up step {at}: {why}" for rank, (at, _, why) in enumerate(texts) if why]:
+        return "; ".join(failures) + ". No worker kept anything of this exchange"
+    places = "; ".join(f"worker {rank}: step {at}, exchange {which}" for rank, (at, which, _) in enumerate(texts))
+    return (
+        f"the workers are out of step ({places}), so that this exchange would average gradients of different batches. "
+        "One of them made a backward pass that the others did not make, or skipped one: keep such passes inside "
+        "`with optimizer.no_sync()`, and step on all workers or on none"
+    )

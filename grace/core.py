@@ -411,6 +411,9 @@ class Transport(ABC):
     elastic: bool = False
     """Workers may join others that train already: nothing is said to them before `grace.Grace.settle`."""
 
+    lockstep: bool = False
+    """The workers share a process and run round by round, so that they cannot be at different steps."""
+
     @property
     def node_size(self) -> int:
         """How many workers share this machine, as they were launched."""

@@ -38,6 +38,44 @@ class Fitted(NamedTuple):
     array: Array
 
 
+class Snapshot:
+    """Copies of cells' arrays, taken before an exchange whose result may be discarded. Their memory is reused."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Any, Array]] = {}
+        self._taken: dict[int, Any] = {}  # the cells whose copies count
+
+    def take(self, xp: Backend, cell: Any) -> None:
+        """Copy a cell's array, unless that was done since the last `release` or `restore`."""
+        if id(cell) in self._taken:
+            return
+        value = cell.read()
+        _, copy = self._copies.get(id(cell), (cell, None))
+        if copy is None or xp.shape(copy) != xp.shape(value) or not xp.mutable:
+            self._copies[id(cell)] = (cell, xp.copy(value))
+        else:
+            xp.write(copy, value)
+        self._taken[id(cell)] = cell
+
+    def read(self, cell: Any) -> Array | None:
+        """A cell's array as it was; None if no copy counts."""
+        return self._copies[id(cell)][1] if id(cell) in self._taken else None
+
+    def restore(self, xp: Backend, cells: Iterable[Any] | None = None) -> None:
+        """Give cells back what they had, by default all of them."""
+        for cell in list(self._taken.values()) if cells is None else cells:
+            if (copy := self.read(cell)) is not None:
+                del self._taken[id(cell)]
+                if xp.mutable:
+                    xp.write(cell.read(), copy)
+                else:
+                    cell.assign(copy)
+
+    def release(self) -> None:
+        """The copies do not count any more."""
+        self._taken.clear()
+
+
 class Kept:
     """The state of all units.
 
@@ -120,6 +158,15 @@ class Kept:
         """Whether a unit has state at this level."""
         return bool(self._cells[unit.name][level])
 
+    def cells(self, unit: Unit, level: int) -> list[Any]:
+        """The cells of a unit's state; none are of a tensor that goes dense without state."""
+        levels = self._cells[unit.name]
+        return list(levels[level].values()) if levels else []
+
+    def note_carried(self) -> None:
+        """Cells were given back what they had: what was carried may be there again."""
+        self._carrying |= {name for name, levels in self._cells.items() if levels and CARRIED in levels[0]}
+
     def state(self, unit: Unit, level: int) -> State:
         """The arrays as they are now."""
         return {key: cell.read() for key, cell in self._cells[unit.name][level].items()}
@@ -184,8 +231,10 @@ class Kept:
         for residual, last in reversed(noted):
             self.xp.write(residual, last)
 
-    def _last(self, unit: str, cell: Any) -> Array:
+    def _last(self, unit: str, cell: Any, snapshot: Snapshot) -> Array:
         # A state's array as it was when the step under way began.
+        if (before := snapshot.read(cell)) is not None:
+            return before
         value = cell.read()
         return next((last for residual, last in self._undo.get(unit, ()) if residual is value), value)
 
@@ -233,10 +282,10 @@ class Kept:
         return {"": (way.method, ctx)} if unit.dense else way.communicator.points(way.method, ctx)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
-    def export(self, levels: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    def export(self, levels: Mapping[str, int], snapshot: Snapshot) -> dict[str, dict[str, Any]]:
         """All state at these levels for a checkpoint, as it was before a step that is under way."""
         return {
-            unit: {key: exported(self._last(unit, cell), self.xp) for key, cell in cells.items()}
+            unit: {key: exported(self._last(unit, cell, snapshot), self.xp) for key, cell in cells.items()}
             for unit, cells in self.held(levels).items()
         }
 
@@ -306,12 +355,14 @@ class Kept:
                 self._carrying.add(unit)
 
     # -- report -----------------------------------------------------------------------------------------------------
-    def norms(self, units: Iterable[Unit], levels: Mapping[str, int]) -> dict[str, float]:
+    def norms(self, units: Iterable[Unit], levels: Mapping[str, int], snapshot: Snapshot) -> dict[str, float]:
         """The L2 norm of each unit's residuals, where it has any; a device is waited for once."""
         xp, held, squares = self.xp, self.held(levels), {}
         for unit in units:
             cells = held.get(unit.name, {})
-            arrays = [self._last(unit.name, cell) for key, cell in cells.items() if key.endswith("memory/residual")]
+            arrays = [
+                self._last(unit.name, cell, snapshot) for key, cell in cells.items() if key.endswith("memory/residual")
+            ]
             if arrays:
                 squares[unit.name] = sum(xp.sum(array * array) for array in arrays)
         if not squares:

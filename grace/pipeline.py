@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from grace.agreement import agree
+from grace.agreement import HEADER, agree, header, in_step, out_of_step
 from grace.backends import Backend, backend_of
 from grace.backends.base import ITEMSIZE
 from grace.collectives import Reduce
@@ -18,7 +19,7 @@ from grace.communicators.base import Communicator
 from grace.core import Array, Calls, Context, Memory, Program, Transport, name_of
 from grace.execution import Mean, as_array, sound, uncompiled
 from grace.flight import Flight, Offload
-from grace.kept import Fitted, Kept, Way, exported
+from grace.kept import Fitted, Kept, Snapshot, Way, exported
 from grace.layout import Bucket, Tensor, Unit, layout
 from grace.meter import Meter
 from grace.method import Method
@@ -35,7 +36,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 MOMENTUM_TWICE = "memory {!r} has momentum of its own: set the optimizer's momentum to 0"
 SPARSE = "its sparse gradients are made dense first"
 UNTOLD = "no method was tried: call Grace.tune() after each step, or in Keras add a PolicyCallback"
-PRESENT = "(present)"  # the program that counts who has a gradient
+PRESENT = "(present)"  # the program that says which step this is, and counts who has a gradient
 DENSE = "(dense)"  # the program of all tensors of a bucket that go dense
 
 
@@ -121,6 +122,9 @@ class Grace:
         self.transport = transport
         self.track_missing = False
         """Some gradient may be absent on some workers (None): costs 4 bytes per tensor and step."""
+        self.defer_commit = False
+        """A step's state is provisional until `commit`; `rollback` restores what was before. For integrations that see
+        whether the optimizer applies the means. Costs a copy of the state."""
         self.learning_rate: Callable[[str], Any] | None = None
         """Gives a tensor's learning rate by its name, for memories that need it. The toolkits' doors set it."""
         self._xp: Backend | None = None
@@ -136,6 +140,13 @@ class Grace:
         """Where the time goes; the toolkits' doors note what they know."""
         self._weighed = False
         self._skipped = 0
+        self._discarded = 0
+        self._paused = False
+        self._snapshot = Snapshot()
+        self._provisional = False  # the last exchange waits for `commit` or `rollback`
+        self._attempt = 0  # exchanges since the last commit
+        self._failure = ""  # why this worker gives up the step under way
+        self._headers: list[tuple[tuple[int, int], Array]] = []  # on a device: checked with the next exchange
         self._recorder = Recorder(options.record, options.record_every) if options.record and self.rank == 0 else None
         self._first_step = 0  # from which on the report counts
         self._unsettled: dict[str, Tensor] = {}  # not compared with the other workers' yet
@@ -303,6 +314,7 @@ class Grace:
         """
         if self._gradients or self._flights:
             raise RuntimeError("a step is under way: finish it before the tensors change")
+        self.rollback()
         named = dict(named_tensors)
         if self._recording:
             self.record()  # what is counted anew below
@@ -318,7 +330,8 @@ class Grace:
             self._meter = Meter(self.xp)
             self._meter.extend([PRESENT])
         self.trace.totals.update(dict.fromkeys(self.trace.totals, 0.0))
-        self._skipped = 0
+        self._skipped = self._discarded = 0
+        self._snapshot = Snapshot()
         self.build(named)
         for unit in dict.fromkeys(self._unit_of.values()):
             if (cells := kept.get((unit.name, unit.tensors, unit.dense))) is not None:
@@ -338,7 +351,7 @@ class Grace:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it was said when this was made
             new = Grace(self.method, self._unfitted, get_transport(transport), self.options, self._policy)
-        for key in ("learning_rate", "track_missing", "_notes", "trace"):
+        for key in ("learning_rate", "track_missing", "defer_commit", "_notes", "trace"):
             setattr(new, key, getattr(self, key))
         if self._xp is not None:
             new._bind(self._xp)
@@ -402,6 +415,10 @@ class Grace:
         for the exchange and for the mean, where the toolkit can; read it no more. Raises KeyError for a name that was
         not built and RuntimeError for a second gradient before `finish`.
         """
+        if self._paused:
+            self._means[name] = gradient
+            return Job(name)
+        self._check_gradient(name, gradient)
         self._hand_in(name, gradient, spent)
         if self._offload is not None and self._flights:
             self._flights[-1][0].depart()  # it may have waited for the pool
@@ -432,8 +449,8 @@ class Grace:
 
     def step(self, gradients: Mapping[str, Array | None]) -> dict[str, Array | None]:
         """The means of these gradients, in one exchange. Tensors that are not named take no part."""
-        if not gradients:
-            return {}
+        if not gradients or self._paused:
+            return dict(gradients)
         self.launch(gradients)
         self.land()
         return {name: self._means.pop(name) for name in gradients}
@@ -443,6 +460,8 @@ class Grace:
 
         ``together``: a name under which they all leave as one message instead. ``spent``: as in `start`.
         """
+        for name, gradient in gradients.items():
+            self._check_gradient(name, gradient)
         for name, gradient in gradients.items():
             self._hand_in(name, gradient, spent)
         names = dict.fromkeys(self._unit_of[name].name for name in gradients)
@@ -456,38 +475,114 @@ class Grace:
     def land(self, last: bool = True) -> None:
         """Wait for all that was launched, bucket by bucket and round by round, and keep the new state.
 
-        ``last``: the step ends here; otherwise more of its tensors are to come.
+        ``last``: the step ends here; otherwise more of its tensors are to come. With `defer_commit` it ends with
+        `commit`. Raises RuntimeError on all workers, and keeps the state that was, where they are at different steps
+        or one of them gave up (`abort`).
         """
         try:
-            while not self.advance():
-                pass
-            means: dict[str, Array | None] = dict(self._switched)
-            elements = sum(math.prod(unit.shape) for _, flat in self._flights for unit in flat)
-            with self.xp.quiet(), self.xp.together(elements):
-                for flight, flat in self._flights:
-                    with self.trace.span("decompress", flight.name):
-                        levels = {unit: self._level(unit) for unit in flat}
-                        found, counts = self._commit(flight, flat, levels)
-                        self._meter.add(counts)
-                        means.update(found)
-            self._note_means(means)
-        finally:
-            self._drop()
+            try:
+                while not self.advance():
+                    pass
+                self._check_headers()
+                means: dict[str, Array | None] = dict(self._switched)
+                elements = sum(math.prod(unit.shape) for _, flat in self._flights for unit in flat)
+                with self.xp.quiet(), self.xp.together(elements):
+                    for flight, flat in self._flights:
+                        with self.trace.span("decompress", flight.name):
+                            levels = {unit: self._level(unit) for unit in flat}
+                            found, counts = self._commit(flight, flat, levels)
+                            self._meter.add(counts)
+                            means.update(found)
+                self._note_means(means)
+            finally:
+                self._drop()
+                self._attempt += 1
+        except BaseException:
+            self._restore()
+            raise
         self._means = means
-        if last:
-            self._step.assign(self._step.read() + 1)
-            if not self._weighed and not self.xp.tracing and self.schedule is None:
-                self._weighed = True
-                if self.rank == 0 and (heavier := self._report(norms=False).heavier):
-                    warnings.warn(heavier, stacklevel=3)
-            if self._recorder is not None and not self.xp.tracing and self._recorder.passed():
-                self.record()
+        self._provisional = True
+        if last and not self.defer_commit:
+            self.commit()
+
+    @property
+    def report_skipped(self) -> int:
+        """How many means were not finite so far, on the host (`Report.skipped`)."""
+        return self._skipped
+
+    @property
+    def provisional(self) -> bool:
+        """Whether an exchange waits for `commit` or `rollback`."""
+        return self._provisional
+
+    def commit(self) -> None:
+        """The means are applied: the step counts, and its state is kept. With `defer_commit` only."""
+        self._snapshot.release()
+        self._provisional, self._attempt = False, 0
+        self._step.assign(self._step.read() + 1)
+        if not self._weighed and not self.xp.tracing and self.schedule is None:
+            self._weighed = True
+            if self.rank == 0 and (heavier := self._report(norms=False).heavier):
+                warnings.warn(heavier, stacklevel=3)
+        if self._recorder is not None and not self.xp.tracing and self._recorder.passed():
+            self.record()
+
+    def rollback(self, names: Iterable[str] | None = None) -> None:
+        """The means are thrown away: all state is as it was before the exchange. With `defer_commit` only.
+
+        ``names``: of these tensors alone; those of other exchanges of this step are to be applied.
+        """
+        if not self._provisional:
+            return
+        if names is None:
+            self._restore()
+            self._discarded += 1
+        else:
+            for unit in dict.fromkeys(self._unit_of[name] for name in names):
+                self._snapshot.restore(self.xp, self._kept.cells(unit, self._level(unit)))
+
+    def _restore(self) -> None:
+        if self._xp is not None:
+            self._snapshot.restore(self.xp)
+            self._kept.note_carried()
+        self._provisional = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Pause the exchange, as DistributedDataParallel's `no_sync`: gradients stay each worker's own.
+
+        Nothing is sent or counted, and no state changes; `step` gives gradients back as they are. Every worker must do
+        so in the same passes.
+        """
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @property
+    def paused(self) -> bool:
+        """Whether this is inside `no_sync`."""
+        return self._paused
 
     def abandon(self) -> None:
         """Drop a step that was begun: wait for what is under way, and keep neither means nor state."""
         for flight, _ in self._flights:
             flight.settle()
         self._drop()
+
+    def abort(self, reason: str) -> NoReturn:
+        """Give up the step under way: all workers raise RuntimeError with the reason, and keep the state that was.
+
+        What this worker has not handed in leaves as absent, so that nobody waits for it.
+        """
+        self._failure = reason
+        try:
+            self.flush()
+            self._restore()
+        finally:
+            self._failure = ""
+        raise RuntimeError(f"worker {self.rank} gave up step {self._step_number()}: {reason}")
 
     def _drop(self) -> None:
         for flight, _ in self._flights:
@@ -514,7 +609,7 @@ class Grace:
         """The mean of a gradient after `land`; asked for once."""
         return self._means.pop(name)
 
-    def _hand_in(self, name: str, gradient: Array | None, spent: bool) -> None:
+    def _check_gradient(self, name: str, gradient: Array | None) -> None:
         if self._unsettled:
             self.settle()
         tensor = self._tensors.get(name)
@@ -526,12 +621,24 @@ class Grace:
             raise RuntimeError(f"{name!r} has a gradient in this step already: finish the step before the next one")
         if gradient is not None and self.xp.shape(gradient) != tensor.shape:
             raise ValueError(f"gradient of {name!r} has shape {self.xp.shape(gradient)}, but {tensor.shape} was built")
+
+    def _hand_in(self, name: str, gradient: Array | None, spent: bool) -> None:
         self._gradients[name] = gradient
         if spent:
             self._spent.add(name)
 
     def _launch(self, name: str, units: tuple[Unit, ...]) -> None:
+        try:
+            self._send_off(name, units)
+        except BaseException:  # the step is over: the next one begins from the state that was
+            self._drop()
+            self._restore()
+            raise
+
+    def _send_off(self, name: str, units: tuple[Unit, ...]) -> None:
         step = self._step.read()
+        if self.defer_commit or (self.options.nonfinite == "raise" and not self.xp.traced):
+            self._hold(units)
         flat = {unit: self._flatten(unit) for unit in units}
         self._note(flat, ("rank0", "mean"))
         flat = {unit: self._kept.with_carried(unit, x) for unit, x in flat.items()}
@@ -560,7 +667,7 @@ class Grace:
                 programs[unit.name] = way.communicator.reduce(x, way.method, state, ctx)
         if dense := tuple(x for unit, x in flat.items() if self._plain(unit, levels)):
             programs[DENSE] = _averaged(dense)
-        if self.track_missing:
+        if self.track_missing or self._tagged:
             programs[PRESENT] = self._presence(flat)
         room = partial(self.xp.side_by_side, self._nbytes(flat))
         with self.xp.quiet():
@@ -641,10 +748,43 @@ class Grace:
                 flat[unit] = self.xp.concat([self.xp.cast(self.xp.reshape(p, (-1,)), "float32") for p in parts])
         self._note(flat, ("aggregated",))
 
+    def _hold(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            for cell in self._kept.cells(unit, self._level(unit)):
+                self._snapshot.take(self.xp, cell)
+        if self.schedule is not None and self.schedule.watching:
+            for cell in self.schedule.sums:
+                self._snapshot.take(self.xp, cell)
+
+    @property
+    def _tagged(self) -> bool:
+        # Whether messages say which step they are of. Local workers run in lockstep, and graphs cannot look.
+        return self.world_size > 1 and not self.transport.lockstep and not self.xp.tracing
+
+    def _step_number(self) -> int:
+        return 0 if self._step is None else int(self._step.read())
+
     def _presence(self, units: Iterable[Unit]) -> Program[Array]:
-        here = [float(self._gradients.get(t.name) is not None) for unit in units for t in unit.tensors]
-        (count,) = yield Reduce((self.xp.asarray(here, "float32"),), "sum")
+        values: list[float] = []
+        if self._tagged:
+            values += header(self._step_number(), self._attempt, bool(self._failure), self.world_size)
+        if self.track_missing:
+            values += [float(self._gradients.get(t.name) is not None) for unit in units for t in unit.tensors]
+        (count,) = yield Reduce((self.xp.asarray(values, "float32"),), "sum")
         return count
+
+    def _check_headers(self) -> None:
+        # Every worker has the same sums, so that all of them raise. On a device those of the exchange before are
+        # looked at: they are there already.
+        if not self._tagged:
+            return
+        place = (self._step_number(), self._attempt)
+        found = [(place, flight.results[PRESENT]) for flight, _ in self._flights if PRESENT in flight.results]
+        if not self._on_host(self.xp):
+            found, self._headers = self._headers, found
+        for (step, attempt), sums in found:
+            if not in_step(self.xp.to_numpy(sums[:HEADER]).tolist(), self.world_size):
+                raise RuntimeError(out_of_step(self.transport, step, attempt, self._failure))
 
     def _commit(
         self, flight: Flight, flat: Mapping[Unit, Array], levels: Mapping[Unit, int]
@@ -739,9 +879,10 @@ class Grace:
         # How many workers had a gradient; looked at (a device waits) only for what this worker lacks.
         names = [tensor.name for unit in units for tensor in unit.tensors]
         missing = [name for name in names if self._gradients.get(name) is None]
-        if not missing or PRESENT not in flight.results:
+        if not missing or not self.track_missing:
             return {}
-        found = dict(zip(names, self.xp.to_numpy(flight.results[PRESENT]).tolist(), strict=True))
+        sums = self.xp.to_numpy(flight.results[PRESENT]).tolist()
+        found = dict(zip(names, sums[HEADER if self._tagged else 0 :], strict=True))
         return {name: found[name] for name in missing}
 
     def _on_host(self, value: Array) -> bool:
@@ -775,6 +916,7 @@ class Grace:
         """`end_epoch`, for several workers of one process: ``advance()`` all of them in turn until each gives True."""
         if self._gradients or self._flights:
             raise RuntimeError("a step is under way: finish it before the epoch ends")
+        self.rollback()  # no step applies it any more
         programs: dict[str, Program[Any]] = {}
         if self.schedule is not None:
             ended = self.schedule.on_epoch_end(lr, next_lr, int(self._step.read()), self.rank)
@@ -804,6 +946,7 @@ class Grace:
         """
         if self._gradients or self._flights:
             raise RuntimeError("a step is under way: finish it before the policy is told of it")
+        self.rollback()
         schedule = self.schedule
         if schedule is None or self._step is None or not self.trying:
             return None
@@ -833,7 +976,7 @@ class Grace:
         Each worker saves and loads its own: residuals differ between workers. `grace.checkpoint` writes it to files.
         """
         levels = self.decision.levels
-        tensors = self._kept.export(levels)
+        tensors = self._kept.export(levels, self._snapshot)
         units = {unit.name: unit for unit in self._unit_of.values() if unit.name in tensors}
         points = {
             name: self._kept.points(unit, self._level(unit), self._context(unit, 0)) for name, unit in units.items()
@@ -871,6 +1014,8 @@ class Grace:
         if self._xp is None:
             self._waiting = partial(self.load_state_dict, *states, lost=lost)
             return
+        self._restore()
+        self._attempt = 0
         self._kept.load(new)
         self._first_step += step - int(self._step.read())  # the report counts what this object did
         self._step.assign(self.xp.asarray(step, "int64") if self.xp.traced else step)
@@ -957,7 +1102,7 @@ class Grace:
         traffic = self._meter.read()
         untold = UNTOLD if self._kept.switches and self.schedule is not None and not self.schedule.told else ""
         units = list(dict.fromkeys(self._unit_of[name] for name in self._tensors))
-        residuals = self._kept.norms(units, self.decision.levels) if norms else {}
+        residuals = self._kept.norms(units, self.decision.levels, self._snapshot) if norms else {}
         tensors = [
             TensorReport(
                 name=unit.name,
@@ -985,6 +1130,7 @@ class Grace:
             tensors=tensors,
             times={} if self.xp.traced else dict(self.trace.totals),
             skipped=self._skipped,
+            discarded=self._discarded,
             trials=self._trials(),
             plan=leading.communicator.origin,
         )

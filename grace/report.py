@@ -54,6 +54,8 @@ class Report:
     """Seconds: "compress", "wait" for the transport, "decompress". Empty where a graph runs all of them."""
     skipped: int = 0
     """Steps of tensors whose mean was not finite, so that their state was left as it was (0 inside graphs)."""
+    discarded: int = 0
+    """Exchanges whose means no optimizer applied: their state was rolled back, their bytes are counted."""
     trials: dict[str, float] = field(default_factory=dict)
     """With the compressor "auto": seconds of a step, by what was tried."""
     plan: str = ""

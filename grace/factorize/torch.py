@@ -638,7 +638,7 @@ def broadcast(model: nn.Module, names: Iterable[str], grace: Grace) -> None:
 def hand_over(grace: Grace, model: nn.Module, old: Any, new: Any) -> Any:
     """Let ``new`` be driven as ``old`` was, by a Grace that knows the model's new tensors."""
     trained = {p for group in new.param_groups for p in group["params"] if p.requires_grad}
-    passes = old._grace._passes_per_step if hasattr(old, "_grace") else None
+    passes = old._grace.backward_passes if hasattr(old, "_grace") else None
     if passes is not None:
         integration.release(old)
     grace.rebuild({name: p for name, p in model.named_parameters() if p in trained})

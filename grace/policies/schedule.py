@@ -83,6 +83,11 @@ class Schedule:
         return self._cells[name].read()
 
     # -- within an epoch --------------------------------------------------------------------------------------------
+    @property
+    def sums(self) -> list[Any]:
+        """The cells of the sums of this epoch's gradients."""
+        return list(self._sums.values())
+
     def on_gradient(self, gradients: Mapping[str, Array]) -> None:
         """Add gradients, float32[n], to the sums; they may be changed as soon as this returns."""
         mine = {name: x for name, x in gradients.items() if name in self._sums}

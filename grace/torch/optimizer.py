@@ -7,15 +7,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakMethod
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakMethod, ref
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from grace.collectives import Reduce
 from grace.core import name_of
 from grace.pipeline import MOMENTUM_TWICE, Grace
 from grace.torch.gradients import dense, plain
+from grace.torch.ownership import OPTIMIZER, claim, claimed, extend
 
 
 def DistributedOptimizer(
@@ -37,6 +39,12 @@ def DistributedOptimizer(
     Gradients leave while the backward pass goes on and are replaced by their means before ``backward`` returns, as in
     DistributedDataParallel: clipping, GradScaler, closures and schedulers see means and need no special order. A loss
     that a closure returns is averaged too, so that line searches decide alike on all workers.
+
+    An exchange is provisional until the optimizer steps. If its means are thrown away instead (a GAN's generator loss
+    goes through the discriminator; an attack; a loss scaler skips the step), residuals are as if it had never been.
+    ``optimizer.no_sync()``: a context whose backward passes and steps stay each worker's own, as
+    DistributedDataParallel's. ``optimizer.synchronize()``: exchange now, where an accumulation ends early and its
+    gradients are clipped or unscaled before the step.
 
     ``named_parameters``: as ``model.named_parameters()``; names key the state, also in checkpoints. Without them
     parameters are numbered in the optimizer's order.
@@ -66,64 +74,121 @@ def DistributedOptimizer(
     # Horovod's names, for scripts that call them. Means are there already, so there is nothing to skip.
     optimizer.synchronize = driver.synchronize
     optimizer.skip_synchronize = _nothing_to_skip
+    optimizer.no_sync = grace.no_sync
+    optimizer.zero_grad = driver.zero_grad
+    optimizer.add_param_group = driver.add_param_group
+    optimizer.__deepcopy__ = _no_copy
     return optimizer
+
+
+ATTRIBUTES = ("_grace", "synchronize", "skip_synchronize", "no_sync", "zero_grad", "add_param_group", "__deepcopy__")
+"""What DistributedOptimizer sets on an optimizer."""
 
 
 def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Undo `DistributedOptimizer`: gradients stay here, and the Grace may drive another optimizer."""
-    driver = optimizer.__dict__.pop("_grace", None)
+    driver = optimizer.__dict__.get("_grace")
     if driver is None:
         raise ValueError("this optimizer is not distributed")
     driver.release()
-    del optimizer.synchronize, optimizer.skip_synchronize
+    for name in ATTRIBUTES:
+        del optimizer.__dict__[name]
+    optimizer.__dict__.update(driver.replaced)
     return optimizer
 
 
+class _Put(NamedTuple):
+    """A mean that was put into ``p.grad``, to tell whether it is still there."""
+
+    gradient: ref[torch.Tensor]
+    version: int
+    address: int
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> _Put:
+        return cls(ref(gradient), gradient._version, gradient.data_ptr() if gradient.layout == torch.strided else 0)
+
+    def holds(self, gradient: torch.Tensor | None) -> bool:
+        """Whether it is this tensor, perhaps changed in place, as clipping does."""
+        return gradient is not None and self.gradient() is gradient and self.address == _Put.of(gradient).address
+
+    def unchanged(self, gradient: torch.Tensor | None) -> bool:
+        """Whether nothing was written to it."""
+        return self.holds(gradient) and gradient is not None and gradient._version == self.version
+
+
 class _Driver:
-    """Drives a Grace from the hooks of an optimizer and its parameters."""
+    """Drives a Grace from the hooks of an optimizer and its parameters.
+
+    A pass ends with an exchange, which is provisional until the optimizer's step commits it. It is discarded where its
+    means are gone when the next pass begins.
+    """
 
     def __init__(self, optimizer: Any, grace: Grace, named: Any, passes_per_step: int):
         self.grace = grace
+        self.backward_passes = passes_per_step
         self._optimizer = optimizer
-        self._backward_passes = passes_per_step
-        self._passes = 0
+        self._passes = 0  # of an accumulation that is not exchanged yet
         self._task = -1  # the backward pass that is under way
         self._nested = -1  # the last one inside another
         self._began = 0.0
-        self._synced = False
-        self._versions: dict[str, tuple[Any, int]] = {}
+        self._arrived: set[torch.Tensor] = set()  # parameters whose gradients wait for the exchange
+        self._local: set[torch.Tensor] = set()  # those that passes inside no_sync added to
+        self._put: dict[str, _Put] = {}  # the means of the last exchange
+        self._partial: dict[torch.Tensor, _Put] = {}  # gradients of an accumulation that is not exchanged yet
+        self._looked = -1  # the backward pass before whose first gradient `_intact` was found
+        self._intact: set[str] = set()  # means of the last exchange that the pass under way would add to
+        self._skipped = 0
+        self._warned = False
         self._parameters: dict[str, torch.Tensor] = {}
-        self._hooks: list[Any] = []
-        self._names: dict[torch.Tensor, str] = {p: plain(name) for name, p in named or ()}
+        self._known: set[torch.Tensor] = set()  # parameters with hooks
+        self._names = _names(named)
         if named is not None:
             unnamed = [list(p.shape) for p in self._trained() if p not in self._names]
             if unnamed:
                 raise ValueError(
                     f"named_parameters lacks {len(unnamed)} of the optimizer's parameters, of shapes {unnamed[:3]}"
                 )
-        grace.track_missing = True
-        grace.learning_rate = self._learning_rate
-        if grace.method.memory.momentum_inside and any(group.get("momentum") for group in optimizer.param_groups):
-            warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=3)
-        self._adopt()
-        self._hooks += [
+        self._claim = claim(grace, self._all(), OPTIMIZER, self)
+        try:
+            grace.track_missing = grace.defer_commit = True
+            grace.learning_rate = self._learning_rate
+            if grace.method.memory.momentum_inside and any(group.get("momentum") for group in optimizer.param_groups):
+                warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=3)
+            self._adopt()
+        except BaseException:
+            self._claim.release("wrapping it failed")
+            raise
+        self.replaced = {name: optimizer.__dict__[name] for name in ATTRIBUTES if name in optimizer.__dict__}
+        self._zero_grad, self._add_param_group = optimizer.zero_grad, optimizer.add_param_group
+        # These outlast the claim: a step after it must not go unnoticed.
+        self._step_hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        _watch_other_optimizers()
 
     @property
     def _passes_per_step(self) -> int:
-        return self._backward_passes * self.grace.decision.micro_steps
+        return self.backward_passes * self.grace.decision.micro_steps
 
     def _learning_rate(self, name: str) -> Any:
         p = self._parameters[name]
         return next(group["lr"] for group in self._optimizer.param_groups if any(p is q for q in group["params"]))
 
+    # -- parameters -------------------------------------------------------------------------------------------------
+    def _all(self) -> list[torch.Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
     def _trained(self) -> list[torch.Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+        return [p for p in self._all() if p.requires_grad]
 
     def _adopt(self) -> None:
         # Parameters that are new: all at first, later those of added groups or unfrozen ones.
+        if unknown := [p for p in self._all() if p not in self._known]:
+            extend(self._claim, unknown)
+            for p in unknown:
+                self._hook(p)
         new = [p for p in self._trained() if self._names.get(p) not in self._parameters]
         if not new:  # at nearly every step
             return
@@ -133,35 +198,82 @@ class _Driver:
         named = {self._names[p]: p for p in sorted(new, key=order.__getitem__)}
         self.grace.build(named)
         self._parameters.update(named)
+
+    def _hook(self, p: torch.Tensor) -> None:
         # Parameters hold hooks where Python's collector does not look, and a hook that held this would keep all alive.
-        arrived = WeakMethod(self._on_gradient)
+        arriving, arrived = WeakMethod(self._before_accumulation), WeakMethod(self._on_gradient)
+
+        def before_accumulation(gradient: torch.Tensor) -> None:
+            if (handle := arriving()) is not None:
+                handle()
 
         def on_gradient(p: torch.Tensor) -> None:
             if (handle := arrived()) is not None:
                 handle(p)
 
-        for p in new:
-            self._hooks.append(p.register_post_accumulate_grad_hook(on_gradient))
+        self._known.add(p)
+        if not (p.is_floating_point() or p.is_complex()):
+            return
+        frozen = not p.requires_grad
+        p.requires_grad_()  # a frozen one has no hooks; those that it is given stay until it is unfrozen
+        self._claim.hooks += [p.register_hook(before_accumulation), p.register_post_accumulate_grad_hook(on_gradient)]
+        if frozen:
+            p.requires_grad_(False)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The optimizer's own; then the new parameters are built, by all workers together."""
+        self._add_param_group(param_group)
+        self._adopt()
 
     def release(self) -> None:
         """Leave the optimizer and its parameters alone from now on."""
-        for hook in self._hooks:
+        self._claim.release("it was released")
+        self.grace.rollback()
+        self.grace.defer_commit = False
+        for hook in self._step_hooks:
             hook.remove()
 
     def reset(self) -> None:
         """Forget the pass and the gradients that were under way when the workers changed."""
-        self._passes, self._task, self._nested, self._synced, self._versions = 0, -1, -1, False, {}
+        self._forget()
         for p in self._parameters.values():
             p.grad = None
 
+    def _forget(self) -> None:
+        self._passes, self._task, self._nested = 0, -1, -1
+        for each in (self._arrived, self._local, self._put, self._partial, self._intact):
+            each.clear()
+
+    # -- a backward pass --------------------------------------------------------------------------------------------
+    def _before_accumulation(self) -> None:
+        # Before the first gradient of a pass is added: which means of an exchange that no step applied are still there?
+        # Runs in torch.autograd.grad too, which adds nothing: it may only look.
+        task = torch._C._current_graph_task_id()
+        if task == self._looked or not self.grace.provisional or task in (self._task, self._nested):
+            return
+        self._looked = task
+        self._intact = {name for name, put in self._put.items() if _still_there(put, self._parameters[name].grad)}
+
     def _on_gradient(self, p: torch.Tensor) -> None:
+        if self.grace.paused:
+            self._local.add(p)
+            return
         task = torch._C._current_graph_task_id()
         if task not in (self._task, self._nested):
             self._begin_backward(task)
-            self._refuse_sum_with_means(p)
-            self._synced = False
-        if self._passes + 1 == self._passes_per_step:
-            self.grace.start(self._names[p], self._gradient(p), spent=True)
+        name = self._names.get(p, "")
+        put = self._put.get(name)
+        if p.grad is None or (put is not None and put.unchanged(p.grad)):
+            return  # a hook of the user's has stepped already
+        if self.grace.provisional and name in self._intact:
+            raise RuntimeError(
+                "a second backward pass added its gradients to means that were exchanged already: call zero_grad() "
+                "first, or pass backward_passes_per_step to DistributedOptimizer to accumulate several passes"
+            )
+        self._put.pop(name, None)
+        self._arrived.add(p)
+        if self._passes + 1 == self._passes_per_step and name in self._parameters:  # others are built after the pass
+            self.grace.start(name, self._gradient(p), spent=True)
 
     def _begin_backward(self, task: int) -> None:
         if _inside_backward():
@@ -178,86 +290,271 @@ class _Driver:
                     stacklevel=2,
                 )
             return
-        if self._nested == -1 and self.grace.started:
-            warnings.warn("the backward pass before this one failed: what it sent is dropped", stacklevel=2)
-            self.grace.abandon()
+        if self._failed:
+            self._give_up_failed_pass()
+        if self.grace.provisional:
+            if self._looked != task:
+                self._intact = set()
+            if gone := self._put.keys() - self._intact:
+                self._discard(gone if self._intact else None)
+        elif self._passes and all(_thrown_away(put, p.grad) for p, put in self._partial.items()):
+            self._forget()
         self._task = task
         self._began = time.perf_counter()
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
-    def _refuse_sum_with_means(self, p: torch.Tensor) -> None:
-        # zero_grad makes a new gradient or changes the old one's version twice; a bare second backward, once.
-        if not self._synced:
-            return
-        grad, version = self._versions.get(self._names[p], (None, -1))
-        if grad is p.grad and p.grad is not None and p.grad._version == version + 1:
-            raise RuntimeError(
-                "a second backward pass added its gradients to means that were exchanged already: call zero_grad() "
-                "first, or pass backward_passes_per_step to DistributedOptimizer to accumulate several passes"
-            )
+    @property
+    def _failed(self) -> bool:
+        # A pass that began and did not end, and that this is not a part of.
+        here = torch._C._current_graph_task_id()
+        return self._task not in (-1, here) and self._nested == -1
+
+    def _give_up_failed_pass(self) -> None:
+        self._task = -1
+        if self.grace.world_size > 1 and self.grace.started:
+            self._give_up("its backward pass failed, and its batch was dropped")
+        if self.grace.started:
+            warnings.warn("the backward pass before this one failed: what it sent is dropped", stacklevel=3)
+        self._forget()
+        self.grace.abandon()
+
+    def _give_up(self, reason: str) -> NoReturn:
+        self._forget()
+        self.grace.abort(reason)
+
+    def _discard(self, names: Iterable[str] | None = None) -> None:
+        # Means that no step applied, all or some.
+        names = list(self._put) if names is None else list(names)
+        if all(name in names for name in self._put):
+            self.grace.rollback()
+            overflow = self.grace.report_skipped > self._skipped
+            if self.grace.world_size > 1 and not self._warned and not overflow:
+                self._warned = True
+                warnings.warn(
+                    "gradients were exchanged and then thrown away: residuals are as if they had never been, but their "
+                    "bytes were sent. Put backward passes that this optimizer does not apply (a generator's loss "
+                    "through its discriminator, an attack) inside `with optimizer.no_sync()`",
+                    stacklevel=4,
+                )
+        else:
+            self.grace.rollback(names)
+        for name in names:
+            del self._put[name]
 
     def _after_backward(self) -> None:
         self._task = self._nested = -1
+        if not self._arrived:  # the optimizer has stepped inside this pass
+            return
         self.grace.trace.add("backward", "from the first gradient on", self._began)
         self._passes += 1
-        if self._passes == self._passes_per_step:
+        if self._passes >= self._passes_per_step:
             self.synchronize()
+        else:
+            self._partial = {p: _Put.of(p.grad) for p in self._arrived if p.grad is not None}
 
+    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's own; means that no step has applied are discarded."""
+        if not self._claim.released:
+            if self._failed:
+                self._give_up_failed_pass()
+            if self._nested != -1 and self.grace.started:
+                self._exchange()
+            if self.grace.provisional:
+                self._discard()
+            if self._task == -1:
+                self._forget()
+        return self._zero_grad(*args, **kwargs)
+
+    # -- an exchange ------------------------------------------------------------------------------------------------
     def synchronize(self) -> None:
-        """Replace all gradients by their means, unless that was done since the last backward pass."""
-        if self._synced:
-            return
+        """Replace all gradients by their means, unless they are means."""
+        if self._failed:
+            self._give_up_failed_pass()
+        if self.grace.provisional and not self._arrived:
+            if any(p in self._local and self._holds_mean(p) for p in self._parameters.values()):
+                self._give_up(
+                    "a backward pass inside no_sync() added this worker's gradients to means: call zero_grad() after "
+                    "it, or make it before the pass that is exchanged"
+                )
+            replaced = [p for p in self._parameters.values() if p.grad is not None and not self._holds_mean(p)]
+            if not replaced or self._alike(replaced):
+                return
+            self._discard()
+        self._exchange()
+
+    def _holds_mean(self, p: torch.Tensor) -> bool:
+        put = self._put.get(self._names[p])
+        return put is not None and put.holds(p.grad)
+
+    def _alike(self, parameters: Iterable[torch.Tensor]) -> bool:
+        # Whether gradients that replaced means by hand are the same on all workers: then they were made from the means
+        # (p.grad = p.grad / 2). Others are of a batch.
+        if self.grace.world_size == 1:
+            return False
+        sums = [_checksum(p.grad) for p in parameters if p.grad is not None]
+        return len(set(self.grace.transport.exchange(repr(sums)))) == 1
+
+    def _exchange(self) -> None:
         self._passes = 0
         self._adopt()
         started = self.grace.started
         for name, p in self._parameters.items():
             if name not in started:
-                self.grace.start(name, self._gradient(p), spent=True)
+                put = self._put.get(name)
+                mine = None if put is not None and put.unchanged(p.grad) else self._gradient(p)
+                self.grace.start(name, mine, spent=p in self._arrived)
+        self._skipped = self.grace.report_skipped
         self.grace.flush()
-        self._versions = {}
         for name, p in self._parameters.items():
             mean = self.grace.mean(name)
             if mean is None:
                 continue
-            if p.grad is None or p.grad.is_sparse:
-                p.grad = mean.clone()  # the mean is a view of a whole message
+            if p.grad is None or p.grad.is_sparse or p not in self._arrived:
+                # The mean is a view of a whole message, and a gradient that was set by hand is the user's memory.
+                p.grad = mean.clone()
             elif mean.data_ptr() != p.grad.data_ptr():
                 with torch.no_grad():
                     p.grad.copy_(mean)
-            self._versions[name] = (p.grad, p.grad._version)
-        self._synced = True
-        self._task = self._nested = -1
-        self.grace.tune()
+            self._put[name] = _Put.of(p.grad)
+        for each in (self._arrived, self._local, self._partial, self._intact):
+            each.clear()
+        if torch._C._current_graph_task_id() == -1:
+            self._task = self._nested = -1
 
     def _gradient(self, p: torch.Tensor) -> torch.Tensor | None:
         if p.grad is None or not p.requires_grad:  # a frozen parameter may still have an old gradient
             return None
         return dense(p.grad.detach(), self.grace, self._names[p])
 
+    # -- a step -----------------------------------------------------------------------------------------------------
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._claim.released:
+            raise RuntimeError(f"this optimizer does not average gradients any more: {self._claim.released}")
         args = args[1:] if args and args[0] is optimizer else args
         closure = args[0] if args else kwargs.get("closure")
+        if self.grace.paused:
+            return None
         if closure is None:
+            if self._passes and any(
+                put.holds(p.grad) and not put.unchanged(p.grad) for p, put in self._partial.items()
+            ):
+                self._give_up(
+                    "its gradients were changed (clipped, unscaled) before they were exchanged, since fewer backward "
+                    "passes than backward_passes_per_step came before the step: call optimizer.synchronize() first"
+                )
             self.synchronize()
             return None
         return (optimizer, self._averaged(closure), *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
     def _averaged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def averaged() -> Any:
-            self._synced, self._versions = False, {}
             loss = closure()
             self.synchronize()
+            self._applied()
             if self.grace.world_size == 1 or loss is None:
                 return loss
-            value = torch.as_tensor(loss, dtype=torch.float32).detach().reshape(1)
+            value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+            value = value if value.is_floating_point() else value.to(torch.float32)
+            value = value.to(next(iter(self._parameters.values())).device).reshape(1)
             ((mean,),) = self.grace.transport.start([Reduce((value,), "mean")], "loss")()
             return mean.reshape(()) if isinstance(loss, torch.Tensor) else mean.item()
 
         return averaged
 
+    def _applied(self) -> None:
+        if self.grace.provisional:
+            self.grace.commit()
+            self.grace.tune()
+
     def _after_step(self, *_: Any) -> None:
-        self._synced, self._passes = False, 0
-        self._versions = {}
+        if self.grace.paused:
+            return
+        self._applied()
+        for name, put in self._put.items():  # an optimizer may write to gradients
+            gradient = self._parameters[name].grad
+            if gradient is not None and put.holds(gradient):
+                self._put[name] = _Put.of(gradient)
+
+    def before_another(self, optimizer: Any) -> None:
+        """Another optimizer is about to step this one's parameters."""
+        if optimizer.param_groups is self._optimizer.param_groups:  # one inside the other, as in SAM
+            self._before_step(optimizer, (), {})
+        elif not self.grace.paused and (self.grace.provisional or self._arrived or self._task != -1):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps parameters whose gradients a DistributedOptimizer exchanges: put "
+                "this optimizer's backward passes and steps inside `with distributed.no_sync()` if they are to be each "
+                "worker's own, or step the distributed one"
+            )
+
+    def after_another(self, optimizer: Any) -> None:
+        """Another optimizer has stepped this one's parameters."""
+        if optimizer.param_groups is self._optimizer.param_groups:
+            self._after_step()
+
+
+def _watch_other_optimizers() -> None:
+    # One pair of hooks for all optimizers of the process.
+    if _watching:
+        return
+
+    def drivers(optimizer: Any) -> list[_Driver]:
+        if "_grace" in optimizer.__dict__:
+            return []
+        claims = {claimed(p) for group in optimizer.param_groups for p in group["params"]}
+        return [each.driver for each in claims if each is not None and isinstance(each.driver, _Driver)]
+
+    def before(optimizer: Any, *_: Any) -> None:
+        for driver in drivers(optimizer):
+            driver.before_another(optimizer)
+
+    def after(optimizer: Any, *_: Any) -> None:
+        for driver in drivers(optimizer):
+            driver.after_another(optimizer)
+
+    _watching.extend([register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)])
+
+
+_watching: list[Any] = []
+
+
+def _names(named: Any) -> dict[torch.Tensor, str]:
+    names: dict[torch.Tensor, str] = {}
+    owners: dict[str, torch.Tensor] = {}
+    for name, p in named or ():
+        name = plain(name)
+        if owners.setdefault(name, p) is not p:
+            raise ValueError(
+                f"two parameters are named {name!r}: names key the state, so give each module a prefix, as "
+                "named_parameters(prefix='encoder')"
+            )
+        names.setdefault(p, name)
+    return names
+
+
+def _still_there(put: _Put, gradient: torch.Tensor | None) -> bool:
+    # A mean in p.grad that was not zeroed. The same on all workers, since means are.
+    return gradient is not None and put.holds(gradient) and bool(gradient.count_nonzero())
+
+
+def _thrown_away(put: _Put, gradient: torch.Tensor | None) -> bool:
+    # Whether a gradient was removed or zeroed after a pass. One that is zero as the pass left it says nothing.
+    if gradient is None or not put.holds(gradient):
+        return True
+    return not put.unchanged(gradient) and not bool(gradient.count_nonzero())
+
+
+def _checksum(gradient: torch.Tensor) -> int:
+    data = gradient.detach()
+    data = (data.coalesce().values() if data.is_sparse else data).contiguous().reshape(-1)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]
+    return int(data.view(kind).to(torch.int64).sum())
+
+
+def _no_copy(memo: Any) -> NoReturn:
+    raise TypeError(
+        "an optimizer that averages gradients cannot be copied: the copy would train without the other workers. Copy "
+        "it before DistributedOptimizer or after grace.torch.release, or keep its state_dict()"
+    )
 
 
 def _inside_backward() -> bool:

@@ -39,6 +39,8 @@ class World:
 class LocalTransport(MessageTransport):
     """One of ``world.size`` workers in this process. Without a world: the only worker."""
 
+    lockstep = True
+
     def __init__(self, world: World | None = None, rank: int = 0):
         self._world = world or World(1)
         self._round = 0

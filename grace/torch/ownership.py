@@ -1,0 +1,89 @@
+"""Which integration drives a parameter or a Grace: one at a time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from grace.pipeline import Grace
+
+OPTIMIZER, HOOK = "DistributedOptimizer", "ddp_hook"
+
+
+class Claim:
+    """An integration's hold on parameters, until it is released."""
+
+    def __init__(self, grace: Grace, kind: str, driver: Any):
+        self.kind = kind
+        self.released = ""
+        """Why it holds no longer."""
+        self.hooks: list[Any] = []
+        """Handles of hooks; removed with the claim."""
+        self._grace, self._driver = weakref.ref(grace), weakref.ref(driver)
+
+    @property
+    def driver(self) -> Any:
+        """Who made the claim; None where Python has collected it."""
+        return self._driver()
+
+    @property
+    def grace(self) -> Grace | None:
+        """The Grace that it drives."""
+        return self._grace()
+
+    def release(self, why: str) -> None:
+        """Remove the hooks. ``why``: for the error of an integration that is used nevertheless."""
+        self.released = why
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+
+_parameters: Any = WeakTensorKeyDictionary()
+_graces: weakref.WeakKeyDictionary[Grace, Claim] = weakref.WeakKeyDictionary()
+
+
+def claimed(p: torch.Tensor) -> Claim | None:
+    """The claim on a parameter, if there is one."""
+    claim: Claim | None = _parameters.get(p)
+    return None if claim is None or claim.released else claim
+
+
+def claim(grace: Grace, parameters: Iterable[torch.Tensor], kind: str, driver: Any) -> Claim:
+    """Claim parameters and a Grace. An earlier DistributedOptimizer of the same parameters is released.
+
+    Raises ValueError where the other kind of integration drives the parameters, or where the Grace drives others.
+    """
+    parameters = list(parameters)
+    earlier = {claim for claim in map(claimed, parameters) if claim is not None}
+    if any(each.kind != kind for each in earlier):
+        raise ValueError(
+            "DistributedOptimizer and ddp_hook would both average these parameters' gradients: use one of them"
+        )
+    held = _graces.get(grace)
+    if held is not None and not held.released and held not in earlier:
+        raise ValueError(
+            f"this Grace drives the parameters of another {held.kind}: make a Grace for each optimizer, or call "
+            "grace.torch.release(optimizer) first"
+        )
+    for each in earlier:
+        each.release("its parameters were given to another DistributedOptimizer")
+        if each.grace is not None:
+            each.grace.rollback()
+    made = Claim(grace, kind, driver)
+    _graces[grace] = made
+    extend(made, parameters)
+    return made
+
+
+def extend(claim: Claim, parameters: Iterable[torch.Tensor]) -> None:
+    """Claim more parameters. Raises ValueError where another integration drives one of them."""
+    parameters = list(parameters)
+    if any(held is not None and held is not claim for held in map(claimed, parameters)):
+        raise ValueError("another DistributedOptimizer or ddp_hook drives these parameters already")
+    for p in parameters:
+        _parameters[p] = claim

@@ -65,13 +65,22 @@ def in_step(sums: Sequence[float], workers: int) -> bool:
     return failed == 0 and workers * squares == tags * tags
 
 
-def out_of_step(transport: Transport, step: int, attempt: int, failure: str) -> str:
+class OutOfStep(RuntimeError):
+    """Workers are at different steps, or some gave up the step; raised on all of them."""
+
+    everyone = False
+    """Whether all of them gave up, so that nothing but this exchange is lost."""
+
+
+def out_of_step(transport: Transport, step: int, attempt: int, failure: str) -> OutOfStep:
     """Ask all workers where they are; the error that each of them raises."""
     texts = [json.loads(text) for text in transport.exchange(json.dumps([step, attempt, failure]))]
     if failures := [f"worker {rank} gave up step {at}: {why}" for rank, (at, _, why) in enumerate(texts) if why]:
-        return "; ".join(failures) + ". No worker kept anything of this exchange"
+        error = OutOfStep("; ".join(failures) + ". No worker kept anything of this exchange")
+        error.everyone = len(failures) == len(texts)
+        return error
     places = "; ".join(f"worker {rank}: step {at}, exchange {which}" for rank, (at, which, _) in enumerate(texts))
-    return (
+    return OutOfStep(
         f"the workers are out of step ({places}), so that this exchange would average gradients of different batches. "
         "One of them made a backward pass that the others did not make, or skipped one: keep such passes inside "
         "`with optimizer.no_sync()`, and step on all workers or on none"

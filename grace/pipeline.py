@@ -784,7 +784,7 @@ class Grace:
             found, self._headers = self._headers, found
         for (step, attempt), sums in found:
             if not in_step(self.xp.to_numpy(sums[:HEADER]).tolist(), self.world_size):
-                raise RuntimeError(out_of_step(self.transport, step, attempt, self._failure))
+                raise out_of_step(self.transport, step, attempt, self._failure)
 
     def _commit(
         self, flight: Flight, flat: Mapping[Unit, Array], levels: Mapping[Unit, int]

@@ -13,6 +13,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from grace.agreement import OutOfStep
 from grace.collectives import Reduce
 from grace.core import name_of
 from grace.pipeline import MOMENTUM_TWICE, Grace
@@ -97,6 +98,10 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+SAMPLED = 4
+"""Gradients that are compared after a part of an accumulation."""
+
+
 class _Put(NamedTuple):
     """A mean that was put into ``p.grad``, to tell whether it is still there."""
 
@@ -136,6 +141,7 @@ class _Driver:
         self._local: set[torch.Tensor] = set()  # those that passes inside no_sync added to
         self._put: dict[str, _Put] = {}  # the means of the last exchange
         self._partial: dict[torch.Tensor, _Put] = {}  # gradients of an accumulation that is not exchanged yet
+        self._sample: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies of some of them
         self._looked = -1  # the backward pass before whose first gradient `_intact` was found
         self._intact: set[str] = set()  # means of the last exchange that the pass under way would add to
         self._skipped = 0
@@ -310,13 +316,16 @@ class _Driver:
         return self._task not in (-1, here) and self._nested == -1
 
     def _give_up_failed_pass(self) -> None:
-        self._task = -1
-        if self.grace.world_size > 1 and self.grace.started:
-            self._give_up("its backward pass failed, and its batch was dropped")
         if self.grace.started:
-            warnings.warn("the backward pass before this one failed: what it sent is dropped", stacklevel=3)
+            if self.grace.world_size > 1:
+                try:
+                    self._give_up("its backward pass failed, and its batch was dropped")
+                except OutOfStep as error:
+                    if not error.everyone:
+                        raise
+            self.grace.abandon()
+            warnings.warn("the backward pass before this one failed: what it sent is dropped", stacklevel=4)
         self._forget()
-        self.grace.abandon()
 
     def _give_up(self, reason: str) -> NoReturn:
         self._forget()
@@ -351,6 +360,7 @@ class _Driver:
             self.synchronize()
         else:
             self._partial = {p: _Put.of(p.grad) for p in self._arrived if p.grad is not None}
+            self._sample = _sample(self._partial)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own; means that no step has applied are discarded."""
@@ -359,11 +369,27 @@ class _Driver:
                 self._give_up_failed_pass()
             if self._nested != -1 and self.grace.started:
                 self._exchange()
+            if self._task == -1:
+                self._refuse_changed_partial()
             if self.grace.provisional:
                 self._discard()
             if self._task == -1:
                 self._forget()
         return self._zero_grad(*args, **kwargs)
+
+    def _refuse_changed_partial(self) -> None:
+        # Gradients of an accumulation that were clipped or unscaled before their exchange: each worker's by itself.
+        kept = [(p, put) for p, put in self._partial.items() if put.holds(p.grad)] if self._passes else []
+        changed = any(not put.unchanged(p.grad) for p, put in kept)
+        # GradScaler does not count its changes as a version.
+        changed = changed or any(
+            not torch.equal(_bits(p.grad), _bits(copy)) for p, copy in self._sample if p in dict(kept)
+        )
+        if changed:
+            self._give_up(
+                "its gradients were changed (clipped, unscaled) before they were exchanged, since fewer backward "
+                "passes than backward_passes_per_step came before the step: call optimizer.synchronize() first"
+            )
 
     # -- an exchange ------------------------------------------------------------------------------------------------
     def synchronize(self) -> None:
@@ -435,13 +461,7 @@ class _Driver:
         if self.grace.paused:
             return None
         if closure is None:
-            if self._passes and any(
-                put.holds(p.grad) and not put.unchanged(p.grad) for p, put in self._partial.items()
-            ):
-                self._give_up(
-                    "its gradients were changed (clipped, unscaled) before they were exchanged, since fewer backward "
-                    "passes than backward_passes_per_step came before the step: call optimizer.synchronize() first"
-                )
+            self._refuse_changed_partial()
             self.synchronize()
             return None
         return (optimizer, self._averaged(closure), *args[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
@@ -543,11 +563,20 @@ def _thrown_away(put: _Put, gradient: torch.Tensor | None) -> bool:
     return not put.unchanged(gradient) and not bool(gradient.count_nonzero())
 
 
+def _sample(gradients: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    # Copies of the smallest gradients.
+    smallest = sorted((p for p in gradients if not p.grad.is_sparse), key=torch.Tensor.numel)[:SAMPLED]
+    return [(p, p.grad.detach().clone()) for p in smallest if p.grad is not None]
+
+
 def _checksum(gradient: torch.Tensor) -> int:
+    return int(_bits(gradient).to(torch.int64).sum())
+
+
+def _bits(gradient: torch.Tensor) -> torch.Tensor:
     data = gradient.detach()
     data = (data.coalesce().values() if data.is_sparse else data).contiguous().reshape(-1)
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]
-    return int(data.view(kind).to(torch.int64).sum())
+    return data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
 
 
 def _no_copy(memo: Any) -> NoReturn:

@@ -23,7 +23,7 @@ from grace.layout import Tensor
 from grace.meter import Meter
 from grace.report import Report, TensorReport
 from grace.trace import Trace
-from grace.transports import get_transport
+from grace.transports import get_transport, known_transport
 
 __all__ = ["Edge", "Full", "Gossip", "Mixing", "PowerGossip", "edges", "neighbours"]
 
@@ -218,7 +218,8 @@ class Gossip:
     """Mixes named parameters between neighbours; one `step` after each of the optimizer's.
 
     ``mixing``: default `PowerGossip()`. ``topology``: as for `edges`. ``transport``: "horovod", "torch", "local" or a
-    Transport; default: the one that is initialised. ``seed``: of all random numbers, the same on every worker.
+    Transport; default: the one that is initialised, at the latest when it is built. ``seed``: of all random numbers,
+    the same on every worker.
     Every worker must make the same calls. Messages of all tensors travel together, one for each step of the mixing.
     """
 
@@ -230,11 +231,13 @@ class Gossip:
         seed: int = 0,
     ):
         self.mixing: Mixing = PowerGossip() if mixing is None else mixing
-        self.transport = get_transport(transport)
         if not isinstance(topology, str):
             topology = sorted(_ordered(*pair) for pair in topology)
         self.topology: Topology = topology
-        self.near = neighbours(self.topology, self.transport.size, self.transport.rank)
+        self._near: tuple[Edge, ...] | None = None
+        self._transport = known_transport(transport)
+        if self._transport is not None:
+            self.near  # noqa: B018 - raises where the topology does not fit the workers
         self.seed = seed
         self._xp: Backend | None = None
         self._tensors: dict[str, Tensor] = {}
@@ -243,6 +246,20 @@ class Gossip:
         self._flight: Flight | None = None
         self._before: dict[str, Array] = {}
         self._meter: Any = None
+
+    @property
+    def transport(self) -> Transport:
+        """Carries messages: as `grace.Grace.transport`."""
+        if self._transport is None:
+            self._transport = get_transport()
+        return self._transport
+
+    @property
+    def near(self) -> tuple[Edge, ...]:
+        """This worker's neighbours."""
+        if self._near is None:
+            self._near = neighbours(self.topology, self.transport.size, self.transport.rank)
+        return self._near
 
     @property
     def xp(self) -> Backend:
@@ -263,8 +280,9 @@ class Gossip:
             raise RuntimeError("built already: make one Gossip for all parameters, and build it once")
         if not named:
             raise ValueError("there are no parameters: pass named_parameters")
-        xp = self._xp = backend_of(next(iter(named.values())))
-        self.transport = self.transport.bind(xp)
+        xp = backend_of(next(iter(named.values())))
+        self._transport = self.transport.bind(xp)
+        self._xp = xp
         self._tensors = {name: Tensor(name, xp.shape(array), xp.dtype(array)) for name, array in named.items()}
         settings = [repr(self.mixing), str(self.topology), self.seed, [asdict(t) for t in self._tensors.values()]]
         texts = self.transport.exchange(json.dumps(settings)) if self.transport.size > 1 else []

@@ -30,6 +30,7 @@ from grace.report import Report, TensorReport, leveled
 from grace.state import check_form, complete
 from grace.trace import Trace
 from grace.transports import get_transport
+from grace.transports.local import LocalTransport, World
 
 FORMAT = 2  # of state_dict
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -99,27 +100,23 @@ class Grace:
         self,
         method: Method,
         communicator: Communicator,
-        transport: Transport,
+        transport: Transport | None,
         options: Options,
         policy: Policy | None = None,
     ):
         self.schedule = None if policy is None else Schedule(policy, method, communicator)
         """The policy at work, if there is one."""
-        self._ways: list[Way] = []
-        for each, carrier in [(method, communicator)] if self.schedule is None else self.schedule.ways:
-            each.check()
-            fitted = carrier.fitted(each, transport)
-            fitted.check(each, transport.size)
-            if fitted.scattered and options.fuse != "tensor":
-                raise ValueError(
-                    f"communicator {name_of(communicator)!r} needs the rows of each tensor apart: use fuse='tensor', "
-                    f"not {options.fuse!r}"
-                )
-            parts = (each.compressor, each.memory, fitted)
-            self._ways.append(Way(each, fitted, [name_of(part) for part in parts] == ["none", "none", "allreduce"]))
-        self.method, self.communicator, self.options = method, self._ways[0].communicator, options
+        self.method, self.options = method, options
         self._unfitted = communicator
-        self.transport = transport
+        self._ways: list[Way] = []
+        for each, _ in self._methods:
+            each.check()
+        self._transport: Transport | None = None
+        self._recorder: Recorder | None = None
+        if transport is None:
+            self._fit(None)
+        else:
+            self._settle_workers(transport)
         self.track_missing = False
         """Some gradient may be absent on some workers (None): costs 4 bytes per tensor and step."""
         self.defer_commit = False
@@ -147,7 +144,6 @@ class Grace:
         self._attempt = 0  # exchanges since the last commit
         self._failure = ""  # why this worker gives up the step under way
         self._headers: list[tuple[tuple[int, int], Array]] = []  # on a device: checked with the next exchange
-        self._recorder = Recorder(options.record, options.record_every) if options.record and self.rank == 0 else None
         self._first_step = 0  # from which on the report counts
         self._unsettled: dict[str, Tensor] = {}  # not compared with the other workers' yet
         self._prepared = False
@@ -171,6 +167,48 @@ class Grace:
         if self._xp is None:
             raise RuntimeError("call build(named_tensors) first: nothing is known about the gradients yet")
         return self._xp
+
+    @property
+    def transport(self) -> Transport:
+        """Carries messages. Where there was no group of workers at first: of the group there is when this is read.
+
+        Raises RuntimeError if the launcher asks for several workers and there is no group.
+        """
+        if self._transport is None:
+            return self._settle_workers(get_transport())
+        return self._transport
+
+    @transport.setter
+    def transport(self, transport: Transport) -> None:
+        self._transport = transport
+
+    @property
+    def _methods(self) -> Sequence[tuple[Method, Communicator]]:
+        return [(self.method, self._unfitted)] if self.schedule is None else self.schedule.ways
+
+    def _settle_workers(self, transport: Transport) -> Transport:
+        self._fit(transport)
+        if self.options.record and transport.rank == 0:
+            self._recorder = Recorder(self.options.record, self.options.record_every)
+        self._transport = transport
+        return transport
+
+    def _fit(self, transport: Transport | None) -> None:
+        # Before the workers are known: what holds for any number of them.
+        ways = []
+        for method, communicator in self._methods:
+            carrier = transport or LocalTransport(World(getattr(communicator, "node_size", 0) or 1))
+            fitted = communicator.fitted(method, carrier)
+            fitted.check(method, carrier.size)
+            if fitted.scattered and self.options.fuse != "tensor":
+                raise ValueError(
+                    f"communicator {name_of(communicator)!r} needs the rows of each tensor apart: use fuse='tensor', "
+                    f"not {self.options.fuse!r}"
+                )
+            parts = (method.compressor, method.memory, fitted)
+            ways.append(Way(method, fitted, [name_of(part) for part in parts] == ["none", "none", "allreduce"]))
+        self._ways[:] = ways
+        self.communicator = ways[0].communicator
 
     @property
     def rank(self) -> int:
@@ -230,9 +268,9 @@ class Grace:
             self._lay(new)
 
     def _bind(self, xp: Backend) -> None:
+        self.transport = self.transport.bind(xp)
         self._xp = xp
         self._kept.bind(xp)
-        self.transport = self.transport.bind(xp)
         self.transport.timeout = self.options.timeout
         if self.transport.elastic:
             for way in self._ways:

@@ -21,7 +21,7 @@ from grace.core import Combine, Compressor, Memory, Transport, name_of
 from grace.method import Method
 from grace.pipeline import Grace, Options
 from grace.policies.base import Policy
-from grace.transports import get_transport
+from grace.transports import get_transport, known_transport
 from grace.values import checked
 
 C = TypeVar("C", bound=type)
@@ -142,14 +142,18 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
     wrote, or what it holds. Worker 0's holds for all; only with a policy every worker needs it. It is made anew for
     other workers than it was made for, and for the levels of a policy, if it holds what it was made from.
 
-    ``transport``: "horovod", "torch", "local" or a Transport; default: the one that is initialised.
+    ``transport``: "horovod", "torch", "local" or a Transport; default: the one that is initialised. Where none is yet,
+    the Grace looks for its workers when it is built or its ``world_size`` is read, and raises RuntimeError then if the
+    launcher asks for several and there is still no group.
 
     Raises ValueError for an unknown name, key or value and for a combination that cannot work, naming one that does.
     """
     rest = dict(params)
-    carrier = get_transport(transport)
-    size = rest.pop("world_size", carrier.size)
-    if size != carrier.size:
+    carrier = known_transport(transport)
+    if "world_size" in rest:
+        carrier = carrier or get_transport()  # whoever says how many workers there are has made them
+    size = rest.pop("world_size", None)
+    if carrier is not None and size not in (None, carrier.size):
         raise ValueError(
             f"world_size={size!r}, but the transport has {carrier.size} worker(s): initialise Horovod or "
             "torch.distributed before grace_from_params, launch with horovodrun or torchrun, or leave world_size out"

@@ -20,6 +20,7 @@ from grace.core import Combine, Memory
 from grace.memories.residual import Residual
 from grace.pipeline import Options
 from grace.registry import REGISTRIES, Registry, communicators, compressors, memories
+from grace.transports import LAUNCHED
 from grace.transports.local import LocalTransport, World
 
 PACKAGE = Path(grace.__file__).parent
@@ -247,14 +248,23 @@ def test_unknown_transport():
 
 
 @pytest.mark.parametrize(
-    "key, call", [("WORLD_SIZE", "torch.distributed.init_process_group()"), ("HOROVOD_SIZE", "hvd.init()")]
+    "key, call",
+    [
+        ("WORLD_SIZE", "torch.distributed.init_process_group()"),
+        ("HOROVOD_SIZE", "hvd.init()"),
+        ("OMPI_COMM_WORLD_SIZE", "hvd.init()"),
+        ("PMI_SIZE", "hvd.init()"),
+        ("SLURM_STEP_NUM_TASKS", "torch.distributed.init_process_group()"),
+    ],
 )
 def test_a_launcher_without_a_transport_is_an_error(monkeypatch, key, call):
-    for name in ("WORLD_SIZE", "HOROVOD_SIZE"):
+    for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(key, "2")
-    with pytest.raises(RuntimeError, match=rf"{key}=2 asks for 2 workers.*call {re.escape(call)} before"):
-        grace_from_params({})
+    early = grace_from_params({})  # a group may still come: Lightning makes it
+    for use in (lambda: early.build({"w": np.ones(4)}), lambda: early.world_size, lambda: early.rank):
+        with pytest.raises(RuntimeError, match=rf"{key}=2 asks for 2 workers.*call {re.escape(call)}.* before"):
+            use()
     assert grace_from_params({}, "local").world_size == 1
     monkeypatch.setenv(key, "1")
     assert grace_from_params({}).world_size == 1

@@ -34,6 +34,7 @@ class HorovodTransport(Transport):
         if process_set is not None and not process_set.included():
             raise ValueError("this worker is not in the process set that it was given")
         self.elastic = elastic()
+        self._process, self._workers = os.getpid(), initialised[0].size()
         self.rank = initialised[0].rank() if process_set is None else process_set.rank()
         self.size = initialised[0].size() if process_set is None else process_set.size()
 
@@ -52,7 +53,10 @@ class HorovodTransport(Transport):
         hvd = importlib.import_module(f"horovod.{xp.name}")
         if not hvd.is_initialized():
             raise RuntimeError(f"Horovod is initialised for another toolkit: call horovod.{xp.name}.init() too")
-        return kinds[xp.name](xp, hvd, self._process_set or hvd.global_process_set, self.rank, self.size)
+        bound = kinds[xp.name](xp, hvd, self._process_set or hvd.global_process_set, self.rank, self.size)
+        bound._process, bound._workers = self._process, self._workers
+        bound.check_workers()
+        return bound
 
     def start(self, collectives: Any, name: str) -> Any:
         raise RuntimeError("bind the transport to a backend first: HorovodTransport().bind(xp)")
@@ -74,8 +78,22 @@ class _BoundHorovod(MessageTransport):
     def __init__(self, xp: Any, hvd: Any, process_set: Any, rank: int, size: int):
         self.xp, self.rank, self.size, self.elastic = xp, rank, size, elastic()
         self._hvd, self._process_set = hvd, process_set
+        self._process, self._workers = os.getpid(), hvd.size()
         self._ops = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
         events.settle(polling=True)
+
+    def check_workers(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this Grace was made for the Horovod job of another process, from which this one was forked: call "
+                "hvd.init() and make the Grace in this process"
+            )
+        size = self._hvd.size() if self._hvd.is_initialized() else 0
+        if size != self._workers:
+            raise RuntimeError(
+                f"this Grace was made for {self._workers} workers of Horovod, and now there are {size}: after "
+                "hvd.shutdown() and hvd.init() call grc.reset(), or make a new Grace"
+            )
 
     def root(self, rank: int) -> int:
         """The rank among all workers, which Horovod wants also within a process set."""

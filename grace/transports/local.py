@@ -7,6 +7,7 @@ from typing import Any
 
 from grace.collectives import AllToAll, Collective, arrays_of
 from grace.core import Array, Transport
+from grace.transports import group_size
 from grace.transports.messages import MessageTransport, Wait
 
 
@@ -122,3 +123,19 @@ class LocalTransport(MessageTransport):
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         wait = self._post(name, buffers)
         return lambda: [sent[self.rank] for sent in wait()]
+
+
+class SingleWorker(LocalTransport):
+    """The only worker, because no group was there when workers were looked for."""
+
+    def bind(self, xp: Any) -> Transport:
+        self.check_workers()
+        return super().bind(xp)
+
+    def check_workers(self) -> None:
+        if (size := group_size()) > 1:
+            raise RuntimeError(
+                f"this Grace looked for its workers before there was a group, so it is alone beside a group of {size}: "
+                "initialise Horovod or torch.distributed before the optimizer is wrapped, tensors are built or "
+                "world_size is read; grc.reset() goes on with the group. transport='local' trains this worker by itself"
+            )

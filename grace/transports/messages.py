@@ -88,7 +88,11 @@ class MessageTransport(Transport):
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         """``buffers[d]`` goes to worker d. Wait gives a list of what came from each, ``sizes[w]`` bytes from w."""
 
+    def check_workers(self) -> None:
+        """Raise RuntimeError if the workers are no longer those that this was made for. Called in each round."""
+
     def start(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
+        self.check_workers()
         groups: dict[str, list[int]] = {}
         for index, collective in enumerate(collectives):
             groups.setdefault(collective.group, []).append(index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -59,11 +60,27 @@ class TorchDistributedTransport(MessageTransport):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this worker is not in the process group that it was given")
+        self._world = weakref.ref(dist.group.WORLD)
+        self._process = os.getpid()
         self._passes = PASSES.setdefault(dist.group.WORLD if group is None else group, itertools.count())
         if self._gloo is not None:
             events.settle()
 
+    def check_workers(self) -> None:
+        world = dist.group.WORLD
+        if world is None or world is not self._world():
+            raise RuntimeError(
+                "the process group that this Grace was made for is gone: after destroy_process_group() and "
+                "init_process_group() call grc.reset(), or make a new Grace"
+            )
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this Grace was made for the process group of another process, from which this one was forked: "
+                "initialise torch.distributed and make the Grace in this process"
+            )
+
     def bind(self, xp: Any) -> Transport:
+        self.check_workers()
         if xp.name != "torch":
             raise TypeError(
                 f"transport 'torch' carries PyTorch tensors, not {xp.name} arrays; use 'horovod' or 'local'"

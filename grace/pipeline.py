@@ -151,6 +151,17 @@ class Grace:
         self._waiting: Callable[[], None] | None = None  # a checkpoint that came before the tensors
         self._clear()
 
+    def __deepcopy__(self, memo: Any) -> Grace:
+        """A Grace of the same settings, workers and state, with tensors and a count of its own."""
+        copy = Grace(self.method, self._unfitted, self._transport, self.options, self._policy)
+        if self._xp is not None:
+            copy.load_state_dict(self.state_dict())
+        return copy
+
+    def __reduce__(self) -> Any:
+        # Settings alone: state is each worker's own (`state_dict`), and a group of workers is found where it is loaded.
+        return Grace, (self.method, self._unfitted, None, self.options, self._policy)
+
     def _clear(self) -> None:
         self._kept.drop()  # what is not kept by now is of a step that does not count
         self._gradients: dict[str, Array | None] = {}

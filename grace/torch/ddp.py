@@ -9,6 +9,7 @@ import torch
 
 from grace.pipeline import Grace
 from grace.torch.gradients import dense, plain
+from grace.torch.ownership import HOOK, Claim, claim, claimed, extend
 
 
 def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -21,7 +22,12 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """
     if grace.options.fuse != "tensor":
         raise ValueError(f"fuse={grace.options.fuse!r} does not fit DDP, which rebuilds its buckets: use fuse='tensor'")
+    if grace.paused:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
     book = _books.setdefault(grace, _Book())
+    book.hold(grace, bucket.parameters())
     grace.track_missing = True  # of parameters that no worker uses DDP drops the mean: their state must stay
     parameters = {book.name(p): p for p in bucket.parameters()}
     buffer = bucket.buffer()
@@ -74,8 +80,19 @@ class _Book:
 
     def __init__(self) -> None:
         self.names: dict[torch.Tensor, str] = {}
+        self.claim: Claim | None = None
         self.waiting: list[_Arrived] = []
         self.launched = 0  # of those that wait
+
+    def hold(self, grace: Grace, parameters: list[torch.Tensor]) -> None:
+        """Claim parameters that are new; raises where another integration drives them."""
+        if self.claim is not None and self.claim.released:
+            raise RuntimeError(f"this model's ddp_hook does not average gradients any more: {self.claim.released}")
+        if new := [p for p in parameters if claimed(p) is not self.claim or self.claim is None]:
+            if self.claim is None:
+                self.claim = claim(grace, new, HOOK, self)
+            else:
+                extend(self.claim, new)
 
     def name(self, p: torch.Tensor) -> str:
         return self.names.setdefault(p, f"parameter{len(self.names)}")

@@ -71,7 +71,7 @@ def claim(grace: Grace, parameters: Iterable[torch.Tensor], kind: str, driver: A
             "grace.torch.release(optimizer) first"
         )
     for each in earlier:
-        each.release("its parameters were given to another DistributedOptimizer")
+        each.release(f"its parameters were given to another {kind}")
         if each.grace is not None:
             each.grace.rollback()
     made = Claim(grace, kind, driver)

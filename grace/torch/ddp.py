@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 
 from grace.pipeline import Grace
 from grace.torch.gradients import dense, plain
 from grace.torch.ownership import HOOK, Claim, claim, claimed, extend
+from grace.torch.provisional import Sample, nonzero
 
 
 def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Communication hook: ``ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)``.
+
+    An exchange is provisional until an optimizer steps. Where its means are thrown away instead (a GAN's generator loss
+    goes through the discriminator; a loss scaler skips the step), residuals are as if it had never been.
 
     State is kept by parameter, so DDP may rebuild its buckets. A bucket's first round travels while the backward pass
     goes on; rounds after it follow when the last bucket is there, in the same order on all workers. In the first pass
@@ -28,6 +32,9 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         return done
     book = _books.setdefault(grace, _Book())
     book.hold(grace, bucket.parameters())
+    grace.defer_commit = True
+    if grace.provisional and not book.waiting:
+        book.applied()  # gradients that are added to its means count with these
     grace.track_missing = True  # of parameters that no worker uses DDP drops the mean: their state must stay
     parameters = {book.name(p): p for p in bucket.parameters()}
     buffer = bucket.buffer()
@@ -51,7 +58,7 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
                     view.copy_(mean)
             sparse = arrived.buffer.is_sparse
             arrived.future.set_result(next(iter(arrived.views.values())).to_sparse(1) if sparse else arrived.buffer)
-        grace.tune()
+        book.before.take(book.names, lambda p: p)
     return future
 
 
@@ -83,16 +90,50 @@ class _Book:
         self.claim: Claim | None = None
         self.waiting: list[_Arrived] = []
         self.launched = 0  # of those that wait
+        self.before = Sample()  # of the parameters at the last exchange
 
     def hold(self, grace: Grace, parameters: list[torch.Tensor]) -> None:
         """Claim parameters that are new; raises where another integration drives them."""
         if self.claim is not None and self.claim.released:
             raise RuntimeError(f"this model's ddp_hook does not average gradients any more: {self.claim.released}")
-        if new := [p for p in parameters if claimed(p) is not self.claim or self.claim is None]:
-            if self.claim is None:
-                self.claim = claim(grace, new, HOOK, self)
-            else:
-                extend(self.claim, new)
+        new = [p for p in parameters if self.claim is None or claimed(p) is not self.claim]
+        if not new:
+            return
+        if self.claim is None:
+            self.claim = claim(grace, new, HOOK, self)
+        else:
+            extend(self.claim, new)
+        arriving = WeakMethod(self._before_accumulation)
+
+        def before_accumulation(gradient: torch.Tensor) -> None:
+            if (handle := arriving()) is not None:
+                handle()
+
+        self.claim.hooks += [p.register_hook(before_accumulation) for p in new]
+
+    def _before_accumulation(self) -> None:
+        # Before the first gradient of a pass is added: are the means of an exchange that no step applied still there?
+        grace = None if self.claim is None else self.claim.grace
+        if grace is None or not grace.provisional or self.waiting:
+            return
+        if self.before.changed:  # by hand, not by an optimizer
+            self.applied()
+        elif not any(nonzero(p.grad) for p in self.names):
+            grace.rollback()
+
+    def applied(self) -> None:
+        """The means of the last exchange count."""
+        grace = None if self.claim is None else self.claim.grace
+        if grace is not None and grace.provisional:
+            grace.commit()
+            grace.tune()
+
+    def before_another(self, optimizer: Any) -> None:
+        """An optimizer is about to step these parameters."""
+
+    def after_another(self, optimizer: Any) -> None:
+        """An optimizer has stepped these parameters."""
+        self.applied()
 
     def name(self, p: torch.Tensor) -> str:
         return self.names.setdefault(p, f"parameter{len(self.names)}")

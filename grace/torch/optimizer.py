@@ -7,18 +7,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
-from weakref import WeakMethod, ref
+from typing import Any, NoReturn
+from weakref import WeakMethod
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from grace.agreement import OutOfStep
 from grace.collectives import Reduce
 from grace.core import name_of
 from grace.pipeline import MOMENTUM_TWICE, Grace
 from grace.torch.gradients import dense, plain
-from grace.torch.ownership import OPTIMIZER, claim, claimed, extend
+from grace.torch.ownership import OPTIMIZER, claim, extend
+from grace.torch.provisional import Put, Sample, checksum, nonzero
 
 
 def DistributedOptimizer(
@@ -98,30 +98,6 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-SAMPLED = 4
-"""Gradients that are compared after a part of an accumulation."""
-
-
-class _Put(NamedTuple):
-    """A mean that was put into ``p.grad``, to tell whether it is still there."""
-
-    gradient: ref[torch.Tensor]
-    version: int
-    address: int
-
-    @classmethod
-    def of(cls, gradient: torch.Tensor) -> _Put:
-        return cls(ref(gradient), gradient._version, gradient.data_ptr() if gradient.layout == torch.strided else 0)
-
-    def holds(self, gradient: torch.Tensor | None) -> bool:
-        """Whether it is this tensor, perhaps changed in place, as clipping does."""
-        return gradient is not None and self.gradient() is gradient and self.address == _Put.of(gradient).address
-
-    def unchanged(self, gradient: torch.Tensor | None) -> bool:
-        """Whether nothing was written to it."""
-        return self.holds(gradient) and gradient is not None and gradient._version == self.version
-
-
 class _Driver:
     """Drives a Grace from the hooks of an optimizer and its parameters.
 
@@ -139,9 +115,10 @@ class _Driver:
         self._began = 0.0
         self._arrived: set[torch.Tensor] = set()  # parameters whose gradients wait for the exchange
         self._local: set[torch.Tensor] = set()  # those that passes inside no_sync added to
-        self._put: dict[str, _Put] = {}  # the means of the last exchange
-        self._partial: dict[torch.Tensor, _Put] = {}  # gradients of an accumulation that is not exchanged yet
-        self._sample: list[tuple[torch.Tensor, torch.Tensor]] = []  # copies of some of them
+        self._put: dict[str, Put] = {}  # the means of the last exchange
+        self._partial: dict[torch.Tensor, Put] = {}  # gradients of an accumulation that is not exchanged yet
+        self._sample = Sample()  # of these gradients
+        self._parameters_before = Sample()  # at the last exchange
         self._looked = -1  # the backward pass before whose first gradient `_intact` was found
         self._intact: set[str] = set()  # means of the last exchange that the pass under way would add to
         self._skipped = 0
@@ -172,7 +149,6 @@ class _Driver:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        _watch_other_optimizers()
 
     @property
     def _passes_per_step(self) -> int:
@@ -252,13 +228,19 @@ class _Driver:
 
     # -- a backward pass --------------------------------------------------------------------------------------------
     def _before_accumulation(self) -> None:
-        # Before the first gradient of a pass is added: which means of an exchange that no step applied are still there?
-        # Runs in torch.autograd.grad too, which adds nothing: it may only look.
+        # Before the first gradient of a pass is added: are the means of an exchange that no step applied still there?
+        # Runs in torch.autograd.grad too, which adds nothing.
         task = torch._C._current_graph_task_id()
         if task == self._looked or not self.grace.provisional or task in (self._task, self._nested):
             return
         self._looked = task
-        self._intact = {name for name, put in self._put.items() if _still_there(put, self._parameters[name].grad)}
+        intact = {n for n, put in self._put.items() if put.holds(g := self._parameters[n].grad) and nonzero(g)}
+        if self._parameters_before.changed:  # by hand, not by an optimizer
+            self._applied()
+            intact = set()
+        elif gone := self._put.keys() - intact:
+            self._discard(gone if intact else None)
+        self._intact = intact
 
     def _on_gradient(self, p: torch.Tensor) -> None:
         if self.grace.paused:
@@ -298,12 +280,7 @@ class _Driver:
             return
         if self._failed:
             self._give_up_failed_pass()
-        if self.grace.provisional:
-            if self._looked != task:
-                self._intact = set()
-            if gone := self._put.keys() - self._intact:
-                self._discard(gone if self._intact else None)
-        elif self._passes and all(_thrown_away(put, p.grad) for p, put in self._partial.items()):
+        if self._passes and all(put.thrown_away(p.grad) for p, put in self._partial.items()):
             self._forget()
         self._task = task
         self._began = time.perf_counter()
@@ -332,7 +309,9 @@ class _Driver:
         self.grace.abort(reason)
 
     def _discard(self, names: Iterable[str] | None = None) -> None:
-        # Means that no step applied, all or some.
+        # Means that no step applied, all or some. An update by hand is a step.
+        if self._parameters_before.changed:
+            return self._applied()
         names = list(self._put) if names is None else list(names)
         if all(name in names for name in self._put):
             self.grace.rollback()
@@ -359,8 +338,8 @@ class _Driver:
         if self._passes >= self._passes_per_step:
             self.synchronize()
         else:
-            self._partial = {p: _Put.of(p.grad) for p in self._arrived if p.grad is not None}
-            self._sample = _sample(self._partial)
+            self._partial = {p: Put.of(p.grad) for p in self._arrived if p.grad is not None}
+            self._sample.take(self._partial, lambda p: p.grad)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own; means that no step has applied are discarded."""
@@ -380,12 +359,8 @@ class _Driver:
     def _refuse_changed_partial(self) -> None:
         # Gradients of an accumulation that were clipped or unscaled before their exchange: each worker's by itself.
         kept = [(p, put) for p, put in self._partial.items() if put.holds(p.grad)] if self._passes else []
-        changed = any(not put.unchanged(p.grad) for p, put in kept)
         # GradScaler does not count its changes as a version.
-        changed = changed or any(
-            not torch.equal(_bits(p.grad), _bits(copy)) for p, copy in self._sample if p in dict(kept)
-        )
-        if changed:
+        if any(not put.unchanged(p.grad) for p, put in kept) or (kept and self._sample.changed):
             self._give_up(
                 "its gradients were changed (clipped, unscaled) before they were exchanged, since fewer backward "
                 "passes than backward_passes_per_step came before the step: call optimizer.synchronize() first"
@@ -417,7 +392,7 @@ class _Driver:
         # (p.grad = p.grad / 2). Others are of a batch.
         if self.grace.world_size == 1:
             return False
-        sums = [_checksum(p.grad) for p in parameters if p.grad is not None]
+        sums = [checksum(p.grad) for p in parameters if p.grad is not None]
         return len(set(self.grace.transport.exchange(repr(sums)))) == 1
 
     def _exchange(self) -> None:
@@ -441,7 +416,8 @@ class _Driver:
             elif mean.data_ptr() != p.grad.data_ptr():
                 with torch.no_grad():
                     p.grad.copy_(mean)
-            self._put[name] = _Put.of(p.grad)
+            self._put[name] = Put.of(p.grad)
+        self._parameters_before.take((self._parameters[name] for name in self._put), lambda p: p)
         for each in (self._arrived, self._local, self._partial, self._intact):
             each.clear()
         if torch._C._current_graph_task_id() == -1:
@@ -493,7 +469,7 @@ class _Driver:
         for name, put in self._put.items():  # an optimizer may write to gradients
             gradient = self._parameters[name].grad
             if gradient is not None and put.holds(gradient):
-                self._put[name] = _Put.of(gradient)
+                self._put[name] = Put.of(gradient)
 
     def before_another(self, optimizer: Any) -> None:
         """Another optimizer is about to step this one's parameters."""
@@ -512,31 +488,6 @@ class _Driver:
             self._after_step()
 
 
-def _watch_other_optimizers() -> None:
-    # One pair of hooks for all optimizers of the process.
-    if _watching:
-        return
-
-    def drivers(optimizer: Any) -> list[_Driver]:
-        if "_grace" in optimizer.__dict__:
-            return []
-        claims = {claimed(p) for group in optimizer.param_groups for p in group["params"]}
-        return [each.driver for each in claims if each is not None and isinstance(each.driver, _Driver)]
-
-    def before(optimizer: Any, *_: Any) -> None:
-        for driver in drivers(optimizer):
-            driver.before_another(optimizer)
-
-    def after(optimizer: Any, *_: Any) -> None:
-        for driver in drivers(optimizer):
-            driver.after_another(optimizer)
-
-    _watching.extend([register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)])
-
-
-_watching: list[Any] = []
-
-
 def _names(named: Any) -> dict[torch.Tensor, str]:
     names: dict[torch.Tensor, str] = {}
     owners: dict[str, torch.Tensor] = {}
@@ -549,34 +500,6 @@ def _names(named: Any) -> dict[torch.Tensor, str]:
             )
         names.setdefault(p, name)
     return names
-
-
-def _still_there(put: _Put, gradient: torch.Tensor | None) -> bool:
-    # A mean in p.grad that was not zeroed. The same on all workers, since means are.
-    return gradient is not None and put.holds(gradient) and bool(gradient.count_nonzero())
-
-
-def _thrown_away(put: _Put, gradient: torch.Tensor | None) -> bool:
-    # Whether a gradient was removed or zeroed after a pass. One that is zero as the pass left it says nothing.
-    if gradient is None or not put.holds(gradient):
-        return True
-    return not put.unchanged(gradient) and not bool(gradient.count_nonzero())
-
-
-def _sample(gradients: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    # Copies of the smallest gradients.
-    smallest = sorted((p for p in gradients if not p.grad.is_sparse), key=torch.Tensor.numel)[:SAMPLED]
-    return [(p, p.grad.detach().clone()) for p in smallest if p.grad is not None]
-
-
-def _checksum(gradient: torch.Tensor) -> int:
-    return int(_bits(gradient).to(torch.int64).sum())
-
-
-def _bits(gradient: torch.Tensor) -> torch.Tensor:
-    data = gradient.detach()
-    data = (data.coalesce().values() if data.is_sparse else data).contiguous().reshape(-1)
-    return data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
 
 
 def _no_copy(memo: Any) -> NoReturn:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from grace.pipeline import Grace
@@ -77,6 +78,7 @@ def claim(grace: Grace, parameters: Iterable[torch.Tensor], kind: str, driver: A
     made = Claim(grace, kind, driver)
     _graces[grace] = made
     extend(made, parameters)
+    _watch_optimizers()
     return made
 
 
@@ -87,3 +89,28 @@ def extend(claim: Claim, parameters: Iterable[torch.Tensor]) -> None:
         raise ValueError("another DistributedOptimizer or ddp_hook drives these parameters already")
     for p in parameters:
         _parameters[p] = claim
+
+
+def _watch_optimizers() -> None:
+    # One pair of hooks for all optimizers of the process: those that are not distributed may step the same parameters.
+    if _watching:
+        return
+
+    def drivers(optimizer: Any) -> list[Any]:
+        if "_grace" in optimizer.__dict__:
+            return []
+        claims = {claimed(p) for group in optimizer.param_groups for p in group["params"]}
+        return [each.driver for each in claims if each is not None and each.driver is not None]
+
+    def before(optimizer: Any, *_: Any) -> None:
+        for driver in drivers(optimizer):
+            driver.before_another(optimizer)
+
+    def after(optimizer: Any, *_: Any) -> None:
+        for driver in drivers(optimizer):
+            driver.after_another(optimizer)
+
+    _watching.extend([register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)])
+
+
+_watching: list[Any] = []

@@ -32,6 +32,14 @@ def fsdp(model: nn.Module, grace: Grace | None = None, replicas: Grace | None = 
     worker must make this call, after `fully_shard` and before the first backward pass. Raises TypeError for a model
     without FSDP2 modules, ValueError for a Grace that does not fit.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model is needed, not {type(model).__name__}: grace.torch.fsdp(model, grace=grc)")
+    for each in (grace, replicas):
+        if each is not None and not isinstance(each, Grace):
+            raise TypeError(
+                f"a Grace is needed, not {type(each).__name__}: make one with grace_from_params({{'compressor': ..., "
+                "'communicator': 'reducescatter'})"
+            )
     modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     if not modules:
         raise TypeError("the model has no FSDP2 module: call torch.distributed.fsdp.fully_shard on it first")

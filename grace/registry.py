@@ -148,6 +148,7 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
 
     Raises ValueError for an unknown name, key or value and for a combination that cannot work, naming one that does.
     """
+    _check_params(params)
     rest = dict(params)
     carrier = known_transport(transport)
     if "world_size" in rest:
@@ -171,6 +172,15 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
         parts = [part for part in (compressor, memory, communicator, policy) if part is not None]
         raise ValueError(_unknown_key(next(iter(rest)), *parts))
     return Grace(Method(compressor, memory), communicator, carrier, options, policy)
+
+
+def _check_params(params: Any) -> None:
+    if isinstance(params, Mapping):
+        if odd := [key for key in params if not isinstance(key, str)]:
+            raise TypeError(f"the keys of params are names, but {odd[0]!r} is {type(odd[0]).__name__}")
+        return
+    example = {"compressor": params if isinstance(params, str) else "topk"}
+    raise TypeError(f"params is a dictionary, not {params!r:.80}: grace_from_params({example!r})")
 
 
 def method_from_params(params: Mapping[str, Any]) -> Method:

@@ -46,7 +46,7 @@ def simulate(
 
     An absent gradient is left out of its worker's dictionary, or None.
     """
-    first = gradients[0]
+    first = _first(gradients)
     sequence: list[Any] = [gradients] if isinstance(first, Mapping) else list(gradients)
     sequence = [[{n: g for n, g in worker.items() if g is not None} for worker in workers] for workers in sequence]
     world, xp = World(len(sequence[0])), get_backend(backend)
@@ -69,6 +69,18 @@ def simulate(
         if steps_per_epoch and (step + 1) % steps_per_epoch == 0:
             end_epoch(graces)
     return Simulation(history[-1], history, graces[0].report(), [grace.state_dict() for grace in graces])
+
+
+def _first(gradients: Any) -> Any:
+    # What is of the first worker, or of all workers in the first step.
+    first = gradients[0] if isinstance(gradients, Sequence) and len(gradients) else None
+    each = first[0] if isinstance(first, Sequence) and len(first) else first
+    if not isinstance(each, Mapping):
+        raise TypeError(
+            "gradients is a list with a dictionary for each worker, as [{'w': array}, {'w': array}], or a list over "
+            f"steps of such lists, not {type(gradients).__name__} of {type(each).__name__}"
+        )
+    return first
 
 
 def end_epoch(graces: Sequence[Grace], lr: float | None = None, next_lr: float | None = None) -> None:

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, WeakMethod
 import torch
 
 from grace.pipeline import Grace
+from grace.torch.checks import check_grace
 from grace.torch.gradients import dense, plain
 from grace.torch.ownership import HOOK, Claim, claim, claimed, extend
 from grace.torch.provisional import Sample, nonzero
@@ -24,6 +25,7 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     all of them wait for the last bucket: only then are all tensors known. Call `name_parameters` first if state is to
     be saved under the model's names: DDP tells a hook none.
     """
+    check_grace(grace, "ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)")
     if grace.options.fuse != "tensor":
         raise ValueError(f"fuse={grace.options.fuse!r} does not fit DDP, which rebuilds its buckets: use fuse='tensor'")
     if grace.paused:
@@ -68,7 +70,10 @@ ddp_hook.__annotations__.clear()
 
 def name_parameters(grace: Grace, model: torch.nn.Module) -> None:
     """Let `ddp_hook` know a model's parameters by their names. Call it before the first backward pass."""
+    check_grace(grace, "grace.torch.name_parameters(grc, model)")
     model = getattr(model, "module", model)
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"a model is needed, not {type(model).__name__}: grace.torch.name_parameters(grc, model)")
     _books.setdefault(grace, _Book()).names = {p: plain(name) for name, p in model.named_parameters()}
 
 

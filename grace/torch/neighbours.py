@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from grace.gossip import Gossip
+from grace.torch.checks import check_optimizer, check_parameters, check_unique, named_pairs
 
 
 def gossip(
@@ -16,9 +17,16 @@ def gossip(
     """Mix parameters between neighbours after each step of an optimizer. Returns the optimizer that was passed in.
 
     Gradients stay each worker's own. ``named_parameters``: as ``model.named_parameters()``; without them parameters are
-    numbered in the optimizer's order. Every worker must make this call, and start from the same parameters.
+    numbered in the optimizer's order. Every worker must make this call, and start from the same parameters. Raises
+    TypeError and ValueError as `DistributedOptimizer` for arguments and parameters of other kinds.
     """
-    names = {p: name for name, p in named_parameters or ()}
+    check_optimizer(optimizer, "grace.torch.gossip(optimizer, gossip)")
+    if not isinstance(gossip, Gossip):
+        raise TypeError(f"a grace.gossip.Gossip is needed, not {type(gossip).__name__}: gossip(optimizer, Gossip())")
+    pairs = named_pairs(named_parameters)
+    check_parameters(optimizer, pairs)
+    names = {p: name for name, p in pairs or ()}
+    check_unique(pairs)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     named = {names.setdefault(p, f"parameter{number}"): p for number, p in enumerate(parameters)}
     gossip.build(named)

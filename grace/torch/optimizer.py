@@ -16,6 +16,15 @@ from grace.agreement import OutOfStep
 from grace.collectives import Reduce
 from grace.core import name_of
 from grace.pipeline import MOMENTUM_TWICE, Grace
+from grace.torch.checks import (
+    check_grace,
+    check_horovod,
+    check_optimizer,
+    check_parameter,
+    check_parameters,
+    check_passes,
+    named_pairs,
+)
 from grace.torch.gradients import dense, plain
 from grace.torch.ownership import OPTIMIZER, claim, extend
 from grace.torch.provisional import Put, Sample, checksum, nonzero
@@ -27,13 +36,13 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     backward_passes_per_step: int = 1,
     *,
-    compression: None = None,
+    compression: Any = None,
     op: Any = "average",
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: None = None,
     sparse_as_dense: bool = False,
-    process_set: None = None,
+    process_set: Any = None,
 ) -> torch.optim.Optimizer:
     """Let an optimizer step with gradients averaged over all workers. Returns the optimizer that was passed in.
 
@@ -51,23 +60,19 @@ def DistributedOptimizer(
     parameters are numbered in the optimizer's order.
     ``backward_passes_per_step``: gradients of so many passes add up before they are exchanged, once; so many times
     ``grace.decision.micro_steps``, which a policy may change.
-    The other arguments are Horovod's. What GRACE does elsewhere is refused with the place: it is not ignored.
+    The other arguments are Horovod's. Its defaults are accepted, also by its names (``op=hvd.Average``,
+    ``compression=hvd.Compression.none``, ``process_set=hvd.global_process_set`` or that of the Grace's transport). What
+    GRACE does elsewhere is refused with the place: it is not ignored.
 
     Every worker must make this call: the workers compare their parameters, and all raise ValueError if they differ.
+    Raises TypeError for other kinds of arguments and of parameters (shards, subclasses, integers), naming the remedy.
     """
-    remedies = {
-        "compression": (compression, None, "name the method in grace_from_params"),
-        "op": (_op_name(op), "average", "GRACE averages"),
-        "gradient_predivide_factor": (gradient_predivide_factor, 1.0, "scale the loss"),
-        "num_groups": (num_groups, 0, "set bucket_mb in grace_from_params"),
-        "groups": (groups, None, "set bucket_mb in grace_from_params"),
-        "process_set": (process_set, None, "grace_from_params(..., transport=HorovodTransport(process_set))"),
-    }
-    for key, (value, allowed, remedy) in remedies.items():
-        if value != allowed:
-            raise ValueError(f"{key}={value!r} is not for GRACE's DistributedOptimizer: {remedy}")
-    if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step={backward_passes_per_step!r} must be at least 1")
+    check_optimizer(optimizer)
+    check_grace(grace, "DistributedOptimizer(optimizer, grace=grc)")
+    check_horovod(grace, compression, op, gradient_predivide_factor, num_groups, groups, process_set)
+    check_passes(backward_passes_per_step)
+    named_parameters = named_pairs(named_parameters)
+    check_parameters(optimizer, named_parameters)
     if hasattr(optimizer, "_grace"):
         raise ValueError("this optimizer is distributed already: wrap it once")
     driver = _Driver(optimizer, grace, named_parameters, backward_passes_per_step)
@@ -168,6 +173,8 @@ class _Driver:
     def _adopt(self) -> None:
         # Parameters that are new: all at first, later those of added groups or unfrozen ones.
         if unknown := [p for p in self._all() if p not in self._known]:
+            for p in unknown:
+                check_parameter(self._names.get(p, "an added parameter"), p)
             extend(self._claim, unknown)
             for p in unknown:
                 self._hook(p)
@@ -520,15 +527,6 @@ def _inside_backward() -> bool:
 
 
 _FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
-
-
-def _op_name(op: Any) -> str:
-    # Horovod's Average is an object of its own; its integer is not ours to know.
-    return (
-        "average"
-        if op in ("average", None) or getattr(op, "__name__", str(op)).lower().endswith("average")
-        else str(op)
-    )
 
 
 @contextmanager

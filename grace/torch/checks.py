@@ -1,0 +1,194 @@
+"""What users hand to the integrations, checked before anything is sent: errors in their words, with the remedy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from grace.pipeline import FLOATS, Grace
+from grace.transports import loaded_horovod
+
+
+def check_grace(grace: Any, call: str) -> None:
+    """Raise TypeError unless it is a Grace. ``call``: the right one, for the message."""
+    if isinstance(grace, Grace):
+        return
+    if isinstance(grace, str | Mapping):
+        params = {"compressor": grace} if isinstance(grace, str) else dict(grace)
+        raise TypeError(f"a Grace is needed, not {grace!r}: grc = grace.grace_from_params({params!r}), then {call}")
+    raise TypeError(f"a Grace is needed, not {_kind(grace)}: make one with grace.grace_from_params, then {call}")
+
+
+def check_optimizer(optimizer: Any, call: str = "DistributedOptimizer(optimizer, grace=grc)") -> None:
+    """Raise TypeError unless it is an optimizer of PyTorch that has its own step. ``call``: the right one."""
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(optimizer, type):
+        raise TypeError(f"{optimizer.__name__} is a class: make an optimizer of it first, then {call}")
+    if isinstance(optimizer, Grace):
+        raise TypeError(f"the arguments are swapped: {call}")
+    if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+        raise TypeError(f"{_kind(optimizer)} schedules learning rates: pass the optimizer that it was made for")
+    if isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return
+    if isinstance(inner, torch.optim.Optimizer):
+        raise TypeError(f"{_kind(optimizer)} wraps an optimizer: pass the inner one, optimizer.optimizer")
+    if type(optimizer).__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow"):
+        raise TypeError(f"{_kind(optimizer)} is Keras's: use grace.tensorflow.DistributedOptimizer")
+    raise TypeError(f"a torch.optim.Optimizer is needed, not {_kind(optimizer)}: {call}")
+
+
+def named_pairs(named: Any) -> list[tuple[str, torch.Tensor]] | None:
+    """``named_parameters`` as a list of names and tensors; None stays None.
+
+    Raises TypeError for what holds no such pairs.
+    """
+    if named is None:
+        return None
+    remedy = "pass model.named_parameters()"
+    if isinstance(named, torch.nn.Module):
+        raise TypeError(f"named_parameters is a module, {type(named).__name__}: {remedy}")
+    if isinstance(named, Mapping):
+        named = named.items()
+    if isinstance(named, str | torch.Tensor) or not isinstance(named, Iterable):
+        raise TypeError(f"named_parameters is {_kind(named)}: {remedy}")
+    pairs = []
+    for pair in named:
+        if isinstance(pair, torch.Tensor):
+            raise TypeError(f"named_parameters has tensors without names, as model.parameters() gives: {remedy}")
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError(f"named_parameters has {pair!r:.80}, which is no pair of a name and a tensor: {remedy}")
+        if not isinstance(pair[1], torch.Tensor):
+            raise TypeError(f"named_parameters gives {pair[0]!r} as {_kind(pair[1])}, not as a tensor: {remedy}")
+        pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
+    """Raise TypeError or ValueError for an optimizer's parameters whose gradients cannot be averaged, with the name."""
+    if named is not None and not named:
+        raise ValueError(
+            "named_parameters is empty: a generator can be used once, so call model.named_parameters() again"
+        )
+    names = {p: name for name, p in named or ()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in enumerate(parameters):
+        check_parameter(names.get(p, f"parameter{number}"), p)
+
+
+def check_parameter(name: str, p: torch.Tensor) -> None:
+    """Raise TypeError for a kind of tensor whose gradient cannot be averaged, ValueError for one without values."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is not None and isinstance(p, tensor.DTensor):
+        raise TypeError(
+            f"{name!r} is a DTensor, of which this worker holds a shard: for fully_shard (FSDP2) use "
+            "grace.torch.fsdp(model, grc) and the plain optimizer"
+        )
+    if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
+        raise ValueError(f"{name!r} has no shape yet: call a lazy model on one batch first")
+    if p.is_nested:
+        raise TypeError(f"{name!r} is a nested tensor: make a parameter of each of its tensors")
+    if p.is_quantized:
+        raise TypeError(f"{name!r} is quantised ({p.dtype}): train float parameters, and quantise afterwards")
+    if type(p).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"{name!r} is {_kind(p)}, a tensor subclass whose values lie elsewhere: pass plain parameters, and convert "
+            "them after the training"
+        )
+    if p.layout != torch.strided:
+        raise TypeError(f"{name!r} has layout {p.layout}: parameters must be dense (their gradients may be sparse)")
+    if p.is_meta:
+        raise ValueError(
+            f"{name!r} is on the meta device, without values: call model.to_empty(device=...) and initialise it first"
+        )
+    if p.is_complex() and p.requires_grad:
+        raise TypeError(
+            f"{name!r} has dtype {p.dtype}: train its real view, torch.view_as_real, which has as many numbers"
+        )
+    if p.requires_grad and str(p.dtype).removeprefix("torch.") not in FLOATS:
+        raise TypeError(f"{name!r} has dtype {p.dtype}: only {', '.join(FLOATS)} gradients can be averaged")
+    if p.requires_grad and p.is_inference():
+        raise ValueError(f"{name!r} was made in torch.inference_mode(), so it has no gradient: make the model outside")
+
+
+def check_unique(named: Iterable[tuple[str, torch.Tensor]] | None) -> None:
+    """Raise ValueError where two different tensors have one name."""
+    owners: dict[str, torch.Tensor] = {}
+    for name, p in named or ():
+        if owners.setdefault(name, p) is not p:
+            raise ValueError(
+                f"two parameters are named {name!r}: names key the state, so give each module a prefix, as "
+                "named_parameters(prefix='encoder')"
+            )
+
+
+def check_horovod(
+    grace: Grace,
+    compression: Any = None,
+    op: Any = "average",
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = None,
+) -> None:
+    """Accept Horovod's arguments of DistributedOptimizer that ask for what GRACE does; raise ValueError for others."""
+    given = {
+        "compression": (compression, _plain_compression(compression), _compression_remedy(compression)),
+        "op": (op, _averages(op), "GRACE averages"),
+        "gradient_predivide_factor": (gradient_predivide_factor, gradient_predivide_factor == 1, "scale the loss"),
+        "num_groups": (num_groups, num_groups == 0, "set bucket_mb in grace_from_params"),
+        "groups": (groups, groups is None, "set bucket_mb in grace_from_params"),
+        "process_set": (
+            process_set,
+            _same_workers(process_set, grace),
+            "grace_from_params(..., transport=HorovodTransport(process_set))",
+        ),
+    }
+    for key, (value, allowed, remedy) in given.items():
+        if not allowed:
+            raise ValueError(f"{key}={value!r} is not for GRACE's DistributedOptimizer: {remedy}")
+
+
+def check_passes(passes: Any) -> None:
+    """Raise TypeError or ValueError unless ``backward_passes_per_step`` is a number of passes."""
+    if not isinstance(passes, int) or isinstance(passes, bool):
+        raise TypeError(f"backward_passes_per_step={passes!r} must be an integer")
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step={passes!r} must be at least 1")
+
+
+def _averages(op: Any) -> bool:
+    if op is None:
+        return True
+    if isinstance(op, int) and not isinstance(op, bool):  # Horovod's operations are numbers of its library
+        return any(op == module.Average for module in loaded_horovod())
+    name = getattr(op, "__name__", str(op)).lower()
+    return name.endswith("average") or name.split(".")[-1] in ("avg", "mean")
+
+
+def _plain_compression(compression: Any) -> bool:
+    # Horovod's Compression.none, of any of its toolkits.
+    kind = compression if isinstance(compression, type) else type(compression)
+    return compression is None or kind.__name__ == "NoneCompressor"
+
+
+def _compression_remedy(compression: Any) -> str:
+    kind = compression if isinstance(compression, type) else type(compression)
+    method = " such as {'compressor': 'fp16'}" if kind.__name__ == "FP16Compressor" else ""
+    return f"name the method in grace_from_params{method}"
+
+
+def _same_workers(process_set: Any, grace: Grace) -> bool:
+    if process_set is None:
+        return True
+    transport = grace.transport
+    held = getattr(transport, "_process_set", None)
+    if held is None or held.process_set_id == 0:  # all workers
+        return getattr(process_set, "process_set_id", None) == 0
+    return getattr(process_set, "process_set_id", None) == held.process_set_id
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

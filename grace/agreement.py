@@ -12,17 +12,23 @@ from grace.core import Transport
 from grace.layout import Tensor
 
 
-def agree(transport: Transport, settings: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
-    """Compare settings and tensors with the other workers'. Raises ValueError on all of them, naming the difference."""
+def agree(transport: Transport, settings: Mapping[str, Any], tensors: Iterable[Tensor], number: int = 0) -> int:
+    """Compare settings and tensors with the other workers'. Raises ValueError on all of them, naming the difference.
+
+    Gives the largest of the workers' ``number``.
+    """
     if transport.size == 1:
-        return
-    texts = transport.exchange(json.dumps([settings, [asdict(tensor) for tensor in tensors]]))
+        return number
+    mine = json.dumps([settings, [asdict(tensor) for tensor in tensors]])
+    answers = [json.loads(text) for text in transport.exchange(json.dumps([mine, number]))]
+    texts = [text for text, _ in answers]
     # Every worker compares the same texts with worker 0's, so all of them raise together.
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise ValueError(
                 f"worker 0 and worker {rank} differ: {_difference(json.loads(texts[0]), json.loads(text))}"
             )
+    return max(each for _, each in answers)
 
 
 def _difference(first: Any, other: Any) -> str:

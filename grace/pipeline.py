@@ -37,6 +37,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 MOMENTUM_TWICE = "memory {!r} has momentum of its own: set the optimizer's momentum to 0"
 SPARSE = "its sparse gradients are made dense first"
 UNTOLD = "no method was tried: call Grace.tune() after each step, or in Keras add a PolicyCallback"
+_built = 0  # Graces of this process that have compared their tensors with other workers
 PRESENT = "(present)"  # the program that says which step this is, and counts who has a gradient
 DENSE = "(dense)"  # the program of all tensors of a bucket that go dense
 
@@ -142,6 +143,9 @@ class Grace:
         self._snapshot = Snapshot()
         self._provisional = False  # the last exchange waits for `commit` or `rollback`
         self._attempt = 0  # exchanges since the last commit
+        self._number: int | None = (
+            None  # tells this Grace's messages from another one's that are under way; on all workers
+        )
         self._failure = ""  # why this worker gives up the step under way
         self._headers: list[tuple[tuple[int, int], Array]] = []  # on a device: checked with the next exchange
         self._first_step = 0  # from which on the report counts
@@ -423,7 +427,10 @@ class Grace:
             # The record is worker 0's own affair.
             **asdict(replace(self.options, record="", record_every=1)),
         }
-        agree(self.transport, settings, tensors)
+        global _built
+        number = agree(self.transport, settings, tensors, _built)
+        if self._number is None:
+            self._number, _built = number, number + 1
 
     def _context(
         self, unit: Unit, step: Any, undo: list[tuple[Array, Array]] | None = None, calls: Calls | None = None
@@ -722,7 +729,8 @@ class Grace:
         with self.xp.quiet():
             last = self._flights[-1][0] if self._flights else None
             before = None if last is None or last.depart() else last
-            return Flight(name, programs, self.transport, self.trace, self._offload, before, room, calls)
+            label = f"{name}@{self._number}" if self._number else name
+            return Flight(label, programs, self.transport, self.trace, self._offload, before, room, calls)
 
     def _calls(self) -> Calls | None:
         return Calls() if self.xp.mutable and self._on_host(self.xp) and self.xp.kernels else None

@@ -1,0 +1,253 @@
+"""Thousands of steps of irregular training loops on four workers, in PyTorch.
+
+    python -m benchmarks.loops [--steps 5000] [--json FILE] [--seed N]
+
+Each step is of one kind, drawn at random and the same for all workers: a plain one; one after a pass whose gradients
+are thrown away, as a GAN's generator leaves them in the discriminator; gradients set by hand after an attack; an
+accumulation that ends early; passes inside no_sync; a step that is skipped; a backward pass that fails on one worker,
+whose batch all drop. What must hold, or the program fails:
+
+- Weights are the same bits on all workers.
+- Nothing is lost: the gradients that counted = the weights + what the residuals hold. They are whole numbers, which
+  methods that send elements as they are keep to the bit.
+- A pass that fails on one worker is an error on all within the time limit, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+SIZE = 4
+TIMEOUT = 20.0
+"""Seconds that a worker waits for the others."""
+KINDS = {"plain": 8, "thrown away": 3, "by hand": 2, "ends early": 2, "no_sync": 2, "skipped": 2, "failed": 1}
+"""How often a step is of a kind."""
+METHODS = {
+    "topk": {"compressor": "topk", "compress_ratio": 0.05},
+    "randomk": {"compressor": "randomk", "compress_ratio": 0.1},
+    "threshold": {"compressor": "threshold", "threshold": 20.0},
+}
+CHECKED = 100
+"""Steps between two checks."""
+
+
+class Failure(RuntimeError):
+    """What a backward pass raises on one worker."""
+
+
+def work(folder: Path, rank: int, steps: int, seed: int) -> None:
+    """One worker: trains, and writes what it found."""
+    import torch
+    import torch.distributed as dist
+
+    import grace
+    from grace.agreement import OutOfStep
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, on: bool) -> Any:
+            ctx.on = on
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            if ctx.on:
+                raise Failure("out of memory")
+            return gradient, None
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), SIZE), rank=rank, world_size=SIZE)
+    found: dict[str, Any] = {"steps": {}, "different": 0, "lost": 0.0, "unexpected": [], "slowest": 0.0}
+    models, optimizers, graces, counted, applied = {}, {}, {}, {}, {}
+    for name, params in METHODS.items():
+        models[name] = torch.nn.ParameterList([torch.zeros(48, 64), torch.zeros(700), torch.zeros(20)])
+        graces[name] = grace.grace_from_params({"min_numel": 0, "bucket_mb": 0.004, "timeout": TIMEOUT, **params})
+        optimizers[name] = grace.torch.DistributedOptimizer(
+            torch.optim.SGD(models[name].parameters(), 1.0),
+            graces[name],
+            models[name].named_parameters(),
+            backward_passes_per_step=2,
+        )
+        counted[name] = [torch.zeros(p.shape, dtype=torch.float64) for p in models[name]]
+        applied[name] = [torch.zeros(p.shape, dtype=torch.float64) for p in models[name]]
+    draw = random.Random(seed)
+    data = torch.Generator().manual_seed(seed * SIZE + rank)
+    kinds: Counter[str] = Counter()
+    for step in range(steps):
+        (kind,) = draw.choices(list(KINDS), list(KINDS.values()))
+        victim, name = draw.randrange(SIZE), draw.choice(list(METHODS))
+        net, optimizer = models[name], optimizers[name]
+        kinds[kind] += 1
+
+        def batch() -> list[Any]:
+            return [torch.randint(-8, 9, p.shape, generator=data).float() for p in net]  # noqa: B023
+
+        def backward(whole: list[Any], fails: bool = False) -> None:
+            # The gradient of this loss is the batch. What is computed first has its gradient last.
+            leaves = [Fails.apply(net[0], fails), *net[1:]]  # noqa: B023
+            sum((p * x).sum() for p, x in zip(leaves, whole, strict=True)).backward()
+
+        def counts(*batches: list[Any]) -> None:
+            for whole in batches:
+                for total, x in zip(counted[name], whole, strict=True):  # noqa: B023
+                    total += x
+
+        optimizer.zero_grad()
+        first, second = batch(), batch()
+        begin = time.monotonic()
+        try:
+            if kind == "thrown away":
+                backward(batch())
+                backward(batch())
+                for p in net:
+                    p.grad = None
+            if kind in ("by hand", "ends early"):
+                backward(first)
+                if kind == "by hand":
+                    optimizer.zero_grad()
+                    for p, x in zip(net, first, strict=True):
+                        p.grad = x
+                optimizer.synchronize()
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)
+                counts(first)
+            elif kind == "no_sync":
+                with optimizer.no_sync():
+                    backward(first)
+                backward(second)
+                backward(third := batch())
+                counts(first, second, third)
+            else:
+                backward(first)
+                backward(second, kind == "failed" and rank == victim)
+                if kind not in ("skipped", "failed"):
+                    counts(first, second)
+            if kind != "skipped":
+                optimizer.step()
+        except Failure:
+            try:
+                optimizer.zero_grad()
+                found["unexpected"].append(f"step {step}: no error after a pass that failed")
+            except OutOfStep:
+                pass
+        except OutOfStep as error:
+            if kind != "failed":
+                found["unexpected"].append(f"step {step}, {kind}: {error}")
+        else:
+            if kind == "failed":
+                found["unexpected"].append(f"step {step}: worker {victim} failed, and worker {rank} has no error")
+        found["slowest"] = max(found["slowest"], time.monotonic() - begin)
+        with torch.no_grad():
+            for total, p in zip(applied[name], net, strict=True):
+                total -= p  # the learning rate is 1
+                p.zero_()
+        if (step + 1) % CHECKED == 0 or step + 1 == steps:
+            for each in METHODS:
+                found["different"] += differ(applied[each])
+                found["lost"] = max(found["lost"], lost(graces[each], counted[each], applied[each]))
+    found["steps"] = dict(kinds)
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+
+
+def differ(arrays: list[Any]) -> int:
+    """Whether the workers' arrays differ."""
+    import torch.distributed as dist
+
+    digest = hashlib.sha256(b"".join(array.numpy().tobytes() for array in arrays)).hexdigest()
+    digests: list[Any] = [None] * SIZE
+    dist.all_gather_object(digests, digest)
+    return int(len(set(digests)) > 1)
+
+
+def lost(grace: Any, counted: list[Any], applied: list[Any]) -> float:
+    """The largest difference between the gradients that counted, and what was applied and is kept."""
+    import torch
+    import torch.distributed as dist
+
+    from grace.state import parsed
+
+    state, worst = grace.state_dict(), 0.0
+    for number, (total, weights) in enumerate(zip(counted, applied, strict=True)):
+        name = str(number)
+        rest = total.reshape(-1).clone() / SIZE
+        for cell, array in state["tensors"].get(name, {}).items():
+            point, _, key = parsed(cell)
+            if key == "residual":
+                start, count = state["points"][name][point]
+                rest[start : start + count] -= array.double() / (1 if point == "server" else SIZE)
+        dist.all_reduce(rest)
+        worst = max(worst, float(torch.abs(rest - weights.reshape(-1)).max()))
+    return worst
+
+
+def _child(folder: Path, rank: int, steps: int, seed: int) -> None:
+    warnings.simplefilter("ignore")
+    try:
+        work(folder, rank, steps, seed)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # gloo's threads may abort a clean-up
+
+
+def loops(folder: Path, steps: int, seed: int = 0) -> dict[str, Any]:
+    """Run so many steps; what the workers found, and what should not be as "failures"."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_child, args=(folder, rank, steps, seed)) for rank in range(SIZE)]
+    begin = time.monotonic()
+    for worker in workers:
+        worker.start()
+    limit = begin + 60 + steps * 0.5
+    for worker in workers:
+        worker.join(max(0.1, limit - time.monotonic()))
+    hangs = [worker for worker in workers if worker.is_alive()]
+    for worker in hangs:
+        worker.kill()
+    failures = [f"worker {rank} ended with {w.exitcode}" for rank, w in enumerate(workers) if w.exitcode != 0]
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("found-*.json"))]
+    total = {
+        "seconds": time.monotonic() - begin,
+        "steps": reports[0]["steps"] if reports else {},
+        "different": sum(each["different"] for each in reports),
+        "lost": max([each["lost"] for each in reports], default=float("nan")),
+        "slowest": max([each["slowest"] for each in reports], default=float("nan")),
+        "hangs": len(hangs),
+    }
+    failures += [f"{total[key]} {key}" for key in ("different", "lost", "hangs") if total[key]]
+    failures += [text for each in reports for text in each["unexpected"]]
+    if total["slowest"] > TIMEOUT:
+        failures.append(f"a step took {total['slowest']:.1f} s")
+    return {**total, "failures": failures}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write what was found to this file")
+    args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="grace-loops-") as folder:
+        found = loops(Path(folder), args.steps, args.seed)
+    for name, value in found.items():
+        print(f"{name:<10} {value}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if found["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

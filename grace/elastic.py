@@ -211,9 +211,13 @@ def _common(commits: list[list[list[int]]]) -> tuple[int, int]:
 def _torch_state() -> Any:
     import torch
     from horovod.torch.elastic import TorchState as Base
-    from horovod.torch.elastic.state import OptimizerStateHandler
+    from horovod.torch.elastic.state import ModelStateHandler, OptimizerStateHandler
 
-    from grace.torch import broadcast_optimizer_state
+    from grace.torch import broadcast_optimizer_state, broadcast_parameters
+
+    class Model(ModelStateHandler):
+        def sync(self) -> None:
+            broadcast_parameters(self.value.state_dict())  # Horovod's compares nothing, and lacks some dtypes
 
     class Optimizer(OptimizerStateHandler):
         def sync(self) -> None:
@@ -227,6 +231,8 @@ def _torch_state() -> Any:
             for name, handler in self._handlers.items():
                 if isinstance(handler.value, torch.optim.Optimizer):
                     self._handlers[name] = Optimizer(handler.value)
+                elif isinstance(handler.value, torch.nn.Module):
+                    self._handlers[name] = Model(handler.value)
             self.carry(grace, optimizer, folder)
 
         def reset(self) -> None:

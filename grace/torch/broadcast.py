@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import io
+import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from grace.backends import backend_of
+from grace.backends import get_backend
 from grace.collectives import Broadcast
 from grace.core import Transport
 from grace.pipeline import Grace
+from grace.torch.checks import check_grace, check_optimizer, entries, kind_of
 from grace.transports import get_transport
 
 CHUNK_BYTES = 64 * 2**20
 """Of one broadcast message."""
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""dtypes in which elements of so many bytes travel: their bits, whatever their own dtype."""
+NUMPY = "\0numpy"
+"""Key of a NumPy number or array among saved values: its dtype, shape and bytes."""
 
 
 def broadcast_parameters(
@@ -23,38 +31,164 @@ def broadcast_parameters(
 ) -> None:
     """Copy worker ``root_rank``'s values to all workers, in place.
 
-    ``params``: ``model.state_dict()`` or ``model.named_parameters()``. ``grace``: whose transport to use; default: the
-    one that is initialised.
+    ``params``: ``model.state_dict()`` or ``model.named_parameters()``; tensors of any dtype. ``grace``: whose transport
+    to use; default: the one that is initialised.
+
+    Every worker must make this call. The workers first compare names, shapes and dtypes; where these differ, or a
+    tensor cannot be copied (sparse, quantised, shards, the meta device), all workers raise ValueError, and nothing has
+    changed. Raises TypeError for what is no named tensors. What is no tensor (a module's extra state) stays each
+    worker's own, and a warning names it.
     """
-    named = dict(params)
-    tensors = [named[name].detach() for name in sorted(named) if isinstance(named[name], torch.Tensor)]
-    if not tensors:
+    named, extra = _tensors(params)
+    transport = transport_of(grace, next(iter(named.values()), None))
+    targets, error = {}, ""
+    try:
+        targets = {name: _target(name, tensor) for name, tensor in named.items()}
+    except (TypeError, ValueError) as found:
+        error = str(found)
+    about = {name: f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.") for name, tensor in named.items()}
+    about |= {name: f"{text} expanded" for name, text in about.items() if name in targets and targets[name][1]}
+    _compare(transport, root_rank, about, error, "Make the same model on every worker")
+    if extra:
+        warnings.warn(
+            f"{', '.join(map(repr, extra[:3]))} is no tensor and stays each worker's own: where it must be equal, give "
+            "it to the others yourself, as by torch.distributed.broadcast_object_list and load_state_dict",
+            stacklevel=2,
+        )
+    if transport.size == 1:
         return
-    transport = transport_of(grace, tensors[0])
-    for chunk in _chunks(tensors):
-        wait = transport.start([Broadcast((tensor.contiguous(),), root_rank) for tensor in chunk], "parameters")
-        for tensor, (value,) in zip(chunk, wait(), strict=True):
-            tensor.copy_(value)
+    device = transport.xp.device  # type: ignore[attr-defined]
+    for chunk in _chunks([target for target, _ in targets.values()]):
+        sent = [Broadcast((target.to(device).contiguous(),), root_rank) for target in chunk]
+        received = transport.start(sent, "parameters")()
+        if transport.rank != root_rank:
+            for target, (value,) in zip(chunk, received, strict=True):
+                target.copy_(value)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, grace: Grace | None = None) -> None:
-    """Copy worker ``root_rank``'s optimizer state to all workers, also to those that have none yet."""
-    example = next(p for group in optimizer.param_groups for p in group["params"])
-    transport = transport_of(grace, example)
-    saved = io.BytesIO()
+    """Copy worker ``root_rank``'s optimizer state to all workers, also to those that have none yet.
+
+    State and settings may hold tensors, numbers (NumPy's too), text, and lists and dictionaries of these. ``grace``: as
+    of `broadcast_parameters`. Every worker must make this call. Where the workers' optimizers or parameters differ, or
+    something else is held, all workers raise ValueError, and nothing has changed.
+    """
+    check_optimizer(optimizer, "broadcast_optimizer_state(optimizer)")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    transport = transport_of(grace, parameters[0])
+    saved, error = io.BytesIO(), ""
     if transport.rank == root_rank:
-        torch.save(optimizer.state_dict(), saved)
-    data = torch.frombuffer(bytearray(saved.getvalue() or b"\0"), dtype=torch.uint8).to(example.device)
+        try:
+            torch.save(_plain(optimizer.state_dict(), "state_dict()"), saved)
+        except (TypeError, ValueError) as found:
+            error = str(found)
+    about = {"the optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        about[f"parameter group {number}"] = ", ".join(f"{p.dtype}{list(p.shape)}" for p in group["params"])
+    _compare(transport, root_rank, about, error, "Make the same optimizer on every worker")
+    if transport.size == 1:
+        return
+    device = transport.xp.device  # type: ignore[attr-defined]
+    data = torch.frombuffer(bytearray(saved.getvalue() or b"\0"), dtype=torch.uint8).to(device)
     ((received,),) = transport.start([Broadcast((data,), root_rank, ragged=True)], "optimizer")()
+    state: Any = None
     if transport.rank != root_rank:
-        content = io.BytesIO(received.cpu().numpy().tobytes())
-        optimizer.load_state_dict(torch.load(content, map_location=example.device, weights_only=True))
+        try:
+            content = io.BytesIO(received.cpu().numpy().tobytes())
+            place = _Place(parameters[0].device)
+            state = _restored(torch.load(content, map_location=place, weights_only=True))
+        except Exception as found:  # another version of PyTorch, or little memory: all must know
+            error = f"cannot read worker {root_rank}'s state: {found}"
+    _compare(transport, root_rank, {}, error, "")
+    if transport.rank != root_rank:
+        optimizer.load_state_dict(state)
 
 
-def transport_of(grace: Grace | None, example: torch.Tensor) -> Transport:
-    """A Grace's transport, or the one that is initialised, for tensors like this one."""
+def transport_of(grace: Grace | None, example: torch.Tensor | None) -> Transport:
+    """A Grace's transport, or the one that is initialised, for tensors like this one (None: for any)."""
+    if grace is not None:
+        check_grace(grace, "pass it as grace=grc")
     transport = get_transport() if grace is None else grace.transport
-    return transport.bind(backend_of(example)) if getattr(transport, "xp", None) is None else transport
+    if getattr(transport, "xp", None) is not None:
+        return transport
+    device = example.device if example is not None and example.device.type != "meta" else _usual_device(transport)
+    return transport.bind(get_backend("torch", str(device)))
+
+
+def _usual_device(transport: Transport) -> torch.device:
+    from grace.transports.torch_distributed import TorchDistributedTransport
+
+    # Of messages where a worker has no tensor that says so: NCCL carries none of the CPU's.
+    nccl = isinstance(transport, TorchDistributedTransport) and "cpu" not in torch.distributed.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+class _Place:
+    """Where tensors of another worker's device go: to this worker's."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def __call__(self, storage: Any, location: str) -> Any:
+        if location == "cpu":
+            return storage
+        return torch.serialization.default_restore_location(storage, str(self._device))
+
+
+def _tensors(params: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
+    # Tensors by name, in the order of names; and the names of what is none.
+    named: dict[str, Any] = {}
+    for name, value in entries(params, "params", "pass model.state_dict() or model.named_parameters()"):
+        if named.setdefault(name, value) is not value:
+            raise ValueError(f"two tensors are named {name!r}: broadcast the models one after the other")
+    own = {n: v for n, v in named.items() if isinstance(v, torch.Tensor) and not n.endswith("_extra_state")}
+    return {name: own[name] for name in sorted(own)}, [n for n, v in named.items() if n not in own and v is not None]
+
+
+def _target(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    # The bits of a tensor, as a view of its memory that may be written to; and whether elements share memory.
+    if (kind := kind_of(tensor)) is not None:
+        raise TypeError(f"{name!r} is {kind}, which cannot be broadcast: broadcast plain tensors with values")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{name!r} was made in torch.inference_mode(), and only there it can be written to")
+    target = tensor.detach()
+    try:
+        target = torch.view_as_real(target) if target.is_complex() else target
+        target = target.view(BITS[target.element_size()])
+    except (RuntimeError, KeyError) as error:
+        raise TypeError(f"{name!r} of dtype {tensor.dtype} cannot be broadcast: clone() it first ({error})") from error
+    shared = [dim for dim, stride in enumerate(target.stride()) if stride == 0 and target.shape[dim] > 1]
+    for dim in shared:
+        target = target.narrow(dim, 0, 1)
+    if torch._debug_has_internal_overlap(target) == 1:
+        raise ValueError(f"{name!r} has elements that share memory: clone() it first")
+    return target, bool(shared)
+
+
+def _compare(transport: Transport, root: Any, about: Mapping[str, str], error: str, remedy: str) -> None:
+    """Compare what all workers are about to do. Raises ValueError on all of them, naming worker and difference."""
+    if not hasattr(root, "__index__") or isinstance(root, bool):
+        error = error or f"root_rank={root!r} is {type(root).__name__}, not an integer"
+    elif not 0 <= root < transport.size:
+        error = error or f"root_rank={root} must be a worker's rank, 0 .. {transport.size - 1}"
+    texts = [json.dumps([str(root), about, error])]
+    if transport.size > 1:
+        texts = transport.exchange(texts[0])
+    told = [json.loads(text) for text in texts]
+    if errors := {rank: why for rank, (_, _, why) in enumerate(told) if why}:
+        rank, why = next(iter(errors.items()))
+        raise ValueError(why if len(errors) == len(told) else f"worker {rank}: {why}")
+    first_root, first, _ = told[0]
+    for rank, (other_root, other, _) in enumerate(told):
+        if other_root != first_root:
+            raise ValueError(f"worker 0 gives root_rank={first_root} and worker {rank} gives {other_root}")
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                one, two = first.get(name, "missing"), other.get(name, "missing")
+                raise ValueError(
+                    f"worker 0 and worker {rank} differ: {name!r} is {one} on worker 0 and {two} on worker {rank}. "
+                    f"{remedy}"
+                )
 
 
 def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -66,4 +200,40 @@ def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             chunk, room = [], CHUNK_BYTES
         chunk.append(tensor)
         room -= tensor.nbytes
-    yield chunk
+    if chunk:
+        yield chunk
+
+
+def _plain(value: Any, path: str) -> Any:
+    """What `torch.load` reads without running code. Raises TypeError for other values, naming their place."""
+    if isinstance(value, np.generic | np.ndarray) and not value.dtype.hasobject:
+        return {NUMPY: [value.dtype.str, list(value.shape), value.tobytes().hex(), isinstance(value, np.ndarray)]}
+    if isinstance(value, torch.Tensor):
+        if (kind := kind_of(value)) is not None:
+            raise TypeError(f"{path} is {kind}, which cannot be broadcast")
+        return value.detach()
+    if type(value) in (dict, list, tuple):
+        if type(value) is dict:
+            return {key: _plain(each, f"{path}[{key!r}]") for key, each in value.items()}
+        return type(value)(_plain(each, f"{path}[{index}]") for index, each in enumerate(value))
+    if value is not None and type(value) not in (bool, int, float, str):
+        content = io.BytesIO()
+        try:
+            torch.save(value, content)
+            torch.load(io.BytesIO(content.getvalue()), weights_only=True)
+        except Exception as error:  # whatever its class raises when it is pickled
+            raise TypeError(
+                f"{path} is {type(value).__module__}.{type(value).__qualname__}, which cannot be broadcast: keep "
+                "tensors, numbers and text in the optimizer, or allow the class by torch.serialization.add_safe_globals"
+            ) from error
+    return value
+
+
+def _restored(value: Any) -> Any:
+    if type(value) is dict and value.keys() == {NUMPY}:
+        dtype, shape, content, is_array = value[NUMPY]
+        array = np.frombuffer(bytes.fromhex(content), np.dtype(dtype)).reshape(shape).copy()
+        return array if is_array else array[()]
+    if type(value) is dict:
+        return {key: _restored(each) for key, each in value.items()}
+    return type(value)(map(_restored, value)) if type(value) in (list, tuple) else value

@@ -41,27 +41,31 @@ def check_optimizer(optimizer: Any, call: str = "DistributedOptimizer(optimizer,
 
 
 def named_pairs(named: Any) -> list[tuple[str, torch.Tensor]] | None:
-    """``named_parameters`` as a list of names and tensors; None stays None.
-
-    Raises TypeError for what holds no such pairs.
-    """
+    """``named_parameters`` as a list of names and tensors; None stays None. Raises TypeError for what has none."""
     if named is None:
         return None
     remedy = "pass model.named_parameters()"
+    pairs = entries(named, "named_parameters", remedy)
+    for name, p in pairs:
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(f"named_parameters gives {name!r} as {_kind(p)}, not as a tensor: {remedy}")
+    return pairs
+
+
+def entries(named: Any, what: str, remedy: str) -> list[tuple[str, Any]]:
+    """Names and values of a dictionary or of pairs. Raises TypeError for anything else, naming the remedy."""
     if isinstance(named, torch.nn.Module):
-        raise TypeError(f"named_parameters is a module, {type(named).__name__}: {remedy}")
+        raise TypeError(f"{what} is a module, {type(named).__name__}: {remedy}")
     if isinstance(named, Mapping):
         named = named.items()
     if isinstance(named, str | torch.Tensor) or not isinstance(named, Iterable):
-        raise TypeError(f"named_parameters is {_kind(named)}: {remedy}")
+        raise TypeError(f"{what} is {_kind(named)}: {remedy}")
     pairs = []
     for pair in named:
         if isinstance(pair, torch.Tensor):
-            raise TypeError(f"named_parameters has tensors without names, as model.parameters() gives: {remedy}")
+            raise TypeError(f"{what} has tensors without names, as model.parameters() gives: {remedy}")
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise TypeError(f"named_parameters has {pair!r:.80}, which is no pair of a name and a tensor: {remedy}")
-        if not isinstance(pair[1], torch.Tensor):
-            raise TypeError(f"named_parameters gives {pair[0]!r} as {_kind(pair[1])}, not as a tensor: {remedy}")
+            raise TypeError(f"{what} has {pair!r:.80}, which is no pair of a name and a tensor: {remedy}")
         pairs.append((pair[0], pair[1]))
     return pairs
 
@@ -80,29 +84,19 @@ def check_parameters(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str
 
 def check_parameter(name: str, p: torch.Tensor) -> None:
     """Raise TypeError for a kind of tensor whose gradient cannot be averaged, ValueError for one without values."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    if tensor is not None and isinstance(p, tensor.DTensor):
+    if _is_dtensor(p):
         raise TypeError(
             f"{name!r} is a DTensor, of which this worker holds a shard: for fully_shard (FSDP2) use "
             "grace.torch.fsdp(model, grc) and the plain optimizer"
         )
     if isinstance(p, torch.nn.parameter.UninitializedTensorMixin):
         raise ValueError(f"{name!r} has no shape yet: call a lazy model on one batch first")
-    if p.is_nested:
-        raise TypeError(f"{name!r} is a nested tensor: make a parameter of each of its tensors")
-    if p.is_quantized:
-        raise TypeError(f"{name!r} is quantised ({p.dtype}): train float parameters, and quantise afterwards")
-    if type(p).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise TypeError(
-            f"{name!r} is {_kind(p)}, a tensor subclass whose values lie elsewhere: pass plain parameters, and convert "
-            "them after the training"
-        )
-    if p.layout != torch.strided:
-        raise TypeError(f"{name!r} has layout {p.layout}: parameters must be dense (their gradients may be sparse)")
     if p.is_meta:
         raise ValueError(
             f"{name!r} is on the meta device, without values: call model.to_empty(device=...) and initialise it first"
         )
+    if (kind := kind_of(p)) is not None:
+        raise TypeError(f"{name!r} is {kind}: parameters must be plain, dense tensors (gradients may be sparse)")
     if p.is_complex() and p.requires_grad:
         raise TypeError(
             f"{name!r} has dtype {p.dtype}: train its real view, torch.view_as_real, which has as many numbers"
@@ -111,6 +105,28 @@ def check_parameter(name: str, p: torch.Tensor) -> None:
         raise TypeError(f"{name!r} has dtype {p.dtype}: only {', '.join(FLOATS)} gradients can be averaged")
     if p.requires_grad and p.is_inference():
         raise ValueError(f"{name!r} was made in torch.inference_mode(), so it has no gradient: make the model outside")
+
+
+def kind_of(tensor: torch.Tensor) -> str | None:
+    """In words, a kind of tensor whose values are not its elements in memory; None for an ordinary one."""
+    if _is_dtensor(tensor):
+        return "a DTensor, of which this worker holds a shard"
+    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+        return "a lazy parameter without a shape"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return f"a quantised tensor ({tensor.dtype})"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {_kind(tensor)}, a tensor subclass whose values lie elsewhere"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    return "a tensor on the meta device, without values" if tensor.is_meta else None
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_unique(named: Iterable[tuple[str, torch.Tensor]] | None) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from benchmarks.loops import KINDS  # noqa: E402
 from benchmarks.soak import CASES, ROUNDED, SIZE, Found  # noqa: E402 - benchmarks is no installed package
 from grace.registry import communicators  # noqa: E402
 
@@ -68,3 +69,14 @@ def test_what_should_not_be_is_a_failure():
         ({"unexpected": ["worker 1 ended"]}, "worker 1 ended"),
     ):
         assert any(said in text for text in Found(**{**fine, **bad}).failures)
+
+
+def test_irregular_steps_lose_nothing_and_fail_on_all_workers_together(tmp_path):
+    path = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks.loops", "--steps", "150", "--json", path, "--seed", "5"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(path.read_text())
+    assert set(found["steps"]) == set(KINDS)
+    assert sum(found["steps"].values()) == 150
+    assert (found["different"], found["lost"], found["hangs"], found["failures"]) == (0, 0.0, 0, [])

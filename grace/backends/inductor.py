@@ -56,7 +56,8 @@ class Traceable(TorchBackend):
         n = mask.shape[0]
         if n % 8:
             return super().pack_bits(mask)
-        weights = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0])  # floats are what vectorises
+        # Floats are what vectorises.
+        weights = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], dtype=torch.float32, device="cpu")
         return (mask.view(-1, 8).to(torch.float32) * weights).sum(1).to(torch.uint8)
 
     def unpack_bits(self, packed: Array, n: int) -> Array:
@@ -71,7 +72,7 @@ class Traceable(TorchBackend):
     def _bits(self, packed: Array) -> Array:
         # By words of as many bits as two vectors have lanes: to spread bytes does not vectorise.
         words = packed.view(torch.int32).view(-1, 1)
-        return ((words >> torch.arange(32, dtype=torch.int32)) & 1).view(-1)
+        return ((words >> torch.arange(32, dtype=torch.int32, device="cpu")) & 1).view(-1)
 
     def bitcast(self, x: Array, dtype: str) -> Array:
         return x.contiguous().view(DTYPES[dtype])
@@ -295,7 +296,10 @@ class Forms:
             (out,), *payloads = _split(arrays, sizes)
             out.copy_(decoded([tuple(payload) for payload in payloads], watched(ctx, traceable, none)))
 
-        arrays = [torch.empty(ctx.size), *(array for payload in payloads for array in payload)]
+        arrays = [
+            torch.empty(ctx.size, dtype=torch.float32, device="cpu"),
+            *(array for payload in payloads for array in payload),
+        ]
         run = self._compiled(decode, arrays)
         run(*arrays)
         if not _equal(arrays[0], decoded(payloads, ctx)):

@@ -50,6 +50,8 @@ DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+CPU = torch.device("cpu")
+"""Named wherever a tensor is made: torch.set_default_device does not change where the host's tensors lie."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.float32) * 2 - 1
 """float32[256, 8]: what each byte of bits stands for. To look signs up is faster than to work them out."""
@@ -84,7 +86,7 @@ class Pool:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
         size = math.prod(shape) * dtype.itemsize
         if size < self.SMALL:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device=CPU)
         with self._lock:
             whole = torch.from_numpy(self._find(size))
         return whole[:size].view(dtype).view(shape)
@@ -449,7 +451,7 @@ class TorchBackend(Backend):
         if x.numel() == 0:
             return torch.ones((), dtype=torch.bool, device=x.device)
         if self.on_host and x.dtype == torch.float32 and x.numel() < PIECE:
-            return torch.tensor(bool(np.isfinite(x.numpy()).all()))
+            return torch.tensor(bool(np.isfinite(x.numpy()).all()), device=CPU)
         low, high = torch.aminmax(x)  # NaN wins in both: one pass and no temporary
         return torch.isfinite(low) & torch.isfinite(high)
 
@@ -458,7 +460,7 @@ class TorchBackend(Backend):
             return super().excess(x, bound)
         if self._native:
             return self._native.excess(x, float(bound))
-        return torch.tensor(excess(x.numpy(), float(bound)), dtype=torch.float64)
+        return torch.tensor(excess(x.numpy(), float(bound)), dtype=torch.float64, device=CPU)
 
     def bitwise_and(self, x: Array, y: Any) -> Array:
         return torch.bitwise_and(x, y)
@@ -528,7 +530,8 @@ class TorchBackend(Backend):
         if not self.on_host:
             return super().ascending(x, n)
         places = x.numpy()  # compares faster than PyTorch
-        return torch.tensor(not len(x) or bool(places[0] >= 0 and places[-1] < n and (places[1:] > places[:-1]).all()))
+        ascends = not len(x) or bool(places[0] >= 0 and places[-1] < n and (places[1:] > places[:-1]).all())
+        return torch.tensor(ascends, device=CPU)
 
     def searchsorted(self, bounds: Array, x: Array) -> Array:
         if self.on_host and x.ndim == 1:
@@ -653,7 +656,9 @@ class TorchBackend(Backend):
 
     def _noise_parts(self, table: tuple[Any, Any], keys: tuple[Any, Any], row: int, rows: int) -> tuple[Array, Array]:
         """float32[NOISE] and float32[rows, 1]: whole rows of the noise are the fractions of their sums."""
-        offsets = torch.tensor([[noise_offset(keys, row + i)] for i in range(rows)], dtype=torch.float32)
+        offsets = torch.tensor(
+            [[noise_offset(keys, row + i)] for i in range(rows)], dtype=torch.float32, device=self.device
+        )
         return self._whole_table(table), offsets
 
     # On the host NumPy works on the same memory, and turns numbers into bits many times faster than PyTorch.
@@ -682,7 +687,7 @@ class TorchBackend(Backend):
     def by_byte(self, values: Callable[[Array, int], Array], packed: Array, m: int) -> Array:
         if not self.on_host or m < 512:
             return values(packed, m)
-        table = values(torch.arange(256, dtype=torch.uint8), 256).numpy()
+        table = values(torch.arange(256, dtype=torch.uint8, device=CPU), 256).numpy()
         found = POOL.empty((m * len(table) // 256,), torch.float32)
         row = () if len(table) == 256 else (len(table) // 256,)  # rows of one number are slower than numbers
         out = found.numpy().reshape(m, *row)

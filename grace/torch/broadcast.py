@@ -15,7 +15,7 @@ from grace.backends import get_backend
 from grace.collectives import Broadcast
 from grace.core import Transport
 from grace.pipeline import Grace
-from grace.torch.checks import check_grace, check_optimizer, entries, kind_of
+from grace.torch.checks import check_grace, check_optimizer, entries, kind_of, ordinary
 from grace.transports import get_transport
 
 CHUNK_BYTES = 64 * 2**20
@@ -60,7 +60,8 @@ def broadcast_parameters(
     device = transport.xp.device  # type: ignore[attr-defined]
     for chunk in _chunks([target for target, _ in targets.values()]):
         sent = [Broadcast((target.to(device).contiguous(),), root_rank) for target in chunk]
-        received = transport.start(sent, "parameters")()
+        with ordinary():
+            received = transport.start(sent, "parameters")()
         if transport.rank != root_rank:
             for target, (value,) in zip(chunk, received, strict=True):
                 target.copy_(value)
@@ -90,7 +91,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         return
     device = transport.xp.device  # type: ignore[attr-defined]
     data = torch.frombuffer(bytearray(saved.getvalue() or b"\0"), dtype=torch.uint8).to(device)
-    ((received,),) = transport.start([Broadcast((data,), root_rank, ragged=True)], "optimizer")()
+    with ordinary():
+        ((received,),) = transport.start([Broadcast((data,), root_rank, ragged=True)], "optimizer")()
     state: Any = None
     if transport.rank != root_rank:
         try:
@@ -160,8 +162,11 @@ def _target(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
     shared = [dim for dim, stride in enumerate(target.stride()) if stride == 0 and target.shape[dim] > 1]
     for dim in shared:
         target = target.narrow(dim, 0, 1)
-    if torch._debug_has_internal_overlap(target) == 1:
-        raise ValueError(f"{name!r} has elements that share memory: clone() it first")
+    reach = 0  # of the dimensions before, from the densest on
+    for stride, length in sorted(zip(target.stride(), target.shape, strict=True)):
+        if length > 1 and stride <= reach and target.numel():
+            raise ValueError(f"{name!r} has elements that share memory: clone() it first")
+        reach += stride * (length - 1)
     return target, bool(shared)
 
 
@@ -173,7 +178,8 @@ def _compare(transport: Transport, root: Any, about: Mapping[str, str], error: s
         error = error or f"root_rank={root} must be a worker's rank, 0 .. {transport.size - 1}"
     texts = [json.dumps([str(root), about, error])]
     if transport.size > 1:
-        texts = transport.exchange(texts[0])
+        with ordinary():
+            texts = transport.exchange(texts[0])
     told = [json.loads(text) for text in texts]
     if errors := {rank: why for rank, (_, _, why) in enumerate(told) if why}:
         rank, why = next(iter(errors.items()))

@@ -23,7 +23,7 @@ class CheckpointState:
 
     def state_dict(self) -> dict[str, Any]:
         state = self._grace.state_dict()
-        return {self._name: {**state, "step": torch.tensor(state["step"])}}
+        return {self._name: {**state, "step": torch.tensor(state["step"], device="cpu")}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         state = state_dict[self._name]

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from grace.pipeline import FLOATS, Grace
 from grace.transports import loaded_horovod
+
+
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """Make ordinary tensors also inside torch.inference_mode, whose own cannot be written to outside."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def check_grace(grace: Any, call: str) -> None:

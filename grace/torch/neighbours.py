@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from grace.gossip import Gossip
-from grace.torch.checks import check_optimizer, check_parameters, check_unique, named_pairs
+from grace.torch.checks import check_optimizer, check_parameters, check_unique, named_pairs, ordinary
 
 
 def gossip(
@@ -29,9 +29,10 @@ def gossip(
     check_unique(pairs)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     named = {names.setdefault(p, f"parameter{number}"): p for number, p in enumerate(parameters)}
-    gossip.build(named)
+    with ordinary():
+        gossip.build(named)
 
-    @torch.no_grad()
+    @ordinary()
     def mix(*_: Any) -> None:
         for name, mixed in gossip.step({name: p.detach() for name, p in named.items()}).items():
             named[name].copy_(mixed)

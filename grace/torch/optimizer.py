@@ -24,6 +24,7 @@ from grace.torch.checks import (
     check_parameters,
     check_passes,
     named_pairs,
+    ordinary,
 )
 from grace.torch.gradients import dense, plain
 from grace.torch.ownership import OPTIMIZER, claim, extend
@@ -75,7 +76,8 @@ def DistributedOptimizer(
     check_parameters(optimizer, named_parameters)
     if hasattr(optimizer, "_grace"):
         raise ValueError("this optimizer is distributed already: wrap it once")
-    driver = _Driver(optimizer, grace, named_parameters, backward_passes_per_step)
+    with ordinary():
+        driver = _Driver(optimizer, grace, named_parameters, backward_passes_per_step)
     optimizer._grace = driver
     # Horovod's names, for scripts that call them. Means are there already, so there is nothing to skip.
     optimizer.synchronize = driver.synchronize
@@ -374,6 +376,7 @@ class _Driver:
             )
 
     # -- an exchange ------------------------------------------------------------------------------------------------
+    @ordinary()
     def synchronize(self) -> None:
         """Replace all gradients by their means, unless they are means."""
         if self._failed:
@@ -456,7 +459,11 @@ class _Driver:
             self._applied()
             if self.grace.world_size == 1 or loss is None:
                 return loss
-            value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+            value = (
+                loss.detach()
+                if isinstance(loss, torch.Tensor)
+                else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+            )
             value = value if value.is_floating_point() else value.to(torch.float32)
             value = value.to(next(iter(self._parameters.values())).device).reshape(1)
             ((mean,),) = self.grace.transport.start([Reduce((value,), "mean")], "loss")()

@@ -27,7 +27,7 @@ from grace.policies.base import Decision, Policy
 from grace.policies.schedule import Schedule
 from grace.record import Recorder
 from grace.report import Report, TensorReport, leveled
-from grace.state import check_form, complete
+from grace.state import check_form, complete, renamed
 from grace.trace import Trace
 from grace.transports import get_transport
 from grace.transports.local import LocalTransport, World
@@ -125,6 +125,12 @@ class Grace:
         whether the optimizer applies the means. Costs a copy of the state."""
         self.learning_rate: Callable[[str], Any] | None = None
         """Gives a tensor's learning rate by its name, for memories that need it. The toolkits' doors set it."""
+        self.bindings: dict[Any, str] = {}
+        """Names of a toolkit's variables by their identities, where names alone do not tell variables apart."""
+        self.awaited: list[str] = []
+        """Names of tensors in a state that was loaded before `build`."""
+        self.claimed: set[str] = set()
+        """Those of these names that were used since a state was loaded: no other variable may have them."""
         self._xp: Backend | None = None
         self._tensors: dict[str, Tensor] = {}
         self._buckets: list[Bucket] = []
@@ -411,6 +417,7 @@ class Grace:
             new._lay(self._tensors)
         new.load_state_dict(*(states or own), lost=bool(states))
         new._first_step = 0 if new._step is None else int(new._step.read())
+        new.bindings = self.bindings
         vars(self).update(vars(new))
 
     def _agree(self, tensors: Iterable[Tensor]) -> None:
@@ -1067,8 +1074,11 @@ class Grace:
         compare their levels. Raises ValueError, and changes nothing, when a state is another worker's, of another
         format, method or policy, or when names or shapes differ from the model's.
         """
+        states = self._under_own_names(states)
         new, step = self.check_state(*states, lost=lost)
+        self.claimed.clear()
         if self._xp is None:
+            self.awaited = list(states[0]["tensors"])
             self._waiting = partial(self.load_state_dict, *states, lost=lost)
             return
         self._restore()
@@ -1092,8 +1102,13 @@ class Grace:
             return state
         return {**state, "policy": self.schedule.taken_over(state["policy"])}
 
+    def _under_own_names(self, states: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+        units = [] if self._xp is None else list(self._kept.held(self.decision.levels))
+        return tuple(renamed(state, units) for state in states)
+
     def check_state(self, *states: Mapping[str, Any], lost: bool = False) -> tuple[list[Fitted], int]:
         """What `load_state_dict` would set, and the step; raises as that does."""
+        states = self._under_own_names(states)
         for state in states:
             self._check_form(state)
         whose = [(state["rank"], state["world_size"]) for state in states]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -83,6 +84,47 @@ def check_names(mine: Set[str], theirs: Set[str]) -> None:
             f"the state's {extra or 'none'} are not in the model. If a parameter was renamed, rename its key in "
             "state['tensors'] and state['points'] to the model's name before you load"
         )
+
+
+NUMBERED = re.compile(r"_\d+(?=/|#|$)")  # what a layer's automatic name ends with, if it is not the first one
+
+
+def matched(theirs: Sequence[str], mine: Sequence[str]) -> dict[str, str]:
+    """By the names of ``mine``, which of ``theirs`` it is where Keras named the same variables anew; or nothing.
+
+    Names are paths. A saved model that is loaded names its variables without the model ('dense/kernel' for
+    'sequential/dense/kernel'), and automatic names have other numbers in another process: all else, and the order,
+    must be as it was.
+    """
+    if not theirs or set(theirs) <= set(mine):
+        return {}
+    found: dict[str, str] = {}
+    rest = iter(mine)
+    for name in theirs:
+        same = next((other for other in rest if _same_path(name, other)), None)
+        if same is None:
+            return {}
+        found[same] = name
+    return found
+
+
+def _same_path(one: str, other: str) -> bool:
+    # The same parts in the end, but for numbers; the one may begin with a model's name that the other lacks.
+    parts, others = (NUMBERED.sub("", name).split("/") for name in (one, other))
+    n = min(len(parts), len(others))
+    return n > 1 and abs(len(parts) - len(others)) <= 1 and parts[-n:] == others[-n:]
+
+
+def renamed(state: Mapping[str, Any], units: Sequence[str]) -> Mapping[str, Any]:
+    """A state under the names that a model's units have now, where `matched` finds them; else as it is."""
+    tensors, points = state.get("tensors"), state.get("points")
+    if not isinstance(tensors, Mapping) or not isinstance(points, Mapping) or state.get("policy"):
+        return state
+    names = {theirs: mine for mine, theirs in matched(list(tensors), units).items()}
+    if len(names) != len(units):
+        return state
+    keys = [key for key in ("tensors", "points", "strategies") if isinstance(state.get(key), Mapping)]
+    return {**state, **{key: {names.get(name, name): each for name, each in state[key].items()} for key in keys}}
 
 
 def check_kind(found: Any, wanted: str, what: str) -> None:

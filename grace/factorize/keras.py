@@ -578,17 +578,19 @@ def broadcast(model: layers.Layer, names: Iterable[str], grace: Grace) -> None:
     from grace.tensorflow import broadcast_variables
 
     wanted = set(names)
-    broadcast_variables([v for v in model.trainable_variables if v.path in wanted], 0, grace)
+    if added := [v for v in model.trainable_variables if v.path in wanted]:
+        broadcast_variables(added, 0, grace)
 
 
 def hand_over(grace: Grace, model: layers.Layer, old: Any, new: Any) -> Any:
     """Let ``new`` be driven as ``old`` was, by a Grace that knows the model's new variables."""
     from grace.tensorflow import DistributedOptimizer, release
-    from grace.tensorflow.gradients import names_of
+    from grace.tensorflow.names import names_for
 
     driven = hasattr(old, "_grace")
     if driven:
         release(old)
     variables = model.trainable_variables
-    grace.rebuild(zip(names_of(variables), variables, strict=True))
+    grace.claimed.clear()
+    grace.rebuild(zip(names_for(grace, variables), variables, strict=True))
     return DistributedOptimizer(new, grace) if driven else new

@@ -2,98 +2,200 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import numbers
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from grace.collectives import Reduce
 from grace.gossip import Gossip
 from grace.pipeline import Grace
-from grace.tensorflow.broadcast import broadcast_variables, transport_of
-from grace.tensorflow.gradients import names_of
+from grace.tensorflow.broadcast import assign_from, compare, transport_of
+from grace.tensorflow.checks import check_backend, check_grace, process_set_of
+from grace.tensorflow.names import EXCHANGED, identity, names_of
 
 
-class BroadcastCallback(keras.callbacks.Callback):
-    """Start ``model.fit`` from worker ``root_rank``'s weights and optimizer state."""
+class _Callback(keras.callbacks.Callback):
+    """A callback that follows the Graces of the model's optimizers, or the one that it is given."""
+
+    def __init__(self, grace: Grace | None = None):
+        check_backend(f"grace.tensorflow.{type(self).__name__}")
+        if grace is not None:
+            check_grace(grace, type(self).__name__)
+        super().__init__()
+        self._grace = grace
+
+    def _driven(self) -> list[tuple[Any, Grace]]:
+        # Optimizers and their Graces. A model with a compile of its own (a GAN) may hold several.
+        found = {id(each._grace): (each, each._grace) for each in optimizers_of(self.model) if hasattr(each, "_grace")}
+        if self._grace is not None:
+            return [found.get(id(self._grace), (self.model.optimizer, self._grace))]
+        return list(found.values())
+
+    def _wanted(self) -> list[tuple[Any, Grace]]:
+        if not (driven := self._driven()):
+            raise ValueError(
+                "no optimizer of the model is distributed: wrap the model's optimizer, or one that is an attribute of "
+                f"the model, in DistributedOptimizer, or name the Grace, as {type(self).__name__}(grace=grc)"
+            )
+        return driven
+
+    def _transport(self) -> Any:
+        graces = [grace for _, grace in self._driven()]
+        if len({process_set_of(grace) for grace in graces}) > 1:
+            raise ValueError(
+                "the model's optimizers average over different workers: name the Grace whose workers are meant, as "
+                f"{type(self).__name__}(grace=grc)"
+            )
+        return transport_of(graces[0] if graces else None)
+
+
+class BroadcastCallback(_Callback):
+    """Start ``model.fit`` from worker ``root_rank``'s weights and optimizer state.
+
+    ``grace``: whose workers are meant, and ``root_rank`` is one of them; by default those of the model's distributed
+    optimizers, else all. Optimizers are the model's own and those that are attributes of the model or of its layers. A
+    model that is built by its first batch is broadcast after that. ValueError on all workers, naming the difference,
+    where their variables differ.
+
+    It warns after the first batch if nobody averaged gradients of the model, as where an optimizer that was loaded or
+    copied was not wrapped again.
+    """
 
     def __init__(self, root_rank: int = 0, grace: Grace | None = None):
-        super().__init__()
-        self.root_rank, self._grace = root_rank, grace
+        if isinstance(root_rank, Grace):
+            raise TypeError("root_rank comes before the Grace: BroadcastCallback(0, grace=grc)")
+        super().__init__(grace)
+        self.root_rank = root_rank
+        self._done = self._looked = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self.model.jit_compile:
             raise ValueError("Horovod's operations have no XLA form: compile the model with jit_compile=False")
-        optimizer = self.model.optimizer
-        if not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        broadcast_variables([*self.model.weights, *optimizer.variables], self.root_rank, self._grace)
+        self._looked = False
+        self._done = self._broadcast(first=True)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self._done:
+            self._done = self._broadcast()
+        if not self._looked:
+            self._looked = True
+            self._look()
+
+    def _broadcast(self, first: bool = False) -> bool:
+        # Whether all was broadcast that there will be; layers that are unused have no first batch.
+        transport = self._transport()
+        if not isinstance(self.root_rank, int) or not 0 <= self.root_rank < transport.size:
+            raise ValueError(f"root_rank={self.root_rank!r}: there are workers 0 to {transport.size - 1}")
+        whole = not first or all(layer.built for layer in self.model._flatten_layers())
+        variables, optimizer = list(self.model.weights), self.model.optimizer
+        if whole and variables:
+            if optimizer is not None and not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+            variables += [variable for each in optimizers_of(self.model) for variable in each.variables]
+        variables = list({identity(variable): variable for variable in variables}.values())
+        if compare(variables, transport, self.root_rank) and transport.size > 1:
+            assign_from(variables, transport, self.root_rank)
+        return whole and bool(variables)
+
+    def _look(self) -> None:
+        variables = self.model.trainable_variables
+        if variables and self._transport().size > 1 and not any(identity(v) in EXCHANGED for v in variables):
+            warnings.warn(
+                "no gradient of this model was averaged over the workers in its first batch: each trains by itself. An "
+                "optimizer that was loaded or copied is a plain one: wrap it in grace.tensorflow.DistributedOptimizer",
+                stacklevel=2,
+            )
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
-    """Average the metrics of each epoch over all workers. Put it before callbacks that act on them."""
+class MetricAverageCallback(_Callback):
+    """Average the metrics of each epoch over all workers, by name. Put it before callbacks that act on them.
 
-    def __init__(self, grace: Grace | None = None):
-        super().__init__()
-        self._grace = grace
+    Numbers become floats, arrays (a metric for each class) float64 arrays of the same shape, averaged over the workers
+    that have them, in float64; every worker gets them, also one without. What is no number stays as it is. ``grace``:
+    as of `BroadcastCallback`. ValueError on all workers where arrays of one name differ in shape.
+    """
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if not logs:
-            return
-        keys = sorted(logs)
-        values = tf.constant([float(logs[key]) for key in keys], tf.float32)
-        ((means,),) = transport_of(self._grace).start([Reduce((values,), "mean")], "metrics")()
-        logs.update(zip(keys, means.numpy().tolist(), strict=True))
+        mine = {str(key): _plain(value) for key, value in (logs or {}).items()}
+        mine = {key: value for key, value in mine.items() if value is not None}
+        transport = self._transport()
+        texts = [json.dumps(mine)] if transport.size == 1 else transport.exchange(json.dumps(mine))
+        workers = [json.loads(text) for text in texts]
+        for key in dict.fromkeys(key for worker in workers for key in worker):
+            ranks = [rank for rank, worker in enumerate(workers) if key in worker]
+            values = [np.array(workers[rank][key], np.float64) for rank in ranks]
+            for rank, value in zip(ranks, values, strict=True):
+                if value.shape != values[0].shape:
+                    raise ValueError(
+                        f"metric {key!r} has shape {list(values[0].shape)} on worker {ranks[0]} and "
+                        f"{list(value.shape)} on worker {rank}: give every worker the same metrics"
+                    )
+            if logs is not None:
+                with np.errstate(invalid="ignore", over="ignore"):
+                    mean = np.mean(values, axis=0)
+                logs[key] = mean if mean.ndim else float(mean)
 
 
-class PolicyCallback(keras.callbacks.Callback):
+class PolicyCallback(_Callback):
     """Tell a Grace's policy that a step or an epoch is over. Put it after callbacks that set the learning rate.
 
     An epoch ends where the next one begins, when its learning rate is known, or with the training. ``grace``: by
-    default that of the model's optimizer.
+    default those of the model's optimizers, each with its optimizer's learning rate. ValueError if there is none.
     """
 
     def __init__(self, grace: Grace | None = None):
-        super().__init__()
-        self._grace = grace
-        self._rate: float | None = None
+        super().__init__(grace)
+        self._rates: dict[int, float] = {}
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        _grace_of(self).tune()
+        for _, grace in self._wanted():
+            grace.tune()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        rate = float(self.model.optimizer.learning_rate)
-        self._end(rate)
-        self._rate = rate
+        for optimizer, grace in self._wanted():
+            if optimizer is None:
+                raise ValueError("the model has no optimizer: PolicyCallback reads its learning rate")
+            rate = float(optimizer.learning_rate)
+            self._end(grace, rate)
+            self._rates[id(grace)] = rate
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._end(self._rate)
+        for _, grace in self._wanted():
+            self._end(grace, self._rates.get(id(grace)))
 
-    def _end(self, next_rate: float | None) -> None:
-        grace = _grace_of(self)
+    def _end(self, grace: Grace, next_rate: float | None) -> None:
         if grace.steps_this_epoch:
-            grace.end_epoch(self._rate, next_rate)
+            grace.end_epoch(self._rates.get(id(grace)), next_rate)
 
 
-class RecordCallback(keras.callbacks.Callback):
+class RecordCallback(_Callback):
     """Write the record of a training in ``fit`` (`Options.record`), which a graph cannot do by itself.
 
-    A line after every ``record_every`` batches and one at the end. ``grace``: by default that of the model's optimizer.
+    A line after every ``record_every`` steps, or after the call of ``steps_per_execution`` steps in which they end, and
+    one at the end. ``grace``: by default those of the model's optimizers that have a record. ValueError if none has.
     """
 
-    def __init__(self, grace: Grace | None = None):
-        super().__init__()
-        self._grace = grace
-        self._batches = 0
+    def on_train_begin(self, logs: Any = None) -> None:
+        graces = [grace for _, grace in self._wanted()]
+        # One that was named has to have a record; `Grace.record` says so.
+        self._graces = [grace for grace in graces if grace.options.record] or graces
+        self._written = {id(grace): _steps(grace) for grace in self._graces}
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._batches += 1
-        if self._batches % _grace_of(self).options.record_every == 0:
-            _grace_of(self).record()
+        for grace in self._graces:
+            before, now, every = self._written[id(grace)], _steps(grace), grace.options.record_every
+            if now // every > before // every:
+                grace.record()
+                self._written[id(grace)] = now
 
     def on_train_end(self, logs: Any = None) -> None:
-        _grace_of(self).record()
+        for grace in self._graces:
+            grace.record()
 
 
 def gossip_variables(gossip: Gossip, variables: Sequence[Any]) -> None:
@@ -122,13 +224,42 @@ class GossipCallback(keras.callbacks.Callback):
         super().__init__()
         self._gossip = gossip
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        EXCHANGED.update(map(identity, self.model.trainable_variables))
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         gossip_variables(self._gossip, self.model.trainable_variables)
 
 
-def _grace_of(callback: Any) -> Grace:
-    grace: Grace | None = callback._grace or getattr(callback.model.optimizer, "_grace", None)
-    if grace is None:
-        name = type(callback).__name__
-        raise ValueError(f"the model's optimizer is not distributed: name the Grace, as {name}(grace)")
-    return grace
+def optimizers_of(model: Any) -> list[Any]:
+    """A model's optimizers: its own, and those that are attributes of it or its layers, in the order of their names.
+
+    The optimizer inside a LossScaleOptimizer is part of that.
+    """
+    found = {id(model.optimizer): model.optimizer} if getattr(model, "optimizer", None) is not None else {}
+    for part in [model, *model._flatten_layers(include_self=False)]:
+        for _, value in sorted(vars(part).items()):
+            found.update({id(each): each for each in _optimizers_in(value)})
+    inside = {id(each.inner_optimizer) for each in found.values() if hasattr(each, "inner_optimizer")}
+    return [each for key, each in found.items() if key not in inside]
+
+
+def _optimizers_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (each for each in value.values() if isinstance(each, keras.optimizers.Optimizer))
+    elif isinstance(value, (list, tuple)):
+        yield from (each for each in value if isinstance(each, keras.optimizers.Optimizer))
+
+
+def _steps(grace: Grace) -> int:
+    return 0 if grace._step is None else int(grace._step.read())
+
+
+def _plain(value: Any) -> Any:
+    # A number or nested lists of numbers; None for what is neither.
+    if isinstance(value, numbers.Real):
+        return float(value)
+    array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+    return array.astype(np.float64).tolist() if array.dtype.kind in "fiub" else None

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from grace import checkpoint
 from grace.pipeline import Grace
+from grace.tensorflow.checks import check_grace
 
 
 class CheckpointState(tf.train.experimental.PythonState):
@@ -15,6 +16,7 @@ class CheckpointState(tf.train.experimental.PythonState):
     """
 
     def __init__(self, grace: Grace):
+        check_grace(grace, "CheckpointState")
         super().__init__()
         self._grace = grace
 

@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
 from grace.pipeline import SPARSE, Grace
+from grace.tensorflow.checks import HOROVOD_TAPE, check_grace, check_horovod, check_replicas
+from grace.tensorflow.names import EXCHANGED, identity, names_for
+
+DRIVEN: WeakKeyDictionary[Grace, str] = WeakKeyDictionary()
+"""The optimizers that Graces drive, in words. The entry goes with the Grace or with `release`."""
 
 
 def build(grace: Grace, variables: Iterable[Any]) -> None:
-    """Make all state of these variables now instead of with their first gradients. Eagerly."""
+    """Make all state of these variables now instead of with their first gradients. Eagerly.
+
+    Variables that are not of floats are left out. Raises as `Grace.build` does.
+    """
+    check_grace(grace, "build")
     variables = [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
-    grace.build(dict(zip(names_of(variables), variables, strict=True)))
+    grace.build(dict(zip(names_for(grace, variables), variables, strict=True)))
 
 
-@tf.autograph.experimental.do_not_convert  # its loops run once, while the graph is made
 def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Means of gradients over all workers, eagerly or while a graph is traced.
 
     A gradient that is None counts as zero if another worker has one, and stays None if none has. Inside a graph it just
     stays None: all workers trace the same program, so they lack the same ones. IndexedSlices (of embeddings) become
-    dense.
+    dense. ValueError if the Grace drives an optimizer, which would average once more; RuntimeError inside a strategy of
+    tf.distribute with several replicas.
     """
-    names = names_of(variables)
+    check_grace(grace, "average_gradients")
+    if grace in DRIVEN:
+        raise ValueError(
+            f"this Grace drives an optimizer ({DRIVEN[grace]}), which averages what it applies: take the gradients of "
+            "a plain tf.GradientTape, or release the optimizer (grace.tensorflow.release), or use a second Grace"
+        )
+    return exchange(grace, gradients, variables)
+
+
+@tf.autograph.experimental.do_not_convert  # its loops run once, while the graph is made
+def exchange(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """`average_gradients`, for whoever drives the Grace."""
+    check_replicas()
+    names = names_for(grace, variables)
+    EXCHANGED.update(map(identity, variables))
     eager = tf.executing_eagerly()
     handed = {}
     for name, variable, gradient in zip(names, variables, gradients, strict=True):
+        if gradient is not None and not tf.TensorShape(variable.shape).is_fully_defined():
+            raise ValueError(f"{name!r} has shape {variable.shape} in this graph: only known shapes can be averaged")
         if isinstance(gradient, tf.IndexedSlices):
             grace.note(name, SPARSE)
         if gradient is not None:
@@ -37,8 +62,9 @@ def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequenc
         elif eager and tf.as_dtype(variable.dtype).is_floating:
             handed[name] = (variable, None)
     grace.track_missing = grace.track_missing or eager
+    built = {name: _like(variable) for name, (variable, _) in handed.items()}
     with tf.init_scope():  # state must outlive the graph that is being traced
-        grace.build({name: variable for name, (variable, _) in handed.items()})
+        grace.build(built)
         grace.settle()
     if not eager and grace.transport.elastic:
         _check_workers(grace.world_size)
@@ -52,15 +78,28 @@ class DistributedGradientTape:
     """A gradient tape whose gradients are averaged over all workers.
 
     ``tape = grace.tensorflow.DistributedGradientTape(tape, grace=grc)`` around a recorded tf.GradientTape; everything
-    else is the tape's own.
+    else is the tape's own. ``horovod``: arguments of Horovod's class of this name, taken where they ask for what is
+    done here anyway. TypeError for what is no tape or no Grace, ValueError for a tape that is distributed already.
     """
 
-    def __init__(self, tape: tf.GradientTape, grace: Grace):
+    def __init__(self, tape: tf.GradientTape, grace: Grace, **horovod: Any):
+        if isinstance(tape, Grace):
+            raise TypeError("the tape comes first: DistributedGradientTape(tape, grace=grc)")
+        if isinstance(tape, DistributedGradientTape):
+            raise ValueError("this tape is distributed already: wrap it once")
+        if not isinstance(tape, tf.GradientTape):
+            raise TypeError(f"DistributedGradientTape wraps a tf.GradientTape, not {type(tape).__name__}")
+        check_grace(grace, "DistributedGradientTape")
+        check_horovod(grace, horovod, HOROVOD_TAPE)
         self._tape = tape
         self._grace = grace
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        """As tf.GradientTape.gradient, then averaged; the structure of ``sources`` is kept."""
+        """As tf.GradientTape.gradient, then averaged; the structure of ``sources`` is kept.
+
+        Sources that are no variables (tensors that are watched) are averaged too. They are known by their places in
+        ``sources``, so one place must always have one shape.
+        """
         gradients = self._tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(sources)
         means = average_gradients(self._grace, _leaves(gradients), flat)
@@ -89,15 +128,9 @@ def _check_workers(number: int) -> None:
     )
 
 
-def names_of(variables: Sequence[Any]) -> list[str]:
-    """Keras paths or TensorFlow names; a number tells apart those that are used twice."""
-    counts: Counter[str] = Counter()
-    names = []
-    for variable in variables:
-        name = getattr(variable, "path", None) or variable.name.removesuffix(":0")
-        counts[name] += 1
-        names.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
-    return names
+def _like(variable: Any) -> Any:
+    # Outside the graph a symbolic source has no value; only its shape counts.
+    return tf.TensorSpec(variable.shape, variable.dtype) if tf.is_symbolic_tensor(variable) else variable
 
 
 def _leaves(structure: Any) -> list[Any]:

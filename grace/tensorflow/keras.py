@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -10,29 +13,40 @@ import tensorflow as tf
 
 from grace.core import name_of
 from grace.pipeline import MOMENTUM_TWICE, Grace
-from grace.tensorflow.gradients import average_gradients
+from grace.tensorflow.checks import HOROVOD_OPTIMIZER, check_grace, check_horovod, check_optimizer, check_replicas
+from grace.tensorflow.gradients import DRIVEN, exchange
 
 
-def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, grace: Grace) -> keras.optimizers.Optimizer:
+def DistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer, grace: Grace, **horovod: Any
+) -> keras.optimizers.Optimizer:
     """Let a Keras 3 optimizer apply gradients averaged over all workers: in custom loops, tf.function and model.fit.
 
-    Returns the optimizer that was passed in. Its clipping and weight decay act on the means. Wrap a LossScaleOptimizer
-    from the outside, so that all workers see an overflow together. Compile models with ``jit_compile=False``: Horovod's
-    operations have no XLA form.
+    Returns the optimizer that was passed in. Its clipping and weight decay act on the means. A LossScaleOptimizer, also
+    the one that ``compile`` puts around it for the policy mixed_float16, judges the means too: all workers skip a step
+    together. Compile models with ``jit_compile=False``: Horovod's operations have no XLA form.
+
+    A Grace drives one optimizer until `release`. Saved models, configurations and copies hold a plain optimizer: wrap
+    that, with a Grace of its own, to train on. ``horovod``: arguments of Horovod's function of this name, taken where
+    they ask for what is done here anyway.
+
+    Raises TypeError for what is no optimizer of Keras 3 or no Grace, ValueError for what is distributed already and for
+    other arguments of Horovod's, RuntimeError for Keras on another backend and for strategies of tf.distribute with
+    several replicas.
     """
-    cls = type(optimizer)
+    check_optimizer(optimizer)
+    check_grace(grace, "DistributedOptimizer")
+    check_horovod(grace, horovod, HOROVOD_OPTIMIZER)
+    check_replicas()
+    check_replicas(getattr(optimizer, "_distribution_strategy", None))
+    _judge_means()
     if hasattr(optimizer, "_grace"):
         raise ValueError("this optimizer is distributed already: wrap it once")
-    if hasattr(getattr(optimizer, "inner_optimizer", None), "_grace"):
+    if grace in DRIVEN:
         raise ValueError(
-            "wrap the LossScaleOptimizer, not the optimizer inside: DistributedOptimizer(LossScaleOptimizer(...))"
+            f"this Grace drives an optimizer already ({DRIVEN[grace]}): make one Grace for each optimizer, or release "
+            "the first, as grace.tensorflow.release(optimizer)"
         )
-
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        means = average_gradients(self._grace, list(grads), variables)
-        return cls.apply(self, means, trainable_variables)
-
     if grace.schedule is not None and grace.schedule.policy.batch:
         raise ValueError(
             f"policy {name_of(grace.schedule.policy)!r} adds up gradients before they are exchanged, and Keras "
@@ -40,19 +54,87 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, grace: Grace) ->
         )
     if grace.method.memory.momentum_inside and getattr(optimizer, "momentum", None):
         warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=2)
-    grace.learning_rate = lambda name: tf.convert_to_tensor(optimizer.learning_rate)
 
-    # The user's own object, of a class that differs in this one method and saves as what it was.
-    names = {"apply": apply, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    optimizer.__class__ = type(cls.__name__, (cls,), names)
-    object.__setattr__(optimizer, "_grace", grace)
+    # Attributes of the user's own object, whose class stays: it saves, loads and copies as what it was. They refer to
+    # it weakly, so that it goes with its last user.
+    reference = weakref.ref(optimizer)
+    grace.learning_rate = lambda name: tf.convert_to_tensor(_alive(reference).learning_rate)
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        self = _alive(reference)
+        if not self._grace_paused:
+            grads, trainable_variables = _means(self, self._grace, grads, trainable_variables)
+        return type(self).apply(self, grads, trainable_variables)
+
+    for key, value in (("_grace", grace), ("_grace_paused", False), ("apply", apply)):
+        object.__setattr__(optimizer, key, value)
+    DRIVEN[grace] = f"{type(optimizer).__name__} {optimizer.name!r}"
     return optimizer
 
 
 def release(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Undo `DistributedOptimizer`: gradients stay here, and the Grace may drive another optimizer."""
-    if not hasattr(optimizer, "_grace"):
+    """Undo `DistributedOptimizer`: gradients stay here, and the Grace may drive another optimizer.
+
+    ``optimizer``: also a LossScaleOptimizer around it. ValueError if it is not distributed.
+    """
+    wrapped = optimizer
+    if "_grace" not in vars(wrapped) and hasattr(optimizer, "_grace"):
+        wrapped = optimizer.inner_optimizer
+    if "_grace" not in vars(wrapped):
         raise ValueError("this optimizer is not distributed")
-    optimizer.__class__ = type(optimizer).__base__
-    object.__delattr__(optimizer, "_grace")
+    DRIVEN.pop(wrapped._grace, None)
+    wrapped._grace.learning_rate = None
+    for key in ("_grace", "_grace_paused", "apply"):
+        object.__delattr__(wrapped, key)
     return optimizer
+
+
+def _alive(reference: Any) -> Any:
+    optimizer = reference()
+    if optimizer is None:
+        raise ReferenceError("the optimizer that this Grace drives is gone")
+    return optimizer
+
+
+def _means(optimizer: Any, grace: Grace, grads: Any, variables: Any) -> tuple[list[Any], Any]:
+    variables = None if variables is None else list(variables)
+    known = optimizer._trainable_variables if variables is None else variables
+    return exchange(grace, list(grads), known), variables
+
+
+class _Inner:
+    # A LossScaleOptimizer tells the Grace of the optimizer inside; one of its own, in its __dict__, comes first.
+    def __get__(self, scaler: Any, cls: Any = None) -> Any:
+        if scaler is None:
+            return self
+        return scaler.inner_optimizer._grace
+
+
+def _judge_means() -> None:
+    # Keras's scaler decides from what it is given whether the optimizer inside is called at all. From its own gradients
+    # a worker would skip by itself: so where that optimizer is distributed, the scaler is given the means.
+    scaler = keras.optimizers.LossScaleOptimizer
+    if isinstance(vars(scaler).get("_grace"), _Inner):
+        return
+    plain = scaler.apply
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        inner = self.inner_optimizer
+        if "_grace" not in vars(inner) or inner._grace_paused:
+            return plain(self, grads, trainable_variables)
+        means, variables = _means(self, inner._grace, grads, trainable_variables)
+        with _paused(inner):
+            return plain(self, means, variables)
+
+    scaler.apply, scaler._grace = apply, _Inner()
+
+
+@contextmanager
+def _paused(optimizer: Any) -> Iterator[None]:
+    object.__setattr__(optimizer, "_grace_paused", True)
+    try:
+        yield
+    finally:
+        object.__setattr__(optimizer, "_grace_paused", False)

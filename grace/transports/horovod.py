@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
+import math
 import os
+import threading
 import time
+import weakref
 from abc import abstractmethod
 from functools import cached_property
 from itertools import accumulate, pairwise
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from grace.core import Array, Transport
@@ -209,6 +214,7 @@ class TensorflowHorovod(_BoundHorovod):
     def __init__(self, xp: Any, hvd: Any, process_set: Any, rank: int, size: int):
         super().__init__(xp, hvd, process_set, rank, size)
         self._unseen: list[Any] = []  # nothing, received by a worker that only sent
+        self._caller: _Caller | None = None
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -216,20 +222,34 @@ class TensorflowHorovod(_BoundHorovod):
         # optimised, which is not the same on every worker; without it the name given here is left.
         return {"process_set": self._process_set, "ignore_name_scope": self.xp.switching}
 
+    def _run(self, operation: Any, *args: Any, name: str, **options: Any) -> Any:
+        import tensorflow as tf
+
+        call = functools.partial(operation, *args, name=name, **options, **self._options)
+        if self.timeout == math.inf or not tf.executing_eagerly():
+            return call()
+        # Eagerly an operation of Horovod's blocks, so another thread calls it.
+        self._caller = self._caller or _Caller()
+        try:
+            return self._caller.call(call, self.timeout)
+        except TimeoutError:
+            self._caller = None  # that thread waits for ever
+            raise self.late(name) from None
+
     def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:
-        result = self._hvd.allreduce(buffer, op=self._ops[op], name=name, **self._options)
+        result = self._run(self._hvd.allreduce, buffer, op=self._ops[op], name=name)
         return lambda: result
 
     def gather(self, buffer: Array, name: str) -> Wait:
-        result = self._hvd.allgather(buffer, name=name, **self._options)
+        result = self._run(self._hvd.allgather, buffer, name=name)
         size = self.xp.shape(buffer)[0]
         return lambda: [result[w * size : (w + 1) * size] for w in range(self.size)]
 
     def gather_ragged(self, buffer: Array, name: str) -> Wait:
         import tensorflow as tf
 
-        sizes = self._hvd.allgather(self.xp.lengths([buffer]), name=f"{name}.sizes", **self._options)
-        result = self._hvd.allgather(buffer, name=name, **self._options)
+        sizes = self._run(self._hvd.allgather, self.xp.lengths([buffer]), name=f"{name}.sizes")
+        result = self._run(self._hvd.allgather, buffer, name=name)
         return lambda: tf.split(result, tf.reshape(sizes, (self.size,)), num=self.size)
 
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
@@ -242,13 +262,43 @@ class TensorflowHorovod(_BoundHorovod):
             here = tf.compat.v1.get_default_graph()
             nothing = [x for x in unseen if tf.is_symbolic_tensor(x) and x.graph is here]
             buffer = tf.reshape(tf.concat([buffer, *nothing], 0), buffer.shape) if nothing else buffer
-        result = self._hvd.broadcast(buffer, self.root(root), name=name, **self._options)
+        result = self._run(self._hvd.broadcast, buffer, self.root(root), name=name)
         return lambda: result
 
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         splits = self.xp.asarray([self.xp.shape(buffer)[0] for buffer in buffers], "int32")
-        received, _ = self._hvd.alltoall(self.xp.concat(buffers), splits, name=name, **self._options)
+        received, _ = self._run(self._hvd.alltoall, self.xp.concat(buffers), splits, name=name)
         if sum(sizes) == 0:
             self._unseen.append(received)
         ends = list(accumulate(sizes, initial=0))
         return lambda: [received[start:end] for start, end in pairwise(ends)]
+
+
+class _Caller:
+    """A thread that makes calls for others, who wait for their results no longer than they like."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        self._results: SimpleQueue[Any] = SimpleQueue()
+        weakref.finalize(self, self._calls.put, None)
+        threading.Thread(target=_serve, args=(self._calls, self._results), daemon=True, name="grace").start()
+
+    def call(self, function: Any, timeout: float) -> Any:
+        """What the function returns or raises; TimeoutError, after which this object is of no use."""
+        self._calls.put(function)
+        try:
+            result, error = self._results.get(timeout=min(timeout, threading.TIMEOUT_MAX))
+        except Empty:
+            raise TimeoutError from None
+        if error is not None:
+            raise error
+        return result
+
+
+def _serve(calls: Any, results: Any) -> None:
+    while (function := calls.get()) is not None:
+        try:
+            results.put((function(), None))
+        except BaseException as error:
+            results.put((None, error))
+        del function

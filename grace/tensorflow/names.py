@@ -1,0 +1,79 @@
+"""Names of variables: a variable keeps its name in a Grace, and no other one gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from grace.pipeline import Grace
+from grace.state import matched
+
+EXCHANGED: set[Any] = set()
+"""Identities of all variables that gradients were averaged for, or that were mixed, in this process."""
+
+
+def names_for(grace: Grace, variables: Sequence[Any]) -> list[str]:
+    """The names of variables in a Grace: Keras paths or TensorFlow names, by which reports and states know them.
+
+    A variable keeps the name that it got first; another one of the same path gets a number behind it. After a state was
+    loaded, and in `Grace.rebuild`, new variables take over the names of those that are no longer used. Tensors that are
+    no variables are named by their place among the sources.
+    """
+    keys = _keys(variables)
+    names = [grace.bindings.get(key) for key in keys]
+    grace.claimed.update(name for name in names if name is not None)
+    paths = [path_of(variable) or f"source_{place}" for place, variable in enumerate(variables)]
+    known = matched(grace.awaited, paths)
+    for place, (key, path) in enumerate(zip(keys, paths, strict=True)):
+        if names[place] is None:
+            path = known.get(path, path)
+            name = next(name for name in _numbered(path) if name not in grace.claimed)
+            grace.claimed.add(name)
+            grace.bindings[key] = names[place] = name
+    return [name for name in names if name is not None]
+
+
+def names_of(variables: Sequence[Any]) -> list[str]:
+    """Paths, of variables that are always named together; a number tells apart those that are used twice."""
+    seen: dict[str, int] = {}
+    names = []
+    for variable in variables:
+        path = path_of(variable)
+        seen[path] = seen.get(path, 0) + 1
+        names.append(path if seen[path] == 1 else f"{path}#{seen[path]}")
+    EXCHANGED.update(map(identity, variables))
+    return names
+
+
+def path_of(variable: Any) -> str:
+    """The path of a Keras variable, the name of a TensorFlow one; empty for what is no variable."""
+    if isinstance(variable, keras.Variable):
+        return str(variable.path)
+    return str(variable.name).removesuffix(":0") if isinstance(variable, tf.Variable) else ""
+
+
+def identity(variable: Any) -> Any:
+    """The same for a Keras variable and the TensorFlow one inside; never used again in this process."""
+    inner = getattr(variable, "_value", None) if isinstance(variable, keras.Variable) else variable
+    return getattr(inner, "_unique_id", None)
+
+
+def _keys(variables: Sequence[Any]) -> list[Any]:
+    # A variable may be named twice.
+    seen: dict[Any, int] = {}
+    keys = []
+    for place, variable in enumerate(variables):
+        key = identity(variable) or f"source {place}"
+        seen[key] = seen.get(key, 0) + 1
+        keys.append((key, seen[key]))
+    return keys
+
+
+def _numbered(path: str) -> Any:
+    yield path
+    for number in count(2):
+        yield f"{path}#{number}"

@@ -27,7 +27,7 @@ from grace.policies.base import Decision, Policy
 from grace.policies.schedule import Schedule
 from grace.record import Recorder
 from grace.report import Report, TensorReport, leveled
-from grace.state import check_form, complete, renamed
+from grace.state import check_form, complete, renamed, sizes_of
 from grace.trace import Trace
 from grace.transports import get_transport
 from grace.transports.local import LocalTransport, World
@@ -127,8 +127,8 @@ class Grace:
         """Gives a tensor's learning rate by its name, for memories that need it. The toolkits' doors set it."""
         self.bindings: dict[Any, str] = {}
         """Names of a toolkit's variables by their identities, where names alone do not tell variables apart."""
-        self.awaited: list[str] = []
-        """Names of tensors in a state that was loaded before `build`."""
+        self.awaited: dict[str, int] = {}
+        """Tensors of a state that was loaded before `build`, and how many elements they have."""
         self.claimed: set[str] = set()
         """Those of these names that were used since a state was loaded: no other variable may have them."""
         self._xp: Backend | None = None
@@ -1078,7 +1078,7 @@ class Grace:
         new, step = self.check_state(*states, lost=lost)
         self.claimed.clear()
         if self._xp is None:
-            self.awaited = list(states[0]["tensors"])
+            self.awaited = sizes_of(states[0])
             self._waiting = partial(self.load_state_dict, *states, lost=lost)
             return
         self._restore()

@@ -86,45 +86,55 @@ def check_names(mine: Set[str], theirs: Set[str]) -> None:
         )
 
 
-NUMBERED = re.compile(r"_\d+(?=/|#|$)")  # what a layer's automatic name ends with, if it is not the first one
+NUMBERED = re.compile(r"_(\d+)(?=/|#|$)")  # what a layer's automatic name ends with, if it is not the first one
 
 
-def matched(theirs: Sequence[str], mine: Sequence[str]) -> dict[str, str]:
+def matched(theirs: Mapping[str, int], mine: Mapping[str, int]) -> dict[str, str]:
     """By the names of ``mine``, which of ``theirs`` it is where Keras named the same variables anew; or nothing.
 
-    Names are paths. A saved model that is loaded names its variables without the model ('dense/kernel' for
-    'sequential/dense/kernel'), and automatic names have other numbers in another process: all else, and the order,
-    must be as it was.
+    Names are paths, with numbers of elements. A saved model that is loaded names its variables without the model
+    ('dense/kernel' for 'sequential/dense/kernel'), and automatic names have other numbers in another process, which
+    ascend as they did. All else must be as it was. ``mine`` may have others besides.
     """
-    if not theirs or set(theirs) <= set(mine):
+    if theirs.keys() <= mine.keys():
         return {}
-    found: dict[str, str] = {}
-    rest = iter(mine)
-    for name in theirs:
-        same = next((other for other in rest if _same_path(name, other)), None)
-        if same is None:
-            return {}
-        found[same] = name
-    return found
+    for their_first, my_first in ((0, 0), (1, 0), (0, 1)):
+        wanted, here = _alike(theirs, their_first), _alike(mine, my_first)
+        if all(len(here.get(key, ())) == len(names) for key, names in wanted.items()):
+            return {own: name for key, names in wanted.items() for own, name in zip(here[key], names, strict=True)}
+    return {}
 
 
-def _same_path(one: str, other: str) -> bool:
-    # The same parts in the end, but for numbers; the one may begin with a model's name that the other lacks.
-    parts, others = (NUMBERED.sub("", name).split("/") for name in (one, other))
-    n = min(len(parts), len(others))
-    return n > 1 and abs(len(parts) - len(others)) <= 1 and parts[-n:] == others[-n:]
+def _alike(names: Mapping[str, int], first: int) -> dict[tuple[str, int], list[str]]:
+    # Names that differ in their numbers alone, by ascending numbers. ``first``: how many parts of a path to leave out.
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name in sorted(names, key=lambda name: [int(each or 0) for each in _numbers(name)]):
+        parts = NUMBERED.sub("", name).split("/")
+        if len(parts) - first > 1:  # a bare name tells too little
+            groups.setdefault(("/".join(parts[first:]), names[name]), []).append(name)
+        else:
+            groups.setdefault((f"/{name}", names[name]), []).append(name)
+    return groups
 
 
-def renamed(state: Mapping[str, Any], units: Sequence[str]) -> Mapping[str, Any]:
-    """A state under the names that a model's units have now, where `matched` finds them; else as it is."""
-    tensors, points = state.get("tensors"), state.get("points")
-    if not isinstance(tensors, Mapping) or not isinstance(points, Mapping) or state.get("policy"):
+def _numbers(name: str) -> list[str]:
+    found = [NUMBERED.search(part) for part in name.split("/")]
+    return [each.group(1) if each else "" for each in found]
+
+
+def renamed(state: Mapping[str, Any], units: Iterable[str]) -> Mapping[str, Any]:
+    """A state under the names that a model's units have now, where `matched` finds all of them; else as it is."""
+    tensors, units = state.get("tensors"), list(units)
+    if not isinstance(tensors, Mapping) or state.get("policy") or len(tensors) != len(units):
         return state
-    names = {theirs: mine for mine, theirs in matched(list(tensors), units).items()}
-    if len(names) != len(units):
-        return state
+    names = {theirs: mine for mine, theirs in matched(dict.fromkeys(tensors, 0), dict.fromkeys(units, 0)).items()}
     keys = [key for key in ("tensors", "points", "strategies") if isinstance(state.get(key), Mapping)]
     return {**state, **{key: {names.get(name, name): each for name, each in state[key].items()} for key in keys}}
+
+
+def sizes_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """How many elements a state's tensors have here, by name."""
+    return {name: sum(size for _, size in state["points"].get(name, {}).values()) for name in state["tensors"]}
 
 
 def check_kind(found: Any, wanted: str, what: str) -> None:

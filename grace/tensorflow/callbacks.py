@@ -33,7 +33,7 @@ class _Callback(keras.callbacks.Callback):
         # Optimizers and their Graces. A model with a compile of its own (a GAN) may hold several.
         found = {id(each._grace): (each, each._grace) for each in optimizers_of(self.model) if hasattr(each, "_grace")}
         if self._grace is not None:
-            return [found.get(id(self._grace), (self.model.optimizer, self._grace))]
+            return [found.get(id(self._grace), (getattr(self.model, "optimizer", None), self._grace))]
         return list(found.values())
 
     def _wanted(self) -> list[tuple[Any, Grace]]:
@@ -236,6 +236,8 @@ def optimizers_of(model: Any) -> list[Any]:
 
     The optimizer inside a LossScaleOptimizer is part of that.
     """
+    if model is None:
+        return []
     found = {id(model.optimizer): model.optimizer} if getattr(model, "optimizer", None) is not None else {}
     for part in [model, *model._flatten_layers(include_self=False)]:
         for _, value in sorted(vars(part).items()):

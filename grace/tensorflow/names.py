@@ -27,7 +27,8 @@ def names_for(grace: Grace, variables: Sequence[Any]) -> list[str]:
     names = [grace.bindings.get(key) for key in keys]
     grace.claimed.update(name for name in names if name is not None)
     paths = [path_of(variable) or f"source_{place}" for place, variable in enumerate(variables)]
-    known = matched(grace.awaited, paths)
+    sizes = {path: tf.TensorShape(v.shape).num_elements() or 0 for path, v in zip(paths, variables, strict=True)}
+    known = matched(grace.awaited, sizes) if grace.awaited else {}
     for place, (key, path) in enumerate(zip(keys, paths, strict=True)):
         if names[place] is None:
             path = known.get(path, path)

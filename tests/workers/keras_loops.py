@@ -138,7 +138,7 @@ names = "uint8 int8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 floa
 kinds = [tf.Variable(tf.cast(tf.fill((2, 3), rank), name), name=name) for name in names.split()]
 kinds += [tf.Variable(tf.zeros((0, 3))), tf.Variable(float(rank)), tf.Variable(tf.cast([float(rank)] * 3, FLOAT8))]
 tensorflow.broadcast_variables(kinds, 1)
-found["kinds"] = [(v.dtype.name, v.shape.as_list(), tf.cast(v, tf.float32).numpy().tolist()) for v in kinds]
+found["kinds"] = [(v.dtype.name, v.shape.as_list(), tf.cast(v, tf.float32).numpy()) for v in kinds]
 words = [tf.Variable(1.0), tf.Variable("a", name="words")]
 found["strings"] = error_of(tensorflow.broadcast_variables, words)
 

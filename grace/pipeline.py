@@ -736,7 +736,7 @@ class Grace:
         with self.xp.quiet():
             last = self._flights[-1][0] if self._flights else None
             before = None if last is None or last.depart() else last
-            label = f"{name}@{self._number}" if self._number else name
+            label = f"{name}.of{self._number}" if self._number else name  # a name that TensorFlow takes
             return Flight(label, programs, self.transport, self.trace, self._offload, before, room, calls)
 
     def _calls(self) -> Calls | None:

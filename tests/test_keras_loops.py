@@ -357,6 +357,21 @@ def test_a_grace_drives_one_optimizer_until_it_is_released():
     assert float(grc.learning_rate("w")) == 0.25
 
 
+def test_a_step_that_keras_refuses_sends_nothing():
+    optimizer, grc = wrapped()
+    known, unknown = tf.Variable(tf.ones(4)), tf.Variable(tf.ones(4))
+    with pytest.raises(ValueError, match="build the optimizer first"):
+        optimizer.apply([tf.ones(4)])
+    optimizer.apply([tf.ones(4)], [known])
+    before = grc.state_dict()["tensors"]
+    for gradients, variables in (([tf.ones(4)], [unknown]), ([tf.ones(4)] * 2, [known]), ([tf.ones(3)], [known])):
+        with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
+            optimizer.apply(gradients, variables)
+    after = grc.state_dict()["tensors"]
+    assert grc.report().steps == 1
+    assert all(np.array_equal(after[name][key], before[name][key]) for name in before for key in before[name])
+
+
 def test_a_released_scaler_trains_by_itself():
     optimizer, grc = wrapped()
     scaler = keras.optimizers.LossScaleOptimizer(optimizer)

@@ -98,9 +98,16 @@ def _alive(reference: Any) -> Any:
 
 
 def _means(optimizer: Any, grace: Grace, grads: Any, variables: Any) -> tuple[list[Any], Any]:
+    # What Keras would refuse afterwards is refused before anything is sent.
     variables = None if variables is None else list(variables)
-    known = optimizer._trainable_variables if variables is None else variables
-    return exchange(grace, list(grads), known), variables
+    if variables is None and not optimizer.built:
+        raise ValueError("build the optimizer first, as optimizer.build(model.trainable_variables), or pass variables")
+    if variables is not None and optimizer.built and hasattr(optimizer, "_check_variables_are_known"):
+        optimizer._check_variables_are_known(variables)
+    known, grads = optimizer._trainable_variables if variables is None else variables, list(grads)
+    if len(grads) != len(known):
+        raise ValueError(f"there are {len(grads)} gradients for {len(known)} variables")
+    return exchange(grace, grads, known), variables
 
 
 class _Inner:

@@ -436,7 +436,7 @@ class Grace:
         }
         global _built
         number = agree(self.transport, settings, tensors, _built)
-        if self._number is None:
+        if self._number is None and not self.transport.lockstep:  # workers of one process would all differ
             self._number, _built = number, number + 1
 
     def _context(

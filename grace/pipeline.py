@@ -959,6 +959,11 @@ class Grace:
         return Decision({}) if self.schedule is None else self.schedule.decision
 
     @property
+    def steps(self) -> int:
+        """How many steps were made in all, across resumed runs; `Report.steps` counts those of this object."""
+        return self._step_number()
+
+    @property
     def steps_this_epoch(self) -> int:
         """How many exchanges there were since `end_epoch`."""
         done = 0 if self._step is None else int(self._step.read())

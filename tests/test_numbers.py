@@ -73,8 +73,12 @@ def test_a_bad_number_on_one_worker_is_seen_by_all_and_kept_by_none(torch, polic
     found = torch(f"nonfinite {policy}")
     alike([worker[0] for worker in found])
     for _, means, kept, _, steps in found:
-        assert steps == 4
-        assert kept == {WEIGHT}, "the other tensors went on, this one's memory is as it was"
+        if policy == "zero":
+            assert steps == 4
+            assert kept == {WEIGHT}, "the other tensors went on, this one's memory is as it was"
+        else:
+            assert steps == 3, "a step that is not made is none"
+            assert kept > {WEIGHT}, "and leaves all memory as it was"
         for name, mean in means.items():
             if name != "0.weight":
                 assert np.isfinite(mean).all()
@@ -91,7 +95,7 @@ def test_all_workers_raise_and_can_go_on(torch):
     found = torch("nonfinite raise")
     alike([worker[0] for worker in found])
     for _, _, kept, message, steps in found:
-        assert WEIGHT in kept
+        assert kept > {WEIGHT}, "the other tensors' memory, too"
         assert "'0.weight' is not finite" in message
         # DDP does not go on after an error; else the next gradients are exchanged when their backward pass ends.
         assert steps == (2 if torch.door == "ddp" else 3)

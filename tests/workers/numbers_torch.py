@@ -113,14 +113,15 @@ for door in DOORS:
                 loss.backward()
             except FloatingPointError as error:
                 failed, message = True, str(error)
+            if step == 2:
+                seen = {name: p.grad.numpy().copy() for name, p in net.named_parameters()}
+            if not failed and all(p.grad.isfinite().all() for p in net.parameters()):
+                optimizer.step()
             steps = grc.report().steps
             if step == 2:
                 kept = unchanged(before, state(grc))
-                seen = {name: p.grad.numpy().copy() for name, p in net.named_parameters()}
             if failed and door == "ddp":
                 break  # DDP itself does not go on after an error
-            if not failed and all(p.grad.isfinite().all() for p in net.parameters()):
-                optimizer.step()
         found[f"nonfinite {policy} {door}"] = (weights(net), seen, kept, message, steps)
 
 # A loss scaler under autocast, whose scale grows and falls.
@@ -153,7 +154,10 @@ for door in DOORS:
         optimizer.zero_grad()
         before = state(grc) if trace else {}
         model(torch.full((1, 20), x, dtype=torch.float16)).sum().backward()
-        trace.append((bool(net.weight.grad.isfinite().all()), len(unchanged(before, state(grc)))))
+        finite = bool(net.weight.grad.isfinite().all())
+        if finite:
+            optimizer.step()
+        trace.append((finite, len(unchanged(before, state(grc)))))
     found[f"half {door}"] = trace
 
 # -- dtypes ------------------------------------------------------------------------------------------------------------
@@ -284,6 +288,7 @@ for door in DOORS:
                 total += flat(own) / size
             branched(model, step, rank).backward()
             handed += flat(torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters())
+            optimizer.step()
         found[f"{key} kept {door}"] = (handed, residuals(grc, net), total, unused)
 
 

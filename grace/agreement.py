@@ -59,9 +59,10 @@ HEADER = 3
 def header(step: int, attempt: int, failed: bool, workers: int) -> list[float]:
     """A number that names this worker's step and exchange, its square, and whether the worker gave up.
 
-    Their sums over the workers tell whether all have the same number (`in_step`), exactly: they stay below 2^24.
+    Their sums over the workers tell whether all have the same number (`in_step`), exactly: they stay below 2^24. No
+    number is 0, which is what Horovod adds for a worker that has called hvd.join().
     """
-    tag = (step + 97 * attempt) % min(251, math.isqrt(2**24 // workers))
+    tag = 1 + (step + 97 * attempt) % (min(252, math.isqrt(2**24 // workers)) - 1)
     return [float(tag), float(tag * tag), float(failed)]
 
 

@@ -73,6 +73,11 @@ def elastic() -> bool:
 
 
 POLL_SECONDS = 0.0005
+JOINED = (
+    "a worker has called hvd.join(), which gives zeros for its gradients, and no exchange of GRACE can do without it: "
+    "make as many steps on all workers (drop the last batches, or stop all when the first one has no more), and call "
+    "hvd.join() after the last step of all"
+)
 SWAPPED = 2**14
 """Bytes from which on two workers gather by a sum."""
 SETS: dict[tuple[int, ...], Any] = {}
@@ -155,7 +160,12 @@ class TorchHorovod(_BoundHorovod):
                 if time.monotonic() > end:
                     raise self.late(name)
                 time.sleep(POLL_SECONDS)
-            return self._hvd.synchronize(handle)
+            try:
+                return self._hvd.synchronize(handle)
+            except RuntimeError as error:
+                if "with Join" in str(error):  # Horovod gathers nothing without all workers
+                    raise RuntimeError(JOINED) from error
+                raise
 
         return wait
 

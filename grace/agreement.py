@@ -52,6 +52,11 @@ def _difference(first: Any, other: Any) -> str:
     return "their settings"
 
 
+JOINED = (
+    "a worker has called hvd.join(), which gives zeros for its gradients, and no exchange of GRACE can do without it: "
+    "make as many steps on all workers (drop the last batches, or stop all when the first one has no more), and call "
+    "hvd.join() after the last step of all"
+)
 HEADER = 3
 """Numbers that an exchange begins with, float32; they are summed over the workers."""
 
@@ -72,6 +77,12 @@ def in_step(sums: Sequence[float], workers: int) -> bool:
     return failed == 0 and workers * squares == tags * tags
 
 
+def joined(sums: Sequence[float], own: Sequence[float], workers: int) -> bool:
+    """Whether some workers gave zeros and all others have this worker's step, from the sums of their headers."""
+    there = round(sums[0] / own[0])
+    return there < workers and [round(each) for each in sums] == [there * round(each) for each in own]
+
+
 class OutOfStep(RuntimeError):
     """Workers are at different steps, or some gave up the step; raised on all of them."""
 
@@ -79,8 +90,10 @@ class OutOfStep(RuntimeError):
     """Whether all of them gave up, so that nothing but this exchange is lost."""
 
 
-def out_of_step(transport: Transport, step: int, attempt: int, failure: str) -> OutOfStep:
+def out_of_step(transport: Transport, step: int, attempt: int, failure: str, sums: Sequence[float]) -> OutOfStep:
     """Ask all workers where they are; the error that each of them raises."""
+    if joined(sums, header(step, attempt, bool(failure), transport.size), transport.size):
+        return OutOfStep(JOINED)  # who has joined does not answer
     texts = [json.loads(text) for text in transport.exchange(json.dumps([step, attempt, failure]))]
     if failures := [f"worker {rank} gave up step {at}: {why}" for rank, (at, _, why) in enumerate(texts) if why]:
         error = OutOfStep("; ".join(failures) + ". No worker kept anything of this exchange")

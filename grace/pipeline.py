@@ -847,8 +847,9 @@ class Grace:
         if not self._on_host(self.xp):
             found, self._headers = self._headers, found
         for (step, attempt), sums in found:
-            if not in_step(self.xp.to_numpy(sums[:HEADER]).tolist(), self.world_size):
-                raise out_of_step(self.transport, step, attempt, self._failure)
+            told = self.xp.to_numpy(sums[:HEADER]).tolist()
+            if not in_step(told, self.world_size):
+                raise out_of_step(self.transport, step, attempt, self._failure, told)
 
     def _commit(
         self, flight: Flight, flat: Mapping[Unit, Array], levels: Mapping[Unit, int]

@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from grace.agreement import JOINED
 from grace.core import Array, Transport
 from grace.transports import events
 from grace.transports.messages import MessageTransport, Wait
@@ -73,11 +74,6 @@ def elastic() -> bool:
 
 
 POLL_SECONDS = 0.0005
-JOINED = (
-    "a worker has called hvd.join(), which gives zeros for its gradients, and no exchange of GRACE can do without it: "
-    "make as many steps on all workers (drop the last batches, or stop all when the first one has no more), and call "
-    "hvd.join() after the last step of all"
-)
 SWAPPED = 2**14
 """Bytes from which on two workers gather by a sum."""
 SETS: dict[tuple[int, ...], Any] = {}

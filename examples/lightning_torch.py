@@ -57,7 +57,7 @@ def main() -> None:
     torch.set_num_threads(1)  # the model is too small to gain from more
     lightning.seed_everything(options.seed, verbose=False)
     device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
-    torch.distributed.init_process_group(backend)  # before Lightning does: a Grace asks who its workers are
+    torch.distributed.init_process_group(backend)  # before Lightning does: the data is shared out below
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     images, labels, test_images, test_labels = (torch.from_numpy(array) for array in digits.load(rank, size))

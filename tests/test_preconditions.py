@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from launch import TESTS, run
+from launch import TESTS, launch, run
 
 import grace
 from grace import grace_from_params, simulate
@@ -79,6 +79,34 @@ def test_a_group_that_was_made_anew_or_belongs_to_another_process_is_not_used(ea
         for key in ("destroyed", "again"):
             assert worker[key].startswith("RuntimeError: the process group that this Grace was made for is gone")
         assert worker["not forked"] == worker["again reset"] == [0.5] * 4
+
+
+# -- workers that join early -----------------------------------------------------------------------------------------
+@pytest.mark.processes
+@pytest.mark.parametrize("compressor", ["none", "signsgd"])
+def test_a_worker_in_horovods_join_ends_the_next_exchange_of_all(compressor, tmp_path):
+    pytest.importorskip("horovod.torch")
+    stays, joins = launch("horovodrun", 2, "joins.py", tmp_path, "horovod", compressor)
+    assert stays["steps"] == 2
+    assert joins["error"].startswith("HorovodInternalError")
+    # Where something is gathered, the joined worker's Horovod may end before it has said why.
+    reasons = ["a worker has called hvd.join()", *(["HorovodInternalError"] if compressor == "signsgd" else [])]
+    assert any(reason in stays["error"] for reason in reasons)
+
+
+@pytest.mark.processes
+def test_ddps_join_divides_by_all_workers_or_is_refused_by_all(tmp_path):
+    for worker in launch("torchrun", 2, "joins.py", tmp_path, "torch", "none"):
+        assert np.allclose(*worker["all"], atol=1e-6)
+        assert "join(divide_by_initial_world_size=False)" in worker["error"]
+        assert "leave it out" in worker["error"]
+
+
+@pytest.mark.processes
+def test_a_worker_outside_a_process_set_is_told_so(tmp_path):
+    inside, outside = launch("horovodrun", 2, "joins.py", tmp_path, "horovod", "process set")
+    assert inside == {"error": "", "world size": 1, "accepted": True, "refused": True}
+    assert "ValueError: this worker is not in the process set" in outside["error"]
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------

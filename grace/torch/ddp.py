@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 
@@ -23,7 +24,8 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     State is kept by parameter, so DDP may rebuild its buckets. A bucket's first round travels while the backward pass
     goes on; rounds after it follow when the last bucket is there, in the same order on all workers. In the first pass
     all of them wait for the last bucket: only then are all tensors known. Call `name_parameters` first if state is to
-    be saved under the model's names: DDP tells a hook none.
+    be saved under the model's names: DDP tells a hook none. Within the model's ``join`` means are over all workers;
+    ``divide_by_initial_world_size=False`` raises ValueError.
     """
     check_grace(grace, "ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)")
     if grace.options.fuse != "tensor":
@@ -34,6 +36,7 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         return done
     book = _books.setdefault(grace, _Book())
     book.hold(grace, bucket.parameters())
+    book.check_divisor()
     grace.defer_commit = True
     if grace.provisional and not book.waiting:
         book.applied()  # gradients that are added to its means count with these
@@ -77,6 +80,13 @@ def name_parameters(grace: Grace, model: torch.nn.Module) -> None:
     _books.setdefault(grace, _Book()).names = {p: plain(name) for name, p in model.named_parameters()}
 
 
+def _models_of(parameters: list[torch.Tensor]) -> list[ref[torch.nn.Module]]:
+    # The DistributedDataParallel models of these parameters. A hook sees none, so they are looked for, once.
+    kind, wanted = torch.nn.parallel.DistributedDataParallel, set(parameters)
+    models = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return [ref(model) for model in models if not wanted.isdisjoint(model.parameters())]
+
+
 class _Arrived(NamedTuple):
     """A bucket of DDP."""
 
@@ -96,6 +106,7 @@ class _Book:
         self.waiting: list[_Arrived] = []
         self.launched = 0  # of those that wait
         self.before = Sample()  # of the parameters at the last exchange
+        self._models: list[ref[torch.nn.Module]] = []
 
     def hold(self, grace: Grace, parameters: list[torch.Tensor]) -> None:
         """Claim parameters that are new; raises where another integration drives them."""
@@ -115,6 +126,16 @@ class _Book:
                 handle()
 
         self.claim.hooks += [p.register_hook(before_accumulation) for p in new]
+        self._models = _models_of(new)
+
+    def check_divisor(self) -> None:
+        """Raise ValueError inside a ``join`` whose divisor a hook is not told."""
+        models = [model() for model in self._models]
+        if any(getattr(model, "_divide_by_initial_world_size", True) is False for model in models):
+            raise ValueError(
+                "join(divide_by_initial_world_size=False) divides by the workers that are left, but DDP tells no hook "
+                "how many these are: leave it out, so that means are over all workers"
+            )
 
     def _before_accumulation(self) -> None:
         # Before the first gradient of a pass is added: are the means of an exchange that no step applied still there?

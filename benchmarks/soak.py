@@ -111,7 +111,6 @@ def work(folder: Path, rank: int, life: int, seed: int) -> None:
     import torch.distributed as dist
 
     from grace import checkpoint, grace_from_params
-    from grace.trace import Trace
 
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -120,7 +119,6 @@ def work(folder: Path, rank: int, life: int, seed: int) -> None:
     graces, weights, sums = {}, {}, {}
     for name, params in CASES.items():
         grace = graces[name] = grace_from_params({"min_numel": 0, "timeout": TIMEOUT, **params}, "torch")
-        grace.trace = Trace(events=100)  # full soon: room for 20,000, filled over thousands of steps, looks like a leak
         shapes = shapes_of(name)
         grace.build({key: torch.zeros(shape) for key, shape in shapes.items()})
         scattered = grace.communicator.scattered

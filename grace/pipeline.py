@@ -67,6 +67,8 @@ class Options:
     record: str = ""
     """A file to which worker 0 adds a line of what `Grace.report` gives every ``record_every`` steps, for `grace
     report`; empty: none."""
+    trace: int = 0
+    """Of how many of the last steps `Grace.report` can write a timeline; 0: none is kept. Each worker's own choice."""
     record_every: int = 100
     """Steps. Norms of residuals are computed for each line; on a GPU that is when the host waits for it."""
 
@@ -80,6 +82,8 @@ class Options:
             raise ValueError(f"bucket_mb={self.bucket_mb!r} must be positive")
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout!r} must be positive, in seconds")
+        if self.trace < 0:
+            raise ValueError(f"trace={self.trace!r} must be 0 or more, in steps")
         if self.record_every < 1:
             raise ValueError(f"record_every={self.record_every!r} must be 1 or more")
 
@@ -140,7 +144,7 @@ class Grace:
         self._notes: dict[str, str] = {}
         self._step: Any = None
         self._meter: Any = None
-        self.trace = Trace()
+        self.trace = Trace(options.trace)
         """Where the time goes; the toolkits' doors note what they know."""
         self._weighed = False
         self._skipped = 0
@@ -431,8 +435,8 @@ class Grace:
             "policy": repr(self._policy),
             # Both decode the same numbers, but a graph may round a constant division otherwise than a kernel.
             "the use of native kernels": "on" if self.xp.kernels else "off",
-            # The record is worker 0's own affair.
-            **asdict(replace(self.options, record="", record_every=1)),
+            # The record is worker 0's own affair, and a trace each worker's.
+            **asdict(replace(self.options, record="", record_every=1, trace=0)),
         }
         global _built
         number = agree(self.transport, settings, tensors, _built)
@@ -583,6 +587,7 @@ class Grace:
         self._snapshot.release()
         self._provisional, self._attempt = False, 0
         self._step.assign(self._step.read() + 1)
+        self.trace.end_step()
         if not self._weighed and not self.xp.tracing and self.schedule is None:
             self._weighed = True
             if self.rank == 0 and (heavier := self._report(norms=False).heavier):
@@ -1162,11 +1167,16 @@ class Grace:
         """What was sent since this object was made (or loaded, or rebuilt), in total and for every tensor.
 
         ``trace``: a file for the last steps in Chrome's trace format: backward pass, compression, messages under way,
-        waiting, decompression. ValueError for TensorFlow, whose graphs run by themselves: use its own profiler.
+        waiting, decompression. The option ``trace`` says how many steps; ValueError without it, and for TensorFlow,
+        whose graphs run by themselves: use its own profiler.
         """
         if trace is not None:
             if self._xp is not None and self._xp.traced:
                 raise ValueError("a graph runs by itself and cannot be traced from here: use tf.profiler.experimental")
+            if not self.trace.steps:
+                raise ValueError(
+                    "no trace was kept: say of how many of the last steps, as grace_from_params({..., 'trace': 20})"
+                )
             self.trace.save(trace, self.rank)
         return self._report(norms=True)
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: totals for the report, and the last events as a Chrome trace."""
+"""Where a step's time goes: totals for the report and, where they are asked for, the last steps as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 KINDS = ("compress", "wait", "decompress")
-EVENTS = 20_000  # that are kept: some hundred steps
 
 
 class Event(NamedTuple):
@@ -25,18 +25,30 @@ class Event(NamedTuple):
 
 
 class Trace:
-    """What happened when. Kinds: "backward", "compress", "communicate", "wait" and "decompress"; threads of a pool."""
+    """What happened when. Kinds: "backward", "compress", "communicate", "wait" and "decompress"; threads of a pool.
 
-    def __init__(self, events: int = EVENTS) -> None:
+    ``steps``: of how many of the last steps events are kept; 0: totals alone, so that memory does not grow.
+    """
+
+    def __init__(self, steps: int = 0) -> None:
         self.totals: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-        self._events: deque[Event] = deque(maxlen=events)
+        self.steps = steps
+        self._past: deque[list[Event]] = deque(maxlen=steps)
+        self._events: list[Event] = []  # of the step under way
 
     def add(self, kind: str, name: str, began: float, ended: float | None = None) -> None:
         """Note what began then and ends now, or at ``ended``."""
         ended = time.perf_counter() if ended is None else ended
         if kind in self.totals:
             self.totals[kind] += ended - began
-        self._events.append(Event(name, kind, began, ended))
+        if self.steps:
+            self._events.append(Event(name, kind, began, ended))
+
+    def end_step(self) -> None:
+        """A step is over: what comes belongs to the next one."""
+        if self.steps:
+            self._past.append(self._events)
+            self._events = []
 
     @contextmanager
     def span(self, kind: str, name: str) -> Iterator[None]:
@@ -48,13 +60,13 @@ class Trace:
             self.add(kind, name, began)
 
     def save(self, path: str | os.PathLike[str], rank: int) -> None:
-        """Write the last events in Chrome's trace format, for chrome://tracing or ui.perfetto.dev.
+        """Write the events of the last steps in Chrome's trace format, for chrome://tracing or ui.perfetto.dev.
 
         One process for each worker; tracks "backward", "worker" (compress, wait, decompress), one for each thread of a
         pool, and one for the messages of each bucket, which overlap with the others.
         """
         rows = []
-        for event in self._events:
+        for event in [*chain.from_iterable(self._past), *self._events]:
             track = "worker" if event.kind in KINDS else event.kind
             if event.kind == "communicate":
                 track = f"messages of {event.name.rsplit('.', 1)[0]}"

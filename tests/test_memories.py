@@ -120,6 +120,9 @@ class EFSignSGD(Worker):
         return sent / lr
 
 
+BOUND = 0.1 / 0.001**0.5  # learning rates that Adam moves an element by at most
+
+
 class OneBitAdam(Worker):
     """Adam by its own paper, then the frozen one; exact means are handed to ``learn``."""
 
@@ -131,7 +134,7 @@ class OneBitAdam(Worker):
 
     def send(self, g, lr):
         self.u = 0.9 * self.u + 0.1 * g
-        x = self.update(self.u) + self.e
+        x = np.clip(self.update(self.u), -BOUND, BOUND) + self.e
         self.e = x - largest(x)
         return largest(x)
 
@@ -190,7 +193,25 @@ def test_onebit_adam_of_dense_tensors(xp):
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2 if step < 2 else v
         (found,) = lockstep(graces, [{"b": xp.asarray(g, "float32")}])
         wanted = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+        wanted = wanted if step < 2 else np.clip(wanted, -BOUND, BOUND)
         np.testing.assert_allclose(xp.to_numpy(found["b"]), wanted, rtol=1e-3)
+
+
+def test_onebit_adam_is_bounded_where_the_warm_up_saw_no_gradient(xp):
+    graces = workers({**TOPK, "memory": "onebit_adam", "freeze_step": 4, "compress_ratio": 1.0}, 1)
+    graces[0].build({"rare": xp.zeros((30, 40)), "never": xp.zeros((30, 40))})
+    rows = np.arange(30)[:, None] < 20
+    for step in range(8):
+        g = normal(1200, seed=step).reshape(30, 40) * 1e-3
+        late = step >= 4
+        given = {"rare": g if late else np.where(rows, g, 0), "never": g if late else 0 * g}
+        (found,) = lockstep(graces, [{name: xp.asarray(x, "float32") for name, x in given.items()}])
+        for mean in found.values():
+            assert np.abs(xp.to_numpy(mean)).max() <= BOUND * 1.0001
+        if late:  # what is new moves as what is known does
+            common, rare = (np.abs(xp.to_numpy(found["rare"]))[part[:, 0]] for part in (rows, ~rows))
+            assert 0 < rare.mean() < 3 * common.mean()
+            assert np.abs(xp.to_numpy(found["never"])).mean() > 0.1
 
 
 CASES = [

@@ -153,7 +153,7 @@ def test_the_pool_compresses_and_changes_nothing(name):
 
 
 def test_the_trace_has_a_track_for_each_thread(tmp_path):
-    (grace,) = workers({"plan": {"params": {"compressor": "topk"}, "tensors": {"a": {"option": CPU}}}}, 1)
+    (grace,) = workers({"plan": {"params": {"compressor": "topk"}, "tensors": {"a": {"option": CPU}}}, "trace": 1}, 1)
     grace.build({"a": np.zeros(5000, np.float32)})
     grace.step({"a": np.ones(5000, np.float32)})
     grace.report(trace=tmp_path / "trace.json")

@@ -265,7 +265,7 @@ def test_training_makes_no_warning():
 
 def test_a_trace_shows_what_overlaps(tmp_path):
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
-    grc, optimizer = distribute(net, {"compressor": "powersgd", "min_numel": 0, "bucket_mb": 0.001})
+    grc, optimizer = distribute(net, {"compressor": "powersgd", "min_numel": 0, "bucket_mb": 0.001, "trace": 2})
     for _ in range(2):
         optimizer.zero_grad()
         net(torch.ones(4, 64)).square().sum().backward()
@@ -283,3 +283,13 @@ def test_a_trace_shows_what_overlaps(tmp_path):
     assert first < backward["ts"] + backward["dur"]
     # Three rounds: P, Q, and none is left.
     assert len({event["name"] for event in events if event["cat"] == "communicate"}) >= 4
+
+
+def test_a_trace_is_kept_where_it_is_asked_for(tmp_path):
+    net = network()
+    grc, optimizer = distribute(net)
+    net(inputs(0)).square().sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="'trace': 20"):
+        grc.report(trace=tmp_path / "step.json")
+    assert grc.report().times["compress"] > 0

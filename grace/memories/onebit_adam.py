@@ -24,6 +24,11 @@ class OneBitAdam(Memory):
     kept as it was when they froze. The paper compresses the momentum and divides by the root of the second moment
     afterwards, which blows up the error where that moment is small, as in weights of inputs that are mostly zero; here
     the quotient is compressed.
+    Departure from the paper: a frozen second moment does not follow gradients that come later, such as those of rare
+    rows of an embedding or of unused experts, and a quotient by almost nothing has no bound. For an element without a
+    second moment the mean over the tensor's other elements stands in; where no element has one, the gradient divided by
+    its root mean square is sent. No element moves by more than max(1, (1 - beta1) / sqrt(1 - beta2)) learning rates in
+    a step, Adam's own bound (Kingma and Ba, section 2.1).
     State: momentum, residual, second float32[n], decay float32[2]; second and decay are equal on all workers.
     ``freeze_step``: how many steps to warm up; 15 to 20% of all. ``beta1``, ``beta2``, ``epsilon``: Adam's.
     Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, algorithm 1.
@@ -60,7 +65,7 @@ class OneBitAdam(Memory):
         momentum = state["momentum"] * self.beta1 + x * (1.0 - self.beta1)
         momentum = xp.choose(warm, learned["momentum"], momentum)
         kept = {**learned, "momentum": momentum, "residual": state["residual"]}
-        return self._adam(momentum, kept, ctx) + state["residual"], kept
+        return self._frozen(momentum, x, kept, ctx) + state["residual"], kept
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         kept = compressor.residual(x, payload, ctx)
@@ -75,9 +80,13 @@ class OneBitAdam(Memory):
 
     def finish_dense(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
         # An exact mean needs no freezing, but one learning rate has to fit all tensors.
+        xp = ctx.xp
         learned = self._learn(mean, state, ctx)
         momentum = state["momentum"] * self.beta1 + mean * (1.0 - self.beta1)
-        return self._adam(momentum, learned, ctx), {**learned, "momentum": momentum}
+        update = xp.choose(
+            self.warm(ctx), self._adam(momentum, learned, ctx), self._frozen(momentum, mean, learned, ctx)
+        )
+        return update, {**learned, "momentum": momentum}
 
     def warm(self, ctx: Context) -> Any:
         """Whether the second moment is still being learned."""
@@ -98,3 +107,17 @@ class OneBitAdam(Memory):
         xp = ctx.xp
         start = xp.cast(1.0 - state["decay"], xp.dtype(momentum))
         return momentum / start[:1] / (xp.sqrt(state["second"] / start[1:]) + self.epsilon)
+
+    def _frozen(self, momentum: Array, gradient: Array, state: State, ctx: Context) -> Array:
+        # As `_adam`, with something in the place of second moments that the warm-up has not seen.
+        xp, dtype = ctx.xp, ctx.xp.dtype(momentum)
+        seen = state["second"] > 0
+        number = xp.sum(xp.cast(seen, dtype))
+        usual = xp.sum(state["second"]) / xp.maximum(number, 1.0)
+        stand = xp.where(seen, state["second"], xp.full(ctx.size, usual, dtype))
+        ratio = self._adam(momentum, {**state, "second": stand}, ctx)
+        alone = gradient / (xp.sqrt(xp.sum(gradient * gradient) / max(1, ctx.size)) + self.epsilon)
+        ratio = xp.choose(number > 0, ratio, alone)
+        bound = max(1.0, (1 - self.beta1) / (1 - self.beta2) ** 0.5)
+        cut = xp.minimum(xp.maximum(ratio, -bound), bound)
+        return xp.where(xp.isfinite(ratio), cut, ratio)  # what is not finite has to show

@@ -15,6 +15,7 @@ from grace.torch.ownership import HOOK, Claim, claim, claimed, extend
 from grace.torch.provisional import Sample, nonzero
 
 
+@torch.no_grad()  # with create_graph=True autograd is on in a backward pass
 def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Communication hook: ``ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)``.
 

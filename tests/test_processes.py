@@ -9,6 +9,7 @@ from exchanges import ROWS, SHAPES, STEPS, gradients, rows
 from launch import launch
 
 from grace import grace_from_params, simulate
+from grace.agreement import HEADER
 from grace.core import name_of
 from grace.registry import communicators, compressors, memories
 
@@ -72,6 +73,8 @@ def test_real_workers_agree_with_the_simulation(launched, case, index):
             assert mine.dtype == want.dtype
             # Reductions on the wire may add in another order.
             np.testing.assert_allclose(mine, want, rtol=room, atol=room)
-    _, sent, received, dense, steps = workers[0]
+    _, sent, received, dense, steps, headers = workers[0]
     report = expected.report
     assert (sent, received, dense, steps) == (report.bytes_sent, report.bytes_received, report.bytes_dense, STEPS)
+    assert headers % (4 * HEADER * STEPS) == 0
+    assert headers < 20 * 4 * HEADER * STEPS

@@ -226,6 +226,7 @@ class _Driver:
 
     def reset(self) -> None:
         """Forget the pass and the gradients that were under way when the workers changed."""
+        self.grace.rollback()
         self._forget()
         for p in self._parameters.values():
             p.grad = None
@@ -290,7 +291,8 @@ class _Driver:
         if self._failed:
             self._give_up_failed_pass()
         if self._passes and all(put.thrown_away(p.grad) for p, put in self._partial.items()):
-            self._forget()
+            self._passes = 0
+            self._partial.clear()
         self._task = task
         self._began = time.perf_counter()
         torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)

@@ -19,16 +19,13 @@ def agree(transport: Transport, settings: Mapping[str, Any], tensors: Iterable[T
     """
     if transport.size == 1:
         return number
-    mine = json.dumps([settings, [asdict(tensor) for tensor in tensors]])
-    answers = [json.loads(text) for text in transport.exchange(json.dumps([mine, number]))]
-    texts = [text for text, _ in answers]
-    # Every worker compares the same texts with worker 0's, so all of them raise together.
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            raise ValueError(
-                f"worker 0 and worker {rank} differ: {_difference(json.loads(texts[0]), json.loads(text))}"
-            )
-    return max(each for _, each in answers)
+    mine = json.dumps([settings, [asdict(tensor) for tensor in tensors], number])
+    answers = [json.loads(text) for text in transport.exchange(mine)]
+    # Every worker compares the same answers with worker 0's, so all of them raise together.
+    for rank, (*answer, _) in enumerate(answers):
+        if answer != answers[0][:-1]:
+            raise ValueError(f"worker 0 and worker {rank} differ: {_difference(answers[0][:-1], answer)}")
+    return max(each for *_, each in answers)
 
 
 def _difference(first: Any, other: Any) -> str:

@@ -172,6 +172,7 @@ def test_an_eager_worker_waits_no_longer_than_its_timeout(found):
 
 
 @processes
+@pytest.mark.timeout(600)
 def test_a_loaded_sequential_model_takes_its_checkpoint_in_another_process(tmp_path):
     before = launch("horovodrun", 2, "keras_resume.py", tmp_path)
     after = launch("horovodrun", 2, "keras_resume.py", tmp_path)

@@ -68,10 +68,14 @@ def load(grace: Grace, folder: str | os.PathLike[str], step: int | None = None) 
     Takes the last step that all workers have, or ``step``. With as many workers as before each needs its own file
     alone; with another number each needs those of all the workers before, and every array follows its rule
     (`grace.core.Resize`). Raises FileNotFoundError if there is nothing, ValueError for files that are damaged, belong
-    to other settings or to another model: then nothing is changed, on any worker.
+    to other settings or to another model: then nothing is changed, on any worker. Before the tensors are known (a DDP
+    hook learns them in its first pass) a worker takes the last step of which ``folder`` has the files of all, or else
+    its own last one; workers that loaded different steps all raise ValueError when the tensors are built.
     """
     found = _available(folder, grace.rank, grace.world_size)
     common = set(found).intersection(*map(json.loads, _exchange(grace, json.dumps(sorted(found)))))
+    if not grace.names:  # the others cannot be asked yet
+        common = common.intersection(steps(folder)) or common
     chosen = max(common, default=None) if step is None else step
     if chosen not in common:
         wanted = "" if step is None else f" of step {step} (but of {sorted(common)})"
@@ -178,7 +182,7 @@ def _available(folder: str | os.PathLike[str], rank: int, size: int) -> dict[int
 
 
 def _exchange(grace: Grace, text: str) -> list[str]:
-    # Before the tensors are known there is no way to ask the others; `Grace.build` compares what was loaded.
+    # Before the tensors are known there is no way to ask the others; `Grace.build` compares the steps that were loaded.
     return grace.transport.exchange(text) if grace.names else [text]
 
 

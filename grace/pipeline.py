@@ -162,7 +162,7 @@ class Grace:
         self._unsettled: dict[str, Tensor] = {}  # not compared with the other workers' yet
         self._prepared = False
         self._told = False  # what compile=True does not do
-        self._waiting: Callable[[], None] | None = None  # a checkpoint that came before the tensors
+        self._waiting: partial[None] | None = None  # a checkpoint that came before the tensors
         self._clear()
 
     def __deepcopy__(self, memo: Any) -> Grace:
@@ -433,6 +433,7 @@ class Grace:
             "memory": repr(self.method.memory),
             "communicator": "; ".join(dict.fromkeys(repr(way.communicator) for way in self._ways)),
             "policy": repr(self._policy),
+            "the checkpoint that was loaded": "none" if self._waiting is None else f"of step {self.steps}",
             # Both decode the same numbers, but a graph may round a constant division otherwise than a kernel.
             "the use of native kernels": "on" if self.xp.kernels else "off",
             # The record is worker 0's own affair, and a trace each worker's.
@@ -967,7 +968,7 @@ class Grace:
     @property
     def steps(self) -> int:
         """How many steps were made in all, across resumed runs; `Report.steps` counts those of this object."""
-        return self._step_number()
+        return self._step_number() if self._waiting is None else int(self._waiting.args[0]["step"])
 
     @property
     def steps_this_epoch(self) -> int:
@@ -1049,7 +1050,13 @@ class Grace:
         """All state of this worker: the step, and every tensor's arrays (PyTorch: tensors on the CPU; else NumPy).
 
         Each worker saves and loads its own: residuals differ between workers. `grace.checkpoint` writes it to files.
+        Raises RuntimeError where the states of another number of workers wait for `build`.
         """
+        if self._waiting is not None:  # no step was made since it was loaded
+            state, *others = self._waiting.args
+            if others or (state["rank"], state["world_size"]) != (self.rank, self.world_size):
+                raise RuntimeError("states of other workers were loaded and are shared out by build: make a step first")
+            return dict(state)
         levels = self.decision.levels
         tensors = self._kept.export(levels, self._snapshot)
         units = {unit.name: unit for unit in self._unit_of.values() if unit.name in tensors}

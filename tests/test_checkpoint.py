@@ -108,6 +108,78 @@ def test_a_tensorflow_checkpoint_holds_it_too(tmp_path):
     assert np.any(one)
 
 
+# -- before the tensors are known --------------------------------------------------------------------------------------
+def unbuilt(rank, size=2):
+    return grace_from_params(
+        {"compressor": "topk", "compress_ratio": 0.05, "min_numel": 100}, LocalTransport(World(size), rank)
+    )
+
+
+def build(grace):
+    grace.build({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+
+
+def two_checkpoints(folder):
+    graces = made(METHODS["topk"], 2)
+    for _ in range(2):
+        train(graces, 3)
+        saved(graces, folder)
+    return graces
+
+
+def test_a_state_that_waits_for_its_tensors_is_counted_and_saved_as_it_is(tmp_path):
+    two_checkpoints(tmp_path / "first")
+    again = unbuilt(1)
+    assert again.steps == 0
+    checkpoint.load(again, tmp_path / "first")
+    assert again.steps == 6
+    assert checkpoint.save(again, tmp_path / "second").parent.name == "step-000000006"
+    once_more = unbuilt(1)
+    checkpoint.load(once_more, tmp_path / "second")
+    for grace in (again, once_more):
+        build(grace)
+    one, two = (grace.state_dict()["tensors"]["a"]["memory/residual"] for grace in (again, once_more))
+    assert np.array_equal(one, two)
+    assert np.any(one)
+    assert once_more.steps == 6
+
+
+def test_states_of_other_workers_that_wait_for_their_tensors_are_not_saved(tmp_path):
+    two_checkpoints(tmp_path)
+    grace = unbuilt(0, 3)
+    checkpoint.load(grace, tmp_path)
+    assert grace.steps == 6
+    with pytest.raises(RuntimeError, match="make a step first"):
+        checkpoint.save(grace, tmp_path)
+
+
+def test_before_the_tensors_are_known_workers_take_the_last_step_that_all_have(tmp_path):
+    two_checkpoints(tmp_path)
+    (tmp_path / "step-000000006" / "worker-00001-of-00002.grace").unlink()
+    assert [checkpoint.load(unbuilt(rank), tmp_path) for rank in range(2)] == [3, 3]
+
+
+def test_workers_that_loaded_different_steps_all_raise_when_they_are_built(tmp_path):
+    two_checkpoints(tmp_path)
+    graces = [unbuilt(0), unbuilt(1), unbuilt(1)]
+    for grace, step in zip(graces, (6, 3), strict=False):
+        checkpoint.load(grace, tmp_path, step)
+    texts = []
+    for grace in graces:
+        grace.transport.exchange = lambda text: texts.append(text) or [text]
+        build(grace)
+    assert len(texts) == 3
+    for mine, theirs in (("of step 6", "of step 3"), ("of step 6", "none")):
+        other = next(text for text in texts if theirs in text)
+        for rank in range(2):
+            grace = unbuilt(rank)
+            if rank == 0 or theirs != "none":
+                checkpoint.load(grace, tmp_path, 3 if rank else 6)
+            grace.transport.exchange = lambda text, rank=rank, other=other: [texts[0], text] if rank else [text, other]
+            with pytest.raises(ValueError, match=f"loaded is {mine} on the one and {theirs} on the other"):
+                build(grace)
+
+
 # -- another number of workers -----------------------------------------------------------------------------------------
 def sums(graces):
     """What is kept of each tensor over all workers, by the rule of its key: what must not change."""

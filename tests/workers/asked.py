@@ -189,7 +189,7 @@ def flat(model):
     return torch.cat([p.detach().double().flatten() for p in model.parameters()]).numpy()
 
 
-# -- Horovod: every optimizer of PyTorch, unequal outputs, a state that worker 0 alone has loaded -----------------------
+# -- Horovod: every optimizer of PyTorch, unequal outputs, a state that worker 0 alone has loaded ----------------------
 SETTINGS = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "centered": True}
 CLASSES = {
     cls.__name__: cls

@@ -220,6 +220,15 @@ def test_the_hook_and_the_optimizer_on_the_same_parameters_are_refused(found, tr
         assert all("use one of them" in worker["hook_and_optimizer"] for worker in found)
 
 
+def test_a_model_and_a_grace_of_different_workers_are_refused(found, transport):
+    if transport == "torch":
+        for rank, worker in enumerate(found):
+            few, many, same = worker["another_group"]
+            assert f"replicated over workers [{rank}], but grace averages over 2 workers" in few
+            assert "replicated over workers [0, 1], but grace averages over 1 workers" in many
+            assert same == ""
+
+
 def test_accumulation_on_top_of_means_equals_plain_ddp(found, transport):
     if transport == "torch":
         reached, expected = alike(found, "ddp_accumulates_without_no_sync")

@@ -128,6 +128,20 @@ class _Book:
 
         self.claim.hooks += [p.register_hook(before_accumulation) for p in new]
         self._models = _models_of(new)
+        self._check_group(grace)
+
+    def _check_group(self, grace: Grace) -> None:
+        # Means over other workers than those that the model is replicated on would be wrong without a word.
+        models: list[Any] = [each() for each in self._models]
+        for model in models:
+            if model is None or not any(state is grace for _, state in model._comm_hooks):
+                continue
+            ranks = torch.distributed.get_process_group_ranks(model.process_group)
+            if getattr(grace.transport, "ranks", ranks) != ranks or grace.world_size != len(ranks):
+                raise ValueError(
+                    f"the model is replicated over workers {ranks}, but grace averages over {grace.world_size} "
+                    "workers: make it with transport=TorchDistributedTransport(model.process_group)"
+                )
 
     def check_divisor(self) -> None:
         """Raise ValueError inside a ``join`` whose divisor a hook is not told."""

@@ -80,6 +80,11 @@ class TorchDistributedTransport(MessageTransport):
                 "initialise torch.distributed and make the Grace in this process"
             )
 
+    @property
+    def ranks(self) -> list[int]:
+        """The workers of the group, by their ranks among all."""
+        return dist.get_process_group_ranks(dist.group.WORLD if self._group is None else self._group)
+
     def bind(self, xp: Any) -> Transport:
         self.check_workers()
         if xp.name != "torch":

@@ -665,6 +665,19 @@ if transport == "torch":
         return message(lambda: distribute(net))
 
     @situation
+    def another_group():
+        from grace.transports.torch_distributed import TorchDistributedTransport
+
+        groups = [torch.distributed.new_group([worker]) for worker in range(size)]
+        errors = []
+        for mine, averaging in ((groups[rank], None), (None, groups[rank]), (groups[rank], groups[rank])):
+            net = DistributedDataParallel(linear(), process_group=mine)
+            grc = grace.grace_from_params(DENSE, TorchDistributedTransport(averaging))
+            net.register_comm_hook(grc, grace.torch.ddp_hook)
+            errors.append(message(lambda net=net: net(batch(0)).square().mean().backward()))
+        return errors
+
+    @situation
     def ddp_accumulates_without_no_sync():
         nets = []
         for hook in (True, False):

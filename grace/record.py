@@ -16,6 +16,7 @@ from grace.report import Report
 
 FORMAT = 1
 FACTS = ("name", "shape", "method", "reason", "strategy", "level")  # of a tensor, written again when they change
+BEGIN = ("world_size", "toolkit", "step", "every", "graph")  # what the first line of a record must have
 GROWN = 1.5  # how much a residual has grown, since the middle of a record, that is worth a word
 
 
@@ -214,7 +215,10 @@ def read(path: str | os.PathLike[str]) -> Run:
     about: dict[str, Any] = {}
     tensors: list[dict[str, Any]] = []
     lines: list[Line] = []
-    text = Path(path).read_text(encoding="utf-8")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{os.fspath(path)} is no record: it is not text in UTF-8") from None
     for number, row in enumerate(text.split("\n")[:-1], 1):  # what has no end yet is still being written
         try:
             found = json.loads(row)
@@ -222,7 +226,7 @@ def read(path: str | os.PathLike[str]) -> Run:
             if kind == "begin":
                 if found["format"] != FORMAT:
                     raise ValueError(f"its format is {found['format']}, and this version of grace reads {FORMAT}")
-                about = found
+                about = {key: found[key] for key in BEGIN} | found
                 lines = [line for line in lines if line.step <= found["step"]]
             elif kind == "tensors":
                 tensors, about = found["tensors"], {**about, "method": found["method"]}
@@ -231,12 +235,18 @@ def read(path: str | os.PathLike[str]) -> Run:
             else:
                 raise ValueError(f"its kind is {kind!r}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{os.fspath(path)}, line {number}, is not part of a record: {error!r}") from None
-    if "format" not in about:
-        raise ValueError(
-            f"{os.fspath(path)} is no record: train with grace_from_params({{..., 'record': 'run.jsonl'}})"
-        )
+            raise ValueError(f"{os.fspath(path)}, line {number}, is not part of a record: {_plain(error)}") from None
+    if "method" not in about:
+        what = "no record" if text else "no record: it is empty"
+        example = "grace_from_params({..., 'record': 'run.jsonl'})"
+        raise ValueError(f"{os.fspath(path)} is {what}: train with {example}")
     return Run(about, tensors, lines)
+
+
+def _plain(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON ({error})"
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def warnings_of(run: Run) -> list[str]:

@@ -84,7 +84,7 @@ def bench(site, tmp_path_factory):
     def run(*arguments, check=True):
         file = tmp_path_factory.mktemp("out") / "records.json"
         paths = {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
-        command = [sys.executable, "-m", "grace.cli", "bench", "kernels", *arguments, "--json", str(file)]
+        command = [sys.executable, "-m", "grace.cli", "bench", "kernels", *arguments, "--output", str(file)]
         done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, check=False)
         if check:
             assert done.returncode == 0, done.stderr[-3000:]

@@ -260,5 +260,5 @@ def test_without_typer_the_command_names_the_remedy(stubs):
     done = grace_command("doctor")
     assert done.returncode == 1
     assert "typer" in done.stderr
-    assert "pip install 'grace-compression[cli]'" in done.stderr
+    assert "pip install '.[cli]'" in done.stderr
     assert "Traceback" not in done.stderr

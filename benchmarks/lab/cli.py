@@ -23,6 +23,7 @@ from grace.bench.lab import network
 from grace.bench.lab.launch import ROOT, torchrun
 from grace.bench.lab.network import Lab, LabError
 from grace.bench.lab.probe import probe as probe_
+from grace.cli.inputs import as_tc
 
 app = typer.Typer(
     help="Training across an emulated network on one machine: hosts are network namespaces, links are shaped.",
@@ -30,13 +31,17 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-Rates = Annotated[str, typer.Option(help="Link rates, as tc writes them, or 'unshaped'; separated by commas.")]
+Rates = Annotated[str, typer.Option(help="Link rates (10, 10Gbit, 100Mbit/s), or 'unshaped'; separated by commas.")]
 Hosts = Annotated[str, typer.Option(help="Numbers of hosts; 2x2 is 2 hosts with 2 workers each.")]
 Burst = Annotated[int, typer.Option(help="Bytes an idle link may send at once; 0: 4.2 ms of its rate.")]
 
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _rates(text: str) -> list[str]:
+    return [as_tc(word) for word in _words(text)]
 
 
 @contextmanager
@@ -101,7 +106,7 @@ def run(
         with out.open("a") as lines:
             for row in bench.measure(
                 _words(hosts),
-                _words(rates),
+                _rates(rates),
                 _words(models),
                 lambda workers: select(names, workers, peer is not None),
                 options,
@@ -137,7 +142,7 @@ def probe(rates: Rates = "50mbit,100mbit,200mbit,500mbit,1gbit", hosts: Hosts = 
     """Measure what one TCP connection between two hosts carries at each rate."""
     with _plain_errors(), Lab(network.parse_topology(hosts)[0], burst=burst or None) as lab:
         found = Table("rate", "Mbit/s", "share", title=table.EMULATED)
-        for rate in _words(rates):
+        for rate in _rates(rates):
             lab.shape(rate, burst or None)
             reached = probe_(lab)
             share = "" if rate == network.UNSHAPED else f"{reached / network.bits_per_second(rate):.1%}"
@@ -156,7 +161,7 @@ def plans(
     """Hold the planner's predictions against measured steps: strategies by chance, methods, and the plan itself."""
     found = {}
     with _plain_errors():
-        for rate, read in _measured(_words(rates), hosts, burst, timeout):
+        for rate, read in _measured(_rates(rates), hosts, burst, timeout):
             found[rate] = read("fidelity")
             _tell(f"{rate}: {len(found[rate]['rows'])} steps measured and predicted")
     _write(out, found)
@@ -178,7 +183,7 @@ def auto(
     """Time the compressor "auto" beside every method that it could have chosen, step by step in turn."""
     found = {}
     with _plain_errors():
-        for rate, read in _measured(_words(rates), hosts, burst, timeout):
+        for rate, read in _measured(_rates(rates), hosts, burst, timeout):
             for model in _words(models):
                 found[model, rate] = read("choice", model, seconds)
                 _tell(f"{model}, {rate}: {found[model, rate]['chosen']}")

@@ -28,8 +28,8 @@ FORMAT = 1  # of the JSON
 VISIBLE = 10**6  # elements from which a step's memory stands out from that of the process
 START = 120.0  # seconds that a toolkit may take to be imported, and gradients to be drawn
 REMEDIES = {
-    "torch": "pip install 'grace-compression[torch]'",
-    "tensorflow": "pip install 'grace-compression[tensorflow]'",
+    "torch": "pip install '.[torch]' in GRACE's source tree",
+    "tensorflow": "pip install '.[tensorflow]' in GRACE's source tree",
 }
 Progress = Callable[[str], None]
 

@@ -36,13 +36,16 @@ def render(results: Results, console: Console) -> None:
         title = f"{backend}{device}{' in a graph' * (mode == 'graph')}, {threads} thread{'s'[: threads > 1]}, {what}"
         copies = ", ".join(f"{NAMES[a]} {_first(records, a)['memcpy']['us']:.4g}" for a in allocators)
         title += f"{', kernels off' * (kernels == 'off')}; memcpy in µs: {copies}"
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-        table.add_column("method", overflow="fold")
+        gap = 2 if console.width > 80 else 1
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, gap, 0, 0))
+        table.add_column("method", overflow="fold", min_width=24)
         operations = [each for each in ("encode", "commit", "decode", "step") if any(r[each] for r in records)]
         waits = ["host waits"] if device else []
-        times = [f"{each} xM" for each in operations]
-        for head in ("bytes", "bits/element", *times, *waits, "extra memory", "vs peer"):
-            table.add_column(head, justify="right")
+        times = [f"{each}\nxM" for each in operations]
+        extra = ["extra\nmemory"] if any(r["extra_memory"] for r in records) else []
+        peers = ["vs peer"] if any(map(_speedups, records)) else []
+        for head in ("bytes", "bits/\nelement", *times, *waits, *extra, *peers):
+            table.add_column(head, justify="right", no_wrap=head[:2] in ("by", "bi"))
         for label in sorted({r["label"]: None for r in records}, key=lambda label: _order(records, label)):
             mine = {r["allocator"]: r for r in records if r["label"] == label}
             any_of = next(iter(mine.values()))
@@ -52,8 +55,8 @@ def render(results: Results, console: Console) -> None:
                 f"{any_of['bits_per_element']:.3g}",
                 *(_both(allocators, mine, lambda r, each=each: _time(r, each)) for each in operations),  # type: ignore[misc]
                 *(str(any_of["host_waits"]) for _ in waits),
-                next((_extra(r) for r in mine.values() if r["extra_memory"]), ""),
-                _both(allocators, mine, _speedups),
+                *(next((_extra(r) for r in mine.values() if r["extra_memory"]), "") for _ in extra),
+                *(_both(allocators, mine, _speedups) for _ in peers),
             )
         console.print(table, "")
     columns = " / ".join(NAMES[a] for a in ALLOCATORS)

@@ -421,52 +421,44 @@ def render(results: Results, console: Console) -> None:
     from rich.table import Table
 
     def table(title: str, *heads: str) -> Table:
-        made = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        gap = 2 if console.width > 80 else 1
+        made = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, gap, 0, 0))
         for head in heads:
-            made.add_column(head, justify="left" if head in ("method", "law", "toolkit") else "right")
+            made.add_column(head, justify="left" if head in ("method", "law") else "right", no_wrap=True)
         return made
 
     def shown(found: dict[str, float]) -> str:
         return f"{found['mean']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
 
     if results.training:
-        made = table(
-            "Handwritten digits: K / k, mean and 5-95 %",
-            "method",
-            "ratio",
-            "own training",
-            "same gradients",
-            "time, x top-k",
-            "accuracy",
-        )
         base: dict[float, float] = {r["ratio"]: r["us"] for r in results.training if r["method"] == "exact top-k"}
-        for record in results.training:
-            if record["ratio"] is None:
-                made.add_row(record["method"], "", "", "", "", f"{record['accuracy']:.3f}")
-                continue
-            cells = (shown(record["own"]), shown(record["same"]), f"{record['us'] / base[record['ratio']]:.2f}")
-            made.add_row(escape(record["method"]), f"{record['ratio']:g}", *cells, f"{record['accuracy']:.3f}")
-        console.print(made, "")
+        for ratio in base:
+            title = f"Handwritten digits, {ratio:g}: K / k, mean and 5-95 %"
+            made = table(title, "method", "own\ntraining", "same\ngradients", "time,\nx top-k", "accuracy")
+            for record in results.training:
+                if record["ratio"] is None:
+                    made.add_row(record["method"], "", "", "", f"{record['accuracy']:.3f}")
+                elif record["ratio"] == ratio:
+                    cells = (shown(record["own"]), shown(record["same"]), f"{record['us'] / base[ratio]:.2f}")
+                    made.add_row(escape(record["method"]), *cells, f"{record['accuracy']:.3f}")
+            console.print(made, "")
     if results.laws:
-        made = table("Gradients of one law: K / k, and stages in the end", "law", "ratio", *_columns(results.laws))
+        heads = [name if console.width > 80 else name.replace(" ", "\n") for name in _columns(results.laws)]
+        made = table("Gradients of one law: K / k, and stages in the end", "law", "ratio", *heads)
         for name in dict.fromkeys(record["law"] for record in results.laws):
             for ratio in RATIOS:
                 mine = {_column(r): r for r in results.laws if (r["law"], r["ratio"]) == (name, ratio)}
                 cells_ = [f"{r['mean']:.2f}, {r['stages'] or 1}" for r in mine.values()]
                 made.add_row(name, f"{ratio:g}", *cells_)
         console.print(made, "")
-    if results.speed:
-        made = table(
-            "Times faster than the toolkit's own top-k, one thread; ms",
-            "toolkit",
-            "n",
-            "method",
-            *(f"{ratio:g}" for ratio in RATIOS),
-        )
-        keys = dict.fromkeys((r["backend"], r["n"], r["method"]) for r in results.speed)
-        for backend, n, method in keys:
-            mine_ = [r for r in results.speed if (r["backend"], r["n"], r["method"]) == (backend, n, method)]
-            made.add_row(backend, f"{n:,}", escape(method), *(f"{r['faster']:.2f}x  {r['ms']:.3g}" for r in mine_))
+    keys = dict.fromkeys((r["backend"], r["n"]) for r in results.speed)
+    for backend, n in keys:
+        title = f"{backend}, n = {n:,}, one thread: times faster than the toolkit's own top-k; ms"
+        made = table(title, "method", *(f"{ratio:g}" for ratio in RATIOS))
+        mine_ = [r for r in results.speed if (r["backend"], r["n"]) == (backend, n)]
+        for method in dict.fromkeys(r["method"] for r in mine_):
+            cells_ = [f"{r['faster']:.2f}x  {r['ms']:.4g}" for r in mine_ if r["method"] == method]
+            made.add_row(escape(method), *cells_)
         console.print(made, "")
     for line in results.left_out:
         console.print(f"Left out: {line}")

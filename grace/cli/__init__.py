@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -12,8 +13,21 @@ def main() -> None:
         import typer  # noqa: F401
     except ModuleNotFoundError as missing:
         sys.exit(
-            f"The grace command needs {missing.name}, which is not installed: pip install 'grace-compression[cli]'"
+            f"The grace command needs {missing.name}, which is not installed: pip install '.[cli]' in GRACE's source "
+            "tree"
         )
     from grace.cli.app import app
+    from grace.cli.inputs import readable_output
 
-    app()
+    readable_output()
+    try:
+        try:
+            app(prog_name="grace")
+        finally:
+            if sys.stdout is not None:  # `>&-` closes it
+                sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has had enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
+    except OSError as error:
+        sys.exit(f"Error: {error}")

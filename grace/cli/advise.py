@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from grace.cli import inputs
 from grace.cli import plan as shared
 from grace.planner import advise as adviser
 from grace.planner.costs import Cluster
@@ -22,6 +23,7 @@ MOST = 4096  # workers of the plot
 
 
 def advise(
+    context: typer.Context,
     model: shared.Model,
     methods: Annotated[
         list[str] | None,
@@ -37,12 +39,20 @@ def advise(
     costs: shared.CostsFile = None,
     save_costs: shared.SaveCosts = None,
     compress_speed: shared.Speed = 1.0,
-    backend: shared.Backend = "numpy",
+    backend: shared.Backend = None,
     backward: shared.Backward = None,
     batch: shared.Batch = None,
-    bucket_mb: Annotated[float, typer.Option(help="Size of GRACE's buckets.", min=0.001)] = adviser.BUCKET_MB,
+    bucket_mb: Annotated[
+        float, typer.Option(callback=inputs.finite("of megabytes"), help="Size of GRACE's buckets, in MB.")
+    ] = adviser.BUCKET_MB,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw speed-ups against bandwidth and workers there.")
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            callback=inputs.chart_file,
+            help="Draw speed-ups against bandwidth and workers there.",
+        ),
     ] = None,
     as_json: shared.AsJson = False,
 ) -> None:
@@ -51,6 +61,8 @@ def advise(
     Nothing is sent: steps are simulated, for up to thousands of workers.
     """
     found = shared.read_model(model, backward, batch)
+    if cluster_file is not None:
+        inputs.alone(context, "--cluster", shared.LINKS)
     rates, latencies = (bandwidth, intra_bandwidth), (latency, intra_latency)
     there = shared.read_cluster(cluster_file, workers, per_node, rates, latencies)
     codecs = shared.read_codecs(methods or adviser.METHODS, costs, backend, compress_speed, save_costs)
@@ -63,15 +75,17 @@ def advise(
         about = {"model": model, "cluster": there.to_dict(), "costs": sources}
         print(json.dumps({**about, **advice.to_dict()}, indent=2))
     else:
-        render(advice, there, sources, Console())
+        render(advice, there, sources, inputs.console())
 
 
 def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], console: Console) -> None:
     """Print the comparison, methods that lose included, and the advice."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    heads = ("method", "step", "speed-up", "fewer bytes", "compression", "pays below", "limited by")
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("method", "limited by") else "right", overflow="fold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if console.width > 80 else 1, 0, 0))
+    table.add_column("method", overflow="fold")
+    # In 80 columns there is room for methods of 27 characters.
+    for head in ("step", "speed-up", "fewer\nbytes", "codec,\nms", "pays\nbelow,\nGbit/s"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("limited by", no_wrap=True)
     rows = [(v.seconds, v) for v in advice.verdicts]
     shown = False
     for seconds, verdict in rows:
@@ -84,7 +98,7 @@ def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], conso
             f"{verdict.seconds * 1e3:.1f} ms",
             f"[{colour}]{verdict.speedup:.2f}x[/]",
             f"{verdict.ratio:.1f}x",
-            f"{verdict.codec_seconds * 1e3:.1f} ms",
+            f"{verdict.codec_seconds * 1e3:.1f}",
             _rate(verdict.break_even),
             verdict.limit,
         )
@@ -92,10 +106,10 @@ def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], conso
         _dense(table, advice)
     console.print(table)
     if advice.best == "dense":
-        answer = "Do not compress: no method is faster than dense gradients here."
+        answer = "Do not compress: no method is faster than dense gradients here"
     else:
         best = advice.verdicts[0]
-        answer = f"Use {best.label}: {best.speedup:.2f} times as fast as dense gradients."
+        answer = f"Use {best.label}: {best.speedup:.2f} times as fast as dense gradients"
     hidden = {
         None: "Latency alone keeps dense messages from being hidden.",
         1.0: "Dense messages are hidden behind the backward pass as it is.",
@@ -105,12 +119,10 @@ def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], conso
         hidden.get(needed) or f"Dense messages would be hidden if they were {needed:.1f} times as small, for nothing."
     )
     console.print(
-        escape(answer),
-        f"{behind}",
+        escape(f"{answer}. This holds for compression times {'; and '.join(sources)}."),
+        behind,
         f"{shared.describe(there)}. Backward pass {advice.backward * 1e3:.1f} ms, {advice.profile}.",
-        f"Compression: {'; '.join(sources)}.",
         sep="\n",
-        soft_wrap=True,
         highlight=False,
     )
 
@@ -124,7 +136,7 @@ def _rate(bytes_per_second: float | None) -> str:
         return "never"
     if bytes_per_second == math.inf:
         return "always"
-    return f"{bytes_per_second * 8e-9:.3g} Gbit/s"
+    return f"{bytes_per_second * 8e-9:.3g}"
 
 
 def plot(

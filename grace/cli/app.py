@@ -13,6 +13,7 @@ from grace import catalog
 from grace.cli import advise as advise_
 from grace.cli import bench as bench_
 from grace.cli import doctor as doctor_
+from grace.cli import inputs
 from grace.cli import methods as methods_
 from grace.cli import plan as plan_
 from grace.cli import report as report_
@@ -23,12 +24,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_.app)
 app.command()(plan_.plan)
 app.command()(advise_.advise)
 app.command()(report_.report)
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def _version(wanted: bool) -> None:
@@ -47,14 +48,14 @@ def options(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
+def doctor(as_json: inputs.AsJson = False) -> None:
     """Check what is installed, whether it works, and how to get what is missing."""
     with Console(stderr=True).status("Importing what is installed ..."):
         report = doctor_.examine()
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        doctor_.render(report, Console())
+        doctor_.render(report, inputs.console())
     if not report.healthy:
         raise typer.Exit(1)
 
@@ -62,7 +63,7 @@ def doctor(as_json: AsJson = False) -> None:
 @app.command()
 def methods(
     name: Annotated[str, typer.Argument(help="Show this one alone, with its parameters, guarantee and paper.")] = "",
-    as_json: AsJson = False,
+    as_json: inputs.AsJson = False,
 ) -> None:
     """List compressors, memories and communicators, with measured bits per element."""
     with Console(stderr=True).status("Measuring bits per element ..."):
@@ -76,6 +77,6 @@ def methods(
     elif name:
         for kind, entries in found.items():
             for entry in entries:
-                methods_.render_one(kind, entry, Console())
+                methods_.render_one(kind, entry, inputs.console())
     else:
-        methods_.render(found, Console())
+        methods_.render(found, inputs.console())

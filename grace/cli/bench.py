@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,17 +24,35 @@ from grace.bench.tasks import plan as task_plan
 from grace.bench.tasks import run as task_run
 from grace.bench.tasks import show as task_show
 from grace.bench.tasks.tasks import TASKS
-
-WIDE = 160  # columns of a table that goes to a file or a pipe
+from grace.cli import inputs
 
 app = typer.Typer(
     name="bench", help="Measure how long methods take, and what they do to trainings.", no_args_is_help=True
 )
 
 
+Records = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="FILE", callback=inputs.output_file, help="Write all records there, as JSON."
+    ),
+]
+
+
 @app.callback()
 def options() -> None:
     """Measure how long methods take, and what they do to trainings."""
+
+
+def _earlier(
+    context: typer.Context, as_json: bool, output: Path | None, words: list[str]
+) -> tuple[bool, Path | None, list[str]]:
+    # `--json FILE` was what --output is now. It still works, and says so.
+    files = [word for word in words if word.endswith(".json")]
+    if not as_json or output is not None or len(files) != 1:
+        return as_json, output, words
+    Console(stderr=True).print(f"--json {files[0]} is written --output {files[0]} now; --json alone prints")
+    return False, inputs.output_file(context, Path(files[0])), [word for word in words if word not in files]
 
 
 def listed(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
@@ -53,19 +72,24 @@ def numbers(text: str, option: str) -> list[int]:
         found = [float(each) for each in text.split(",")]
     except ValueError:
         found = []
-    if not found or any(each < 1 or each != int(each) for each in found):
+    if not found or any(not 1 <= each < math.inf or each != int(each) for each in found):
         raise typer.BadParameter(f"{option} {text!r}: write whole numbers of at least 1, such as 1e4,25e6")
     return list(dict.fromkeys(map(int, found)))
 
 
 @app.command()
 def kernels(
+    context: typer.Context,
     methods: Annotated[
         list[str] | None,
         typer.Argument(metavar="[METHOD]...", help="Such as topk or topk:compress_ratio=0.001; default: all."),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all records there.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw a chart there.")] = None,
+    as_json: inputs.AsJson = False,
+    output: Records = None,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", callback=inputs.chart_file, help="Draw a chart there."),
+    ] = None,
     backend: Annotated[str, typer.Option(help="Toolkits; cuda: PyTorch's tensors on a CUDA device.")] = ",".join(
         plan.BACKENDS
     ),
@@ -78,8 +102,16 @@ def kernels(
         str, typer.Option(help="Each method by native kernels, compiled, plain, in the same run; empty: as it comes.")
     ] = "",
     rounds: Annotated[int, typer.Option(min=0, help="At most so many rounds; 0: by size, 7 to 21.")] = 0,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds for each case in each configuration.")] = 6.0,
-    call_limit: Annotated[float, typer.Option(min=0.1, help="Seconds after which a call is given up.")] = 60.0,
+    budget: Annotated[
+        float,
+        typer.Option(
+            callback=inputs.finite("of seconds", zero=True), help="Seconds for each case in each configuration."
+        ),
+    ] = 6.0,
+    call_limit: Annotated[
+        float,
+        typer.Option(min=0.1, callback=inputs.finite("of seconds"), help="Seconds after which a call is given up."),
+    ] = 60.0,
     peer: Annotated[
         Path | None, typer.Option(metavar="PATH", help="A checkout of upstream GRACE to measure in the same run.")
     ] = None,
@@ -89,6 +121,7 @@ def kernels(
     ] = False,
 ) -> None:
     """Time every method's encode, commit and decode as multiples of a memcpy, in interleaved runs."""
+    as_json, output, methods = _earlier(context, as_json, output, methods or [])
     limits = plan.Limits(rounds, budget, call_limit)
     if peer is not None and not (peer / "grace_dl" / "dist").is_dir():
         raise typer.BadParameter(f"--peer {str(peer)!r} has no grace_dl/dist: give the root of a checkout")
@@ -96,6 +129,8 @@ def kernels(
     if targets:
         if methods:
             raise typer.BadParameter("--targets measures its own cases: leave out METHOD")
+        own = {"backend": "--backend", "threads": "--threads", "tensors": "--tensors", "forms": "--forms"}
+        inputs.alone(context, "--targets", {**own, "native": "--kernels"})
         given = numbers(sizes, "--sizes")
         configs, cases = _targets(max(given), listed(allocator, plan.ALLOCATORS, "--allocator"), peer is not None)
     else:
@@ -119,10 +154,11 @@ def kernels(
     total = sum(len(cases[config.tensors]) for config in configs)
     console.print(f"{len(configs)} processes, {total} measurements of at most about {budget:g} s each, and set-up")
 
-    def save(results: bench.Results) -> None:
+    def save(results: bench.Results) -> dict[str, Any]:
         found = {**results.to_dict(), **({"targets": show.check(results)} if targets else {})}
-        if json_file is not None:
-            json_file.write_text(json.dumps(found, indent=1) + "\n")
+        if output is not None:
+            output.write_text(json.dumps(found, indent=1) + "\n")
+        return found
 
     results = bench.Results(bench.machine())
     # The path of a peer is the user's own business.
@@ -132,6 +168,9 @@ def kernels(
     said = [""]
     with console.status("") as status:
 
+        def keep(results: bench.Results) -> None:
+            save(results)
+
         def progress(text: str) -> None:
             status.update(text)
             config = text.partition(": ")[0]
@@ -139,11 +178,14 @@ def kernels(
                 console.print(config)
             said[0] = config
 
-        bench.measure(results, cases, configs, limits, str(peer or ""), memory and not targets, progress, save)
-    save(results)
-    wide = Console() if sys.stdout.isatty() else Console(width=WIDE)
-    show.render(results, wide)
-    if targets:
+        bench.measure(results, cases, configs, limits, str(peer or ""), memory and not targets, progress, keep)
+    found = save(results)
+    wide = inputs.console()
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        show.render(results, wide)
+    if targets and not as_json:
         if not bench.native():
             wide.print("native kernels are not built for this machine: python -m grace.kernels.build")
         elif not any(record["native"] for record in results.records):
@@ -157,15 +199,27 @@ def kernels(
 
 @app.command()
 def sidco(
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all records there.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw K / k over the steps.")] = None,
+    context: typer.Context,
+    files: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    as_json: inputs.AsJson = False,
+    output: Records = None,
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", callback=inputs.chart_file, help="Draw K / k over the steps."),
+    ] = None,
     epochs: Annotated[int, typer.Option(min=0, help="Of each training on handwritten digits; 0: none.")] = 30,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 3,
-    law_size: Annotated[float, typer.Option(min=0, help="Elements drawn from each law; 0: none.")] = 1e6,
+    law_size: Annotated[
+        float,
+        typer.Option(callback=inputs.finite("of elements", zero=True), help="Elements drawn from each law; 0: none."),
+    ] = 1e6,
     backend: Annotated[str, typer.Option(help="Toolkits to time; empty: none.")] = "torch,tensorflow",
     sizes: Annotated[str, typer.Option(help="Elements that are timed.")] = "1e6,1e7",
 ) -> None:
     """Compare estimated thresholds: on the gradients of a training, on laws, and in time. About ten minutes."""
+    as_json, output, others = _earlier(context, as_json, output, files or [])
+    if others:
+        raise typer.BadParameter(f"{others[0]!r} is no option: `grace bench sidco` compares methods of its own")
     backends = listed(backend, plan.BACKENDS, "--backend") if backend else []
     results = thresholds.Results()
     results.options = {"epochs": epochs, "seeds": seeds, "law_size": int(law_size)}
@@ -175,15 +229,19 @@ def sidco(
         thresholds.measure(
             results, epochs, seeds, int(law_size), backends, numbers(sizes, "--sizes"), lambda text: status.update(text)
         )
-    thresholds.render(results, Console() if sys.stdout.isatty() else Console(width=WIDE))
-    if json_file is not None:
-        json_file.write_text(json.dumps(results.to_dict(), indent=1) + "\n")
+    if as_json:
+        print(json.dumps(results.to_dict(), indent=1))
+    else:
+        thresholds.render(results, inputs.console())
+    if output is not None:
+        output.write_text(json.dumps(results.to_dict(), indent=1) + "\n")
     if plot_file is not None and results.training:
         thresholds.plot(results, str(plot_file))
 
 
 @app.command()
 def tasks(
+    context: typer.Context,
     full: Annotated[
         bool,
         typer.Option("--full/--quick", help="Scripts for a cluster, or half an hour on this machine with 2 cores."),
@@ -193,36 +251,54 @@ def tasks(
         list[str] | None,
         typer.Option(help="dense, fp16, or such as topk:compress_ratio=0.001; may be repeated."),
     ] = None,
-    bandwidth: Annotated[str, typer.Option(help="Of emulated links, as tc writes them.")] = "100mbit,1gbit",
+    bandwidth: Annotated[str, typer.Option(help=f"Of emulated links, with commas: {inputs.RATES}.")] = "100mbit,1gbit",
     workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "2",
     toolkit: Annotated[str, typer.Option(help="Toolkits.")] = ",".join(task_plan.TOOLKITS),
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="What is there already is not measured again.")] = Path(
-        "out/tasks"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER", callback=inputs.output_folder, help="What is there already is not measured again."
+        ),
+    ] = Path("out/tasks"),
     data: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", exists=True, file_okay=False, help="Real data sets to use where it has them."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 1,
     steps: Annotated[int, typer.Option(min=0, help="Of each training; 0: as the task says.")] = 0,
-    minutes: Annotated[float, typer.Option(min=0, help="No job is begun that would end later.")] = 28.0,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds after which a job is ended.")] = 240.0,
+    minutes: Annotated[
+        float,
+        typer.Option(callback=inputs.finite("of minutes", zero=True), help="No job is begun that would end later."),
+    ] = 28.0,
+    limit: Annotated[
+        float,
+        typer.Option(min=1, callback=inputs.finite("of seconds"), help="Seconds after which a job is ended."),
+    ] = 240.0,
     loopback: Annotated[
         bool, typer.Option("--loopback", help="No emulated network, even if it could be made.")
     ] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed.")] = False,
     show_only: Annotated[bool, typer.Option("--show", help="Measure nothing: tables, plots and page again.")] = False,
     collect: Annotated[bool, typer.Option("--collect", help="Tables of what the cluster's scripts wrote.")] = False,
+    as_json: inputs.AsJson = False,
 ) -> None:
     """Train tasks with every method: time to a target quality, throughput, bytes, quality; plots and a page."""
+    measuring = {"minutes": "--minutes", "limit": "--limit", "retry": "--retry", "loopback": "--loopback"}
+    if show_only or collect:
+        inputs.alone(context, "--show" if show_only else "--collect", measuring)
+    elif full:
+        inputs.alone(context, "--full", {**measuring, "bandwidth": "--bandwidth", "as_json": "--json"})
+    if loopback:
+        inputs.alone(context, "--loopback", {"bandwidth": "--bandwidth"})
     if full and not (collect or show_only) and len(numbers(workers, "--workers")) > 1:
         raise typer.BadParameter("--full writes scripts for one number of workers: give --workers once for each --out")
     toolkits = listed(toolkit, task_plan.TOOLKITS, "--toolkit")
     if not (full or show_only):
         toolkits = _present(toolkits)
     lacks = ["not --loopback"] if loopback else network.missing()
+    rates = _rates(bandwidth)
     common = {
-        "bandwidths": (task_plan.AS_IS,) if full else (task_plan.LOOPBACK,) if lacks else _rates(bandwidth),
+        "bandwidths": (task_plan.AS_IS,) if full else (task_plan.LOOPBACK,) if lacks else rates,
         "full": full,
         "data": str(data.resolve()) if data else "",
         "steps": steps,
@@ -234,7 +310,8 @@ def tasks(
     ]
     console = Console(stderr=True)
     left_out: list[str] = []
-    out.mkdir(parents=True, exist_ok=True)
+    if not (collect or show_only):
+        out.mkdir(parents=True, exist_ok=True)
     if full and not (collect or show_only):
         for path in task_cluster.write(jobs, out, counts[0]):
             console.print(f"written: {path}")
@@ -243,7 +320,10 @@ def tasks(
     if collect:
         rows = task_cluster.collect(out)
     else:
-        store = task_run.Store(out / "rows.jsonl")
+        try:
+            store = task_run.Store(out / "rows.jsonl")
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(f"--out: {error}") from error
         if not show_only:
             if lacks and not loopback:
                 console.print(f"over plain loopback: an emulated network needs {'; and '.join(lacks)}")
@@ -253,7 +333,10 @@ def tasks(
         console.print(f"nothing was measured in {out}")
         raise typer.Exit(1)
     task_show.save(rows, out, left_out, " ".join(["grace", *sys.argv[1:]]))
-    task_show.render(rows, Console() if sys.stdout.isatty() else Console(width=WIDE))
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        task_show.render(rows, inputs.console())
     for line in left_out:
         console.print(f"not measured, time ran out: {line}; the same command goes on from here")
     console.print(f"page, tables and plots: {out / 'report.html'}, report.md, *.png")
@@ -284,13 +367,7 @@ def _methods(specs: list[str], full: bool) -> dict[str, Sequence[str]]:
 
 
 def _rates(text: str) -> tuple[str, ...]:
-    rates = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    try:
-        for rate in rates:
-            network.bits_per_second(rate)
-    except network.LabError as error:
-        raise typer.BadParameter(f"--bandwidth: {error}") from error
-    return rates
+    return tuple(dict.fromkeys(inputs.as_tc(word.strip()) for word in text.split(",")))
 
 
 def _train(

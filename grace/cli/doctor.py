@@ -36,11 +36,11 @@ OLDEST = {
 REMEDIES = {
     "python": "use Python 3.10 or later",
     "numpy": "pip install numpy",
-    "torch": "pip install 'grace-compression[torch]'",
-    "tensorflow": "pip install 'grace-compression[tensorflow]', or [tensorflow-cpu]",
+    "torch": "pip install '.[torch]' in GRACE's source tree",
+    "tensorflow": "pip install '.[tensorflow]', or '.[tensorflow-cpu]', in GRACE's source tree",
     "keras": "pip install 'keras>=3'",
     "horovod": "python scripts/build_horovod.py, in GRACE's source tree",
-    "triton": "pip install 'grace-compression[triton]', on Linux",
+    "triton": "pip install '.[triton]' in GRACE's source tree, on Linux",
     "kernels": "python -m grace.kernels.build, with a C++ compiler: methods are several times faster with them",
 }
 

@@ -9,6 +9,8 @@ from grace.catalog import Entry, guarantee
 if TYPE_CHECKING:
     from rich.console import Console
 
+NARROW = 80  # columns
+
 
 def render(found: dict[str, list[Entry]], console: Console) -> None:
     """Print one table per kind."""
@@ -16,10 +18,11 @@ def render(found: dict[str, list[Entry]], console: Console) -> None:
     from rich.table import Table
 
     for kind, entries in found.items():
-        table = Table(title=kind, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        gap = 2 if console.width > NARROW else 1
+        table = Table(title=kind, title_justify="left", box=None, pad_edge=False, padding=(0, gap, 0, 0))
         table.add_column("name", no_wrap=True)
         if kind == "compressors":
-            table.add_column("bits/element", justify="right")
+            table.add_column("bits/\nelement", justify="right", no_wrap=True)
             table.add_column("memory", no_wrap=True)
         table.add_column("what it does")
         for entry in entries:

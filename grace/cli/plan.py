@@ -17,50 +17,115 @@ from rich.markup import escape
 from rich.table import Table
 
 from grace.bench.plan import parse
+from grace.cli import inputs
 from grace.planner import models, profile
 from grace.planner import plan as planner
 from grace.planner.costs import Cluster, Codec, Costs, Link, cluster, codec
 from grace.planner.profile import Profile, read_json
+from grace.planner.search import MODES
 
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help=f"{', '.join(models.MODELS)}, or a JSON file with tensors (docs/planner.md has the form)."
+        metavar="MODEL",
+        callback=inputs.model_file,
+        help=f"{', '.join(models.MODELS)}, or a JSON file with tensors (docs/planner.md has the form).",
     ),
 ]
 Workers = Annotated[int, typer.Option(help="Workers in all.", min=1)]
 PerNode = Annotated[int, typer.Option(help="Workers of each machine.", min=1)]
-Bandwidth = Annotated[float, typer.Option(help="Gbit/s of a machine's link to the others.")]
-Latency = Annotated[float, typer.Option(help="Microseconds of a message between machines.")]
-IntraBandwidth = Annotated[float, typer.Option(help="Gbit/s between the workers of a machine.")]
-IntraLatency = Annotated[float, typer.Option(help="Microseconds of a message within a machine.")]
+Bandwidth = Annotated[
+    float,
+    typer.Option(
+        parser=inputs.gbit,
+        metavar="RATE",
+        help="Of a machine's link to the others: Gbit/s, or with a unit, such as 100Mbit/s.",
+    ),
+]
+Latency = Annotated[
+    float,
+    typer.Option(
+        callback=inputs.finite("of microseconds", zero=True), help="Microseconds of a message between machines."
+    ),
+]
+IntraBandwidth = Annotated[
+    float, typer.Option(parser=inputs.gbit, metavar="RATE", help="Between the workers of a machine, written alike.")
+]
+IntraLatency = Annotated[
+    float,
+    typer.Option(
+        callback=inputs.finite("of microseconds", zero=True), help="Microseconds of a message within a machine."
+    ),
+]
 ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", metavar="FILE", help="A cluster in JSON, measured or not, instead of these.")
+    Path | None,
+    typer.Option(
+        "--cluster",
+        metavar="FILE",
+        callback=inputs.input_file,
+        help="A cluster in JSON, measured or not, instead of these.",
+    ),
 ]
 CostsFile = Annotated[
     Path | None,
-    typer.Option("--costs", metavar="FILE", help="Compression costs in JSON; default: they are measured here."),
+    typer.Option(
+        "--costs",
+        metavar="FILE",
+        callback=inputs.input_file,
+        help="Compression costs in JSON; default: they are measured here.",
+    ),
 ]
-SaveCosts = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the compression costs there, for --costs.")]
+SaveCosts = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", callback=inputs.output_file, help="Write the compression costs there, for --costs."),
+]
 Speed = Annotated[
-    float, typer.Option(help="The training device compresses so many times as fast as this machine was measured to.")
+    float,
+    typer.Option(
+        callback=inputs.finite("that says how many times as fast"),
+        help="The training device compresses so many times as fast as this machine was measured to.",
+    ),
 ]
-Backend = Annotated[str, typer.Option(help="Toolkit on which compression is measured: numpy or torch.")]
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOOLKIT",
+        callback=inputs.toolkit,
+        help="On which compression is measured; default: the first that is installed of torch, tensorflow, numpy.",
+    ),
+]
 Backward = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="A backward pass as measured; default: assumed from FLOPs.")
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        callback=inputs.finite("of seconds"),
+        help="A backward pass as measured; default: assumed from FLOPs.",
+    ),
 ]
 Batch = Annotated[int | None, typer.Option(help="Samples of one worker's step, where times are assumed.", min=1)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+AsJson = inputs.AsJson
+
+LINKS = {
+    "workers": "--workers",
+    "per_node": "--per-node",
+    "bandwidth": "--bandwidth",
+    "latency": "--latency",
+    "intra_bandwidth": "--intra-bandwidth",
+    "intra_latency": "--intra-latency",
+}
+"""Parameters that a file with a cluster replaces, as they are written."""
 
 
 # -- what `grace plan` and `grace advise` read ------------------------------------------------------------------------
 def read_model(name: str, backward: float | None, batch: int | None) -> Profile:
     """A model of that name, or the profile in that file; with ``backward`` seconds for a backward pass, if given."""
-    if backward is not None and not 0 < backward < float("inf"):
-        raise typer.BadParameter(f"--backward {backward}: write a positive number of seconds")
+    if batch is not None and (backward is not None or name not in models.MODELS):
+        raise typer.BadParameter("--batch is for a model by name whose times are assumed: leave it out, or --backward")
     try:
-        if name in models.MODELS or not Path(name).exists():
+        if name in models.MODELS:
             return models.profile(name, backward, batch)
+        if not Path(name).exists():
+            raise ValueError(f"no model and no file {name!r}: choose from {', '.join(models.MODELS)}, or give a file")
         found = profile.load(name)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -78,11 +143,13 @@ def read_cluster(
     """The cluster of a file, or of the options. ``rates`` in Gbit/s and ``latencies`` in microseconds: inter, intra."""
     try:
         if file is not None:
-            return cluster(read_json(file))
+            data = read_json(file)
+            try:
+                return cluster(data)
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from error
         if workers % per_node:
             raise ValueError(f"--per-node {per_node} does not divide {workers} workers")
-        if min(rates) <= 0 or min(latencies) < 0:
-            raise ValueError("write a positive bandwidth, and a latency of at least 0")
         inter, intra = (Link(us * 1e-6, gbit / 8e-9) for gbit, us in zip(rates, latencies, strict=True))
         return Cluster(workers // per_node, per_node, inter, intra)
     except ValueError as error:
@@ -90,15 +157,19 @@ def read_cluster(
 
 
 def read_codecs(
-    specs: Sequence[str], costs: Path | None, backend: str, speed: float, save: Path | None = None
+    specs: Sequence[str], costs: Path | None, backend: str | None, speed: float, save: Path | None = None
 ) -> dict[str, Codec]:
     """The costs of these methods, by label: from a file if it has them, else measured here."""
-    if not 0 < speed < float("inf"):
-        raise typer.BadParameter(f"speed {speed}: write how many times as fast the training device is")
     try:
         cases = [parse(spec) for spec in specs]
         data = read_json(costs) if costs is not None else []
-        given = [codec(each) for each in (data if isinstance(data, list) else [data])]
+        try:
+            given = [codec(each) for each in (data if isinstance(data, list) else [data])]
+        except ValueError as error:
+            raise ValueError(f"{costs}: {error}") from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
         found = {}
         for case in cases:
             known = next((each for each in given if each.params == case.params), None)
@@ -107,29 +178,42 @@ def read_codecs(
         raise typer.BadParameter(str(error)) from error
     if save is not None:
         save.write_text(json.dumps([each.to_dict() for each in found.values()], indent=1) + "\n")
-    return {label: each if speed == 1 else each.slowed(1 / speed) for label, each in found.items()}
+    if speed == 1:
+        return found
+    return {
+        label: replace(each.slowed(1 / speed), source=f"{each.source}, divided by {speed:g}")
+        for label, each in found.items()
+    }
 
 
-def _measured(label: str, params: dict[str, Any], backend: str) -> Codec:
+def _measured(label: str, params: dict[str, Any], backend: str | None) -> Codec:
     from grace.planner import measure
 
+    backend = backend or inputs.installed()
     with Console(stderr=True).status(f"Measuring {label} ..."):
-        return measure.compressor(params, backend=backend)
+        try:
+            return measure.compressor(params, backend=backend)
+        except ImportError as error:
+            others = ", ".join(name for name in inputs.TOOLKITS if name != backend)
+            raise typer.BadParameter(f"{backend} cannot be imported ({error}); --backend takes {others}") from error
 
 
-def _offloaded(codecs: list[Codec], threads: int, speed: float, workers: int) -> list[Codec]:
+def _enough_cores(threads: int, speed: float, workers: int) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    free = max(cores // workers - 1, 0)
+    if speed == 1 and threads > free:
+        raise typer.BadParameter(
+            f"--offload {threads}: of {cores} cores here {free} are free for the pool of each of {workers} workers. If "
+            "another device trains, --compress-speed says how fast it compresses"
+        )
+
+
+def _offloaded(codecs: list[Codec], speed: float) -> list[Codec]:
     # With the costs of a pool, where they are not known. If the training device is this CPU, every worker's pool needs
     # cores of its own, and is as much slower as it is measured to be beside a matrix product.
     from grace.planner import measure
 
     here = speed == 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    free = max(cores // workers - 1, 0)
-    if here and threads > free:
-        raise typer.BadParameter(
-            f"--offload {threads}: of {cores} cores here {free} are free for the pool of each of {workers} workers. If "
-            "another device trains, --compress-speed says how fast it compresses"
-        )
     found = []
     for each in codecs:
         if each.devices == ("gpu",):
@@ -154,6 +238,7 @@ def describe(cluster: Cluster) -> str:
 
 # -- the command ------------------------------------------------------------------------------------------------------
 def plan(
+    context: typer.Context,
     model: Model,
     compressor: Annotated[str, typer.Option(help="Such as topk or topk:compress_ratio=0.001.")] = "topk",
     workers: Workers = 8,
@@ -166,7 +251,7 @@ def plan(
     costs: CostsFile = None,
     save_costs: SaveCosts = None,
     compress_speed: Speed = 1.0,
-    backend: Backend = "numpy",
+    backend: Backend = None,
     backward: Backward = None,
     batch: Batch = None,
     mode: Annotated[str, typer.Option(help="refined, paper, or for very few tensors exact.")] = "refined",
@@ -183,15 +268,29 @@ def plan(
             help="Another setting of the compressor, for a policy; as often as needed.",
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the plan there.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", callback=inputs.output_file, help="Write the plan there."),
+    ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the predicted timeline there, as a Chrome trace.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            callback=inputs.output_file,
+            help="Write the predicted timeline there, as a Chrome trace.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Choose for each tensor of a model whether, where and over which collectives it is compressed."""
+    if mode not in MODES:
+        raise typer.BadParameter(f"--mode {mode!r}: choose from {', '.join(MODES)}")
     found = read_model(model, backward, batch)
+    if cluster_file is not None:
+        inputs.alone(context, "--cluster", LINKS)
     there = read_cluster(cluster_file, workers, per_node, (bandwidth, intra_bandwidth), (latency, intra_latency))
+    if offload:
+        _enough_cores(offload, compress_speed, there.per_node)
     try:
         planner.refuse(parse(compressor).params)
     except ValueError as error:
@@ -199,12 +298,12 @@ def plan(
     specs = [compressor, *(f"{compressor}{',' if ':' in compressor else ':'}{setting}" for setting in level or ())]
     codecs = list(read_codecs(specs, costs, backend, 1 if offload else compress_speed, save_costs).values())
     if offload:
-        codecs = _offloaded(codecs, offload, compress_speed, there.per_node)
+        codecs = _offloaded(codecs, compress_speed)
     priced, *others = codecs
     began, cpu = time.perf_counter(), time.process_time()
     try:
         costed = Costs(there, priced, priced.devices if offload else ("gpu",), max_compressions)
-        made = planner.make(found, costed, mode, max(offload, 1), others=others)  # type: ignore[arg-type]
+        made = planner.make(found, costed, mode, max(offload, 1), others=others)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     seconds = {"elapsed": time.perf_counter() - began, "cpu": time.process_time() - cpu}
@@ -216,7 +315,7 @@ def plan(
         search = {"simulations": made.selection.simulations, "seconds": seconds}
         print(json.dumps({**made.plan.to_dict(), "search": search}, indent=2))
     else:
-        render(made, found, there, seconds, Console())
+        render(made, found, there, seconds, inputs.console())
 
 
 def render(made: planner.Planned, found: Profile, there: Cluster, seconds: dict[str, float], console: Console) -> None:
@@ -245,6 +344,5 @@ def render(made: planner.Planned, found: Profile, there: Cluster, seconds: dict[
         f"{result.mode} search: {made.selection.simulations} timelines, {seconds['elapsed'] * 1e3:.0f} ms (CPU "
         f"{seconds['cpu'] * 1e3:.0f} ms).",
         sep="\n",
-        soft_wrap=True,
         highlight=False,
     )

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from grace.cli import inputs
 from grace.cli.page import page
 from grace.cli.show import COLOURS, size, spans
+from grace.planner.profile import but
 from grace.record import Run, read, warnings_of
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -26,15 +31,29 @@ SHOWN = 40  # tensors in the terminal; the page has all of them
 
 
 def report(
-    path: Annotated[Path, typer.Argument(help="What `record` named in grace_from_params, of a running training too.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            callback=inputs.input_file,
+            help="What `record` named in grace_from_params, of a running training too.",
+        ),
+    ],
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page there, all in one file, instead.")
+        Path | None,
+        typer.Option(metavar="FILE", callback=inputs.output_file, help="Write a page there, all in one file, instead."),
     ] = None,
     follow: Annotated[bool, typer.Option(help="Show it anew whenever a line is added, until Ctrl-C.")] = False,
+    as_json: inputs.AsJson = False,
 ) -> None:
     """Show a training's record: bytes, ratio over time, residuals, levels, where the time goes, warnings."""
-    console = Console()
+    if as_json and (follow or html is not None):
+        raise typer.BadParameter("--json prints the record once: leave out --follow and --html")
+    console = inputs.console()
     run = _read(path)
+    if as_json:
+        print(json.dumps({**asdict(run), "warnings": warnings_of(run)}, indent=2))
+        return
     if html is not None:
         html.write_text(page(run, path.name), encoding="utf-8")
         console.print(f"{html}: {html.stat().st_size / 1000:.0f} kB", highlight=False, soft_wrap=True)
@@ -49,8 +68,12 @@ def report(
                 time.sleep(1.0)
             except KeyboardInterrupt:
                 return
-            if path.stat().st_size != seen:
-                seen, run = path.stat().st_size, _read(path)
+            try:
+                now = path.stat().st_size
+            except FileNotFoundError:  # moved away; a new one may come in its place
+                continue
+            if now != seen:
+                seen, run = now, _read(path)
                 live.update(view(run), refresh=True)
                 if html is not None:
                     html.write_text(page(run, path.name), encoding="utf-8")
@@ -59,7 +82,13 @@ def report(
 def _read(path: Path) -> Run:
     try:
         return read(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise typer.BadParameter(inputs.refused(error, path)) from None
+    except RecursionError:
+        raise typer.BadParameter(f"{path} is no record: it is nested too deeply") from None
+    except ValueError as error:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            raise typer.BadParameter(f"{error}{but(json.loads(path.read_text(encoding='utf-8')))}") from None
         raise typer.BadParameter(str(error)) from None
 
 
@@ -131,8 +160,8 @@ def _tensors(run: Run) -> Table:
     heads = ["tensor", "shape", "method", "a step", "ratio", "residual"]
     for head in [*heads, *["over time", "level"] * leveled, *["strategy"] * planned]:
         right = head in ("a step", "ratio", "residual")
-        least = {"over time": COURSE, "tensor": 10, "residual": 8, "a step": 7}.get(head, 5)
-        table.add_column(head, justify="right" if right else "left", no_wrap=True, min_width=least)
+        folds = head in ("tensor", "strategy", "level")  # where the terminal is narrow
+        table.add_column(head, justify="right" if right else "left", no_wrap=not folds, overflow="fold")
     order = sorted(range(len(line.tensors)), key=lambda place: -line.sent[place])
     for place in order[:SHOWN]:
         tensor, sent, norm = line.tensors[place], line.sent[place], line.residual[place]

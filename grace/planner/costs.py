@@ -31,6 +31,7 @@ from grace.planner.options import (
     parse,
     states,
 )
+from grace.planner.profile import but
 from grace.planner.profile import seconds as checked
 from grace.planner.timeline import CPU, DEVICE, INTER, INTRA, Chain
 
@@ -212,7 +213,9 @@ class Cluster:
 def cluster(data: Any) -> Cluster:
     """A `Cluster` from JSON's data: {"nodes", "workers_per_node", "inter": link, "intra": link}; else ValueError."""
     if not isinstance(data, Mapping) or "inter" not in data:
-        raise ValueError('a cluster is {"nodes": 4, "workers_per_node": 8, "inter": {"gbit_per_s": 10}, "intra": ...}')
+        raise ValueError(
+            'a cluster is {"nodes": 4, "workers_per_node": 8, "inter": {"gbit_per_s": 10}, "intra": ...}' + but(data)
+        )
     if unknown := set(data) - {"nodes", "workers_per_node", "inter", "intra", "flat", "message", "source"}:
         raise ValueError(f"a cluster has no {sorted(unknown)[0]!r}")
     counts = [data.get(key, 1) for key in ("nodes", "workers_per_node")]
@@ -352,7 +355,9 @@ class Codec:
 def codec(data: Any) -> Codec:
     """A `Codec` from JSON's data, as `Codec.to_dict` writes it. ValueError that says what is wrong."""
     if not isinstance(data, Mapping) or not {"params", "wire", "speeds"} <= set(data):
-        raise ValueError('compression costs are {"params": {...}, "wire": [[elements, bytes], ...], "speeds": {...}}')
+        raise ValueError(
+            'compression costs are {"params": {...}, "wire": [[elements, bytes], ...], "speeds": {...}}' + but(data)
+        )
     if not isinstance(data["params"], Mapping) or "compressor" not in data["params"]:
         raise ValueError('params of compression costs name a "compressor"')
     name = data["params"]["compressor"]

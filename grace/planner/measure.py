@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -31,30 +32,48 @@ def compressor(
     """Bytes and seconds of a compressor, on one thread's own: the fastest of a few calls at each size.
 
     ``params``: as for `grace.grace_from_params`. ``sizes``: elements; a method that wants a matrix gets one that is
-    nearly square. ``budget``: seconds of measuring at each size, at least three calls. The encoding is that of the
-    whole method, with its memory.
+    nearly square. ``backend``: the toolkit, on this machine's CPU: methods take other times on each. ``budget``:
+    seconds of measuring at each size, at least three calls. The encoding is that of the whole method, with its memory.
     """
     from grace.backends import get_backend
+    from grace.bench.kernels import machine
     from grace.bench.plan import Case, Config
     from grace.bench.subjects import Bench, Ours
 
     wire, encode, decode, piece = [], [], [], []
     xp = get_backend(backend)
-    for size in sizes:
-        bench = Bench(xp, Config(backend, 1, "asis", size))
-        subject = Ours(Case(str(params["compressor"]), dict(params)), bench, "eager")
-        wire.append(float(subject.bytes))
-        encode.append(_fastest(lambda s=subject: _encoded(s), budget, subject.refill))  # type: ignore[misc]
-        one = _fastest(subject.decode, budget / 2)
-        subject.several(repeated=True)
-        more = subject.workers - 1
-        all_ = _fastest(subject.decode, budget / 2) if more else one
-        decode.append(one)
-        piece.append(max(all_ - one, 0.0) / more if more else 0.0)
+    with _one_thread(backend):
+        for size in sizes:
+            bench = Bench(xp, Config(backend, 1, "asis", size))
+            subject = Ours(Case(str(params["compressor"]), dict(params)), bench, "eager")
+            wire.append(float(subject.bytes))
+            encode.append(_fastest(lambda s=subject: _encoded(s), budget, subject.refill))  # type: ignore[misc]
+            one = _fastest(subject.decode, budget / 2)
+            subject.several(repeated=True)
+            more = subject.workers - 1
+            all_ = _fastest(subject.decode, budget / 2) if more else one
+            decode.append(one)
+            piece.append(max(all_ - one, 0.0) / more if more else 0.0)
     curves = (Curve(tuple(map(float, sizes)), tuple(values)) for values in (encode, decode, piece))
     speeds: dict[Device, Speed] = {"gpu": Speed(*curves)}
-    source = f"measured with {backend}, one thread"
+    threads = "" if backend == "tensorflow" else ", one thread"  # its pools are made once
+    source = f"measured with {backend} on a CPU ({machine()['cpu']}){threads}"
     return Codec(dict(params), Curve(tuple(map(float, sizes)), tuple(wire)), speeds, source)
+
+
+@contextmanager
+def _one_thread(backend: str) -> Iterator[None]:
+    if backend != "torch":
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def product(side: int = 256) -> Callable[[], None]:

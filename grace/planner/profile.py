@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -73,7 +74,9 @@ def from_dict(data: Any) -> Profile:
     ValueError, naming the tensor, for anything else.
     """
     if not isinstance(data, Mapping) or not isinstance(data.get("tensors"), Sequence) or not data["tensors"]:
-        raise ValueError('a profile is {"tensors": [{"name": ..., "shape": [...], "backward": seconds}, ...]}')
+        raise ValueError(
+            'a profile is {"tensors": [{"name": ..., "shape": [...], "backward": seconds}, ...]}' + but(data)
+        )
     if data.get("version", FORMAT) != FORMAT:
         raise ValueError(f"this profile has version {data['version']!r}, but this version of grace reads {FORMAT}")
     tensors = tuple(_tensor(each, number) for number, each in enumerate(data["tensors"]))
@@ -96,22 +99,70 @@ def _tensor(data: Any, number: int) -> TensorProfile:
 
 def seconds(value: Any, what: str) -> float:
     """A finite number of at least 0 from untrusted data; ValueError that says what it is otherwise."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{what}={value!r}: write a finite number of at least 0")
     return float(value)
 
 
 def load(path: str | os.PathLike[str]) -> Profile:
-    """A profile from a JSON file."""
-    return from_dict(read_json(path))
+    """A profile from a JSON file. ValueError, naming the file, for anything else."""
+    data = read_json(path)
+    try:
+        return from_dict(data)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The data of a JSON file; ValueError that names the file if it has none."""
+    """The data of a JSON file; ValueError that names the file and says in plain words what it is instead."""
+    name = os.fspath(path)
+    text = read_text(path)
+    if not text.strip():
+        raise ValueError(f"{name} is empty")
     try:
-        return json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{os.fspath(path)}: {error}") from error
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{name} is not JSON that can be read: it is nested too deeply") from error
+    except ValueError as error:
+        first = text.split("\n", 1)[0]
+        try:
+            kind = f": it is {KINDS['kind']}" if "kind" in json.loads(first) else ": it has several values"
+        except (ValueError, TypeError):
+            kind = f" ({error})"
+        raise ValueError(f"{name} is not one JSON value{kind}") from error
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a file; ValueError that says in plain words why there is none."""
+    name = os.fspath(path)
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ValueError(f"No such file: {name}") from error
+    except IsADirectoryError as error:
+        raise ValueError(f"{name} is a folder, not a file") from error
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not text in UTF-8") from error
+
+
+KINDS = {
+    "kind": "the record of a training, for `grace report`",
+    "hash": "a plan",
+    "inter": "a cluster, for --cluster",
+    "wire": "compression costs, for --costs",
+    "tensors": "a profile of a model",
+    "records": "what `grace bench` measured",
+}
+"""What GRACE's own files are, by a key that only they have."""
+
+
+def but(data: Any) -> str:
+    """The end of a message that something is not what it should be: what it is, if it is one of GRACE's own files."""
+    first = data[0] if isinstance(data, list) and data else data
+    found = next((what for key, what in KINDS.items() if isinstance(first, Mapping) and key in first), None)
+    return "" if found is None else f"; this is {found}"
 
 
 def apportioned(work: Iterable[tuple[str, tuple[int, ...], float]], backward: float, source: str) -> Profile:

@@ -5,7 +5,6 @@ A cell is a training, or the time of a step at one bandwidth. What failed is a c
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -47,10 +46,15 @@ class Store:
 
 
 def read(file: Path) -> Iterator[Row]:
-    """The rows of a file; a last line that was cut short is none."""
-    for line in file.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            yield json.loads(line)
+    """The rows of a file; a last line that was cut short is none. ValueError for what is no row."""
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if not isinstance(row, dict) or "kind" not in row:
+            raise ValueError(f"{file}, line {number}, is no row of `grace bench tasks`: {line[:60]!r}")
+        yield row
 
 
 def cell(row: Row) -> tuple[Any, ...]:

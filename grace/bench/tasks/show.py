@@ -296,7 +296,7 @@ def render(rows: Sequence[Row], console: Console) -> None:
 
     def shown(name: str, heads: Sequence[str], body: Sequence[Sequence[str]]) -> None:
         console.print(escape(name), style="italic")
-        made = Table(box=None, padding=(0, 2, 0, 0))
+        made = Table(box=None, pad_edge=False, padding=(0, 2 if console.width > 80 else 1, 0, 0))
         for head in heads:
             if head == "method":
                 made.add_column(head, no_wrap=True)

@@ -1,0 +1,241 @@
+"""What commands take and where they print: files, numbers and rates, checked before a command works."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import importlib.util
+import math
+import os
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from grace.bench.lab.network import UNSHAPED
+
+WIDE = 160  # columns where nobody says how many there are
+PLAIN = {"→": "->", "←": "<-", "µ": "u", "×": "x", "…": "...", "≤": "<=", "≥": ">=", "–": "-", "—": "-"}
+PLAIN |= dict(zip("▁▂▃▄▅▆▇█", "_.-:=+*#", strict=True))  # from low to high
+RATE = re.compile(
+    r"(?P<number>[0-9.]+(e[+-]?[0-9]+)?)\s*((?P<prefix>[kMGT]?)(bits?|b)(/s|ps)?|(?P<short>[kMGT]))?", re.IGNORECASE
+)
+PREFIXES = {"": 1e-9, "k": 1e-6, "m": 1e-3, "g": 1.0, "t": 1e3}
+RATES = "a number of Gbit/s, or with a unit: 10, 10Gbit, 100Mbit/s"
+TOOLKITS = ("torch", "tensorflow", "numpy")
+_SEEN = "grace.cli.files"
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of tables.")]
+
+
+# -- printing ----------------------------------------------------------------------------------------------------------
+def plain(error: UnicodeError) -> tuple[str, int]:
+    """Characters that the output's encoding lacks, in others that it has: the handler "grace-plain" of encoders."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    found = ""
+    for character in error.object[error.start : error.end]:
+        known = PLAIN.get(character)
+        if known is None:
+            bare = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+            known = bare or "?"
+        found += known
+    return found, error.end
+
+
+def readable_output() -> None:
+    """Let the standard streams write everything, whatever their encoding."""
+    codecs.register_error("grace-plain", plain)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # replaced by something else, or closed
+            stream.reconfigure(errors="grace-plain")  # type: ignore[union-attr]
+
+
+def console() -> Console:
+    """Where results are printed: as wide as the terminal or COLUMNS; 160 columns where there is neither."""
+    made = Console()
+    if made.is_terminal or os.environ.get("COLUMNS", "").isdigit() or any(map(_is_terminal, (0, 1, 2))):
+        return made
+    return Console(width=WIDE)
+
+
+def _is_terminal(number: int) -> bool:
+    try:
+        return os.isatty(number)
+    except OSError:
+        return False
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+def finite(unit: str, zero: bool = False) -> Callable[[float | None], float | None]:
+    """The callback of an option: a finite number above 0; ``zero``: or 0."""
+
+    def check(value: float | None) -> float | None:
+        if value is not None and not (0 < value < math.inf or (zero and value == 0)):
+            raise typer.BadParameter(f"{value}: write a {'number of at least 0' if zero else 'positive number'} {unit}")
+        return value
+
+    return check
+
+
+def gbit(value: str | float) -> float:
+    """Gbit/s of a rate: a number of Gbit/s, or with a unit, such as 10Gbit or 100Mbit/s. The parser of an option."""
+    text = str(value).strip()
+    found = RATE.fullmatch(text)
+    try:
+        number = float(found["number"]) if found else math.nan
+    except ValueError:
+        number = math.nan
+    if not found or not 0 < number < math.inf:
+        raise typer.BadParameter(f"{text!r}: write a positive bandwidth, {RATES}")
+    if "B" in text and "bit" not in text.lower():
+        raise typer.BadParameter(f"{text!r} are bytes: write bits, {RATES}")
+    prefix = found["short"] or found["prefix"]
+    rate = number * PREFIXES["g" if prefix is None else prefix.lower()]
+    if not 1e-9 <= rate < math.inf:
+        raise typer.BadParameter(f"{text!r} is less than a bit per second: write {RATES}")
+    return rate
+
+
+def as_tc(value: str) -> str:
+    """A rate as Linux's tc writes it: 0.1 or 100Mbit/s -> "100mbit"; "unshaped" as it is."""
+    if value == UNSHAPED:
+        return value
+    rate = gbit(value)
+    for unit, size in (("gbit", 1.0), ("mbit", 1e-3), ("kbit", 1e-6)):
+        if rate >= size:
+            return f"{float(f'{rate / size:.12g}'):.12g}{unit}"
+    return f"{max(round(rate * 1e9), 1)}bit"
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+def input_file(context: typer.Context, path: Path | None) -> Path | None:
+    """The callback of an option that names a file to read."""
+    if path is not None:
+        if why := unreadable(path):
+            raise typer.BadParameter(why)
+        _note(context, path, reads=True)
+    return path
+
+
+def model_file(context: typer.Context, name: str) -> str:
+    """The callback of an argument that is a name or a file to read."""
+    if Path(name).is_file():
+        _note(context, Path(name), reads=True)
+    return name
+
+
+def unreadable(path: Path) -> str:
+    """Why a file cannot be read, in a sentence; empty if it can."""
+    try:
+        with path.open("rb"):
+            return ""
+    except OSError as error:
+        return refused(error, path)
+
+
+def output_file(context: typer.Context, path: Path | None) -> Path | None:
+    """The callback of an option that names a file to write: tried before the command works; what is there stays."""
+    if path is None:
+        return None
+    folder = path.parent
+    if folder.exists() and not folder.is_dir():
+        raise typer.BadParameter(f"{str(folder)!r} is a file, not a folder")
+    if not folder.exists():
+        raise typer.BadParameter(f"No such folder: {str(folder)!r}; make it first")
+    try:
+        if path.is_dir() or not path.exists() or path.is_file():  # a device or a pipe is left alone
+            new = not path.exists() and not path.is_symlink()
+            with path.open("ab"):
+                pass
+            if new:
+                path.unlink()
+    except FileNotFoundError as error:
+        raise typer.BadParameter(f"{str(path)!r} cannot be made there") from error
+    except OSError as error:
+        raise typer.BadParameter(refused(error, path)) from error
+    _note(context, path, reads=False)
+    return path
+
+
+def chart_file(context: typer.Context, path: Path | None) -> Path | None:
+    """The callback of an option that names a picture: also matplotlib and the format are there."""
+    if path is None:
+        return None
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError as error:
+        raise typer.BadParameter(f"a chart needs matplotlib ({error}): {install('cli')}") from error
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise typer.BadParameter(f"{str(path)!r}: a chart's name ends with one of .{', .'.join(sorted(known))}")
+    return output_file(context, path)
+
+
+def output_folder(path: Path) -> Path:
+    """The callback of an option that names a folder to write to; it need not exist yet."""
+    there = next((each for each in (path, *path.absolute().parents) if each.exists()), path)
+    if not there.is_dir():
+        raise typer.BadParameter(f"{str(there)!r} is a file, not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"{str(there)!r} cannot be written to: permission denied")
+    return path
+
+
+def refused(error: OSError, path: Path) -> str:
+    """What an error of the system says of a file, in plain words."""
+    if isinstance(error, FileNotFoundError):
+        return f"No such file: {str(path)!r}"
+    if isinstance(error, IsADirectoryError):
+        return f"{str(path)!r} is a folder, not a file"
+    return f"{str(path)!r} cannot be opened: {(error.strerror or str(error)).lower()}"
+
+
+def _note(context: typer.Context, path: Path, reads: bool) -> None:
+    # One file in two places: the second would overwrite the first, or what is read.
+    seen: list[tuple[Path, bool]] = context.meta.setdefault(_SEEN, [])
+    if any(path.resolve() == other and not (reads and read) for other, read in seen) and path.name != os.devnull:
+        both = any(path.resolve() == other and (reads or read) for other, read in seen)
+        raise typer.BadParameter(f"{str(path)!r} is {'read, too' if both else 'named twice'}: name another file")
+    if not str(path).startswith("/dev/"):
+        seen.append((path.resolve(), reads))
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+def install(extra: str) -> str:
+    """How to get an extra. The package is on no index yet."""
+    return f"pip install '.[{extra}]' in GRACE's source tree"
+
+
+def installed() -> str:
+    """The toolkit whose costs count where nothing is said: the first of `TOOLKITS` that is here."""
+    return next(name for name in TOOLKITS if importlib.util.find_spec(name) is not None)
+
+
+def toolkit(name: str | None) -> str | None:
+    """The callback of an option that names a toolkit to measure on."""
+    if name is None or name == "numpy":
+        return name
+    if name not in TOOLKITS:
+        raise typer.BadParameter(f"{name!r}: choose from {', '.join(TOOLKITS)}")
+    if importlib.util.find_spec(name) is None:
+        raise typer.BadParameter(f"{name} is not installed: {install(name)}")
+    return name
+
+
+def given(context: typer.Context) -> Iterator[str]:
+    """Names of the parameters that the command line has, not those at their defaults."""
+    for name in context.params:
+        source: Any = context.get_parameter_source(name)
+        if source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP"):
+            yield name
+
+
+def alone(context: typer.Context, option: str, others: dict[str, str]) -> None:
+    """Refuse others beside an option that makes them meaningless. ``others``: parameters and how they are written."""
+    if wrong := [others[name] for name in given(context) if name in others]:
+        raise typer.BadParameter(f"{', '.join(wrong)} would change nothing beside {option}: leave one of them out")

@@ -111,6 +111,7 @@ class Context:
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
+    """What the exchange computes in."""
     rank: int = 0
     world_size: int = 1
     step: Any = 0
@@ -134,6 +135,9 @@ class Context:
     tail: list[Array] | None = field(default=None, repr=False, compare=False)
     """Where `accumulated` may leave ``xp.excess`` of its result and 0, for a method that begins with that. None: nobody
     asks."""
+
+    wire: str = "float32"
+    """What a gradient that is sent as it is travels in: its own dtype."""
 
     @property
     def size(self) -> int:
@@ -223,6 +227,8 @@ class Compressor(ABC):
     """Magnitudes up to this give finite results; larger ones may become infinite."""
     shaped: ClassVar[bool] = False
     """It sees the tensor's shape, not only its size."""
+    lossless: ClassVar[bool] = False
+    """The payload is x itself, in ``ctx.wire``: float64 stays float64."""
     mask: ClassVar[bool] = False
     """Every element is sent as it is or kept as it is: `residual` is x with zeros where it was sent."""
     vote: ClassVar[bool] = False

@@ -116,7 +116,7 @@ def _payload(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[t
 
 def _host(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
     # The backend that is to carry out a method instead of the toolkit's own. Other people's may know one toolkit only.
-    if ctx.size < HOSTED or (host := ctx.xp.host) is None or ctx.xp.kernels.whole(compressor):
+    if ctx.size < HOSTED or (host := ctx.xp.host) is None or ctx.xp.kernels.whole(compressor) or compressor.lossless:
         return None
     return host if all(type(part).__module__.startswith("grace.") for part in (compressor, *memory)) else None
 
@@ -128,11 +128,11 @@ def _there(ctx: Context, host: Any, step: Any) -> Context:
 
 def _encode_pieces(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array]:
     xp, units, size = ctx.xp, unit(compressor), piece(compressor, ctx.xp)
-    each = template(compressor, xp, (units,))
+    each = template(compressor, xp, (units,), ctx.wire)
     # Arrays of the whole payload, a little too long: parts that are put together in the end would be copied once more.
     whole = [xp.empty(-(-ctx.size // units) * shape[0], dtype) for dtype, shape in each]
     ends: list[int] = []
-    forms = xp.forms if ctx.compile else None
+    forms = xp.forms if ctx.compile and not compressor.lossless else None
     for start, stop in pieces(compressor, ctx):
         here, part = ctx.piece(start, stop - start), x[start:stop]
         rest = None if residual is None else residual[start:stop]
@@ -204,7 +204,7 @@ class Mean:
         """float32[n]. With ``calls`` it may be left there. ValueError names a worker whose payload does not fit."""
         xp, ctx = self._ctx.xp, self._ctx
         if xp.mutable and (xp.kernels or _in_pieces(self._compressor, ctx)):
-            return self.into(xp.empty(ctx.size), calls)
+            return self.into(xp.empty(ctx.size, ctx.dtype), calls)
         with self._named():
             return self._whole()
 
@@ -268,7 +268,7 @@ class Mean:
             return out
         if not _in_pieces(compressor, ctx):
             return self._decode_into(out, self._payloads, ctx)
-        forms: Any = xp.forms if ctx.compile else None
+        forms: Any = xp.forms if ctx.compile and not compressor.lossless else None
         size, payloads, steps = piece(compressor, xp), list(self._payloads), strides(compressor, xp)
         for start, stop in pieces(compressor, ctx):
             parts = [cut(payload, steps, start, stop, ctx.size) for payload in payloads]
@@ -427,9 +427,11 @@ def shards(compressor: Compressor, ctx: Context, parts: int) -> list[Context]:
 
 
 @cache
-def template(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+def template(
+    compressor: Compressor, xp: Any, shape: tuple[int, ...], wire: str = "float32"
+) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """dtype and shape of the payload arrays of a tensor. ValueError for a method that asks for collectives."""
-    ctx = Context(xp=xp, name="template", shape=shape)
+    ctx = Context(xp=xp, name="template", shape=shape, wire=wire)
     payload, _ = at_once(compressor.compress(xp.zeros(ctx.size), compressor.init(ctx), ctx), compressor)
     return tuple((xp.dtype(array), tuple(xp.shape(array))) for array in payload)
 

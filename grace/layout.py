@@ -39,6 +39,8 @@ class Unit:
     tensors: tuple[Tensor, ...]
     dense: str = ""
     """Why it travels uncompressed; empty if it is compressed."""
+    lossless: bool = False
+    """The method sends gradients as they are and keeps nothing of them."""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -46,8 +48,14 @@ class Unit:
 
     @cached_property
     def dtype(self) -> str:
-        """What the exchange computes in: float64 only for a dense float64 gradient."""
-        return "float64" if self.dense and self.tensors[0].dtype == "float64" else "float32"
+        """What the exchange computes in: float64 only for a float64 gradient that travels as it is."""
+        return "float64" if (self.dense or self.lossless) and self.tensors[0].dtype == "float64" else "float32"
+
+    @cached_property
+    def wire(self) -> str:
+        """The gradients' own dtype, if it is one and the exchange loses nothing by it; else what it computes in."""
+        (dtype, *others) = {tensor.dtype for tensor in self.tensors}
+        return dtype if not others and ITEMSIZE[dtype] < 4 else self.dtype
 
     @cached_property
     def narrow(self) -> bool:
@@ -73,27 +81,36 @@ class Bucket:
 
 
 def layout(
-    tensors: Iterable[Tensor], method: str, refusal: Callable[[Context], str], options: Any, xp: Any, first: int = 0
+    tensors: Iterable[Tensor],
+    method: str,
+    refusal: Callable[[Context], str],
+    options: Any,
+    xp: Any,
+    first: int = 0,
+    lossless: Callable[[str], bool] = lambda name: False,
 ) -> list[Bucket]:
     """Buckets of the tensors in reverse order, which is about the order in which a backward pass makes them.
 
     ``method``: a name for messages. ``refusal``: why it does not compress a tensor; empty if it does. ``options``:
-    `grace.pipeline.Options`. ``first``: the number of the first bucket.
+    `grace.pipeline.Options`. ``first``: the number of the first bucket. ``lossless``: whether the
+    method sends a tensor as it is; those of different dtypes are not fused then.
     """
     buckets: list[Bucket] = []
     bucket_mb = math.inf if options.fuse == "model" else options.bucket_mb
     for group in grouped(list(tensors)[::-1], bucket_mb, options.min_numel):
         reasons = {tensor.name: _dense(tensor, refusal, options, xp) for tensor in group}
-        units = [Unit(tensor.name, (tensor,), reasons[tensor.name]) for tensor in group]
-        fused = tuple(tensor for tensor in group if not reasons[tensor.name])
+        units = [Unit(tensor.name, (tensor,), reasons[tensor.name], lossless(tensor.name)) for tensor in group]
+        fused = [tensor for tensor in group if not reasons[tensor.name]]
         if options.fuse != "tensor" and fused:
-            whole = Unit(f"{fused[0].name}..{fused[-1].name}", fused)
-            if refusal(Context(xp, whole.name, whole.shape)):
+            kinds = dict.fromkeys(tensor.dtype if lossless(tensor.name) else "" for tensor in fused)
+            parts = [tuple(tensor for tensor in fused if not kind or tensor.dtype == kind) for kind in kinds]
+            wholes = [Unit(f"{part[0].name}..{part[-1].name}", part, "", lossless(part[0].name)) for part in parts]
+            if any(refusal(Context(xp, whole.name, whole.shape)) for whole in wholes):
                 raise ValueError(
                     f"fuse={options.fuse!r} gives the method one flat vector, but {method!r} needs "
                     "the shape of each tensor: use fuse='tensor'"
                 )
-            units = [whole, *(unit for unit in units if unit.dense)]
+            units = [*wholes, *(unit for unit in units if unit.dense)]
         buckets.append(Bucket(f"bucket{first + len(buckets)}", tuple(units)))
     return buckets
 

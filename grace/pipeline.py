@@ -333,7 +333,8 @@ class Grace:
             refusing = (way for way in self._ways if not way.communicator.applies(way.method, ctx))
             return next((way.communicator.reason(way.method, ctx) for way in refusing), "")
 
-        buckets = layout(new.values(), name_of(self.method.compressor), refusal, self.options, xp, len(self._buckets))
+        method, first = name_of(self.method.compressor), len(self._buckets)
+        buckets = layout(new.values(), method, refusal, self.options, xp, first, self._lossless)
         self._buckets += buckets
         if self._step is None:
             self._step = xp.cell(xp.asarray(0, "int64")) if xp.traced else Counter()
@@ -361,6 +362,10 @@ class Grace:
 
     def _way(self, unit: Unit) -> Way:
         return self._ways[self._level(unit)]
+
+    def _lossless(self, name: str) -> bool:
+        methods = [way.communicator.method(way.method, name) for way in self._ways]
+        return all(each.compressor.lossless and name_of(each.memory) == "none" for each in methods)
 
     def _plain(self, unit: Unit, levels: Mapping[Unit, int]) -> bool:
         # Whether a unit travels in its bucket's one dense message.
@@ -452,6 +457,7 @@ class Grace:
             name=unit.name,
             shape=unit.shape,
             dtype=unit.dtype,
+            wire=unit.wire,
             rank=self.rank,
             world_size=self.world_size,
             step=step,
@@ -734,8 +740,8 @@ class Grace:
                 elsewhere = self._offload is not None and unit.name in self._offload.units
                 ctx = self._context(unit, step, undo, None if elsewhere else calls)
                 programs[unit.name] = way.communicator.reduce(x, way.method, state, ctx)
-        if dense := tuple(x for unit, x in flat.items() if self._plain(unit, levels)):
-            programs[DENSE] = _averaged(dense)
+        if dense := [unit for unit in flat if self._plain(unit, levels)]:
+            programs[DENSE] = _averaged(tuple(self.xp.cast(flat[unit], self._wire(unit, levels)) for unit in dense))
         if self.track_missing or self._tagged:
             programs[PRESENT] = self._presence(flat)
         room = partial(self.xp.side_by_side, self._nbytes(flat))
@@ -744,6 +750,11 @@ class Grace:
             before = None if last is None or last.depart() else last
             label = f"{name}.of{self._number}" if self._number else name  # a name that TensorFlow takes
             return Flight(label, programs, self.transport, self.trace, self._offload, before, room, calls)
+
+    def _wire(self, unit: Unit, levels: Mapping[Unit, int]) -> str:
+        # What a unit that is averaged as it is travels in.
+        lossless = unit.lossless or self._ways[levels[unit]].method.compressor.lossless
+        return unit.wire if lossless else unit.dtype
 
     def _calls(self) -> Calls | None:
         return Calls() if self.xp.mutable and self._on_host(self.xp) and self.xp.kernels else None
@@ -871,7 +882,10 @@ class Grace:
         found: list[tuple[Unit, Array, Array | None]] = []
         calls = self._calls()
         for unit, x in flat.items():
-            mean, state = (next(dense), {}) if self._plain(unit, levels) else flight.results.pop(unit.name)
+            if self._plain(unit, levels):
+                mean, state = xp.cast(next(dense), unit.dtype), {}
+            else:
+                mean, state = flight.results.pop(unit.name)
             if unit.dense and (self._kept.any(unit, 0) or self._finishes_dense):
                 state = self._kept.state(unit, 0)
                 mean, state = self.method.memory.finish_dense(mean, state, self._context(unit, self._step.read()))
@@ -911,7 +925,7 @@ class Grace:
                 means[tensor.name] = None if counts.get(tensor.name) == 0 else xp.cast(part, tensor.dtype)
                 start += size
         sizes = {
-            unit.name: sum(t.size for t in unit.tensors) * ITEMSIZE[unit.dtype]
+            unit.name: sum(t.size for t in unit.tensors) * ITEMSIZE[self._wire(unit, levels)]
             for unit in flat
             if self._plain(unit, levels)
         }

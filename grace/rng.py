@@ -119,7 +119,8 @@ class Rng:
         Element j has the upper 16 bits of word j mod 2**16 of a table that all tensors of a step share, plus those of
         word j // 2**16 of this stream, as a fraction. Any two elements are independent, so errors of rounding add up as
         those of independent numbers do. A float32 of magnitude below 2**7 and this number add up without carrying an
-        integer over.
+        integer over. Chances of 16 bits are right up to 2**-17: so is the expectation of what is rounded, in units of a
+        level, and a smaller fraction always becomes 0.
         """
         return self._xp.noise(self.table, self.keys, self.offset, n)
 

@@ -262,6 +262,23 @@ def test_copies_of_shards_are_averaged_compressed(found):
 
 
 @processes
+@pytest.mark.parametrize("mode", ["unused", "by one", "frozen", "unfrozen", "unfrozen block"])
+def test_parameters_that_a_step_does_not_use_are_as_in_one_process(found, mode):
+    for worker in found:
+        assert worker["branches"][mode]["off"] < 1e-6
+        assert worker["branches"][mode]["steps"] == 5
+
+
+@processes
+@pytest.mark.parametrize("mode", ["unused", "by one", "frozen", "unfrozen", "unfrozen block"])
+def test_with_error_feedback_nothing_is_lost_of_parameters_that_are_not_always_used(found, mode):
+    """The sums of all gradients equal those of what was handed out and what residuals hold."""
+    for worker in found:
+        assert abs(worker["sparse branches"][mode]["lost"]) < 1e-5
+        assert abs(worker["sparse branches"][mode]["exact"]) > 0.1
+
+
+@processes
 def test_what_does_not_fit_says_what_does(found):
     refused = found[0]["refused"]
     assert "call torch.distributed.fsdp.fully_shard on it first" in refused["plain model"]

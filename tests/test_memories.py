@@ -465,3 +465,51 @@ def test_momentum_twice_is_warned_of(toolkit, memory, recwarn):
         grace.tensorflow.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), grace=grc)
     warned = [str(w.message) for w in recwarn if "momentum of its own" in str(w.message)]
     assert len(warned) == (memory == "dgc")
+
+
+# -- 1-bit Adam for what its warm-up has not seen ----------------------------------------------------------------------
+RARE = {"compressor": "none", "memory": "onebit_adam", "freeze_step": 20}
+
+
+def rare_gradients(first, kind):
+    """Of each step: half of the elements have gradients always, the others from step 30 on, or almost none before."""
+    for step in range(100):
+        g = normal(N, seed=step).astype(np.float64)
+        rare = slice(N // 2 if kind != "all" else 0, N)
+        if step < first:
+            g[rare] *= 1e-6 if kind == "tiny" else 0
+        elif step % 5:
+            g[rare] = 0
+        yield g
+
+
+@pytest.mark.parametrize("kind", ["half", "tiny", "all"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_onebit_adam_stays_near_adam_where_gradients_come_late(xp, kind, dense):
+    (grace,) = workers({**RARE, "min_numel": 10 * N if dense else 0}, 1)
+    grace.build({"w": xp.zeros(N)})
+    u, v, far, adams = np.zeros((4, N))
+    for step, g in enumerate(rare_gradients(30, kind)):
+        (found,) = lockstep([grace], [{"w": xp.asarray(g, "float32")}])
+        found = xp.to_numpy(found["w"])
+        u, v = 0.9 * u + 0.1 * g, 0.999 * v + 0.001 * g**2
+        adam = u / (1 - 0.9 ** (step + 1)) / (np.sqrt(v / (1 - 0.999 ** (step + 1))) + 1e-8)
+        assert np.isfinite(found).all()
+        if step < 20:
+            np.testing.assert_allclose(found, adam, rtol=1e-3, atol=1e-5)
+        assert abs(found).max() < 100
+        if step >= 30:
+            far += abs(found)
+            adams += abs(adam)
+    assert 0.1 < far[N // 2 :].mean() / adams[N // 2 :].mean() < 8
+    assert 0.3 < far[: N // 2].mean() / adams[: N // 2].mean() < 8
+
+
+def test_onebit_adam_shows_infinity_after_its_warm_up(xp):
+    (grace,) = workers({**RARE, "freeze_step": 2, "min_numel": 0}, 1)
+    grace.build({"w": xp.zeros(N)})
+    for step in range(4):
+        g = normal(N, seed=step)
+        g[7] = np.inf if step == 3 else 1
+        (found,) = lockstep([grace], [{"w": xp.asarray(g, "float32")}])
+    assert not np.isfinite(xp.to_numpy(found["w"])[7])

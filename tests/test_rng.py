@@ -285,3 +285,26 @@ def test_a_step_inside_a_graph_gives_the_same_numbers(step):
         assert [a.numpy().tobytes() for a in found] == [b.numpy().tobytes() for b in outside]
     assert len(traces) == 1
     assert np.array_equal(as_words(xp, found[0]), streams.words(*streams.keys(0, "round", "layer", step, 1), 0, 1003))
+
+
+def test_what_is_rounded_with_noise_is_right_up_to_half_of_2_to_the_minus_16(xp):
+    """The bound that `Rng.noise` states, of chances, and so of expectations, in units of a level."""
+    noise = xp.to_numpy(Rng(xp, 0, "round", "w", 3, 1).noise(200_000)).astype(np.float64) * 2**17
+    assert (noise % 2 == 1).all()
+    assert noise.min() >= 1
+    assert noise.max() < 2**17
+    every = (2 * np.arange(2**16) + 1) / 2**17
+    for level in (0.0, 2.0**-18, 2.0**-17, 3e-5, 0.3, 1 / 3, 126.7):
+        assert abs(np.floor(level + every).mean() - level) <= 2.0**-17
+
+
+def test_qsgd_finds_small_values_down_to_that_bound(xp):
+    def mean_of(level, steps):
+        x = np.full(512, level / 127, np.float32)
+        x[0] = 1
+        given = [[{"w": x}]] * steps
+        history = simulate({"compressor": "qsgd", "min_numel": 0}, given, backend=xp.name).history
+        return np.mean([means["w"][1:] for (means,) in history]) * 127
+
+    assert mean_of(5e-8 * 127, 20) == 0  # below half of 2**-16 of a level, as it is said
+    assert abs(mean_of(2.0**-8, 40) - 2.0**-8) < 6 * (2.0**-8 / (40 * 511)) ** 0.5

@@ -1,5 +1,6 @@
 """Workers in one process: inputs, sequences, and the numbers of the report, counted by hand."""
 
+import gc
 import json
 import warnings
 
@@ -10,6 +11,7 @@ from methods import BACKENDS, backend, normal
 from grace import grace_from_params, simulate
 from grace.kept import Kept
 from grace.report import Report
+from grace.trace import Event
 from grace.transports.local import LocalTransport
 
 N = 2000
@@ -243,3 +245,29 @@ def test_steps_that_were_skipped_are_counted():
     for name in ("numpy", "torch"):
         backend(name)
         assert simulate({"compressor": "topk"}, [gradients(2), bad, gradients(2)], backend=name).report.skipped == 1
+
+
+def test_a_timeline_is_kept_only_if_it_is_asked_for_and_of_that_many_steps(tmp_path):
+    given = {"w": np.ones(2000, np.float32)}
+
+    def made(**options):
+        grace = grace_from_params({"compressor": "topk", **options}, "local")
+        grace.build(given)
+        for _ in range(12):
+            grace.step({"w": given["w"].copy()})
+        return grace
+
+    without = made()
+    with pytest.raises(ValueError, match=r"no trace was kept.*'trace': 20"):
+        without.report(trace=tmp_path / "none.json")
+    assert without.report().times["compress"] > 0
+    assert not any(isinstance(each, Event) for each in gc.get_objects())
+    counts = []
+    for steps in (1, 3, 50):
+        made(trace=steps).report(trace=tmp_path / f"{steps}.json")
+        events = json.loads((tmp_path / f"{steps}.json").read_text())["traceEvents"]
+        counts.append(sum(event["ph"] == "X" and event["cat"] == "compress" for event in events))
+    assert counts == [counts[0], 3 * counts[0], 12 * counts[0]]
+    assert counts[0] > 0
+    with pytest.raises(ValueError, match="trace=-1 must be 0 or more"):
+        made(trace=-1)

@@ -64,17 +64,21 @@ class Hierarchical(Communicator):
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, sizes = ctx.xp, [shard.size for shard in shards(method.compressor, ctx, self.node_size)]
         bounds = pairwise(accumulate(sizes, initial=0))
+        # Within a machine a gradient that is sent as it is travels in its own dtype, too.
+        wire = ctx.wire if method.compressor.lossless else ctx.dtype
+        x = xp.cast(x, wire)
         received = yield AllToAll(tuple((x[start:stop],) for start, stop in bounds), "node")
-        (total,), *others = received
-        for (other,) in others:
+        (total, *others) = (xp.cast(part, ctx.dtype) for (part,) in received)
+        for other in others:
             total = total + other
         cross = self._cross(method, ctx, ctx.rank % self.node_size)
         program = self.outer.reduce(total / self.node_size, method, state, cross)
         mean, state = yield from _across(program)
-        mean = as_array(mean)
+        mean = xp.cast(as_array(mean), wire)
         # The last shards are shorter than the first.
         gathered = yield Gather((xp.pad(mean, sizes[0]),), group="node")
-        return xp.concat([shard[:size] for (shard,), size in zip(gathered, sizes, strict=True)]), state
+        mean = xp.concat([shard[:size] for (shard,), size in zip(gathered, sizes, strict=True)])
+        return xp.cast(mean, ctx.dtype), state
 
     def _cross(self, method: Method, ctx: Context, place: int) -> Context:
         # The shard of one worker of a machine, as the workers see it that exchange it.

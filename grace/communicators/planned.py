@@ -258,7 +258,8 @@ class _Worker:
         self.dense: Any = x
         self.state = dict(state)
         self._payloads: list[list[Payload]] | None = None  # for each leaf all its pieces
-        self._method, self._xp = method, ctx.xp
+        self._method, self._xp, self._dtype = method, ctx.xp, ctx.dtype
+        self._wire = ctx.wire if method.compressor.lossless else ctx.dtype
 
     def go(self, leg: Leg) -> Program[None]:
         """Carry an action out."""
@@ -287,33 +288,41 @@ class _Worker:
         self._payloads = None
 
     # -- dense data ----------------------------------------------------------------------------------------------------
+    def _sent(self, dense: Any) -> Array:
+        # What travels as it is does so in its own dtype.
+        return self._xp.cast(as_array(dense), self._wire)
+
     def _allreduce(self, leg: Leg) -> Program[None]:
-        (self.dense,) = yield Reduce((as_array(self.dense),), "mean", GROUPS[leg.action.level])
+        (mean,) = yield Reduce((self._sent(self.dense),), "mean", GROUPS[leg.action.level])
+        self.dense = self._xp.cast(mean, self._dtype)
 
     def _reduce_scatter(self, leg: Leg) -> Program[None]:
-        x = as_array(self.dense)
+        x = self._sent(self.dense)
         sizes = [shard.size for shard in shards(leg.compressor, leg.region, leg.size)]
         yield from self._averaged(tuple((x[a:b],) for a, b in pairwise(accumulate(sizes, initial=0))), leg)
 
     def _reduce(self, leg: Leg) -> Program[None]:
-        yield from self._averaged(((as_array(self.dense),), *[()] * (leg.size - 1)), leg)
+        yield from self._averaged(((self._sent(self.dense),), *[()] * (leg.size - 1)), leg)
 
     def _averaged(self, parts: tuple[tuple[Array, ...], ...], leg: Leg) -> Program[None]:
         # Everybody's parts for this worker, in rank order; None if there are none.
         received = yield AllToAll(parts, GROUPS[leg.action.level])
-        totals = [array for part in received for array in part]
+        totals = [self._xp.cast(array, self._dtype) for part in received for array in part]
         self.dense = None if not totals else sum(totals[1:], totals[0]) / leg.size
 
     def _allgather(self, leg: Leg) -> Program[None]:
         sizes = [shard.size for shard in shards(leg.compressor, leg.parent, leg.size)]
-        mine = self._xp.pad(as_array(self.dense), sizes[0])  # the last shards are shorter than the first
+        mine = self._xp.pad(self._sent(self.dense), sizes[0])  # the last shards are shorter than the first
         gathered = yield Gather((mine,), group=GROUPS[leg.action.level])
-        self.dense = self._xp.concat([shard[:size] for (shard,), size in zip(gathered, sizes, strict=True)])
+        whole = self._xp.concat([shard[:size] for (shard,), size in zip(gathered, sizes, strict=True)])
+        self.dense = self._xp.cast(whole, self._dtype)
 
     def _broadcast(self, leg: Leg) -> Program[None]:
-        x = as_array(self.dense) if leg.place == 0 else self._xp.zeros(leg.region.size)
+        x = self._sent(self.dense) if leg.place == 0 else self._xp.zeros(leg.region.size, self._wire)
         (received,) = yield Broadcast((x,), 0, group=GROUPS[leg.action.level])
-        self.dense = self._xp.copy(received)  # workers of one process would share it, and it is to be spent
+        self.dense = self._xp.cast(
+            self._xp.copy(received), self._dtype
+        )  # workers of one process would share it, and it is to be spent
 
     # -- payloads ------------------------------------------------------------------------------------------------------
     def _alltoall_payloads(self, leg: Leg) -> Program[None]:
@@ -369,7 +378,7 @@ class _Worker:
 
     def _layout(self, leaves: Sequence[Context], leg: Leg) -> list[tuple[str, tuple[Any, ...]]]:
         # dtype and shape of the arrays that `_flat` makes of payloads of these leaves.
-        each = (template(leg.compressor, self._xp, leaf.shape) for leaf in leaves)
+        each = (template(leg.compressor, self._xp, leaf.shape, leaf.wire) for leaf in leaves)
         return [array for arrays in each for array in arrays * leg.pieces]
 
 

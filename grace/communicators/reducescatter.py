@@ -55,7 +55,7 @@ class ReduceScatter(Communicator):
         received = yield AllToAll(tuple(parts))
         *payloads, flags = zip(*received, strict=True)
         mean = yield from method.mean(list(zip(*payloads, strict=True)), self.row(ctx, ctx.rank)).made()
-        mean = xp.choose(xp.all(xp.concat(flags) != 0), mean, xp.full(xp.shape(mean), float("nan")))
+        mean = xp.choose(xp.all(xp.concat(flags) != 0), mean, xp.full(xp.shape(mean), float("nan"), ctx.dtype))
         return mean, join(**states)
 
     def row(self, ctx: Context, worker: int) -> Context:

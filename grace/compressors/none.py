@@ -14,12 +14,15 @@ from grace.registry import register
 class NoCompression(Compressor):
     """Send the gradient as it is.
 
-    Payload: float32[n].
+    Payload: float16, bfloat16, float32 or float64[n], the gradient's own dtype; with a memory that changes it, or a
+    policy, at most float32. Sums of 16 bits on the wire are of values already divided by the number of workers; what is
+    gathered is summed in float32.
     """
 
     family = "quantisation"
     combine = Combine.MEAN
     mask = True
+    lossless = True
     unbiased = True
     memory = "none"
     block = 1
@@ -31,10 +34,7 @@ class NoCompression(Compressor):
         return 0.0
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
-        return (x,), state
-
-    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        return ctx.xp.zeros(ctx.size)
+        return (ctx.xp.cast(x, ctx.wire),), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        return fitting(ctx.xp, payload[0], "float32", ctx.size, "elements")
+        return ctx.xp.cast(fitting(ctx.xp, payload[0], ctx.wire, ctx.size, "elements"), ctx.dtype)

@@ -18,6 +18,8 @@ from grace.registry import register
 class QSGD(Compressor):
     """Round |x| / ||x|| to one of ``quantum_num`` levels at random, so that the expectation is x.
 
+    The expectation is right up to 2**-17 of a level (`grace.rng.Rng.noise`): an element below norm / (2**17 *
+    quantum_num) always becomes zero.
     Payload: codes uint8[ceil(b * n / 8)], b = 1 + bits of quantum_num, sign in the top bit; norms float32[m].
     ``quantum_num``: levels s, 1 .. 127. ``bucket_size``: elements that share a norm; 0: the whole tensor.
     Alistarh et al., "QSGD", NeurIPS 2017, arXiv:1610.02132, section 3.1.

@@ -11,6 +11,9 @@ from grace.core import Array, Compressor, Context, Memory, Payload, Program, Res
 from grace.memories.residual import Residual
 from grace.registry import register
 
+UNSEEN = 1e-4
+"""Of the usual second moment: less than that the warm-up has not learned."""
+
 
 @register("onebit_adam")
 @dataclass(frozen=True)
@@ -25,10 +28,10 @@ class OneBitAdam(Memory):
     afterwards, which blows up the error where that moment is small, as in weights of inputs that are mostly zero; here
     the quotient is compressed.
     Departure from the paper: a frozen second moment does not follow gradients that come later, such as those of rare
-    rows of an embedding or of unused experts, and a quotient by almost nothing has no bound. For an element without a
-    second moment the mean over the tensor's other elements stands in; where no element has one, the gradient divided by
-    its root mean square is sent. No element moves by more than max(1, (1 - beta1) / sqrt(1 - beta2)) learning rates in
-    a step, Adam's own bound (Kingma and Ba, section 2.1).
+    rows of an embedding or of unused experts, and a quotient by almost nothing has no bound. For an element whose
+    second moment is below 1e-4 of the mean over the tensor's non-zero ones, that mean stands in; where all are zero,
+    the gradient divided by its root mean square is sent. No element moves by more than
+    max(1, (1 - beta1) / sqrt(1 - beta2)) learning rates in a step, Adam's own bound (Kingma and Ba, section 2.1).
     State: momentum, residual, second float32[n], decay float32[2]; second and decay are equal on all workers.
     ``freeze_step``: how many steps to warm up; 15 to 20% of all. ``beta1``, ``beta2``, ``epsilon``: Adam's.
     Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, algorithm 1.
@@ -110,11 +113,10 @@ class OneBitAdam(Memory):
 
     def _frozen(self, momentum: Array, gradient: Array, state: State, ctx: Context) -> Array:
         # As `_adam`, with something in the place of second moments that the warm-up has not seen.
-        xp, dtype = ctx.xp, ctx.xp.dtype(momentum)
-        seen = state["second"] > 0
-        number = xp.sum(xp.cast(seen, dtype))
-        usual = xp.sum(state["second"]) / xp.maximum(number, 1.0)
-        stand = xp.where(seen, state["second"], xp.full(ctx.size, usual, dtype))
+        xp, dtype, second = ctx.xp, ctx.xp.dtype(momentum), state["second"]
+        number = xp.sum(xp.cast(second > 0, dtype))
+        usual = xp.sum(second) / xp.maximum(number, 1.0)
+        stand = xp.where(second >= UNSEEN * usual, second, xp.full(ctx.size, usual, dtype))
         ratio = self._adam(momentum, {**state, "second": stand}, ctx)
         alone = gradient / (xp.sqrt(xp.sum(gradient * gradient) / max(1, ctx.size)) + self.epsilon)
         ratio = xp.choose(number > 0, ratio, alone)

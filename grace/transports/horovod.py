@@ -128,6 +128,8 @@ class _BoundHorovod(MessageTransport):
 
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
         dtype = self.xp.dtype(buffer)
+        if dtype == "bfloat16" and op == "sum":
+            return self._reduce_in_two(buffer, name)
         if dtype not in ("int8", "uint8") or op != "sum":
             return self.reduce_wide(buffer, op, name)
         # Horovod sums no bytes. Four lanes of 8 bits make an int32, and since no sum exceeds 127 in magnitude, lanes
@@ -139,6 +141,23 @@ class _BoundHorovod(MessageTransport):
         def finish() -> Array:
             lanes = xp.cast(xp.bitcast(wait(), "uint8")[:n], "int32")
             return xp.cast(lanes - shift * self.size, dtype)
+
+        return finish
+
+    def _reduce_in_two(self, buffer: Array, name: str) -> Wait:
+        # Horovod knows no bfloat16: each worker sums its share, in float32, and sends it to all, as bytes. They are as
+        # many as those of an allreduce.
+        xp, n = self.xp, self.xp.shape(buffer)[0]
+        each = -(-n // self.size)
+        shares = xp.split(xp.pad(buffer, each * self.size), [each] * self.size)
+        wait = self.all_to_all([xp.to_bytes(share) for share in shares], [2 * each] * self.size, name)
+
+        def finish() -> Array:
+            total, *others = (xp.cast(xp.from_bytes(part, "bfloat16", (each,)), "float32") for part in wait())
+            for other in others:
+                total = total + other
+            parts = self.gather(xp.to_bytes(xp.cast(total, "bfloat16")), f"{name}.sums")()
+            return xp.concat([xp.from_bytes(part, "bfloat16", (each,)) for part in parts])[:n]
 
         return finish
 

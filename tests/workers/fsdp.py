@@ -217,6 +217,76 @@ if size == 4:
     )
     found["hybrid both"] = train(both, 5)
 
+
+# Parameters that some steps, or some workers, do not use; frozen ones; ones that are unfrozen later.
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(11))  # FSDP has it behind its children's
+        self.a, self.b, self.c = nn.Linear(11, 13), nn.Sequential(nn.Linear(13, 13), nn.Tanh()), nn.Linear(13, 5)
+
+    def forward(self, x, use_b, use_scale):
+        h = torch.tanh(self.a(x * self.scale if use_scale else x))
+        return self.c(self.b(h) if use_b else h)
+
+
+def uses(mode, step, worker):
+    if mode == "unused" and step == 2:
+        return False, True
+    if mode == "by one" and step >= 2:
+        return (worker == 0, True) if step == 2 else (True, worker == size - 1)
+    return True, True
+
+
+def branches(mode, params, steps=5, rate=0.1, freezes=("frozen", "unfrozen", "unfrozen block")):
+    torch.manual_seed(1)
+    model = Branches()
+    for p in model.b.parameters():
+        p.requires_grad_(mode not in freezes)
+    one = copy.deepcopy(model)
+    if mode == "unfrozen block":
+        fully_shard(model.b)
+    fully_shard(model)
+    grc = grace.grace_from_params({"communicator": "reducescatter", "min_numel": 0, "timeout": 60.0, **params})
+    grace.torch.fsdp(model, grace=grc)
+    pairs = list(zip(model.parameters(), one.parameters(), strict=True))
+    ours, its = (
+        torch.optim.SGD(m.parameters(), rate, momentum=0.9, weight_decay=0.1 if rate else 0.0) for m in (model, one)
+    )
+    handed = exact = 0.0
+    for step in range(steps):
+        if mode.startswith("unfrozen") and step == 2:
+            model.b.requires_grad_(True)
+            one.b.requires_grad_(True)
+        ours.zero_grad()
+        its.zero_grad()
+        for worker in range(size):
+            x = torch.randn(7, 11, generator=torch.Generator().manual_seed(10 * step + worker))
+            if worker == rank:
+                model(x, *uses(mode, step, worker)).square().mean().backward()
+            (one(x, *uses(mode, step, worker)).square().mean() / size).backward()
+        gradients = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+        handed += sum(g.double().sum().item() for g in gradients)
+        exact += sum(p.grad.double().sum().item() for p in one.parameters() if p.grad is not None)
+        none_of = [p.grad is None for p in model.parameters()], [p.grad is None for p in one.parameters()]
+        if params["compressor"] == "none":
+            assert none_of[0] == none_of[1], (mode, step, none_of)
+        ours.step()
+        its.step()
+    off = max((p.full_tensor() - q).abs().max().item() for p, q in pairs)
+    kept = torch.tensor(0.0, dtype=torch.float64)
+    for arrays in grc.state_dict()["tensors"].values():
+        for key, array in arrays.items():
+            kept += array.double().sum() if key.endswith("residual") else 0
+    dist.all_reduce(kept)
+    return {"off": off, "lost": exact - handed - kept.item() / size, "steps": grc.report().steps, "exact": exact}
+
+
+MODES = ("unused", "by one", "frozen", "unfrozen", "unfrozen block")
+found["branches"] = {mode: branches(mode, {"compressor": "none"}) for mode in MODES}
+topk = {"compressor": "topk", "compress_ratio": 0.1}
+found["sparse branches"] = {mode: branches(mode, topk, rate=0.0) for mode in MODES}
+
 # What does not fit is refused.
 refused = {}
 

@@ -472,6 +472,7 @@ def test_the_switch_on_one_worker():
     assert sorted(grc.names) == sorted(name for name, _ in model.named_parameters())
     for _ in range(2):
         model(torch.randn(IMAGES)).square().mean().backward()
+    new.step()
     assert grc.report().steps == 1, "backward_passes_per_step goes over to the new optimizer"
     assert warmup.switched
     with pytest.raises(RuntimeError, match="already"):

@@ -218,7 +218,7 @@ class Payloads:
 
     def message(self, payload: list[Any], rng: random.Random) -> tuple[list[Any], str]:
         """What a transport makes of a spoilt message."""
-        from grace.collectives import Gather
+        from grace.core.collectives import Gather
 
         xp, ragged = self.xp, self.compressor.ragged
         arrays = tuple(xp.asarray(array.copy(), array.dtype.name) for array in payload[: self.seen])
@@ -446,8 +446,8 @@ class Plans:
     """Plans, as `grace plan` writes them and as a worker reads them; and profiles."""
 
     def __init__(self, kind: str):
+        from grace.communicators.planned.strategy import parse
         from grace.planner.costs import Cluster, Codec, Curve, Link, Speed
-        from grace.planner.options import parse
         from grace.planner.plan import Basis, Plan, Prediction
         from grace.planner.profile import Profile, TensorProfile
 
@@ -467,8 +467,8 @@ class Plans:
         self.good = plan.to_dict()
 
     def __call__(self, rng: random.Random) -> None:
+        from grace.communicators.planned.table import Ways
         from grace.planner import plan
-        from grace.planner.ways import Ways
         from grace.transports.local import LocalTransport
 
         changed = upset(self.good, rng) if rng.random() < 0.8 else None

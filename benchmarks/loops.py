@@ -54,7 +54,7 @@ def work(folder: Path, rank: int, steps: int, seed: int) -> None:
     import torch.distributed as dist
 
     import grace
-    from grace.agreement import OutOfStep
+    from grace.engine.handshake import OutOfStep
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -176,7 +176,7 @@ def lost(grace: Any, counted: list[Any], applied: list[Any]) -> float:
     import torch
     import torch.distributed as dist
 
-    from grace.state import parsed
+    from grace.engine.reshard import parsed
 
     state, worst = grace.state_dict(), 0.0
     for number, (total, weights) in enumerate(zip(counted, applied, strict=True)):

@@ -216,7 +216,7 @@ def missing(grace: Any, weights: dict[str, Any], sums: dict[str, Any]) -> float:
     import torch
     import torch.distributed as dist
 
-    from grace.state import parsed
+    from grace.engine.reshard import parsed
 
     state, worst = grace.state_dict(), 0.0
     for key, total in sums.items():
@@ -265,7 +265,7 @@ def soak(seconds: float, folder: Path, seed: int = 0, rest: float = 0.55) -> Fou
     import torch  # noqa: F401 - once, so that a restart is a fork; nothing is run here, so there are no threads
 
     import grace.torch
-    from grace.registry import compressors
+    from grace.core.registry import compressors
 
     list(compressors)
     assert grace.torch

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from grace import Combine
-from grace.catalog import SHAPE, bits, describe, docstring, guarantee, sent, usual
-from grace.registry import Registry, communicators, compressors, memories
+from grace.cli.catalog import SHAPE, bits, describe, docstring, guarantee, sent, usual
+from grace.core.registry import Registry, communicators, compressors, memories
 
 PAGE = Path(__file__).with_name("methods.md")
 NOTES = {

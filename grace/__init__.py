@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from grace.collectives import AllToAll, Broadcast, Gather, Reduce
-from grace.communicators.base import Communicator
+from grace.aliases import ALIASES
 from grace.core import Combine, Compressor, Context, Memory, Transport
-from grace.method import Method
-from grace.pipeline import Grace
-from grace.registry import grace_from_params, register
+from grace.core.collectives import AllToAll, Broadcast, Gather, Reduce
+from grace.core.communicator import Communicator
+from grace.core.method import Method
+from grace.core.registry import register
+from grace.core.version import VERSION
+from grace.engine.session import Grace
+from grace.factory import grace_from_params
 from grace.simulate import simulate
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "AllToAll",
     "Broadcast",
@@ -36,6 +39,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # `grace.torch` and `grace.tensorflow` import their toolkit when they are first used.
-    if name in ("torch", "tensorflow", "checkpoint", "elastic"):
+    if name in ("torch", "tensorflow", "checkpoint", "elastic") or f"grace.{name}" in ALIASES:
         return importlib.import_module(f"grace.{name}")
     raise AttributeError(f"module 'grace' has no attribute {name!r}")

@@ -19,10 +19,10 @@ from pathlib import Path
 from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
-from grace.state import host
+from grace.engine.reshard import host
 
 if TYPE_CHECKING:
-    from grace.pipeline import Grace
+    from grace.engine.session import Grace
 
 __all__ = ["from_bytes", "load", "save", "steps", "to_bytes"]
 

@@ -26,8 +26,8 @@ from typing import Any
 
 from grace import checkpoint
 from grace.backends import get_backend
-from grace.collectives import Gather
-from grace.pipeline import Grace
+from grace.core.collectives import Gather
+from grace.engine.session import Grace
 from grace.transports import get_transport
 
 __all__ = ["KerasState", "TorchState", "run"]

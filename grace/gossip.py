@@ -14,15 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from grace import blocks
 from grace.backends import Backend, backend_of
-from grace.collectives import AllToAll
 from grace.core import Array, Context, Payload, Program, State, Transport
-from grace.flight import Flight
-from grace.layout import Tensor
-from grace.meter import Meter
-from grace.report import Report, TensorReport
-from grace.trace import Trace
+from grace.core.collectives import AllToAll
+from grace.engine.buckets import Tensor
+from grace.engine.meter import Meter
+from grace.engine.report import Report, TensorReport
+from grace.engine.scheduler import Flight
+from grace.engine.trace import Trace
+from grace.ops import blocks
 from grace.transports import get_transport, known_transport
 
 __all__ = ["Edge", "Full", "Gossip", "Mixing", "PowerGossip", "edges", "neighbours"]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.backends import Backend, backend_of, get_backend
-from grace.flight import Flight
-from grace.pipeline import Grace
-from grace.registry import grace_from_params
-from grace.report import Report
+from grace.engine.report import Report
+from grace.engine.scheduler import Flight
+from grace.engine.session import Grace
+from grace.factory import grace_from_params
 from grace.transports.local import LocalTransport, World
 
 Gradients = Sequence[Mapping[str, Any]]

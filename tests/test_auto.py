@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from launch import launch
 
-import grace.policies.schedule
+import grace.engine.policy_runner
 from grace import grace_from_params, simulate
 from grace.policies import Decision
 from grace.policies.auto import DENSE, FIRST, FLUSH, Auto

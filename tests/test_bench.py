@@ -29,7 +29,7 @@ BAD_METHODS = """
 import os, time
 from dataclasses import dataclass
 from grace.core import Compressor
-from grace.registry import register
+from grace.core.registry import register
 
 class Bad(Compressor):
     def compress(self, x, state, ctx):
@@ -519,8 +519,8 @@ def test_a_chart_is_drawn(measured, tmp_path):
 
 def test_forms_of_a_method_are_measured_beside_each_other(monkeypatch):
     torch = pytest.importorskip("torch")
-    from grace.backends.inductor import Forms
     from grace.bench.subjects import Bench, Ours
+    from grace.engine.inductor import Forms
 
     specs = ["blockint:bits=8", "topk"]
     cases = plan.in_forms([plan.parse(spec) for spec in specs], plan.HOWS)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from grace import checkpoint, grace_from_params
 from grace.core import Resize
-from grace.registry import compressors, memories
-from grace.state import parsed
+from grace.core.registry import compressors, memories
+from grace.engine.reshard import parsed
 from grace.testing.cases import lockstep
 from grace.transports.local import LocalTransport, World
 

@@ -95,7 +95,7 @@ def idle(monkeypatch):
     def works(*_, **__):
         raise AssertionError("it works before it looks at what it was given")
 
-    for place in ("grace.planner.measure.compressor", "grace.bench.kernels.measure", "grace.bench.sidco.measure"):
+    for place in ("grace.bench.costs.compressor", "grace.bench.kernels.measure", "grace.bench.sidco.measure"):
         monkeypatch.setattr(place, works)
     monkeypatch.setattr("grace.bench.tasks.run.run", works)
     monkeypatch.setattr("grace.cli.report.page", works)
@@ -501,7 +501,7 @@ def test_advice_takes_the_costs_of_the_toolkit_that_is_installed(files, monkeypa
         found = costs_of(params["compressor"])
         return Codec(found.params, found.wire, found.speeds, f"measured with {backend} on a CPU")
 
-    monkeypatch.setattr("grace.planner.measure.compressor", measured)
+    monkeypatch.setattr("grace.bench.costs.compressor", measured)
     here = {"torch", "tensorflow", "numpy"}
     monkeypatch.setattr(inputs.importlib.util, "find_spec", lambda name: object() if name in here else None)
     for backend in ("torch", "tensorflow", "numpy"):
@@ -522,7 +522,7 @@ def test_advice_takes_the_costs_of_the_toolkit_that_is_installed(files, monkeypa
 
 def test_measured_costs_say_where_and_leave_threads_alone():
     torch = pytest.importorskip("torch")
-    from grace.planner import measure
+    from grace.bench import costs as measure
 
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -11,14 +11,14 @@ from methods import alone, backend, context, host, spread
 from table import ROWS
 
 from grace import grace_from_params, simulate
-from grace.execution import _divisible, piece
+from grace.core.method import Method
+from grace.engine.encoders import _divisible, piece
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
-from grace.method import Method
 from grace.transports.local import LocalTransport
 
 torch = pytest.importorskip("torch")
-inductor = pytest.importorskip("grace.backends.inductor")
+inductor = pytest.importorskip("grace.engine.inductor")
 
 PIECE = 4096
 N = 5 * PIECE + 4077  # a few whole pieces of every method, and a short one

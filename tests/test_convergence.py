@@ -8,7 +8,7 @@ import pytest
 from methods import VOTES, lockstep, workers
 from sklearn.datasets import load_digits
 
-from grace.registry import compressors, memories
+from grace.core.registry import compressors, memories
 
 SIZE = 4
 SMALL = {"min_numel": 0}

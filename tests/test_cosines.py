@@ -13,13 +13,13 @@ from test_kernels import KINDS, Memory, equal, streamed, vector  # noqa: F401 - 
 from test_kernels_floats import Plain
 from test_kernels_methods import Native, moved
 
-from grace import indices
 from grace.compressors.demo import DeMo
 from grace.core import Calls, Context
+from grace.core.method import Method
 from grace.kernels import ISAS, library
 from grace.memories.decoupled import DecoupledMomentum
-from grace.method import Method
-from grace.packing import packed_size
+from grace.ops import index_coding as indices
+from grace.ops.packing import packed_size
 
 CASES = [
     *((DeMo(), shape) for shape in ((64, 64), (200, 300), (128, 8, 3, 3), (65, 129), (7, 1000), (1000, 7), (300, 1))),

@@ -73,7 +73,7 @@ def test_methods_page_is_what_the_registry_says():
 
 
 def test_the_readme_names_every_method():
-    from grace.registry import communicators, compressors, memories
+    from grace.core.registry import communicators, compressors, memories
 
     text = (ROOT / "README.md").read_text()
     classes = dict(re.findall(r"^\| (\w[\w ]+) \| (`[^|]+`) \|$", text, re.MULTILINE))

@@ -235,7 +235,7 @@ BITS = {  # by methods' own formulas at 2^20 elements: ratios 0.01 (dgc, sketch_
 
 
 def test_measured_bits_are_those_of_the_formulas():
-    from grace.catalog import bits
+    from grace.cli.catalog import bits
 
     for name, expected in BITS.items():
         chance = {"dgc": 0.15, "stc": 0.15, "atomo": 0.5}  # of atomo a few vectors are drawn, 4 on average

@@ -14,12 +14,12 @@ from grace import grace_from_params
 from grace.backends import get_backend
 from grace.compressors.blockint import BlockInt
 from grace.compressors.efsignsgd import EFSignSGD
-from grace.execution import Mean, Shards, cut, cuts, pieces, shards, strides
-from grace.kept import Kept
+from grace.core.method import Method
+from grace.engine.encoders import Mean, Shards, cut, cuts, pieces, shards, strides
+from grace.engine.state_store import Kept
 from grace.kernels import Library
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
-from grace.method import Method
 from grace.transports.local import LocalTransport
 
 N = 20_003

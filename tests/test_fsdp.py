@@ -7,8 +7,8 @@ import pytest
 from launch import launch
 
 from grace import grace_from_params
-from grace.agreement import HEADER
-from grace.registry import compressors
+from grace.core.registry import compressors
+from grace.engine.handshake import HEADER
 from grace.testing.cases import lockstep, workers
 from grace.transports.local import LocalTransport, World
 

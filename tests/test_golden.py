@@ -13,8 +13,8 @@ from table.row import X
 
 from grace import grace_from_params
 from grace.core import Context
-from grace.registry import compressors
-from grace.rng import Rng
+from grace.core.registry import compressors
+from grace.core.rng import Rng
 from grace.transports.local import LocalTransport
 
 

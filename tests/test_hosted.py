@@ -9,11 +9,11 @@ import pytest
 from methods import backend, built, context, host, spread
 from table import ROWS
 
-from grace import execution
 from grace.backends.base import HOSTED as LEAST
 from grace.core import Compressor, at_once, name_of
+from grace.core.method import Method
+from grace.engine import encoders as execution
 from grace.memories.none import NoMemory
-from grace.method import Method
 
 SHAPE = (130, 160)
 N = 130 * 160

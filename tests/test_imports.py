@@ -1,5 +1,6 @@
 """What importing GRACE imports, and what it offers."""
 
+import importlib
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 from methods import backend
 
 import grace
+from grace.aliases import ALIASES
 
 TOOLKITS = ("torch", "tensorflow", "keras", "horovod", "numpy", "triton")
 
@@ -64,3 +66,27 @@ def test_all_names_are_there_and_no_others():
 def test_an_unknown_attribute_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'grace' has no attribute 'jax'"):
         grace.jax  # noqa: B018 - the access is what is tested
+
+
+@pytest.mark.parametrize(("old", "new"), sorted(ALIASES.items()))
+def test_a_module_is_found_under_its_former_name(old, new):
+    assert importlib.import_module(old) is importlib.import_module(new)
+
+
+def test_public_names_are_where_they_were():
+    from grace.blocks import rows
+    from grace.checks import fitting
+    from grace.packing import pack
+    from grace.pipeline import Grace, Options
+    from grace.planner.options import parse
+    from grace.record import read
+    from grace.report import Report
+
+    from grace.backends.base import Backend
+    from grace.core import Resize
+
+    assert all((Backend, rows, fitting, Resize, pack, Options, parse, read, Report))
+    assert Grace is grace.Grace
+    assert grace.record.read is read
+    for module in ("testing", "factorize", "planner", "checkpoint", "elastic", "gossip", "policies"):
+        importlib.import_module(f"grace.{module}")

@@ -7,8 +7,8 @@ import pytest
 from test_kernels import Memory
 from test_kernels_floats import Plain
 
-from grace import indices
-from grace.packing import packed_size
+from grace.ops import index_coding as indices
+from grace.ops.packing import packed_size
 
 
 @pytest.mark.parametrize("coding", [*indices.CODINGS, "auto"])

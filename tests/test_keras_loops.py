@@ -12,7 +12,7 @@ from launch import launch
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 import grace  # noqa: E402
-from grace.state import matched, renamed  # noqa: E402
+from grace.engine.reshard import matched, renamed  # noqa: E402
 
 DENSE = {"compressor": "none"}
 TOPK = {"compressor": "topk", "compress_ratio": 0.5, "min_numel": 0}

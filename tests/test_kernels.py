@@ -25,10 +25,10 @@ from grace.compressors.threelc import ThreeLC
 from grace.compressors.threshold import Threshold
 from grace.compressors.topk import TopK
 from grace.core import Context
-from grace.hadamard import width_of
 from grace.kernels import ISAS, build, library
 from grace.kernels.host import HostKernels
-from grace.packing import pack, packed_size
+from grace.ops.hadamard import width_of
+from grace.ops.packing import pack, packed_size
 
 XP = get_backend("numpy")
 GUARD = 64

@@ -19,7 +19,8 @@ from benchmarks.lab.table import HEAD, _looks, cells, markdown, plot, tables
 from grace.bench.lab import Lab, LabError, network
 from grace.bench.lab.launch import LAUNCHERS, Outcome
 from grace.bench.lab.probe import probe
-from grace.registry import compressors, grace_from_params
+from grace.core.registry import compressors
+from grace.factory import grace_from_params
 from grace.testing.cases import spread
 from grace.transports.local import LocalTransport, World
 

@@ -5,9 +5,9 @@ import pytest
 from methods import lockstep, normal, same, workers
 
 from grace import grace_from_params
-from grace.layout import Tensor, layout
-from grace.pipeline import Options
-from grace.registry import compressors
+from grace.core.registry import compressors
+from grace.engine.buckets import Tensor, layout
+from grace.engine.options import Options
 from grace.transports.local import LocalTransport
 
 MB = 2**18  # float32 elements

@@ -8,7 +8,7 @@ from methods import backend, context, host, lockstep, method_of, receive, send, 
 from table.transforms import dct
 
 from grace.backends.numpy import NumpyBackend
-from grace.rng import NOISE, Rng
+from grace.core.rng import NOISE, Rng
 
 
 def product(a, b, rank, seed=0):

@@ -7,9 +7,9 @@ import pytest
 from methods import BACKENDS, alone, backend, context, host, lockstep, normal, same, workers
 
 from grace import grace_from_params
+from grace.core.registry import memories
 from grace.memories.dgc import DGC as DGCMemory
 from grace.memories.momentum import Momentum as MomentumMemory
-from grace.registry import memories
 from grace.transports.local import LocalTransport
 
 N, SIZE = 600, 3

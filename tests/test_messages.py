@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from methods import BACKENDS, backend, normal, workers
 
-from grace.collectives import Gather
-from grace.received import Received
+from grace.core.collectives import Gather
+from grace.core.gathered import Received
 from grace.transports.local import LocalTransport, World
 
 

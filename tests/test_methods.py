@@ -32,9 +32,9 @@ from table.row import Where
 
 from grace import grace_from_params
 from grace.core import Combine
+from grace.core.method import Method
+from grace.core.registry import communicators, compressors
 from grace.memories.none import NoMemory
-from grace.method import Method
-from grace.registry import communicators, compressors
 from grace.testing import compressor_laws
 from grace.transports.local import LocalTransport
 

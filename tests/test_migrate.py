@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from grace import grace_from_params
-from grace.registry import compressors, memories
+from grace.core.registry import compressors, memories
 
 PAGE = (Path(__file__).parents[1] / "docs" / "migrate.md").read_text()
 TAKEN = [

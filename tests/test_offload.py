@@ -13,11 +13,11 @@ from test_planner_plan import run
 
 from grace import grace_from_params, simulate
 from grace.backends import get_backend
-from grace.collectives import Gather
+from grace.bench import costs as measure
 from grace.compressors.topk import TopK
-from grace.flight import Flight, Offload
-from grace.planner import measure
-from grace.trace import Trace
+from grace.core.collectives import Gather
+from grace.engine.scheduler import Flight, Offload
+from grace.engine.trace import Trace
 from grace.transports.local import LocalTransport
 
 CPU = "compress(cpu) allgather*(flat) decompress(cpu)"

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import BACKENDS, backend
 
-from grace.packing import pack, pack_trits, packed_size, packed_trits, unpack, unpack_trits
+from grace.ops.packing import pack, pack_trits, packed_size, packed_trits, unpack, unpack_trits
 
 WIDTHS = range(1, 9)
 

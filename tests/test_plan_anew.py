@@ -12,11 +12,12 @@ from strategies import PARAMETERS, PROFILE, planned, priced
 from test_planner_plan import run
 
 from grace import grace_from_params, simulate
+from grace.communicators.planned import table as ways
+from grace.communicators.planned.strategy import DENSE_FLAT, options, parse
 from grace.compressors.topk import TopK
-from grace.planner import plan, ways
+from grace.planner import plan
 from grace.planner.costs import Cluster, Costs, Link
 from grace.planner.costs import cluster as cluster_of
-from grace.planner.options import DENSE_FLAT, options, parse
 from grace.simulate import end_epoch
 from grace.transports.local import LocalTransport, World
 

@@ -14,12 +14,12 @@ from test_gossip import accuracy, digits, gradient
 
 from grace import grace_from_params, simulate
 from grace.backends import get_backend
-from grace.catalog import carries
 from grace.communicators.planned import GATHERED, Planned, legs
+from grace.communicators.planned.strategy import DENSE_FLAT, options, parse
 from grace.compressors.topk import TopK
 from grace.core import Context
-from grace.planner.options import DENSE_FLAT, options, parse
-from grace.registry import compressors
+from grace.core.registry import compressors
+from grace.testing.cases import carries
 from grace.transports.local import LocalTransport, World
 
 GPU = options(devices=("gpu",))

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from methods import backend
 
-from grace import execution
 from grace.backends import get_backend
-from grace.method import Method
-from grace.planner import measure, models
+from grace.bench import costs as measure
+from grace.communicators.planned.strategy import Action, options, parse
+from grace.core.method import Method
+from grace.engine import encoders as execution
+from grace.planner import models
 from grace.planner.advise import step
 from grace.planner.costs import COEFFICIENTS, Cluster, Codec, Costs, Curve, Link, Rate, Speed, cluster, codec, fitted
-from grace.planner.options import Action, options, parse
 from grace.planner.profile import Profile, TensorProfile, apportioned, from_dict, load, medians
 from grace.planner.timeline import CPU, DEVICE, INTER, INTRA
 from grace.transports.local import LocalTransport

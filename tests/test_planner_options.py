@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from grace.planner.options import Action, Option, check, options, parse, states
+from grace.communicators.planned.strategy import Action, Option, check, options, parse, states
 
 
 def test_counts_are_the_papers():

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from grace.communicators.planned.strategy import parse
 from grace.planner import advise, models, plan
 from grace.planner.costs import Cluster, Codec, Costs, Curve, Link, Speed
-from grace.planner.options import parse
 from grace.planner.profile import Profile, TensorProfile
 
 FAST = Speed(*(Curve((1e3, 1e8), (seconds, seconds * 1e3)) for seconds in (2e-6, 1e-6, 1e-7)))
@@ -154,8 +154,8 @@ def test_allreduces_go_by_ring_or_tree():
 
 
 def test_buckets_are_those_of_the_scheduler():
-    from grace.layout import Tensor, layout
-    from grace.pipeline import Options
+    from grace.engine.buckets import Tensor, layout
+    from grace.engine.options import Options
 
     profile = models.profile("resnet50")
     tensors = [Tensor(tensor.name, tensor.shape, "float32") for tensor in profile.tensors[::-1]]

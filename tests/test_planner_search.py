@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grace.communicators.planned.strategy import options
 from grace.planner import models
 from grace.planner.costs import Cluster, Codec, Costs, Curve, Link, Speed
-from grace.planner.options import options
 from grace.planner.profile import Profile, TensorProfile
 from grace.planner.search import WORK, Choice, Problem, select
 from grace.planner.timeline import CPU, DEVICE, INTER, INTRA

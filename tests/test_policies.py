@@ -10,10 +10,10 @@ from methods import BACKENDS, backend, lockstep, normal, states, unchanged, work
 from policies import EPOCHS, STEPS, levels_of, sequence
 
 from grace import grace_from_params, simulate
+from grace.core.registry import compressors, policies
 from grace.policies import Decision, Policy, at_level
 from grace.policies.accordion import Accordion, AccordionBatch, critical
 from grace.policies.warmup import Warmup
-from grace.registry import compressors, policies
 from grace.simulate import end_epoch
 from grace.transports.local import LocalTransport
 

@@ -9,9 +9,9 @@ from exchanges import ROWS, SHAPES, STEPS, gradients, rows
 from launch import launch
 
 from grace import grace_from_params, simulate
-from grace.agreement import HEADER
 from grace.core import name_of
-from grace.registry import communicators, compressors, memories
+from grace.core.registry import communicators, compressors, memories
+from grace.engine.handshake import HEADER
 
 LAUNCHES = [
     ("horovodrun", 2, "torch", "horovod"),

@@ -9,7 +9,7 @@ import pytest
 from methods import normal
 
 from grace import grace_from_params, simulate
-from grace.record import read, warnings_of
+from grace.engine.record import read, warnings_of
 from grace.simulate import end_epoch
 from grace.transports.local import LocalTransport, World
 

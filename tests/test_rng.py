@@ -10,7 +10,7 @@ from methods import BACKENDS, backend, normal
 
 from grace import simulate
 from grace.core import Context
-from grace.rng import Rng, fnv1a, fold, mix
+from grace.core.rng import Rng, fnv1a, fold, mix
 
 N = 100_000
 

@@ -7,7 +7,7 @@ import pytest
 from methods import alone, backend, context, host, normal
 
 from grace import grace_from_params
-from grace.hadamard import hadamard, signs, width_of
+from grace.ops.hadamard import hadamard, signs, width_of
 from grace.transports.local import LocalTransport
 
 

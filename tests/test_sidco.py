@@ -9,10 +9,10 @@ import pytest
 from methods import BACKENDS, backend, context, host, lockstep, normal, receive, same, send, states, workers
 from methods import method_of as method
 
-from grace import tails
 from grace.bench import sidco as bench
 from grace.compressors.selectors import SELECTORS
 from grace.compressors.sidco import SIDCo
+from grace.ops import distributions as tails
 
 N = 100_000
 RATIOS = (0.1, 0.01, 0.001)

@@ -9,9 +9,9 @@ import pytest
 from methods import BACKENDS, backend, normal
 
 from grace import grace_from_params, simulate
-from grace.kept import Kept
-from grace.report import Report
-from grace.trace import Event
+from grace.engine.report import Report
+from grace.engine.state_store import Kept
+from grace.engine.trace import Event
 from grace.transports.local import LocalTransport
 
 N = 2000

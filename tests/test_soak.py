@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.loops import KINDS  # noqa: E402
 from benchmarks.soak import CASES, ROUNDED, SIZE, Found  # noqa: E402 - benchmarks is no installed package
-from grace.registry import communicators  # noqa: E402
+from grace.core.registry import communicators  # noqa: E402
 
 
 @pytest.fixture(scope="module")

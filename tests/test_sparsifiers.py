@@ -26,8 +26,8 @@ from grace.compressors.chain import Chain
 from grace.compressors.qsgd import QSGD
 from grace.compressors.randomk import RandomK
 from grace.compressors.topk import TopK
+from grace.core.method import Method
 from grace.memories.none import NoMemory
-from grace.method import Method
 
 
 @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.3, 0.9])

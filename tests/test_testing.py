@@ -8,14 +8,13 @@ import pytest
 from methods import BACKENDS, backend
 
 from grace import Combine, Compressor, Memory, registry
-from grace.catalog import carries
-from grace.collectives import Gather
 from grace.communicators.allgather import Allgather
 from grace.compressors.blockint import BlockInt
 from grace.compressors.powersgd import PowerSGD
 from grace.compressors.qsgd import QSGD
 from grace.compressors.randomk import RandomK
 from grace.compressors.topk import TopK
+from grace.core.collectives import Gather
 from grace.memories.onebit_adam import OneBitAdam
 from grace.memories.residual import Residual
 from grace.testing import (
@@ -28,6 +27,7 @@ from grace.testing import (
     memories,
     memory_laws,
 )
+from grace.testing.cases import carries
 
 MATES = {"diana": QSGD(), "momentum": TopK(compress_ratio=0.1), "none": QSGD()}
 MEMORIES = [

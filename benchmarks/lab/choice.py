@@ -25,7 +25,7 @@ from benchmarks.lab.tasks import TASKS
 from grace import grace_from_params
 from grace.backends import get_backend
 from grace.core import Transport
-from grace.pipeline import Grace
+from grace.engine.session import Grace
 from grace.transports import get_transport
 
 WARM_UP = 2

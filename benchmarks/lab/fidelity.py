@@ -26,11 +26,12 @@ from benchmarks.lab.rounds import medians
 from benchmarks.lab.table import EMULATED
 from grace import grace_from_params
 from grace.backends import get_backend
+from grace.bench import costs as measure
+from grace.communicators.planned.strategy import Option, parse
 from grace.core import Transport
-from grace.planner import measure, plan
+from grace.planner import plan
 from grace.planner.advise import Candidate, candidate, step
 from grace.planner.costs import Costs, codec
-from grace.planner.options import Option, parse
 from grace.planner.profile import Profile, from_dict
 from grace.planner.torch import profile
 from grace.transports import get_transport

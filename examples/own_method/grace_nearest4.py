@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from grace import Compressor, blocks, register
-from grace.packing import pack, unpack
+from grace.ops.packing import pack, unpack
 
 
 @register("nearest4")

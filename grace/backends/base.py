@@ -14,23 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from typing import Any
 
-from grace.rng import NOISE
+from grace.core.dtypes import ITEMSIZE
+from grace.core.rng import NOISE
 
 Array = Any
 PIECE = 2**19
 """Elements that stay in a core's cache with a few temporaries: larger pieces leave it, smaller ones cost more calls."""
-ITEMSIZE = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "float32": 4,
-    "int64": 8,
-    "float64": 8,
-}
 
 LARGE = 2**14
 """Elements from which on a whole table of noise is made for the tensors of a step to share."""
@@ -53,10 +42,6 @@ def recent(known: dict[Any, Array], key: Any, make: Callable[[], Array]) -> Arra
     return found
 
 
-class Unavailable(RuntimeError):
-    """A kernel cannot be compiled or launched: the plain form has to do, and nothing was written to yet."""
-
-
 class Backend(ABC):
     """One toolkit on one device."""
 
@@ -71,11 +56,6 @@ class Backend(ABC):
     @property
     def kernels(self) -> Any:
         """Forms of whole methods (`grace.kernels.host`, `.triton`; one may turn out `Unavailable`), or None."""
-        return None
-
-    @property
-    def forms(self) -> Any:
-        """Compiled forms of pieces of methods (`grace.backends.inductor`); None where there are none."""
         return None
 
     @property
@@ -485,7 +465,7 @@ class Backend(ABC):
     # -- random bits ------------------------------------------------------------------------------------------------
     @abstractmethod
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
-        """int32[n] with the bits of mix(mix(lo(j) + key0) ^ (hi(j) + key1)), j = start .. start+n-1 (`grace.rng`)."""
+        """int32[n]: the bits of mix(mix(lo(j) + key0) ^ (hi(j) + key1)), j = start .. start+n-1 (`grace.core.rng`)."""
 
     def sample(self, key0: Any, key1: Any, start: int, n: int, k: int) -> Array:
         """int32[k]: positions of the k smallest of the n `words`, as unsigned numbers, ascending; not to be changed."""
@@ -497,7 +477,7 @@ class Backend(ABC):
         return self.cast(upper, "float32") * 2.0**-24
 
     def noise(self, table: tuple[Any, Any], keys: tuple[Any, Any], start: int, n: int) -> Array:
-        """float32[n] in (0, 1): `grace.rng.Rng.noise`, elements start .. start+n-1."""
+        """float32[n] in (0, 1): `grace.core.rng.Rng.noise`, elements start .. start+n-1."""
         first, rows = start % NOISE, -(-(start % NOISE + n) // NOISE)
         if rows < 2:
             sums = self._upper(table, first, n) + self._upper(keys, start // NOISE, 1)

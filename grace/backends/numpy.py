@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from grace.backends.base import ITEMSIZE, LARGE, PIECE, Array, Backend, Cell
+from grace.backends.base import LARGE, PIECE, Array, Backend, Cell
+from grace.core.dtypes import ITEMSIZE
+from grace.core.rng import MASK32, noise_offset, noise_rows
 from grace.kernels.host import host_kernels, settled
-from grace.rng import MASK32, noise_offset, noise_rows
 
 NAMES = {np.dtype(name): name for name in ITEMSIZE if name != "bfloat16"}
 """NumPy makes a name anew each time it is asked, which takes longer than to look it up."""

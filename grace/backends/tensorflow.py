@@ -9,9 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.backends.base import HOSTED, ITEMSIZE, PIECE, Array, Backend
+from grace.backends.base import HOSTED, PIECE, Array, Backend
 from grace.backends.numpy import NumpyBackend
-from grace.rng import MASK32
+from grace.core.dtypes import ITEMSIZE
+from grace.core.rng import MASK32
 
 
 class TensorflowBackend(Backend):

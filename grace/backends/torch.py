@@ -7,7 +7,6 @@ import math
 import mmap
 import sys
 import threading
-import warnings
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,9 +33,9 @@ from grace.backends.numpy import (
     unit_rows,
     write_product,
 )
+from grace.core.rng import MASK32, NOISE, noise_offset, noise_rows
 from grace.kernels.device import device_kernels, runs_on
 from grace.kernels.host import host_kernels, settled
-from grace.rng import MASK32, NOISE, noise_offset, noise_rows
 
 DTYPES = {
     "bool": torch.bool,
@@ -179,17 +178,6 @@ class TorchBackend(Backend):
     def _native(self) -> Any:
         # What single functions are carried out by.
         return host_kernels(self) if self.on_host else None
-
-    @cached_property
-    def forms(self) -> Any:
-        if not self.on_host:
-            return None
-        try:
-            from grace.backends.inductor import Forms  # imports the compiler, which takes a while
-        except ImportError as error:
-            warnings.warn(f"compile=True: this PyTorch lacks what it needs ({error})", stacklevel=2)
-            return None
-        return Forms(self)
 
     @property
     def threads(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from grace.bench.plan import Case, Config, method_of, shapes
 from grace.bench.subjects import backend, cuda_of, gradient, own, stepper
-from grace.registry import grace_from_params
+from grace.factory import grace_from_params
 
 STEPS = 3
 

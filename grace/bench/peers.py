@@ -12,7 +12,7 @@ from torch import distributed
 
 from grace.bench.plan import UPSTREAM, WORKERS, Case, shapes
 from grace.bench.subjects import Bench, Part, Subject
-from grace.pipeline import Options
+from grace.engine.options import Options
 
 
 def subject(case: Case, bench: Bench, peer: str) -> Subject:

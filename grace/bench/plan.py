@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from grace.core import name_of
-from grace.method import Method
+from grace.core.method import Method
+from grace.core.registry import compressors
+from grace.factory import grace_from_params
 from grace.planner import models
-from grace.registry import compressors, grace_from_params
 
 WORKERS = 4  # whose payloads are decoded
 SCALE = 1e-3  # of the Laplace distribution that gradients are drawn from

@@ -12,7 +12,7 @@ from grace.bench.plan import ALLOCATORS, TARGETS, Target, parse
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from grace.report import Report
+    from grace.engine.report import Report
 
 Record = dict[str, Any]
 NAMES = {"asis": "as it comes", "tuned": "tuned"}

@@ -22,8 +22,8 @@ from grace.compressors.sidco import SIDCo
 from grace.compressors.sparse import CodedSparsifier
 from grace.compressors.topk import TopK
 from grace.core import Array, Compressor, Context, State, run
+from grace.core.method import Method
 from grace.memories.residual import Residual
-from grace.method import Method
 
 if TYPE_CHECKING:
     from rich.console import Console

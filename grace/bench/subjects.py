@@ -13,16 +13,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from grace.backends import Backend, get_backend
-from grace.backends.base import ITEMSIZE
 from grace.bench.plan import DEVICES, SCALE, SEVERAL, WORKERS, Case, Config, method_of, shapes
 from grace.core import Array, Combine, Context, Payload, State, run
-from grace.execution import Rest, uncompiled
-from grace.flight import Flight
-from grace.meter import Meter
-from grace.method import Method
-from grace.pipeline import Grace, Options
-from grace.registry import grace_from_params
-from grace.trace import Trace
+from grace.core.dtypes import ITEMSIZE
+from grace.core.method import Method
+from grace.engine.compiled import uncompiled
+from grace.engine.lazy_mean import DeferredResidual
+from grace.engine.meter import Meter
+from grace.engine.options import Options
+from grace.engine.scheduler import Flight
+from grace.engine.session import Grace
+from grace.engine.trace import Trace
+from grace.factory import grace_from_params
 from grace.transports.local import LocalTransport, World
 
 KERNELS = os.environ.get("GRACE_KERNELS", "on")
@@ -315,7 +317,7 @@ class Ours:
 
     def _encode(self, x: Array, states: Any, contexts: Any, answers: Any) -> list[tuple[Payload, State]]:
         return [
-            drive(run(self.method.encode(part.of(x), state, ctx, late=self.agreed)), heard)
+            drive(run(self.method.encode(part.of(x), state, ctx, defer=self.agreed)), heard)
             for part, state, ctx, heard in zip(self.parts, states, contexts, answers, strict=True)
         ]
 
@@ -328,7 +330,7 @@ class Ours:
         ]
 
     def _spent(self, new: Any, x: Array) -> bool:
-        return not isinstance(new, Rest) and self.bench.xp.same_memory(new, x)
+        return not isinstance(new, DeferredResidual) and self.bench.xp.same_memory(new, x)
 
     def commit(self) -> None:
         with self.bench.xp.together(self.bench.n):  # as `Grace.land` does
@@ -401,7 +403,7 @@ def commit(xp: Backend, cell: Any, old: Array, new: Array, spent: bool, ok: Arra
     """Keep new state as `Grace` does: what lies in the spent gradient's memory moves to the state's own."""
     if new is old:
         return
-    if isinstance(new, Rest):
+    if isinstance(new, DeferredResidual):
         new.into(old)
     elif spent:
         xp.write(old, xp.choose(ok, new, old))

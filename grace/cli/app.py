@@ -9,11 +9,10 @@ import typer
 from rich.console import Console
 
 import grace
-from grace import catalog
 from grace.cli import advise as advise_
 from grace.cli import bench as bench_
+from grace.cli import catalog, inputs
 from grace.cli import doctor as doctor_
-from grace.cli import inputs
 from grace.cli import methods as methods_
 from grace.cli import plan as plan_
 from grace.cli import report as report_

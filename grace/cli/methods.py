@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grace.catalog import Entry, guarantee
+from grace.cli.catalog import Entry, guarantee
 
 if TYPE_CHECKING:
     from rich.console import Console

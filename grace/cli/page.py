@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from grace.cli.show import COLOURS, size, spans
-from grace.record import Line, Run, warnings_of
+from grace.engine.record import Line, Run, warnings_of
 
 POINTS = 300  # of a curve
 ROWS = 60  # tensors in the picture of levels

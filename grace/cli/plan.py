@@ -187,7 +187,7 @@ def read_codecs(
 
 
 def _measured(label: str, params: dict[str, Any], backend: str | None) -> Codec:
-    from grace.planner import measure
+    from grace.bench import costs as measure
 
     backend = backend or inputs.installed()
     with Console(stderr=True).status(f"Measuring {label} ..."):
@@ -211,7 +211,7 @@ def _enough_cores(threads: int, speed: float, workers: int) -> None:
 def _offloaded(codecs: list[Codec], speed: float) -> list[Codec]:
     # With the costs of a pool, where they are not known. If the training device is this CPU, every worker's pool needs
     # cores of its own, and is as much slower as it is measured to be beside a matrix product.
-    from grace.planner import measure
+    from grace.bench import costs as measure
 
     here = speed == 1
     found = []

@@ -21,8 +21,8 @@ from rich.text import Text
 from grace.cli import inputs
 from grace.cli.page import page
 from grace.cli.show import COLOURS, size, spans
+from grace.engine.record import Run, read, warnings_of
 from grace.planner.profile import but
-from grace.record import Run, read, warnings_of
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48  # of the small curves, in characters

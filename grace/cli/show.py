@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from grace.record import Run
+from grace.engine.record import Run
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#8a8f98", "#cc79a7", "#56b4e9", "#d55e00")
 """Told apart by readers who see few colours (Okabe and Ito); the fourth is for what is not GRACE's."""

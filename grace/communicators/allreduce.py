@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.collectives import Reduce
-from grace.communicators.base import Communicator
 from grace.core import Array, Combine, Compressor, Context, Program, State, name_of
-from grace.method import Method
-from grace.registry import register
+from grace.core.collectives import Reduce
+from grace.core.communicator import Communicator
+from grace.core.method import Method
+from grace.core.registry import register
 
 
 @register("allreduce")
@@ -40,7 +40,7 @@ class Allreduce(Communicator):
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         compressor = method.compressor
         agreed = compressor.combine is Combine.AGREED
-        payload, state = yield from method.encode(x, state, ctx, late=agreed)
+        payload, state = yield from method.encode(x, state, ctx, defer=agreed)
         if not agreed:
             payload = yield Reduce(payload, "sum" if compressor.summed else "mean")
             if type(compressor).reduced is not Compressor.reduced:

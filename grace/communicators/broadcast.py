@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.collectives import Broadcast as Send
-from grace.communicators.base import Communicator, refuse_agreed
 from grace.core import Array, Context, Program, State
-from grace.method import Method
-from grace.registry import register
+from grace.core.collectives import Broadcast as Send
+from grace.core.communicator import Communicator, refuse_agreed
+from grace.core.method import Method
+from grace.core.registry import register
 
 
 @register("broadcast")

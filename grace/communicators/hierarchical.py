@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from grace.collectives import AllToAll, Gather
-from grace.communicators.base import Communicator, machine_size
 from grace.core import Array, Calls, Context, Program, State, Transport, name_of
-from grace.execution import as_array, shards
-from grace.method import Method
-from grace.registry import communicators, register, usual_communicator
+from grace.core.collectives import AllToAll, Gather
+from grace.core.communicator import Communicator, machine_size
+from grace.core.method import Method, materialize
+from grace.core.registry import communicators, register, usual_communicator
+from grace.core.sharding import shards
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class Hierarchical(Communicator):
         cross = self._cross(method, ctx, ctx.rank % self.node_size)
         program = self.outer.reduce(total / self.node_size, method, state, cross)
         mean, state = yield from _across(program)
-        mean = xp.cast(as_array(mean), wire)
+        mean = xp.cast(materialize(mean), wire)
         # The last shards are shorter than the first.
         gathered = yield Gather((xp.pad(mean, sizes[0]),), group="node")
         mean = xp.concat([shard[:size] for (shard,), size in zip(gathered, sizes, strict=True)])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.collectives import AllToAll
-from grace.communicators.base import Communicator, refuse_agreed
 from grace.core import Array, Context, Memory, Program, State, join, name_of, scope
-from grace.method import Method
-from grace.registry import register
+from grace.core.collectives import AllToAll
+from grace.core.communicator import Communicator, refuse_agreed
+from grace.core.method import Method
+from grace.core.registry import register
 
 
 @register("reducescatter")
@@ -54,7 +54,7 @@ class ReduceScatter(Communicator):
             parts.append((*payload, finite))
         received = yield AllToAll(tuple(parts))
         *payloads, flags = zip(*received, strict=True)
-        mean = yield from method.mean(list(zip(*payloads, strict=True)), self.row(ctx, ctx.rank)).made()
+        mean = yield from method.decode(list(zip(*payloads, strict=True)), self.row(ctx, ctx.rank))
         mean = xp.choose(xp.all(xp.concat(flags) != 0), mean, xp.full(xp.shape(mean), float("nan"), ctx.dtype))
         return mean, join(**states)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from grace.collectives import AllToAll, Gather
-from grace.communicators.base import Communicator, refuse_agreed
 from grace.core import Array, Context, Memory, Program, State, join, name_of, scope
-from grace.execution import Shards, cuts, shards
-from grace.method import Method
-from grace.registry import register
+from grace.core.collectives import AllToAll, Gather
+from grace.core.communicator import Communicator, refuse_agreed
+from grace.core.method import Method
+from grace.core.registry import register
+from grace.core.sharding import cuts, shards
 
 
 @register("twostage", "alltoall")
@@ -56,11 +56,12 @@ class TwoStage(Communicator):
         parts = zip(*(xp.split(array, size) for array, size in zip(payload, sizes, strict=True)), strict=True)
         received = yield AllToAll(tuple(parts))
 
-        mean = yield from method.mean(received, owned[ctx.rank]).made()
+        mean = yield from method.decode(received, owned[ctx.rank])
         again = [shard.stage("server") for shard in owned]
         payload, server = yield from method.again.encode(mean, scope(state, "server"), again[ctx.rank])
 
         # The last shards are shorter than the first: filled up for the exchange.
         received = yield Gather(tuple(xp.pad(array, size[0]) for array, size in zip(payload, sizes, strict=True)))
-        mean, worker = method.finish(Shards(compressor, received, ctx.stage("server"), again, sizes), worker, ctx)
+        mean = method.mean_of_shards(received, ctx.stage("server"), again, sizes)
+        mean, worker = method.finish(mean, worker, ctx)
         return mean, join(worker=worker, server=server)

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grace import blocks
-from grace.checks import fitting, placed
 from grace.compressors.sparse import Scattered
 from grace.core import Array, Context, Payload, Resize, State, Steps
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops import blocks
+from grace.ops.validate import fitting, placed
 
 
 @register("adacomp")

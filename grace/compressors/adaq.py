@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.checks import fitting, placed
 from grace.compressors.sparse import Scattered, check_ratio, first, poisoned, signed, unsigned
 from grace.core import Array, Context, Payload, State, Steps
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops.validate import fitting, placed
 
 
 @register("adaq", "adaptive_threshold")

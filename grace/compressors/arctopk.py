@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace import blocks
-from grace.checks import placed
-from grace.collectives import Reduce
 from grace.compressors.sparse import AgreedSparsifier, kept
 from grace.core import Array, Context, Payload, Program, State
-from grace.registry import register
+from grace.core.collectives import Reduce
+from grace.core.registry import register
+from grace.core.sharding import spans
+from grace.ops import blocks
+from grace.ops.validate import placed
 
 
 @register("arctopk")
@@ -67,7 +68,7 @@ class ARCTopK(AgreedSparsifier):
         signs = xp.reshape(xp.where(bits < 0, -1.0, xp.full(many * size, 1.0)), (many, size))
         # Sums rather than a product of matrices: the same on every toolkit and device, so that ties fall alike.
         parts = []
-        for start, stop in blocks.spans(xp, ctx.size, size):
+        for start, stop in spans(xp, ctx.size, size):
             rows = blocks.rows(xp, x[start:stop], size)
             parts.append(xp.concat([xp.sum(rows * signs[i : i + 1], 1, keepdims=True) for i in range(many)], 1))
         return xp.concat(parts)

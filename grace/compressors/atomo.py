@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.checks import matching
 from grace.compressors.lowrank import LowRank
 from grace.core import Array, Context, Payload, State, Steps
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops.validate import matching
 
 TINY = 1e-37
 """What is divided by, where that would be less."""

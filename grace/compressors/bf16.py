@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.checks import fitting
 from grace.compressors.coded import coded, coded_mean
 from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.core.registry import register
 from grace.kernels import Codes
-from grace.registry import register
+from grace.ops.validate import fitting
 
 CODES = Codes("bfloat16", 16)
 

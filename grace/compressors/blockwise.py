@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.blocks import check_block
 from grace.core import Compressor
+from grace.ops.blocks import check_block
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from grace import execution
 from grace.compressors.qsgd import QSGD
 from grace.compressors.selectors import SelectingSparsifier
 from grace.compressors.sparse import Placed, Sparsifier
 from grace.compressors.topk import TopK
-from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, at_once, name_of, run
-from grace.memories.none import NoMemory
-from grace.registry import register
+from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, at_once, name_of, native, run
+from grace.core.registry import register
 
 
 @register("chain")
@@ -93,7 +91,7 @@ class Chain(Placed):
             return None
         values, positions, left = done
         where = self._values(ctx)
-        coded = execution.encode(self.quantizer, NoMemory(), ctx.xp.copy(values), {}, where)
+        coded = native.fused(self.quantizer, ctx.xp.copy(values), None, where)
         found, _ = coded or at_once(self.quantizer.compress(values, {}, where), self.quantizer)
         payload = (*found, *self.sparsifier.write(positions, ctx))
         if residual is None:
@@ -106,7 +104,7 @@ class Chain(Placed):
         return self.sparsifier.parts((self._decoded(payload[:values], ctx), *payload[values:]), ctx)
 
     def _decoded(self, found: Payload, ctx: Context) -> Array:
-        return execution.decode(self.quantizer, found, self._values(ctx)) * self.scale(self._count(ctx.size))
+        return native.decode(self.quantizer, found, self._values(ctx)) * self.scale(self._count(ctx.size))
 
     def scale(self, k: int) -> float:
         """What k decoded values are multiplied by."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace import blocks, indices
-from grace.checks import fitting
 from grace.compressors.coded import encoded
 from grace.compressors.sparse import Placed
 from grace.core import Array, Context, Payload, State, Steps, at_once
-from grace.packing import pack, unpack
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops import blocks, index_coding
+from grace.ops.packing import pack, unpack
+from grace.ops.validate import fitting
 
 
 @register("chunktopk")
@@ -67,7 +67,7 @@ class ChunkTopK(Placed):
         below = xp.sum(xp.where(high, 0.0, sizes), 1) / xp.maximum(few, 1.0)
         magnitudes = xp.reshape(xp.concat([xp.reshape(below, (-1, 1)), xp.reshape(above, (-1, 1))], 1), (-1,))
         codes = xp.cast(blocks.flat(xp, high, k), "int32") + 2 * xp.cast(values < 0, "int32")
-        return (*indices.narrow(xp, places, self.chunk_size), pack(xp, 2, codes), magnitudes), state
+        return (*index_coding.narrow(xp, places, self.chunk_size), pack(xp, 2, codes), magnitudes), state
 
     def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         if ctx.kernels.chunks_encode:
@@ -84,7 +84,7 @@ class ChunkTopK(Placed):
                 values, positions = found
                 return values, positions
         *sent, codes, magnitudes = payload
-        places = indices.widen(xp, tuple(sent), self.chunk_size, k)
+        places = index_coding.widen(xp, tuple(sent), self.chunk_size, k)
         codes = xp.cast(unpack(xp, 2, codes, k), "int32")
         magnitudes = fitting(xp, magnitudes, "float32", 2 * blocks.block_count(k, self.chunk_k), "magnitudes")
         low, high = magnitudes[0::2], magnitudes[1::2]

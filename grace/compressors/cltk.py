@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.checks import placed
-from grace.collectives import Reduce
 from grace.compressors.sparse import AgreedSparsifier, poisoned
 from grace.core import Array, Context, Payload, Program, State
-from grace.registry import register
+from grace.core.collectives import Reduce
+from grace.core.registry import register
+from grace.ops.validate import placed
 
 
 @register("cltk", "scalecom")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from grace.core import Array, Compressor, Context, Payload
+from grace.core.rng import Rng
 from grace.kernels import Codes
-from grace.rng import Rng
 
 
 def coded(

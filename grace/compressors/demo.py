@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from grace import indices
-from grace.checks import fitting, placed
 from grace.core import Array, Compressor, Context, Payload, State, Steps
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops import index_coding as indices
+from grace.ops.validate import fitting, placed
 
 
 @register("demo")

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from grace import blocks
 from grace.compressors.blockwise import Blockwise
 from grace.compressors.coded import coded, coded_mean
 from grace.core import Array, Context, Payload, State, Steps
+from grace.core.registry import register
 from grace.kernels import Codes
-from grace.packing import pack, unpack
-from grace.registry import register
+from grace.ops import blocks
+from grace.ops.packing import pack, unpack
 
 
 def _both_signs(magnitudes: list[float], *others: float) -> tuple[float, ...]:

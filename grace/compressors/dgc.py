@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.compressors.selectors import SelectingSparsifier
-from grace.registry import register
+from grace.core.registry import register
 
 
 @register("dgc")

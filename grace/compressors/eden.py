@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from grace import blocks
-from grace.checks import fitting
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Context, Payload, State, Steps
-from grace.hadamard import STREAMS, check_width, hadamard, signs, width_of
-from grace.packing import pack, unpack
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops import blocks
+from grace.ops.hadamard import STREAMS, check_width, hadamard, signs, width_of
+from grace.ops.packing import pack, unpack
+from grace.ops.validate import fitting
 
 CENTROIDS = {  # positive levels of the best quantiser of a normal distribution (Lloyd and Max)
     1: (1.0,),  # any would do: the scale makes up for it

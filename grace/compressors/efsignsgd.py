@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace import blocks
-from grace.checks import fitting
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Context, Payload, State, Steps
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops import blocks
+from grace.ops.validate import fitting
 
 
 @register("efsignsgd", "scaled_sign")

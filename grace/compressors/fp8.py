@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from grace import blocks
-from grace.checks import fitting
 from grace.compressors.blockwise import Rounded
 from grace.compressors.coded import coded, coded_mean
 from grace.core import Array, Context, Payload, State, Steps
+from grace.core.registry import register
 from grace.kernels import Codes
-from grace.registry import register
+from grace.ops import blocks
+from grace.ops.validate import fitting
 
 
 class Format(NamedTuple):

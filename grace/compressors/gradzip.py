@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grace.collectives import Reduce
 from grace.compressors.lowrank import WarmStarted
 from grace.core import Array, Context, Payload, Program, State
-from grace.registry import register
+from grace.core.collectives import Reduce
+from grace.core.registry import register
 
 
 @register("gradzip")

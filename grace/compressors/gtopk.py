@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from grace import execution
-from grace.collectives import Gather
 from grace.compressors.sparse import AgreedSparsifier
 from grace.core import Array, Context, Payload, Program, State
-from grace.registry import register
+from grace.core.collectives import Gather
+from grace.core.errors import sent_by
+from grace.core.registry import register
 
 
 @register("gtopk")
@@ -47,7 +47,7 @@ class GTopK(AgreedSparsifier):
                 return kernels.largest_sums(payloads, ctx.size, self.count(ctx.size))
         total = xp.zeros(ctx.size)
         for worker, payload in enumerate(payloads):
-            with execution.sent_by(worker, self, ctx):
+            with sent_by(worker, self, ctx):
                 total = self.add(total, payload, ctx)
         positions = self.select(total, ctx)
         return xp.take(total, positions), positions

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.checks import matching
 from grace.compressors.coded import encoded
 from grace.core import Array, Compressor, Context, Payload, State, Steps
-from grace.packing import pack, unpack
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops.packing import pack, unpack
+from grace.ops.validate import matching
 
 
 @register("inceptionn")

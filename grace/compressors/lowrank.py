@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from grace.checks import fitting
 from grace.core import Array, Combine, Compressor, Context, Payload, State
-from grace.rng import NOISE, Rng
+from grace.core.rng import NOISE, Rng
+from grace.ops.validate import fitting
 
 STRIDE = 7919
 """Places in the table of spare directions between those of two steps."""

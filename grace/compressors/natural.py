@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace import blocks
-from grace.checks import fitting
 from grace.compressors.blockwise import Blockwise
 from grace.compressors.coded import coded, coded_mean
 from grace.core import Array, Context, Payload, State, Steps
+from grace.core.registry import register
 from grace.kernels import Codes
-from grace.registry import register
+from grace.ops import blocks
+from grace.ops.validate import fitting
 
 GRACE_TOP = 127 + 18  # exponent field of 2**18, which code 127 stands for in GRACE's first release
 CODES = {"auto": Codes("natural", 8), "grace": Codes("natural", 8, second=GRACE_TOP)}

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from grace import blocks
 from grace.compressors.blockwise import Blockwise
 from grace.compressors.coded import coded, coded_mean
 from grace.core import Array, Context, Payload, State, Steps
+from grace.core.registry import register
 from grace.kernels import Codes
-from grace.packing import pack, unpack
-from grace.registry import register
+from grace.ops import blocks
+from grace.ops.packing import pack, unpack
 
 
 def _bits(s: int) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.checks import fitting
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops.validate import fitting
 
 
 @register("none", "nocompression")

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace import blocks
-from grace.checks import fitting
 from grace.core import Array, Compressor, Context, Payload, State, Steps
-from grace.packing import pack, packed_size, unpack
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops import blocks
+from grace.ops.packing import pack, packed_size, unpack
+from grace.ops.validate import fitting
 
 
 @register("qsgd")
@@ -18,7 +18,7 @@ from grace.registry import register
 class QSGD(Compressor):
     """Round |x| / ||x|| to one of ``quantum_num`` levels at random, so that the expectation is x.
 
-    The expectation is right up to 2**-17 of a level (`grace.rng.Rng.noise`): an element below norm / (2**17 *
+    The expectation is right up to 2**-17 of a level (`grace.core.rng.Rng.noise`): an element below norm / (2**17 *
     quantum_num) always becomes zero.
     Payload: codes uint8[ceil(b * n / 8)], b = 1 + bits of quantum_num, sign in the top bit; norms float32[m].
     ``quantum_num``: levels s, 1 .. 127. ``bucket_size``: elements that share a norm; 0: the whole tensor.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from grace.compressors.chain import Chain
 from grace.compressors.qsgd import QSGD
 from grace.core import Compressor, name_of
-from grace.registry import register
+from grace.core.registry import register
 
 
 @register("qsparse")

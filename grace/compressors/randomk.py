@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.checks import fitting
 from grace.compressors.sparse import Sparsifier, check_ratio, kept, poisoned
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops.validate import fitting
 
 
 @register("randomk")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from grace import blocks
-from grace.checks import fitting
-from grace.collectives import Reduce
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Combine, Context, Payload, Program, State
-from grace.registry import register
+from grace.core.collectives import Reduce
+from grace.core.registry import register
+from grace.core.sharding import spans
+from grace.ops import blocks
+from grace.ops.validate import fitting
 
 WIDE = 2**15  # levels of an int32: far below the noise of a batch, and enough for 65 535 workers
 
@@ -104,7 +105,7 @@ class SharedInt(Blockwise):
         return x if xp.mutable and xp.same_memory(found[0], x) else xp.concat(found)
 
     def _spans(self, ctx: Context) -> list[tuple[int, int]]:
-        return blocks.spans(ctx.xp, ctx.size, self.block or 8)
+        return spans(ctx.xp, ctx.size, self.block or 8)
 
     def _scales(self, scale: Array, start: int, stop: int) -> Array:
         # Those of the blocks of a span.

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grace import tails
 from grace.compressors.sparse import LARGEST, CodedSparsifier, beyond, check_ratio, first, kept
 from grace.core import Array, Context, Payload, Resize, State, Steps
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops import distributions as tails
 
 LEAST, FEWEST = 4096, 32
 """Of fewer elements, or where fewer are wanted, moments say too little: the largest are chosen exactly."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.blocks import block_count, rows
-from grace.checks import fitting
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops.blocks import block_count, rows
+from grace.ops.validate import fitting
 
 CHECKED = 8192  # elements that share one flag byte: 0.1% on top of one bit each
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.checks import fitting
 from grace.compressors.coded import encoded
 from grace.core import Array, Compressor, Context, Payload, State, Steps
-from grace.packing import pack, unpack
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops.packing import pack, unpack
+from grace.ops.validate import fitting
 
 
 @register("sketch", "sketchml")

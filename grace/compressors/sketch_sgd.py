@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from grace import blocks
-from grace.collectives import Reduce
 from grace.compressors.sparse import AgreedSparsifier, kept
 from grace.core import Array, Context, Payload, Program, State
-from grace.registry import register
+from grace.core.collectives import Reduce
+from grace.core.registry import register
+from grace.ops import blocks
 
 GROUP = 256
 """Neighbours that are hashed together, where the table has as many columns: what a processor adds in one go."""

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grace import indices
-from grace.checks import fitting, matching, placed
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
-from grace.received import Received
+from grace.core.gathered import Received
+from grace.ops import index_coding as indices
+from grace.ops.validate import fitting, matching, placed
 
 LARGEST = 2.0**127 * (2 - 2.0**-23)
 """The largest number of float32."""
@@ -148,7 +148,7 @@ class Sparsifier(Placed):
 class CodedSparsifier(Sparsifier):
     """A sparsifier whose positions may travel in fewer bits.
 
-    ``index_coding``: "int32", "bitmap", "elias_fano", or "auto", which takes the smallest of them (`grace.indices`).
+    ``index_coding``: "int32", "bitmap", "elias_fano", or "auto", the smallest of them (`grace.ops.index_coding`).
     """
 
     index_coding: str = field(default="int32", kw_only=True)

@@ -8,7 +8,7 @@ from grace.compressors.chain import Chain
 from grace.compressors.efsignsgd import EFSignSGD
 from grace.compressors.topk import TopK
 from grace.core import Compressor
-from grace.registry import register
+from grace.core.registry import register
 
 
 @register("stc")

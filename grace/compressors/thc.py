@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from grace import blocks
-from grace.checks import fitting
-from grace.collectives import Reduce
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Combine, Context, Payload, Program, State
-from grace.hadamard import check_width, hadamard, signs, width_of
-from grace.registry import register
+from grace.core.collectives import Reduce
+from grace.core.registry import register
+from grace.ops import blocks
+from grace.ops.hadamard import check_width, hadamard, signs, width_of
+from grace.ops.validate import fitting
 
 CUT = NormalDist().inv_cdf(1 - 1 / 64)  # what 1 in 32 numbers of a normal distribution exceeds
 

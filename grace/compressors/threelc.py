@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace import blocks
-from grace.checks import fitting
 from grace.compressors.blockwise import Blockwise
 from grace.core import Array, Context, Payload, State, Steps
-from grace.packing import pack_trits, packed_trits, unpack_trits
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops import blocks
+from grace.ops.packing import pack_trits, packed_trits, unpack_trits
+from grace.ops.validate import fitting
 
 ZEROS = 121  # the byte of five zeros
 FIRST = 243  # bytes from here on stand for runs of 2 .. 14 such bytes

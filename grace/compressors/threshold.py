@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grace.compressors.sparse import CodedSparsifier
 from grace.core import Array, Context
-from grace.registry import register
+from grace.core.registry import register
 
 
 @register("threshold")

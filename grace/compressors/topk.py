@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from grace.compressors.selectors import SelectingSparsifier
 from grace.compressors.sparse import kept
 from grace.core import Array, Context
-from grace.registry import register
+from grace.core.registry import register
 
 
 @register("topk")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.checks import fitting, matching, placed
 from grace.compressors.coded import encoded
 from grace.compressors.sparse import Scattered, check_ratio, signed, unsigned
 from grace.core import Array, Context, Payload, State, Steps
-from grace.registry import register
+from grace.core.registry import register
+from grace.ops.validate import fitting, matching, placed
 
 
 @register("wangni")

@@ -16,9 +16,9 @@ import numpy as np
 from keras import layers, ops
 
 from grace.core import Transport
+from grace.engine.session import Grace
 from grace.factorize.algebra import svd_factor
 from grace.factorize.plan import Layer, Matrix, NameMap
-from grace.pipeline import Grace
 
 __all__ = ["LowRank", "LowRankLSTMCell", "LowRankMultiHeadAttention"]
 

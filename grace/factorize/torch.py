@@ -15,9 +15,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from grace import torch as integration
 from grace.core import Transport
+from grace.engine.session import Grace
 from grace.factorize.algebra import svd_factor
 from grace.factorize.plan import Layer, Matrix, NameMap
-from grace.pipeline import Grace
 from grace.torch.broadcast import transport_of as transport_for
 
 __all__ = ["LowRank", "LowRankLSTM", "LowRankMultiheadAttention"]

@@ -318,7 +318,7 @@ class Library:
     ) -> None:
         """Levels 0 .. ``levels`` of v relative to each block's norm, as `grace.compressors.qsgd` has them.
 
-        Codes of 1 .. 8 bits, the sign in the top one, as `grace.packing` writes them: uint8[packed_size(bits, n)];
+        Codes of 1 .. 8 bits, the sign in the top one, as `grace.ops.packing` writes them: uint8[packed_size(bits, n)];
         scales: float32[m]. Noise is added before a level is rounded down: table, offsets and start as in `ints_encode`.
         levels = 0, of 2 bits: `grace.compressors.terngrad`'s ternary numbers relative to the largest magnitude, drawn
         by the uniform numbers of ``keys`` from ``start`` on, without a table.
@@ -456,7 +456,7 @@ class Library:
     ) -> None:
         """Codes of ``codec.bits``, of `Codes.with_random`; ``start``: the position of x[0] among random words.
 
-        x, residual, out: float32[n]; codes: uint8, as `grace.packing.pack` has them, or little-endian; scales:
+        x, residual, out: float32[n]; codes: uint8, as `grace.ops.packing.pack` has them, or little-endian; scales:
         4 bytes [m], absent for those that have none.
         """
         with_codec = self.handle, ctypes.addressof(codec)
@@ -531,7 +531,7 @@ class Library:
         self._normal_mean(self.handle, *sent, workers, out, n, width, bits, table, *keys, start, threads)
 
     def norms(self, x: int, norms: int, n: int, block: int, threads: int = 1) -> None:
-        """norms, float32[m]: `grace.blocks.norms` of blocks of x, float32[n]; ``block`` is not 0."""
+        """norms, float32[m]: `grace.ops.blocks.norms` of blocks of x, float32[n]; ``block`` is not 0."""
         self._norms(self.handle, x, norms, n, block, threads)
 
     def steps_encode(
@@ -742,7 +742,7 @@ class Library:
             raise ValueError(f"worker {wrong // each} sent positions that do not ascend within 0 .. {n - 1}")
 
     def positions_write(self, positions: int, k: int, lower: int, planes: Sequence[int], upper: int, marks: int) -> int:
-        """int32[k], ascending -> what `grace.indices` writes as "elias_fano": how many of them had a place; all, if k.
+        """int32[k], ascending -> what `grace.ops.index_coding` writes as "elias_fano": how many had a place; all, if k.
 
         planes: uint8 each, of up to 8 of the ``lower`` bits; upper: uint8[ceil(marks/8)].
         """
@@ -832,7 +832,7 @@ class Library:
     def quantiles_encode(self, x: int, codes: int, means: int, n: int, q: int, bits: int) -> None:
         """Buckets of equal population and their means, as `grace.compressors.sketch` has them.
 
-        codes: uint8[packed_size(bits, n)], as `grace.packing` writes them; means: float32[q], q <= min(n, 256).
+        codes: uint8[packed_size(bits, n)], as `grace.ops.packing` writes them; means: float32[q], q <= min(n, 256).
         """
         if self._quantiles_encode(self.handle, x, codes, means, n, q, bits):
             raise MemoryError("quantiles need memory for about n elements")

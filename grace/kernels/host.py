@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 from grace.backends.base import recent
-from grace.checks import fitting
 from grace.core import Calls
+from grace.core.gathered import Received
+from grace.core.rng import NOISE, Rng
 from grace.kernels import Codes, Library, library
-from grace.packing import packed_size
-from grace.received import Received
-from grace.rng import NOISE, Rng
+from grace.ops.packing import packed_size
+from grace.ops.validate import fitting
 
 Array = Any
 Pairs = Sequence[tuple[Array, ...]]
@@ -281,7 +281,7 @@ class HostKernels:
         return self._mean(mean, out, kept)
 
     def norms(self, x: Array, block: int) -> Array:
-        """float32[n] -> float32[m]: `grace.blocks.norms` of blocks."""
+        """float32[n] -> float32[m]: `grace.ops.blocks.norms` of blocks."""
         xp, (x,) = self._xp, self._ready(x)
         (n,) = xp.shape(x)
         norms = xp.empty(_count(n, block))
@@ -640,7 +640,7 @@ class HostKernels:
         return out
 
     def positions_write(self, positions: Array, widths: Sequence[int], marks: int) -> tuple[Array, ...]:
-        """int32[k] -> planes of so many lower bits each, and the others' code: "elias_fano" of `grace.indices`."""
+        """int32[k] -> planes of lower bits, and the upper ones' code: "elias_fano" of `grace.ops.index_coding`."""
         xp, at, (positions,) = self._xp, self._xp.address, self._ready(positions)
         (k,) = xp.shape(positions)
         planes = [xp.part(packed_size(bits, k), "uint8") for bits in widths]

@@ -17,8 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 from grace.core import Compressor, name_of
+from grace.core.rng import NOISE, Rng
 from grace.kernels import library
-from grace.rng import NOISE, Rng
 
 __all__ = [
     "TensorflowKernels",

@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from grace.backends.base import Unavailable
-from grace.blocks import block_count
+from grace.core.errors import Unavailable
+from grace.core.rng import MASK32, Rng
 from grace.kernels.host import Pairs, fitted
-from grace.rng import MASK32, Rng
+from grace.ops.blocks import block_count
 
 Array = Any
 

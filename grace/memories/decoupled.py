@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.core.registry import register
 from grace.memories.residual import Residual
-from grace.registry import register
 
 
 @register("decoupled_momentum")

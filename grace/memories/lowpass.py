@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.core.registry import register
 from grace.memories.residual import Residual
-from grace.registry import register
 
 
 @register("lowpass")

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grace.collectives import Reduce
 from grace.core import Array, Compressor, Context, Memory, Payload, Program, Resize, State
+from grace.core.collectives import Reduce
+from grace.core.registry import register
 from grace.memories.residual import Residual
-from grace.registry import register
 
 UNSEEN = 1e-4
 """Of the usual second moment: less than that the warm-up has not learned."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps
-from grace.registry import register
+from grace.core.registry import register
 
 
 @register("residual", "powersgd")

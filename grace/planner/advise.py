@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from grace.core import Combine, Compressor
-from grace.layout import grouped
+from grace.communicators.planned.strategy import Action, Kind
+from grace.core import Combine
+from grace.core.registry import triple
+from grace.engine.buckets import grouped
 from grace.planner.costs import MIN_NUMEL, Cluster, Codec
-from grace.planner.options import Action, Kind
 from grace.planner.profile import Profile, TensorProfile
 from grace.planner.timeline import DEVICE, INTER, INTRA, Chain, Timeline
 
@@ -114,9 +115,7 @@ class Advice:
 
 def candidate(label: str, codec: Codec) -> Candidate:
     """A method as it travels by default: summed where payloads are linear or agreed on, else gathered."""
-    from grace.registry import grace_from_params
-
-    compressor: Compressor = grace_from_params(dict(codec.params), "local").method.compressor
+    compressor = triple(codec.params)[0].compressor
     # A method that agrees on its payload asks for its factors one after the other.
     rounds = 2 if compressor.combine is Combine.AGREED else 1
     return Candidate(label, codec, compressor.combine is not Combine.GATHER, rounds)

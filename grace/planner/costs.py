@@ -18,7 +18,7 @@ from itertools import combinations
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from grace.planner.options import (
+from grace.communicators.planned.strategy import (
     DENSE_FLAT,
     DENSE_HIERARCHICAL,
     DEVICES,
@@ -37,7 +37,7 @@ from grace.planner.timeline import CPU, DEVICE, INTER, INTRA, Chain
 
 FORMAT = 1
 MIN_NUMEL = 1024
-"""Smaller tensors go dense with others' messages, as `grace.pipeline.Options` has it by default."""
+"""Smaller tensors go dense with others' messages, as `grace.engine.session.Options` has it by default."""
 KEPT = 12
 """At most so many strategies of one tensor size are looked at by a search."""
 

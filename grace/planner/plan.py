@@ -11,11 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grace.communicators.planned.strategy import DEVICES, Device, Option, parse
+from grace.core.registry import triple
 from grace.planner.advise import step
 from grace.planner.costs import MIN_NUMEL, Cluster, Codec, Costs
 from grace.planner.costs import cluster as cluster_of
 from grace.planner.costs import codec as codec_of
-from grace.planner.options import DEVICES, Device, Option, parse
 from grace.planner.profile import Profile, read_json
 from grace.planner.profile import from_dict as profile_of
 from grace.planner.profile import seconds as checked
@@ -170,7 +171,7 @@ class Basis:
 
     def codec(self, compressor: Compressor | None = None) -> Codec | None:
         """The costs of this compressor, by default the plan's; None if they are not known."""
-        from grace.registry import method_from_params
+        from grace.core.registry import method_from_params
 
         if compressor is None:
             return self.codecs[0]
@@ -224,13 +225,11 @@ def basis_of(data: Any) -> Basis:
 
 
 def _params(data: Any) -> dict[str, Any]:
-    from grace.registry import grace_from_params
-
     if not isinstance(data, Mapping) or not isinstance(data.get("compressor"), str):
         raise ValueError('params of a plan name a "compressor"')
     if odd := [key for key, value in data.items() if not isinstance(value, (str, int, float, bool, type(None)))]:
         raise ValueError(f"params of a plan are names and numbers, but {odd[0]!r} is neither")
-    grace_from_params({**data, "world_size": 1}, "local")  # ValueError for what is not there
+    triple(data)[0].check()
     return dict(data)
 
 
@@ -325,9 +324,8 @@ def predict(
 def refuse(params: Mapping[str, Any]) -> None:
     """Raise ValueError for a compressor that agrees on its payload while it compresses: no strategy moves that."""
     from grace.core import Combine, name_of
-    from grace.registry import grace_from_params
 
-    compressor = grace_from_params(dict(params), "local").method.compressor
+    compressor = triple(params)[0].compressor
     if compressor.combine is Combine.AGREED:
         raise ValueError(
             f"{name_of(compressor)!r} exchanges inside compress, so no strategy of the tree carries it: plan with "

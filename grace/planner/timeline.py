@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
+from grace.engine.trace import Event, write
 from grace.kernels.timeline import NativePlayer, native_player
-from grace.trace import Event, write
 
 DEVICE, CPU, INTRA, INTER = range(4)
 RESOURCES = ("device", "CPU pool", "link within a machine", "link between machines")

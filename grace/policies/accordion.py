@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grace.core import Compressor
-from grace.policies.base import Decision, Level, Policy, level_of, number, own_level
-from grace.registry import register
+from grace.core.policy import Decision, Level, Policy, level_of, number, own_level
+from grace.core.registry import register
 
 LOW, HIGH = 0, 1  # the levels, named after how much they compress
 MODEL = "(model)"  # whose norm is that over all tensors

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from grace.communicators.base import Communicator
 from grace.core import Compressor, name_of
-from grace.method import Method
-from grace.policies.base import Decision, Level, Policy, number
-from grace.registry import register, triple
+from grace.core.communicator import Communicator
+from grace.core.method import Method
+from grace.core.policy import Decision, Level, Policy, number
+from grace.core.registry import register, triple
 
 DENSE, FLUSH, FIRST = 0, 1, 2
 """Levels: gradients as they are; the same, and with them what memories still hold; the first candidate."""

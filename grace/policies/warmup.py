@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from grace.core import Compressor, name_of
-from grace.policies.base import Decision, Level, Policy, own_level
-from grace.registry import register
+from grace.core.policy import Decision, Level, Policy, own_level
+from grace.core.registry import register
 
 
 @register("warmup")

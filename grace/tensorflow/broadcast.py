@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from grace.backends import get_backend
-from grace.collectives import Broadcast
 from grace.core import Transport
-from grace.pipeline import Grace
+from grace.core.collectives import Broadcast
+from grace.engine.session import Grace
 from grace.tensorflow.checks import check_grace
 from grace.tensorflow.names import path_of
 from grace.transports import get_transport

@@ -12,8 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from grace.engine.session import Grace
 from grace.gossip import Gossip
-from grace.pipeline import Grace
 from grace.tensorflow.broadcast import assign_from, compare, transport_of
 from grace.tensorflow.checks import check_backend, check_grace, process_set_of
 from grace.tensorflow.names import EXCHANGED, identity, names_of

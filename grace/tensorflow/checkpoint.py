@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from grace import checkpoint
-from grace.pipeline import Grace
+from grace.engine.session import Grace
 from grace.tensorflow.checks import check_grace
 
 

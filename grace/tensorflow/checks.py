@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from grace.pipeline import Grace
+from grace.engine.session import Grace
 
 
 def check_grace(grace: Any, where: str) -> None:

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
-from grace.pipeline import SPARSE, Grace
+from grace.engine.session import SPARSE, Grace
 from grace.tensorflow.checks import HOROVOD_TAPE, check_grace, check_horovod, check_replicas
 from grace.tensorflow.names import EXCHANGED, identity, names_for
 

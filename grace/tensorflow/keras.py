@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from grace.core import name_of
-from grace.pipeline import MOMENTUM_TWICE, Grace
+from grace.engine.session import MOMENTUM_TWICE, Grace
 from grace.tensorflow.checks import HOROVOD_OPTIMIZER, check_grace, check_horovod, check_optimizer, check_replicas
 from grace.tensorflow.gradients import DRIVEN, exchange
 

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from grace.pipeline import Grace
-from grace.state import matched
+from grace.engine.reshard import matched
+from grace.engine.session import Grace
 
 EXCHANGED: set[Any] = set()
 """Identities of all variables that gradients were averaged for, or that were mixed, in this process."""

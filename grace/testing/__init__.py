@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from grace.backends import get_backend
-from grace.communicators.base import Communicator
 from grace.core import Compressor, Memory, name_of
+from grace.core.communicator import Communicator
 from grace.testing import communicators, compressors, memories
 
 __all__ = [

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from grace.catalog import carries
-from grace.collectives import Collective, arrays_of
-from grace.communicators.base import Communicator
 from grace.core import Compressor, Context, Memory, run
-from grace.flight import Flight
-from grace.method import Method
-from grace.pipeline import Grace, Options
-from grace.registry import communicators, compressors, memories, usual_communicator
-from grace.trace import Trace
+from grace.core.collectives import Collective, arrays_of
+from grace.core.communicator import Communicator
+from grace.core.method import Method
+from grace.core.registry import communicators, compressors, memories, usual_communicator
+from grace.engine.options import Options
+from grace.engine.scheduler import Flight
+from grace.engine.session import Grace
+from grace.engine.trace import Trace
 from grace.transports.local import LocalTransport, World
 
 SIZES = (0, 1, 7, 8, 9, 1000, 5000)
@@ -209,3 +209,13 @@ def poisoned(shape: tuple[int, ...], name: str, seed: int) -> Any:
     value, where = BAD[name]
     x.reshape(-1)[int(where * (x.size - 1))] = value
     return x
+
+
+def carries(communicator: Communicator, compressor: Compressor) -> bool:
+    """Whether a communicator accepts a compressor with the memory that it names, between two workers."""
+    method = Method(compressor, memories[compressor.memory]())
+    try:
+        communicator.fitted(method, LocalTransport(World(2))).check(method, 2)
+    except ValueError:
+        return False
+    return True

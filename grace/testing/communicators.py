@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from grace.communicators.base import Communicator
 from grace.compressors.none import NoCompression
 from grace.core import Compressor
+from grace.core.communicator import Communicator
 from grace.testing import exchanges
 from grace.testing.cases import Laws, lockstep, same, shape_of, spread, workers
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from grace.core import Combine, Compressor, name_of
+from grace.core.method import Method
 from grace.memories.residual import Residual
-from grace.method import Method
 from grace.testing import exchanges
 from grace.testing.cases import (
     BAD,

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from grace.communicators.base import Communicator
 from grace.core import Compressor, Memory
+from grace.core.communicator import Communicator
 from grace.testing.cases import (
     BAD,
     Laws,

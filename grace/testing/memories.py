@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from grace.core import Compressor, Memory
-from grace.registry import communicators, usual_communicator
+from grace.core.registry import communicators, usual_communicator
 from grace.testing import exchanges
 from grace.testing.cases import Laws, lockstep, shape_of, spread, workers
 

@@ -1,9 +1,9 @@
 """PyTorch's integrations: DistributedOptimizer, a DDP communication hook, FSDP2, broadcasts of the initial state."""
 
-from grace.fsdp import fsdp
 from grace.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from grace.torch.checkpoint import CheckpointState
 from grace.torch.ddp import ddp_hook, name_parameters
+from grace.torch.fsdp import fsdp
 from grace.torch.neighbours import gossip
 from grace.torch.optimizer import DistributedOptimizer, release
 from grace.torch.policy import PolicyScheduler

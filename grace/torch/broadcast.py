@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from grace.backends import get_backend
-from grace.collectives import Broadcast
 from grace.core import Transport
-from grace.pipeline import Grace
+from grace.core.collectives import Broadcast
+from grace.engine.session import Grace
 from grace.torch.checks import check_grace, check_optimizer, entries, kind_of, ordinary
 from grace.transports import get_transport
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from grace.pipeline import Grace
+from grace.engine.session import Grace
 
 
 class CheckpointState:

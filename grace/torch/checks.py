@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from grace.pipeline import FLOATS, Grace
-from grace.transports import loaded_horovod
+from grace.engine.session import FLOATS, Grace
+from grace.transports.launched import loaded_horovod
 
 
 @contextmanager

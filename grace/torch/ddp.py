@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 
-from grace.pipeline import Grace
+from grace.engine.session import Grace
 from grace.torch.checks import check_grace
 from grace.torch.gradients import dense, plain
 from grace.torch.ownership import HOOK, Claim, claim, claimed, extend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from grace.pipeline import SPARSE, Grace
+from grace.engine.session import SPARSE, Grace
 
 
 def dense(grad: torch.Tensor, grace: Grace, name: str) -> torch.Tensor:

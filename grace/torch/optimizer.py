@@ -12,10 +12,10 @@ from weakref import WeakMethod
 
 import torch
 
-from grace.agreement import OutOfStep
-from grace.collectives import Reduce
 from grace.core import name_of
-from grace.pipeline import MOMENTUM_TWICE, Grace
+from grace.core.collectives import Reduce
+from grace.engine.handshake import OutOfStep
+from grace.engine.session import MOMENTUM_TWICE, Grace
 from grace.torch.checks import (
     check_grace,
     check_horovod,

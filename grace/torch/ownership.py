@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from grace.pipeline import Grace
+from grace.engine.session import Grace
 
 OPTIMIZER, HOOK = "DistributedOptimizer", "ddp_hook"
 

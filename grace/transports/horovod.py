@@ -16,9 +16,9 @@ from itertools import accumulate, pairwise
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from grace.agreement import JOINED
 from grace.core import Array, Transport
 from grace.transports import events
+from grace.transports.launched import JOINED
 from grace.transports.messages import MessageTransport, Wait
 
 
@@ -29,7 +29,7 @@ class HorovodTransport(Transport):
     """
 
     def __init__(self, process_set: Any = None):
-        from grace.transports import loaded_horovod
+        from grace.transports.launched import loaded_horovod
 
         initialised = [module for module in loaded_horovod() if module.is_initialized()]
         if not initialised:
@@ -46,7 +46,7 @@ class HorovodTransport(Transport):
 
     @property
     def node_size(self) -> int:
-        from grace.transports import loaded_horovod
+        from grace.transports.launched import loaded_horovod
 
         return loaded_horovod()[0].local_size() if self._process_set is None else self.size
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace.collectives import AllToAll, Collective, arrays_of
 from grace.core import Array, Transport
-from grace.transports import group_size
+from grace.core.collectives import AllToAll, Collective, arrays_of
+from grace.transports.launched import group_size
 from grace.transports.messages import MessageTransport, Wait
 
 

@@ -11,10 +11,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from grace.backends.base import ITEMSIZE
-from grace.collectives import AllToAll, Broadcast, Collective, Gather, Reduce
 from grace.core import Array, Transport
-from grace.received import Layout, Messages, Received, nbytes, offsets
+from grace.core.collectives import AllToAll, Broadcast, Collective, Gather, Reduce
+from grace.core.dtypes import ITEMSIZE
+from grace.core.gathered import Layout, Messages, Received, nbytes, offsets
 
 Wait = Callable[[], Any]
 CARRIED = 2**18

@@ -44,7 +44,7 @@ else:
 
 
 from grace import grace_from_params
-from grace.planner.options import options
+from grace.communicators.planned.strategy import options
 
 chosen = options(devices=("gpu",))
 chosen = chosen[:: -(-len(chosen) // int(count))]

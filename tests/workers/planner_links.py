@@ -17,7 +17,7 @@ else:
     hvd.init()
 
 from grace.backends import get_backend
-from grace.planner import measure
+from grace.bench import costs as measure
 from grace.transports import get_transport
 
 carrier = get_transport().bind(get_backend("torch"))

@@ -24,7 +24,7 @@ def carried(transport, rank, gathered, summed):
     """What a round brings: what was gathered, a mean of two arrays, and a sum; and how many messages were reduced."""
     import torch
 
-    from grace.collectives import Gather, Reduce
+    from grace.core.collectives import Gather, Reduce
 
     numbers, begin = torch.from_numpy(values(rank, "float32", summed)), transport.reduce
     codes = torch.from_numpy(values(rank, "int8", gathered).view(np.uint8))

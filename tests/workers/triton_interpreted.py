@@ -20,11 +20,11 @@ from grace.compressors.blockint import BlockInt
 from grace.compressors.efsignsgd import EFSignSGD
 from grace.compressors.topk import TopK
 from grace.core import Context
-from grace.execution import RESIDUAL, Mean, encode
+from grace.core.method import Method
+from grace.engine.encoders import RESIDUAL, Mean, encode
 from grace.kernels import triton as kernels
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
-from grace.method import Method
 
 SIZES = (1, 9, 513, 4101, 9001)
 BLOCKS = (0, 24, 512, 4096, 9000)

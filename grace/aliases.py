@@ -1,0 +1,42 @@
+"""Former names of modules: they give the modules that took their place."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+ALIASES = {
+    "grace.blocks": "grace.ops.blocks",
+    "grace.checks": "grace.ops.validate",
+    "grace.collectives": "grace.core.collectives",
+    "grace.communicators.base": "grace.core.communicator",
+    "grace.method": "grace.core.method",
+    "grace.packing": "grace.ops.packing",
+    "grace.pipeline": "grace.engine.session",
+    "grace.planner.measure": "grace.bench.costs",
+    "grace.planner.options": "grace.communicators.planned.strategy",
+    "grace.policies.base": "grace.core.policy",
+    "grace.record": "grace.engine.record",
+    "grace.registry": "grace.core.registry",
+    "grace.report": "grace.engine.report",
+    "grace.rng": "grace.core.rng",
+}
+
+
+class AliasFinder(MetaPathFinder, Loader):
+    """Finds `ALIASES`; a module and its alias are one object."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self) if fullname in ALIASES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(ALIASES[module.__name__])
+
+
+sys.meta_path.append(AliasFinder())

@@ -1,0 +1,143 @@
+"""What is registered, as its source says it and as it is measured: for `grace methods` and the documentation."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import warnings
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from grace.core import Combine, Compressor
+from grace.core.registry import Registry, communicators, compressors, memories, usual_communicator
+from grace.simulate import simulate
+from grace.testing.cases import carries
+
+SHAPE = (1024, 1024)
+N = 2**20
+SETTINGS: dict[str, dict[str, Any]] = {"threshold": {"threshold": 2.5758}}
+"""With what a method is measured, where its defaults make no sense for numbers of variance 1."""
+KINDS = {"compressors": compressors, "memories": memories, "communicators": communicators}
+REQUIRED = "required"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered class, as a user sees it. What does not apply to its kind is None."""
+
+    name: str
+    aliases: list[str]
+    summary: str
+    citation: str
+    parameters: dict[str, Any]
+    family: str | None = None
+    bits_per_element: float | None = None
+    """Counted by `simulate` on a float32 matrix of 2^20 numbers of variance 1."""
+    allreduce: bool | None = None
+    """Payloads may be summed on the wire, or are agreed on while compressing."""
+    unbiased: bool | None = None
+    variance: float | None = None
+    """w with E|x - x̂|² <= w|x|² for every x of 2^20 elements, where the method is unbiased."""
+    contraction: float | None = None
+    """d with E|x - x̂|² <= (1 - d)|x|² for every x of 2^20 elements."""
+    vote: bool | None = None
+    ragged: bool | None = None
+    memory: str | None = None
+    communicators: list[str] | None = None
+    """Those that carry it with its default parameters."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON. A compressor's entry has all fields, another one those that apply."""
+        found = dataclasses.asdict(self)
+        return found if self.family is not None else {k: v for k, v in found.items() if v is not None}
+
+
+def collect() -> dict[str, list[Entry]]:
+    """All entries of the registry, by kind, in the order of their names. Measures each compressor."""
+    return {kind: [describe(name, registry) for name in registry] for kind, registry in KINDS.items()}
+
+
+def describe(name: str, registry: Registry) -> Entry:
+    """What a class says about itself, and of a compressor what was measured with its defaults."""
+    cls = registry[name]
+    summary, _, citation = docstring(cls)
+    parameters = {f.name: _default(f) for f in dataclasses.fields(cls) if f.init}
+    entry = Entry(name, registry.aliases(name), summary, citation, parameters)
+    if not issubclass(cls, Compressor) or REQUIRED in parameters.values():
+        return entry
+    made = cls()
+    return dataclasses.replace(
+        entry,
+        family=made.family,
+        bits_per_element=bits(name),
+        allreduce=made.combine is not Combine.GATHER,
+        unbiased=made.unbiased,
+        variance=made.variance(N),
+        contraction=made.contraction(N),
+        vote=made.vote,
+        ragged=made.ragged,
+        memory=made.memory,
+        communicators=[each for each in communicators if carries(communicators[each](), made)],
+    )
+
+
+@cache
+def bits(name: str) -> float:
+    """Bits per element that a worker sends, with default parameters."""
+    return sent({"compressor": name, **SETTINGS.get(name, {})}, 2)[0]
+
+
+def sent(params: dict[str, Any], workers: int) -> tuple[float, float]:
+    """Bits per element that worker 0 sends and receives."""
+    import numpy as np
+
+    draw = [np.random.default_rng(worker).standard_normal(SHAPE, dtype=np.float32) for worker in range(workers)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*without error feedback")
+        report = simulate(params, [{"w": gradient} for gradient in draw]).report
+    return 8 * report.bytes_sent / N, 8 * report.bytes_received / N
+
+
+def usual(cls: Any) -> tuple[str, str]:
+    """Default memory and communicator of a compressor."""
+    made = cls()
+    return made.memory, usual_communicator(made)
+
+
+def docstring(cls: type) -> tuple[str, list[str], str]:
+    """First line, statements and citation of a docstring."""
+    first, *rest = inspect.cleandoc(cls.__doc__ or "").replace("``", "`").split("\n")
+    statements: list[str] = []
+    for line in filter(None, rest):  # a statement ends with the line that ends in a full stop
+        if statements and not statements[-1].endswith("."):
+            statements[-1] += f" {line}"
+        else:
+            statements.append(line)
+    cited = [text for text in statements if re.match(r"[A-Z]\w+(,| and| et al)", text) and re.search(r"\d{4}", text)]
+    return first, [text for text in statements if text not in cited], " ".join(cited)
+
+
+def guarantee(entry: Entry) -> str:
+    """What a compressor declares of its error, in words."""
+    if entry.vote:
+        return "a vote: the result has the majority's signs, not the mean's magnitudes"
+    found = []
+    if entry.unbiased:
+        found.append(f"unbiased, variance w = {entry.variance:.3g}" if entry.variance else "unbiased")
+    if (d := entry.contraction) is not None:
+        found.append(
+            "exact" if d == 1 else f"contraction d = {d:.3g}" if d < 0.9 else f"contraction 1 − d = {1 - d:.3g}"
+        )
+    return "; ".join(found) or "none declared"
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    if value is dataclasses.MISSING:
+        return REQUIRED
+    if isinstance(value, Enum):
+        return value.value
+    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)

@@ -1,0 +1,260 @@
+"""A plan at work: what it says of each tensor, for the workers and the level of a policy that there are."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from grace.communicators.planned.strategy import DENSE_FLAT, Option, parse
+from grace.core import Compressor, Transport, name_of
+from grace.core.communicator import machine_size
+from grace.core.method import Method
+from grace.core.registry import method_from_params, nearest
+
+Loader = Callable[[dict[str, Any]], Any]
+"""Reads a plan that was made by the planner; ValueError for what is none."""
+
+
+class Way(NamedTuple):
+    """What a plan says of one tensor."""
+
+    option: str
+    method: Method | None = None
+    """None: that of all tensors."""
+
+
+class _Table(NamedTuple):
+    # A plan in force.
+    text: str
+    ways: dict[str, Way]
+    per_node: int
+    threads: int
+    origin: str
+
+
+class _Given:
+    # The plan that was given, after an agreement worker 0's; and what is in force, by workers, machines and level.
+    def __init__(self, text: str):
+        self.text = text
+        self.tables: dict[tuple[int, int, Compressor | None], _Table] = {}
+
+
+class Ways:
+    """Ways by tensor. Worker 0's plan holds for all, so the others need not have it.
+
+    Where it was made for another number of workers, or at another level of a policy, it is made anew if it holds what
+    it was made from (`grace.planner.plan.Basis`); if not, a warning says that others may be faster.
+    """
+
+    def __init__(self, text: str, leveled: bool = False, *, load: Loader):
+        """``text``: JSON as `grace.planner.plan` writes it; empty on a worker that has none.
+
+        ``leveled``: a policy sets the level of the plan's common method, which every worker has to know. ``load``:
+        `grace.planner.plan.from_dict`, which checks a plan and can make it anew.
+        """
+        self._given, self._leveled, self._load = _Given(text), leveled, load
+        self._compressor: Compressor | None = None
+        self._key: tuple[int, int, Compressor | None] | None = None
+        self.node_size = 0
+        """Workers of a machine, once the workers have agreed."""
+
+    def fitted(self, method: Method) -> Ways:
+        """The same plan for workers that have not agreed yet, at the level of this method if a policy sets it."""
+        new = copy.copy(self)
+        new._compressor = method.compressor if self._leveled else None
+        new._key = None
+        return new
+
+    def lay(self, transport: Transport, node_size: int) -> None:
+        """Before anything may be said to others: take this worker's own plan, with which `agree` compares theirs."""
+        if not self._given.text:
+            raise ValueError("in an elastic job every worker needs the plan: give it on all of them")
+        self._take(self._anew(transport, node_size), transport, node_size)
+
+    def agree(self, transport: Transport, node_size: int) -> None:
+        """Take worker 0's plan. Every worker must make this call. ValueError if it is none.
+
+        ``node_size``: workers of a machine; 0: as the plan says, or else as they were launched. Warns if the plan was
+        made for other workers, or another level, and cannot be made anew.
+        """
+        laid = None if self._key is None else self._text
+        try:
+            mine = self._anew(transport, node_size) if transport.rank == 0 else ""
+        except ValueError:
+            mine = ""  # all find the same below, where nobody waits
+        given, text = json.loads(transport.exchange(json.dumps([self._given.text, mine]))[0])
+        self._given.text = given
+        text = text or self._anew(transport, node_size)  # workers of one process, too, hear only themselves
+        if laid is not None and laid != text:
+            raise ValueError("this worker's plan is not worker 0's: give the same one to all workers of an elastic job")
+        self._take(text, transport, node_size)
+
+    def _anew(self, transport: Transport, node_size: int) -> str:
+        known = self._given.tables.get((transport.size, node_size, self._compressor))
+        if known is not None:
+            return known.text
+        return anew(self._given.text, transport.size, node_size, self._compressor, transport.rooted, self._load)
+
+    def _take(self, text: str, transport: Transport, node_size: int) -> None:
+        self._key = (transport.size, node_size, self._compressor)
+        self._given.tables[self._key] = table = _table(text, self._leveled, self._load)
+        self.node_size = node_size or table.per_node
+        if not all(option.flat for option in self.options):
+            self.node_size = machine_size("planned", self.node_size, transport)
+
+    @property
+    def _table(self) -> _Table:
+        assert self._key is not None, "agree first"
+        return self._given.tables[self._key]
+
+    @property
+    def _text(self) -> str:
+        return self._table.text
+
+    @property
+    def options(self) -> list[Option]:
+        """All strategies that occur."""
+        return [parse(text) for text in dict.fromkeys(way.option for way in self._table.ways.values())]
+
+    @property
+    def threads(self) -> int:
+        """Threads of the CPU pool that the plan counts on."""
+        return self._table.threads
+
+    @property
+    def origin(self) -> str:
+        """What the strategies were made for and from."""
+        return self._table.origin
+
+    def dense(self, name: str) -> bool:
+        """Whether a tensor is averaged as it is, at every level."""
+        assert self._key is not None
+        levels = [table for key, table in self._given.tables.items() if key[:2] == self._key[:2]]
+        return self[name].option == DENSE_FLAT and all(table.ways[name].option == DENSE_FLAT for table in levels)
+
+    def __getitem__(self, name: str) -> Way:
+        if name not in self._table.ways:
+            raise ValueError(
+                f"the plan has no strategy for {name!r}{nearest(name, self._table.ways)}: it was made for another "
+                "model, or for other names. Make one for this model"
+            )
+        return self._table.ways[name]
+
+    def __repr__(self) -> str:
+        # What workers compare when they begin.
+        if self._key is None:
+            return "Ways(not agreed)"
+        digest = hashlib.sha256(self._text.encode()).hexdigest()[:16]
+        return f"Ways({len(self._table.ways)} tensors, sha256 {digest})"
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+def read(text: str) -> dict[str, Any]:
+    """The data of the JSON text of a plan, {"tensors": {name: {"option": ...}}}; ValueError for what is none."""
+    try:
+        data = json.loads(text)
+        tensors = {name: dict(entry) for name, entry in data["tensors"].items()}
+        return {**data, "params": dict(data.get("params") or {}), "tensors": tensors}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"this is no plan, which is JSON with an object 'tensors': {error!r}") from error
+
+
+def ways(text: str, leveled: bool = False, *, load: Loader) -> dict[str, Way]:
+    """The ways in the JSON text of a plan: {"tensors": {name: {"option": ...}}}, and maybe methods.
+
+    A method is given by the keys of `grace.grace_from_params`, for all tensors under "params", for one beside its
+    option; what a tensor says itself counts. ``leveled``: the method under "params" is left to the policy.
+    ValueError, naming the tensor, for what is no plan.
+    """
+    data = read(text)
+    if "basis" in data:
+        load(json.loads(text))  # what was planned by the book is checked by it, hash included
+    common = data["params"]
+    found, known = {}, {}
+    for name, entry in data["tensors"].items():
+        try:
+            option = str(parse(entry.pop("option", None)))
+            settings = json.dumps(entry if "compressor" in entry else {**common, **entry}, sort_keys=True)
+            if settings not in known:
+                known[settings] = method_from_params(json.loads(settings)) if settings != "{}" else None
+        except ValueError as error:
+            raise ValueError(f"plan, tensor {name!r}: {error}") from error
+        found[name] = Way(option, known[settings])
+    if leveled and common:
+        of_all = method_from_params(common)
+        found = {name: way._replace(method=None) if way.method == of_all else way for name, way in found.items()}
+    return found
+
+
+def _table(text: str, leveled: bool, load: Loader) -> _Table:
+    found, data = ways(text, leveled, load=load), read(text)
+    threads = data["basis"]["servers"] if "basis" in data else 1
+    return _Table(text, found, _count(data, "workers_per_node", 0), threads, _origin(data))
+
+
+def _count(data: Mapping[str, Any], key: str, default: int) -> int:
+    value = data.get(key, default)
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{key}={value!r} of the plan is no number of workers")
+    return value
+
+
+def _origin(data: Mapping[str, Any]) -> str:
+    if "basis" not in data:
+        return ""
+    costs, profile = data["costs"], data["profile"]
+    return (
+        f"for {data['workers']} workers, {data['workers_per_node']} on each machine; links: "
+        f"{costs['cluster']['source']}; compression: {costs['compressor']}; backward pass: {profile['source']}"
+    )
+
+
+# -- planning anew -----------------------------------------------------------------------------------------------------
+def anew(text: str, workers: int, node_size: int, compressor: Compressor | None, rooted: bool, load: Loader) -> str:
+    """The text of the plan for so many workers and this compressor: the same, if it was made for them.
+
+    ``compressor``: None: the plan's own. ``rooted``: see `grace.core.Transport`. Warns, and leaves the plan as it is,
+    where what it was made from is not known.
+    """
+    data = read(text)
+    made_for = _count(data, "workers", workers)
+    moved, own = made_for != workers, data["params"] and method_from_params(data["params"])
+    level = bool(own) and compressor not in (None, own.compressor)
+    if not moved and not level:
+        return text
+    basis = load(json.loads(text)).basis if "basis" in data else None
+    if basis is not None and own.memory.plain:
+        if level and basis.codec(compressor) is None:
+            _warn(f"{own.compressor}, without costs of {compressor}: the strategies stay. Add `grace plan --level ...`")
+            compressor = None
+        if moved or compressor is not None:
+            return json.dumps(basis.plan(workers, node_size, compressor, rooted).to_dict())
+    elif moved:
+        why = "" if basis is None else f": memory {name_of(own.memory)!r} cannot follow other strategies"
+        _warn(f"{made_for} workers, but there are {workers}: it works, but others may be faster. Plan anew{why}")
+    else:
+        why = "it does not hold what it was made from" if basis is None else f"its memory is {name_of(own.memory)!r}"
+        _warn(f"{own.compressor}, not for {compressor}: {why}, and the strategies stay")
+    return text
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"the plan was made for {text}", stacklevel=2)
+
+
+def leveled_params(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `grace.grace_from_params` with those of the plan's method, for a policy to change.
+
+    ValueError where there is no plan on this worker, and for keys that the plan has otherwise.
+    """
+    if not text:
+        raise ValueError("with a policy every worker needs the plan, which says what method changes: give it on all")
+    params = read(text)["params"]
+    for key, value in params.items():
+        if given.get(key, value) != value:
+            raise ValueError(f"{key}={given[key]!r}, but the plan says {value!r}: leave {key} out, or plan anew")
+    return {**params, **given}

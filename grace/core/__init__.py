@@ -1,0 +1,33 @@
+"""The vocabulary of methods: abstract classes, contexts, programs and collectives.
+
+A method is the pair (compressor, memory): pure functions with explicit state, written over a backend ``xp`` and never
+over a toolkit. Standard library only; importing this imports no toolkit.
+"""
+
+from grace.core.compressor import Combine, Compressor
+from grace.core.context import Context
+from grace.core.memory import Memory
+from grace.core.program import Calls, Program, Steps, at_once, run
+from grace.core.state import Array, Payload, Resize, State, apart, join, name_of, scope
+from grace.core.transport import Transport
+
+__all__ = [
+    "Array",
+    "Calls",
+    "Combine",
+    "Compressor",
+    "Context",
+    "Memory",
+    "Payload",
+    "Program",
+    "Resize",
+    "State",
+    "Steps",
+    "Transport",
+    "apart",
+    "at_once",
+    "join",
+    "name_of",
+    "run",
+    "scope",
+]

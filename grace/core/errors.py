@@ -1,0 +1,31 @@
+"""Errors that several modules raise or handle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from grace.core.state import name_of
+
+if TYPE_CHECKING:
+    from grace.core.compressor import Compressor
+    from grace.core.context import Context
+
+
+class Unavailable(RuntimeError):
+    """A kernel cannot be compiled or launched: the plain form has to do, and nothing was written to yet."""
+
+
+@contextmanager
+def sent_by(worker: int | None, compressor: Compressor, ctx: Context) -> Iterator[None]:
+    """Errors inside are about the payload of a worker, or of all of them together (None), and say so."""
+    try:
+        yield
+    except ValueError as error:
+        who = "the workers together" if worker is None else f"worker {worker} of {ctx.world_size}"
+        raise ValueError(
+            f"{who} sent a payload for {ctx.name!r} that {name_of(compressor)!r} cannot have made: {error}. All "
+            "workers must run the same version of GRACE; if they do, memory or the network has failed on that machine: "
+            "start again from the last checkpoint, without it"
+        ) from error

@@ -1,0 +1,121 @@
+"""A compressor with its memory: how they work together on a gradient."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grace.core.compressor import Compressor
+from grace.core.context import Context
+from grace.core.memory import Memory
+from grace.core.program import Program, run
+from grace.core.state import Array, Payload, State, apart, join, name_of, scope
+
+
+@dataclass(frozen=True)
+class Method:
+    """A compressor with its memory: all that happens to a gradient at one point of compression."""
+
+    compressor: Compressor
+    memory: Memory
+
+    def check(self) -> None:
+        """Raise ValueError for a pair that cannot work, and warn of one that loses gradients."""
+        compressor, large = self.compressor, 2**20
+        name = name_of(compressor)
+        if self.memory.feedback and compressor.vote:
+            raise ValueError(
+                f"memory {name_of(self.memory)!r} cannot feed back what a vote lost: use memory 'none' with {name!r}, "
+                "or compressor 'efsignsgd', which sends a scale with its signs"
+            )
+        if self.memory.feedback and compressor.feedback:
+            raise ValueError(
+                f"memory {name_of(self.memory)!r} would feed back twice: {name!r} keeps by itself what it did not "
+                "send. Use memory 'none'"
+            )
+        if self.memory.feedback and (compressor.variance(large) or 0) >= 1:
+            raise ValueError(
+                f"memory {name_of(self.memory)!r} diverges with {name!r} as it is set: its error can exceed the "
+                "gradient. It is unbiased, so use memory 'none'"
+            )
+        self.memory.check(compressor)
+        lossy = not compressor.unbiased and not compressor.vote and compressor.memory != "none"
+        if lossy and not self.memory.feedback and compressor.memory != name_of(self.memory):
+            warnings.warn(
+                f"{name!r} without error feedback loses what it does not send; use memory {compressor.memory!r}",
+                stacklevel=4,
+            )
+
+    def init(self, ctx: Context) -> State:
+        return join(memory=self.memory.init(ctx), compressor=self.compressor.init(ctx))
+
+    def encode(self, x: Array, state: State, ctx: Context, defer: bool = False) -> Program[tuple[Payload, State]]:
+        """Compensate, compress, update the memory. x is donated: its memory may be reused, also for the next state.
+
+        ``defer``: an engine may return a residual that is computed where it is stored.
+        """
+        memory, kept = scope(state, "memory"), scope(state, "compressor")
+        x, memory = yield from run(self.memory.compensate(x, memory, ctx))
+        payload, kept = yield from run(self.compressor.compress(x, kept, ctx))
+        payload = apart(payload, (x,), ctx.xp)
+        memory = self.memory.update(x, payload, self.compressor, memory, ctx)
+        return payload, join(memory=memory, compressor=kept)
+
+    @property
+    def again(self) -> Method:
+        """What compresses a mean: this method, with the memory that is for a second compression."""
+        return self if self.memory.server is None else replace(self, memory=self.memory.server)
+
+    def like(self, other: Method) -> Method:
+        """Another pair, carried out the way this one is."""
+        return type(self)(other.compressor, other.memory)
+
+    def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> Any:
+        """float32[n]: the mean of all workers' payloads, in rank order, or of the one payload that they ``agreed`` on.
+
+        An engine may return a `Lazy` mean.
+        """
+        return self.compressor.decompress(payloads[0], ctx) if agreed else self.compressor.aggregate(payloads, ctx)
+
+    def decode(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> Program[Array]:
+        """As `mean`, for a program that goes on with the array."""
+        yield from ()
+        return materialize(self.mean(payloads, ctx, agreed))
+
+    def mean_of_shards(
+        self, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context], sizes: Sequence[Sequence[int]]
+    ) -> Any:
+        """float32[n]: a tensor of which each worker sent the payload of one of consecutive shards.
+
+        ``sizes``: the length of each payload array, by worker; what is longer is padding.
+        """
+        arrays = zip(*payloads, strict=True)
+        whole = (
+            ctx.xp.concat([x[:n] for x, n in zip(parts, lengths, strict=True)])
+            for parts, lengths in zip(arrays, sizes, strict=True)
+        )
+        return self.compressor.decompress(tuple(whole), ctx)
+
+    def finish(self, mean: Any, state: State, ctx: Context) -> tuple[Any, State]:
+        """What the memory makes of the mean of all workers' payloads."""
+        if type(self.memory).finish is Memory.finish:
+            return mean, state
+        mean = materialize(mean)
+        mean, memory = self.memory.finish(mean, self.compressor, scope(state, "memory"), ctx)
+        return mean, join(memory=memory, compressor=scope(state, "compressor"))
+
+
+class Lazy(ABC):
+    """A mean that an engine has not decoded yet."""
+
+    @abstractmethod
+    def array(self) -> Array:
+        """float32[n], decoded."""
+
+
+def materialize(mean: Any) -> Array:
+    """A mean as float32[n], decoded if it is lazy."""
+    return mean.array() if isinstance(mean, Lazy) else mean

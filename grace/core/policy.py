@@ -1,0 +1,155 @@
+"""What a policy is: frozen settings, and pure functions from what was decided to what holds next."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, ClassVar
+
+from grace.core import Compressor, name_of
+from grace.core.communicator import Communicator
+from grace.core.fields import checked
+from grace.core.method import Method
+
+Level = Mapping[str, Any]
+"""Fields of the compressor with their values, such as ``{"compress_ratio": 0.1}``; empty: the compressor as it is."""
+MAIN = ("compress_ratio", "compress_rank", "bits", "quantum_num", "chunk_k")
+"""Fields that a number stands for where a level is expected; of two, the first."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What holds until the next one, and all that a policy remembers: plain data, saved as JSON."""
+
+    levels: dict[str, int]
+    """For each tensor the index of its level."""
+    micro_steps: int = 1
+    """How many batches' gradients add up before they are exchanged."""
+    lr_scale: float = 1.0
+    """What the learning rate is to be multiplied by now, once."""
+    memo: dict[str, Any] = field(default_factory=dict)
+    """What the policy wants to see again."""
+
+
+class Policy(ABC):
+    """Decides at the end of each epoch. Subclasses are frozen dataclasses of settings; training begins at level 0.
+
+    The functions are pure and see plain numbers, never arrays, so that every toolkit decides alike. They run on
+    worker 0, whose decision all workers take over.
+    """
+
+    norm_source: str = ""
+    """Whose gradients add up over an epoch that is watched: "rank0" (worker 0's own), "mean" (every worker's own;
+    the mean of their squared norms), "aggregated" (the means that all got); empty: nobody's."""
+    batch: ClassVar[bool] = False
+    """It decides on ``micro_steps``."""
+    switches_methods: ClassVar[bool] = False
+    """Its levels are methods, each with the memory and the communicator that it has."""
+
+    @property
+    def together(self) -> bool:
+        """All tensors always have the same level."""
+        return True
+
+    def levels(self, compressor: Compressor) -> tuple[Level, ...]:
+        """The levels of this compressor; ValueError, with the remedy, if it cannot have them."""
+        return ({},)
+
+    def ways(self, method: Method, communicator: Communicator) -> tuple[tuple[Method, Communicator], ...]:
+        """What a tensor goes through at each level: by default the method, with its compressor at that level."""
+        compressors = (at_level(method.compressor, level) for level in self.levels(method.compressor))
+        return tuple((replace(method, compressor=compressor), communicator) for compressor in compressors)
+
+    def watches(self, epoch: int, decision: Decision) -> bool:
+        """Whether the norms of this epoch's summed gradients are wanted; epochs count from 0."""
+        return False
+
+    @abstractmethod
+    def on_epoch_end(
+        self, decision: Decision, epoch: int, lr: float | None, next_lr: float | None, norms: Mapping[str, float]
+    ) -> Decision:
+        """What holds from the next epoch on.
+
+        ``lr``, ``next_lr``: learning rates of this epoch and of the next one, as far as they are known. ``norms``: of
+        each tensor's gradients, summed over the epoch as vectors; empty unless it was watched.
+        """
+
+    def trial(self, decision: Decision, workers: int) -> int | None:
+        """So many steps are to be timed now, after two that are not; 0: decide after this step; None: no trial."""
+        return None
+
+    def on_trial_end(self, decision: Decision, workers: int, seconds: float) -> Decision:
+        """What holds after a trial. ``seconds``: its median step, on the slowest worker."""
+        return decision
+
+    def trials(self, decision: Decision) -> dict[int, float]:
+        """Seconds of a step at the levels that were tried, for the report."""
+        return {}
+
+    def remembers(self, memo: Mapping[str, Any]) -> bool:
+        """Whether this could be what it keeps between decisions: a state comes from a file or another worker."""
+        return True
+
+
+def number(value: Any) -> bool:
+    """Whether a value of JSON is a number."""
+    return type(value) in (int, float)
+
+
+def at_level(compressor: Compressor, level: Level) -> Compressor:
+    """The compressor with some fields changed, its own or those of its parts; ValueError if it has no such field."""
+    known = _fields(compressor)
+    for key, value in level.items():
+        if key not in known:
+            has = f"it has {', '.join(sorted(known))}" if known else "it has none"
+            raise ValueError(f"level {dict(level)}: compressor {name_of(compressor)!r} has no field {key!r}; {has}")
+        checked(key, value, known[key][1])
+    return _replaced(compressor, level)
+
+
+def level_of(key: str, value: Any, compressor: Compressor) -> Level:
+    """A level that was given as a mapping, or as a number for the method's main field.
+
+    ``key``: what it was given as, for the error.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    known = _fields(compressor)
+    main = next((name for name in MAIN if name in known), None)
+    if main is None:
+        raise ValueError(
+            f"{key}={value!r}: compressor {name_of(compressor)!r} has none of the fields {', '.join(MAIN)} that a "
+            f"number could stand for. Name the field, as in {key}={{'field': {value!r}}}; it has "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
+    return {main: value}
+
+
+def own_level(keys: Iterable[str], compressor: Compressor) -> Level:
+    """The level that the compressor has by itself, in these fields."""
+    known = _fields(compressor)
+    return {key: known[key][0] for key in keys if key in known}
+
+
+def _fields(compressor: Compressor) -> dict[str, tuple[Any, Any]]:
+    # Values and defaults of its own fields and its parts'.
+    found: dict[str, tuple[Any, Any]] = {}
+    for each in fields(compressor):  # type: ignore[arg-type]
+        value = getattr(compressor, each.name)
+        if isinstance(value, Compressor):
+            found |= _fields(value)
+        else:
+            found[each.name] = value, value if each.default is MISSING else each.default
+    return found
+
+
+def _replaced(compressor: Compressor, level: Level) -> Compressor:
+    new: dict[str, Any] = {}
+    for each in fields(compressor):  # type: ignore[arg-type]
+        value = getattr(compressor, each.name)
+        if isinstance(value, Compressor):
+            new[each.name] = _replaced(value, level)
+        elif each.name in level:
+            new[each.name] = level[each.name]
+    return replace(compressor, **new)  # type: ignore[type-var]

@@ -1,0 +1,122 @@
+"""Tensors and payloads cut into chunks that fit a cache, and into shards, one per worker."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from grace.core.compressor import Combine, Compressor
+from grace.core.context import Context
+from grace.core.program import at_once
+from grace.core.state import Payload
+
+
+def span(xp: Any, unit: int) -> int:
+    """Elements of a piece that stays in a cache: whole units."""
+    return int(max(1, xp.piece // unit) * unit)
+
+
+def spans(xp: Any, n: int, unit: int) -> list[tuple[int, int]]:
+    """Where pieces of n elements begin and end that stay in a cache: whole units, the last one short.
+
+    One, of all, where the backend has no such pieces.
+    """
+    size = span(xp, unit) if xp.piece else n
+    return [(start, min(start + size, n)) for start in range(0, n, size)] if n else [(0, 0)]
+
+
+def unit(compressor: Compressor) -> int:
+    """Elements whose codes fill whole bytes and whole blocks."""
+    return math.lcm(8, compressor.block or 1)
+
+
+def piece(compressor: Compressor, xp: Any) -> int:
+    """Elements of a piece that stays in a cache: whole units."""
+    return span(xp, unit(compressor))
+
+
+def pieces(compressor: Compressor, ctx: Context) -> list[tuple[int, int]]:
+    """Where pieces that stay in a cache begin and end: whole units, the last one short."""
+    return spans(ctx.xp, ctx.size, unit(compressor))
+
+
+def cut(payload: Payload, steps: tuple[int, ...], start: int, stop: int, size: int) -> Payload:
+    """The part of a blockwise method's payload that holds elements ``start .. stop`` of ``size``.
+
+    Both are at whole units or the end. ``steps``: `strides` of the method.
+    """
+    units, *each = steps
+    if start >= size:
+        return tuple(array[:0] for array in payload)
+    first, last = start // units, None if stop >= size else stop // units
+    return tuple(
+        array[first * length : None if last is None else last * length]
+        for array, length in zip(payload, each, strict=True)
+    )
+
+
+def strides(compressor: Compressor, xp: Any) -> tuple[int, ...]:
+    """Elements of a unit, and how long each payload array is for one."""
+    units = unit(compressor)  # blockwise methods are linear in it
+    return units, *(shape[0] for _, shape in template(compressor, xp, (units,)))
+
+
+@cache
+def cuts(
+    compressor: Compressor, xp: Any, size: int, ends: tuple[int, ...], whole: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """How long the parts of each payload array are where `cut` cuts a tensor of ``size`` elements at ``ends``.
+
+    ``whole``: how long the arrays are themselves.
+    """
+    units, *each = strides(compressor, xp)
+    found = []
+    for length, end in zip(each, whole, strict=True):
+        bounds = [0, *(end if bound >= size else bound // units * length for bound in ends), end]
+        found.append(tuple(stop - start for start, stop in pairwise(bounds)))
+    return tuple(found)
+
+
+def shards(compressor: Compressor, ctx: Context, parts: int) -> list[Context]:
+    """A tensor cut into consecutive shards: whole blocks and bytes, or whole rows for a method that sees the shape.
+
+    All are of one size but for the last ones, which are shorter or empty.
+    """
+    rows = compressor.shaped and len(ctx.shape) > 1
+    row = ctx.size // max(1, ctx.shape[0]) if rows else 1
+    whole = max(1, row) if compressor.shaped else unit(compressor)
+    full = -(-ctx.size // (whole * parts)) * whole
+    ends = [min(part * full, ctx.size) for part in range(parts + 1)]
+    found = [ctx.piece(start, stop - start) for start, stop in pairwise(ends)]
+    return [replace(shard, shape=(shard.size // (row or 1), *ctx.shape[1:])) for shard in found] if rows else found
+
+
+@cache
+def template(
+    compressor: Compressor, xp: Any, shape: tuple[int, ...], wire: str = "float32"
+) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """dtype and shape of the payload arrays of a tensor. ValueError for a method that asks for collectives."""
+    ctx = Context(xp=xp, name="template", shape=shape, wire=wire)
+    payload, _ = at_once(compressor.compress(xp.zeros(ctx.size), compressor.init(ctx), ctx), compressor)
+    return tuple((xp.dtype(array), tuple(xp.shape(array))) for array in payload)
+
+
+def in_chunks(compressor: Compressor, ctx: Context) -> bool:
+    """Whether a tensor is compressed chunk by chunk."""
+    return 0 < ctx.xp.piece < ctx.size and divisible(compressor)
+
+
+@cache
+def divisible(compressor: Compressor) -> bool:
+    """Whether blocks may be compressed apart, by plain functions without state."""
+    return (
+        compressor.block is not None
+        and not compressor.ragged
+        and compressor.combine is Combine.GATHER
+        and type(compressor).init is Compressor.init
+        and not inspect.isgeneratorfunction(type(compressor).compress)
+    )

@@ -1,0 +1,41 @@
+"""Compiled forms of chunks of blockwise methods, where PyTorch can compile them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from grace.core import Compressor, Context, name_of
+from grace.core.sharding import divisible, in_chunks
+
+
+@cache
+def compiled(xp: Any) -> Any:
+    """The compiled forms for a backend (`grace.engine.inductor.Forms`); None where there are none."""
+    if xp.name != "torch" or not xp.on_host:
+        return None
+    try:
+        from grace.engine.inductor import Forms  # imports the compiler, which takes a while
+    except ImportError as error:
+        warnings.warn(f"compile=True: this PyTorch lacks what it needs ({error})", stacklevel=2)
+        return None
+    return Forms(xp)
+
+
+def uncompiled(points: Sequence[tuple[Compressor, Context]], xp: Any) -> str:
+    """Why compiled forms would do nothing for any of these compressors and tensors; empty if they would."""
+    if compiled(xp) is None:
+        return f"it is for PyTorch's tensors on CPUs, and these are {xp.name}'s" + " on a device" * (xp.name == "torch")
+    names = ", ".join(sorted({repr(name_of(compressor)) for compressor, _ in points}))
+    blockwise = [(compressor, ctx) for compressor, ctx in points if divisible(compressor)]
+    if not blockwise:
+        return (
+            f"it is for methods that work on blocks one by one, as block_size=512 makes many do, not {names or 'none'}"
+        )
+    if not any(in_chunks(compressor, ctx) for compressor, ctx in blockwise):
+        return f"it is for tensors of more than {xp.piece:,} elements; fuse='model' makes one of all"
+    if xp.kernels and all(type(compressor).fused is not Compressor.fused for compressor, _ in blockwise):
+        return f"native kernels, which are faster, carry out {names}"
+    return ""

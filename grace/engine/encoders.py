@@ -1,0 +1,113 @@
+"""Methods carried out fast: by native kernels, in chunks that fit a cache, or by NumPy's kernels on the same host.
+
+A gradient that is handed over is donated: its memory may hold the residual, and in the end the mean. A step then needs
+no second array of the gradient's size, whose fresh pages cost more than all arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, apart, join, run, scope
+from grace.core.method import Method
+from grace.core.native import fused
+from grace.core.sharding import in_chunks, piece, pieces, template, unit
+from grace.engine.compiled import compiled
+from grace.engine.host import encode_hosted
+from grace.engine.lazy_mean import DeferredResidual, LazyMean, LazyShardedMean
+
+RESIDUAL = "memory/residual"
+
+
+@dataclass(frozen=True)
+class FastMethod(Method):
+    """A `Method` with the same results, bit for bit, and lazy means."""
+
+    def encode(self, x: Array, state: State, ctx: Context, defer: bool = False) -> Program[tuple[Payload, State]]:
+        done = encode_hosted(self, x, state, ctx)
+        if done is None:
+            done = encode(self.compressor, self.memory, x, state, ctx)
+        if done is not None:
+            if ctx.calls:
+                yield ctx.calls
+            return done
+        memory, kept, program = scope(state, "memory"), scope(state, "compressor"), None
+        if self.memory.plain and "residual" in memory and ctx.xp.mutable:
+            program = self.compressor.compensated(x, memory["residual"], kept, ctx)
+        # A mask changes its residual only where something was sent: nothing to defer.
+        defer = defer and not self.compressor.mask and self.memory.plain and "residual" in memory and bool(ctx.xp.piece)
+        if program is None:
+            if self.compressor.tail and self.memory.plain:
+                ctx = ctx.with_tail()
+            # A deferred residual is computed in the last one's memory, so x must not lie there.
+            x, memory = yield from run(self.memory.compensate(x, memory, ctx.without_undo() if defer else ctx))
+            program = run(self.compressor.compress(x, kept, ctx))
+        payload, kept = yield from program
+        payload = apart(payload, (x,), ctx.xp)
+        if defer:
+            memory = {"residual": DeferredResidual(self.compressor, x, payload, ctx)}
+        else:
+            memory = self.memory.update(x, payload, self.compressor, memory, ctx)
+        return payload, join(memory=memory, compressor=kept)
+
+    def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> LazyMean:
+        return LazyMean(self.compressor, payloads, ctx, agreed)
+
+    def decode(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> Program[Array]:
+        return (yield from self.mean(payloads, ctx, agreed).made())
+
+    def mean_of_shards(
+        self, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context], sizes: Sequence[Sequence[int]]
+    ) -> LazyMean:
+        return LazyShardedMean(self.compressor, payloads, ctx, shards, sizes)
+
+
+def encode(
+    compressor: Compressor, memory: Memory, x: Array, state: State, ctx: Context
+) -> tuple[Payload, State] | None:
+    """Payload and next state by one kernel, or in chunks; None if neither applies. x is donated.
+
+    With ``ctx.calls`` the work may be deferred to there.
+    """
+    if not memory.plain or ctx.size == 0:
+        return None
+    residual = state.get(RESIDUAL)
+    done = fused(compressor, x, residual, ctx)
+    if done is None and in_chunks(compressor, ctx):
+        done = _encode_chunks(compressor, x, residual, ctx)
+    if done is None:
+        return None
+    payload, left = done
+    return payload, state if residual is None else {**state, RESIDUAL: left}
+
+
+def _encode_chunks(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array]:
+    xp, units, size = ctx.xp, unit(compressor), piece(compressor, ctx.xp)
+    each = template(compressor, xp, (units,), ctx.wire)
+    # Arrays of the whole payload, a little too long: parts that are put together in the end would be copied once more.
+    whole = [xp.empty(-(-ctx.size // units) * shape[0], dtype) for dtype, shape in each]
+    ends: list[int] = []
+    forms = compiled(xp) if ctx.compile and not compressor.lossless else None
+    for start, stop in pieces(compressor, ctx):
+        here, part = ctx.piece(start, stop - start), x[start:stop]
+        rest = None if residual is None else residual[start:stop]
+        firsts = [start // units * shape[0] for _, shape in each]
+        if forms is not None and here.size == size:
+            ends = [stop // units * shape[0] for _, shape in each]
+            outs = tuple(array[first:end] for array, first, end in zip(whole, firsts, ends, strict=True))
+            if forms.encode(compressor, part, rest, outs, here):
+                continue
+        if rest is not None:
+            part = xp.add_to(part, rest)
+        found: Any = compressor.compress(part, {}, here)
+        payload: Payload = found[0]
+        ends = [first + xp.shape(array)[0] for first, array in zip(firsts, payload, strict=True)]
+        for place, first, end, array in zip(whole, firsts, ends, payload, strict=True):
+            xp.write(place[first:end], array)
+        if residual is not None:
+            left = compressor.residual(part, payload, here)
+            if not xp.same_memory(left, x[start:stop]):
+                xp.write(x[start:stop], left)
+    return tuple(array[:end] for array, end in zip(whole, ends, strict=True)), x

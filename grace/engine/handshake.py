@@ -1,0 +1,100 @@
+"""What all workers must have alike: settings and tensors, compared when they begin, and the step of each exchange."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from grace.core import Transport
+from grace.engine.buckets import Tensor
+from grace.transports.launched import JOINED
+
+
+def agree(transport: Transport, settings: Mapping[str, Any], tensors: Iterable[Tensor], number: int = 0) -> int:
+    """Compare settings and tensors with the other workers'. Raises ValueError on all of them, naming the difference.
+
+    Gives the largest of the workers' ``number``.
+    """
+    if transport.size == 1:
+        return number
+    mine = json.dumps([settings, [asdict(tensor) for tensor in tensors], number])
+    answers = [json.loads(text) for text in transport.exchange(mine)]
+    # Every worker compares the same answers with worker 0's, so all of them raise together.
+    for rank, (*answer, _) in enumerate(answers):
+        if answer != answers[0][:-1]:
+            raise ValueError(f"worker 0 and worker {rank} differ: {_difference(answers[0][:-1], answer)}")
+    return max(each for *_, each in answers)
+
+
+def _difference(first: Any, other: Any) -> str:
+    (settings, tensors), (other_settings, other_tensors) = first, other
+    for key, value in settings.items():
+        if other_settings[key] != value:
+            return (
+                f"{key} is {value} on the one and {other_settings[key]} on the other. Use the same settings everywhere"
+            )
+    names, other_names = [t["name"] for t in tensors], [t["name"] for t in other_tensors]
+    if only := [name for name in names if name not in other_names]:
+        return f"only worker 0 has {only[:3]}. Make the same model on every worker"
+    if only := [name for name in other_names if name not in names]:
+        return f"worker 0 lacks {only[:3]}. Make the same model on every worker"
+    for one, two in zip(tensors, other_tensors, strict=True):
+        if one != two:
+            return (
+                f"{one['name']!r} is {one['dtype']}{one['shape']} on the one where the other has {two['name']!r}, "
+                f"{two['dtype']}{two['shape']}. Make the same model, in the same order, on every worker"
+            )
+    return "their settings"
+
+
+HEADER = 3
+"""Numbers that an exchange begins with, float32; they are summed over the workers."""
+
+
+def header(step: int, attempt: int, failed: bool, workers: int) -> list[float]:
+    """A number that names this worker's step and exchange, its square, and whether the worker gave up.
+
+    Their sums over the workers tell whether all have the same number (`in_step`), exactly: they stay below 2^24. No
+    number is 0, which is what Horovod adds for a worker that has called hvd.join().
+    """
+    tag = 1 + (step + 97 * attempt) % (min(252, math.isqrt(2**24 // workers)) - 1)
+    return [float(tag), float(tag * tag), float(failed)]
+
+
+def in_step(sums: Sequence[float], workers: int) -> bool:
+    """Whether all workers are at the same step, and none gave up, from the sums of their headers."""
+    tags, squares, failed = (round(each) for each in sums)
+    return failed == 0 and workers * squares == tags * tags
+
+
+def joined(sums: Sequence[float], own: Sequence[float], workers: int) -> bool:
+    """Whether some workers gave zeros and all others have this worker's step, from the sums of their headers."""
+    there = round(sums[0] / own[0])
+    return there < workers and [round(each) for each in sums] == [there * round(each) for each in own]
+
+
+class OutOfStep(RuntimeError):
+    """Workers are at different steps, or some gave up the step; raised on all of them."""
+
+    everyone = False
+    """Whether all of them gave up, so that nothing but this exchange is lost."""
+
+
+def out_of_step(transport: Transport, step: int, attempt: int, failure: str, sums: Sequence[float]) -> OutOfStep:
+    """Ask all workers where they are; the error that each of them raises."""
+    if joined(sums, header(step, attempt, bool(failure), transport.size), transport.size):
+        return OutOfStep(JOINED)  # who has joined does not answer
+    texts = [json.loads(text) for text in transport.exchange(json.dumps([step, attempt, failure]))]
+    if failures := [f"worker {rank} gave up step {at}: {why}" for rank, (at, _, why) in enumerate(texts) if why]:
+        error = OutOfStep("; ".join(failures) + ". No worker kept anything of this exchange")
+        error.everyone = len(failures) == len(texts)
+        return error
+    places = "; ".join(f"worker {rank}: step {at}, exchange {which}" for rank, (at, which, _) in enumerate(texts))
+    return OutOfStep(
+        f"the workers are out of step ({places}), so that this exchange would average gradients of different batches. "
+        "One of them made a backward pass that the others did not make, or skipped one: keep such passes inside "
+        "`with optimizer.no_sync()`, and step on all workers or on none"
+    )

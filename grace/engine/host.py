@@ -1,0 +1,64 @@
+"""Methods carried out by NumPy's kernels for a toolkit on the same host."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from grace.backends.base import HOSTED
+from grace.core import Array, Compressor, Context, Memory, Payload, State, at_once
+from grace.core.sharding import template
+
+
+def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Payload, State] | None:
+    """`Method.encode` by NumPy's kernels, for a toolkit on this host without kernels for all of it.
+
+    None where NumPy has nothing to add, or where the method requests collectives.
+    """
+    host = host_backend(ctx, method.compressor, method.memory)
+    if host is None or inspect.isgeneratorfunction(method.memory.compensate):
+        return None
+    payload = _payload(method.compressor, host, ctx.shape)
+    if payload is None:
+        return None
+    xp, keys, lr = ctx.xp, list(state), ctx.lr
+    kept = [(xp.dtype(array), xp.shape(array)) for array in state.values()]
+
+    def work(step: Any, rate: Any, x: Any, *arrays: Any) -> list[Array]:
+        # x is spent, but not its memory, which is the toolkit's.
+        here = on_host(replace(ctx, lr=lr and (lambda: rate)), host, step)
+        held = dict(zip(keys, arrays, strict=True))
+        with host.quiet():
+            sent, after = at_once(method.encode(host.copy(x), held, here), method.compressor)
+        return [*sent, *(after[key] for key in keys)]
+
+    step, rate = xp.asarray(ctx.step, "int64"), xp.asarray(lr() if lr else 0.0, "float32")
+    found = xp.hosted(work, [step, rate, x, *state.values()], [*payload, *kept])
+    return tuple(found[: len(payload)]), dict(zip(keys, found[len(payload) :], strict=True))
+
+
+@cache
+def _payload(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[Any, ...]], ...] | None:
+    # `template`, with None for lengths that depend on values; None for a method that asks for collectives.
+    try:
+        found = template(compressor, xp, shape)
+    except ValueError:
+        return None
+    return tuple((dtype, (None, *sizes[1:])) for dtype, sizes in found) if compressor.ragged else found
+
+
+def host_backend(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
+    """The backend that carries a method out in place of the toolkit's own; None: the toolkit does.
+
+    Other people's methods may know one toolkit only.
+    """
+    if ctx.size < HOSTED or (host := ctx.xp.host) is None or ctx.xp.kernels.whole(compressor) or compressor.lossless:
+        return None
+    return host if all(type(part).__module__.startswith("grace.") for part in (compressor, *memory)) else None
+
+
+def on_host(ctx: Context, host: Any, step: Any) -> Context:
+    """The context for the host's backend, with a draw cache of its own: a graph's context outlasts its steps."""
+    return replace(ctx, xp=host, step=int(step), drawn={})

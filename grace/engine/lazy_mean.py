@@ -1,0 +1,201 @@
+"""Means and residuals that are computed where they are stored, chunk by chunk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from grace.core import Array, Calls, Compressor, Context, Payload, Program
+from grace.core.errors import sent_by
+from grace.core.gathered import Received
+from grace.core.method import Lazy
+from grace.core.native import fused_mean
+from grace.core.sharding import cut, in_chunks, piece, pieces, strides
+from grace.engine.compiled import compiled
+from grace.engine.host import host_backend, on_host
+
+
+class LazyMean(Lazy):
+    """The mean of payloads, not decoded yet: it may be written to where it belongs, piece by piece."""
+
+    def __init__(self, compressor: Compressor, payloads: Sequence[Payload], ctx: Context, agreed: bool = False):
+        self._compressor, self._payloads, self._ctx, self._agreed = compressor, payloads, ctx, agreed
+
+    @property
+    def marked(self) -> bool:
+        """Whether `marks` tell if it is finite; otherwise only the decoded mean can."""
+        return self._compressor.marked
+
+    def marks(self) -> list[Array]:
+        """float32 vectors, all finite if and only if the mean is."""
+        xp = self._ctx.xp
+        floats = [array for payload in self._payloads for array in payload if xp.dtype(array) == "float32"]
+        return [xp.reshape(array, (-1,)) for array in floats]
+
+    @property
+    def placed(self) -> bool:
+        """Whether `places` are known: the payloads lie in messages."""
+        return isinstance(self._payloads, Received)
+
+    def places(self) -> list[tuple[int, int]]:
+        """The `marks` in memory: where each begins, and how many numbers it has."""
+        payloads: Any = self._payloads
+        columns = zip(payloads.layout, payloads.addresses(), strict=True)
+        return [
+            (address, math.prod(shape)) for (dtype, shape), each in columns if dtype == "float32" for address in each
+        ]
+
+    def array(self, calls: Calls | None = None) -> Array:
+        """float32[n]. With ``calls`` it may be left there. ValueError names a worker whose payload does not fit."""
+        xp, ctx = self._ctx.xp, self._ctx
+        if xp.mutable and (xp.kernels or in_chunks(self._compressor, ctx)):
+            return self.into(xp.empty(ctx.size, ctx.dtype), calls)
+        with self._named():
+            return self._whole()
+
+    def into(self, out: Array, calls: Calls | None = None) -> Array:
+        """As `array`, written to float32[n] ``out``."""
+        with self._named():
+            return self._into(out, calls)
+
+    def made(self) -> Program[Array]:
+        """As `array`, for a program: the means of many tensors may be decoded one after the other."""
+        calls = self._ctx.calls
+        array = self.array(calls)
+        if calls:
+            yield calls
+        return array
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        # An error says whose payload it is about: that of the first one which cannot be decoded by itself.
+        try:
+            yield
+        except ValueError:
+            for worker, payload, ctx in self._sent():
+                with sent_by(worker, self._compressor, self._ctx):
+                    self._compressor.decompress(payload, ctx)
+            raise
+
+    def _sent(self) -> Iterator[tuple[int | None, Payload, Context]]:
+        # Each payload, whose it is (None: everybody's), and the elements that it is of.
+        for worker, payload in enumerate(self._payloads):
+            yield None if self._agreed else worker, payload, self._ctx
+
+    def _whole(self) -> Array:
+        ctx = self._ctx
+        found = self._hosted()
+        if found is None and ctx.size:
+            found = fused_mean(self._compressor, self._payloads, None, ctx)
+        return self._decode(self._payloads, ctx) if found is None else found
+
+    def _hosted(self) -> Array | None:
+        # As of `encode_hosted`.
+        ctx, host, payloads = self._ctx, host_backend(self._ctx, self._compressor), self._payloads
+        if host is None:
+            return None
+        each = len(payloads[0])
+
+        def work(step: Any, *arrays: Any) -> list[Array]:
+            parts = [arrays[i : i + each] for i in range(0, len(arrays), each)]
+            with host.quiet():
+                return [LazyMean(self._compressor, parts, on_host(ctx, host, step), self._agreed).array()]
+
+        arrays = [ctx.xp.asarray(ctx.step, "int64"), *(array for payload in payloads for array in payload)]
+        (mean,) = ctx.xp.hosted(work, arrays, [("float32", (ctx.size,))])
+        return mean
+
+    def _into(self, out: Array, calls: Calls | None) -> Array:
+        xp, ctx, compressor = self._ctx.xp, self._ctx, self._compressor
+        if ctx.size == 0:
+            return out
+        if fused_mean(compressor, self._payloads, out, ctx, calls) is not None:
+            return out
+        if not in_chunks(compressor, ctx):
+            return self._decode_into(out, self._payloads, ctx)
+        forms: Any = compiled(xp) if ctx.compile and not compressor.lossless else None
+        size, payloads, steps = piece(compressor, xp), list(self._payloads), strides(compressor, xp)
+        for start, stop in pieces(compressor, ctx):
+            parts = [cut(payload, steps, start, stop, ctx.size) for payload in payloads]
+            here = ctx.piece(start, stop - start)
+            fits = forms is not None and here.size == size
+            if not (fits and forms.mean(compressor, out[start:stop], parts, self._agreed, here)):
+                self._decode_into(out[start:stop], parts, here)
+        return out
+
+    def _decode_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
+        if self._agreed:
+            return self._compressor.decompress_into(out, payloads[0], ctx)
+        return self._compressor.aggregate_into(out, payloads, ctx)
+
+    def _decode(self, payloads: Sequence[Payload], ctx: Context) -> Array:
+        return (
+            self._compressor.decompress(payloads[0], ctx) if self._agreed else self._compressor.aggregate(payloads, ctx)
+        )
+
+
+class LazyShardedMean(LazyMean):
+    """The mean of a tensor of which each worker has sent one of consecutive shards, not decoded yet.
+
+    ``contexts``: of each shard; ``sizes``: how long each array of a payload is, by worker. What is longer is cut off.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        payloads: Sequence[Payload],
+        ctx: Context,
+        contexts: Sequence[Context],
+        sizes: Sequence[Sequence[int]],
+    ):
+        super().__init__(compressor, payloads, ctx, agreed=True)
+        self._contexts, self._sizes = contexts, sizes
+
+    def _part(self, worker: int) -> Sequence[Payload]:
+        lengths, xp = [size[worker] for size in self._sizes], self._ctx.xp
+        payloads = self._payloads
+        if isinstance(payloads, Received) and [shape[0] for _, shape in payloads.layout] == lengths:
+            return payloads.alone(worker)
+        cut = [x if xp.shape(x)[0] == n else x[:n] for x, n in zip(payloads[worker], lengths, strict=True)]
+        return [tuple(cut)]
+
+    def _sent(self) -> Iterator[tuple[int | None, Payload, Context]]:
+        for worker, ctx in enumerate(self._contexts):
+            yield worker, self._part(worker)[0], ctx
+
+    def _whole(self) -> Array:
+        # One decoding of all: a graph is smaller so.
+        xp, parts = self._ctx.xp, [self._part(worker)[0] for worker in range(len(self._contexts))]
+        return LazyMean(self._compressor, [tuple(map(xp.concat, zip(*parts, strict=True)))], self._ctx, True)._whole()
+
+    def _into(self, out: Array, calls: Calls | None) -> Array:
+        start = 0
+        for worker, ctx in enumerate(self._contexts):
+            LazyMean(self._compressor, self._part(worker), ctx, agreed=True)._into(out[start : start + ctx.size], calls)
+            start += ctx.size
+        return out
+
+
+class DeferredResidual:
+    """What a payload does not carry of x, not worked out yet: x is parted where each of the two belongs.
+
+    Until then x and the payload stay as they are.
+    """
+
+    def __init__(self, compressor: Compressor, x: Array, payload: Payload, ctx: Context):
+        self.x, self._compressor, self._payload, self._ctx = x, compressor, payload, ctx
+
+    def into(self, out: Array) -> None:
+        """It is written to float32[n] ``out``, and x becomes what the payload carries."""
+        self._compressor.part(self.x, self._payload, out, self._ctx)
+
+
+def all_finite(means: Sequence[LazyMean], xp: Any) -> bool:
+    """Whether the marks of all these are finite: one look at all of them costs less than one at each."""
+    kernels = xp.kernels
+    if kernels and kernels.finite and all(mean.placed for mean in means):
+        places = [place for mean in means for place in mean.places()]
+        return bool(kernels.finite([address for address, _ in places], [count for _, count in places]))
+    return bool(xp.finite(xp.concat([array for mean in means for array in mean.marks()])))

@@ -1,0 +1,304 @@
+"""A policy at work: sums of gradients, the exchange of a decision, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+from grace.backends.base import Backend
+from grace.core import Array, Program
+from grace.core.collectives import Broadcast, Collective, Reduce
+from grace.core.communicator import Communicator
+from grace.core.method import Method
+from grace.core.policy import Decision, Policy, number
+
+
+class Schedule:
+    """What one worker keeps of a policy: every tensor's level, its history, and the sums of this epoch's gradients."""
+
+    def __init__(self, policy: Policy, method: Method, communicator: Communicator):
+        self.policy = policy
+        self.levels = policy.levels(method.compressor)
+        self.ways = policy.ways(method, communicator)
+        self.decision = Decision({})
+        self.epoch = 0
+        """How many epochs have ended."""
+        self.step = 0
+        """How many exchanges there had been when the last one ended."""
+        self.history: dict[str, list[tuple[int, int]]] = {}
+        """For each tensor the epochs (of a policy with trials: the steps) in which its level changed, and the level."""
+        self._moments: list[tuple[float, int]] = []  # when steps of the trial under way ended
+        self._told = 0  # the last step of which it was told
+        self._lr: float | None = None
+        self._xp: Any = None
+        self._sums: dict[str, Any] = {}
+        self._cells: dict[str, Any] = {}  # levels, for graphs
+        self._flag: Any = None  # whether this epoch is watched, for graphs
+
+    def extend(self, sizes: Mapping[str, int], xp: Backend, rank: int) -> None:
+        """Take up tensors with so many elements; those that are known stay as they are."""
+        self._xp = xp
+        known = self.decision.levels
+        first = next(iter(known.values()), 0) if self.policy.together else 0
+        for name, size in sizes.items():
+            if name in known:
+                continue
+            known[name] = first
+            self.history[name] = [(self.epoch, first)]
+            if self.policy.norm_source == "mean" or (self.policy.norm_source and rank == 0):
+                self._sums[name] = xp.cell(xp.zeros(size))
+            if xp.traced:
+                self._cells[name] = xp.cell(xp.asarray(first, "int32"))
+        if xp.traced and self._flag is None:
+            self._flag = xp.cell(xp.asarray(int(self.watching), "int32"))
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop tensors that are no more."""
+        for name in names:
+            for book in (self.decision.levels, self.history, self._sums, self._cells):
+                book.pop(name, None)
+
+    @property
+    def told(self) -> bool:
+        """Whether it was ever told that a step has ended."""
+        return bool(self._told or self.decision.memo)
+
+    @property
+    def watching(self) -> bool:
+        """Whether this epoch's gradients add up."""
+        return bool(self.policy.norm_source) and self.policy.watches(self.epoch, self.decision)
+
+    def level(self, name: str) -> int:
+        """The index of a tensor's level."""
+        return self.decision.levels[name]
+
+    def index(self, name: str) -> Array:
+        """The index of a tensor's level, as an int32 scalar that a graph reads when it runs."""
+        return self._cells[name].read()
+
+    # -- within an epoch --------------------------------------------------------------------------------------------
+    @property
+    def sums(self) -> list[Any]:
+        """The cells of the sums of this epoch's gradients."""
+        return list(self._sums.values())
+
+    def on_gradient(self, gradients: Mapping[str, Array]) -> None:
+        """Add gradients, float32[n], to the sums; they may be changed as soon as this returns."""
+        mine = {name: x for name, x in gradients.items() if name in self._sums}
+
+        def add() -> Array:
+            for name, x in mine.items():
+                self._sums[name].add(x)
+            return self._xp.asarray(0, "int32")
+
+        if self._xp.tracing:
+            # On every worker, also where there is nothing to add: Horovod matches messages by the names of a graph's
+            # nodes, and those count the switches before them.
+            self._xp.switch(self._flag.read(), [lambda: self._xp.asarray(0, "int32"), add])
+        elif self.watching:
+            add()
+
+    # -- between epochs ---------------------------------------------------------------------------------------------
+    def on_epoch_end(self, lr: float | None, next_lr: float | None, step: int, rank: int) -> Program[list[str]]:
+        """Decide, on worker 0, for all workers; gives the tensors whose level changed.
+
+        Raises RuntimeError, on every worker, if the workers did not agree before, or do not afterwards.
+        """
+        xp = self._xp
+        lr = self._lr if lr is None else lr
+        next_lr = lr if next_lr is None else next_lr
+        before = dict(self.decision.levels)
+        watched = self.watching
+        squares = self._squares(before) if watched else xp.zeros(0)
+        wanted = (Reduce((squares,), "mean"),) if watched and self.policy.norm_source == "mean" else ()
+        event = "this epoch ended: every worker must end the same epochs, and load its state"
+        rest = yield from self._agreed(wanted, event)
+        if rest:
+            ((squares,),) = rest
+        if rank == 0:
+            norms = {}
+            if watched:
+                norms = {name: math.sqrt(s) for name, s in zip(before, xp.to_numpy(squares).tolist(), strict=True)}
+            decision = self.policy.on_epoch_end(self.decision, self.epoch, lr, next_lr, norms)
+            self.epoch, self.step, self._lr = self.epoch + 1, step, next_lr
+            self._adopt(decision, self.epoch)
+        changed = yield from self._spread(before)
+        for cell in self._sums.values() if watched else ():
+            cell.assign(xp.zeros(xp.shape(cell.read())))
+        self._publish()
+        return changed
+
+    # -- between steps ----------------------------------------------------------------------------------------------
+    def on_trial(self, workers: int) -> bool:
+        """Whether a trial is under way."""
+        return self.policy.trial(self.decision, workers) is not None
+
+    def trial_over(self, step: int, workers: int) -> bool:
+        """Note that step ``step`` of a trial has ended; True when the trial is over, on all workers together."""
+        wanted = self.policy.trial(self.decision, workers) or 0
+        if step == self._told:
+            return False
+        self._told = step
+        self._moments.append((perf_counter(), step))
+        return len(self._moments) > (wanted and wanted + 1)
+
+    def on_trial_end(self, step: int, rank: int, workers: int) -> Program[list[str]]:
+        """Decide, on worker 0, for all workers; gives the tensors whose level changed. Raises as `on_epoch_end`."""
+        xp, before = self._xp, dict(self.decision.levels)
+        # Two are left out: one that began before the trial, and one that warms up.
+        steps = [(b - a) / (j - i) for (a, i), (b, j) in pairwise(self._moments[1:])]
+        mine = statistics.median(steps) if steps else 0.0
+        wanted = (Reduce((xp.asarray([mine], "float32"),), "max"),)
+        ((slowest,),) = yield from self._agreed(wanted, "this trial ended: every worker must make the same steps")
+        if rank == 0:
+            (seconds,) = xp.to_numpy(slowest).tolist()
+            self._adopt(self.policy.on_trial_end(self.decision, workers, seconds), step)
+        changed = yield from self._spread(before)
+        self._moments = []
+        self._publish()
+        return changed
+
+    # -- agreement --------------------------------------------------------------------------------------------------
+    def _agreed(self, wanted: tuple[Collective, ...], event: str) -> Program[list[Any]]:
+        # Results of what is wanted besides; raises unless all workers know the same.
+        (least,), (most,), *rest = yield (*self._check(), *wanted)
+        self._compare(least, most, f"before {event}")
+        return rest
+
+    def _spread(self, before: Mapping[str, int]) -> Program[list[str]]:
+        # Worker 0's decision, to all; gives the tensors whose level is not what it was.
+        text = self._xp.asarray(list(self.text().encode()), "uint8")
+        (received,) = yield Broadcast((text,), 0, ragged=True)
+        self._read(json.loads(bytes(self._xp.to_numpy(received).tolist())))
+        (least,), (most,) = yield self._check()
+        self._compare(least, most, "after worker 0's decision was sent to all")
+        return [name for name, level in self.decision.levels.items() if level != before[name]]
+
+    def _squares(self, names: Iterable[str]) -> Array:
+        # Squared norms of the sums that this worker keeps.
+        xp = self._xp
+        sums = [self._sums[name].read() for name in names if name in self._sums]
+        return xp.concat([xp.reshape(xp.sum(each * each), (1,)) for each in sums]) if sums else xp.zeros(0)
+
+    def _check(self) -> tuple[Collective, Collective]:
+        facts = self._xp.asarray([self.epoch, zlib.crc32(self.text().encode()) & 0x7FFFFFFF], "int32")
+        return Reduce((facts,), "min"), Reduce((facts,), "max")
+
+    def _compare(self, least: Array, most: Array, when: str) -> None:
+        least, most = (self._xp.to_numpy(each).tolist() for each in (least, most))
+        if least != most:
+            what = f"epochs {least[0]} to {most[0]} are under way" if least[0] != most[0] else "their states differ"
+            raise RuntimeError(f"the workers' policies did not agree {when} ({what})")
+
+    def _adopt(self, decision: Decision, now: int) -> None:
+        last = len(self.levels) - 1
+        levels = {name: min(level, last) for name, level in decision.levels.items()}
+        for name, level in levels.items():
+            if self.history[name][-1][1] != level:
+                self.history[name].append((now, level))
+        self.decision = Decision(levels, decision.micro_steps, decision.lr_scale, decision.memo)
+
+    def _publish(self) -> None:
+        for name, cell in self._cells.items():
+            cell.assign(self._xp.asarray(self.level(name), "int32"))
+        if self._flag is not None:
+            self._flag.assign(self._xp.asarray(int(self.watching), "int32"))
+
+    # -- state ------------------------------------------------------------------------------------------------------
+    def _plain(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "lr": self._lr,
+            "levels": self.decision.levels,
+            "micro_steps": self.decision.micro_steps,
+            "lr_scale": self.decision.lr_scale,
+            "memo": self.decision.memo,
+            "history": self.history,
+        }
+
+    def _check_plain(self, plain: Any) -> None:
+        # Another worker or a file has written it.
+        def whole(value: Any, least: int, most: float = math.inf) -> bool:
+            return type(value) is int and least <= value <= most
+
+        def level(value: Any) -> bool:
+            return whole(value, 0, len(self.levels) - 1)
+
+        def past(value: Any) -> bool:
+            pairs = isinstance(value, (list, tuple)) and value
+            return bool(pairs) and all(
+                isinstance(pair, (list, tuple)) and len(pair) == 2 and whole(pair[0], 0) and level(pair[1])
+                for pair in value
+            )
+
+        rules: dict[str, Callable[[Any], bool]] = {
+            "epoch": lambda value: whole(value, 0, 2**31 - 1),
+            "step": lambda value: whole(value, 0, 2**63 - 1),
+            "lr": lambda value: value is None or number(value),
+            "levels": lambda value: isinstance(value, Mapping) and all(map(level, value.values())),
+            "micro_steps": lambda value: whole(value, 1),
+            "lr_scale": number,
+            "memo": lambda value: isinstance(value, Mapping) and self.policy.remembers(value),
+            "history": lambda value: isinstance(value, Mapping) and all(map(past, value.values())),
+        }
+        for key, rule in rules.items():
+            if not isinstance(plain, Mapping) or key not in plain or not rule(plain[key]):
+                value = plain.get(key) if isinstance(plain, Mapping) else plain
+                raise ValueError(f"this is no state of a policy: its {key!r} is {value!r}")
+        for key in ("levels", "history"):
+            if sorted(plain[key]) != sorted(self.decision.levels):
+                raise ValueError(
+                    f"the policy's state has {key} of {sorted(plain[key])}, but the model compresses "
+                    f"{sorted(self.decision.levels)}: use the same model and settings"
+                )
+
+    def _read(self, plain: Mapping[str, Any]) -> None:
+        self._check_plain(plain)
+        self.epoch, self.step, self._lr = plain["epoch"], plain["step"], plain["lr"]
+        self.decision = Decision(dict(plain["levels"]), plain["micro_steps"], plain["lr_scale"], dict(plain["memo"]))
+        self.history = {name: [(e, level) for e, level in past] for name, past in plain["history"].items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, and the sums of an epoch that is under way as arrays of the toolkit (not copied)."""
+        sums = {name: cell.read() for name, cell in self._sums.items()} if self.watching else {}
+        return {"settings": repr(self.policy), **json.loads(self.text()), "sums": sums}
+
+    def taken_over(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Another worker's state, without the sums that this one keeps not."""
+        return {**state, "sums": {name: array for name, array in state["sums"].items() if name in self._sums}}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if `load_state_dict` could not continue from this state."""
+        self._check_plain(state)
+        if not isinstance(state.get("sums"), Mapping):
+            raise ValueError(f"this is no state of a policy: its 'sums' are {state.get('sums')!r}")
+        for name, array in state["sums"].items():
+            if not hasattr(array, "shape"):
+                raise ValueError(f"the sum of gradients of {name!r} is no array but {array!r}")
+            have, want = tuple(array.shape), self._xp.shape(self._sums[name].read()) if name in self._sums else None
+            if have != want:
+                raise ValueError(f"the sum of gradients of {name!r} has shape {have}, but this worker keeps {want}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self._read(state)
+        for name, cell in self._sums.items():
+            old = cell.read()
+            saved = state["sums"].get(name)
+            cell.assign(
+                self._xp.zeros(self._xp.shape(old))
+                if saved is None
+                else self._xp.copy(self._xp.asarray(saved, "float32"))
+            )
+        self._publish()
+
+    def text(self) -> str:
+        """All plain data, the same on every worker."""
+        return json.dumps(self._plain())

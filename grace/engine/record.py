@@ -1,0 +1,308 @@
+"""A record of a training: what `report()` gives, every so many steps, as JSON lines. `grace report` shows it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grace.engine.report import Report
+
+FORMAT = 1
+FACTS = ("name", "shape", "method", "reason", "strategy", "level")  # of a tensor, written again when they change
+BEGIN = ("world_size", "toolkit", "step", "every", "graph")  # what the first line of a record must have
+GROWN = 1.5  # how much a residual has grown, since the middle of a record, that is worth a word
+
+
+class Recorder:
+    """Writes one worker's record: a line when it begins, then what happened since the line before.
+
+    Lines are added to the file, which is opened for each of them; it may be read meanwhile. If it cannot be written to
+    in the middle of a training, a warning says so and the training goes on without.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every: int):
+        folder = Path(path).resolve().parent
+        if not folder.is_dir():
+            raise FileNotFoundError(f"record={os.fspath(path)!r}: there is no folder {str(folder)!r}: make it first")
+        self._path, self._every = path, every
+        self._passed = 0  # steps since the last line
+        self._last: Report | None = None
+        self._step, self._clock = 0, 0.0
+        self._facts: list[dict[str, Any]] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether `begin` was called."""
+        return self._last is not None
+
+    def passed(self) -> bool:
+        """A step is over; whether a line is due."""
+        self._passed += 1
+        return self._passed >= self._every
+
+    def begin(self, report: Report, step: int, about: Mapping[str, Any]) -> None:
+        """Write what does not change, ``about`` included. Called again when counts or steps begin elsewhere."""
+        self._facts = []
+        head = {"format": FORMAT, "when": time.time(), "step": step, "every": self._every, **about}
+        self._append([{"kind": "begin", **head, "world_size": report.world_size}, *self._news(report)])
+        self._note(report, step)
+
+    def write(self, report: Report, step: int) -> None:
+        """Write what happened since the last line, if anything did."""
+        last = self._last
+        if last is None or step == self._step:
+            return
+        before = {tensor.name: tensor for tensor in last.tensors}
+        sent, dense = [], []
+        for tensor in report.tensors:
+            old = before.get(tensor.name)
+            sent.append(tensor.bytes_sent - (old.bytes_sent if old else 0))
+            dense.append(tensor.bytes_dense - (old.bytes_dense if old else 0))
+        line = {
+            "kind": "steps",
+            "step": step,
+            "steps": step - self._step,
+            "seconds": round(time.perf_counter() - self._clock, 6),
+            "bytes_sent": report.bytes_sent - last.bytes_sent,
+            "bytes_received": report.bytes_received - last.bytes_received,
+            "bytes_dense": report.bytes_dense - last.bytes_dense,
+            "times": {name: round(total - last.times.get(name, 0.0), 6) for name, total in report.times.items()},
+            "skipped": report.skipped - last.skipped,
+            "sent": sent,
+            "dense": dense,
+            "residual": [_short(tensor.residual_norm) for tensor in report.tensors],
+        }
+        self._append([*self._news(report), line])
+        self._note(report, step)
+
+    def _note(self, report: Report, step: int) -> None:
+        self._last, self._step, self._passed = report, step, 0
+        self._clock = time.perf_counter()
+
+    def _news(self, report: Report) -> list[dict[str, Any]]:
+        facts = [{key: getattr(tensor, key) for key in FACTS} for tensor in report.tensors]
+        if facts == self._facts:
+            return []
+        self._facts = facts
+        return [{"kind": "tensors", "method": report.method, "tensors": facts}]
+
+    def _append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            warnings.warn(
+                f"the record cannot be written, and has a gap here: {error}. The training goes on", stacklevel=2
+            )
+
+
+def _short(norm: float | None) -> float | None:
+    return None if norm is None or not math.isfinite(norm) else float(f"{norm:.6g}")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Some steps in a row, and the tensors as they were then."""
+
+    step: int
+    """How many steps there had been in all when it was written."""
+    steps: int
+    seconds: float
+    """That went by, whatever they were spent on."""
+    bytes_sent: int
+    bytes_received: int
+    bytes_dense: int
+    times: dict[str, float]
+    """Seconds of `grace.engine.report.Report.times` in these steps."""
+    skipped: int
+    sent: list[int]
+    """Bytes of each tensor, as are ``dense``; ``residual``: norms at the end."""
+    dense: list[int]
+    residual: list[float | None]
+    tensors: list[dict[str, Any]]
+    """Of each tensor name, shape, method, reason, strategy and level."""
+
+    @property
+    def ratio(self) -> float:
+        """bytes_dense / bytes_sent."""
+        return self.bytes_dense / self.bytes_sent if self.bytes_sent else 1.0
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors."""
+        return [tensor["name"] for tensor in self.tensors]
+
+    @property
+    def norm(self) -> float | None:
+        """Of all residuals together; None where there are none."""
+        known = [norm for norm in self.residual if norm is not None]
+        return math.hypot(*known) if known else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A record as read."""
+
+    about: dict[str, Any]
+    """When the last part began, the method now, the number of workers, the toolkit ..."""
+    tensors: list[dict[str, Any]]
+    """As they are now."""
+    lines: list[Line]
+
+    def total(self, key: str) -> Any:
+        """A number of all lines added up."""
+        return sum(getattr(line, key) for line in self.lines)
+
+    @property
+    def ratio(self) -> float:
+        """bytes_dense / bytes_sent of the whole record."""
+        return self.total("bytes_dense") / self.total("bytes_sent") if self.total("bytes_sent") else 1.0
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Seconds in all: GRACE's own, and "elsewhere": computing, data, and all else. Empty if they are not known."""
+        names = self.lines[-1].times if self.lines else {}
+        own = {name: sum(line.times.get(name, 0.0) for line in self.lines) for name in names}
+        return {**own, "elsewhere": max(self.total("seconds") - sum(own.values()), 0.0)} if own else {}
+
+    def thinned(self, most: int) -> list[Line]:
+        """At most about so many lines, each of several that follow on each other."""
+        width = max(-(-len(self.lines) // most), 1)
+        found: list[Line] = []
+        for number, line in enumerate(self.lines):
+            if number % width and line.names == found[-1].names:
+                found[-1] = _joined(found[-1], line)
+            else:
+                found.append(line)
+        return found
+
+    def of_tensor(self, name: str) -> list[tuple[Line, int]]:
+        """The lines in which there is a tensor of that name, and its place there."""
+        return [(line, line.names.index(name)) for line in self.lines if name in line.names]
+
+
+def _joined(one: Line, two: Line) -> Line:
+    return Line(
+        step=two.step,
+        steps=one.steps + two.steps,
+        seconds=one.seconds + two.seconds,
+        bytes_sent=one.bytes_sent + two.bytes_sent,
+        bytes_received=one.bytes_received + two.bytes_received,
+        bytes_dense=one.bytes_dense + two.bytes_dense,
+        times={name: seconds + one.times.get(name, 0.0) for name, seconds in two.times.items()},
+        skipped=one.skipped + two.skipped,
+        sent=[a + b for a, b in zip(one.sent, two.sent, strict=True)],
+        dense=[a + b for a, b in zip(one.dense, two.dense, strict=True)],
+        residual=two.residual,
+        tensors=two.tensors,
+    )
+
+
+def read(path: str | os.PathLike[str]) -> Run:
+    """Read a record, also while it is being written.
+
+    Where a training began anew at an earlier step, as from a checkpoint, its lines take the place of those from there
+    on. Raises ValueError, with the number of the line, for a file that is no record.
+    """
+    about: dict[str, Any] = {}
+    tensors: list[dict[str, Any]] = []
+    lines: list[Line] = []
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{os.fspath(path)} is no record: it is not text in UTF-8") from None
+    for number, row in enumerate(text.split("\n")[:-1], 1):  # what has no end yet is still being written
+        try:
+            found = json.loads(row)
+            kind = found.pop("kind")
+            if kind == "begin":
+                if found["format"] != FORMAT:
+                    raise ValueError(f"its format is {found['format']}, and this version of grace reads {FORMAT}")
+                about = {key: found[key] for key in BEGIN} | found
+                lines = [line for line in lines if line.step <= found["step"]]
+            elif kind == "tensors":
+                tensors, about = found["tensors"], {**about, "method": found["method"]}
+            elif kind == "steps":
+                lines.append(Line(tensors=tensors, **found))
+            else:
+                raise ValueError(f"its kind is {kind!r}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{os.fspath(path)}, line {number}, is not part of a record: {_plain(error)}") from None
+    if "method" not in about:
+        what = "no record" if text else "no record: it is empty"
+        example = "grace_from_params({..., 'record': 'run.jsonl'})"
+        raise ValueError(f"{os.fspath(path)} is {what}: train with {example}")
+    return Run(about, tensors, lines)
+
+
+def _plain(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON ({error})"
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def warnings_of(run: Run) -> list[str]:
+    """What somebody who looks at a run should know, a sentence each."""
+    found = []
+    if not run.lines:
+        graph = " Inside a graph, use grace.tensorflow.RecordCallback or grc.record()." * run.about["graph"]
+        return [f"No steps are recorded yet: a line is written every {run.about['every']} steps.{graph}"]
+    if skipped := run.total("skipped"):
+        found.append(f"{skipped} times a tensor's mean was not finite, so that its state rested.")
+    if run.ratio < 1:
+        found.append("More bytes leave than dense gradients have: use another method, or none.")
+    found += _growing(run)
+    found += _dense(run)
+    notes: dict[str, list[str]] = {}
+    for tensor in run.tensors:
+        if tensor["reason"] and tensor["method"] != "dense":
+            notes.setdefault(tensor["reason"], []).append(tensor["name"])
+    found += [f"{_listed(names)}: {reason}." for reason, names in notes.items()]
+    if run.about.get("kernels") is False:
+        found.append("Native kernels are not in use, so compression is slower: python -m grace.kernels.build.")
+    return found
+
+
+def _growing(run: Run) -> list[str]:
+    # A residual settles when compression keeps up; one that goes on growing in the second half may never do so.
+    grown = []
+    for tensor in run.tensors:
+        held = [(line.residual[at], line.tensors[at]["level"]) for line, at in run.of_tensor(tensor["name"])]
+        known = [norm for norm, level in held if norm is not None and level == tensor["level"]]
+        half = len(known) // 2
+        if half < 4:
+            continue
+        middle, late, last = known[half], max(known[half : -len(known) // 4]), known[-1]
+        if middle > 0 and last > GROWN * middle and last >= late:
+            grown.append((last / middle, tensor["name"]))
+    if not grown:
+        return []
+    grown.sort(reverse=True)
+    names, most = _listed([name for _, name in grown]), grown[0][0]
+    remedy = "Send more of each gradient, lower the learning rate, or use memory 'ef21'."
+    return [f"Residuals are growing: {names} (up to {most:.1f} times in the second half of the record). {remedy}"]
+
+
+def _dense(run: Run) -> list[str]:
+    reasons: dict[str, list[tuple[str, int]]] = {}
+    for tensor, sent in zip(run.tensors, run.lines[-1].sent, strict=False):
+        if tensor["method"] == "dense" and tensor["reason"]:  # or a policy chose it
+            reasons.setdefault(tensor["reason"], []).append((tensor["name"], sent))
+    total = max(run.lines[-1].bytes_sent, 1)
+    return [
+        f"{_listed([name for name, _ in group])} {'go' if len(group) > 1 else 'goes'} dense, "
+        f"{sum(sent for _, sent in group) / total:.0%} of the bytes sent: {reason}."
+        for reason, group in reasons.items()
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"

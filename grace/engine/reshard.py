@@ -1,0 +1,307 @@
+"""State that moves: between runs with another number of workers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+from grace.core import Context, Resize
+from grace.core.method import Method
+
+Points = Mapping[str, tuple[Method, Context]]
+Places = Mapping[str, Sequence[int]]
+"""By the names of points of compression, where they begin in the tensor, and how many elements they have."""
+Tensors = dict[str, dict[str, Any]]
+
+RESIDUAL = "residual"
+CARRIED = "carried"
+"""The key of what a change of strategy left of a tensor's memories: it is added to the worker's next gradient."""
+
+
+def complete(states: Sequence[Mapping[str, Any]], lost: bool = False) -> list[Mapping[str, Any]]:
+    """All workers' states of one run, in rank order. Raises ValueError for those that do not belong together.
+
+    ``lost``: some of them may be missing.
+    """
+    ordered = sorted(states, key=lambda state: state["rank"])
+    ranks, first = [state["rank"] for state in ordered], ordered[0]
+    count = first["world_size"]
+    whole = len(ranks) == count and ranks == list(range(len(ranks)))
+    if not whole and not (lost and len(set(ranks)) == len(ranks) and ranks[0] >= 0 and ranks[-1] < count):
+        raise ValueError(
+            f"these are the states of workers {ranks}, but the run had {first['world_size']}: give those of all of them"
+        )
+    for state in ordered:
+        for key in ("format", "step", "world_size", "method"):
+            if state[key] != first[key]:
+                raise ValueError(
+                    f"worker {state['rank']}'s state has {key} {state[key]!r} where worker 0's has {first[key]!r}: "
+                    "they were not saved together"
+                )
+        if absent := sorted(set(state["tensors"]) - set(state["points"])):
+            raise ValueError(
+                f"worker {state['rank']}'s state does not say where {absent} were cut: if you renamed a key in "
+                "state['tensors'], rename it in state['points'] too"
+            )
+    return ordered
+
+
+def check_form(state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Raise ValueError unless a state, which a file may have brought, is made as `Grace.state_dict` makes it.
+
+    ``sizes``: elements of the units that are known.
+    """
+    wanted = {"rank": int, "world_size": int, "step": int, "method": str, "tensors": Mapping, "points": Mapping}
+    for key, kind in wanted.items():
+        if not isinstance(state.get(key), kind) or isinstance(state[key], bool):
+            raise ValueError(f"this is no state of grace: its {key!r} is {state.get(key)!r}")
+    rank, size, step = state["rank"], state["world_size"], state["step"]
+    if not 0 <= rank < size or not 0 <= step < 2**63:
+        raise ValueError(f"this is no state of grace: worker {rank} of {size} at step {step}")
+    if not isinstance(state.get("strategies", {}), Mapping):
+        raise ValueError(f"this is no state of grace: its 'strategies' are {state['strategies']!r}")
+    for unit, cells in state["tensors"].items():
+        if not isinstance(cells, Mapping):
+            raise ValueError(f"this is no state of grace: of {unit!r} it has {cells!r}")
+        places = state["points"].get(unit, {})  # wanted for another number of workers: see `complete`
+        if not isinstance(places, Mapping) or not all(_place(each, sizes.get(unit)) for each in places.values()):
+            raise ValueError(f"this is no state of grace: the places of {unit!r} are {places!r}")
+
+
+def _place(value: Any, size: int | None) -> bool:
+    # Where a part of a tensor begins, and its number of elements.
+    numbers = isinstance(value, (list, tuple)) and [type(each) for each in value] == [int, int]
+    return numbers and min(value) >= 0 and (size is None or sum(value) <= size)
+
+
+def check_names(mine: Set[str], theirs: Set[str]) -> None:
+    """Raise ValueError unless a model's units and those of a state have the same names."""
+    absent, extra = sorted(mine - theirs), sorted(theirs - mine)
+    if absent or extra:
+        raise ValueError(
+            f"the state and the model name different tensors: the model's {absent or 'none'} are not in the state, "
+            f"the state's {extra or 'none'} are not in the model. If a parameter was renamed, rename its key in "
+            "state['tensors'] and state['points'] to the model's name before you load"
+        )
+
+
+NUMBERED = re.compile(r"_(\d+)(?=/|#|$)")  # what a layer's automatic name ends with, if it is not the first one
+
+
+def matched(theirs: Mapping[str, int], mine: Mapping[str, int]) -> dict[str, str]:
+    """By the names of ``mine``, which of ``theirs`` it is where Keras named the same variables anew; or nothing.
+
+    Names are paths, with numbers of elements. A saved model that is loaded names its variables without the model
+    ('dense/kernel' for 'sequential/dense/kernel'), and automatic names have other numbers in another process, which
+    ascend as they did. All else must be as it was. ``mine`` may have others besides.
+    """
+    if theirs.keys() <= mine.keys():
+        return {}
+    for their_first, my_first in ((0, 0), (1, 0), (0, 1)):
+        wanted, here = _alike(theirs, their_first), _alike(mine, my_first)
+        if all(len(here.get(key, ())) == len(names) for key, names in wanted.items()):
+            return {own: name for key, names in wanted.items() for own, name in zip(here[key], names, strict=True)}
+    return {}
+
+
+def _alike(names: Mapping[str, int], first: int) -> dict[tuple[str, int], list[str]]:
+    # Names that differ in their numbers alone, by ascending numbers. ``first``: how many parts of a path to leave out.
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name in sorted(names, key=lambda name: [int(each or 0) for each in _numbers(name)]):
+        parts = NUMBERED.sub("", name).split("/")
+        if len(parts) - first > 1:  # a bare name tells too little
+            groups.setdefault(("/".join(parts[first:]), names[name]), []).append(name)
+        else:
+            groups.setdefault((f"/{name}", names[name]), []).append(name)
+    return groups
+
+
+def _numbers(name: str) -> list[str]:
+    found = [NUMBERED.search(part) for part in name.split("/")]
+    return [each.group(1) if each else "" for each in found]
+
+
+def renamed(state: Mapping[str, Any], units: Iterable[str]) -> Mapping[str, Any]:
+    """A state under the names that a model's units have now, where `matched` finds all of them; else as it is."""
+    tensors, units = state.get("tensors"), list(units)
+    if not isinstance(tensors, Mapping) or state.get("policy") or len(tensors) != len(units):
+        return state
+    names = {theirs: mine for mine, theirs in matched(dict.fromkeys(tensors, 0), dict.fromkeys(units, 0)).items()}
+    keys = [key for key in ("tensors", "points", "strategies") if isinstance(state.get(key), Mapping)]
+    return {**state, **{key: {names.get(name, name): each for name, each in state[key].items()} for key in keys}}
+
+
+def sizes_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """How many elements a state's tensors have here, by name."""
+    return {name: sum(size for _, size in state["points"].get(name, {}).values()) for name in state["tensors"]}
+
+
+def check_kind(found: Any, wanted: str, what: str) -> None:
+    """Raise ValueError unless an array holds numbers as one of dtype ``wanted`` does: floats, or integers."""
+    dtype = str(found.dtype).removeprefix("torch.")
+    if ("float" in dtype) != ("float" in wanted):
+        raise ValueError(f"{what} is {dtype}, but the model needs {wanted}")
+
+
+def resized(
+    states: Sequence[Mapping[str, Any]],
+    fresh: Tensors,
+    points: Callable[[str, int], Points],
+    rank: int,
+    size: int,
+    changed: Collection[str] = (),
+) -> Tensors:
+    """What worker ``rank`` of ``size`` goes on with, from the states of all workers of a run with another number.
+
+    ``states`` of workers that are gone may be missing; what was theirs is lost then.
+    ``fresh``: its state as it was made, by unit and key. ``points``: a unit's points of compression on a worker. Each
+    array follows the rule that its memory or compressor has for it (`grace.core.Resize`): what is summed is added up
+    over the old workers, element by element of the tensor, and divided evenly among the new ones that hold the element.
+    What is the same on all workers of the same elements is copied, and begins anew where elements are cut otherwise.
+    ``changed``: units that travel another way now: all that was summed anywhere on the old way comes to the first point
+    of the new one, or is carried if that has none; all else begins anew.
+    """
+    return {
+        unit: (
+            _moved(states, unit, cells, points, rank, size)
+            if unit in changed
+            else {key: _follow(states, unit, key, value, points, rank, size) for key, value in cells.items()}
+        )
+        for unit, cells in fresh.items()
+    }
+
+
+def _follow(
+    states: Sequence[Mapping[str, Any]],
+    unit: str,
+    key: str,
+    value: Any,
+    points: Callable[[str, int], Points],
+    rank: int,
+    size: int,
+) -> Any:
+    import numpy as np
+
+    if key == CARRIED:
+        held = [host(state["tensors"][unit][key]) for state in states if key in state["tensors"].get(unit, {})]
+        return (sum(held, np.zeros(len(value))) / size).astype(host(value).dtype)
+    point, part, field = parsed(key)
+    method, ctx = points(unit, rank)[point]
+    rule = getattr(method, part).resize.get(field, Resize.SAME)
+    if rule is Resize.TRACKED:
+        return _follow(states, unit, key.removesuffix(field) + "mean", value, points, rank, size)
+    start, stop = ctx.offset, ctx.offset + ctx.size
+    held = [
+        (place, state["tensors"][unit][other])
+        for state in states
+        for other in state["tensors"].get(unit, {})
+        if (place := _place_of(state, unit, other, stage(point), (part, field))) is not None
+    ]
+    if rule is Resize.OWN:
+        theirs = [array for place, array in held if tuple(place) == (start, ctx.size)]
+        return host(theirs[rank % len(theirs)] if theirs else value)
+    if rule is Resize.SAME:
+        return next((host(array) for place, array in held if tuple(place) == (start, ctx.size)), host(value))
+    reach = max([stop, *(first + count for (first, count), _ in held)])
+    total, holders = np.zeros(reach), np.zeros(reach)
+    for (first, count), array in held:
+        total[first : first + count] += _elements(array, count, unit, key)
+        holders[first : first + count] += 1
+    if rule is Resize.SUM:
+        holders = np.zeros(reach)
+        for each in range(size):
+            for name, (_, other) in points(unit, each).items():
+                if stage(name) == stage(point):
+                    holders[other.offset : other.offset + other.size] += 1
+    share = total[start:stop] / np.maximum(holders[start:stop], 1)
+    return share.astype(host(value).dtype)
+
+
+def _place_of(state: Mapping[str, Any], unit: str, key: str, wanted: str, of: tuple[str, str]) -> Any:
+    # Where an array is that belongs to this stage of the way, and is this one of that part; else None.
+    point, part, field = parsed(key)
+    return state["points"].get(unit, {}).get(point) if (stage(point), (part, field)) == (wanted, of) else None
+
+
+def _moved(
+    states: Sequence[Mapping[str, Any]],
+    unit: str,
+    cells: Mapping[str, Any],
+    points: Callable[[str, int], Points],
+    rank: int,
+    size: int,
+) -> dict[str, Any]:
+    # All that residuals hold comes to the first compression of the new way; nothing else can be moved.
+    first = next((stage(name) for each in range(size) for name in points(unit, each) if name), None)
+    found = {}
+    for key, value in cells.items():
+        point, _, field = parsed(key)
+        if key == CARRIED:
+            found[key] = host(value) if first is not None else _summed(states, unit, 0, len(value)) / size
+        elif field == RESIDUAL and stage(point) == first:
+            ctx = points(unit, rank)[point][1]
+            found[key] = _summed(states, unit, ctx.offset, ctx.size) / size
+        else:
+            found[key] = host(value)
+    return {key: array.astype(host(cells[key]).dtype) for key, array in found.items()}
+
+
+def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: int) -> Any:
+    # What the workers' residuals and what they carry make of these elements in the sum of all their gradients.
+    import numpy as np
+
+    workers, total = states[0]["world_size"], np.zeros(start + count)
+    everybody = [state["points"].get(unit, {}) for state in states]
+    for state, places in zip(states, everybody, strict=True):
+        for key, array in state["tensors"].get(unit, {}).items():
+            point, _, field = parsed(key)
+            if key == CARRIED:
+                first, size, share = 0, host(array).size, 1.0
+            elif field == RESIDUAL and point in places:
+                first, size = places[point]
+                holders = sharing(point, places[point], everybody)
+                share = workers / (workers if holders == len(states) else holders)  # what is gone held it too
+            else:
+                continue
+            part = _elements(array, size, unit, key)[: max(0, start + count - first)]
+            total[first : first + len(part)] += share * part
+    return total[start:]
+
+
+def sharing(point: str, place: Sequence[int], everybody: Iterable[Places]) -> int:
+    """How many workers hold the same elements at the same stage of their way, each as a part of one mean."""
+    return sum(
+        any(stage(name) == stage(point) and tuple(other) == tuple(place) for name, other in places.items())
+        for places in everybody
+    )
+
+
+def stage(point: str) -> str:
+    """What points of compression have in common that are pieces of one tensor: the name before the number."""
+    return point.partition(".")[0]
+
+
+def _elements(array: Any, count: int, unit: str, key: str) -> Any:
+    if host(array).shape != (count,):
+        raise ValueError(f"state {key!r} of {unit!r} has shape {host(array).shape}, but is of {count} elements")
+    return host(array)
+
+
+def host(array: Any) -> Any:
+    """An array of a state in NumPy; PyTorch's bfloat16, which NumPy lacks, as float32."""
+    import numpy as np
+
+    return np.asarray(array.float() if str(getattr(array, "dtype", "")) == "torch.bfloat16" else array)
+
+
+def parsed(key: str) -> tuple[str, str, str]:
+    """A key of a state: the point of compression, "memory" or "compressor", and the array's name there.
+
+    A dense tensor's state is the memory's.
+    """
+    steps = key.split("/")
+    for index, step in enumerate(steps):
+        if step in ("memory", "compressor"):
+            return "/".join(steps[:index]), step, "/".join(steps[index + 1 :])
+    return "", "memory", key

@@ -1,0 +1,165 @@
+"""The scheduler: programs of many tensors in lockstep, one message for each round."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from grace.backends.base import Backend
+from grace.core import Calls, Program, Transport
+from grace.core.collectives import Collective
+from grace.engine.trace import Trace
+
+
+class Offload:
+    """A few threads of the CPU beside the one that computes gradients, and whose programs they run."""
+
+    def __init__(self, threads: int, units: Collection[str], xp: Backend):
+        self._pool, self.units, self._xp = ThreadPoolExecutor(threads, "pool"), units, xp
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run ``call(*args)`` there."""
+
+        def quietly() -> Any:
+            with self._xp.quiet():
+                return call(*args)
+
+        return self._pool.submit(quietly)
+
+
+class Flight:
+    """Programs of several units in lockstep: the collectives that they ask for in one round travel as one message.
+
+    ``room``: the context in which programs make what is going to leave in one message. ``offload``: runs some of them
+    on a pool of threads. Then the first message may have to wait; it leaves, in a call of `depart` or `advance`, after
+    that of the flight ``before`` this one: in one order on all workers. ``calls``: those of the contexts of programs
+    that do not run there; they are made when all that can be added has been.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        programs: dict[str, Program[Any]],
+        transport: Transport,
+        trace: Trace,
+        offload: Offload | None = None,
+        before: Flight | None = None,
+        room: Callable[[], AbstractContextManager[None]] = nullcontext,
+        calls: Calls | None = None,
+    ):
+        self.results: dict[str, Any] = {}
+        self.asked: list[tuple[str, Collective, Any]] = []
+        """Unit, collective and result of everything that was exchanged."""
+        self.name, self._programs, self._transport, self._trace = name, programs, transport, trace
+        self._offload, self._before, self._room, self._calls = offload, before, room, calls
+        self._round = 0
+        self._requests: list[tuple[str, tuple[Collective, ...], bool]] = []
+        self._wait: Any = None
+        self._sent = 0.0
+        self._steps: dict[str, Any] = {}  # what programs that were resumed came to, or its future; until it leaves
+        try:
+            self._resume(dict.fromkeys(programs))
+            self.depart()
+        except Exception:
+            self.rest()
+            raise
+
+    def advance(self) -> bool:
+        """Wait for this round and begin the next one. True when all programs have returned."""
+        self.depart(wait=True)
+        if self._requests:
+            message = f"{self.name}.{self._round - 1}"
+            with self._trace.span("wait", message):
+                results = iter(self._wait())
+            self._trace.add("communicate", message, self._sent)
+            answers: dict[str, Any] = {}
+            for unit, collectives, single in self._requests:
+                answer = tuple(next(results) for _ in collectives)
+                self.asked.extend((unit, *pair) for pair in zip(collectives, answer, strict=True))
+                answers[unit] = answer[0] if single else answer
+            self._resume(answers)
+            self.depart(wait=True)
+        return not self._requests
+
+    def depart(self, wait: bool = False) -> bool:
+        """Send this round's message, if all that it takes is done: at once, or after a ``wait``. Whether it has left.
+
+        Raises what a program raised on the pool; then neither this message nor one of a flight after it leaves.
+        """
+        if not self._steps:
+            return True
+        if self._before is not None and not self._before.depart(wait):
+            return False
+        self._before = None
+        if not wait and not all(future.done() for future in self._futures):
+            return False
+        with self._trace.span("compress", f"{self.name}.{self._round}"):
+            self._send()
+        return True
+
+    def settle(self) -> None:
+        """Wait for the messages of this round and look no further."""
+        try:
+            self.depart(wait=True)  # the others may have sent theirs
+        except Exception:
+            return  # the step is dropped, with what went wrong on the pool
+        if self._requests:
+            self._wait()
+
+    def rest(self) -> None:
+        """Wait until nothing of this flight is under way on the pool, whatever becomes of it."""
+        wait(self._futures)
+
+    @property
+    def _futures(self) -> list[Future[Any]]:
+        return [step for step in self._steps.values() if isinstance(step, Future)]
+
+    def _resume(self, answers: dict[str, Any]) -> None:
+        self._requests = []
+        self._steps = dict.fromkeys(answers)  # messages have the order of the programs, on all workers
+        elsewhere: list[str] = []
+        if self._offload is not None:
+            elsewhere = [unit for unit in answers if unit in self._offload.units]
+            for unit in elsewhere:
+                self._steps[unit] = self._offload.submit(self._beside, unit, answers[unit])
+        with self._trace.span("compress", f"{self.name}.{self._round}"), self._room():
+            for unit, answer in answers.items():
+                if unit not in elsewhere:
+                    self._steps[unit] = self._step(unit, answer)
+            while self._calls:
+                self._calls.make()
+                for unit, step in self._steps.items():
+                    if not isinstance(step, Future) and step[1] is self._calls:
+                        self._steps[unit] = self._step(unit, None)
+            if not elsewhere and self._before is None:
+                self._send()
+
+    def _beside(self, unit: str, answer: Any) -> tuple[bool, Any]:
+        with self._trace.span(threading.current_thread().name, f"compress {unit}"):
+            return self._step(unit, answer)
+
+    def _step(self, unit: str, answer: Any) -> tuple[bool, Any]:
+        # Whether a program has returned, and what; or what it asks for.
+        try:
+            return False, self._programs[unit].send(answer)
+        except StopIteration as stop:
+            return True, stop.value
+
+    def _send(self) -> None:
+        found = {unit: step.result() if isinstance(step, Future) else step for unit, step in self._steps.items()}
+        self._steps = {}
+        for unit, (returned, outcome) in found.items():
+            if returned:
+                self.results[unit] = outcome
+            else:
+                single = not isinstance(outcome, tuple)
+                self._requests.append((unit, (outcome,) if single else outcome, single))
+        if self._requests:
+            everything = [collective for _, asked, _ in self._requests for collective in asked]
+            self._wait = self._transport.start(everything, f"{self.name}.{self._round}")
+            self._sent = time.perf_counter()
+            self._round += 1

@@ -1,0 +1,384 @@
+"""What tensors keep from one step to the next: their state at every level of a policy, and how it changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from grace.backends import Backend
+from grace.core import Array, Context, Resize, State, apart, name_of
+from grace.core.communicator import Communicator
+from grace.core.method import Method
+from grace.engine.buckets import Unit
+from grace.engine.encoders import FastMethod
+from grace.engine.lazy_mean import DeferredResidual
+from grace.engine.policy_runner import Schedule
+from grace.engine.reshard import CARRIED, Points, check_kind, check_names, parsed, resized, sharing
+
+Cells = dict[str, Any]
+"""A state's arrays, each in a cell of the backend, by their keys."""
+
+
+class Way(NamedTuple):
+    """How a tensor gets to its mean at one level of a policy; without a policy there is one."""
+
+    method: Method
+    encoder: FastMethod
+    """The method as it is carried out."""
+    communicator: Communicator
+    dense: bool
+    """It averages gradients as they are: together, in their bucket's one dense message."""
+
+
+class Fitted(NamedTuple):
+    """An array of a checkpoint, and the cell that it is for."""
+
+    unit: str
+    key: str
+    cell: Any
+    array: Array
+
+
+class Snapshot:
+    """Copies of cells' arrays, taken before an exchange whose result may be discarded. Their memory is reused."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Any, Array]] = {}
+        self._taken: dict[int, Any] = {}  # the cells whose copies count
+
+    def take(self, xp: Backend, cell: Any) -> None:
+        """Copy a cell's array, unless that was done since the last `release` or `restore`."""
+        if id(cell) in self._taken:
+            return
+        value = cell.read()
+        _, copy = self._copies.get(id(cell), (cell, None))
+        if copy is None or xp.shape(copy) != xp.shape(value) or not xp.mutable:
+            self._copies[id(cell)] = (cell, xp.copy(value))
+        else:
+            xp.write(copy, value)
+        self._taken[id(cell)] = cell
+
+    def read(self, cell: Any) -> Array | None:
+        """A cell's array as it was; None if no copy counts."""
+        return self._copies[id(cell)][1] if id(cell) in self._taken else None
+
+    def restore(self, xp: Backend, cells: Iterable[Any] | None = None) -> None:
+        """Give cells back what they had, by default all of them."""
+        for cell in list(self._taken.values()) if cells is None else cells:
+            if (copy := self.read(cell)) is not None:
+                del self._taken[id(cell)]
+                if xp.mutable:
+                    xp.write(cell.read(), copy)
+                else:
+                    cell.assign(copy)
+
+    def release(self) -> None:
+        """The copies do not count any more."""
+        self._taken.clear()
+
+
+class Kept:
+    """The state of all units.
+
+    Within a step residuals may change places with gradients that are spent (`Context.undo`). `keep` decides what stays;
+    `drop` puts all back.
+    """
+
+    def __init__(self, ways: Sequence[Way], schedule: Schedule | None):
+        self._ways, self._schedule = ways, schedule
+        self._xp: Backend | None = None
+        self._cells: dict[str, list[Cells]] = {}  # for each unit its state at each level
+        self._carrying: set[str] = set()  # units that have something carried, where a host can know
+        self._undo: dict[str, list[tuple[Array, Array]]] = {}  # where each unit's last residuals are in this step
+
+    def bind(self, xp: Backend) -> None:
+        """Set the backend, before there is any unit."""
+        self._xp = xp
+
+    @property
+    def xp(self) -> Backend:
+        """The backend."""
+        assert self._xp is not None, "bind first"
+        return self._xp
+
+    @property
+    def switches(self) -> bool:
+        """Whether levels are other methods, rather than one with other fields."""
+        return self._schedule is not None and self._schedule.policy.switches_methods
+
+    def strategy(self, unit: Unit, level: int) -> str:
+        """How a unit travels, where a plan says so."""
+        return "" if unit.dense else self._ways[level].communicator.strategy(unit.name)
+
+    def strategies(self, levels: Mapping[str, int], names: Iterable[str]) -> dict[str, str]:
+        """The same for several, those that go dense too, where a plan says so."""
+        each = {name: self._ways[levels.get(name, 0)].communicator.strategy(name) for name in names}
+        return {name: text for name, text in each.items() if text}
+
+    # -- units ------------------------------------------------------------------------------------------------------
+    def add(self, unit: Unit, states: Sequence[State]) -> None:
+        """A new unit, with its first state at each level."""
+        self._cells[unit.name] = []
+        for level, state in enumerate(states):
+            self._cells[unit.name].append(self._made(unit, level, state))
+        if not unit.dense and len({self.strategy(unit, level) for level in range(len(self._ways))}) > 1:
+            carried = self.xp.cell(self.xp.zeros(math.prod(unit.shape)))
+            for cells in self._cells[unit.name]:
+                cells[CARRIED] = carried
+
+    def _made(self, unit: Unit, level: int, state: State) -> Cells:
+        # What outlasts a change of level is shared with the levels before at which the unit travels the same way.
+        xp, cells, way, strategy = self.xp, {}, self._ways[level], self.strategy(unit, level)
+        before = [held for each, held in enumerate(self._cells[unit.name]) if self.strategy(unit, each) == strategy]
+        for number, (key, value) in enumerate(state.items()):
+            old = next((held[key] for held in before if key in held), None)
+            if before and _lasting(key, way) and not (old is None and self.switches):
+                if old is None or xp.shape(old.read()) != xp.shape(value):
+                    policy = self._schedule and name_of(self._schedule.policy)
+                    raise ValueError(
+                        f"{key!r} of {unit.name!r} outlasts a change of level, but its shape is not the same at all "
+                        f"levels of policy {policy!r}: change fields that leave it alone"
+                    )
+                cells[key] = old
+            else:  # in memory of its own: it is written to
+                (own,) = apart((value,), tuple(state.values())[:number], xp)
+                cells[key] = xp.cell(own)
+        return cells
+
+    def taken(self, units: Iterable[Unit]) -> dict[Unit, list[Cells]]:
+        """The state of these units, for `put`; all other is dropped."""
+        cells, self._cells = self._cells, {}
+        return {unit: cells[unit.name] for unit in units}
+
+    def put(self, unit: Unit, cells: list[Cells]) -> None:
+        """Have a unit go on with this state, which it had before."""
+        self._cells[unit.name] = cells
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+    def any(self, unit: Unit, level: int) -> bool:
+        """Whether a unit has state at this level."""
+        return bool(self._cells[unit.name][level])
+
+    def cells(self, unit: Unit, level: int) -> list[Any]:
+        """The cells of a unit's state; none are of a tensor that goes dense without state."""
+        levels = self._cells[unit.name]
+        return list(levels[level].values()) if levels else []
+
+    def note_carried(self) -> None:
+        """Cells were given back what they had: what was carried may be there again."""
+        self._carrying |= {name for name, levels in self._cells.items() if levels and CARRIED in levels[0]}
+
+    def state(self, unit: Unit, level: int) -> State:
+        """The arrays as they are now."""
+        return {key: cell.read() for key, cell in self._cells[unit.name][level].items()}
+
+    def undo(self, unit: Unit) -> list[tuple[Array, Array]]:
+        """Where a step in work notes which residuals of a unit it has written to, and where the last ones are."""
+        return self._undo.setdefault(unit.name, [])
+
+    def with_carried(self, unit: Unit, x: Array) -> Array:
+        """A gradient, and what a change of strategy left of the unit's residuals."""
+        cell = self._carried(unit)
+        return x if cell is None else x + cell.read()  # not in place: of a dense tensor, x may be the user's gradient
+
+    def keep(self, unit: Unit, level: int, state: State, ok: Array, x: Array) -> bool:
+        """Take over a step's new state where ``ok``, bool[]. Whether x, the memory of the gradient, holds the mean now.
+
+        The mean may be wanted there: what the new state has in it is copied.
+        """
+        parted = False
+        for key, cell in self._cells[unit.name][level].items():
+            if key != CARRIED:
+                parted |= self._assign(cell, ok, state[key], x)
+        if (carried := self._carried(unit)) is not None:
+            self._assign(carried, ok, self.xp.zeros(self.xp.shape(x)[0], unit.dtype), x)
+            if not self.xp.traced and ok:
+                self._carrying.discard(unit.name)
+        return parted
+
+    def close(self, unit: Unit, ok: Array | None) -> None:
+        """The step is over for a unit: unless ``ok``, its last residuals are back in their places."""
+        noted = self._undo.pop(unit.name, [])
+        if noted and (ok is None or not ok):
+            self._restore(noted)
+
+    def drop(self) -> None:
+        """A step does not count: all last residuals are back in their places."""
+        for noted in self._undo.values():
+            self._restore(noted)
+        self._undo.clear()
+
+    def _carried(self, unit: Unit) -> Any:
+        # The cell of what a change of strategy left, if there may be something in it.
+        cell = self._cells[unit.name][0].get(CARRIED)
+        return cell if self.xp.traced or unit.name in self._carrying else None
+
+    def _assign(self, cell: Any, ok: Array, new: Array | DeferredResidual, x: Array) -> bool:
+        # Whether x holds the mean now.
+        old = cell.read()
+        if new is old:
+            return False
+        if isinstance(new, DeferredResidual):
+            if ok:
+                new.into(old)
+            return bool(ok) and self.xp.same_memory(new.x, x) and self.xp.shape(new.x) == self.xp.shape(x)
+        if self.xp.mutable and self.xp.overlap(new, x):
+            self.xp.write(old, self.xp.choose(ok, new, old))  # x is wanted for the mean
+        else:
+            cell.assign(self.xp.choose(ok, new, old))
+        return False
+
+    def _restore(self, noted: list[tuple[Array, Array]]) -> None:
+        for residual, last in reversed(noted):
+            self.xp.write(residual, last)
+
+    def _last(self, unit: str, cell: Any, snapshot: Snapshot) -> Array:
+        # A state's array as it was when the step under way began.
+        if (before := snapshot.read(cell)) is not None:
+            return before
+        value = cell.read()
+        return next((last for residual, last in self._undo.get(unit, ()) if residual is value), value)
+
+    # -- a change of level ------------------------------------------------------------------------------------------
+    def enter(self, unit: Unit, before: int, level: int, state: State, ctx: Context) -> None:
+        """A unit goes on at another level: what does not outlast the change is ``state``, its first one there.
+
+        ``ctx``: this worker's. What was not sent on a way that is left is carried to the next gradient.
+        """
+        elsewhere = self.strategy(unit, before) != self.strategy(unit, level)
+        if elsewhere:
+            self._carry(unit, before, ctx)
+        for key, value in state.items():
+            if elsewhere or not _lasting(key, self._ways[level]):
+                self._cells[unit.name][level][key].assign(self.xp.copy(value))
+
+    def _carry(self, unit: Unit, level: int, ctx: Context) -> None:
+        # What was not sent at any point of a way that a tensor leaves is added to this worker's next gradient, so that
+        # it counts in the mean as it did: 1 / holders there, 1 / workers here.
+        xp, cells = self.xp, self._cells[unit.name][level]
+        everybody = [self.points(unit, level, replace(ctx, rank=rank)) for rank in range(ctx.world_size)]
+        places = [{name: (at.offset, at.size) for name, (_, at) in points.items()} for points in everybody]
+        total = cells[CARRIED].read()
+        for key, cell in cells.items():
+            point, part, field = parsed(key)
+            if key == CARRIED or getattr(everybody[ctx.rank][point][0], part).resize.get(field) is not Resize.SUM:
+                continue
+            start, size = places[ctx.rank][point]
+            share = ctx.world_size / sharing(point, (start, size), places)
+            rest = math.prod(unit.shape) - start - size
+            total = total + xp.concat([xp.zeros(start), cell.read() * share, xp.zeros(rest)])
+        cells[CARRIED].assign(total)
+        self._carrying.add(unit.name)
+
+    def points(self, unit: Unit, level: int, ctx: Context) -> Points:
+        """Where the worker of a context compresses a unit.
+
+        What goes dense is at one place, and its state is the memory's.
+        """
+        way = self._ways[level]
+        if self.switches:  # one memory, whichever method uses it now
+            memories = (each.method.memory for each in self._ways)
+            memory = next((memory for memory in memories if memory.feedback), way.method.memory)
+            return {"": (replace(way.method, memory=memory), ctx)}
+        return {"": (way.method, ctx)} if unit.dense else way.communicator.points(way.method, ctx)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+    def export(self, levels: Mapping[str, int], snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+        """All state at these levels for a checkpoint, as it was before a step that is under way."""
+        return {
+            unit: {key: exported(self._last(unit, cell, snapshot), self.xp) for key, cell in cells.items()}
+            for unit, cells in self.held(levels).items()
+        }
+
+    def held(self, levels: Mapping[str, int]) -> dict[str, Cells]:
+        """The cells of units that have state at these levels, and what outlasts a change of method."""
+        held = {unit: cells[levels.get(unit, 0)] for unit, cells in self._cells.items()}
+        if self.switches:
+            for unit, cells in self._cells.items():
+                pairs = zip(self._ways, cells, strict=False)
+                lasting = {key: cell for way, each in pairs for key, cell in each.items() if _lasting(key, way)}
+                held[unit] = {**lasting, **held[unit]}
+        return {unit: cells for unit, cells in held.items() if cells}
+
+    def fitted(
+        self,
+        states: Sequence[Mapping[str, Any]],
+        levels: Mapping[str, int],
+        units: Mapping[str, Unit],
+        ctx_of: Callable[[Unit], Context],
+        among: tuple[int, int] | None,
+    ) -> list[Fitted]:
+        """What `load` would set. ``states``: this worker's; or those of all workers of a run that was cut otherwise.
+
+        ``among``: then which worker of how many this is. ``ctx_of``: a unit's context here. ValueError, naming the
+        difference, where states do not fit.
+        """
+        xp = self.xp
+        strategies = self.strategies(levels, units) if among else {}
+        before = states[0].get("strategies", {})
+        changed = {name for name, text in strategies.items() if before.get(name, text) != text}
+        mine = self.held(levels)
+        carried = {name for state in states for name, cells in state["tensors"].items() if CARRIED in cells}
+        for name in sorted((changed | carried & units.keys()) - mine.keys()):  # it goes dense now, or did before
+            mine[name] = {CARRIED: xp.cell(xp.zeros(math.prod(units[name].shape), units[name].dtype))}
+        for state in states:
+            check_names(mine.keys() - strategies, state["tensors"].keys() - strategies)
+        theirs = states[0]["tensors"]
+        if among:
+            fresh = {
+                name: {key: exported(cell.read(), xp) for key, cell in cells.items()} for name, cells in mine.items()
+            }
+
+            def points(name: str, rank: int) -> Points:
+                return self.points(units[name], levels.get(name, 0), replace(ctx_of(units[name]), rank=rank))
+
+            theirs = resized(states, fresh, points, *among, changed)
+        found = []
+        for unit, cells in mine.items():
+            if set(cells) != set(theirs[unit]):
+                raise ValueError(f"state of {unit!r} has {sorted(theirs[unit])}, but this method keeps {sorted(cells)}")
+            for key, cell in cells.items():
+                old, new = cell.read(), theirs[unit][key]
+                if tuple(getattr(new, "shape", (None,))) != xp.shape(old):
+                    shapes = f"{getattr(new, 'shape', None)}, but the model needs {xp.shape(old)}"
+                    raise ValueError(f"state {key!r} of {unit!r} has shape {shapes}")
+                check_kind(new, xp.dtype(old), f"state {key!r} of {unit!r}")
+                found.append(Fitted(unit, key, cell, xp.copy(xp.asarray(new, xp.dtype(old)))))
+        return found
+
+    def load(self, fitted: Iterable[Fitted]) -> None:
+        """Go on with these arrays."""
+        for unit, key, cell, array in fitted:
+            cell.assign(array)
+            if key == CARRIED:  # of a tensor that goes dense now, it is a new one
+                for cells in self._cells[unit]:
+                    cells[CARRIED] = cell
+                self._carrying.add(unit)
+
+    # -- report -----------------------------------------------------------------------------------------------------
+    def norms(self, units: Iterable[Unit], levels: Mapping[str, int], snapshot: Snapshot) -> dict[str, float]:
+        """The L2 norm of each unit's residuals, where it has any; a device is waited for once."""
+        xp, held, squares = self.xp, self.held(levels), {}
+        for unit in units:
+            cells = held.get(unit.name, {})
+            arrays = [
+                self._last(unit.name, cell, snapshot) for key, cell in cells.items() if key.endswith("memory/residual")
+            ]
+            if arrays:
+                squares[unit.name] = sum(xp.sum(array * array) for array in arrays)
+        if not squares:
+            return {}
+        found = xp.to_numpy(xp.concat([xp.reshape(square, (1,)) for square in squares.values()])).tolist()
+        return {name: square**0.5 for name, square in zip(squares, found, strict=True)}
+
+
+def exported(array: Array, xp: Backend) -> Any:
+    """An array for a checkpoint: of PyTorch on the CPU, else of NumPy, in memory of its own."""
+    return array.detach().cpu().clone() if xp.name == "torch" else xp.to_numpy(array).copy()
+
+
+def _lasting(key: str, way: Way) -> bool:
+    # State that a change of level leaves alone: the memory's, and what a compressor itself did not send.
+    return parsed(key)[1] == "memory" or way.method.compressor.feedback

@@ -1,0 +1,109 @@
+"""`grace_from_params`: a Grace from a dictionary of names and numbers.
+
+Keys and defaults are the dataclass fields of the registered classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from grace.core import Transport
+from grace.core.communicator import Communicator
+from grace.core.method import Method
+from grace.core.registry import policies, take, three, unknown_key, values
+from grace.engine.options import Options
+from grace.engine.session import Grace
+from grace.transports import get_transport, known_transport
+
+OPTIONS = ("world_size", *(field.name for field in fields(Options)))
+
+
+def grace_from_params(params: Mapping[str, Any], transport: str | Transport | None = None) -> Grace:
+    """Build a Grace from names and numbers.
+
+    ``params``: ``compressor``, ``memory``, ``communicator`` and ``policy`` (names, or instances); the fields of these
+    classes (such as ``compress_ratio``); the fields of `grace.engine.options.Options` (such as ``min_numel``);
+    ``world_size``, which must be the transport's if given. Defaults: the memory that the method names; communicator
+    allreduce for payloads that can be summed on the wire, else allgather.
+
+    ``compressor="auto"``: the first steps try dense gradients and several methods (``candidates``), and training goes
+    on with what was fastest; see `grace.policies.auto.Auto`.
+
+    ``plan``: a strategy for each tensor, and perhaps a method, instead of a communicator: the file that `grace plan`
+    wrote, or what it holds. Worker 0's holds for all; only with a policy every worker needs it. It is made anew for
+    other workers than it was made for, and for the levels of a policy, if it holds what it was made from.
+
+    ``transport``: "horovod", "torch", "local" or a Transport; default: the one that is initialised. Where none is yet,
+    the Grace looks for its workers when it is built or its ``world_size`` is read, and raises RuntimeError then if the
+    launcher asks for several and there is still no group.
+
+    Raises ValueError for an unknown name, key or value and for a combination that cannot work, naming one that does.
+    """
+    _check_params(params)
+    rest = dict(params)
+    carrier = known_transport(transport)
+    if "world_size" in rest:
+        carrier = carrier or get_transport()  # whoever says how many workers there are has made them
+    size = rest.pop("world_size", None)
+    if carrier is not None and size not in (None, carrier.size):
+        raise ValueError(
+            f"world_size={size!r}, but the transport has {carrier.size} worker(s): initialise Horovod or "
+            "torch.distributed before grace_from_params, launch with horovodrun or torchrun, or leave world_size out"
+        )
+    if "plan" in rest:
+        communicator = _planned(rest)
+        rest = {"min_numel": 0, **rest, "communicator": communicator}
+    if rest.get("compressor") == "auto":
+        rest = _automatic(rest)
+    compressor, memory, communicator = three(rest)
+    policy = rest.pop("policy", None)
+    policy = None if policy is None else take(policies, policy, rest)
+    options = Options(**values(Options, rest))
+    if rest:
+        parts = [part for part in (compressor, memory, communicator, policy) if part is not None]
+        raise ValueError(unknown_key(next(iter(rest)), *parts, others=OPTIONS))
+    return Grace(Method(compressor, memory), communicator, carrier, options, policy)
+
+
+def _check_params(params: Any) -> None:
+    if isinstance(params, Mapping):
+        if odd := [key for key in params if not isinstance(key, str)]:
+            raise TypeError(f"the keys of params are names, but {odd[0]!r} is {type(odd[0]).__name__}")
+        return
+    example = {"compressor": params if isinstance(params, str) else "topk"}
+    raise TypeError(f"params is a dictionary, not {params!r:.80}: grace_from_params({example!r})")
+
+
+def _automatic(rest: dict[str, Any]) -> dict[str, Any]:
+    # "auto" is a policy over whole methods.
+    if odd := sorted({"memory", "communicator", "policy", "plan"} & rest.keys()):
+        raise ValueError(f"compressor 'auto' chooses whole methods: give {odd[0]!r} to its candidates, as in "
+                         f"candidates=[{{'compressor': 'topk', {odd[0]!r}: {rest[odd[0]]!r}}}]")  # fmt: skip
+    return {**rest, "compressor": "none", "policy": "auto"}
+
+
+def _planned(rest: dict[str, Any]) -> Communicator:
+    # The communicator of a plan: a file name, or its content. Only worker 0 needs the file.
+    from grace.communicators.planned import Planned
+    from grace.communicators.planned.table import Ways, leveled_params
+    from grace.planner.plan import from_dict
+
+    if "communicator" in rest:
+        raise ValueError("a plan says how tensors travel: leave communicator out, or plan")
+    if rest.get("fuse", "tensor") != "tensor":
+        raise ValueError(f"a plan names tensors, but fuse={rest['fuse']!r} makes one of several: use fuse='tensor'")
+    plan, policy = rest.pop("plan"), rest.get("policy")
+    if isinstance(plan, Mapping):
+        text = json.dumps(plan)
+    else:
+        text = Path(plan).read_text() if Path(plan).exists() else ""
+    if policy is not None:
+        kind: Any = policies.find(policy) if isinstance(policy, str) else policy
+        if kind.switches_methods:
+            raise ValueError(f"a plan has one method, and policy {policy!r} changes methods: leave out one of them")
+        rest |= leveled_params(text, rest)
+    return Planned(ways=Ways(text, leveled=policy is not None, load=from_dict), node_size=rest.pop("node_size", 0))

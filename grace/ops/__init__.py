@@ -1,0 +1,1 @@
+"""Array helpers that methods share, written over a backend ``xp``."""

@@ -1,0 +1,105 @@
+"""Ascending positions on the wire, written over a backend: fewer bits than int32 where they are many.
+
+"int32": 32 bits each. "bitmap": one bit for each of the n elements, smaller beyond n / 32 positions. "elias_fano": for
+a known number k of positions, about 2 + log2(n / k) bits each; the lower bits as they are, the upper ones as gaps in
+unary. Elias, "Efficient storage and retrieval by content and address of static files", JACM 1974; Fano, 1971.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grace.core import Array
+from grace.ops.packing import pack, packed_size, unpack
+from grace.ops.validate import fitting
+
+CODINGS = ("int32", "bitmap", "elias_fano")
+
+
+def choose(coding: str, n: int, k: int) -> str:
+    """The coding itself, or for "auto" the one of the fewest bytes."""
+    return min(CODINGS, key=lambda each: nbytes(each, n, k)) if coding == "auto" else coding
+
+
+def nbytes(coding: str, n: int, k: int) -> int:
+    """Bytes of k positions in 0 .. n-1."""
+    if coding == "int32":
+        return 4 * k
+    if coding == "bitmap":
+        return packed_size(1, n)
+    lower, upper = _widths(n, k)
+    return sum(packed_size(bits, k) for bits in lower) + packed_size(1, upper)
+
+
+def arrays(coding: str, n: int, k: int) -> int:
+    """How many arrays `write` makes."""
+    return len(_widths(n, k)[0]) + 1 if coding == "elias_fano" else 1
+
+
+def write(xp: Any, coding: str, positions: Array, n: int, k: int | None = None) -> tuple[Array, ...]:
+    """int32[k], ascending and distinct, in 0 .. n-1 -> arrays for the wire; k may be unknown except to "elias_fano"."""
+    if coding == "int32":
+        return (positions,)
+    if coding == "bitmap":
+        return (xp.pack_bits(xp.scatter(xp.zeros(n, "uint8"), positions, 1) != 0),)
+    assert k is not None
+    lower, upper = _widths(n, k)
+    if xp.kernels and xp.kernels.positions_write:
+        return tuple(xp.kernels.positions_write(positions, lower, upper))
+    planes, shift = [], 0
+    for bits in lower:
+        planes.append(pack(xp, bits, xp.bitwise_and(xp.shift_right(positions, shift), 2**bits - 1)))
+        shift += bits
+    marks = xp.scatter(xp.zeros(upper, "uint8"), xp.shift_right(positions, shift) + xp.arange(k), 1)
+    return (*planes, xp.pack_bits(marks != 0))
+
+
+def read(xp: Any, coding: str, sent: tuple[Array, ...], n: int, k: int | None = None) -> Array:
+    """The inverse of `write`. ValueError for arrays of other lengths; where the positions lie is left to be checked."""
+    if coding == "int32":
+        return sent[0]
+    if coding == "bitmap":
+        return _set(xp, sent[0], n, k)
+    assert k is not None
+    lower, upper = _widths(n, k)
+    if xp.kernels and xp.kernels.positions_write:
+        found = xp.kernels.positions_read(sent, lower, upper, k)
+        if found is not None:  # otherwise it is said what is wrong with it
+            return found
+    positions = xp.shift_left(_set(xp, sent[-1], upper, k) - xp.arange(k), sum(lower))
+    shift = 0
+    for bits, plane in zip(lower, sent, strict=False):
+        positions = xp.bitwise_or(positions, xp.shift_left(xp.cast(unpack(xp, bits, plane, k), "int32"), shift))
+        shift += bits
+    return positions
+
+
+def _set(xp: Any, packed: Array, n: int, k: int | None) -> Array:
+    # int32[k]: which of n bits are set.
+    found = xp.nonzero(xp.unpack_bits(fitting(xp, packed, "uint8", packed_size(1, n), "bits of positions"), n))
+    return found if k is None else xp.reshape(fitting(xp, found, "int32", k, "positions"), (k,))
+
+
+def _widths(n: int, k: int) -> tuple[list[int], int]:
+    # Widths of the planes of lower bits (at most a byte each), and the length of the upper bits' unary code.
+    lower = max(0, (n // k).bit_length() - 1) if k else 0
+    upper = k + (max(n - 1, 0) >> lower)
+    return [8] * (lower // 8) + [lower % 8] * (lower % 8 > 0), upper if k else 0
+
+
+def narrow(xp: Any, places: Array, width: int) -> tuple[Array, ...]:
+    """int32[k] in 0 .. width-1, in any order -> their lower bytes, and what is above those packed; width <= 2**16."""
+    above = max(0, (width - 1).bit_length() - 8)
+    low = xp.cast(xp.bitwise_and(places, 255), "uint8")
+    return (low, pack(xp, above, xp.shift_right(places, 8))) if above else (low,)
+
+
+def widen(xp: Any, sent: tuple[Array, ...], width: int, k: int) -> Array:
+    """The inverse of `narrow`. ValueError for other lengths, and for places that are not below width."""
+    above = max(0, (width - 1).bit_length() - 8)
+    places = xp.cast(fitting(xp, sent[0], "uint8", k, "places"), "int32")
+    if above:
+        places = xp.bitwise_or(places, xp.shift_left(xp.cast(unpack(xp, above, sent[1], k), "int32"), 8))
+    if width == 1 << (8 + above):  # whatever the bits are
+        return places
+    return xp.sound(places, lambda: xp.all(places < width), f"its places are not below {width}")

@@ -1,0 +1,297 @@
+"""PyTorch's sharded training: compressed gradients for models under `fully_shard` (FSDP2), through its public hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from grace.core import name_of
+from grace.core.collectives import Reduce
+from grace.engine.session import Grace
+
+__all__ = ["fsdp"]
+
+
+def fsdp(model: nn.Module, grace: Grace | None = None, replicas: Grace | None = None) -> nn.Module:
+    """Let a model under `fully_shard` reduce its gradients compressed. Returns the model.
+
+    ``grace``: for the reduce-scatter between the workers that share the parameters; its communicator must be
+    "reducescatter", its transport theirs. What FSDP reduces at once, the parameters of one `fully_shard` call, is one
+    tensor here, of which each worker's row is compressed by itself. Error feedback takes 4 bytes per unsharded element.
+    ``replicas``: for hybrid sharding, the mean over the copies of each shard: shard over a mesh of one dimension, and
+    give the transport of the other one's group. Any communicator but "reducescatter" fits. This is where compression
+    pays first: within machines links are fast, between them slow.
+
+    FSDP's own mean and sum are both understood (also its scaling for fp16); reductions are computed in float32. Every
+    worker must make this call, after `fully_shard` and before the first backward pass. Raises TypeError for a model
+    without FSDP2 modules, ValueError for a Grace that does not fit.
+
+    Parameters may be unused in a step, by all workers or by some: those without a gradient count as zeros, and where no
+    worker has one there is none, but with error feedback: what earlier steps held back may arrive then. Which ones took
+    part is compared at the end of each backward pass, at 4 bytes for each parameter, which the report does not count.
+    Parameters that are unfrozen later are one more tensor, with a "+" in its name; to load a checkpoint with such,
+    unfreeze and make one backward pass first. RuntimeError, on all workers, where only some used a parameter and
+    gradients are reduced in float16.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model is needed, not {type(model).__name__}: grace.torch.fsdp(model, grace=grc)")
+    for each in (grace, replicas):
+        if each is not None and not isinstance(each, Grace):
+            raise TypeError(
+                f"a Grace is needed, not {type(each).__name__}: make one with grace_from_params({{'compressor': ..., "
+                "'communicator': 'reducescatter'})"
+            )
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if not modules:
+        raise TypeError("the model has no FSDP2 module: call torch.distributed.fsdp.fully_shard on it first")
+    if grace is None and replicas is None:
+        raise ValueError("give a Grace for the reduce-scatter (grace=), for copies of shards (replicas=), or both")
+    if grace is not None and not grace.communicator.scattered:
+        raise ValueError(
+            f"grace= has communicator {name_of(grace.communicator)!r}, but each worker wants its own shard: use "
+            "communicator 'reducescatter'"
+        )
+    if replicas is not None and replicas.communicator.scattered:
+        raise ValueError("replicas= wants the whole mean on all workers: leave its communicator out")
+    exchanges = []
+    if grace is not None:
+        exchanges.append(grace)
+    if replicas is not None:
+        exchanges.append(replicas)
+    step = _Step(exchanges)
+    for name, module in modules.items():
+        managed = list(_managed(module))
+        if managed:
+            group = _Group(name or "(root)", managed, step)
+            group.extend()
+            module.register_forward_pre_hook(group.watch)
+            if grace is not None:
+                module.set_custom_reduce_scatter(_ReduceScatter(group, grace))
+            if replicas is not None:
+                module.set_all_reduce_hook(_Replicas(group, replicas))
+    return model
+
+
+def _managed(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    # The parameters that FSDP reduces with this module, in its order, and where each lies: not those of modules inside
+    # that are sharded by themselves. Children come first.
+    found: set[Any] = set()
+    visited: set[nn.Module] = set()
+
+    def visit(owner: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+        visited.add(owner)
+        for child in owner.children():
+            if child not in visited and not isinstance(child, FSDPModule):
+                yield from visit(child)
+        for name, p in owner.named_parameters(recurse=False):
+            if isinstance(p, DTensor) and p not in found:
+                found.add(p)
+                yield owner, name, p
+
+    return visit(module)
+
+
+def _row(p: Any) -> int:
+    # How many elements of a parameter each worker gets: its shard, filled up.
+    (place,) = p.placements
+    if not isinstance(place, Shard):
+        raise TypeError(f"a parameter of shape {list(p.shape)} is placed as {place}: only shards are reduced")
+    size = p.shape[place.dim]
+    return -(-size // p.device_mesh.size()) * (p.numel() // size if size else 0)
+
+
+class _Step:
+    """A backward pass: it ends the step of each Grace."""
+
+    def __init__(self, graces: list[Grace]):
+        self.graces = graces
+        self._task: int | None = None
+        self._groups: list[_Group] = []
+
+    def joined(self, group: _Group) -> None:
+        """Note that a group is reduced in the pass under way."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # what a pass that failed has left is of no use
+            self._task, self._groups = task, []
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if group not in self._groups:
+            group.late.clear()
+            self._groups.append(group)
+
+    def _end(self) -> None:
+        groups, self._task, self._groups = self._groups, None, []
+        for group in groups:
+            group.used.clear()
+        flags = [float(i in group.present) for group in groups for i in group.laid]
+        counts = torch.tensor(flags, device=groups[0].example.device)
+        for grace in self.graces:
+            (found,) = grace.transport.start([Reduce(((counts > 0).float(),), "sum")], "used")()
+            counts = found[0]
+        feedback = any(grace.method.memory.feedback for grace in self.graces)
+        at = 0
+        for group in groups:
+            if group.late or group.summed:  # only then a device is waited for
+                group.settle(counts[at : at + len(group.laid)].tolist(), feedback, self.graces[-1].world_size)
+            at += len(group.laid)
+        for grace in self.graces:
+            grace.land()
+
+
+class _Group:
+    """The parameters that one `fully_shard` call reduces at once: one tensor of Grace, or several."""
+
+    def __init__(self, name: str, managed: list[tuple[nn.Module, str, Any]], step: _Step):
+        self.name, self._managed, self._step = name, managed, step
+        example = managed[0][2].to_local()
+        self.example = torch.zeros((), dtype=torch.promote_types(example.dtype, torch.float32), device=example.device)
+        self.sizes = [_row(p) if p.requires_grad else 0 for _, _, p in managed]
+        self.tensors: dict[str, list[int]] = {}
+        """For each tensor of Grace its parameters, by their places among all of the group."""
+        self.used: set[int] = set()  # those that have got a gradient since the last reduction
+        self.present: list[int] = []  # those whose gradients are being reduced
+        self.late: dict[int, torch.Tensor] = {}  # this worker's part of the mean of others
+        self.summed = False
+        self._watched: dict[int, Any] = {}
+
+    @property
+    def laid(self) -> list[int]:
+        """All parameters that a tensor of Grace holds."""
+        return [i for places in self.tensors.values() for i in places]
+
+    def extend(self) -> None:
+        """Lay out what is trained and was not before."""
+        known = set(self.laid)
+        new = [i for i, (_, _, p) in enumerate(self._managed) if p.requires_grad and i not in known]
+        if not new:
+            return
+        for i in new:
+            self.sizes[i] = _row(self._managed[i][2])
+        name = f"{self.name}+{len(self.tensors)}" if self.tensors else self.name
+        self.tensors[name] = new
+        row = sum(self.sizes[i] for i in new)
+        for grace in self._step.graces:
+            size = (grace.world_size,) if grace.communicator.scattered else ()
+            grace.build({name: self.example.expand(*size, row)})  # only shapes count
+
+    def watch(self, module: nn.Module, inputs: Any) -> None:
+        """Before each forward pass, when the parameters are whole: note from then on which get gradients."""
+        for i, (owner, name, _) in enumerate(self._managed):
+            p = getattr(owner, name)
+            if p.requires_grad and self._watched.get(i) is not p and not isinstance(p, DTensor):
+                self._watched[i] = p
+                p.register_post_accumulate_grad_hook(lambda _, i=i: self.used.add(i))
+
+    def reduce(self, grace: Grace, x: torch.Tensor) -> torch.Tensor:
+        """[..., k] gradients of the parameters that have one, one after the other -> [k] their means."""
+        self._step.joined(self)
+        self.extend()
+        self.present = self._present(x.shape[-1])
+        whole = [places for places in self.tensors.values() if places == self.present]
+        if whole and len(self.tensors) == 1:
+            return self._means(grace, {self.name: x})[self.name]
+        ends = list(accumulate((self.sizes[i] for i in self.present), initial=0))
+        parts = {i: x[..., a:b] for i, (a, b) in zip(self.present, pairwise(ends), strict=True)}
+        given = {}
+        for name, places in self.tensors.items():
+            lead = x.shape[:-1]
+            filled = [parts[i] if i in parts else self._missing(i, lead, x) for i in places]
+            given[name] = torch.cat(filled, -1)
+        means: dict[int, torch.Tensor] = {}
+        for name, mean in self._means(grace, given).items():
+            means.update(zip(self.tensors[name], mean.split([self.sizes[i] for i in self.tensors[name]]), strict=True))
+        self.late = {i: mean for i, mean in means.items() if i not in parts}
+        return torch.cat([means[i] for i in self.present])
+
+    def _missing(self, i: int, lead: Any, x: torch.Tensor) -> torch.Tensor:
+        if i in self.late and not lead:  # the mean over the workers of other shards, to be averaged over copies
+            return self.late[i].to(x.dtype)
+        return x.new_zeros((*lead, self.sizes[i]))
+
+    def _means(self, grace: Grace, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        grace.launch(given, spent=True)
+        grace.land(last=False)
+        found = {name: grace.mean(name) for name in given}
+        return {name: mean for name, mean in found.items() if mean is not None}
+
+    def _present(self, n: int) -> list[int]:
+        # FSDP passes the gradients of all that have one, or of all that are trained.
+        for places in (sorted(self.laid), sorted(self.used), [i for i in sorted(self.laid) if self._trained(i)]):
+            if sum(self.sizes[i] for i in places) == n:
+                return places
+        raise RuntimeError(
+            f"FSDP reduces {n} elements for each worker of {self.name!r}, but not of parameters that are known: "
+            " call the module itself, not a method of it, and keep its parameters"
+        )
+
+    def _trained(self, i: int) -> bool:
+        return bool(self._managed[i][2].requires_grad)
+
+    def settle(self, counts: list[float], feedback: bool, size: int) -> None:
+        """Give parameters that this worker has not used, but others have, their gradients. ``counts``: of workers."""
+        count = dict(zip(self.laid, counts, strict=True))
+        late, self.late = self.late, {}
+        if self.summed and any(0 < each < size for each in count.values()):
+            raise RuntimeError(
+                f"some workers have not used all parameters of {self.name!r} in this step, and gradients are reduced "
+                "in float16: call model.set_reduce_scatter_unused_params(True), or reduce in bfloat16 or float32"
+            )
+        for i, mean in late.items():
+            p = self._managed[i][2]
+            if not count[i] and not feedback:
+                continue
+            local = p.to_local()
+            part = mean[: local.numel()].reshape(local.shape).to(local.dtype)
+            if p.grad is None:
+                p.grad = DTensor.from_local(
+                    part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+                )
+            else:
+                p.grad.to_local().add_(part)
+
+
+class _ReduceScatter:
+    """FSDP's reduce-scatter (`torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter`)."""
+
+    def __init__(self, group: _Group, grace: Grace):
+        self._group, self._grace = group, grace
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        size = dist.get_world_size(group)
+        if size != self._grace.world_size:
+            raise ValueError(
+                f"the shards of {self._group.name!r} lie on {size} workers, but grace has {self._grace.world_size}: "
+                "make it with transport=TorchDistributedTransport(mesh.get_group())"
+            )
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise ValueError(
+                "FSDP asks for neither mean nor sum: leave set_gradient_divide_factor alone and scale the loss"
+            )
+        self._group.late, self._group.summed = {}, op == dist.ReduceOp.SUM
+        mean = self._group.reduce(self._grace, input_tensor.reshape(size, -1))
+        if op == dist.ReduceOp.SUM:
+            mean = mean * size
+        output_tensor.copy_(mean.reshape(output_tensor.shape))
+
+
+class _Replicas:
+    """FSDP's all-reduce of a shard over its copies (`torch.distributed.fsdp.FSDPModule.set_all_reduce_hook`)."""
+
+    def __init__(self, group: _Group, grace: Grace):
+        self._group, self._grace = group, grace
+
+    def __call__(self, reduce_output: torch.Tensor) -> None:
+        if reduce_output.dtype == torch.float16:
+            self._group.summed = True
+        reduce_output.copy_(self._group.reduce(self._grace, reduce_output.reshape(-1).clone()))

@@ -1,0 +1,107 @@
+"""The floors of the library: a module imports from its own floor and those below, and no imports form a circle."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = (
+    ("core",),
+    ("ops",),
+    ("compressors", "memories", "communicators", "policies", "transports"),
+    ("backends", "kernels"),
+    ("engine",),
+    ("checkpoint", "factory", "gossip", "planner", "simulate", "testing"),
+    ("elastic", "factorize", "tensorflow", "torch"),
+    ("__main__", "bench", "cli"),
+)
+TOOLS = FLOORS[-1]
+UNFINISHED = {("compressors", "kernels")}  # descriptions of codes, until kernels have adapters of their own
+
+
+def name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def imports():
+    """For each module those that it imports, also inside functions and for type checkers alone."""
+    paths = {name(path): path for path in (ROOT / "grace").rglob("*.py")}
+    found = {}
+    for module, path in paths.items():
+        named = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                named |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path}: imports are absolute"
+                each = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= {one if one in paths else node.module for one in each}
+        found[module] = sorted(named & paths.keys() - {module})
+    return found
+
+
+def floor(module):
+    package = module.split(".")[1]
+    (found,) = [number for number, packages in enumerate(FLOORS) if package in packages]
+    return found
+
+
+def test_every_package_has_one_floor():
+    packages = {module.split(".")[1] for module in imports() if "." in module}
+    assert packages == {package for packages in FLOORS for package in packages} | {"aliases"}
+
+
+def test_imports_go_down():
+    up = [
+        f"{module} imports {other}"
+        for module, others in imports().items()
+        for other in others
+        if module not in ("grace", "grace.aliases")
+        and (module.split(".")[1], other.partition(".")[2].split(".")[0]) not in UNFINISHED
+        and (floor(module) < floor(other) if other != "grace" else floor(module) < len(FLOORS) - 1)
+    ]
+    assert up == []
+
+
+def test_nothing_imports_the_tools():
+    users = [
+        f"{module} imports {other}"
+        for module, others in imports().items()
+        for other in others
+        if other.split(".")[1:2] and other.split(".")[1] in TOOLS and module.split(".")[1] not in TOOLS
+    ]
+    assert users == []
+
+
+def test_imports_form_no_circle():
+    graph = imports()
+    done, path = set(), []
+
+    def visit(module):
+        if module in path:
+            pytest.fail("a circle of imports: " + " -> ".join([*path[path.index(module) :], module]))
+        if module not in done:
+            path.append(module)
+            for other in graph[module]:
+                if other != "grace":
+                    visit(other)
+            done.add(path.pop())
+
+    for module in graph:
+        if module != "grace":
+            visit(module)
+
+
+def test_methods_name_no_toolkit():
+    for package in ("core", "ops", "compressors", "memories", "communicators", "policies"):
+        for path in (ROOT / "grace" / package).rglob("*.py"):
+            named = {
+                (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, (ast.Import, ast.ImportFrom))
+            }
+            assert not named & {"numpy", "torch", "tensorflow", "keras", "horovod"}, path

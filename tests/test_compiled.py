@@ -11,8 +11,8 @@ from methods import alone, backend, context, host, spread
 from table import ROWS
 
 from grace import grace_from_params, simulate
-from grace.core.method import Method
-from grace.engine.encoders import _divisible, piece
+from grace.core.sharding import divisible, piece
+from grace.engine.encoders import FastMethod
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
 from grace.transports.local import LocalTransport
@@ -37,7 +37,10 @@ def xp(monkeypatch):
     xp = backend("torch")
     monkeypatch.setenv("GRACE_KERNELS", "off")
     monkeypatch.setattr(xp, "piece", PIECE)
-    monkeypatch.setitem(xp.__dict__, "forms", inductor.Forms(xp))
+    forms = inductor.Forms(xp)
+    monkeypatch.setattr("grace.engine.encoders.compiled", lambda xp: forms)
+    monkeypatch.setattr("grace.engine.lazy_mean.compiled", lambda xp: forms)
+    monkeypatch.setattr(xp, "forms", forms, raising=False)
     return xp
 
 
@@ -54,7 +57,7 @@ def made(params):
         return grace_from_params({**params, "memory": "none"}, LocalTransport()).method.compressor
 
 
-BLOCKWISE = [row for row in ROWS if not row.matrix and _divisible(made(row.params))]
+BLOCKWISE = [row for row in ROWS if not row.matrix and divisible(made(row.params))]
 FEW = [
     row
     for _, rows in groupby(BLOCKWISE, lambda row: row.params["compressor"])
@@ -85,7 +88,7 @@ def assert_same(one, two):
 @pytest.mark.parametrize("row", FEW, ids=str)
 def test_forms_of_every_blockwise_method_equal_the_plain_functions(row, xp, without_inductor):
     compressor = made(row.params)
-    method = Method(compressor, NoMemory() if compressor.vote else Residual())
+    method = FastMethod(compressor, NoMemory() if compressor.vote else Residual())
     plain = exchanged(xp, method)
     refused = REFUSED.get(row.params["compressor"])
     with warnings.catch_warnings(record=True) as told:
@@ -114,7 +117,7 @@ def test_forms_of_every_blockwise_method_equal_the_plain_functions(row, xp, with
 def test_what_the_compiler_makes_equals_the_plain_functions_and_is_made_once(params, size, xp, monkeypatch):
     monkeypatch.setattr(xp, "piece", size)
     compressor = made(params)
-    method = Method(compressor, NoMemory() if compressor.vote else Residual())
+    method = FastMethod(compressor, NoMemory() if compressor.vote else Residual())
     for n, name in ((3 * size + 77, "w"), (4 * size + 5, "other")):
         assert n > 3 * piece(compressor, xp)
         assert_same(exchanged(xp, method, n, name=name, compile=True), exchanged(xp, method, n, name=name))
@@ -122,7 +125,7 @@ def test_what_the_compiler_makes_equals_the_plain_functions_and_is_made_once(par
 
 
 def test_many_steps_compile_nothing_anew(xp, without_inductor):
-    method = Method(made(UNBIASED), Residual())
+    method = FastMethod(made(UNBIASED), Residual())
     exchanged(xp, method, steps=1, compile=True)
     before = dict(torch._dynamo.utils.counters["stats"])
     exchanged(xp, method, steps=20, seed=7, compile=True)
@@ -132,7 +135,7 @@ def test_many_steps_compile_nothing_anew(xp, without_inductor):
 
 def test_one_warning_where_there_is_no_compiler(xp, monkeypatch):
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
-    method = Method(made({**UNBIASED, "block_size": 1024}), Residual())
+    method = FastMethod(made({**UNBIASED, "block_size": 1024}), Residual())
     with pytest.warns(UserWarning, match=r"compile=True: 'blockint' encodes uncompiled.*C\+\+ compiler") as told:
         compiled = exchanged(xp, method, compile=True)
     assert len(told) == 1
@@ -141,7 +144,7 @@ def test_one_warning_where_there_is_no_compiler(xp, monkeypatch):
 
 def test_a_form_that_gives_other_bits_is_not_used(xp, without_inductor, monkeypatch):
     monkeypatch.setattr(inductor.Traceable, "round", lambda self, x: torch.floor(x + 0.5))  # halves upwards
-    method = Method(made({"compressor": "blockint"}), Residual())
+    method = FastMethod(made({"compressor": "blockint"}), Residual())
     with pytest.warns(UserWarning, match="'blockint' encodes uncompiled, .* not be the same to the bit"):
         compiled = exchanged(xp, method, compile=True)
     assert_same(compiled, exchanged(xp, method))
@@ -149,7 +152,7 @@ def test_a_form_that_gives_other_bits_is_not_used(xp, without_inductor, monkeypa
 
 def test_a_residual_or_mean_of_other_bits_is_not_used(xp, without_inductor, monkeypatch):
     monkeypatch.setattr(inductor.Traceable, "multiply_in", lambda self, x, y: x * y * (1 + 2**-20))
-    method = Method(made({"compressor": "dettmers8", "block_size": 64}), Residual())
+    method = FastMethod(made({"compressor": "dettmers8", "block_size": 64}), Residual())
     with pytest.warns(UserWarning, match="'dettmers8' .*codes uncompiled") as told:
         compiled = exchanged(xp, method, compile=True)
     found = [re.search(r"its (residual|mean) would not be the same", str(each.message))[1] for each in told]
@@ -158,7 +161,7 @@ def test_a_residual_or_mean_of_other_bits_is_not_used(xp, without_inductor, monk
 
 
 def test_payloads_that_do_not_fit_are_refused_as_ever(xp, without_inductor):
-    method = Method(made(UNBIASED), Residual())
+    method = FastMethod(made(UNBIASED), Residual())
     ctx = replace(context(xp, N, world_size=2), compile=True)
     payload, _ = alone(lambda ctx: method.encode(xp.asarray(spread(N), "float32"), method.init(ctx), ctx), ctx)
     with pytest.raises(ValueError, match=r"worker 1 of 2 sent a payload .* scales are float32"):
@@ -169,7 +172,7 @@ def test_payloads_that_do_not_fit_are_refused_as_ever(xp, without_inductor):
 
 
 def test_bits_that_lie_anywhere_in_a_message(xp, without_inductor):
-    method = Method(made({"compressor": "signsgd"}), NoMemory())
+    method = FastMethod(made({"compressor": "signsgd"}), NoMemory())
     xp.piece = 8192
     n = 3 * 8192 + 5
     ctx = replace(context(xp, n), compile=True)

@@ -7,15 +7,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from methods import alone, backend, context, host, spread
+from methods import alone, backend, context, host, method_of, spread
 from table import ROWS
 
 from grace import grace_from_params
 from grace.backends import get_backend
 from grace.compressors.blockint import BlockInt
 from grace.compressors.efsignsgd import EFSignSGD
-from grace.core.method import Method
-from grace.engine.encoders import Mean, Shards, cut, cuts, pieces, shards, strides
+from grace.core.sharding import cut, cuts, pieces, shards, strides
+from grace.engine.encoders import FastMethod
+from grace.engine.lazy_mean import LazyMean, LazyShardedMean
 from grace.engine.state_store import Kept
 from grace.kernels import Library
 from grace.memories.none import NoMemory
@@ -91,7 +92,7 @@ def test_kernels_and_pieces_equal_the_plain_functions(row, feedback, name, monke
     xp, compressor, products = backend(name), made(row), row.params["compressor"] in PRODUCTS
     if feedback and (compressor.vote or compressor.feedback):
         feedback = False
-    method = Method(compressor, Residual() if feedback else NoMemory())
+    method = FastMethod(compressor, Residual() if feedback else NoMemory())
     monkeypatch.setenv("GRACE_KERNELS", "off")
     monkeypatch.setattr(xp, "piece", 0)
     whole = exchanged(xp, method, context(xp, N, rank=1))
@@ -223,8 +224,8 @@ def test_shards_are_decoded_as_their_whole(row, kernels, monkeypatch):
         xp, compressor = backend(name), made(row)
         for n in (700, N):
             ctx, payload, parts, contexts, sizes = sharded(xp, compressor, n, 3)
-            whole = xp.to_numpy(Mean(compressor, [payload], ctx, agreed=True).array())
-            mean = Shards(compressor, parts, ctx, contexts, sizes)
+            whole = xp.to_numpy(LazyMean(compressor, [payload], ctx, agreed=True).array())
+            mean = LazyShardedMean(compressor, parts, ctx, contexts, sizes)
             assert np.array_equal(xp.to_numpy(mean.array()), whole)
             if xp.mutable:
                 assert np.array_equal(xp.to_numpy(mean.into(xp.zeros(n))), whole)
@@ -235,7 +236,7 @@ def test_a_shard_that_does_not_fit_names_its_worker(xp):
     codes, scales = parts[1]
     for wrong in ((codes[:-1], scales), (codes, scales[:-1])):
         with pytest.raises(ValueError, match=r"worker 1 of .* sent a payload for 'w'"):
-            Shards(BlockInt(), [parts[0], wrong, parts[2]], ctx, contexts, sizes).array()
+            LazyShardedMean(BlockInt(), [parts[0], wrong, parts[2]], ctx, contexts, sizes).array()
 
 
 def test_steps_use_memory_again_that_they_had_before(monkeypatch):
@@ -431,7 +432,7 @@ PAIRS = [  # of values and positions that no worker can have sent, k being 2
 @pytest.mark.parametrize(("count", "places", "why"), PAIRS)
 def test_the_worker_is_named_whose_payload_does_not_fit(xp, count, places, why, use, monkeypatch):
     monkeypatch.setenv("GRACE_KERNELS", "" if use == "with kernels" else "off")
-    method = grace_from_params({"compressor": "topk", "compress_ratio": 0.2}, LocalTransport()).method
+    method = method_of(compressor="topk", compress_ratio=0.2)
     good = (xp.full(2, 1.0), xp.asarray([0, 4], "int32"))
     bad = (xp.full(count, 1.0), xp.asarray(places, "int32"))
     with pytest.raises(ValueError, match=f"worker 1 of 4 sent a payload for 'w' that 'topk' cannot.*{why}"):

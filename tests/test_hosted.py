@@ -11,8 +11,8 @@ from table import ROWS
 
 from grace.backends.base import HOSTED as LEAST
 from grace.core import Compressor, at_once, name_of
-from grace.core.method import Method
-from grace.engine import encoders as execution
+from grace.core.sharding import template
+from grace.engine.encoders import FastMethod
 from grace.memories.none import NoMemory
 
 SHAPE = (130, 160)
@@ -52,7 +52,7 @@ def method_of(**params):
 def alone(row):
     """Whether a payload is made without a round of the exchange."""
     try:
-        execution.template(method_of(**row.params).compressor, backend("numpy"), SHAPE)
+        template(method_of(**row.params).compressor, backend("numpy"), SHAPE)
     except ValueError:
         return False
     return True
@@ -202,7 +202,7 @@ class OfOneToolkit(Compressor):
 
 
 def test_other_peoples_methods_stay(tf, handed):
-    method = Method(OfOneToolkit(), NoMemory())
+    method = FastMethod(OfOneToolkit(), NoMemory())
     encode, mean = forms(backend("tensorflow"), method)
     payload, _ = encode(backend("tensorflow").zeros(N), {}, 0)
     assert mean([payload] * 2, 0).shape == (N,)

@@ -14,7 +14,7 @@ from test_gossip import accuracy, digits, gradient
 
 from grace import grace_from_params, simulate
 from grace.backends import get_backend
-from grace.communicators.planned import GATHERED, Planned, legs
+from grace.communicators.planned.runner import GATHERED, Planned, legs
 from grace.communicators.planned.strategy import DENSE_FLAT, options, parse
 from grace.compressors.topk import TopK
 from grace.core import Context

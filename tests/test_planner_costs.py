@@ -10,8 +10,8 @@ from methods import backend
 from grace.backends import get_backend
 from grace.bench import costs as measure
 from grace.communicators.planned.strategy import Action, options, parse
-from grace.core.method import Method
 from grace.engine import encoders as execution
+from grace.engine.encoders import FastMethod
 from grace.planner import models
 from grace.planner.advise import step
 from grace.planner.costs import COEFFICIENTS, Cluster, Codec, Costs, Curve, Link, Rate, Speed, cluster, codec, fitted
@@ -296,7 +296,7 @@ def test_costs_at_work_are_those_of_whole_exchanges(monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(LocalTransport, "start", started)
     monkeypatch.setattr(execution, "encode", taking(execution.encode, lambda args: 2e-6 * args[2].size))
-    monkeypatch.setattr(Method, "mean", taking(Method.mean, lambda args: 1e-6 * args[2].size))
+    monkeypatch.setattr(FastMethod, "mean", taking(FastMethod.mean, lambda args: 1e-6 * args[2].size))
     given = Codec({"compressor": "topk"}, TENTH.wire, {"gpu": SPEED}, "idle")
     message, (found,) = measure.at_work(LocalTransport().bind(get_backend("numpy")), [given], (2**12, 2**14), 3)
     assert message == pytest.approx(Rate(50e-6, 0.0))

@@ -12,6 +12,7 @@ from typing import Any
 from grace.core import name_of
 from grace.core.method import Method
 from grace.core.registry import compressors
+from grace.engine.encoders import FastMethod
 from grace.factory import grace_from_params
 from grace.planner import models
 
@@ -120,11 +121,12 @@ def _value(text: str) -> Any:
         return text
 
 
-def method_of(params: dict[str, Any]) -> Method:
-    """The compressor and memory of a dictionary of parameters."""
+def method_of(params: dict[str, Any]) -> FastMethod:
+    """The compressor and memory of a dictionary of parameters, as the engine carries them out."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a method without its memory may be what one wants to time
-        return grace_from_params(params, "local").method
+        method = grace_from_params(params, "local").method
+    return FastMethod(method.compressor, method.memory)
 
 
 def form_of(method: Method) -> str:

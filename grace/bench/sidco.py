@@ -22,7 +22,7 @@ from grace.compressors.sidco import SIDCo
 from grace.compressors.sparse import CodedSparsifier
 from grace.compressors.topk import TopK
 from grace.core import Array, Compressor, Context, State, run
-from grace.core.method import Method
+from grace.engine.encoders import FastMethod
 from grace.memories.residual import Residual
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Worker:
     """One worker's method with its state, on NumPy."""
 
     def __init__(self, compressor: Compressor, n: int, seed: int = 0):
-        self._method = Method(compressor, Residual())
+        self._method = FastMethod(compressor, Residual())
         self._ctx = Context(get_backend("numpy"), "model", (n,), seed=seed)
         self._state, self._step = self._method.init(self._ctx), 0
 

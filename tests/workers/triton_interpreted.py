@@ -20,8 +20,8 @@ from grace.compressors.blockint import BlockInt
 from grace.compressors.efsignsgd import EFSignSGD
 from grace.compressors.topk import TopK
 from grace.core import Context
-from grace.core.method import Method
-from grace.engine.encoders import RESIDUAL, Mean, encode
+from grace.engine.encoders import RESIDUAL, FastMethod, encode
+from grace.engine.lazy_mean import LazyMean
 from grace.kernels import triton as kernels
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
@@ -219,7 +219,7 @@ def test_a_kernel_that_fails_leaves_the_plain_form(xp, plain, monkeypatch, name)
     x, residual, _ = pair(5001, "normal")
     expected = expected_mean = None
     for each in (plain, xp):
-        ctx, method = Context(each, "w", (5001,), compile=False), Method(compressor, Residual())
+        ctx, method = Context(each, "w", (5001,), compile=False), FastMethod(compressor, Residual())
         state = {RESIDUAL: tensor(residual)}
         if each is xp:
             with pytest.warns(UserWarning, match="run without them: ptxas was not found"):
@@ -227,7 +227,7 @@ def test_a_kernel_that_fails_leaves_the_plain_form(xp, plain, monkeypatch, name)
             assert not isinstance(xp.kernels, kernels.TritonKernels)
         else:
             payload, state = encoded(method, tensor(x), state, ctx)
-        mean = Mean(compressor, [payload, payload, payload], ctx).array()
+        mean = LazyMean(compressor, [payload, payload, payload], ctx).array()
         if expected is not None:
             for array, other in zip((*payload, state[RESIDUAL]), expected, strict=True):
                 np.testing.assert_allclose(array.numpy(), other.numpy(), rtol=1e-6, atol=1e-7)
@@ -243,9 +243,9 @@ def test_a_mean_that_fails_is_decoded_plainly(xp, plain, monkeypatch):
     monkeypatch.setattr(kernels, "ints_mean", Broken())
     compressor = BlockInt()
     payload, _ = compressor.compress(tensor(vector(5001)), {}, Context(plain, "w", (5001,)))
-    expected = Mean(compressor, [payload] * 3, Context(plain, "w", (5001,))).array()
+    expected = LazyMean(compressor, [payload] * 3, Context(plain, "w", (5001,))).array()
     with pytest.warns(UserWarning, match="run without them: RuntimeError"):
-        found = Mean(compressor, [payload] * 3, Context(xp, "w", (5001,))).array()
+        found = LazyMean(compressor, [payload] * 3, Context(xp, "w", (5001,))).array()
     equal(found, expected)
 
 
@@ -303,7 +303,7 @@ def test_steps_are_the_same_without_kernels(monkeypatch, method):
 
 
 def test_a_method_without_memory_is_encoded_at_once(xp, plain):
-    method, x = Method(BlockInt(rounding="stochastic"), NoMemory()), vector(5001)
+    method, x = FastMethod(BlockInt(rounding="stochastic"), NoMemory()), vector(5001)
     payload, _ = encode(method.compressor, method.memory, tensor(x), {}, Context(xp, "w", (5001,)))
     expected, _ = BlockInt(rounding="stochastic").compress(tensor(x), {}, Context(plain, "w", (5001,)))
     for array, other in zip(payload, expected, strict=True):

@@ -41,7 +41,7 @@ def clock(monkeypatch):
             self.now += taken[self.level()]
             return self.now
 
-    monkeypatch.setattr(grace.policies.schedule, "perf_counter", found := Clock())
+    monkeypatch.setattr(grace.engine.policy_runner, "perf_counter", found := Clock())
     found.taken = taken
     return found
 
@@ -207,7 +207,9 @@ def test_what_is_kept_follows_the_number_of_workers():
     for grc in graces:
         grc.build({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
         new, _ = grc.check_state(*out.state)
-        (residual,) = (a for _, _, cell, a in new if cell is grc._kept.held({"w": FIRST})["w"]["memory/residual"])
+        (residual,) = (
+            a for _, _, cell, a in new if cell is grc._setup.store.held({"w": FIRST})["w"]["memory/residual"]
+        )
         np.testing.assert_allclose(residual, kept / 4, rtol=1e-6)
 
 

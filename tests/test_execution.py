@@ -17,7 +17,7 @@ from grace.compressors.efsignsgd import EFSignSGD
 from grace.core.sharding import cut, cuts, pieces, shards, strides
 from grace.engine.encoders import FastMethod
 from grace.engine.lazy_mean import LazyMean, LazyShardedMean
-from grace.engine.state_store import Kept
+from grace.engine.state_store import StateStore
 from grace.kernels import Library
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
@@ -161,9 +161,11 @@ def test_spent_gradients_hold_the_mean_and_others_are_left_alone(params, name):
     assert np.array_equal(xp.to_numpy(found), mean)
     if params["compressor"] != "none":
         assert xp.same_memory(found, given)
-    residual = xp.to_numpy(grc._kept.held({})["w"]["memory/residual"].read())
+    residual = xp.to_numpy(grc._setup.store.held({})["w"]["memory/residual"].read())
     np.testing.assert_allclose(residual + mean, first, atol=1e-6)
-    assert not xp.overlap(again._kept.held({})["w"]["memory/residual"].read(), given), "the state lies in the gradient"
+    assert not xp.overlap(again._setup.store.held({})["w"]["memory/residual"].read(), given), (
+        "the state lies in the gradient"
+    )
 
 
 @pytest.mark.parametrize("name", HOSTS)
@@ -307,7 +309,7 @@ def test_a_step_that_is_dropped_leaves_the_residual_bit_for_bit(name, params, mo
 
     _, grc, before = begun(name, params)
     with monkeypatch.context() as patch:
-        patch.setattr(Kept, "keep", lambda *_: 1 / 0)
+        patch.setattr(StateStore, "commit", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             grc.land()
     assert equal_states(before, grc.state_dict())
@@ -404,7 +406,7 @@ def test_a_gradient_is_parted_in_mean_and_residual_once_both_are_kept(compressor
     grc.build({"w": given})
     grc.start("w", given, spent=True)
     grc.flush()
-    mean, residual = grc.mean("w"), grc._kept.held({})["w"]["memory/residual"].read()
+    mean, residual = grc.mean("w"), grc._setup.store.held({})["w"]["memory/residual"].read()
     assert xp.same_memory(mean, given)
     assert not xp.overlap(residual, given)
     assert np.linalg.norm(xp.to_numpy(residual)) > 0.1 * np.linalg.norm(first)
@@ -415,7 +417,7 @@ def test_a_gradient_is_parted_in_mean_and_residual_once_both_are_kept(compressor
     grc.start("w", xp.asarray(bad, "float32"), spent=True)
     grc.flush()
     assert not np.isfinite(xp.to_numpy(grc.mean("w"))).all()
-    assert np.array_equal(xp.to_numpy(grc._kept.held({})["w"]["memory/residual"].read()), before)
+    assert np.array_equal(xp.to_numpy(grc._setup.store.held({})["w"]["memory/residual"].read()), before)
 
 
 PAIRS = [  # of values and positions that no worker can have sent, k being 2

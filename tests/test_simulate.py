@@ -10,7 +10,7 @@ from methods import BACKENDS, backend, normal
 
 from grace import grace_from_params, simulate
 from grace.engine.report import Report
-from grace.engine.state_store import Kept
+from grace.engine.state_store import StateStore
 from grace.engine.trace import Event
 from grace.transports.local import LocalTransport
 
@@ -164,7 +164,7 @@ def test_no_step_looks_at_residuals(xp, monkeypatch):
     # Their norms, which a report has, take a pass over all of them, and a wait where they are on a device.
     grc, w = grace_from_params({"compressor": "topk"}, LocalTransport()), xp.asarray(normal(N), "float32")
     grc.build({"w": w})
-    monkeypatch.setattr(Kept, "norms", lambda *_: pytest.fail("a step asked for norms"))
+    monkeypatch.setattr(StateStore, "norms", lambda *_: pytest.fail("a step asked for norms"))
     for _ in range(2):
         grc.step({"w": w})
     monkeypatch.undo()

@@ -79,11 +79,11 @@ class Snapshot:
         self._taken.clear()
 
 
-class Kept:
+class StateStore:
     """The state of all units.
 
-    Within a step residuals may change places with gradients that are spent (`Context.undo`). `keep` decides what stays;
-    `drop` puts all back.
+    Within a step a new residual may overwrite the last one, which then lies in a donated gradient (`Context.undo`).
+    `commit` decides which stays; `rollback` restores all.
     """
 
     def __init__(self, ways: Sequence[Way], schedule: Schedule | None):
@@ -147,12 +147,12 @@ class Kept:
                 cells[key] = xp.cell(own)
         return cells
 
-    def taken(self, units: Iterable[Unit]) -> dict[Unit, list[Cells]]:
-        """The state of these units, for `put`; all other is dropped."""
+    def detach(self, units: Iterable[Unit]) -> dict[Unit, list[Cells]]:
+        """The state of these units, for `attach`; all other is dropped."""
         cells, self._cells = self._cells, {}
         return {unit: cells[unit.name] for unit in units}
 
-    def put(self, unit: Unit, cells: list[Cells]) -> None:
+    def attach(self, unit: Unit, cells: list[Cells]) -> None:
         """Have a unit go on with this state, which it had before."""
         self._cells[unit.name] = cells
 
@@ -183,7 +183,7 @@ class Kept:
         cell = self._carried(unit)
         return x if cell is None else x + cell.read()  # not in place: of a dense tensor, x may be the user's gradient
 
-    def keep(self, unit: Unit, level: int, state: State, ok: Array, x: Array) -> bool:
+    def commit(self, unit: Unit, level: int, state: State, ok: Array, x: Array) -> bool:
         """Take over a step's new state where ``ok``, bool[]. Whether x, the memory of the gradient, holds the mean now.
 
         The mean may be wanted there: what the new state has in it is copied.
@@ -198,13 +198,13 @@ class Kept:
                 self._carrying.discard(unit.name)
         return parted
 
-    def close(self, unit: Unit, ok: Array | None) -> None:
+    def release(self, unit: Unit, ok: Array | None) -> None:
         """The step is over for a unit: unless ``ok``, its last residuals are back in their places."""
         noted = self._undo.pop(unit.name, [])
         if noted and (ok is None or not ok):
             self._restore(noted)
 
-    def drop(self) -> None:
+    def rollback(self) -> None:
         """A step does not count: all last residuals are back in their places."""
         for noted in self._undo.values():
             self._restore(noted)
@@ -302,7 +302,7 @@ class Kept:
                 held[unit] = {**lasting, **held[unit]}
         return {unit: cells for unit, cells in held.items() if cells}
 
-    def fitted(
+    def check(
         self,
         states: Sequence[Mapping[str, Any]],
         levels: Mapping[str, int],

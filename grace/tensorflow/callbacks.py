@@ -184,11 +184,11 @@ class RecordCallback(_Callback):
         graces = [grace for _, grace in self._wanted()]
         # One that was named has to have a record; `Grace.record` says so.
         self._graces = [grace for grace in graces if grace.options.record] or graces
-        self._written = {id(grace): _steps(grace) for grace in self._graces}
+        self._written = {id(grace): grace.steps for grace in self._graces}
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         for grace in self._graces:
-            before, now, every = self._written[id(grace)], _steps(grace), grace.options.record_every
+            before, now, every = self._written[id(grace)], grace.steps, grace.options.record_every
             if now // every > before // every:
                 grace.record()
                 self._written[id(grace)] = now
@@ -253,10 +253,6 @@ def _optimizers_in(value: Any) -> Iterator[Any]:
         yield from (each for each in value.values() if isinstance(each, keras.optimizers.Optimizer))
     elif isinstance(value, (list, tuple)):
         yield from (each for each in value if isinstance(each, keras.optimizers.Optimizer))
-
-
-def _steps(grace: Grace) -> int:
-    return 0 if grace._step is None else int(grace._step.read())
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,277 @@
+"""One exchange: from the gradients of a step to their means. Dropping it is the rollback."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from grace.core import Array, Program
+from grace.core.collectives import Reduce
+from grace.engine.buckets import Unit
+from grace.engine.commit import DENSE, Commit
+from grace.engine.handshake import HEADER, header, in_step, out_of_step
+from grace.engine.scheduler import Flight
+from grace.engine.setup import PRESENT, Setup, on_host
+
+
+class Exchange:
+    """Gradients handed in, messages under way, and at last their means."""
+
+    def __init__(self, setup: Setup):
+        self._setup = setup
+        self.gradients: dict[str, Array | None] = {}
+        self.failure = ""
+        """Why this worker gives up."""
+        self.skipped = 0
+        """Units whose mean is not finite, as far as a host can know."""
+        self._donated: set[str] = set()
+        self._flights: list[tuple[Flight, dict[Unit, Array]]] = []
+        self._launched = 0  # buckets
+        self._departed = False  # all that was launched has left, where some may wait for the pool
+        self._switched: dict[str, Array] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was handed in or launched."""
+        return bool(self.gradients or self._flights)
+
+    # -- submit ------------------------------------------------------------------------------------------------------
+    def check(self, name: str, gradient: Array | None) -> None:
+        """Raise KeyError, RuntimeError or ValueError for a gradient that cannot be handed in."""
+        tensor = self._setup.table.tensors.get(name)
+        if tensor is None:
+            raise KeyError(
+                f"{name!r} was not built; build(named_tensors) must name every tensor before its first gradient"
+            )
+        if name in self.gradients:
+            raise RuntimeError(f"{name!r} has a gradient in this step already: finish the step before the next one")
+        shape = None if gradient is None else self._setup.xp.shape(gradient)
+        if shape is not None and shape != tensor.shape:
+            raise ValueError(f"gradient of {name!r} has shape {shape}, but {tensor.shape} was built")
+
+    def submit(self, name: str, gradient: Array | None, donated: bool) -> None:
+        """Hand in a gradient. ``donated``: its memory may be overwritten."""
+        self.gradients[name] = gradient
+        if donated:
+            self._donated.add(name)
+
+    def launch_complete(self) -> None:
+        """Launch the next buckets, in order, as far as they are complete."""
+        if self._setup.offload is not None and self._flights:
+            self._flights[-1][0].depart()  # it may have waited for the pool
+        buckets = self._setup.table.buckets
+        while self._launched < len(buckets) and buckets[self._launched].names <= self.gradients.keys():
+            self.launch_next()
+
+    def launch_next(self) -> None:
+        """Launch the next bucket; what it lacks is absent."""
+        bucket = self._setup.table.buckets[self._launched]
+        self._launched += 1
+        self.launch(bucket.name, bucket.units)
+
+    def launch_rest(self) -> None:
+        """Launch all buckets that are left."""
+        while self._launched < len(self._setup.table.buckets):
+            self.launch_next()
+
+    def launch_names(self, names: Iterable[str], together: str) -> None:
+        """Launch the units of these tensors: one message for each bucket, or one ``together`` under that name."""
+        table = self._setup.table
+        wanted = {table.unit(name) for name in names}
+        groups = [(bucket.name, [unit for unit in bucket.units if unit in wanted]) for bucket in table.buckets]
+        if together:
+            groups = [(together, [unit for _, units in groups for unit in units])]
+        for label, units in groups:
+            if units:
+                self.launch(label, tuple(units))
+
+    def launch(self, name: str, units: tuple[Unit, ...]) -> None:
+        """Let units leave as one message for each round."""
+        setup = self._setup
+        step = setup.step.read()
+        if setup.defer_commit or (setup.options.nonfinite == "raise" and not setup.xp.traced):
+            setup.hold(units)
+        flat = {unit: self._flatten(unit) for unit in units}
+        self._show_policy(flat, ("rank0", "mean"))
+        flat = {unit: setup.store.with_carried(unit, x) for unit, x in flat.items()}
+        if setup.schedule is None or not setup.xp.tracing:
+            self._flights.append((self._flight(name, flat, setup.levels(units), step), flat))
+            return
+        for number, group in enumerate(self._groups(units)):
+            part = {unit: flat[unit] for unit in group}
+            label = f"{name}.{number}" if number else name
+            if group[0].dense:
+                self._flights.append((self._flight(label, part, dict.fromkeys(group, 0), step), part))
+            else:
+                self._switch(label, part, step)
+
+    def _flight(self, name: str, flat: Mapping[Unit, Array], levels: Mapping[Unit, int], step: Any) -> Flight:
+        setup, xp = self._setup, self._setup.xp
+        programs: dict[str, Program[Any]] = {}
+        calls = setup.calls()
+        for unit, x in flat.items():
+            level = levels[unit]
+            if not setup.plain(unit, level):
+                way = setup.ways[level]
+                undo = setup.store.undo(unit) if xp.mutable else None
+                elsewhere = setup.offload is not None and unit.name in setup.offload.units
+                ctx = setup.context(unit, step, undo, None if elsewhere else calls)
+                programs[unit.name] = way.communicator.reduce(x, way.encoder, setup.store.state(unit, level), ctx)
+        if dense := [unit for unit in flat if setup.plain(unit, levels[unit])]:
+            sent = (xp.cast(flat[unit], setup.wire_dtype(unit, levels[unit])) for unit in dense)
+            programs[DENSE] = _averaged(tuple(sent))
+        if setup.track_missing or setup.tagged:
+            programs[PRESENT] = self._presence(flat)
+        nbytes = sum(map(xp.nbytes, flat.values())) if xp.mutable else 0
+        with xp.quiet():
+            last = self._flights[-1][0] if self._flights else None
+            before = None if last is None or last.depart() else last
+            label = f"{name}.of{setup.number}" if setup.number else name  # a name that TensorFlow takes
+            room = partial(xp.side_by_side, nbytes)
+            return Flight(label, programs, setup.transport, setup.trace, setup.offload, before, room, calls)
+
+    def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
+        # Units that share a switch in a graph, a compressed one first: all, or each by itself.
+        schedule = self._setup.schedule
+        compressed, dense = [unit for unit in units if not unit.dense], [unit for unit in units if unit.dense]
+        if schedule is not None and schedule.policy.together and compressed:
+            return [[*compressed, *dense]]
+        return [[unit] for unit in compressed] + ([dense] if dense else [])
+
+    def _switch(self, name: str, flat: dict[Unit, Array], step: Any) -> None:
+        # The whole exchange at each level, of which a graph runs one: a change of level traces nothing again.
+        # Counts are added outside: writing to one variable would serialise the switches.
+        setup = self._setup
+        assert setup.schedule is not None
+        names = [tensor.name for unit in flat for tensor in unit.tensors]
+
+        def at(level: int) -> Callable[[], Any]:
+            def exchange() -> Any:
+                levels = {unit: 0 if unit.dense else level for unit in flat}
+                flight = self._flight(f"{name}.level{level}", flat, levels, step)
+                while not flight.advance():
+                    pass
+                means, counts = self._commit(flight, flat, levels)
+                rows = [counts[unit.name] for unit in flat]
+                return [means[each] for each in names], setup.xp.asarray(rows, "int64")
+
+            return exchange
+
+        index = setup.schedule.index(next(iter(flat)).name)
+        means, rows = setup.xp.switch(index, [at(level) for level in range(len(setup.ways))])
+        setup.meter.add({unit.name: setup.xp.integers(rows[number]) for number, unit in enumerate(flat)})
+        self._switched.update(zip(names, means, strict=True))
+
+    def _flatten(self, unit: Unit) -> Array:
+        # A vector that the exchange may overwrite, where arrays are mutable: a donated gradient itself.
+        xp = self._setup.xp
+        parts, owned = [], False
+        for tensor in unit.tensors:
+            gradient = self.gradients.get(tensor.name)
+            if gradient is None:
+                parts.append(xp.zeros(tensor.size, unit.dtype))
+                owned = True
+            else:
+                flat = xp.contiguous(xp.cast(xp.reshape(gradient, (-1,)), unit.dtype))
+                owned = tensor.name in self._donated or (xp.mutable and not xp.same_memory(flat, gradient))
+                parts.append(flat)
+        owned = owned or len(parts) > 1 or unit.dense != ""
+        return xp.concat(parts) if owned else xp.copy(parts[0])
+
+    # -- headers -----------------------------------------------------------------------------------------------------
+    def _presence(self, units: Iterable[Unit]) -> Program[Array]:
+        setup = self._setup
+        values: list[float] = []
+        if setup.tagged:
+            values += header(setup.step_number(), setup.attempt, bool(self.failure), setup.world_size)
+        if setup.track_missing:
+            values += [float(self.gradients.get(t.name) is not None) for unit in units for t in unit.tensors]
+        (count,) = yield Reduce((setup.xp.asarray(values, "float32"),), "sum")
+        return count
+
+    def _check_headers(self) -> None:
+        # All workers see the same sums, so all of them raise. On a device the headers of the exchange before are
+        # checked: they have arrived already.
+        setup = self._setup
+        if not setup.tagged:
+            return
+        place = (setup.step_number(), setup.attempt)
+        found = [(place, flight.results[PRESENT]) for flight, _ in self._flights if PRESENT in flight.results]
+        if not on_host(setup.xp):
+            found, setup.headers = setup.headers, found
+        for (step, attempt), sums in found:
+            told = setup.xp.to_numpy(sums[:HEADER]).tolist()
+            if not in_step(told, setup.world_size):
+                raise out_of_step(setup.transport, step, attempt, self.failure, told)
+
+    # -- wait --------------------------------------------------------------------------------------------------------
+    def advance(self) -> bool:
+        """One round of every bucket, in order. True when nothing is left to exchange."""
+        with self._setup.xp.quiet():
+            if self._setup.offload is not None and self._flights and not self._departed:
+                self._departed = self._flights[-1][0].depart(wait=True)
+                return False  # a call of its own, after which the workers of one process find each other's messages
+            done = [flight.advance() for flight, _ in self._flights]  # every one of them, so no generator
+        return all(done)
+
+    def land(self) -> dict[str, Array | None]:
+        """Wait for all that was launched, keep the new state, and give the means."""
+        setup = self._setup
+        while not self.advance():
+            pass
+        self._check_headers()
+        means: dict[str, Array | None] = dict(self._switched)
+        elements = sum(math.prod(unit.shape) for _, flat in self._flights for unit in flat)
+        with setup.xp.quiet(), setup.xp.together(elements):
+            for flight, flat in self._flights:
+                with setup.trace.span("decompress", flight.name):
+                    found, counts = self._commit(flight, flat, setup.levels(flat))
+                    setup.meter.add(counts)
+                    means.update(found)
+        self._show_policy_means(means)
+        return means
+
+    def _commit(
+        self, flight: Flight, flat: Mapping[Unit, Array], levels: Mapping[Unit, int]
+    ) -> tuple[dict[str, Array | None], dict[str, list[Any]]]:
+        commit = Commit(self._setup, flight, flat, levels, self.gradients)
+        try:
+            return commit.means(), commit.counts()
+        finally:
+            self.skipped += commit.skipped
+
+    def abandon(self) -> None:
+        """Wait for the messages under way, and drop everything."""
+        for flight, _ in self._flights:
+            flight.settle()
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of the gradients' memory; state that was not committed is as it was."""
+        for flight, _ in self._flights:
+            flight.rest()  # the pool works in the gradients' memory
+        self._setup.store.rollback()
+
+    # -- policy ------------------------------------------------------------------------------------------------------
+    def _show_policy(self, flat: Mapping[Unit, Array], sources: tuple[str, ...]) -> None:
+        schedule = self._setup.schedule
+        if schedule is not None and schedule.policy.norm_source in sources:
+            schedule.on_gradient({unit.name: x for unit, x in flat.items() if not unit.dense})
+
+    def _show_policy_means(self, means: Mapping[str, Array | None]) -> None:
+        setup, xp = self._setup, self._setup.xp
+        if setup.schedule is None or setup.schedule.policy.norm_source != "aggregated":
+            return
+        flat = {}
+        for unit in dict.fromkeys(setup.table.unit(name) for name in means):
+            parts = [means.get(tensor.name) for tensor in unit.tensors]
+            if not any(part is None for part in parts):
+                flat[unit] = xp.concat([xp.cast(xp.reshape(part, (-1,)), "float32") for part in parts])
+        self._show_policy(flat, ("aggregated",))
+
+
+def _averaged(arrays: tuple[Array, ...]) -> Program[tuple[Array, ...]]:
+    means = yield Reduce(arrays, "mean")
+    return means

@@ -1,0 +1,117 @@
+"""State dictionaries: export, checks, and loading, also from another number of workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from grace.core import name_of
+from grace.engine.reshard import check_form, complete, renamed
+from grace.engine.setup import Setup
+from grace.engine.state_store import Fitted, exported
+
+FORMAT = 2
+"""Of `state_dict`."""
+State = Mapping[str, Any]
+
+
+def export(setup: Setup) -> dict[str, Any]:
+    """All state of this worker, as it was before an exchange that is not committed."""
+    levels = setup.schedule.decision.levels if setup.schedule is not None else {}
+    tensors = setup.store.export(levels, setup.snapshot)
+    units = {name: unit for name, unit in setup.table.by_name().items() if name in tensors}
+    points = {name: setup.store.points(unit, setup.level(unit), setup.context(unit, 0)) for name, unit in units.items()}
+    return {
+        "format": FORMAT,
+        "rank": setup.rank,
+        "world_size": setup.world_size,
+        "step": setup.step_number(),
+        "method": repr(setup.method),
+        "points": {
+            unit: {name: [ctx.offset, ctx.size] for name, (_, ctx) in each.items()} for unit, each in points.items()
+        },
+        "tensors": tensors,
+        "strategies": setup.store.strategies(levels, units),
+        "policy": _export_policy(setup),
+    }
+
+
+def _export_policy(setup: Setup) -> dict[str, Any] | None:
+    if setup.schedule is None:
+        return None
+    state = setup.schedule.state_dict()
+    return {**state, "sums": {name: exported(array, setup.xp) for name, array in state["sums"].items()}}
+
+
+def under_own_names(setup: Setup, states: Sequence[State]) -> tuple[State, ...]:
+    """States with the names that this worker's units have."""
+    levels = setup.schedule.decision.levels if setup.schedule is not None else {}
+    units = list(setup.store.held(levels)) if setup.bound else []
+    return tuple(renamed(state, units) for state in states)
+
+
+def checked(setup: Setup, states: Sequence[State], lost: bool) -> tuple[list[Fitted], int]:
+    """What `load` would set, and the step; raises as `Grace.load_state_dict`."""
+    for state in states:
+        _check_form(setup, state)
+    whose = [(state["rank"], state["world_size"]) for state in states]
+    moved = lost or whose != [(setup.rank, setup.world_size)]
+    if moved:
+        if len(states) == 1 and whose[0][1] != 1 and not lost:
+            raise ValueError(
+                f"this is the state of worker {whose[0][0]} of {whose[0][1]}, but this is worker {setup.rank} of "
+                f"{setup.world_size}: load each worker's own, or give the states of all {whose[0][1]} workers"
+            )
+        if setup.communicator.scattered:
+            raise ValueError(
+                f"communicator {name_of(setup.communicator)!r} cuts tensors into other rows for another number of "
+                f"workers: this is the state of {whose[0][1]}, so go on with as many"
+            )
+        states = tuple(complete(states, lost))
+    step = states[0]["step"]
+    if not setup.bound:
+        return [], step
+    saved: Any = _taken_over(setup, states).get("policy")
+    if setup.schedule is not None:
+        setup.schedule.check_state(saved)
+    levels = saved["levels"] if saved else {}
+    among = (setup.rank, setup.world_size) if moved else None
+    fitted = setup.store.check(states, levels, setup.table.by_name(), partial(setup.context, step=0), among)
+    return fitted, step
+
+
+def load(setup: Setup, states: Sequence[State], fitted: Sequence[Fitted], step: int) -> None:
+    """Go on with what `checked` gave. With a policy all workers call this."""
+    setup.store.load(fitted)
+    setup.step.assign(setup.xp.asarray(step, "int64") if setup.xp.traced else step)
+    if setup.schedule is not None:
+        setup.schedule.load_state_dict(_taken_over(setup, states)["policy"])
+        texts = setup.transport.exchange(setup.schedule.text())
+        if any(text != texts[0] for text in texts):
+            raise ValueError("the workers' states have different levels: load states that were saved together")
+
+
+def _taken_over(setup: Setup, states: Sequence[State]) -> State:
+    # The state that this worker takes over where arrays have no rule.
+    state = states[setup.rank % len(states)]
+    if setup.schedule is None or not state.get("policy") or state["rank"] == setup.rank:
+        return state
+    return {**state, "policy": setup.schedule.taken_over(state["policy"])}
+
+
+def _check_form(setup: Setup, state: State) -> None:
+    if state.get("format") != FORMAT:
+        raise ValueError(f"this state has format {state.get('format')!r}, but this version of grace reads {FORMAT}")
+    check_form(state, {unit.name: math.prod(unit.shape) for unit in setup.table.units})
+    if state["method"] != repr(setup.method):
+        raise ValueError(
+            f"this state belongs to {state['method']}, but this is {setup.method!r}: use the same settings"
+        )
+    saved: Any = state.get("policy")
+    settings = saved.get("settings", "?") if isinstance(saved, Mapping) else saved
+    if settings != (setup.schedule and repr(setup.policy)):
+        raise ValueError(
+            f"this state belongs to policy {settings}, but this is {setup.policy!r}: use the same settings"
+        )

@@ -1,0 +1,127 @@
+"""Reports of a Grace, and the record that is made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grace.core import name_of
+from grace.core.version import VERSION
+from grace.engine.buckets import Unit
+from grace.engine.record import Recorder
+from grace.engine.report import Report, TensorReport, leveled
+from grace.engine.setup import Setup, on_host
+
+UNTOLD = "no method was tried: call Grace.tune() after each step, or in Keras add a PolicyCallback"
+
+
+class Reporter:
+    """What happened since ``first_step``. On worker 0 it may write a record of it."""
+
+    def __init__(self, setup: Setup):
+        self._setup = setup
+        self.notes: dict[str, str] = {}
+        """Remarks on tensors."""
+        self.first_step = 0
+        self.skipped = 0
+        self.discarded = 0
+        self._recorder: Recorder | None = None
+
+    # -- report ------------------------------------------------------------------------------------------------------
+    def report(self, norms: bool = True) -> Report:
+        """``norms``: of residuals, too, which takes a pass over all of them and waits for a device."""
+        setup = self._setup
+        units = setup.table.units
+        leading = next((setup.way(unit) for unit in units if not unit.dense), setup.ways[0])
+        parts = (leading.method.compressor, leading.method.memory, leading.communicator)
+        method = " + ".join(name_of(part) for part in parts)
+        if not setup.bound:
+            return Report(0, setup.rank, setup.world_size, method, 0, 0, 0)
+        traffic = setup.meter.read()
+        levels = {} if setup.schedule is None else setup.schedule.decision.levels
+        residuals = setup.store.norms(units, levels, setup.snapshot) if norms else {}
+        tensors = [self._tensor(unit, traffic[unit.name], residuals.get(unit.name)) for unit in units]
+        return Report(
+            steps=setup.step_number() - self.first_step,
+            rank=setup.rank,
+            world_size=setup.world_size,
+            method=method,
+            bytes_sent=sum(counts[0] for counts in traffic.values()),
+            bytes_received=sum(counts[1] for counts in traffic.values()),
+            bytes_dense=sum(tensor.bytes_dense for tensor in tensors),
+            tensors=tensors,
+            times={} if setup.xp.traced else dict(setup.trace.totals),
+            skipped=self.skipped,
+            discarded=self.discarded,
+            trials=self._trials(),
+            plan=leading.communicator.origin,
+        )
+
+    def _tensor(self, unit: Unit, traffic: Any, residual: float | None) -> TensorReport:
+        setup = self._setup
+        untold = UNTOLD if setup.store.switches and setup.schedule is not None and not setup.schedule.told else ""
+        reasons = [unit.dense or untold, *(self.notes.get(tensor.name) for tensor in unit.tensors)]
+        way = setup.way(unit)
+        compressor = name_of(way.communicator.method(way.method, unit.name).compressor)
+        return TensorReport(
+            name=unit.name,
+            shape=unit.shape,
+            method="dense" if unit.dense else compressor,
+            reason="; ".join(filter(None, reasons)),
+            bytes_sent=traffic[0],
+            bytes_dense=traffic[2] * sum(tensor.nbytes for tensor in unit.tensors),
+            residual_norm=residual,
+            levels=self._levels(unit),
+            strategy=setup.store.strategy(unit, setup.level(unit)),
+        )
+
+    def _levels(self, unit: Unit) -> list[tuple[int, dict[str, Any]]]:
+        schedule = self._setup.schedule
+        if schedule is None or unit.dense:
+            return []
+        return [(epoch, dict(schedule.levels[level])) for epoch, level in schedule.history[unit.name]]
+
+    def _trials(self) -> dict[str, float]:
+        schedule = self._setup.schedule
+        if schedule is None:
+            return {}
+        found = schedule.policy.trials(schedule.decision)
+        return {leveled(schedule.levels[level]): seconds for level, seconds in found.items()}
+
+    def begin_anew(self) -> None:
+        """Count from here."""
+        setup = self._setup
+        if setup.step is not None:
+            self.first_step = setup.step_number()
+            setup.reset_meter()
+        setup.trace.totals.update(dict.fromkeys(setup.trace.totals, 0.0))
+        self.skipped = self.discarded = 0
+
+    # -- record ------------------------------------------------------------------------------------------------------
+    @property
+    def recording(self) -> bool:
+        """Whether a record was begun."""
+        return self._recorder is not None and self._recorder.begun
+
+    def open_record(self) -> None:
+        """Prepare the record, on worker 0. FileNotFoundError where its folder is missing."""
+        options = self._setup.options
+        if options.record and self._setup.rank == 0 and self._recorder is None:
+            self._recorder = Recorder(options.record, options.record_every)
+
+    def begin_record(self, again: bool = False) -> None:
+        """Write what a record begins with, once, or ``again`` after a change."""
+        if self._recorder is not None and (again or not self._recorder.begun):
+            setup = self._setup
+            kernels = bool(setup.xp.kernels) if on_host(setup.xp) else None
+            about = {"grace": VERSION, "toolkit": setup.xp.name, "kernels": kernels, "graph": setup.xp.traced}
+            self._recorder.begin(self.report(), setup.step_number(), about)
+
+    def record(self) -> None:
+        """Write a line."""
+        if self._recorder is not None and self._recorder.begun:
+            self._recorder.write(self.report(), self._setup.step_number())
+
+    def step_passed(self) -> None:
+        """Write a line if it is time."""
+        if self._recorder is not None and not self._setup.xp.tracing and self._recorder.passed():
+            self.record()

@@ -1,0 +1,352 @@
+"""What all exchanges of a Grace share: method, workers, tensors, state and options."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from grace.backends import Backend
+from grace.core import Array, Calls, Context, Transport, name_of
+from grace.core.communicator import Communicator
+from grace.core.method import Method
+from grace.core.policy import Policy
+from grace.core.version import VERSION
+from grace.engine.buckets import Tensor, Unit, layout
+from grace.engine.compiled import uncompiled
+from grace.engine.encoders import FastMethod
+from grace.engine.handshake import agree
+from grace.engine.meter import Meter
+from grace.engine.options import Options
+from grace.engine.policy_runner import Schedule
+from grace.engine.scheduler import Offload
+from grace.engine.state_store import Snapshot, StateStore, Way
+from grace.engine.tensors import TensorTable
+from grace.engine.trace import Trace
+from grace.transports import get_transport
+from grace.transports.local import LocalTransport, World
+
+PRESENT = "(present)"
+"""The program that carries the header and counts who has a gradient."""
+_built = 0  # Graces of this process that have compared their tensors with other workers
+
+
+class Setup:
+    """Method, workers, tensors, state and options: known before an exchange, the same on all workers."""
+
+    def __init__(
+        self,
+        method: Method,
+        communicator: Communicator,
+        transport: Transport | None,
+        options: Options,
+        policy: Policy | None,
+    ):
+        self.method, self.options, self.policy = method, options, policy
+        self.unresolved = communicator
+        """The communicator as given, before the number of workers is known."""
+        self.schedule = None if policy is None else Schedule(policy, method, communicator)
+        self.ways: list[Way] = []
+        self.table = TensorTable()
+        self.store = StateStore(self.ways, self.schedule)
+        self.snapshot = Snapshot()
+        self.trace = Trace(options.trace)
+        self.meter: Any = None
+        self.step: Any = None
+        """How many steps were made: a cell of the backend's, or a `Counter`; None before there are tensors."""
+        self.offload: Offload | None = None
+        self.track_missing = False
+        self.defer_commit = False
+        self.learning_rate: Callable[[str], Any] | None = None
+        self.number: int | None = None
+        """Distinguishes messages of several Graces; agreed on by all workers."""
+        self.attempt = 0
+        """Exchanges since the last commit."""
+        self.headers: list[tuple[tuple[int, int], Array]] = []
+        """Of the last exchange, where a device holds them."""
+        self.loaded_step: int | None = None
+        """Of a state that was loaded before there were tensors."""
+        self._xp: Backend | None = None
+        self._transport: Transport | None = None
+        self._prepared = False
+        self._unsettled: dict[str, Tensor] = {}  # not compared with the other workers' yet
+        for each, _ in self._methods:
+            each.check()
+        if transport is None:
+            self._resolve(None)
+        else:
+            self.join(transport)
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+    @property
+    def xp(self) -> Backend:
+        """The backend of the tensors. RuntimeError before there are any."""
+        if self._xp is None:
+            raise RuntimeError("call build(named_tensors) first: nothing is known about the gradients yet")
+        return self._xp
+
+    @property
+    def bound(self) -> bool:
+        """Whether the backend is known."""
+        return self._xp is not None
+
+    @property
+    def transport(self) -> Transport:
+        """The transport; where none was given, that of the group of workers there is when this is first read."""
+        if self._transport is None:
+            return self.join(get_transport())
+        return self._transport
+
+    @property
+    def given_transport(self) -> Transport | None:
+        """The transport, if it is known."""
+        return self._transport
+
+    def join(self, transport: Transport) -> Transport:
+        """Take a transport, and resolve the communicator for its workers."""
+        self._resolve(transport)
+        self._transport = transport
+        return transport
+
+    def replace_transport(self, transport: Transport) -> None:
+        """Take another transport between the same workers."""
+        self._transport = transport
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.transport.size
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of the first level, resolved."""
+        return self.ways[0].communicator
+
+    @property
+    def tagged(self) -> bool:
+        """Whether exchanges carry a header. Local workers run in lockstep, and graphs cannot look."""
+        return self.world_size > 1 and not self.transport.lockstep and not self.xp.tracing
+
+    @property
+    def _methods(self) -> Sequence[tuple[Method, Communicator]]:
+        return [(self.method, self.unresolved)] if self.schedule is None else self.schedule.ways
+
+    def _resolve(self, transport: Transport | None) -> None:
+        # Before the workers are known: what holds for any number of them.
+        ways = []
+        for method, communicator in self._methods:
+            carrier = transport or LocalTransport(World(getattr(communicator, "node_size", 0) or 1))
+            fitted = communicator.fitted(method, carrier)
+            fitted.check(method, carrier.size)
+            if fitted.scattered and self.options.fuse != "tensor":
+                raise ValueError(
+                    f"communicator {name_of(communicator)!r} needs the rows of each tensor apart: use fuse='tensor', "
+                    f"not {self.options.fuse!r}"
+                )
+            parts = (method.compressor, method.memory, fitted)
+            encoder = FastMethod(method.compressor, method.memory)
+            plain = [name_of(part) for part in parts] == ["none", "none", "allreduce"]
+            ways.append(Way(method, encoder, fitted, plain))
+        self.ways[:] = ways
+
+    # -- tensors -----------------------------------------------------------------------------------------------------
+    def bind(self, xp: Backend) -> None:
+        """Take the backend of the first tensors."""
+        self.replace_transport(self.transport.bind(xp))
+        self._xp = xp
+        self.store.bind(xp)
+        self.transport.timeout = self.options.timeout
+        if self.transport.elastic:
+            for way in self.ways:
+                way.communicator.lay(self.transport)
+        else:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        for way in self.ways:
+            way.communicator.prepare(self.transport)
+        self._prepared = True
+
+    def settle(self) -> None:
+        """Compare with the other workers what was built without them, and create the groups of workers."""
+        if not self._prepared and self.bound:
+            self._prepare()
+        if self._unsettled:
+            self._agree(self._unsettled.values())
+            self._unsettled = {}
+
+    def add(self, new: Mapping[str, Tensor]) -> None:
+        """Lay out new tensors and make their state."""
+        xp = self.xp
+        if self.transport.elastic:
+            self._unsettled.update(new)
+        else:
+            self._agree(new.values())
+        method, first = name_of(self.method.compressor), len(self.table.buckets)
+        buckets = layout(new.values(), method, self._refusal, self.options, xp, first, self._lossless)
+        units = [unit for bucket in buckets for unit in bucket.units]
+        first_tensors = self.step is None
+        self.table.add(new, buckets)
+        if first_tensors:
+            self.step = xp.cell(xp.asarray(0, "int64")) if xp.traced else Counter()
+            self.reset_meter()
+        for unit in units:
+            ctx = self.context(unit, 0)
+            ways = self.ways[:1] if unit.dense else self.ways
+            memories = (way.method.memory.init_dense(ctx) for way in ways)
+            states = memories if unit.dense else (way.communicator.init(way.method, ctx) for way in ways)
+            self.store.add(unit, list(states))
+        if self.schedule is not None:
+            sizes = {unit.name: math.prod(unit.shape) for unit in units if not unit.dense}
+            self.schedule.extend(sizes, xp, self.rank)
+        self.meter.extend([unit.name for unit in units])
+        if self.options.compile and first_tensors:
+            self._warn_of_compile()
+        self.offload = self._pooled()
+
+    def reset_meter(self) -> None:
+        """Count from zero."""
+        self.meter = Meter(self.xp)
+        self.meter.extend([PRESENT])
+
+    def _refusal(self, ctx: Context) -> str:
+        ctx = replace(ctx, rank=self.rank, world_size=self.world_size)
+        refusing = (way for way in self.ways if not way.communicator.applies(way.method, ctx))
+        return next((way.communicator.reason(way.method, ctx) for way in refusing), "")
+
+    def _lossless(self, name: str) -> bool:
+        methods = [way.communicator.method(way.method, name) for way in self.ways]
+        return all(each.compressor.lossless and name_of(each.memory) == "none" for each in methods)
+
+    def _agree(self, tensors: Iterable[Tensor]) -> None:
+        settings = {
+            "grace's version": VERSION,
+            "compressor": repr(self.method.compressor),
+            "memory": repr(self.method.memory),
+            "communicator": "; ".join(dict.fromkeys(repr(way.communicator) for way in self.ways)),
+            "policy": repr(self.policy),
+            "the checkpoint that was loaded": "none" if self.loaded_step is None else f"of step {self.loaded_step}",
+            # Both decode the same numbers, but a graph may round a constant division otherwise than a kernel.
+            "the use of native kernels": "on" if self.xp.kernels else "off",
+            # The record is worker 0's own, and a trace each worker's.
+            **asdict(replace(self.options, record="", record_every=1, trace=0)),
+        }
+        global _built
+        number = agree(self.transport, settings, tensors, _built)
+        if self.number is None and not self.transport.lockstep:  # workers of one process would all differ
+            self.number, _built = number, number + 1
+
+    def _warn_of_compile(self) -> None:
+        points = [
+            point
+            for unit in self.table.compressed()
+            for way in self.ways
+            for point in way.communicator.points(way.method, self.context(unit, 0)).values()
+        ]
+        reason = uncompiled([(method.compressor, ctx) for method, ctx in points], self.xp)
+        if reason:
+            warnings.warn(f"compile=True has no effect: {reason}", stacklevel=5)
+
+    def _pooled(self) -> Offload | None:
+        # Threads for strategies that compress on the CPU. Graphs schedule by themselves; devices do their own work.
+        if self.xp.traced or not on_host(self.xp):
+            return None
+        units = {unit.name for unit in self.table.compressed()}
+        threads = {name: max(way.communicator.threads(name) for way in self.ways) for name in units}
+        most = max(threads.values(), default=0)
+        return Offload(most, {name for name in units if threads[name]}, self.xp) if most else None
+
+    # -- a unit ------------------------------------------------------------------------------------------------------
+    def level(self, unit: Unit) -> int:
+        """The level of a policy that a unit is at."""
+        return 0 if self.schedule is None or unit.dense else self.schedule.level(unit.name)
+
+    def levels(self, units: Iterable[Unit]) -> dict[Unit, int]:
+        """`level` of each unit."""
+        return {unit: self.level(unit) for unit in units}
+
+    def way(self, unit: Unit) -> Way:
+        """How a unit travels now."""
+        return self.ways[self.level(unit)]
+
+    def plain(self, unit: Unit, level: int) -> bool:
+        """Whether a unit travels in its bucket's one dense message."""
+        return unit.dense != "" or self.ways[level].dense
+
+    def wire_dtype(self, unit: Unit, level: int) -> str:
+        """The dtype that a unit travels in where it is averaged as it is."""
+        lossless = unit.lossless or self.ways[level].method.compressor.lossless
+        return unit.wire if lossless else unit.dtype
+
+    def context(
+        self, unit: Unit, step: Any, undo: list[tuple[Array, Array]] | None = None, calls: Calls | None = None
+    ) -> Context:
+        """The context of a unit in a step."""
+        return Context(
+            xp=self.xp,
+            name=unit.name,
+            shape=unit.shape,
+            dtype=unit.dtype,
+            wire=unit.wire,
+            rank=self.rank,
+            world_size=self.world_size,
+            step=step,
+            seed=self.options.seed,
+            lr=None if self.learning_rate is None else partial(self.learning_rate, unit.tensors[0].name),
+            undo=undo,
+            calls=calls,
+            compile=self.options.compile,
+        )
+
+    def calls(self) -> Calls | None:
+        """A place for deferred kernels, where there are any."""
+        return Calls() if self.xp.mutable and on_host(self.xp) and self.xp.kernels else None
+
+    def step_number(self) -> int:
+        """How many steps were made, on the host."""
+        return 0 if self.step is None else int(self.step.read())
+
+    def hold(self, units: Iterable[Unit]) -> None:
+        """Copy the state of units before an exchange that may be discarded."""
+        for unit in units:
+            for cell in self.store.cells(unit, self.level(unit)):
+                self.snapshot.take(self.xp, cell)
+        if self.schedule is not None and self.schedule.watching:
+            for cell in self.schedule.sums:
+                self.snapshot.take(self.xp, cell)
+
+    def restore(self) -> None:
+        """Give all state back what it had when it was copied."""
+        if self.bound:
+            self.snapshot.restore(self.xp)
+            self.store.note_carried()
+
+    def switch_level(self, name: str, before: int) -> None:
+        """Have a unit go on at its new level; what does not outlast the change starts again."""
+        unit = self.table.by_name()[name]
+        way, ctx, level = self.way(unit), self.context(unit, 0), self.level(unit)
+        self.store.enter(unit, before, level, way.communicator.init(way.method, ctx), ctx)
+
+
+class Counter:
+    """A step count on the host."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def read(self) -> int:
+        return self._value
+
+    def assign(self, value: int) -> None:
+        self._value = value
+
+
+def on_host(value: Any) -> bool:
+    """Whether an array, or a backend's arrays, are in the host's memory."""
+    return str(getattr(value, "device", "cpu")) == "cpu"

@@ -575,7 +575,10 @@ def test_a_bench_that_is_interrupted_leaves_no_process():
     psutil = pytest.importorskip("psutil")
     words = "bench kernels topk --backend numpy --sizes 1e6 --threads 1 --allocator asis --budget 100 --rounds 9999"
     started = subprocess.Popen(
-        [sys.executable, "-m", "grace", *words.split(), "--no-memory"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "grace", *words.split(), "--no-memory"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background job may ignore it
     )
     children = []
     try:

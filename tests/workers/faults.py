@@ -73,7 +73,7 @@ for name, version, ratio, names in [
     ("versions", f"1.{rank}", 0.1, "ab"),
     ("parameters", "1", 0.1, "ac"[rank] + "b"),
 ]:
-    grace.__version__ = version
+    grace.engine.setup.VERSION = version
     grc = grace.grace_from_params({"compressor": "topk", "compress_ratio": ratio})
     found[f"other {name}"] = refused(lambda grc=grc, names=names: grc.build(dict.fromkeys(names, linear.weight)))
 

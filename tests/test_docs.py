@@ -141,3 +141,18 @@ def test_a_new_process_is_not_begun_for_nothing():
     for page in PAGES:
         for part in page.read_text().split("<!-- fresh -->")[1:]:
             assert re.match(r"\s*```python\n", part), f"{page.name}: the comment stands right above a block of Python"
+
+
+def test_the_method_in_the_design_is_the_one_in_the_source():
+    shown = re.search(r"```text\n(@register.*?)```", (ROOT / "docs" / "design.md").read_text(), re.DOTALL)[1]
+    assert (ROOT / "grace" / "compressors" / "fp16.py").read_text().endswith(shown)
+
+
+def test_the_design_names_modules_that_exist():
+    floors = (ROOT / "docs" / "design.md").read_text().split("## Floors")[1].split("## One gradient")[0]
+    rows = re.findall(r"^\| (`.*?) \| .* \|$", floors, re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`([a-z_/]+)`", row)]
+    assert len(named) > 20
+    for name in named:
+        found = [ROOT / base / f"{name}{end}" for base in ("grace", ".") for end in ("", ".py")]
+        assert any(path.exists() for path in found), name

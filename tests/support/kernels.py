@@ -1,5 +1,7 @@
 """What tests of kernels share: memory between guard bytes, vectors that are hard, NumPy with and without kernels."""
 
+from functools import lru_cache
+
 import numpy as np
 
 from grace.backends.numpy import NumpyBackend
@@ -50,6 +52,11 @@ def equal(a, b):
 
 def vector(n, seed=0, kind="normal"):
     """float32[n] of several scales; kinds add what is special."""
+    return drawn(n, seed, kind).copy()
+
+
+@lru_cache(maxsize=128)
+def drawn(n, seed, kind):
     rng = np.random.default_rng(seed)
     x = rng.laplace(size=n) * np.exp(rng.normal(size=n))
     if kind == "tiny":

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import combinations, product
 from typing import Any
 
@@ -28,28 +28,37 @@ class Looped:
             yield case
 
     def run(self, few: bool, fixtures: dict[str, Any]) -> None:
-        """Try each case; raises the first failure, below a list of all of them."""
-        failed: list[tuple[str, BaseException]] = []
-        count, skipped = 0, []
-        for case in self.cases(few):
-            name = ", ".join(f"{key}={value}" for key, value in case.items())
-            if all(text in name for text in ONLY):
-                count += 1
-                try:
-                    self.function(**fixtures, **case)
-                except pytest.skip.Exception as reason:
-                    skipped.append(reason)
-                except (Exception, pytest.fail.Exception) as error:
-                    failed.append((name, error))
-        if not count:
-            pytest.skip(f"no case is called {' and '.join(ONLY)}" if ONLY else "there are no cases")
-        if len(skipped) == count:
-            raise skipped[0]
-        if failed:
-            lines = [f"  {name}: {type(error).__name__}: {first(error)}" for name, error in failed[:SHOWN]]
-            rest = [f"  and {len(failed) - SHOWN} more"] if len(failed) > SHOWN else []
-            message = "\n".join([f"{len(failed)} of {count} cases failed:", *lines, *rest])
-            raise AssertionError(message) from failed[0][1]
+        """Try each case."""
+        hold((named(case), partial(self.function, **fixtures, **case)) for case in self.cases(few))
+
+
+def named(case: dict[str, Any]) -> str:
+    """What a case is called."""
+    return ", ".join(f"{key}={value}" for key, value in case.items())
+
+
+def hold(cases: Iterable[tuple[str, Callable[[], None]]]) -> None:
+    """Try each case, a name and what to call; raises the first failure, below a list of all of them."""
+    failed: list[tuple[str, BaseException]] = []
+    count, skipped = 0, []
+    for name, call in cases:
+        if all(text in name for text in ONLY):
+            count += 1
+            try:
+                call()
+            except pytest.skip.Exception as reason:
+                skipped.append(reason)
+            except (Exception, pytest.fail.Exception) as error:
+                failed.append((name, error))
+    if not count:
+        pytest.skip(f"no case is called {' and '.join(ONLY)}" if ONLY else "there are no cases")
+    if len(skipped) == count:
+        raise skipped[0]
+    if failed:
+        lines = [f"  {name}: {type(error).__name__}: {first(error)}" for name, error in failed[:SHOWN]]
+        rest = [f"  and {len(failed) - SHOWN} more"] if len(failed) > SHOWN else []
+        message = "\n".join([f"{len(failed)} of {count} cases failed:", *lines, *rest])
+        raise AssertionError(message) from failed[0][1]
 
 
 def first(error: BaseException) -> str:

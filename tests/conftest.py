@@ -47,6 +47,24 @@ def pytest_addoption(parser):
         "--case", action="append", default=[], help="of tests that loop, run only cases whose name has this"
     )
 
+    parser.addoption("--quick", action="store_true", help="one item of each test, and none that is slow")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config, items):
+    """With --quick: of each test the first item that every machine can run; none marked slow or processes."""
+    if not config.getoption("--quick"):
+        return
+    chosen = {}
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        slow = item.get_closest_marker("slow") or item.get_closest_marker("processes")
+        if not slow and parameters.get("lib", PLAIN) == PLAIN:
+            chosen.setdefault(item.nodeid.split("[")[0], item)
+    kept = set(chosen.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = list(chosen.values())
+
 
 def pytest_configure(config):
     ONLY.extend(config.getoption("--case"))

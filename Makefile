@@ -10,7 +10,7 @@ JOBS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs dist lab soak clean
+.PHONY: help install demo test quick check format docs dist lab soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,12 +41,16 @@ $(VENV)/.triton: $(VENV)/.installed
 	@touch $@
 
 # Tests in one process first, side by side; then those that start several processes, one after the other. One thread
-# per process: they share the machine's cores.
+# per process: they share the machine's cores. M=topk: the tests of one method. EXHAUSTIVE=1: every combination of cases.
+SELECT := $(if $(M),-k "$(M)") $(ARGS)
 test: install $(VENV)/.triton ## run all tests
 	@export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; status=0; \
-	$(BIN)/python -m pytest -n $(JOBS) -m "not processes" $(ARGS) || status=$$?; \
-	$(BIN)/python -m pytest -m processes $(ARGS) || status=$$?; \
+	$(BIN)/python -m pytest -n $(JOBS) -m "not processes$(if $(EXHAUSTIVE),, and not exhaustive)" $(SELECT) || status=$$?; \
+	$(BIN)/python -m pytest -m processes $(SELECT) || status=$$?; \
 	exit $$status
+
+quick: install ## run one item of each test, without those marked slow
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --quick $(SELECT)
 
 check: install ## lint, formatting and types
 	$(BIN)/ruff check .

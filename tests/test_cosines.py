@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.cases import loop
+from support.kernels import KINDS, Guarded, Memory, Plain, equal, moved, vector
 from table.transforms import dct
-from test_kernels import KINDS, Memory, equal, streamed, vector  # noqa: F401 - `streamed` holds here, too
-from test_kernels_floats import Plain
-from test_kernels_methods import Native, moved
 
 from grace.compressors.demo import DeMo
 from grace.core import Calls, Context
@@ -36,8 +35,9 @@ CASES = [
     (DeMo(), (512, 640)),  # enough for two threads
     (DeMo(), (300_005,)),
 ]
-EACH = pytest.mark.parametrize("compressor, shape", CASES, ids=lambda case: str(case).replace("DeMo", ""))
+EACH = loop("compressor, shape", CASES)
 QUIET = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = pytest.mark.usefixtures("streamed")
 
 
 def context(xp, shape, **others):
@@ -92,7 +92,7 @@ def check_payload(compressor, payload, v, ctx):
 
 
 # -- what is sent and what is left -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "special"])
+@loop("kind", [kind for kind in KINDS if kind != "special"])
 @EACH
 @QUIET
 def test_payloads_are_those_of_the_compressor_but_for_rounding(lib, compressor, shape, kind):
@@ -102,7 +102,7 @@ def test_payloads_are_those_of_the_compressor_but_for_rounding(lib, compressor, 
     first, last, plain = vector(n, 1, kind), vector(n, 2, kind), context(Plain(), shape)
     for residual, undo in ((None, None), (last, None), (last, [])):
         v = first if residual is None else first + last
-        native = Native(lib)
+        native = Guarded(lib)
         x, rest = Memory.of(first, 4), None if residual is None else Memory.of(last, 8)
         ctx = context(native, shape, undo=undo)
         payload, left = compressor.fused(x.array, None if rest is None else rest.array, ctx)
@@ -140,7 +140,7 @@ def test_means_are_those_of_the_compressor_but_for_rounding(lib, compressor, sha
         for each in (compressor, replace(compressor, average="senders"), replace(compressor, sign=True)):
             expected = each.aggregate(payloads, plain)
             out = Memory(n, np.float32, 0 if workers == 3 else 4)  # those of whole lines are written past the caches
-            found = each.fused_mean(moved(payloads), out.array, context(Native(lib), shape))
+            found = each.fused_mean(moved(payloads), out.array, context(Guarded(lib), shape))
             if each.sign and workers == 1:
                 assert found is None
                 continue
@@ -159,7 +159,7 @@ def test_a_residual_is_what_a_payload_does_not_carry(lib, compressor, shape):
     n, plain = size_of(shape), context(Plain(), shape)
     v = vector(n, 3)
     payload, _ = compressor.compress(v, {}, plain)
-    x, native = Memory.of(v, 4), Native(lib)
+    x, native = Memory.of(v, 4), Guarded(lib)
     found = compressor.residual(x.array, *moved([payload]), context(native, shape))
     assert found is x.array
     near(x.check(), compressor.residual(v.copy(), payload, plain), coefficients(compressor, v, plain)[1])
@@ -175,8 +175,8 @@ def sent(lib, shape, x, residual, out, threads=1):
     return [each.check() for each in payload]
 
 
-@pytest.mark.parametrize("odd", [0, 4, 16])
-@pytest.mark.parametrize("shape", [(200, 320), (200, 300)], ids=str)
+@loop("odd", [0, 4, 16])
+@loop("shape", [(200, 320), (200, 300)])
 def test_what_is_left_may_lie_anywhere(lib, shape, odd):
     n, found = size_of(shape), []
     for way in ("own", "x", "residual", "none"):
@@ -203,9 +203,9 @@ def test_what_is_left_may_lie_anywhere(lib, shape, odd):
     equal(x.array, own.array)
 
 
-@pytest.mark.parametrize("shape", [(200, 300), (1000,)], ids=str)
+@loop("shape", [(200, 300), (1000,)])
 def test_work_that_is_put_off_is_done_later(lib, shape):
-    n, compressor, native, calls = size_of(shape), DeMo(), Native(lib), Calls()
+    n, compressor, native, calls = size_of(shape), DeMo(), Guarded(lib), Calls()
     expected, left = compressor.fused(vector(n), vector(n, 1), context(native, shape))
     payload, rest = compressor.fused(vector(n), vector(n, 1), context(native, shape, calls=calls))
     assert calls
@@ -215,7 +215,7 @@ def test_work_that_is_put_off_is_done_later(lib, shape):
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------------
-class Threads(Native):
+class Threads(Guarded):
     def __init__(self, lib, threads):
         super().__init__(lib)
         self.many = threads
@@ -225,7 +225,7 @@ class Threads(Native):
         return self.many
 
 
-@pytest.mark.parametrize("shape", [(700, 500), (300_001,), (1, 300_001)], ids=str)
+@loop("shape", [(700, 500), (300_001,), (1, 300_001)])
 def test_the_number_of_threads_changes_nothing(lib, shape):
     n, compressor, found = size_of(shape), DeMo(chunk_k=11), []
     for threads in (1, 2, 5):
@@ -245,7 +245,7 @@ def test_every_instruction_set_decodes_to_the_same_bits(lib, compressor, shape):
     plain, n, found = context(Plain(), shape), size_of(shape), []
     payloads = [compressor.compress(vector(n, w), {}, plain)[0] for w in range(3)]
     for each in filter(None, map(library, ISAS)):
-        ctx = context(Native(each), shape)
+        ctx = context(Guarded(each), shape)
         mean = compressor.fused_mean(payloads, None, ctx)
         found.append((mean, compressor.residual(vector(n, 5), payloads[0], ctx)))
     for mean, rest in found[1:]:
@@ -254,17 +254,17 @@ def test_every_instruction_set_decodes_to_the_same_bits(lib, compressor, shape):
 
 
 # -- which are the largest ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("shape", [(128, 192), (130, 70), (1000,)], ids=str)
+@loop("shape", [(128, 192), (130, 70), (1000,)])
 def test_of_equal_coefficients_the_first_are_sent(lib, shape):
     compressor, n = DeMo(chunk_k=5), size_of(shape)
-    payload, left = compressor.fused(np.zeros(n, np.float32), np.zeros(n, np.float32), context(Native(lib), shape))
+    payload, left = compressor.fused(np.zeros(n, np.float32), np.zeros(n, np.float32), context(Guarded(lib), shape))
     m = len(payload[0]) // 5
     assert payload[1].tolist() == [0, 1, 2, 3, 4] * m
     assert not any(each.any() for each in (payload[0], *payload[2:], left))
 
 
-@pytest.mark.parametrize("kind", ["one row", "one column", "one group", "few", "alike", "ascending", "spikes"])
-@pytest.mark.parametrize("k", [1, 32, 200, 3000])
+@loop("kind", ["one row", "one column", "one group", "few", "alike", "ascending", "spikes"])
+@loop("k", [1, 32, 200, 3000])
 @QUIET
 def test_coefficients_that_lie_unevenly(lib, kind, k):
     # Chunks whose coefficients are given; the next chunk's are far larger, or far smaller.
@@ -286,7 +286,7 @@ def test_coefficients_that_lie_unevenly(lib, kind, k):
         chosen[:] = rng.normal(size=chosen.shape) * np.exp(4 * rng.normal(size=chosen.shape))
     x = dct(64).T @ chosen @ dct(64)
     x = (x * np.array([1, 1e3, 1e-3, 1e3, 1, 1e-3])[:, None, None]).transpose(1, 0, 2).reshape(-1).astype(np.float32)
-    compressor, ctx = DeMo(chunk_k=k), context(Native(lib), (64, 384))
+    compressor, ctx = DeMo(chunk_k=k), context(Guarded(lib), (64, 384))
     payload, _ = compressor.fused(x, None, ctx)
     exact, _ = coefficients(compressor, x, ctx)
     values = np.asarray(payload[0], np.float64).reshape(6, k)
@@ -295,8 +295,8 @@ def test_coefficients_that_lie_unevenly(lib, kind, k):
 
 
 # -- what is not finite ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, -np.nan])
-@pytest.mark.parametrize("compressor, shape", [c for c in CASES if c[1] in ((200, 300), (100, 70), (25, 33), (1000,))])
+@loop("wrong", [np.nan, np.inf, -np.inf, -np.nan])
+@loop("compressor, shape", [c for c in CASES if c[1] in ((200, 300), (100, 70), (25, 33), (1000,))])
 @QUIET
 def test_what_is_not_finite_poisons_its_chunk_and_no_other(lib, compressor, shape, wrong):
     n, plain = size_of(shape), context(Plain(), shape)
@@ -304,24 +304,22 @@ def test_what_is_not_finite_poisons_its_chunk_and_no_other(lib, compressor, shap
     x[n // 2] = wrong
     expected, _ = compressor.compress(x.copy(), {}, plain)
     rest = compressor.residual(x.copy(), expected, plain)
-    payload, left = compressor.fused(x.copy(), np.zeros(n, np.float32), context(Native(lib), shape))
+    payload, left = compressor.fused(x.copy(), np.zeros(n, np.float32), context(Guarded(lib), shape))
     assert not np.isfinite(payload[0]).all()
     bad, finite = ~np.isfinite(rest), x[np.isfinite(x)]
     assert bad.any()
     assert not bad.all()
     near(left, rest, abs(finite).max() * 64)
     for sent in (payload, expected):
-        mean = compressor.fused_mean([sent, expected], None, context(Native(lib), shape))
+        mean = compressor.fused_mean([sent, expected], None, context(Guarded(lib), shape))
         np.testing.assert_array_equal(np.isfinite(mean), ~bad)
-        signs = replace(compressor, sign=True).fused_mean([sent, expected], None, context(Native(lib), shape))
+        signs = replace(compressor, sign=True).fused_mean([sent, expected], None, context(Guarded(lib), shape))
         np.testing.assert_array_equal(np.isnan(signs), np.isnan(mean))
 
 
 # -- what others sent --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("chunk", [64, 20])
-@pytest.mark.parametrize(
-    "wrong", ["order", "twice", "of another chunk", "beyond", "short", "long", "dtype", "high", "values"]
-)
+@loop("chunk", [64, 20])
+@loop("wrong", ["order", "twice", "of another chunk", "beyond", "short", "long", "dtype", "high", "values"])
 def test_payloads_that_do_not_fit_are_refused(lib, wrong, chunk):
     shape, compressor = (100, 90), DeMo(chunk=chunk, chunk_k=3)
     plain, n = context(Plain(), shape), 9000
@@ -352,7 +350,7 @@ def test_payloads_that_do_not_fit_are_refused(lib, wrong, chunk):
     if wrong == "values":
         values = values.astype(np.float64)
     bad, before = (values, low, high), vector(n, 8)
-    out, native = Memory.of(before, 4), context(Native(lib), shape)
+    out, native = Memory.of(before, 4), context(Guarded(lib), shape)
     with pytest.raises(ValueError):
         compressor.decompress(bad, plain)
     for payloads in ([good, bad], [bad, good]):
@@ -367,10 +365,10 @@ def test_payloads_that_do_not_fit_are_refused(lib, wrong, chunk):
 
 
 # -- with a memory -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("shape", [(200, 300), (1000,)], ids=str)
+@loop("shape", [(200, 300), (1000,)])
 def test_a_momentum_that_decays_goes_by_kernels_too(lib, shape):
     method, n, found = Method(DeMo(), DecoupledMomentum()), size_of(shape), []
-    for xp in (Plain(), Native(lib)):
+    for xp in (Plain(), Guarded(lib)):
         state, steps = method.init(context(xp, shape)), []
         for step in range(3):
             program = method.encode(vector(n, step), state, context(xp, shape, step=step))

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from test_kernels import Memory
-from test_kernels_floats import Plain
+from support.kernels import Memory, Plain
 
 from grace.ops import index_coding as indices
 from grace.ops.packing import packed_size

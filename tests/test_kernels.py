@@ -9,6 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from methods import PLAIN, backend, built
+from support.cases import loop
+from support.kernels import KINDS, Memory, address, blocks_of, equal, signs_oracle, ulps, vector
 
 from grace.backends import get_backend
 from grace.compressors.blockint import BlockInt
@@ -31,83 +33,10 @@ from grace.ops.hadamard import width_of
 from grace.ops.packing import pack, packed_size
 
 XP = get_backend("numpy")
-GUARD = 64
 SIZES = (0, 1, 7, 8, 9, 511, 512, 513, 4096 + 5, 70001, 600_011)
 BLOCKS = (0, 8, 512, 4096)
 BITS = (8, 4, 2)
-
-
-@pytest.fixture(autouse=True)
-def streamed(request):
-    """Results are written past the caches from 4097 elements on, not from millions."""
-    if "lib" not in request.fixturenames:
-        yield
-        return
-    function = ctypes.CDLL(request.getfixturevalue("lib").path).grace_stream_from
-    function.argtypes, function.restype = [ctypes.c_int64], ctypes.c_int64
-    before = function(4097)
-    yield
-    function(before)
-
-
-class Memory:
-    """An array of undefined contents at an odd address, between guard bytes that must not change."""
-
-    def __init__(self, n, dtype, odd=0):
-        dtype = np.dtype(dtype)
-        size = n * dtype.itemsize
-        self.raw = np.full(size + 2 * GUARD + 64, 0xA5, np.uint8)
-        shift = -self.raw.ctypes.data % 64 + odd
-        self.begin, self.end = shift + (GUARD - 64 if shift >= GUARD else GUARD), 0
-        self.end = self.begin + size
-        self.array = self.raw[self.begin : self.end].view(dtype)
-        assert len(self.array) == n
-
-    @classmethod
-    def of(cls, array, odd=0):
-        memory = cls(len(array), array.dtype, odd)
-        memory.array[:] = array
-        return memory
-
-    @property
-    def address(self):
-        return self.raw.ctypes.data + self.begin
-
-    def check(self):
-        assert np.all(self.raw[: self.begin] == 0xA5)
-        assert np.all(self.raw[self.end :] == 0xA5)
-        return self.array
-
-
-def equal(a, b):
-    """The same bits, but any NaN for a NaN."""
-    a, b = np.asarray(a), np.asarray(b)
-    assert a.dtype == b.dtype
-    assert a.shape == b.shape
-    if a.dtype.kind == "f":
-        assert np.array_equal(np.isnan(a), np.isnan(b))
-        a, b = (np.where(np.isnan(each), 0, each).view(f"u{each.itemsize}") for each in (a, b))
-    np.testing.assert_array_equal(a, b)
-
-
-def vector(n, seed=0, kind="normal"):
-    """float32[n] of several scales; kinds add what is special."""
-    rng = np.random.default_rng(seed)
-    x = rng.laplace(size=n) * np.exp(rng.normal(size=n))
-    if kind == "tiny":
-        x *= 1e-41
-    x = x.astype(np.float32)
-    if kind == "ties":
-        x = np.round(x * 2).astype(np.float32) / 2
-    if kind == "zeros":
-        x[:] = np.where(rng.integers(0, 2, n) > 0, np.float32(0), np.float32(-0.0))
-    if kind == "special":
-        for each in (np.nan, np.inf, -np.inf, -np.nan, 0.0, -0.0, 1e-42, 3e38):
-            x[rng.integers(0, n, max(1, n // 3000))] = each
-    return x
-
-
-KINDS = ("normal", "tiny", "ties", "zeros", "special")
+pytestmark = pytest.mark.usefixtures("streamed")
 
 
 def cases():
@@ -123,12 +52,8 @@ def with_blocks():
     return [(*case, block) for case in cases() for block in BLOCKS if block in (0, 8) or block < 2 * case[0]]
 
 
-CASES = pytest.mark.parametrize("n, kind, threads", list(cases()), ids=str)
-BLOCK_CASES = pytest.mark.parametrize("n, kind, threads, block", with_blocks(), ids=str)
-
-
-def blocks_of(x, block):
-    return [x[i : i + (block or len(x))] for i in range(0, len(x), block or len(x) or 1)]
+CASES = loop("n, kind, threads", list(cases()))
+BLOCK_CASES = loop("n, kind, threads, block", with_blocks())
 
 
 def aliases(x, residual, n):
@@ -143,25 +68,7 @@ def aliases(x, residual, n):
         yield a, b, out, x if residual_ is None else x + residual_
 
 
-def address(memory):
-    return None if memory is None else memory.address
-
-
 # -- signs -------------------------------------------------------------------------------------------------------------
-def signs_oracle(v, block):
-    sums = np.add.reduceat(np.abs(v.astype(np.float64)), np.arange(0, len(v), block or len(v))) if len(v) else v
-    scales = sums.astype(np.float32) / np.array([len(part) for part in blocks_of(v, block)], np.float32)
-    return np.packbits(v >= 0, bitorder="little"), scales
-
-
-def ulps(a, b):
-    a, b = np.asarray(a), np.asarray(b)
-    finite = np.isfinite(b)
-    equal(np.where(finite, 0, a).astype(np.float32), np.where(finite, 0, b).astype(np.float32))
-    gap = np.abs(a.view(np.int32).astype(np.int64) - b.view(np.int32))[finite]
-    assert gap.size == 0 or gap.max() <= 1
-
-
 @BLOCK_CASES
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_signs_encode(lib, n, kind, threads, block):
@@ -192,7 +99,7 @@ def test_signs_encode(lib, n, kind, threads, block):
 
 
 @BLOCK_CASES
-@pytest.mark.parametrize("workers", [1, 3, 4])
+@loop("workers", [1, 3, 4])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_signs_mean(lib, n, kind, threads, block, workers):
     compressor, ctx = EFSignSGD(block_size=block), Context(XP, "w", (n,))
@@ -231,7 +138,7 @@ def ints_oracle(v, block, bits, noise):
 
 @BLOCK_CASES
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("stochastic", [False, True])
+@loop("stochastic", [False, True])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_ints_encode(lib, n, kind, threads, block, bits, stochastic):
     start = (0, 65536, 65529, 123_457)[n % 4]
@@ -269,7 +176,7 @@ def test_ints_encode(lib, n, kind, threads, block, bits, stochastic):
 
 @BLOCK_CASES
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("workers", [1, 3])
+@loop("workers", [1, 3])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_ints_mean(lib, n, kind, threads, block, bits, workers):
     compressor, ctx = BlockInt(bits=bits, block_size=block), Context(XP, "w", (n,))
@@ -285,7 +192,7 @@ def test_ints_mean(lib, n, kind, threads, block, bits, workers):
     equal(out.check(), expected)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@loop("bits", BITS)
 def test_ratios_are_rounded_as_a_division_is(lib, bits):
     # Random numerators and denominators, and those next to where rounding to nearest turns.
     rng = np.random.default_rng(6)
@@ -304,7 +211,7 @@ def test_ratios_are_rounded_as_a_division_is(lib, bits):
     equal(out.check(), expected[2])
 
 
-@pytest.mark.parametrize("bits", BITS)
+@loop("bits", BITS)
 def test_every_code_is_divided_exactly(lib, bits):
     each, top = 8 // bits, np.float32((1 << (bits - 1)) - 1)
     packed = Memory.of(np.arange(256, dtype=np.uint8))
@@ -445,7 +352,7 @@ def test_a_residual_changes_places_with_x_also_where_codes_are_small(lib, n, kin
 
 @CASES
 @pytest.mark.parametrize("compressor", [*CODED, SignSGD()], ids=str)
-@pytest.mark.parametrize("workers", [1, 3])
+@loop("workers", [1, 3])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_means_of_codes(lib, n, kind, threads, compressor, workers):
     ctx = Context(XP, "w", (n,))
@@ -466,8 +373,8 @@ def test_votes_encode(lib, n, kind, threads):
     x.check()
 
 
-@pytest.mark.parametrize("place", [0, 15, 16, 8191, 8192, 20_000, 20_006])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@loop("place", [0, 15, 16, 8191, 8192, 20_000, 20_006])
+@loop("value", [np.nan, np.inf, -np.inf])
 def test_votes_flag_the_block_of_one_number_that_is_not_finite(lib, place, value):
     n = 20_007
     v = vector(n, 3)
@@ -479,7 +386,7 @@ def test_votes_flag_the_block_of_one_number_that_is_not_finite(lib, place, value
     np.testing.assert_array_equal(np.isnan(mean), np.arange(n) // 8192 == place // 8192)
 
 
-@pytest.mark.parametrize("quantum_num", range(1, 128))
+@loop("quantum_num", range(1, 128))
 def test_every_level_is_divided_exactly(lib, quantum_num):
     compressor = QSGD(quantum_num=quantum_num, bucket_size=0)
     codes = np.arange(1 << compressor.bits, dtype=np.uint8)
@@ -489,8 +396,8 @@ def test_every_level_is_divided_exactly(lib, quantum_num):
         equal(decoded(lib, compressor, [payload], len(codes), 1), compressor.decompress(payload, ctx))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("length", [1, 2, 13, 14, 15, 28, 29, 60_003])
+@loop("threads", [1, 2])
+@loop("length", [1, 2, 13, 14, 15, 28, 29, 60_003])
 def test_runs_of_zeros(lib, length, threads):
     # Before, between and after bytes that are not zero, and all of it.
     n, rng = 600_011, np.random.default_rng(8)
@@ -507,7 +414,7 @@ def test_runs_of_zeros(lib, length, threads):
         equal(decoded(lib, compressor, [sent, sent], len(x), threads), compressor.aggregate([sent, sent], ctx))
 
 
-@pytest.mark.parametrize("bytes_", [[], [121] * 3, [254, 121], [121], [250]])
+@loop("bytes_", [[], [121] * 3, [254, 121], [121], [250]])
 def test_runs_that_do_not_fit_are_refused(lib, bytes_):
     good, bad = [(np.array(each, np.uint8), np.ones(1, np.float32)) for each in ([243], bytes_)]
     with pytest.raises(ValueError, match="the runs of worker 2 do not make 2 bytes"):
@@ -531,9 +438,7 @@ ROTATED = pytest.mark.parametrize(
     ],
     ids=str,
 )
-THCS = pytest.mark.parametrize(
-    "compressor, workers", [(THC(), 4), (THC(bits=2, block_size=8), 3), (THC(bits=8, block_size=64), 3)], ids=str
-)
+THCS = loop("compressor, workers", [(THC(), 4), (THC(bits=2, block_size=8), 3), (THC(bits=8, block_size=64), 3)])
 
 
 def rotated(lib, compressor, ctx, x, residual, out, threads, swap=False):
@@ -596,7 +501,7 @@ def test_a_residual_changes_places_with_x_also_where_blocks_are_rotated(lib, n, 
 
 @CASES
 @ROTATED
-@pytest.mark.parametrize("workers", [1, 3])
+@loop("workers", [1, 3])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_normal_mean(lib, n, kind, threads, compressor, workers):
     ctx = Context(XP, "w", (n,))
@@ -670,7 +575,7 @@ def topk_oracle(v, k):
 
 
 @CASES
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+@loop("share", [0.0, 0.01, 0.3, 1.0])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_topk_encode(lib, n, kind, threads, share):
     k = int(n * share)
@@ -691,8 +596,8 @@ def test_topk_encode(lib, n, kind, threads, share):
             equal(positions.array, payload[1])
 
 
-@pytest.mark.parametrize("order", ["ascending", "descending", "large last", "equal"])
-@pytest.mark.parametrize("threads", [1, 2])
+@loop("order", ["ascending", "descending", "large last", "equal"])
+@loop("threads", [1, 2])
 def test_topk_of_what_a_sample_misjudges(lib, order, threads):
     n, k = 300_000, 900
     v = np.sort(np.abs(vector(n, 5)))
@@ -763,7 +668,7 @@ def encoders(lib, n, threads, stochastic):
 
 
 @CASES
-@pytest.mark.parametrize("stochastic", [False, True])
+@loop("stochastic", [False, True])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_residual_may_change_places_with_x(lib, n, kind, threads, stochastic):
     first, last = vector(n, 1, kind), vector(n, 2)
@@ -797,7 +702,7 @@ def test_topk_changes_places_also_where_a_sample_misjudges(lib):
 
 
 @CASES
-@pytest.mark.parametrize("bound", [0.0, 0.5, 3.0, 1e39])
+@loop("bound", [0.0, 0.5, 3.0, 1e39])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_threshold_encode(lib, n, kind, threads, bound):
     for x, residual, out, v in aliases(vector(n, 1, kind), vector(n, 2), n):
@@ -833,7 +738,7 @@ def test_threshold_encode(lib, n, kind, threads, bound):
 
 
 @CASES
-@pytest.mark.parametrize("share", [0.001, 0.1, 1.0])
+@loop("share", [0.001, 0.1, 1.0])
 def test_topk_without_what_is_left(lib, n, kind, threads, share):
     x, k = Memory.of(vector(n, 1, kind), 4), int(n * share)
     values, positions = Memory(k, np.float32, 4), Memory(k, np.int32, 8)
@@ -844,11 +749,9 @@ def test_topk_without_what_is_left(lib, n, kind, threads, share):
     equal(x.array, vector(n, 1, kind))
 
 
-@pytest.mark.parametrize(
-    "m, n, k", [(1, 1, 1), (3, 9, 9), (40, 512, 8), (130, 4096, 64), (7, 70001, 700), (9, 500, 499)]
-)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("threads", [1, 2])
+@loop("m, n, k", [(1, 1, 1), (3, 9, 9), (40, 512, 8), (130, 4096, 64), (7, 70001, 700), (9, 500, 499)])
+@loop("kind", KINDS)
+@loop("threads", [1, 2])
 def test_topk_rows(lib, m, n, k, kind, threads):
     rows = vector(m * n, 1, kind).reshape(m, n)
     with np.errstate(over="ignore"):
@@ -861,7 +764,7 @@ def test_topk_rows(lib, m, n, k, kind, threads):
 
 
 @CASES
-@pytest.mark.parametrize("bound", [-1.0, -0.0, 0.0, 0.5, 3.0, 3.4028234663852886e38, np.inf, np.nan])
+@loop("bound", [-1.0, -0.0, 0.0, 0.5, 3.0, 3.4028234663852886e38, np.inf, np.nan])
 def test_beyond(lib, n, kind, threads, bound):
     x = Memory.of(vector(n, 1, kind), 4)
     expected = np.flatnonzero(~(np.abs(x.array) <= np.float32(bound))).astype(np.int32)
@@ -913,9 +816,9 @@ def test_excess_of_what_is_accumulated(lib, n, kind, threads):
         equal(found.check(), apart.check())
 
 
-@pytest.mark.parametrize("n, k", [(1, 1), (7, 3), (9, 9), (5000, 1), (5000, 50), (70_001, 69_000), (600_011, 6000)])
-@pytest.mark.parametrize("start", [0, 2**32 - 3000])
-@pytest.mark.parametrize("threads", [1, 2])
+@loop("n, k", [(1, 1), (7, 3), (9, 9), (5000, 1), (5000, 50), (70_001, 69_000), (600_011, 6000)])
+@loop("start", [0, 2**32 - 3000])
+@loop("threads", [1, 2])
 def test_smallest_words(lib, n, k, start, threads):
     for keys in ((1, 2), (0xDEADBEEF, 0xFFFFFFFF)):
         words, positions = np.empty(n, np.int32), Memory(k, np.int32, 4)
@@ -942,7 +845,7 @@ def test_words_that_differ_in_the_last_bit_alone_are_told_apart(lib):
 
 
 @CASES
-@pytest.mark.parametrize("nesterov", [False, True])
+@loop("nesterov", [False, True])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_correct(lib, n, kind, threads, nesterov):
     g, u, v = vector(n, 1, kind), vector(n, 2), vector(n, 3)
@@ -963,8 +866,8 @@ def test_correct(lib, n, kind, threads, nesterov):
         equal((x if swap else kept).check(), v)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "flat", "heavy"])
-@pytest.mark.parametrize("n, ratio", [(40_000, 0.001), (40_000, 0.1), (300_000, 0.01), (300_000, 1.0)])
+@loop("kind", [*KINDS, "flat", "heavy"])
+@loop("n, ratio", [(40_000, 0.001), (40_000, 0.1), (300_000, 0.01), (300_000, 1.0)])
 def test_sampled(lib, n, ratio, kind, monkeypatch):
     if kind == "flat":  # many between two thresholds, and above the first one only
         x = np.random.default_rng(1).uniform(0.99, 1.0, n).astype(np.float32)
@@ -983,8 +886,8 @@ def test_sampled(lib, n, ratio, kind, monkeypatch):
 
 
 @CASES
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("share", [0.01, 1.0])
+@loop("workers", [1, 3])
+@loop("share", [0.01, 1.0])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_sparse_mean(lib, n, kind, threads, workers, share):
     rng = np.random.default_rng(4)
@@ -1005,9 +908,9 @@ def test_sparse_mean(lib, n, kind, threads, workers, share):
     equal(out.check(), expected)
 
 
-@pytest.mark.parametrize("n", [10, 9000, 600_000])
-@pytest.mark.parametrize("wrong", ["negative", "n", "huge", "descending", "twice"])
-@pytest.mark.parametrize("threads", [1, 2])
+@loop("n", [10, 9000, 600_000])
+@loop("wrong", ["negative", "n", "huge", "descending", "twice"])
+@loop("threads", [1, 2])
 def test_corrupt_positions_are_refused(lib, n, wrong, threads):
     for at in range(3):
         good = np.array([1, n // 2, n - 2], np.int32)
@@ -1035,7 +938,7 @@ def test_positions_of_an_empty_vector_are_refused(lib):
 
 
 # -- products of low rank ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
+@loop(
     "a, b, r, threads",
     [(3, 7, 0, 1), (1, 1, 1, 1), (3, 5, 2, 1), (7, 1023, 4, 1), (64, 576, 3, 1), (40, 2050, 9, 1), (900, 1000, 17, 2)],
 )
@@ -1067,14 +970,14 @@ def in_order(x, p, q):
     return rest.reshape(-1), whole.reshape(-1)
 
 
-@pytest.mark.parametrize(
+@loop(
     "a, b, r, threads",
     [
         *[(1, 1, 1, 1), (9, 17, 2, 1), (7, 1041, 3, 1), (39, 2050, 4, 1), (6, 33, 5, 1), (5, 600, 6, 1), (3, 16, 7, 1)],
         *[(11, 1024, 8, 1), (30, 2050, 9, 1), (40, 2048, 4, 1), (901, 1008, 4, 2), (301, 1000, 17, 2)],
     ],
 )
-@pytest.mark.parametrize("odd", [0, 4])
+@loop("odd", [0, 4])
 def test_parts_and_products_have_the_same_bits_everywhere(lib, a, b, r, threads, odd):
     x, p, q = vector(a * b), vector(a * r, 1), vector(r * b, 2)
     with np.errstate(all="ignore"):
@@ -1100,7 +1003,7 @@ def test_parts_and_products_have_the_same_bits_everywhere(lib, a, b, r, threads,
     equal(given.check(), left)
 
 
-@pytest.mark.parametrize(
+@loop(
     "a, b, r, threads",
     [
         (1, 1, 1, 1),
@@ -1127,7 +1030,7 @@ def test_factors(lib, a, b, r, threads):
     assert (abs(found.check().reshape(r, b) - wide[1].T @ wide[0]) <= 3e-6 * (abs(wide[1].T) @ abs(wide[0]))).all()
 
 
-@pytest.mark.parametrize(
+@loop(
     "a, b, r, threads",
     [(1, 1, 1, 1), (3, 5, 2, 1), (9, 1041, 4, 1), (65, 576, 3, 1), (40, 2050, 17, 1), (901, 1000, 6, 2)],
 )
@@ -1150,7 +1053,7 @@ def test_a_residual_is_added_on_the_way(lib, a, b, r, threads):
 
 
 # -- random bits -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("place, value", [(0, np.nan), (4, np.inf), (1022, -np.inf), (517, -np.nan)])
+@loop("place, value", [(0, np.nan), (4, np.inf), (1022, -np.inf), (517, -np.nan)])
 def test_one_number_that_is_not_finite_is_found(lib, place, value):
     vectors = [Memory.of(np.full(n, 3e38, np.float32), odd) for odd, n in ((1, 5), (0, 0), (4, 1023))]
     counts = [len(each.array) for each in vectors]
@@ -1178,15 +1081,15 @@ def test_what_is_written_together_is_the_same(lib):
     equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("start", [0, 12345, 2**32 - 300, 2**33 + 7])
+@loop("n", SIZES)
+@loop("start", [0, 12345, 2**32 - 300, 2**33 + 7])
 def test_words(lib, n, start):
     out = Memory(n, np.int32, 4)
     lib.words(0xDEADBEEF, 0x12345678, start, n, out.address, 2)
     equal(out.check(), XP.words(0xDEADBEEF, 0x12345678, start, n))
 
 
-@pytest.mark.parametrize("n", [0, 1, 17, 65536])
+@loop("n", [0, 1, 17, 65536])
 def test_noise_table(lib, n):
     out = Memory(n, np.uint16, 2)
     lib.noise_table(0xDEADBEEF, 0x12345678, n, out.address)
@@ -1194,7 +1097,7 @@ def test_noise_table(lib, n):
 
 
 # -- all together ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("block", [0, 512])
+@loop("block", [0, 512])
 def test_instruction_sets_and_threads_agree(block):
     built()
     n, v = 600_011, vector(600_011, 7)
@@ -1296,12 +1199,12 @@ def run_op(request, tensorflow):
     return call
 
 
-TF_SIZES = pytest.mark.parametrize("n", [0, 1, 9, 5001, 70001])
+TF_SIZES = loop("n", [0, 1, 9, 5001, 70001])
 
 
 @TF_SIZES
-@pytest.mark.parametrize("block", [0, 512])
-@pytest.mark.parametrize("feedback", [False, True])
+@loop("block", [0, 512])
+@loop("feedback", [False, True])
 def test_tensorflow_signs(tensorflow, run_op, n, block, feedback):
     (ops, _), lib, x = tensorflow, library(), vector(n, 1, "tiny" if n == 5001 else "normal")
     residual = vector(n, 2) * np.float32(1e-30 if n == 5001 else 1) if feedback else None
@@ -1317,8 +1220,8 @@ def test_tensorflow_signs(tensorflow, run_op, n, block, feedback):
 
 
 @TF_SIZES
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("stochastic", [False, True])
+@loop("bits", BITS)
+@loop("stochastic", [False, True])
 def test_tensorflow_ints(tensorflow, run_op, n, bits, stochastic):
     (ops, _), lib, x, residual = tensorflow, library(), vector(n, 1), vector(n, 2)
     rng, start, block = np.random.default_rng(3), 65000, 512
@@ -1339,7 +1242,7 @@ def test_tensorflow_ints(tensorflow, run_op, n, bits, stochastic):
 
 
 @TF_SIZES
-@pytest.mark.parametrize("feedback", [False, True])
+@loop("feedback", [False, True])
 def test_tensorflow_topk(tensorflow, run_op, n, feedback):
     (ops, _), x, residual = tensorflow, vector(n, 1), vector(n, 2) if feedback else None
     v, k = x if residual is None else x + residual, n // 100

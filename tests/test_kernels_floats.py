@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from test_kernels import KINDS, XP, Memory, equal, vector
+from support.cases import loop
+from support.kernels import KINDS, Memory, Native, Plain, equal, vector
 
-from grace.backends.numpy import NumpyBackend
+from grace.backends import get_backend
 from grace.compressors.bf16 import BF16
 from grace.compressors.dettmers8 import TABLES, Dettmers8
 from grace.compressors.fp8 import FP8
@@ -12,8 +13,8 @@ from grace.compressors.natural import Natural
 from grace.compressors.natural_dithering import NaturalDithering
 from grace.core import Context
 from grace.kernels import Codes
-from grace.kernels.host import HostKernels
 
+XP = get_backend("numpy")
 ROUNDINGS = ("nearest", "stochastic")
 COMPRESSORS = [
     *(BF16(rounding) for rounding in ROUNDINGS),
@@ -31,35 +32,11 @@ CASES = [*((n, "normal", 0) for n in (1, 7, 8, 513, 70_001)), (5001, "normal", 6
 CASES += [(5001, kind, 0) for kind in KINDS[1:]]
 
 
-class Native(NumpyBackend):
-    """NumPy with one instruction set's kernels."""
-
-    def __init__(self, lib):
-        self._native = HostKernels(self, lib)
-
-    @property
-    def kernels(self):
-        return self._native
-
-    @property
-    def threads(self):
-        return 2
-
-    def part(self, shape, dtype="float32"):
-        return Memory(shape, dtype, 1 if dtype == "uint8" else 4).array
-
-
-class Plain(NumpyBackend):
-    """NumPy without kernels."""
-
-    kernels = None
-
-
 def contexts(lib, n, offset):
     return [Context(xp, "w", (n,), step=5, seed=3, offset=offset) for xp in (Plain(), Native(lib))]
 
 
-@pytest.mark.parametrize("n, kind, offset", CASES, ids=str)
+@loop("n, kind, offset", CASES)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_codes_are_those_of_the_compressor(lib, compressor, n, kind, offset):
@@ -96,7 +73,7 @@ def test_codes_are_those_of_the_compressor(lib, compressor, n, kind, offset):
             equal(left[finite], (v - decoded)[finite])
 
 
-@pytest.mark.parametrize("n, kind, offset", CASES, ids=str)
+@loop("n, kind, offset", CASES)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_means_are_those_of_the_compressor(lib, compressor, n, kind, offset):
@@ -112,10 +89,9 @@ def test_means_are_those_of_the_compressor(lib, compressor, n, kind, offset):
         equal(out.check(), expected)
 
 
-@pytest.mark.parametrize(
+@loop(
     "compressor",
     [BF16(), FP8(), FP8(format="e5m2"), Natural(), NaturalDithering(s=20), Dettmers8(), Dettmers8(table="nf4")],
-    ids=repr,
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_every_code_is_decoded_as_it_is_by_the_compressor(lib, compressor):

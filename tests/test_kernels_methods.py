@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 from methods import alone
-from test_kernels import KINDS, Memory, equal, streamed, vector  # noqa: F401 - `streamed` holds here, too
-from test_kernels_floats import Native as NativeBackend
-from test_kernels_floats import Plain
+from support.cases import loop
+from support.kernels import KINDS, Guarded, Memory, Plain, equal, moved, vector
 
 from grace.compressors.adacomp import AdaComp
 from grace.compressors.adaq import AdaQ
@@ -33,25 +32,7 @@ CASES = [
 ]
 CASES += [*((n, kind, 0) for n in (5001, 40_001) for kind in (*KINDS[1:], "one value")), (300_005, "normal", 8)]
 EACH = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
-
-
-class Native(NativeBackend):
-    """All of whose results lie at odd addresses, between guard bytes."""
-
-    def __init__(self, lib):
-        super().__init__(lib)
-        self.made = []
-
-    def empty(self, shape, dtype="float32"):
-        memory = Memory(shape if isinstance(shape, int) else shape[0], dtype, 1 if dtype == "uint8" else 4)
-        self.made.append(memory)
-        return memory.array
-
-    part = empty
-
-    def check(self):
-        for memory in self.made:
-            memory.check()
+pytestmark = pytest.mark.usefixtures("streamed")
 
 
 def context(xp, n, offset=0):
@@ -63,10 +44,6 @@ def gradient(compressor, n, seed, kind):
     if kind == "one value":
         return np.full(n, -0.3, np.float32)
     return vector(n, seed, kind) * np.float32(0.05 if isinstance(compressor, Inceptionn) else 1)
-
-
-def moved(payloads):
-    return [tuple(Memory.of(each, 1 if each.dtype == np.uint8 else 4).array for each in p) for p in payloads]
 
 
 def sent_by(compressor, x, residual, ctx):
@@ -81,11 +58,11 @@ def sent_by(compressor, x, residual, ctx):
     return payload, x if residual is None else compressor.residual(v.copy(), payload, ctx)
 
 
-@pytest.mark.parametrize("n, kind, offset", CASES, ids=str)
+@loop("n, kind, offset", CASES)
 @EACH
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_payloads_are_those_of_the_compressor(lib, compressor, n, kind, offset):
-    first, last, native = gradient(compressor, n, 1, kind), vector(n, 2), Native(lib)
+    first, last, native = gradient(compressor, n, 1, kind), vector(n, 2), Guarded(lib)
     for residual in (None, last):
         expected = sent_by(compressor, first.copy(), residual, context(Plain(), n, offset))
         x, rest = Memory.of(first, 4), None if residual is None else Memory.of(last, 8)
@@ -99,7 +76,7 @@ def test_payloads_are_those_of_the_compressor(lib, compressor, n, kind, offset):
             equal(rest.check(), last)
 
 
-@pytest.mark.parametrize("n, kind, offset", CASES, ids=str)
+@loop("n, kind, offset", CASES)
 @EACH
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_means_are_those_of_the_compressor(lib, compressor, n, kind, offset):
@@ -112,16 +89,16 @@ def test_means_are_those_of_the_compressor(lib, compressor, n, kind, offset):
             equal(compressor.aggregate_into(vector(n), payloads, ctx), expected)
             continue
         out = Memory(n, np.float32, 4)
-        assert compressor.fused_mean(moved(payloads), out.array, context(Native(lib), n, offset)) is out.array
+        assert compressor.fused_mean(moved(payloads), out.array, context(Guarded(lib), n, offset)) is out.array
         equal(out.check(), expected)
 
 
-@pytest.mark.parametrize("n", [1, 4096, 70_001])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("compressor", [ChunkTopK(1024, 16), AdaQ(0.01)], ids=repr)
+@loop("n", [1, 4096, 70_001])
+@loop("kind", KINDS)
+@loop("compressor", [ChunkTopK(1024, 16), AdaQ(0.01)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_residual_changes_places_with_the_gradient(lib, n, kind, compressor):
-    native, undo = Native(lib), []
+    native, undo = Guarded(lib), []
     x, rest = Memory.of(vector(n, 1, kind), 4), Memory.of(vector(n, 2), 8)
     expected = sent_by(compressor, vector(n, 1, kind), vector(n, 2), context(Plain(), n))
     ctx = Context(native, "w", (n,), step=5, seed=3, undo=undo)
@@ -133,9 +110,9 @@ def test_a_residual_changes_places_with_the_gradient(lib, n, kind, compressor):
         equal(one, other)
 
 
-@pytest.mark.parametrize("size, k", [(64, 16), (1024, 16)])
+@loop("size, k", [(64, 16), (1024, 16)])
 def test_chunks_that_do_not_fit_are_refused(lib, size, k):
-    n, compressor, native = 5001, ChunkTopK(size, k), Native(lib)
+    n, compressor, native = 5001, ChunkTopK(size, k), Guarded(lib)
     good, _ = compressor.compress(vector(n), {}, context(Plain(), n))
     low = good[0].copy()
     low[0], low[1] = low[1], low[0]
@@ -149,8 +126,8 @@ def test_chunks_that_do_not_fit_are_refused(lib, size, k):
 
 
 # -- orders and chances that are hard ----------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["few values", "one bin", "ascending", "sparse", "far apart", "large"])
-@pytest.mark.parametrize("compressor", [Sketch(), Sketch(256), AdaQ(), AdaQ(0.9), Wangni(), AdaComp()], ids=repr)
+@loop("kind", ["few values", "one bin", "ascending", "sparse", "far apart", "large"])
+@loop("compressor", [Sketch(), Sketch(256), AdaQ(), AdaQ(0.9), Wangni(), AdaComp()])
 def test_distributions_that_are_hard(lib, compressor, kind):
     n, rng = 70_001, np.random.default_rng(4)
     x = {
@@ -162,7 +139,7 @@ def test_distributions_that_are_hard(lib, compressor, kind):
         "large": vector(n) * np.float32(1e25),
     }[kind]
     for one, other in zip(
-        *(sent_by(compressor, x, None, context(xp, n))[0] for xp in (Plain(), Native(lib))), strict=True
+        *(sent_by(compressor, x, None, context(xp, n))[0] for xp in (Plain(), Guarded(lib))), strict=True
     ):
         equal(other, one)
 
@@ -173,20 +150,20 @@ def test_adaq_looks_again_where_a_sample_overrates(lib):
     x = np.where(np.arange(n) % 2, np.float32(1), np.float32(-1e-3))
     x *= np.random.default_rng(1).uniform(0.9, 1, n).astype(np.float32)
     for one, other in zip(
-        *(sent_by(compressor, x, None, context(xp, n))[0] for xp in (Plain(), Native(lib))), strict=True
+        *(sent_by(compressor, x, None, context(xp, n))[0] for xp in (Plain(), Guarded(lib))), strict=True
     ):
         equal(other, one)
 
 
 # -- count sketches ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("rows", [1, 3, 5, 7, 99])
-@pytest.mark.parametrize("n, kind, offset", [c for c in CASES if c[0] in (1, 9, 513, 5001, 300_005)], ids=str)
+@loop("rows", [1, 3, 5, 7, 99])
+@loop("n, kind, offset", [c for c in CASES if c[0] in (1, 9, 513, 5001, 300_005)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_count_sketches(lib, n, kind, offset, rows):
     if rows == 99 and n > 513:
         pytest.skip("long, and nothing new")
     for columns in (256, 1024, 16):
-        compressor, plain, native = SketchSGD(rows=rows, columns=columns), context(Plain(), n, offset), Native(lib)
+        compressor, plain, native = SketchSGD(rows=rows, columns=columns), context(Plain(), n, offset), Guarded(lib)
         x, hashes, group = gradient(compressor, n, 1, kind), compressor.hashes(plain), compressor.group(n)
         table, words = compressor.sketch(x, hashes, plain), np.concatenate(hashes)
         equal(native.kernels.count_sketch(Memory.of(x, 4).array, words, group, columns), table)
@@ -204,7 +181,7 @@ def test_count_sketches(lib, n, kind, offset, rows):
 # -- what others sent --------------------------------------------------------------------------------------------------
 def refused(lib, compressor, n, good, bad, match):
     payloads = [tuple(np.asarray(each) for each in payload) for payload in (good, bad)]
-    out, xp = Memory(n, np.float32, 4), Native(lib)
+    out, xp = Memory(n, np.float32, 4), Guarded(lib)
     compressor.fused_mean(moved(payloads[:1] * 2), out.array, context(xp, n))
     with pytest.raises(ValueError, match=match):
         compressor.fused_mean(moved(payloads), out.array, context(xp, n))
@@ -213,7 +190,7 @@ def refused(lib, compressor, n, good, bad, match):
         compressor.decompress(payloads[1], context(Plain(), n))
 
 
-@pytest.mark.parametrize("wrong", ["counts", "order", "twice", "outside", "of the last", "many"])
+@loop("wrong", ["counts", "order", "twice", "outside", "of the last", "many"])
 def test_bins_that_do_not_fit_are_refused(lib, wrong):
     one, u8 = np.ones(1, np.float32), np.uint8
     good = np.array([1, 1], u8), np.array([1, 130], u8), one
@@ -228,7 +205,7 @@ def test_bins_that_do_not_fit_are_refused(lib, wrong):
     refused(lib, AdaComp(7), 10, good, bad, "worker 1")
 
 
-@pytest.mark.parametrize("wrong", ["magnitudes", "16 bits", "8 bits", "half"])
+@loop("wrong", ["magnitudes", "16 bits", "8 bits", "half"])
 def test_numbers_that_tags_do_not_ask_for_are_refused(lib, wrong):
     tags, f32, u8 = np.array([0b00011011, 3], np.uint8), np.float32, np.uint8
     good = tags, np.ones(2, f32), np.zeros(2, u8), np.zeros(1, u8)
@@ -241,8 +218,8 @@ def test_numbers_that_tags_do_not_ask_for_are_refused(lib, wrong):
     refused(lib, Inceptionn(), 5, good, bad, "worker 1|half")
 
 
-@pytest.mark.parametrize("which", range(7))
-@pytest.mark.parametrize("n", [10, 300_000])
+@loop("which", range(7))
+@loop("n", [10, 300_000])
 def test_signed_positions_that_do_not_ascend_are_refused(lib, which, n):
     wrong = np.array([[3, 2], [-3, 2], [0, -1], [n], [-1 - n], [2**31 - 1], [-(2**31)]][which], np.int32)
     right, f32 = np.array([0, -3, 9], np.int32), np.float32
@@ -255,5 +232,5 @@ def test_signed_positions_that_do_not_ascend_are_refused(lib, which, n):
 
 def test_codes_beyond_the_buckets_are_no_numbers(lib):
     compressor, codes = Sketch(3), np.array([0b11100100], np.uint8)
-    out = compressor.fused_mean([(codes, np.float32([1, 2, 4]))], None, context(Native(lib), 4))
+    out = compressor.fused_mean([(codes, np.float32([1, 2, 4]))], None, context(Guarded(lib), 4))
     equal(out, np.float32([1, 2, 4, np.nan]))

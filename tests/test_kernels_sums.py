@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 from methods import alone, together
-from test_kernels import KINDS, Memory, equal, streamed, vector  # noqa: F401 - `streamed` holds here, too
-from test_kernels_floats import Plain
-from test_kernels_methods import Native
+from support.cases import loop
+from support.kernels import KINDS, Guarded, Memory, Plain, equal, vector
 
 from grace.compressors.arctopk import ARCTopK
 from grace.compressors.gtopk import GTopK
@@ -19,6 +18,7 @@ INTEGERS = [
     *(SharedInt(0, "int8", levels) for levels in (1, 42)),
     SharedInt(40, "int32", 2**24),
 ]
+pytestmark = pytest.mark.usefixtures("streamed")
 
 
 def contexts(xp, n, offset=0, workers=3):
@@ -35,11 +35,11 @@ def exchanged(compressor, xs, xp, offset=0):
 
 
 # -- integers ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("n, kind, offset", CASES, ids=str)
+@loop("n, kind, offset", CASES)
 @pytest.mark.parametrize("compressor", INTEGERS, ids=repr)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_integers_are_those_of_the_compressor(lib, compressor, n, kind, offset):
-    xs, native = [vector(n, 1, kind), vector(n, 2), vector(n, 3)], Native(lib)
+    xs, native = [vector(n, 1, kind), vector(n, 2), vector(n, 3)], Guarded(lib)
     plain, plain_contexts = exchanged(compressor, xs, Plain(), offset)
     given = [Memory.of(x, 4) for x in xs]
     found, native_contexts = exchanged(compressor, [x.array for x in given], native, offset)
@@ -62,13 +62,13 @@ def test_integers_are_those_of_the_compressor(lib, compressor, n, kind, offset):
 
 def test_sums_of_integers_that_floats_cannot_hold(lib):
     codes, scales = np.int32([2**31 - 1, -(2**31), 2**24 + 1, 0, -1]), np.ones(1, np.float32)
-    out = Native(lib).kernels.shared_mean(codes, scales, None, 0, 127 * 2**24)
+    out = Guarded(lib).kernels.shared_mean(codes, scales, None, 0, 127 * 2**24)
     equal(out, codes.astype(np.float32) / np.float32(127 * 2**24))
 
 
-@pytest.mark.parametrize("wrong", ["sums", "scales", "dtype"])
+@loop("wrong", ["sums", "scales", "dtype"])
 def test_sums_that_do_not_fit_are_refused(lib, wrong):
-    (ctx, *_), i8 = contexts(Native(lib), 16), np.int8
+    (ctx, *_), i8 = contexts(Guarded(lib), 16), np.int8
     total, scale = np.zeros(15 if wrong == "sums" else 16, np.int32 if wrong == "dtype" else i8), np.ones(2, np.float32)
     payload = total, scale[: 1 if wrong == "scales" else 2], np.zeros(16, i8)
     with pytest.raises(ValueError, match=r"its (sums|scales) are"):
@@ -76,11 +76,11 @@ def test_sums_that_do_not_fit_are_refused(lib, wrong):
 
 
 # -- rows with random signs --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("n, kind", [(n, kind) for n, kind, _ in CASES], ids=str)
-@pytest.mark.parametrize("size, many", [(1, 1), (8, 3), (96, 4), (128, 4), (100, 9), (70_000, 2)])
+@loop("n, kind", [(n, kind) for n, kind, _ in CASES])
+@loop("size, many", [(1, 1), (8, 3), (96, 4), (128, 4), (100, 9), (70_000, 2)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_sums_of_rows(lib, n, kind, size, many):
-    x, native = vector(n, 1, kind), Native(lib)
+    x, native = vector(n, 1, kind), Guarded(lib)
     words = np.random.default_rng(2).integers(-(2**31), 2**31, many * size).astype(np.int32)
     found = native.kernels.signed_sums(Memory.of(x, 4).array, Memory.of(words, 4).array, size)
     rows = np.pad(x, (0, -n % size)).reshape(-1, size).astype(np.float64)
@@ -98,13 +98,13 @@ def test_sums_of_rows(lib, n, kind, size, many):
     equal(alone_.check(), found.reshape(-1))
 
 
-@pytest.mark.parametrize("n, kind, offset", CASES, ids=str)
+@loop("n, kind, offset", CASES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_rows_are_those_of_the_compressor(lib, n, kind, offset):
     x, compressor = vector(n, 1, kind), ARCTopK(0.2, row_size=48, sketch_size=5)
     one, other = (
         alone(lambda ctx: compressor.compress(x.copy(), {}, ctx), contexts(xp, n, offset, 1)[0])[0]
-        for xp in (Plain(), Native(lib))
+        for xp in (Plain(), Guarded(lib))
     )
     for array, expected in zip(other, one, strict=True):
         equal(array, expected)
@@ -125,8 +125,8 @@ def sent(n, k, seed, kind):
     return vector(k, seed, kind), positions
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "cancelling", "few"])
-@pytest.mark.parametrize("n, k", [(1, 1), (9, 4), (9, 9), (4096, 40), (70_001, 700), (70_001, 1), (5000, 4999)])
+@loop("kind", [*KINDS, "cancelling", "few"])
+@loop("n, k", [(1, 1), (9, 4), (9, 9), (4096, 40), (70_001, 700), (70_001, 1), (5000, 4999)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_largest_of_sums(lib, n, k, kind):
     for workers in (1, 2, 5):
@@ -134,7 +134,7 @@ def test_largest_of_sums(lib, n, k, kind):
         total = np.zeros(n, np.float32)
         for values, positions in payloads:
             total[positions] += values
-        native = Native(lib)
+        native = Guarded(lib)
         moved = [tuple(Memory.of(each, 4).array for each in payload) for payload in payloads]
         sums, positions = native.kernels.largest_sums(moved, n, k)
         native.check()
@@ -143,9 +143,9 @@ def test_largest_of_sums(lib, n, k, kind):
         equal(sums, total[positions])
 
 
-@pytest.mark.parametrize("wrong", [[3, 2], [2, 2], [-1, 2], [2, 100], [2, 2**31 - 1]], ids=str)
+@loop("wrong", [[3, 2], [2, 2], [-1, 2], [2, 100], [2, 2**31 - 1]])
 def test_positions_that_do_not_ascend_name_their_worker(lib, wrong):
-    compressor, xp, values = GTopK(0.02), Native(lib), np.ones(2, np.float32)
+    compressor, xp, values = GTopK(0.02), Guarded(lib), np.ones(2, np.float32)
     good, bad = (values, np.int32([0, 99])), (values, np.int32(wrong))
     ctx = contexts(xp, 100)[0]
     program = compressor.compress(vector(100), {}, ctx)
@@ -154,11 +154,11 @@ def test_positions_that_do_not_ascend_name_their_worker(lib, wrong):
         program.send([good, bad, good])
 
 
-@pytest.mark.parametrize("n, kind, offset", CASES, ids=str)
+@loop("n, kind, offset", CASES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_largest_are_those_of_the_compressor(lib, n, kind, offset):
     xs, compressor = [vector(n, 1, kind), vector(n, 2), vector(n, 3, kind)], GTopK(0.05)
-    plain, native = (exchanged(compressor, [x.copy() for x in xs], xp, offset)[0] for xp in (Plain(), Native(lib)))
+    plain, native = (exchanged(compressor, [x.copy() for x in xs], xp, offset)[0] for xp in (Plain(), Guarded(lib)))
     for one, other in zip(plain, native, strict=True):
         for array, expected in zip(other, one, strict=True):
             equal(array, expected)

@@ -11,7 +11,7 @@ assert os.environ["TRITON_INTERPRET"] == "1"
 import numpy as np
 import pytest
 import torch
-from test_kernels import KINDS, blocks_of, equal, signs_oracle, ulps, vector
+from support.kernels import KINDS, blocks_of, equal, signs_oracle, ulps, vector
 
 from grace import simulate
 from grace.backends.base import Backend

@@ -1,9 +1,10 @@
-// The C interface: what is split over threads and blocks, and what looks at single elements. The loops are in loops.cc.
+// The C interface (api.h): splits work over threads and blocks, and looks at single elements. The loops are in loops.cc.
 //
-// Every function takes the instruction set first (grace_loops), raw addresses, and the number of threads last. Nothing
-// is checked but what comes from the network. Results do not depend on the number of threads nor, except for NaN's
-// bits and the last bits of left, right and the coefficients that are sent of chunks, on the instruction set.
+// Results depend neither on the number of threads nor, except for NaN's bits and the last bits of left, right and the
+// coefficients that chunks send, on the instruction set.
 #include "kernels.h"
+
+#include "api.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -160,7 +161,7 @@ API int64_t grace_gathered(const Loops*, int64_t n) {
 API const char* grace_name(const Loops* loops) { return loops->name; }
 
 API void grace_signs_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* bits,
-                            float* scales, int64_t n, int64_t block, int64_t swap, int64_t threads) {
+                            float* scales, int64_t n, int64_t block, int64_t threads, int64_t swap) {
   if (n <= 0) return;
   if (block <= 0 || block > n) block = n;
   const Out form = form_of(x, residual, out, n, swap);
@@ -200,7 +201,7 @@ API void grace_signs_mean(const Loops* loops, const uint8_t* const* bits, const 
 
 API void grace_ints_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
                            float* scales, int64_t n, int64_t block, int64_t bits, const uint16_t* table,
-                           const uint16_t* offsets, int64_t start, int64_t swap, int64_t threads) {
+                           const uint16_t* offsets, int64_t start, int64_t threads, int64_t swap) {
   if (n <= 0) return;
   if (block <= 0 || block > n) block = n;
   const Out form = form_of(x, residual, out, n, swap);
@@ -365,7 +366,7 @@ std::vector<int32_t> sample(const float* x, const float* residual, int64_t n) {
 
 // 0, or -2 if there is no memory.
 API int64_t grace_topk_encode(const Loops* loops, const float* x, const float* residual, float* out, float* values,
-                              int32_t* positions, int64_t n, int64_t k, int64_t swap, int64_t threads) {
+                              int32_t* positions, int64_t n, int64_t k, int64_t threads, int64_t swap) {
   if (n <= 0) return 0;
   k = std::clamp<int64_t>(k, 0, n);
   Out form = form_of(x, residual, out, n, swap);
@@ -855,7 +856,7 @@ int64_t bytes_of(int64_t n, int bits) { return n / 8 * bits; }
 API void grace_levels_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
                              float* scales, int64_t n, int64_t block, int64_t bits, int64_t levels,
                              const uint16_t* table, const uint16_t* offsets, int64_t start, int64_t key0, int64_t key1,
-                             int64_t swap, int64_t threads) {
+                             int64_t threads, int64_t swap) {
   if (n <= 0) return;
   if (block <= 0 || block > n) block = n;
   const Out form = form_of(x, residual, out, n, swap);
@@ -914,7 +915,7 @@ API void grace_votes_mean(const Loops* loops, const uint8_t* const* bits, const 
 }
 
 API void grace_halves_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* bits,
-                             float* means, int64_t n, int64_t block, int64_t swap, int64_t threads) {
+                             float* means, int64_t n, int64_t block, int64_t threads, int64_t swap) {
   if (n <= 0) return;
   if (block <= 0 || block > n) block = n;
   const Out form = form_of(x, residual, out, n, swap);
@@ -996,7 +997,7 @@ int64_t shorten(uint8_t* bytes, int64_t size) {
   int64_t i = 0;
   for (; i + 8 <= size; i += 8) {
     const uint64_t low = 0x7f7f7f7f7f7f7f7f, word = get(reinterpret_cast<uint64_t*>(bytes + i), 0) ^ 0x7979797979797979;
-    for (uint64_t others = ((word & low) + low | word) & ~low; others; others &= others - 1) {
+    for (uint64_t others = (((word & low) + low) | word) & ~low; others; others &= others - 1) {
       const int64_t at = i + __builtin_ctzll(others) / 8;
       const uint8_t byte = bytes[at];
       end(at);
@@ -1013,8 +1014,8 @@ int64_t shorten(uint8_t* bytes, int64_t size) {
 
 // How many of the ceil(n / 5) bytes are sent.
 API int64_t grace_trits_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* bytes,
-                               float* scales, int64_t n, int64_t block, float sparsity, int64_t runs, int64_t swap,
-                               int64_t threads) {
+                               float* scales, int64_t n, int64_t block, float sparsity, int64_t runs, int64_t threads,
+                               int64_t swap) {
   if (n <= 0) return 0;
   if (block <= 0 || block > n) block = n;
   const Out form = form_of(x, residual, out, n, swap);
@@ -1068,7 +1069,7 @@ API int64_t grace_trits_mean(const Loops* loops, const uint8_t* const* bytes, co
 
 API void grace_codes_encode(const Loops* loops, const grace::Codec* codec, const float* x, const float* residual,
                             float* out, uint8_t* codes, int32_t* scales, int64_t n, int64_t block, int64_t start,
-                            int64_t swap, int64_t threads) {
+                            int64_t threads, int64_t swap) {
   if (n <= 0) return;
   if (block <= 0 || block > n) block = n;
   const Out form = form_of(x, residual, out, n, swap);
@@ -1132,7 +1133,7 @@ struct Room {
 API void grace_normal_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
                              float* scales, uint8_t* streams, int64_t n, int64_t width, int64_t bits,
                              const float* levels, const float* middles, float divisor, int64_t stream, int64_t key0,
-                             int64_t key1, int64_t start, int64_t swap, int64_t threads) {
+                             int64_t key1, int64_t start, int64_t threads, int64_t swap) {
   if (n <= 0) return;
   const Out form = form_of(x, residual, out, n, swap);
   const Rotation rotation = {width, start, uint32_t(key0), uint32_t(key1)};

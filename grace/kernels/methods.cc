@@ -1,4 +1,4 @@
-// The C interface of the loops of single methods (methods.h). Part of kernels.cc.
+// The C interface of the loops of single methods (methods-inl.h). Part of kernels.cc.
 
 using grace::Chances;
 using grace::Cosines;
@@ -120,7 +120,7 @@ void many_quantiles(const Loops* loops, const float* x, int64_t n, int bits, uin
 
 // 0, or -2 if there is no memory.
 API int64_t grace_quantiles_encode(const Loops* loops, const float* x, uint8_t* codes, float* means, int64_t n, int64_t q,
-                                   int64_t bits) try {
+                                   int64_t bits, int64_t) try {
   if (n <= 0 || q <= 0) return 0;
   Buckets all(n, q);
   (n < MANY ? few_quantiles : many_quantiles)(loops, x, n, int(bits), codes, all);
@@ -170,7 +170,7 @@ struct Side {
 // signs[3]: how many of x + residual are above zero, and below, and the bits of the largest magnitude. out = that sum; where
 // there is no residual, it is null. 0, or -2: no memory, and nothing was written.
 API int64_t grace_signs_count(const Loops* loops, const float* x, const float* residual, float* out, int64_t* signs,
-                              int64_t n, int64_t swap, int64_t threads) try {
+                              int64_t n, int64_t threads, int64_t swap) try {
   n = std::max<int64_t>(n, 0);
   struct Signs {
     int64_t counts[2] = {};
@@ -748,7 +748,7 @@ bool places_of(const Chunks& chunks, const uint8_t* low, const uint8_t* high, st
 // their places in the chunk, and what is above these, packed (`high`, null if there is nothing). 0, or -2: no memory.
 API int64_t grace_cosines_encode(const Loops* loops, const float* x, const float* residual, float* out, float* values,
                                  uint8_t* low, uint8_t* high, int64_t a, int64_t b, int64_t rows, int64_t columns,
-                                 int64_t k, int64_t swap, int64_t threads) try {
+                                 int64_t k, int64_t threads, int64_t swap) try {
   if (a <= 0 || b <= 0 || k <= 0) return 0;
   threads = std::clamp<int64_t>(threads, 1, 64);
   const Chunks chunks{a, b, rows, columns, k};
@@ -1055,7 +1055,7 @@ int64_t above_byte(int64_t chunk) { return std::max<int64_t>(0, 63 - __builtin_c
 // low[K], high[packed(above_byte(chunk), K)], codes[packed(2, K)], magnitudes[2 m]. 0, or -2 if there is no memory.
 API int64_t grace_chunks_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* low,
                                 uint8_t* high, uint8_t* codes, float* magnitudes, int64_t n, int64_t chunk, int64_t k,
-                                int64_t swap, int64_t threads) try {
+                                int64_t threads, int64_t swap) try {
   const Out form = form_of(x, residual, out, n, swap);
   const int64_t above = above_byte(chunk);
   threads = std::clamp<int64_t>(threads, 1, 64);

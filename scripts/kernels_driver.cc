@@ -128,8 +128,8 @@ void blocks(int64_t n, int64_t block, int64_t swap) {
   std::vector<uint32_t> buckets(2 * grace::BUCKETS, 8u << 16);
   for (int32_t kind : {grace::BF16, grace::FP8, grace::NATURAL, grace::DITHERED, grace::NEAREST}) {
     for (int32_t random : {0, 1}) {
-      if (random && kind == grace::NEAREST) continue;
-      const int32_t width = kind == grace::BF16 ? 16 : kind == grace::FP8 ? 8 : kind == grace::NEAREST ? 4 : 5;
+      if (kind == grace::NEAREST ? random : kind == grace::DITHERED && !random) continue;  // as their methods ask
+      const int32_t widths[] = {16, 8, 8, 5, 4}, width = widths[kind];
       grace::Codec codec = {};
       codec.kind = kind, codec.bits = width, codec.random = random, codec.factor = 1, codec.key0 = 21, codec.key1 = 22;
       codec.first = kind == grace::DITHERED ? 15 : 3, codec.second = kind == grace::FP8 ? 7 : 0, codec.top = 126;

@@ -14,11 +14,12 @@ import os
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import cache, partial
-from itertools import chain, pairwise
+from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from grace.kernels.schema import KERNELS, Kernel
+if TYPE_CHECKING:
+    from grace.kernels.native import Library
 
 __all__ = ["ISAS", "KINDS", "Codes", "Library", "library"]
 
@@ -32,7 +33,6 @@ BUCKETS = (127 << 7) - LOWEST + 1
 
 Address = int | None
 _P, _I, _F, _N, _W = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32, ctypes.c_uint32
-_D = ctypes.c_double
 
 
 class _Noise(ctypes.Structure):
@@ -128,7 +128,7 @@ def library(isa: str | None = None) -> Library | None:
 
 @cache
 def _library(isa: str) -> Library | None:
-    from grace.kernels import build  # not above: it is run as a program, too
+    from grace.kernels import build, native  # not above: the former is run as a program, too
 
     path = build.find(build.library_name())
     if path is None:
@@ -136,101 +136,12 @@ def _library(isa: str) -> Library | None:
     shared = ctypes.CDLL(str(path))
     shared.grace_loops.restype, shared.grace_loops.argtypes = _P, [ctypes.c_char_p]
     handle = shared.grace_loops(isa.encode())
-    return Library(shared, handle) if handle else None
+    return native.Library(shared, handle) if handle else None
 
 
-class Addresses:
-    """What a C argument of addresses takes from Python: a sequence of them, or None."""
+def __getattr__(name: str) -> Any:
+    if name == "Library":
+        from grace.kernels.native import Library
 
-    @staticmethod
-    def from_param(addresses: Sequence[int] | None) -> Any:
-        """As ctypes asks for it."""
-        return None if addresses is None else (_P * len(addresses))(*addresses)
-
-
-class Integers:
-    """Likewise a C argument of integers."""
-
-    @staticmethod
-    def from_param(numbers: Sequence[int]) -> Any:
-        """As ctypes asks for it."""
-        return (_I * len(numbers))(*numbers)
-
-
-class Floats:
-    """Likewise a C argument of numbers."""
-
-    @staticmethod
-    def from_param(numbers: Sequence[float]) -> Any:
-        """As ctypes asks for it."""
-        return (_F * len(numbers))(*numbers)
-
-
-TYPES: dict[str, Any] = {"int64_t": _I, "float": _F, "double": _D, "void": None, "const float[]": Floats}
-TYPES["const int64_t[]"] = Integers
-
-
-def _type(c: str) -> Any:
-    return TYPES[c] if c in TYPES else Addresses if c.endswith("[]") else _P
-
-
-class Library:
-    """The kernels of one instruction set: a method for each of `grace.kernels.schema`, with the arguments of its row.
-
-    They take raw addresses as integers, None or 0 for what is absent, and check nothing but payloads: arrays must be
-    contiguous, of the dtypes and sizes given, and not change meanwhile. ValueError names the worker whose payload is
-    wrong; MemoryError: there is no memory. The interpreter's lock is released meanwhile.
-    """
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def __init__(self, shared: Any, handle: int):
-        self.handle, self.path = handle, str(shared._name)
-        shared.grace_name.restype, shared.grace_name.argtypes = ctypes.c_char_p, [_P]
-        self.isa: str = shared.grace_name(handle).decode()
-        self.functions = {kernel.name: partial(_bound(shared, kernel), handle) for kernel in KERNELS.values()}
-
-
-def _bound(shared: Any, kernel: Kernel) -> Any:
-    types = [_type(each.type) for each in kernel.arguments]
-    flags: list[Any] = [(1, each.name, *_default(each.default)) for each in kernel.arguments]
-    prototype = ctypes.CFUNCTYPE(_type(kernel.result), _P, *types)
-    function: Any = prototype((f"grace_{kernel.name}", shared), ((1, "loops"), *flags))
-    if kernel.memory or kernel.refusal:
-        function.errcheck = partial(_checked, kernel)
-    return function
-
-
-def _default(text: str | None) -> tuple[int | None, ...]:
-    return () if text is None else (None if text == "nullptr" else int(text),)
-
-
-def _checked(kernel: Kernel, result: int, function: Any, arguments: tuple[Any, ...]) -> int:
-    if result == -2 and kernel.memory:
-        raise MemoryError(f"no memory for {kernel.name}")
-    if kernel.refusal and result >= 0:
-        names = (each.name for each in kernel.arguments)
-        raise ValueError(kernel.refusal(result, **dict(zip(names, arguments[1:], strict=False))))
-    return result
-
-
-def _method(name: str) -> Any:
-    def method(self: Library, *arguments: Any, **named: Any) -> Any:
-        return self.functions[name](*arguments, **named)
-
-    return method
-
-
-def _flattening(name: str) -> Any:
-    # A payload and the sizes of a matrix may be given as sequences.
-    def method(self: Library, *arguments: Any, **named: Any) -> Any:
-        given = (each if isinstance(each, (list, tuple)) else (each,) for each in arguments)
-        return self.functions[name](*chain.from_iterable(given), **named)
-
-    return method
-
-
-for _name in KERNELS:
-    setattr(Library, _name, (_flattening if _name in ("cosines_encode", "cosines_left") else _method)(_name))
+        return Library
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -99,8 +99,8 @@ void grace_codes_mean(const grace::Loops* loops, const grace::Codec* codec, cons
                       const int32_t* const scales[], int64_t workers, float* out, int64_t n, int64_t block,
                       int64_t threads);
 
-// Buckets of equal population, q <= min(n, 256), and their means: grace.compressors.sketch. 0, or -2: no memory. codes:
-// uint8[packed(bits, n)]; means: float32[q].
+// Buckets of equal population, q <= min(n, 256), and their means: grace.compressors.sketch. 0, or -2: no memory. In the
+// mean of workers a code from q on is NaN. codes: uint8[packed(bits, n)]; means: float32[q].
 int64_t grace_quantiles_encode(const grace::Loops* loops, const float* x, uint8_t* codes, float* means, int64_t n,
                                int64_t q, int64_t bits, int64_t threads);
 
@@ -171,8 +171,8 @@ int64_t grace_smallest_words(const grace::Loops* loops, int64_t key0, int64_t ke
 // The elements that grace.compressors.selectors.Sampled chooses: how many, to values and positions; -2: no memory; -3 -
 // count: these need room for so many. The sample's threshold is the rank-th largest magnitude of `sample` elements, at
 // words from `start` on, without their signs, modulo n; candidates are it times factors[many], many <= 255, ascending;
-// miss[many] is added to a candidate's distance from k. With `first` candidates that many exceed are looked at only if
-// they may be chosen.
+// miss[many] is added to a candidate's distance from k. With `first` not all candidates are looked at first, but those
+// from one on that about three times as many exceed: mostly one of these is chosen.
 int64_t grace_sampled(const grace::Loops* loops, const float* x, int64_t n, int64_t key0, int64_t key1, int64_t start,
                       int64_t sample, int64_t rank, const float* factors, const float* miss, int64_t many,
                       int64_t first, int64_t k, int64_t most, float* values, int32_t* positions, int64_t capacity,
@@ -224,9 +224,10 @@ int64_t grace_chunks_values(const grace::Loops* loops, const uint8_t* low, const
 
 // The k largest coefficients of chunks' cosine transforms, and lower bytes of their places and what is above: absent
 // for chunks of at most 256 of their up to 65536 elements: grace.compressors.demo. x, residual, out: float[a, b]. Last
-// bits depend on the instruction set, but not those of means. 0, or -2: no memory. values: float32[blocks(a, rows) *
-// blocks(b, columns) * k]; low: uint8[blocks(a, rows) * blocks(b, columns) * k]; high: uint8[packed(above(rows *
-// columns), blocks(a, rows) * blocks(b, columns) * k)].
+// bits depend on the instruction set, but not those of means. 0, or -2: no memory. A mean with senders divides each
+// coefficient by the number of workers that sent it, one with sign has the signs of all that; where a payload is wrong,
+// out is as it was. values: float32[blocks(a, rows) * blocks(b, columns) * k]; low: uint8[blocks(a, rows) * blocks(b,
+// columns) * k]; high: uint8[packed(above(rows * columns), blocks(a, rows) * blocks(b, columns) * k)].
 int64_t grace_cosines_encode(const grace::Loops* loops, const float* x, const float* residual, float* out,
                              float* values, uint8_t* low, uint8_t* high, int64_t a, int64_t b, int64_t rows,
                              int64_t columns, int64_t k, int64_t threads, int64_t swap);

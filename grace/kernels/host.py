@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref, c_int64
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from grace.backends.base import recent
 from grace.checks import fitting
@@ -18,6 +18,7 @@ from grace.packing import packed_size
 from grace.received import Received
 from grace.rng import NOISE, Rng
 
+T = TypeVar("T")
 Array = Any
 Pairs = Sequence[tuple[Array, ...]]
 Undo = list[tuple[Array, Array]]
@@ -88,7 +89,7 @@ class HostKernels:
 
     def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, ...]:
         """float32[n] -> bits, scales, and what is left (if there is a residual)."""
-        return self._flat("signs", x, residual, (self._length(x), block))
+        return self._encode("signs", x, residual, (self._xp.shape(x)[0], block), flat=True)
 
     def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
         """Each worker's bits and scales -> float32[n], in ``out`` if it is given."""
@@ -98,9 +99,11 @@ class HostKernels:
         self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
     ) -> tuple[Array, ...]:
         """float32[n] -> codes, scales, and what is left. ``rng``: rounds at random."""
-        n, at = self._length(x), self._xp.address
+        n, at = self._xp.shape(x)[0], self._xp.address
         table, offsets, start = self._noise(rng, n)
-        return self._flat("ints", x, residual, (n, block, bits), (at(table), at(offsets), start), table, offsets)
+        return self._encode(
+            "ints", x, residual, (n, block, bits), (at(table), at(offsets), start), table, offsets, flat=True
+        )
 
     def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
         """Each worker's codes and scales -> float32[n], in ``out`` if it is given."""
@@ -110,10 +113,10 @@ class HostKernels:
         self, x: Array, residual: Array | None, block: int, bits: int, levels: int, rng: Rng
     ) -> tuple[Array, ...]:
         """float32[n] -> codes, scales, and what is left. levels = 0: ternary."""
-        n, at = self._length(x), self._xp.address
+        n, at = self._xp.shape(x)[0], self._xp.address
         table, offsets, _ = self._noise(rng if levels else None, n)
         noise = at(table), at(offsets), rng.offset, *rng.keys
-        return self._flat("levels", x, residual, (n, block, bits, levels), noise, table, offsets)
+        return self._encode("levels", x, residual, (n, block, bits, levels), noise, table, offsets, flat=True)
 
     def levels_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int, levels: int) -> Array:
         """Each worker's codes and scales -> float32[n], in ``out`` if it is given."""
@@ -121,8 +124,8 @@ class HostKernels:
 
     def votes_encode(self, x: Array) -> tuple[Array, ...]:
         """float32[n] -> bits, flags."""
-        (x,) = self._ready(x)
-        return self._encode("votes", x, None, (self._length(x),), alone=True)[0]
+        x = self._xp.contiguous(x)
+        return self._encode("votes", x, None, self._xp.shape(x), alone=True)[0]
 
     def votes_mean(self, payloads: Pairs, out: Array | None, n: int) -> Array:
         """Each worker's bits and flags -> float32[n], in ``out`` if it is given."""
@@ -130,7 +133,7 @@ class HostKernels:
 
     def halves_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, ...]:
         """float32[n] -> bits, means, and what is left."""
-        return self._flat("halves", x, residual, (self._length(x), block))
+        return self._encode("halves", x, residual, (self._xp.shape(x)[0], block), flat=True)
 
     def halves_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
         """Each worker's bits and means -> float32[n], in ``out`` if it is given."""
@@ -140,7 +143,7 @@ class HostKernels:
         self, x: Array, residual: Array | None, block: int, sparsity: float, runs: bool
     ) -> tuple[Array, Array, Array]:
         """float32[n] -> bytes uint8[K], scales float32[m], and what is left."""
-        xp, at, n = self._xp, self._xp.address, self._length(x)
+        xp, at, n = self._xp, self._xp.address, self._xp.shape(x)[0]
         bytes_, scales = xp.empty(blocks(n, 5), "uint8"), xp.part(blocks(n, block))
         left, out, swap = self._left(x, residual)
         where = at(x), at(residual), out, at(bytes_), at(scales)
@@ -161,7 +164,7 @@ class HostKernels:
         self, x: Array, residual: Array | None, block: int, codes: Codes, rng: Rng | None = None
     ) -> tuple[tuple[Array, ...], Array]:
         """float32[n] -> the payload, codes and, of those that have them, scales; and what is left."""
-        n, at = self._length(x), self._xp.address
+        n, at = self._xp.shape(x)[0], self._xp.address
         table, offsets, _ = self._noise(rng if codes.kind == "fp8" else None, n)
         keys, start = (None, 0) if rng is None else (rng.keys, rng.offset)
         codec, sizes = codes.with_random(keys, at(table), at(offsets), start), _parts(codes, n, block)
@@ -189,7 +192,7 @@ class HostKernels:
 
         ``rng``: of the rotation.
         """
-        how, random = (self._length(x), width, _bits(levels)), (stream, *rng.keys, rng.offset)
+        how, random = (self._xp.shape(x)[0], width, _bits(levels)), (stream, *rng.keys, rng.offset)
         return self._encode("normal", x, residual, how, (levels, middles, divisor, *random))
 
     def normal_mean(
@@ -253,9 +256,9 @@ class HostKernels:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
         xp, at = self._xp, self._xp.address
         values, positions = xp.part(k), xp.part(k, "int32")
-        left, _, swap = self._left(x, residual)  # always written
+        left, swap = (x, False) if self._undo is None or residual is None else (residual, True)
         where = at(x), at(residual), at(left), at(values), at(positions)
-        encode = partial(self.library.topk_encode, *where, self._length(x), k, xp.threads, swap)
+        encode = partial(self.library.topk_encode, *where, self._xp.shape(x)[0], k, xp.threads, swap)
         self._do(encode, (x, residual), values, positions)
         return values, positions, left
 
@@ -367,7 +370,7 @@ class HostKernels:
     def quantiles_encode(self, x: Array, q: int, bits: int) -> tuple[Array, ...]:
         """float32[n] -> codes, means."""
         (x,) = self._ready(x)
-        return self._encode("quantiles", x, None, (self._length(x), q, bits), alone=True, now=True)[0]
+        return self._encode("quantiles", x, None, (self._xp.shape(x)[0], q, bits), alone=True, now=True)[0]
 
     def quantiles_mean(self, payloads: Pairs, out: Array | None, n: int, q: int, bits: int) -> Array:
         """Each worker's codes and means -> float32[n], in ``out`` if it is given."""
@@ -562,7 +565,7 @@ class HostKernels:
 
     def chunks_encode(self, x: Array, residual: Array | None, chunk: int, k: int) -> tuple[tuple[Array, ...], Array]:
         """float32[n] -> the payload of `grace.compressors.chunktopk`, and what is left."""
-        return self._encode("chunks", x, residual, (self._length(x), chunk, k))
+        return self._encode("chunks", x, residual, (self._xp.shape(x)[0], chunk, k))
 
     def chunks_values(self, payload: Sequence[Array], n: int, chunk: int, k: int) -> tuple[Array, Array] | None:
         """The inverse: float32[K], and int32[K], where they belong. None: its places are not all in their chunks."""
@@ -657,12 +660,6 @@ class HostKernels:
         left, swap = (x, False) if self._undo is None or residual is None else (residual, True)
         return left, None if residual is None else self._xp.address(left), swap
 
-    def _flat(
-        self, name: str, x: Array, residual: Array | None, how: tuple[Any, ...], more: tuple[Any, ...] = (), *used: Any
-    ) -> tuple[Array, ...]:
-        payload, left = self._encode(name, x, residual, how, more, *used)
-        return (*payload, left)
-
     def _encode(
         self,
         name: str,
@@ -674,19 +671,34 @@ class HostKernels:
         sizes: Sequence[tuple[str, int | None]] | None = None,
         first: tuple[Any, ...] = (),
         alone: bool = False,
+        flat: bool = False,
         now: bool = False,
-    ) -> tuple[tuple[Array, ...], Array]:
+    ) -> Any:
         # The payload of one of `schema.CODECS`, and what is left. ``how``: what the sizes of its arrays depend on, and
         # what comes next, ``more``. ``used``: whose memory is read. ``alone``: no residual. ``now``: not put off.
-        xp, at = self._xp, self._xp.address
-        arrays = [None if n is None else xp.part(n, dtype) for dtype, n in sizes or CODECS[name].sizes(*how)]
-        left, out, swap = self._left(x, residual)
-        where, last = ((at(x),), ()) if alone else ((at(x), at(residual), out), (swap,))
-        kernel = getattr(self.library, f"{name}_encode")
-        call = partial(kernel, *first, *where, *map(at, arrays), *how, *more, xp.threads, *last)
-        payload = tuple([array for array in arrays if array is not None])
-        self._do(call, (x, residual), *payload, *used, now=now)
-        return payload, left
+        xp, codec = self._xp, CODECS[name]
+        at, left = xp.address, x
+        payload: list[Array] = []
+        addresses: list[int | None] = []
+        for dtype, n in sizes or codec.sizes(*how):
+            if n is None:
+                addresses.append(None)
+            else:
+                payload.append(array := xp.part(n, dtype))
+                addresses.append(at(array))
+        kernel = getattr(self.library, codec.encode)
+        if alone:
+            call = partial(kernel, *first, at(x), *addresses, *how, *more, xp.threads)
+        else:
+            left, out, swap = self._left(x, residual)
+            call = partial(kernel, *first, at(x), at(residual), out, *addresses, *how, *more, xp.threads, swap)
+        if self._calls is None or now:
+            call()
+            if self._undo is not None and residual is not None:
+                self._undo.append((residual, x))
+        else:
+            self._put_off(call, (x, residual), *payload, *used)
+        return (*payload, left) if flat else (tuple(payload), left)
 
     def _mean(
         self,
@@ -701,26 +713,32 @@ class HostKernels:
         now: bool = False,
     ) -> Array:
         # Likewise the mean of payloads.
-        xp, out = self._xp, self._out(out, how[0])
-        kept, columns = self._received(payloads, sizes or CODECS[name].sizes(*how))
-        kernel = getattr(self.library, f"{name}_mean")
+        xp, out, codec = self._xp, self._out(out, how[0]), CODECS[name]
+        kept, columns = self._received(payloads, sizes or codec.sizes(*how))
+        kernel = getattr(self.library, codec.mean)
         call = partial(kernel, *first, *columns, len(kept), xp.address(out), *how, *more, xp.threads)
-        self._do(call, None, out, kept, *used, now=now)
-        return out
-
-    def _do(
-        self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any, now: bool = False
-    ) -> None:
-        # ``swapped``: x and the residual, noted once the kernel has run: until then the residual is where it was.
-        def call() -> None:
-            kernel()
-            if swapped is not None:
-                self._note(*swapped)
-
         if self._calls is None or now:
             call()
         else:
-            self._calls.add(call, *used)
+            self._calls.add(call, out, kept, *used)
+        return out
+
+    def _do(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
+        # ``swapped``: x and the residual, noted once the kernel has run: until then the residual is where it was.
+        if self._calls is not None:
+            self._put_off(kernel, swapped, *used)
+            return
+        kernel()
+        if swapped is not None:
+            self._note(*swapped)
+
+    def _put_off(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
+        assert self._calls is not None
+        self._calls.add(kernel if swapped is None else partial(self._noted, kernel, *swapped), *used)
+
+    def _noted(self, kernel: Callable[[], Any], x: Array, residual: Array | None) -> None:
+        kernel()
+        self._note(x, residual)
 
     def _note(self, x: Array, residual: Array | None) -> None:
         if self._undo is not None and residual is not None:
@@ -731,17 +749,12 @@ class HostKernels:
 
     def _received(self, payloads: Pairs, sizes: Sequence[tuple[str, int | None]]) -> tuple[Pairs, list[Any]]:
         # The payloads, and where each of their arrays lies: None of those that are absent.
-        there = [each for each in sizes if each[1] is not None]
-        kept = fitted(self._xp, payloads, *there)  # type: ignore[arg-type]
+        kept = fitted(self._xp, payloads, *[each for each in sizes if each[1] is not None])  # type: ignore[arg-type]
         columns: list[Any] = self._columns(kept)
-        if len(there) < len(sizes):
+        if len(columns) < len(sizes):
             taken = iter(columns)
             columns = [None if size is None else next(taken) for _, size in sizes]
         return kept, columns
-
-    def _length(self, x: Array) -> int:
-        (n,) = self._xp.shape(x)
-        return int(n)
 
     def _ragged(self, payloads: Pairs, sizes: Sequence[tuple[tuple[str, int], ...]]) -> Pairs:
         # Payloads that need not be alike.
@@ -762,6 +775,14 @@ class HostKernels:
         if isinstance(payloads, Received):
             return payloads.addresses()
         return [[self._xp.address(array) for array in arrays] for arrays in zip(*payloads, strict=True)]
+
+
+def partly(kernels: type[T]) -> type[T]:
+    """Class decorator for what replaces `HostKernels` in part: a kernel that it lacks is None."""
+    for name in vars(HostKernels).keys() - vars(kernels).keys():
+        if not name.startswith("_"):
+            setattr(kernels, name, None)
+    return kernels
 
 
 def fitted(xp: Any, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:

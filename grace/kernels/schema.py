@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ class Argument:
         type, _, name = text.strip().rpartition(" ")
         return cls(f"{type}[]" if name.endswith("[]") else type, name.removesuffix("[]"), default or None)
 
+    @property
+    def value(self) -> int | None:
+        """The default value."""
+        return None if self.default in (None, "nullptr") else int(self.default)
+
     def __str__(self) -> str:
         return f"{self.type.removesuffix('[]')} {self.name}{'[]' * self.type.endswith('[]')}"
 
@@ -48,15 +54,24 @@ class Kernel:
     memory: bool = False
     """It may return -2: there is no memory."""
 
+    def completed(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments, the last ones by name or default."""
+        rest = self.arguments[len(arguments) :]
+        if missing := [each.name for each in rest if each.name not in named and each.default is None]:
+            raise TypeError(f"{self.name} lacks {', '.join(missing)}")
+        if unknown := named.keys() - {each.name for each in rest}:
+            raise TypeError(f"{self.name} does not take {', '.join(unknown)}")
+        return *arguments, *(named.get(each.name, each.value) for each in rest)
+
 
 @dataclass(frozen=True)
 class Codec:
     """Kernels that encode a vector, and average what workers sent."""
 
-    payload: tuple[str, ...]
-    """Names of the arrays."""
+    encode: str
+    mean: str
     sizes: Callable[..., tuple[tuple[str, int | None], ...]]
-    """dtype and length of each, by n and the attributes; None: this one is absent."""
+    """dtype and length of each array of a payload, by n and the attributes; None: this one is absent."""
 
 
 KERNELS: dict[str, Kernel] = {}
@@ -125,7 +140,8 @@ def codec(
     named = ", ".join(Argument.parse(each).name for each in f"{size}, {attributes}".split(", ") if each)
     types, lengths = zip(*(each.removesuffix("]").split("[") for each in payload.values()), strict=True)
     pairs = "".join(f"({dtype!r}, {length}), " for dtype, length in zip(types, lengths, strict=True))
-    CODECS[name] = Codec(tuple(payload), eval(f"lambda {named}, *_: ({pairs})", globals()))
+    sizes = eval(f"lambda {named}, *_: ({pairs})", globals())
+    CODECS[name] = Codec(f"{name}_encode", f"{name}_mean", lru_cache(1024)(sizes))  # of each tensor, in each step
 
     def add(kind: str, result: str, text: str, *parts: str | None, **more: Any) -> None:
         kernel(f"{result} {name}_{kind}({', '.join(filter(None, parts))})", text, **more)
@@ -219,7 +235,8 @@ codec(
     "quantiles",
     {"codes": "uint8[packed(bits, n)]", "means": "float32[q]"},
     "int64_t q, int64_t bits",
-    "Buckets of equal population, q <= min(n, 256), and their means: grace.compressors.sketch. 0, or -2: no memory.",
+    """Buckets of equal population, q <= min(n, 256), and their means: grace.compressors.sketch. 0, or -2: no memory.
+    In the mean of workers a code from q on is NaN.""",
     source="const float* x",
     result="int64_t",
     memory=True,
@@ -304,8 +321,8 @@ kernel(
     """The elements that grace.compressors.selectors.Sampled chooses: how many, to values and positions; -2: no memory;
     -3 - count: these need room for so many. The sample's threshold is the rank-th largest magnitude of `sample`
     elements, at words from `start` on, without their signs, modulo n; candidates are it times factors[many], many <=
-    255, ascending; miss[many] is added to a candidate's distance from k. With `first` candidates that many exceed
-    are looked at only if they may be chosen.""",
+    255, ascending; miss[many] is added to a candidate's distance from k. With `first` not all candidates are
+    looked at first, but those from one on that about three times as many exceed: mostly one of these is chosen.""",
     memory=True,
 )
 kernel(
@@ -379,7 +396,9 @@ codec(
     "int64_t k",
     """The k largest coefficients of chunks' cosine transforms, and lower bytes of their places and what is above:
     absent for chunks of at most 256 of their up to 65536 elements: grace.compressors.demo. x, residual, out:
-    float[a, b]. Last bits depend on the instruction set, but not those of means. 0, or -2: no memory.""",
+    float[a, b]. Last bits depend on the instruction set, but not those of means. 0, or -2: no memory. A
+    mean with senders divides each coefficient by the number of workers that sent it, one with sign has the signs of all
+    that; where a payload is wrong, out is as it was.""",
     mean="int64_t k, int64_t senders = 0, int64_t sign = 0",
     size="int64_t a, int64_t b, int64_t rows, int64_t columns",
     result="int64_t",

@@ -45,7 +45,7 @@ FLAGS: tuple[str, ...] = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-e
 FLAGS = (*FLAGS, "-fno-trapping-math", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 X86 = ("-mfma", "-mbmi", "-mbmi2", "-mpopcnt")
 # Not part of a build, which a newer compiler with other warnings must not fail.
-STRICT = ("-Werror", "-Wmissing-declarations")
+STRICT = ("-Werror",)
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 ISAS: dict[str, tuple[str, ...]] = {
     "avx512": (*X86, *AVX512, "-DGRACE_AVX512"),
@@ -134,10 +134,11 @@ def check() -> int:
     strict = (*STRICT, *shlex.split(os.environ.get("CXXFLAGS", "")))
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            objects(cxx, Path(scratch), strict)
+            objects(cxx, Path(scratch), (*strict, "-Wmissing-declarations"))  # all exports are in api.h
             _compile_timeline(cxx, Path(scratch), strict)
             if tensorflow_name():
-                _compile_tensorflow(cxx, Path(scratch), strict)
+                # Older TensorFlows have no other names for what newer ones deprecate.
+                _compile_tensorflow(cxx, Path(scratch), (*strict, "-Wno-deprecated-declarations"))
         except subprocess.CalledProcessError as error:
             print(error.stderr)
             return 1

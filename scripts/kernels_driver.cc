@@ -1,42 +1,32 @@
-// Calls every kernel on made data and prints a digest of what it gives: for a machine without Python; see try_aarch64.py.
+// Calls every kernel on made data and prints a digest of each result: for a machine without Python (try_aarch64.py), and for
+// sanitizers (sanitize_kernels.py). Arguments: the instruction set.
+//
+// Arrays have the sizes that api.h says, no element more, so that a sanitizer finds an access beyond them.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <string>
 #include <vector>
 
-extern "C" {
-const void* grace_loops(const char* isa);
-void grace_signs_encode(const void*, const float*, const float*, float*, uint8_t*, float*, int64_t, int64_t, int64_t,
-                        int64_t);
-void grace_signs_mean(const void*, const uint8_t* const*, const float* const*, int64_t, float*, int64_t, int64_t,
-                      int64_t);
-void grace_ints_encode(const void*, const float*, const float*, float*, uint8_t*, float*, int64_t, int64_t, int64_t,
-                       const uint16_t*, const uint16_t*, int64_t, int64_t, int64_t);
-void grace_ints_mean(const void*, const uint8_t* const*, const float* const*, int64_t, float*, int64_t, int64_t, int64_t,
-                     int64_t);
-int64_t grace_topk_encode(const void*, const float*, const float*, float*, float*, int32_t*, int64_t, int64_t, int64_t,
-                          int64_t);
-int64_t grace_threshold_encode(const void*, const float*, const float*, float*, float, float*, int32_t*, int64_t, int64_t,
-                               int64_t);
-int64_t grace_sparse_mean(const void*, const float* const*, const int32_t* const*, const int64_t*, int64_t, float*,
-                          int64_t, int64_t);
-void grace_words(const void*, int64_t, int64_t, int64_t, int64_t, int32_t*, int64_t);
-void grace_noise_table(const void*, int64_t, int64_t, int64_t, uint16_t*, int64_t);
-void grace_product(const void*, const float*, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
-void grace_part(const void*, float*, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
-void grace_left(const void*, float*, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
-void grace_right(const void*, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t);
-}
+#include "api.h"
+#include "kernels.h"
 
 namespace {
 
-const void* loops;
+using Bytes = std::vector<uint8_t>;
+using Floats = std::vector<float>;
+using Ints = std::vector<int32_t>;
+using Longs = std::vector<int64_t>;
 
-std::vector<float> numbers(int64_t n, uint32_t seed) {  // of many magnitudes and both signs, exact on every machine
-  std::vector<int32_t> words(static_cast<size_t>(n));
-  grace_words(loops, seed, 1, 0, n, words.data(), 1);
-  std::vector<float> found;
+const grace::Loops* loops;
+int64_t threads = 1;
+
+Floats numbers(int64_t n, uint32_t seed) {  // of many magnitudes and both signs, exact on every machine
+  Ints words(static_cast<size_t>(n));
+  grace_words(loops, seed, 1, 0, n, words.data(), threads);
+  Floats found;
   for (int32_t word : words) found.push_back(std::ldexp(float(word >> 8), -40 + (word & 31)));
   return found;
 }
@@ -50,88 +40,388 @@ uint64_t digest(const std::vector<T>& values) {
 }
 
 template <class... T>
-void tell(const char* name, int64_t a, int64_t b, const T&... values) {
-  printf("%s %lld %lld", name, static_cast<long long>(a), static_cast<long long>(b));
+void tell(const std::string& name, int64_t a, int64_t b, const T&... values) {
+  printf("%s %lld %lld", name.c_str(), static_cast<long long>(a), static_cast<long long>(b));
   const int unused[] = {(printf(" %016llx", static_cast<unsigned long long>(digest(values))), 0)...};
   (void)unused;
   printf("\n");
 }
 
-void sums(const char* name, int64_t a, int64_t b, const std::vector<float>& values) {  // whose last bits may differ
+void sums(const char* name, int64_t a, int64_t b, const Floats& values) {  // whose last bits may differ
   double total = 0, size = 0;
   for (float value : values) total += value, size += std::fabs(value);
   printf("%s %lld %lld %.4e %.4e\n", name, static_cast<long long>(a), static_cast<long long>(b), total, size);
 }
 
+int64_t packed(int64_t bits, int64_t n) { return 8 % bits ? (n + 7) / 8 * bits : (n * bits + 7) / 8; }
+int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+std::vector<uint16_t> noise(int64_t key, int64_t n) {
+  std::vector<uint16_t> table(static_cast<size_t>(n));
+  grace_noise_table(loops, key, 6, n, table.data(), threads);
+  return table;
+}
+
+// One vector of n elements by every kernel of blocks; with `swap` what is left changes places with x.
+void blocks(int64_t n, int64_t block, int64_t swap) {
+  const auto x0 = numbers(n, 2), r0 = numbers(n, 3);
+  const auto table = noise(5, 65536), offsets = noise(7, parts(n, 65536));
+  const auto size = [](int64_t count) { return static_cast<size_t>(count); };
+  const int64_t m = block ? parts(n, block) : 1;
+  Floats x, residual, mean(size(n));
+  const auto fresh = [&] { x = x0, residual = r0; };
+  const int64_t b = block + swap;
+
+  Bytes bits(size(packed(1, n)));
+  Floats scales(size(m)), means(size(2 * m));
+  const uint8_t* sent[] = {bits.data(), bits.data()};
+  const float *scaled[] = {scales.data(), scales.data()}, *halves[] = {means.data(), means.data()};
+  fresh();
+  grace_signs_encode(loops, x.data(), residual.data(), residual.data(), bits.data(), scales.data(), n, block, threads, swap);
+  grace_signs_mean(loops, sent, scaled, 2, mean.data(), n, block, threads);
+  tell("signs", n, b, x, residual, bits, scales, mean);
+  grace_signs_encode(loops, x.data(), nullptr, nullptr, bits.data(), scales.data(), n, block, threads, 0);
+  tell("signs alone", n, b, bits, scales);
+  fresh();
+  grace_halves_encode(loops, x.data(), residual.data(), residual.data(), bits.data(), means.data(), n, block, threads, swap);
+  grace_halves_mean(loops, sent, halves, 2, mean.data(), n, block, threads);
+  tell("halves", n, b, x, residual, bits, means, mean);
+
+  for (int64_t width : {8, 4, 2}) {
+    for (bool random : {false, true}) {
+      Bytes codes(size(packed(width, n)));
+      const uint8_t* all[] = {codes.data(), codes.data()};
+      fresh();
+      grace_ints_encode(loops, x.data(), residual.data(), residual.data(), codes.data(), scales.data(), n, block, width,
+                        random ? table.data() : nullptr, random ? offsets.data() : nullptr, 0, threads, swap);
+      grace_ints_mean(loops, all, scaled, 2, mean.data(), n, block, width, threads);
+      tell("ints", n, b * 100 + width * 10 + random, x, residual, codes, scales, mean);
+    }
+  }
+  for (int64_t width : {2, 3, 5, 8}) {
+    const int64_t levels = width == 2 ? 0 : (int64_t(1) << (width - 1)) - 1;
+    Bytes codes(size(packed(width, n)));
+    const uint8_t* all[] = {codes.data(), codes.data()};
+    fresh();
+    grace_levels_encode(loops, x.data(), residual.data(), residual.data(), codes.data(), scales.data(), n, block, width,
+                        levels, levels ? table.data() : nullptr, levels ? offsets.data() : nullptr, 0, 11, 12, threads,
+                        swap);
+    grace_levels_mean(loops, all, scaled, 2, mean.data(), n, block, width, levels, threads);
+    tell("levels", n, b * 10 + width, x, residual, codes, scales, mean);
+  }
+  const int64_t forty = block ? parts(block, 40) * 40 : 0;
+  for (int64_t runs : {0, 1}) {
+    Bytes bytes(size(parts(n, 5)));
+    Floats few(size(forty ? parts(n, forty) : 1));
+    fresh();
+    const int64_t count = grace_trits_encode(loops, x.data(), residual.data(), residual.data(), bytes.data(), few.data(), n,
+                                             forty, 1.5f, runs, threads, swap);
+    bytes.resize(size(count)), bytes.shrink_to_fit();
+    const uint8_t* all[] = {bytes.data(), bytes.data()};
+    const float* those[] = {few.data(), few.data()};
+    const int64_t counts[] = {count, count};
+    const int64_t wrong = grace_trits_mean(loops, all, those, counts, 2, mean.data(), n, forty, runs, threads);
+    tell("trits", n, b * 10 + runs, x, residual, bytes, few, mean, Longs{wrong});
+  }
+  Floats table16(16);
+  for (int i = 0; i < 16; i++) table16[size_t(i)] = float(i - 8) / 8;
+  std::vector<uint32_t> buckets(2 * grace::BUCKETS, 8u << 16);
+  for (int32_t kind : {grace::BF16, grace::FP8, grace::NATURAL, grace::DITHERED, grace::NEAREST}) {
+    for (int32_t random : {0, 1}) {
+      if (kind == grace::NEAREST ? random : kind == grace::DITHERED && !random) continue;  // as their methods ask
+      const int32_t widths[] = {16, 8, 8, 5, 4}, width = widths[kind];
+      grace::Codec codec = {};
+      codec.kind = kind, codec.bits = width, codec.random = random, codec.factor = 1, codec.key0 = 21, codec.key1 = 22;
+      codec.first = kind == grace::DITHERED ? 15 : 3, codec.second = kind == grace::FP8 ? 7 : 0, codec.top = 126;
+      codec.table = kind == grace::NEAREST ? table16.data() : nullptr, codec.buckets = buckets.data();
+      codec.noise = {random && kind == grace::FP8 ? table.data() : nullptr, offsets.data(), 0, 0};
+      Floats values(256);
+      if (kind != grace::NEAREST) {
+        for (int i = 0; i < 256; i++) values[size_t(i)] = std::ldexp(1.0f, i % 32 - 16);
+        codec.table = values.data();
+      }
+      Bytes codes(size(width == 16 ? 2 * n : packed(width, n)));
+      Ints those(size(m));
+      const uint8_t* all[] = {codes.data(), codes.data()};
+      const int32_t* scale[] = {those.data(), those.data()};
+      int32_t* const to = kind == grace::BF16 ? nullptr : those.data();
+      fresh();
+      grace_codes_encode(loops, &codec, x.data(), residual.data(), residual.data(), codes.data(), to, n, block, 0, threads,
+                         swap);
+      grace_codes_mean(loops, &codec, all, to ? scale : nullptr, 2, mean.data(), n, block, threads);
+      tell("codes", n, b * 100 + kind * 10 + random, x, residual, codes, those, mean);
+    }
+  }
+}
+
+// Blocks that are rotated at random.
+void rotated(int64_t n, int64_t width, int64_t swap) {
+  const auto size = [](int64_t count) { return static_cast<size_t>(count); };
+  const int64_t m = parts(n, width);
+  const auto table = noise(5, 65536), offsets = noise(7, parts(m * width, 65536));
+  auto x = numbers(n, 2), residual = numbers(n, 3);
+  Floats mean(size(n)), rest(size(n));
+  for (int64_t bits : {1, 3, 4}) {
+    Floats levels, middles;
+    for (int i = 0; i < 1 << bits; i++) levels.push_back(float(i) - float((1 << bits) - 1) / 2);
+    for (size_t i = 1; i < levels.size(); i++) middles.push_back((levels[i - 1] + levels[i]) / 2);
+    Bytes codes(size(packed(bits, m * width))), streams(size(m));
+    Floats scales(size(m));
+    const uint8_t *all[] = {codes.data(), codes.data()}, *signs[] = {streams.data(), streams.data()};
+    const float* scaled[] = {scales.data(), scales.data()};
+    grace_normal_encode(loops, x.data(), residual.data(), residual.data(), codes.data(), scales.data(), streams.data(), n,
+                        width, bits, levels.data(), middles.data(), bits == 3 ? 0.0f : float(width), 3, 31, 32, 0, threads,
+                        swap);
+    grace_normal_mean(loops, all, scaled, signs, 2, mean.data(), n, width, bits, levels.data(), 31, 32, 0, threads);
+    tell("normal", n, width * 100 + bits * 10 + swap, x, residual, codes, scales, streams, mean);
+  }
+  Floats norms(size(m));
+  grace_norms(loops, x.data(), norms.data(), n, width, threads);
+  for (int64_t wide : {0, 1}) {
+    Bytes codes(size(m * width * (wide ? 4 : 1)));
+    grace_steps_encode(loops, x.data(), norms.data(), codes.data(), n, width, 15, wide, 3.0f, 2.5f, table.data(),
+                       offsets.data(), 41, 42, 0, threads);
+    grace_steps_values(loops, codes.data(), codes.data(), norms.data(), x.data(), mean.data(), rest.data(), n, width, wide,
+                       3.0f, 0.4f, 0.4f, 41, 42, 0, threads);
+    tell("steps", n, width * 10 + wide, norms, codes, mean, rest);
+  }
+}
+
+// What sends few elements of a vector.
+void sparse(int64_t n, int64_t swap) {
+  const auto size = [](int64_t count) { return static_cast<size_t>(count); };
+  const auto x0 = numbers(n, 2), r0 = numbers(n, 3);
+  auto x = x0, residual = r0;
+  const int64_t k = n / 50 + 1;
+  Floats values(size(k)), mean(size(n)), sums(size(k));
+  Ints positions(size(k)), chosen(size(k));
+  const float* sent[] = {values.data(), values.data()};
+  const int32_t* places[] = {positions.data(), positions.data()};
+  const int64_t counts[] = {k, k};
+  grace_topk_encode(loops, x.data(), residual.data(), residual.data(), values.data(), positions.data(), n, k, threads, swap);
+  tell("topk", n, k, x, residual, values, positions);
+  grace_sparse_mean(loops, sent, places, counts, 2, mean.data(), n, threads);
+  tell("sparse mean", n, k, mean);
+  grace_largest_sums(loops, sent, places, 2, k, sums.data(), chosen.data(), n, k);
+  tell("largest sums", n, k, sums, chosen);
+  const float two[] = {0.25f, -0.75f};
+  Ints marked = positions;
+  for (size_t i = 0; i < marked.size(); i += 2) marked[i] = -1 - marked[i];
+  const float* pair[] = {values.data(), two};
+  const int32_t* where[] = {positions.data(), marked.data()};
+  const uint8_t pairs[] = {0, 1};
+  const int64_t wrong = grace_sparse_means(loops, pair, where, counts, pairs, 2, 2, mean.data(), n, threads);
+  tell("sparse means", n, k, mean, Longs{wrong});
+
+  const int64_t lower = 3, marks = k + (n >> lower) + 1;
+  Bytes plane(size(packed(lower, k))), upper(size(packed(1, marks)));
+  uint8_t* planes[] = {plane.data()};
+  const int64_t written = grace_positions_write(loops, positions.data(), k, lower, planes, upper.data(), marks);
+  const int64_t read = grace_positions_read(loops, planes, upper.data(), marks, k, lower, chosen.data());
+  tell("positions", n, k, plane, upper, chosen, Longs{written, read});
+
+  for (float bound : {0.25f, 1e-6f}) {
+    const int64_t room = n / 2 + 1;
+    Floats found(size(room));
+    Ints at(size(room));
+    Floats out = x0;
+    int64_t count = grace_threshold_encode(loops, x0.data(), r0.data(), out.data(), bound, found.data(), at.data(), room, n,
+                                           threads);
+    if (count <= room) found.resize(size(count)), at.resize(size(count)), tell("threshold", n, count, out, found, at);
+    found.assign(size(room), 0), at.assign(size(room), 0);
+    count = grace_beyond(loops, x0.data(), bound, found.data(), at.data(), room, n, threads);
+    if (count <= room) found.resize(size(count)), at.resize(size(count)), tell("beyond", n, count, found, at);
+    std::vector<double> excess(3), other(3);
+    x = x0, residual = r0;
+    grace_excess(loops, x.data(), bound, excess.data(), n, threads);
+    grace_accumulate(loops, x.data(), residual.data(), 0.9f, 0.1f, other.data(), n, threads);
+    grace_accumulate(loops, x.data(), residual.data(), 0.5f, 1.0f, nullptr, n, threads);
+    tell("excess", n, count, excess, other, x, residual);
+  }
+  Floats u = x0, v = r0, last(size(n));
+  for (int64_t nesterov : {0, 1}) {
+    grace_correct(loops, x0.data(), u.data(), v.data(), u.data(), v.data(), last.data(), 0.9f, nesterov, n, threads);
+    tell("correct", n, nesterov, u, v, last);
+  }
+  const Floats factors = {0.5f, 1.0f, 2.0f}, miss = {1.0f, 0.0f, 1.0f};
+  Floats found(size(n));
+  Ints at(size(n));
+  for (int64_t first : {0, 1}) {
+    const int64_t count = grace_sampled(loops, x0.data(), n, 51, 52, 0, std::min<int64_t>(n, 100), 5, factors.data(),
+                                        miss.data(), 3, first, k, n, found.data(), at.data(), n, threads);
+    const auto many = size(std::max<int64_t>(count, 0));
+    tell("sampled", n, count, Floats(found.begin(), found.begin() + int64_t(many)),
+         Ints(at.begin(), at.begin() + int64_t(many)));
+  }
+  grace_smallest_words(loops, 53, 54, 0, n, k, chosen.data(), threads);
+  tell("smallest words", n, k, chosen);
+
+  Longs signs(3);
+  Floats left = x0, means(2);
+  residual = r0;
+  grace_signs_count(loops, x0.data(), residual.data(), left.data(), signs.data(), n, threads, 0);
+  int64_t room = n / 10 + 2;
+  Ints few(size(room));
+  int64_t count = grace_largest_of_signs(loops, left.data(), signs.data(), 0.05, means.data(), few.data(), left.data(), room, n);
+  few.resize(size(std::min(count, room)));
+  tell("largest of signs", n, count, signs, means, few, left);
+
+  Ints certain(size(n)), drawn(size(n));
+  Floats certainly(size(n)), magnitude(1);
+  Longs kept(2);
+  grace_chances_encode(loops, x0.data(), 0.05 * double(n), 2, 61, 62, 0, certain.data(), certainly.data(), drawn.data(),
+                       magnitude.data(), n, kept.data(), n, threads);
+  certain.resize(size(kept[0])), certainly.resize(size(kept[0])), drawn.resize(size(kept[1]));
+  tell("chances", n, 0, kept, certain, certainly, drawn, magnitude);
+
+  for (int64_t chunk : {64, 512}) {
+    const int64_t each = 8, full = n / chunk, all = full * each + std::min(n % chunk, each), m = parts(n, chunk);
+    Bytes low(size(all)), high(size(packed(1, all))), codes(size(packed(2, all)));
+    Floats magnitudes(size(2 * m)), sent_values(size(all));
+    Ints sent_places(size(all));
+    x = x0, residual = r0;
+    uint8_t* const above = chunk > 256 ? high.data() : nullptr;
+    grace_chunks_encode(loops, x.data(), residual.data(), residual.data(), low.data(), above, codes.data(), magnitudes.data(),
+                        n, chunk, each, threads, swap);
+    const int64_t beyond = grace_chunks_values(loops, low.data(), above, codes.data(), magnitudes.data(), n, chunk, each,
+                                               sent_values.data(), sent_places.data());
+    tell("chunks", n, chunk, x, residual, low, high, codes, magnitudes, sent_values, sent_places, Longs{beyond});
+  }
+}
+
+// The rest of what encodes a vector.
+void methods(int64_t n) {
+  const auto size = [](int64_t count) { return static_cast<size_t>(count); };
+  const auto x = numbers(n, 2), residual = numbers(n, 3);
+  Floats mean(size(n)), left(size(n));
+  Bytes bits(size(packed(1, n))), flags(size(parts(n, 8192)));
+  const uint8_t *sent[] = {bits.data(), bits.data()}, *flagged[] = {flags.data(), flags.data()};
+  grace_votes_encode(loops, x.data(), bits.data(), flags.data(), n, threads);
+  grace_votes_mean(loops, sent, flagged, 2, mean.data(), n, threads);
+  tell("votes", n, 0, bits, flags, mean);
+
+  for (int64_t width : {1, 4, 8}) {
+    const int64_t q = std::min(n, int64_t(1) << width);
+    Bytes codes(size(packed(width, n)));
+    Floats means(size(q));
+    const uint8_t* all[] = {codes.data(), codes.data()};
+    const float* those[] = {means.data(), means.data()};
+    grace_quantiles_encode(loops, x.data(), codes.data(), means.data(), n, q, width, threads);
+    grace_quantiles_mean(loops, all, those, 2, mean.data(), n, q, width, threads);
+    tell("quantiles", n, width, codes, means, mean);
+  }
+  const int64_t rows = 3, group = 64, width = 256;
+  Ints words(size(rows * (group + parts(n, group))));
+  grace_words(loops, 71, 72, 0, int64_t(words.size()), words.data(), threads);
+  Floats table(size(rows * width));
+  grace_count_sketch(loops, x.data(), words.data(), table.data(), n, rows, group, width, threads);
+  grace_count_sketch_estimate(loops, table.data(), words.data(), mean.data(), n, rows, group, width, threads);
+  tell("count sketch", n, 0, table, mean);
+
+  Longs starts(size(3 * (parts(n, 65536) + 1)));
+  grace_tagged_count(loops, x.data(), starts.data(), n, -14, -6, threads);
+  const Longs counts(starts.end() - 3, starts.end());
+  Bytes tags(size(parts(n, 4))), two(size(2 * counts[1])), one(size(counts[2]));
+  Floats three(size(counts[0]));
+  grace_tagged_encode(loops, x.data(), starts.data(), tags.data(), three.data(), two.data(), one.data(), n, -14, -6, threads);
+  const uint8_t *tags_of[] = {tags.data()}, *two_of[] = {two.data()}, *one_of[] = {one.data()};
+  const float* three_of[] = {three.data()};
+  int64_t wrong = grace_tagged_mean(loops, tags_of, three_of, two_of, one_of, counts.data(), 1, mean.data(), n, -14, -6,
+                                    threads);
+  tell("tagged", n, 0, starts, tags, three, two, one, mean, Longs{wrong});
+
+  const int64_t bin = 50;
+  Bytes of_bins(size(parts(n, bin))), places(size(n));
+  Floats scale(1);
+  const int64_t count = grace_bins_encode(loops, x.data(), residual.data(), left.data(), of_bins.data(), places.data(),
+                                          scale.data(), n, bin, threads);
+  places.resize(size(count)), places.shrink_to_fit();
+  const uint8_t *bins_of[] = {of_bins.data()}, *places_of[] = {places.data()};
+  const float* scale_of[] = {scale.data()};
+  wrong = grace_bins_mean(loops, bins_of, places_of, scale_of, &count, 1, mean.data(), n, bin, threads);
+  tell("bins", n, count, of_bins, places, scale, left, mean, Longs{wrong});
+
+  const auto random = noise(5, 65536), offsets = noise(7, parts(n, 65536));
+  const int64_t block = 512;
+  const Floats scales(size(parts(n, block)), 0.5f);
+  for (int64_t wide : {0, 1}) {
+    Bytes codes(size(n * (wide ? 4 : 1)));
+    grace_shared_encode(loops, x.data(), scales.data(), codes.data(), n, block, 31, wide, random.data(), offsets.data(), 0,
+                        threads);
+    grace_shared_values(loops, nullptr, codes.data(), scales.data(), mean.data(), n, block, 31, wide, threads);
+    grace_shared_values(loops, x.data(), codes.data(), scales.data(), left.data(), n, block, 31, wide, threads);
+    tell("shared", n, wide, codes, mean, left);
+  }
+  const int64_t many = 5, length = 100;
+  Ints flips(size(many * length));
+  grace_words(loops, 81, 82, 0, many * length, flips.data(), threads);
+  Floats totals(size(parts(n, length) * many));
+  grace_signed_sums(loops, x.data(), flips.data(), totals.data(), n, length, many, threads);
+  tell("signed sums", n, 0, totals);
+  const float* vectors[] = {x.data(), residual.data()};
+  const int64_t lengths[] = {n, n};
+  tell("finite", n, 0, Longs{grace_finite(loops, vectors, lengths, 2)});
+}
+
+void matrix(int64_t a, int64_t b, int64_t r) {
+  auto m = numbers(a * b, 7);
+  const auto p = numbers(a * r, 8), q = numbers(r * b, 9), residual = numbers(a * b, 10);
+  Floats out(size_t(a * b)), left(size_t(a * r)), right(size_t(r * b));
+  grace_product(loops, m.data(), p.data(), q.data(), out.data(), a, b, r, threads);
+  tell("product", a * 10000 + b, r, out);
+  grace_left(loops, m.data(), residual.data(), q.data(), left.data(), a, b, r, threads);
+  sums("left", a * 10000 + b, r, left);
+  tell("compensated", a * 10000 + b, r, m);
+  grace_right(loops, m.data(), nullptr, p.data(), right.data(), a, b, r, threads);
+  sums("right", a * 10000 + b, r, right);
+  grace_part(loops, m.data(), p.data(), q.data(), p.data(), q.data(), out.data(), a, b, r, threads);
+  tell("part", a * 10000 + b, r, m, out);
+  Ints places(size_t(a) * size_t(std::min<int64_t>(b, 3)));
+  grace_topk_rows(loops, m.data(), a, b, std::min<int64_t>(b, 3), places.data(), threads);
+  tell("topk rows", a * 10000 + b, r, places);
+}
+
+// Coefficients of cosine transforms. They depend on the instruction set in their last bits, and so may the choice of them.
+void cosines(int64_t a, int64_t b, int64_t rows, int64_t columns, int64_t k) {
+  const int64_t m = parts(a, rows) * parts(b, columns), over = rows * columns > 256;
+  auto x = numbers(a * b, 7), residual = numbers(a * b, 8);
+  const auto before = x;
+  int bits = 0;
+  while ((int64_t(256) << bits) < rows * columns) bits++;
+  Floats values(size_t(m * k)), mean(size_t(a * b));
+  Bytes low(size_t(m * k)), high(over ? size_t(packed(bits, m * k)) : 0);
+  uint8_t* const above = over ? high.data() : nullptr;
+  grace_cosines_encode(loops, x.data(), residual.data(), residual.data(), values.data(), low.data(), above, a, b, rows,
+                       columns, k, threads, 0);
+  const float* sent[] = {values.data(), values.data()};
+  const uint8_t *lows[] = {low.data(), low.data()}, *highs[] = {above, above};
+  const int64_t wrong = grace_cosines_mean(loops, sent, lows, over ? highs : nullptr, 2, mean.data(), a, b, rows, columns, k,
+                                           0, 0, threads);
+  const int64_t other = grace_cosines_left(loops, before.data(), values.data(), low.data(), above, x.data(), a, b, rows,
+                                           columns, k, threads);
+  sums("cosines mean", a * 10000 + b, k, mean);
+  tell("cosines", a * 10000 + b, k, Longs{wrong, other});
+}
+
 }  // namespace
 
-int main(int, char** argv) {
-  loops = grace_loops(argv[1]);
+int main(int count, char** argv) {
+  loops = grace_loops(count > 1 ? argv[1] : "");
   if (!loops) return 2;
-  std::vector<uint16_t> table(2 * 65536), offsets(64);
-  grace_noise_table(loops, 5, 6, 65536, table.data(), 1);
-  std::memcpy(table.data() + 65536, table.data(), 65536 * 2);
-  tell("noise", 0, 0, table);
-  for (size_t i = 0; i < offsets.size(); i++) offsets[i] = uint16_t(i * 40503u);
+  fprintf(stderr, "%s\n", grace_name(loops));
+  tell("noise", 0, 0, noise(5, 65536));
+  grace_stream_from(4097);  // as large vectors are written
   for (int64_t n : {1, 7, 16, 100, 513, 4099, 70001, 300000}) {
-    const auto x = numbers(n, 2), residual = numbers(n, 3);
-    const size_t size = static_cast<size_t>(n);
-    for (int64_t block : {int64_t(0), int64_t(512)}) {
-      const size_t blocks = block ? size_t((n + block - 1) / block) : 1;
-      std::vector<uint8_t> bits((size + 7) / 8), others(bits.size());
-      std::vector<float> out(size), scales(blocks), other_scales(blocks), mean(size);
-      grace_signs_encode(loops, x.data(), residual.data(), out.data(), bits.data(), scales.data(), n, block, 0, 1);
-      grace_signs_encode(loops, residual.data(), nullptr, nullptr, others.data(), other_scales.data(), n, block, 0, 1);
-      tell("signs", n, block, out, bits, scales);
-      const uint8_t* both[] = {bits.data(), others.data()};
-      const float* both_scales[] = {scales.data(), other_scales.data()};
-      grace_signs_mean(loops, both, both_scales, 2, mean.data(), n, block, 1);
-      tell("signs mean", n, block, mean);
-      for (int64_t width : {8, 4, 2}) {
-        std::vector<uint8_t> codes((size * size_t(width) + 7) / 8), more(codes.size());
-        grace_ints_encode(loops, x.data(), residual.data(), out.data(), codes.data(), scales.data(), n, block, width,
-                          table.data(), offsets.data(), 0, 0, 1);
-        grace_ints_encode(loops, residual.data(), nullptr, nullptr, more.data(), other_scales.data(), n, block, width,
-                          nullptr, nullptr, 0, 0, 1);
-        tell("integers", n, block * 10 + width, out, codes, more, scales);
-        const uint8_t* all[] = {codes.data(), more.data()};
-        grace_ints_mean(loops, all, both_scales, 2, mean.data(), n, block, width, 1);
-        tell("integers mean", n, block * 10 + width, mean);
-      }
-    }
-    const int64_t k = n / 50 + 1;
-    std::vector<float> values(size_t(k), 0), out(size), mean(size);
-    std::vector<int32_t> positions(size_t(k), 0);
-    grace_topk_encode(loops, x.data(), residual.data(), out.data(), values.data(), positions.data(), n, k, 0, 1);
-    tell("topk", n, k, out, values, positions);
-    const float* values_of[] = {values.data()};
-    const int32_t* positions_of[] = {positions.data()};
-    const int64_t counts[] = {k};
-    grace_sparse_mean(loops, values_of, positions_of, counts, 1, mean.data(), n, 1);
-    tell("sparse mean", n, k, mean);
-    std::vector<float> found(size + 64);
-    std::vector<int32_t> at(size + 64);
-    const int64_t count =
-        grace_threshold_encode(loops, x.data(), nullptr, out.data(), 0.25f, found.data(), at.data(), n + 64, n, 1);
-    found.resize(size_t(count)), at.resize(size_t(count));
-    tell("threshold", n, count, out, found, at);
+    threads = n == 300000 ? 2 : 1;
+    for (int64_t block : {0, 8, 512})
+      if (n >= block) blocks(n, block, block == 512);
+    for (int64_t width : {8, 64, 1024}) rotated(n, width, width == 64);
+    sparse(n, n % 2);
+    methods(n);
+    grace_gathered(loops, n < 20000 ? 10000000 : 0);
   }
-  for (int64_t a : {1, 5, 64, 333}) {
-    for (int64_t b : {1, 31, 64, 1100}) {
-      for (int64_t r : {1, 2, 4, 9}) {
-        auto m = numbers(a * b, 7);
-        const auto p = numbers(a * r, 8), q = numbers(r * b, 9), residual = numbers(a * b, 10);
-        std::vector<float> out(size_t(a * b)), left(size_t(a * r)), right(size_t(r * b));
-        grace_product(loops, m.data(), p.data(), q.data(), out.data(), a, b, r, 1);
-        tell("product", a * 10000 + b, r, out);
-        grace_left(loops, m.data(), residual.data(), q.data(), left.data(), a, b, r, 1);
-        sums("left", a * 10000 + b, r, left);
-        tell("compensated", a * 10000 + b, r, m);
-        grace_right(loops, m.data(), p.data(), right.data(), a, b, r, 1);
-        sums("right", a * 10000 + b, r, right);
-        grace_part(loops, m.data(), p.data(), q.data(), out.data(), a, b, r, 1);
-        tell("part", a * 10000 + b, r, m, out);
-      }
-    }
-  }
+  for (int64_t a : {1, 5, 64, 333})
+    for (int64_t b : {1, 31, 64, 1100})
+      for (int64_t r : {1, 2, 4, 9}) matrix(a, b, r);
+  for (int64_t a : {1, 64, 130}) cosines(a, 96, std::min<int64_t>(a, 64), 64, 8), cosines(a, 33, std::min<int64_t>(a, 8), 8, 4);
 }

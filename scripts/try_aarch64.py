@@ -3,8 +3,8 @@
     sudo apt-get install g++-aarch64-linux-gnu qemu-user
     python scripts/try_aarch64.py
 
-All results must have the same bits, but those of left and right, whose sums are compared to five digits. Ends with 1 if
-any differ, and with 2 if a tool is missing.
+All results must have the same bits, but those of left, right and cosines, whose sums are compared to five digits. Ends
+with 1 if any differ, and with 2 if a tool is missing.
 """
 
 from __future__ import annotations
@@ -15,26 +15,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from grace.kernels.build import FLAGS, HERE, ISAS
+from grace.kernels.build import FLAGS, HERE, ISAS, objects
 
 TOOLS = ("g++", "aarch64-linux-gnu-g++", "qemu-aarch64")
 DRIVER = Path(__file__).with_name("kernels_driver.cc")
 
 
-def built(cxx: str, isas: dict[str, tuple[str, ...]], folder: Path, *flags: str) -> Path:
+def built(cxx: str, isas: dict[str, tuple[str, ...]], folder: Path) -> Path:
     """The driver with the kernels, for the instruction sets named and the compiler's own."""
     folder.mkdir()
-    objects = []
-    for source, name, more in [
-        (DRIVER, "driver", ()),
-        (HERE / "kernels.cc", "kernels", ()),
-        (HERE / "loops.cc", "loops", ()),
-        *((HERE / "loops.cc", isa, extra) for isa, extra in isas.items()),
-    ]:
-        objects.append(str(folder / f"{name}.o"))
-        subprocess.run([cxx, *FLAGS, *flags, *more, "-c", str(source), "-o", objects[-1]], check=True)
-    subprocess.run([cxx, "-static", "-pthread", *objects, "-o", str(folder / "driver")], check=True)
-    return folder / "driver"
+    kernels, driver = objects(cxx, folder, isas=isas), folder / "driver"
+    static = *FLAGS, "-static", "-I", str(HERE), str(DRIVER), *kernels
+    subprocess.run([cxx, *static, "-o", str(driver)], check=True)
+    return driver
 
 
 def told(*command: str | Path) -> list[str]:
@@ -54,7 +47,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         theirs = built("aarch64-linux-gnu-g++", {}, Path(name, "aarch64"))
         wanted = told("qemu-aarch64", theirs, "")
-        ours = built("g++", ISAS, Path(name, "x86"), "-DGRACE_X86")
+        ours = built("g++", ISAS, Path(name, "x86"))
         for isa in ("scalar", *ISAS):
             found = told(ours, isa)
             if not found:

@@ -261,7 +261,7 @@ def coded(lib, compressor, ctx, x, residual, out, threads, swap=False):
         first = offsets.address + 2 * (ctx.offset // 65536)
     sent = Memory(packed_size(bits, n), np.uint8, 3), Memory(-(-n // (block or max(n, 1))), np.float32, 4)
     lib.levels_encode(
-        x, residual, out, *map(address, sent), n, block, bits, levels, address(table), first, ctx.offset, keys.keys,
+        x, residual, out, *map(address, sent), n, block, bits, levels, address(table), first, ctx.offset, *keys.keys,
         threads, swap,
     )  # fmt: skip
     return [each.check() for each in sent]
@@ -449,8 +449,8 @@ def rotated(lib, compressor, ctx, x, residual, out, threads, swap=False):
     sent = Memory(compressor.bits * d * m // 8, np.uint8, 3), Memory(m, np.float32, 4), Memory(m, np.uint8, 1)
     tables = compressor._levels(), compressor._middles()
     lib.normal_encode(
-        x, residual, out, *map(address, sent), n, d, *tables, divisor, ctx.rank % 32, rng.keys, rng.offset, threads,
-        swap,
+        x, residual, out, *map(address, sent), n, d, compressor.bits, *tables, divisor, ctx.rank % 32, *rng.keys,
+        rng.offset, threads, swap,
     )  # fmt: skip
     return [each.check() for each in sent]
 
@@ -512,7 +512,9 @@ def test_normal_mean(lib, n, kind, threads, compressor, workers):
     memories = [[Memory.of(array, 4 * (array.dtype == np.float32) + 1) for array in payload] for payload in payloads]
     where = [[each.address for each in column] for column in zip(*memories, strict=True)]
     out, rng, d = Memory(n, np.float32, 4), ctx.shared_rng("rotation"), width_of(ctx, compressor.block_size)
-    lib.normal_mean(*where, workers, out.address, n, d, compressor._levels(), rng.keys, rng.offset, threads)
+    lib.normal_mean(
+        *where, workers, out.address, n, d, compressor.bits, compressor._levels(), *rng.keys, rng.offset, threads
+    )
     equal(out.check(), expected)
 
 
@@ -542,7 +544,7 @@ def test_steps(lib, n, kind, threads, compressor, workers, monkeypatch):
     noise = table.address, offsets.address + 2 * (start // 65536)
     factor = compressor.top / (2 * CUT)
     how = compressor.top, wide, CUT, factor
-    lib.steps_encode(x.address, at.address, codes.address, n, d, *how, *noise, rng.keys, start, threads)
+    lib.steps_encode(x.address, at.address, codes.address, n, d, *how, *noise, *rng.keys, start, threads)
     equal(codes.check()[whole], expected[whole])
 
     sums = np.random.default_rng(5).integers(0, compressor.top * workers + 1, m * d).astype(dtype)
@@ -559,7 +561,7 @@ def test_steps(lib, n, kind, threads, compressor, workers, monkeypatch):
             ("rest",): (None, own.address, at.address, given.address, None, given.address),
             ("rest", "mean"): (total.address, own.address, at.address, given.address, given.address, out.address),
         }[parts]
-        lib.steps_values(*arrays, n, d, wide, CUT, *factors, rng.keys, start, threads)
+        lib.steps_values(*arrays, n, d, wide, CUT, *factors, *rng.keys, start, threads)
         if len(parts) == 2:
             equal(given.check(), mean)
             equal(out.check(), left)
@@ -784,7 +786,7 @@ def test_accumulate(lib, n, kind, threads):
         one, two = Memory.of(x, 4), Memory.of(last, 4)
         with np.errstate(all="ignore"):
             expected = last * np.float32(beta) + x * np.float32(gamma)
-        lib.accumulate(one.address, two.address, beta, gamma, n, threads)
+        lib.accumulate(one.address, two.address, beta, gamma, None, n, threads)
         equal(two.check(), expected)
         equal(one.check(), last)
 
@@ -809,7 +811,7 @@ def test_excess_of_what_is_accumulated(lib, n, kind, threads):
     x, last = (np.where(np.isfinite(v), v, np.float32(2)) for v in (vector(n, 0, kind), vector(n, 1, kind)))
     for beta, gamma in ((1.0, 1.0), (0.9, 0.1)):
         one, two, found, apart = Memory.of(x, 4), Memory.of(last, 4), Memory(3, np.float64, 8), Memory(3, np.float64, 8)
-        lib.accumulate(one.address, two.address, beta, gamma, n, threads, found.address)
+        lib.accumulate(one.address, two.address, beta, gamma, found.address, n, threads)
         equal(two.check(), last * np.float32(beta) + x * np.float32(gamma))
         equal(one.check(), last)
         lib.excess(two.address, 0.0, apart.address, n, 1)
@@ -984,7 +986,7 @@ def test_parts_and_products_have_the_same_bits_everywhere(lib, a, b, r, threads,
         left, whole = in_order(x.reshape(a, b), p.reshape(a, r), q.reshape(r, b))
     given, rest, columns, rows = Memory.of(x, odd), Memory(a * b, np.float32, odd), Memory.of(p, 4), Memory.of(q, 12)
     factors = columns.address, rows.address
-    lib.part(given.address, *factors, rest.address, a, b, r, threads)
+    lib.part(given.address, *factors, *factors, rest.address, a, b, r, threads)
     equal(rest.check(), left)
     equal(given.check(), whole)
     others = Memory.of(vector(a * r, 3), 8), Memory.of(vector(r * b, 4), 4)
@@ -993,7 +995,7 @@ def test_parts_and_products_have_the_same_bits_everywhere(lib, a, b, r, threads,
             x.reshape(a, b), *(m.array.reshape(s) for m, s in zip(others, ((a, r), (r, b)), strict=True))
         )
     given = Memory.of(x, odd)
-    lib.part(given.address, *factors, rest.address, a, b, r, threads, tuple(m.address for m in others))
+    lib.part(given.address, *factors, *(m.address for m in others), rest.address, a, b, r, threads)
     equal(rest.check(), less)
     equal(given.check(), whole)
     lib.product(None, *factors, given.address, a, b, r, threads)
@@ -1026,7 +1028,7 @@ def test_factors(lib, a, b, r, threads):
     equal(matrix.check(), m)
     assert (abs(found.check().reshape(a, r) - wide[0] @ wide[2].T) <= 3e-6 * (abs(wide[0]) @ abs(wide[2].T))).all()
     found = Memory(r * b, np.float32, 4)
-    lib.right(matrix.address, left.address, found.address, a, b, r, threads)
+    lib.right(matrix.address, None, left.address, found.address, a, b, r, threads)
     assert (abs(found.check().reshape(r, b) - wide[1].T @ wide[0]) <= 3e-6 * (abs(wide[1].T) @ abs(wide[0]))).all()
 
 
@@ -1045,10 +1047,10 @@ def test_a_residual_is_added_on_the_way(lib, a, b, r, threads):
     equal(found.check(), plain.check())
     p = Memory.of(vector(a * r, 3), 12)
     matrix, found, plain = Memory.of(m, 4), Memory(r * b, np.float32, 4), Memory(r * b, np.float32, 4)
-    lib.right(matrix.address, p.address, found.address, a, b, r, threads, kept.address)
+    lib.right(matrix.address, kept.address, p.address, found.address, a, b, r, threads)
     equal(matrix.check(), m + residual)
     equal(kept.check(), residual)
-    lib.right(matrix.address, p.address, plain.address, a, b, r)
+    lib.right(matrix.address, None, p.address, plain.address, a, b, r)
     equal(found.check(), plain.check())
 
 
@@ -1057,10 +1059,10 @@ def test_a_residual_is_added_on_the_way(lib, a, b, r, threads):
 def test_one_number_that_is_not_finite_is_found(lib, place, value):
     vectors = [Memory.of(np.full(n, 3e38, np.float32), odd) for odd, n in ((1, 5), (0, 0), (4, 1023))]
     counts = [len(each.array) for each in vectors]
-    assert lib.finite([each.address for each in vectors], counts)
-    assert lib.finite([], [])
+    assert lib.finite([each.address for each in vectors], counts, 3)
+    assert lib.finite([], [], 0)
     (vectors[0] if place < 5 else vectors[2]).array[place] = value
-    assert not lib.finite([each.address for each in vectors], counts)
+    assert not lib.finite([each.address for each in vectors], counts, 3)
 
 
 def test_what_is_written_together_is_the_same(lib):

@@ -1,44 +1,51 @@
 """Compile the kernels: ``python -m grace.kernels.build``. Optional: without a compiler GRACE works, only slower.
 
 A library's name carries a hash of its sources, flags and machine, so that one of other sources is never loaded.
+
+``--strict`` installs nothing and fails on a warning; it adds $CXXFLAGS: -O1 takes a minute in place of three.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = (
+    "api.h",
     "kernels.h",
-    "vectors.h",
-    "levels.h",
-    "floats.h",
-    "rotations.h",
-    "cosines.h",
-    "methods.h",
+    "vectors-inl.h",
+    "levels-inl.h",
+    "floats-inl.h",
+    "rotations-inl.h",
+    "cosines-inl.h",
+    "methods-inl.h",
     "methods.cc",
     "loops.cc",
     "kernels.cc",
 )
 TIMELINE_SOURCES = ("timeline.cc",)
-TENSORFLOW_SOURCES = ("kernels.h", "tensorflow_ops.cc")
-TENSORFLOW_FLAGS = ("-O2", "-fPIC", "-w", "-shared", "-pthread")
+TENSORFLOW_SOURCES = ("api.h", "tensorflow_ops.cc")
+TENSORFLOW_FLAGS = ("-O2", "-fPIC", "-Wall", "-Wextra", "-shared", "-pthread")
 # Results are exact: no -ffast-math, and no product is fused with a sum unless the source says so.
 FLAGS: tuple[str, ...] = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing")
-FLAGS = (*FLAGS, "-fno-trapping-math", "-fPIC", "-pthread", "-fvisibility=hidden", "-w")
+FLAGS = (*FLAGS, "-fno-trapping-math", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 X86 = ("-mfma", "-mbmi", "-mbmi2", "-mpopcnt")
+# Not part of a build, which a newer compiler with other warnings must not fail.
+STRICT = ("-Werror",)
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 ISAS: dict[str, tuple[str, ...]] = {
     "avx512": (*X86, *AVX512, "-DGRACE_AVX512"),
@@ -103,8 +110,12 @@ def build_tensorflow() -> Path | None:
     return name and (find(name) or _make(name, _compile_tensorflow))  # type: ignore[return-value]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """Build what can be built; having no compiler is no error."""
+    parser = argparse.ArgumentParser(prog="python -m grace.kernels.build", description="Compile the kernels.")
+    parser.add_argument("--strict", action="store_true", help="install nothing, and fail on a warning")
+    if parser.parse_args(arguments).strict:
+        return check()
     path = build()
     if path:
         print(f"kernels: {path}")
@@ -112,6 +123,41 @@ def main() -> int:
             if path:
                 print(f"kernels: {path}")
     return 0
+
+
+def check() -> int:
+    """Compile all without a warning, else 1 and what the compiler said."""
+    cxx = compiler()
+    if cxx is None:
+        print("kernels: no C++ compiler found ($CXX, g++, c++, clang++)")
+        return 1
+    strict = (*STRICT, *shlex.split(os.environ.get("CXXFLAGS", "")))
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            objects(cxx, Path(scratch), (*strict, "-Wmissing-declarations"))  # all exports are in api.h
+            _compile_timeline(cxx, Path(scratch), strict)
+            if tensorflow_name():
+                # Older TensorFlows have no other names for what newer ones deprecate.
+                _compile_tensorflow(cxx, Path(scratch), (*strict, "-Wno-deprecated-declarations"))
+        except subprocess.CalledProcessError as error:
+            print(error.stderr)
+            return 1
+    return 0
+
+
+def objects(
+    cxx: str, folder: Path, more: Sequence[str] = (), isas: Mapping[str, Sequence[str]] | None = None
+) -> list[str]:
+    """Compile the kernels into object files in a folder. ``isas``: flags of each, by default of this machine's."""
+    isas = (ISAS if on_x86() else {}) if isas is None else isas
+    macros = ("-DGRACE_X86",) if isas else ()
+    units: list[tuple[str, str, Sequence[str]]] = [("kernels.cc", "kernels", ()), ("loops.cc", "baseline", ())]
+    units += [("loops.cc", isa, flags) for isa, flags in isas.items()]
+    made = []
+    for source, name, flags in units:
+        made.append(str(folder / f"{name}.o"))
+        _run(cxx, *FLAGS, *macros, *flags, *more, "-c", str(HERE / source), "-o", made[-1])
+    return made
 
 
 def _digest(sources: tuple[str, ...], *settings: object) -> str:
@@ -133,31 +179,27 @@ def _tensorflow_version() -> str | None:
 
 
 def _compile_kernels(cxx: str, scratch: Path) -> Path:
-    objects, x86 = [], on_x86()
-    units: list[tuple[str, str, tuple[str, ...]]] = [("kernels.cc", "driver", ()), ("loops.cc", "baseline", ())]
-    units += [("loops.cc", isa, flags) for isa, flags in ISAS.items() if x86]
-    for source, name, flags in units:
-        objects.append(str(scratch / f"{name}.o"))
-        _run(cxx, *FLAGS, *(("-DGRACE_X86",) if x86 else ()), *flags, "-c", str(HERE / source), "-o", objects[-1])
     made = scratch / "kernels.so"
-    _run(cxx, "-shared", "-pthread", *objects, "-o", str(made))
+    _run(cxx, "-shared", "-pthread", *objects(cxx, scratch), "-o", str(made))
     return made
 
 
-def _compile_timeline(cxx: str, scratch: Path) -> Path:
+def _compile_timeline(cxx: str, scratch: Path, more: Sequence[str] = ()) -> Path:
     made = scratch / "timeline.so"
-    _run(cxx, *FLAGS, "-shared", str(HERE / "timeline.cc"), "-o", str(made))
+    _run(cxx, *FLAGS, *more, "-shared", str(HERE / "timeline.cc"), "-o", str(made))
     return made
 
 
-def _compile_tensorflow(cxx: str, scratch: Path) -> Path:
+def _compile_tensorflow(cxx: str, scratch: Path, more: Sequence[str] = ()) -> Path:
     # Asked in a process of its own: TensorFlow takes long to import, and whoever builds may not want it here.
     code = "import json, tensorflow.sysconfig as s; print(json.dumps([s.get_compile_flags(), s.get_link_flags()]))"
     quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     answer = subprocess.run([sys.executable, "-c", code], env=quiet, check=True, capture_output=True, text=True)
     compiled, linked = json.loads(answer.stdout.splitlines()[-1])
+    system = [f"-isystem{flag[2:]}" if flag.startswith("-I") else flag for flag in compiled]  # its warnings are its own
     made = scratch / "tensorflow.so"
-    _run(cxx, *compiled, *TENSORFLOW_FLAGS, str(HERE / "tensorflow_ops.cc"), "-o", str(made), *linked, "-ldl")
+    source = str(HERE / "tensorflow_ops.cc")
+    _run(cxx, *system, *TENSORFLOW_FLAGS, *more, source, "-o", str(made), *linked, "-ldl")
     return made
 
 
@@ -195,4 +237,4 @@ def _run(*command: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

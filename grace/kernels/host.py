@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import byref, c_int64
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from grace.backends.base import recent
 from grace.core import Calls
 from grace.core.gathered import Received
 from grace.core.rng import NOISE, Rng
 from grace.kernels import Codes, Library, library
+from grace.kernels.schema import CODECS, blocks
 from grace.ops.packing import packed_size
 from grace.ops.validate import fitting
 
+T = TypeVar("T")
 Array = Any
 Pairs = Sequence[tuple[Array, ...]]
 Undo = list[tuple[Array, Array]]
@@ -78,119 +81,70 @@ class HostKernels:
         """`grace.core.Context.accumulated`, in the memory of ``last``; within a step that can be undone."""
         xp, at = self._xp, self._xp.address
         found = None if tail is None else xp.empty(3, "float64")
-        self.library.accumulate(at(x), at(last), beta, gamma, xp.shape(x)[0], xp.threads, at(found))
+        self.library.accumulate(at(x), at(last), beta, gamma, at(found), xp.shape(x)[0], xp.threads)
         if tail is not None:
             tail.append(found)
         self._note(x, last)
         return last
 
-    def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, Array, Array]:
-        """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left (if there is a residual)."""
-        xp, at = self._xp, self._xp.address
-        (n,) = xp.shape(x)
-        bits, scales = xp.part(-(-n // 8), "uint8"), xp.part(_count(n, block))
-        left, out, swap = self._left(x, residual)
-        where = at(x), at(residual), out, at(bits), at(scales)
-        encode = partial(self.library.signs_encode, *where, n, block, xp.threads, swap)
-        self._encode(encode, x, residual, bits, scales)
-        return bits, scales, left
+    def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, ...]:
+        """float32[n] -> bits, scales, and what is left (if there is a residual)."""
+        return self._encode("signs", x, residual, (self._xp.shape(x)[0], block), flat=True)
 
     def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
         """Each worker's bits and scales -> float32[n], in ``out`` if it is given."""
-        out, kept = self._out(out, n), self._received(payloads, ("uint8", -(-n // 8)), ("float32", _count(n, block)))
-        bits, scales = self._columns(kept)
-        at, threads = self._xp.address(out), self._xp.threads
-        return self._mean(partial(self.library.signs_mean, bits, scales, len(kept), at, n, block, threads), out, kept)
+        return self._mean("signs", payloads, out, (n, block))
 
     def ints_encode(
         self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
-    ) -> tuple[Array, Array, Array]:
-        """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], what is left. ``rng``: rounds at random."""
-        xp, at = self._xp, self._xp.address
-        (n,) = xp.shape(x)
-        codes, scales = xp.part(-(-n * bits // 8), "uint8"), xp.part(_count(n, block))
-        left, out, swap = self._left(x, residual)
+    ) -> tuple[Array, ...]:
+        """float32[n] -> codes, scales, and what is left. ``rng``: rounds at random."""
+        n, at = self._xp.shape(x)[0], self._xp.address
         table, offsets, start = self._noise(rng, n)
-        where, noise = (at(x), at(residual), out, at(codes), at(scales)), (at(table), at(offsets), start)
-        encode = partial(self.library.ints_encode, *where, n, block, bits, *noise, xp.threads, swap)
-        self._encode(encode, x, residual, codes, scales, table, offsets)
-        return codes, scales, left
+        return self._encode(
+            "ints", x, residual, (n, block, bits), (at(table), at(offsets), start), table, offsets, flat=True
+        )
 
     def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
         """Each worker's codes and scales -> float32[n], in ``out`` if it is given."""
-        sizes = ("uint8", -(-n * bits // 8)), ("float32", _count(n, block))
-        out, kept = self._out(out, n), self._received(payloads, *sizes)
-        codes, scales = self._columns(kept)
-        at, threads = self._xp.address(out), self._xp.threads
-        mean = partial(self.library.ints_mean, codes, scales, len(kept), at, n, block, bits, threads)
-        return self._mean(mean, out, kept)
+        return self._mean("ints", payloads, out, (n, block, bits))
 
     def levels_encode(
         self, x: Array, residual: Array | None, block: int, bits: int, levels: int, rng: Rng
-    ) -> tuple[Array, Array, Array]:
-        """float32[n] -> codes uint8[packed_size(bits, n)], scales float32[m], what is left. levels = 0: ternary."""
-        xp, at = self._xp, self._xp.address
-        (n,) = xp.shape(x)
-        codes, scales = xp.part(packed_size(bits, n), "uint8"), xp.part(_count(n, block))
-        left, out, swap = self._left(x, residual)
-        table, offsets, start = self._noise(rng if levels else None, n)
-        where = at(x), at(residual), out, at(codes), at(scales), n, block, bits, levels, at(table), at(offsets)
-        start = start if levels else rng.offset
-        encode = partial(self.library.levels_encode, *where, start, rng.keys, xp.threads, swap)
-        self._encode(encode, x, residual, codes, scales, table, offsets)
-        return codes, scales, left
+    ) -> tuple[Array, ...]:
+        """float32[n] -> codes, scales, and what is left. levels = 0: ternary."""
+        n, at = self._xp.shape(x)[0], self._xp.address
+        table, offsets, _ = self._noise(rng if levels else None, n)
+        noise = at(table), at(offsets), rng.offset, *rng.keys
+        return self._encode("levels", x, residual, (n, block, bits, levels), noise, table, offsets, flat=True)
 
     def levels_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int, levels: int) -> Array:
         """Each worker's codes and scales -> float32[n], in ``out`` if it is given."""
-        sizes = ("uint8", packed_size(bits, n)), ("float32", _count(n, block))
-        out, kept = self._out(out, n), self._received(payloads, *sizes)
-        codes, scales = self._columns(kept)
-        at, threads = self._xp.address(out), self._xp.threads
-        mean = partial(self.library.levels_mean, codes, scales, len(kept), at, n, block, bits, levels, threads)
-        return self._mean(mean, out, kept)
+        return self._mean("levels", payloads, out, (n, block, bits, levels))
 
-    def votes_encode(self, x: Array) -> tuple[Array, Array]:
-        """float32[n] -> bits uint8[ceil(n/8)], flags uint8[ceil(n/8192)]."""
-        xp, at, x = self._xp, self._xp.address, self._xp.contiguous(x)
-        (n,) = xp.shape(x)
-        bits, flags = xp.part(-(-n // 8), "uint8"), xp.part(-(-n // 8192), "uint8")
-        encode = partial(self.library.votes_encode, at(x), at(bits), at(flags), n, xp.threads)
-        self._encode(encode, x, None, bits, flags)
-        return bits, flags
+    def votes_encode(self, x: Array) -> tuple[Array, ...]:
+        """float32[n] -> bits, flags."""
+        x = self._xp.contiguous(x)
+        return self._encode("votes", x, None, self._xp.shape(x), alone=True)[0]
 
     def votes_mean(self, payloads: Pairs, out: Array | None, n: int) -> Array:
         """Each worker's bits and flags -> float32[n], in ``out`` if it is given."""
-        out, kept = self._out(out, n), self._received(payloads, ("uint8", -(-n // 8)), ("uint8", -(-n // 8192)))
-        bits, flags = self._columns(kept)
-        at, threads = self._xp.address(out), self._xp.threads
-        return self._mean(partial(self.library.votes_mean, bits, flags, len(kept), at, n, threads), out, kept)
+        return self._mean("votes", payloads, out, (n,))
 
-    def halves_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, Array, Array]:
-        """float32[n] -> bits uint8[ceil(n/8)], means float32[2 m], what is left."""
-        xp, at = self._xp, self._xp.address
-        (n,) = xp.shape(x)
-        bits, means = xp.part(-(-n // 8), "uint8"), xp.part(2 * _count(n, block))
-        left, out, swap = self._left(x, residual)
-        where = at(x), at(residual), out, at(bits), at(means)
-        encode = partial(self.library.halves_encode, *where, n, block, xp.threads, swap)
-        self._encode(encode, x, residual, bits, means)
-        return bits, means, left
+    def halves_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, ...]:
+        """float32[n] -> bits, means, and what is left."""
+        return self._encode("halves", x, residual, (self._xp.shape(x)[0], block), flat=True)
 
     def halves_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
         """Each worker's bits and means -> float32[n], in ``out`` if it is given."""
-        sizes = ("uint8", -(-n // 8)), ("float32", 2 * _count(n, block))
-        out, kept = self._out(out, n), self._received(payloads, *sizes)
-        bits, means = self._columns(kept)
-        at, threads = self._xp.address(out), self._xp.threads
-        return self._mean(partial(self.library.halves_mean, bits, means, len(kept), at, n, block, threads), out, kept)
+        return self._mean("halves", payloads, out, (n, block))
 
     def trits_encode(
         self, x: Array, residual: Array | None, block: int, sparsity: float, runs: bool
     ) -> tuple[Array, Array, Array]:
-        """float32[n] -> bytes uint8[K], scales float32[m], what is left."""
-        xp, at = self._xp, self._xp.address
-        (n,) = xp.shape(x)
-        bytes_, scales = xp.empty(-(-n // 5), "uint8"), xp.part(_count(n, block))
+        """float32[n] -> bytes uint8[K], scales float32[m], and what is left."""
+        xp, at, n = self._xp, self._xp.address, self._xp.shape(x)[0]
+        bytes_, scales = xp.empty(blocks(n, 5), "uint8"), xp.part(blocks(n, block))
         left, out, swap = self._left(x, residual)
         where = at(x), at(residual), out, at(bytes_), at(scales)
         size = self.library.trits_encode(*where, n, block, sparsity, runs, xp.threads, swap)
@@ -199,51 +153,29 @@ class HostKernels:
 
     def trits_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, runs: bool) -> Array:
         """Each worker's bytes and scales -> float32[n], in ``out`` if it is given; ValueError for wrong runs."""
-        kept: Pairs
-        scales = ("float32", _count(n, block))
-        if runs:
-            counts = [self._xp.shape(bytes_)[0] for bytes_, _ in payloads]
-            kept = self._ragged(payloads, [(("uint8", count), scales) for count in counts])
-        else:
-            counts, kept = [-(-n // 5)] * len(payloads), self._received(payloads, ("uint8", -(-n // 5)), scales)
-        out = self._out(out, n)
-        sent, factors = self._columns(kept)
-        at, threads = self._xp.address(out), self._xp.threads
-        self.library.trits_mean(sent, factors, counts, len(kept), at, n, block, runs, threads)
+        xp, scales = self._xp, ("float32", blocks(n, block))
+        counts = [xp.shape(bytes_)[0] for bytes_, _ in payloads] if runs else [blocks(n, 5)] * len(payloads)
+        kept = self._ragged(payloads, [(("uint8", count), scales) for count in counts])
+        out, columns = self._out(out, n), self._columns(kept)
+        self.library.trits_mean(*columns, counts, len(kept), xp.address(out), n, block, runs, xp.threads)
         return out
 
     def codes_encode(
-        self,
-        x: Array,
-        residual: Array | None,
-        block: int,
-        codes: Codes,
-        rng: Rng | None = None,
+        self, x: Array, residual: Array | None, block: int, codes: Codes, rng: Rng | None = None
     ) -> tuple[tuple[Array, ...], Array]:
-        """float32[n] -> the payload, codes uint8 and, of those that have them, scales; and what is left."""
-        xp, at = self._xp, self._xp.address
-        (n,) = xp.shape(x)
-        payload = tuple(xp.part(size, dtype) for dtype, size in _parts(codes, n, block))
-        left, out, swap = self._left(x, residual)
-        keys, start, table, offsets = None, 0, None, None
-        if rng is not None:
-            keys, start = rng.keys, rng.offset
-            table, offsets, _ = self._noise(rng if codes.kind == "fp8" else None, n)
-        codec = codes.with_random(keys, at(table), at(offsets), start)
-        scales = at(payload[1]) if len(payload) > 1 else None
-        where = at(x), at(residual), out, at(payload[0]), scales
-        encode = partial(self.library.codes_encode, *where, n, block, codec, start, xp.threads, swap)
-        self._encode(encode, x, residual, *payload, codes, table, offsets)
-        return payload, left
+        """float32[n] -> the payload, codes and, of those that have them, scales; and what is left."""
+        n, at = self._xp.shape(x)[0], self._xp.address
+        table, offsets, _ = self._noise(rng if codes.kind == "fp8" else None, n)
+        keys, start = (None, 0) if rng is None else (rng.keys, rng.offset)
+        codec, sizes = codes.with_random(keys, at(table), at(offsets), start), _parts(codes, n, block)
+        return self._encode(
+            "codes", x, residual, (n, block), (start,), codes, table, offsets, sizes=sizes, first=(byref(codec),)
+        )
 
     def codes_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, codes: Codes) -> Array:
         """Each worker's codes, and scales if it has them -> float32[n], in ``out`` if it is given."""
-        out, kept = self._out(out, n), self._received(payloads, *_parts(codes, n, block))
-        found, *others = self._columns(kept)
-        scales, codec = others[0] if others else None, codes.with_random()
-        at, threads = self._xp.address(out), self._xp.threads
-        mean = partial(self.library.codes_mean, found, scales, len(kept), at, n, block, codec, threads)
-        return self._mean(mean, out, kept, codes)
+        codec, sizes = codes.with_random(), _parts(codes, n, block)
+        return self._mean("codes", payloads, out, (n, block), (), codes, sizes=sizes, first=(byref(codec),))
 
     def normal_encode(
         self,
@@ -256,35 +188,24 @@ class HostKernels:
         stream: int,
         rng: Rng,
     ) -> tuple[tuple[Array, ...], Array]:
-        """float32[n] -> the payload: codes uint8, scales float32[m] and streams uint8[m]; and what is left.
+        """float32[n] -> the payload: codes, scales and streams; and what is left.
 
         ``rng``: of the rotation.
         """
-        xp, at = self._xp, self._xp.address
-        (n,) = xp.shape(x)
-        payload = tuple(xp.part(size, dtype) for dtype, size in _normal(levels, n, width))
-        left, out, swap = self._left(x, residual)
-        codes, scales, streams = map(at, payload)
-        where, how = (at(x), at(residual), out, codes, scales, streams), (levels, middles, divisor, stream)
-        encode = partial(self.library.normal_encode, *where, n, width, *how, rng.keys, rng.offset, xp.threads, swap)
-        self._encode(encode, x, residual, *payload)
-        return payload, left
+        how, random = (self._xp.shape(x)[0], width, _bits(levels)), (stream, *rng.keys, rng.offset)
+        return self._encode("normal", x, residual, how, (levels, middles, divisor, *random))
 
     def normal_mean(
         self, payloads: Pairs, out: Array | None, n: int, width: int, levels: Sequence[float], rng: Rng
     ) -> Array:
         """Each worker's codes, scales and streams -> float32[n], in ``out`` if it is given."""
-        out, kept = self._out(out, n), self._received(payloads, *_normal(levels, n, width))
-        codes, scales, streams = self._columns(kept)
-        at, where = self._xp.address(out), (rng.keys, rng.offset, self._xp.threads)
-        mean = partial(self.library.normal_mean, codes, scales, streams, len(kept), at, n, width, levels, *where)
-        return self._mean(mean, out, kept)
+        return self._mean("normal", payloads, out, (n, width, _bits(levels)), (levels, *rng.keys, rng.offset))
 
     def norms(self, x: Array, block: int) -> Array:
         """float32[n] -> float32[m]: `grace.ops.blocks.norms` of blocks."""
         xp, (x,) = self._xp, self._ready(x)
         (n,) = xp.shape(x)
-        norms = xp.empty(_count(n, block))
+        norms = xp.empty(blocks(n, block))
         self.library.norms(xp.address(x), xp.address(norms), n, block, xp.threads)
         return norms
 
@@ -294,10 +215,10 @@ class HostKernels:
         """float32[n], float32[m] -> codes of ``dtype``, uint8 or int32. ``rng``: of the rotation; ``draw``: rounds."""
         xp, at, (x, norms) = self._xp, self._xp.address, self._ready(x, norms)
         (n,) = xp.shape(x)
-        codes = xp.empty(_count(n, width) * width, dtype)
+        codes = xp.empty(blocks(n, width) * width, dtype)
         table, offsets, start = self._noise(draw, xp.shape(codes)[0])
         how, noise = (top, dtype == "int32", cut, factor), (at(table), at(offsets))
-        self.library.steps_encode(at(x), at(norms), at(codes), n, width, *how, *noise, rng.keys, start, xp.threads)
+        self.library.steps_encode(at(x), at(norms), at(codes), n, width, *how, *noise, *rng.keys, start, xp.threads)
         return codes
 
     def steps_mean(
@@ -306,8 +227,9 @@ class HostKernels:
         """Summed codes of `steps_encode` -> float32[n], in ``out`` if it is given. ``factor``: what one of them is."""
         xp, at, (sums, norms), out = self._xp, self._xp.address, self._ready(sums, norms), self._out(out, n)
         arrays, how = (at(sums), None, at(norms), None, at(out), None), (xp.dtype(sums) == "int32", cut, factor, 0.0)
-        where = rng.keys, rng.offset, xp.threads
-        return self._mean(partial(self.library.steps_values, *arrays, n, width, *how, *where), out, sums, norms)
+        where = *rng.keys, rng.offset, xp.threads
+        self._do(partial(self.library.steps_values, *arrays, n, width, *how, *where), None, out, sums, norms)
+        return out
 
     def steps_part(
         self,
@@ -328,17 +250,16 @@ class HostKernels:
         xp, at, (own, norms) = self._xp, self._xp.address, self._ready(own, norms)
         sums = None if sums is None else xp.contiguous(sums)
         arrays, how = (at(sums), at(own), at(norms), at(x), at(x), at(rest)), (xp.dtype(own) == "int32", cut, *factors)
-        self.library.steps_values(*arrays, xp.shape(x)[0], width, *how, rng.keys, rng.offset, xp.threads)
+        self.library.steps_values(*arrays, xp.shape(x)[0], width, *how, *rng.keys, rng.offset, xp.threads)
 
     def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[Array, Array, Array]:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
         xp, at = self._xp, self._xp.address
-        (n,) = xp.shape(x)
         values, positions = xp.part(k), xp.part(k, "int32")
         left, swap = (x, False) if self._undo is None or residual is None else (residual, True)
         where = at(x), at(residual), at(left), at(values), at(positions)
-        encode = partial(self.library.topk_encode, *where, n, k, xp.threads, swap)
-        self._encode(encode, x, residual, values, positions)
+        encode = partial(self.library.topk_encode, *where, self._xp.shape(x)[0], k, xp.threads, swap)
+        self._do(encode, (x, residual), values, positions)
         return values, positions, left
 
     def threshold_encode(self, x: Array, residual: Array | None, bound: float) -> tuple[Array, Array, Array]:
@@ -402,12 +323,12 @@ class HostKernels:
         while True:
             values, positions = xp.empty(room), xp.empty(room, "int32")
             count = self.library.sampled(
-                at(x), n, rng.keys, rng.offset, sample, rank, at(factors), at(miss), many, first, k, most, at(values),
+                at(x), n, *rng.keys, rng.offset, sample, rank, at(factors), at(miss), many, first, k, most, at(values),
                 at(positions), room, xp.threads,
             )  # fmt: skip
-            if count <= room:
+            if count >= 0:
                 return positions[:count]
-            room = count
+            room = -3 - count
 
     def corrected(self, x: Array, u: Array, v: Array, momentum: float, nesterov: bool) -> tuple[Array, Array]:
         """The next momentum, in memory of its own, and v with what that adds, as `grace.memories.dgc` has them."""
@@ -425,10 +346,9 @@ class HostKernels:
         """
         if k is None:
             return self.sparse_sums(payloads, out, n, (False,))
-        kept, out = self._received(payloads, ("float32", k), ("int32", k)), self._out(out, n)
-        values, positions = self._columns(kept)
-        where = [k] * len(kept), len(kept), self._xp.address(out)
-        self.library.sparse_mean(values, positions, *where, n, self._xp.threads)
+        kept, columns = self._received(payloads, (("float32", k), ("int32", k)))
+        xp, out = self._xp, self._out(out, n)
+        self.library.sparse_mean(*columns, [k] * len(kept), len(kept), xp.address(out), n, xp.threads)
         return out
 
     def sparse_sums(self, payloads: Pairs, out: Array | None, n: int, pairs: Sequence[bool]) -> Array:
@@ -442,33 +362,27 @@ class HostKernels:
             payloads,
             [(("float32", 2 if pair else size), ("int32", size)) for pair, size in zip(kinds, sizes, strict=True)],
         )
-        values, positions = self._columns(kept)
-        workers, at, threads, out = len(kept) // len(pairs), self._xp.address, self._xp.threads, self._out(out, n)
-        self.library.sparse_mean(values, positions, sizes, workers, at(out), n, threads, pairs)
+        xp, out, marks = self._xp, self._out(out, n), bytes(kinds) if any(kinds) else None
+        where = *self._columns(kept), sizes, marks, len(kept), len(pairs), xp.address(out)
+        self.library.sparse_means(*where, n, xp.threads)
         return out
 
-    def quantiles_encode(self, x: Array, q: int, bits: int) -> tuple[Array, Array]:
-        """float32[n] -> codes uint8[packed_size(bits, n)], means float32[q]."""
-        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
-        (n,) = xp.shape(x)
-        codes, means = xp.part(packed_size(bits, n), "uint8"), xp.part(q)
-        self.library.quantiles_encode(at(x), at(codes), at(means), n, q, bits)
-        return codes, means
+    def quantiles_encode(self, x: Array, q: int, bits: int) -> tuple[Array, ...]:
+        """float32[n] -> codes, means."""
+        (x,) = self._ready(x)
+        return self._encode("quantiles", x, None, (self._xp.shape(x)[0], q, bits), alone=True, now=True)[0]
 
     def quantiles_mean(self, payloads: Pairs, out: Array | None, n: int, q: int, bits: int) -> Array:
         """Each worker's codes and means -> float32[n], in ``out`` if it is given."""
-        out, kept = self._out(out, n), self._received(payloads, ("uint8", packed_size(bits, n)), ("float32", q))
-        codes, means = self._columns(kept)
-        at, threads = self._xp.address(out), self._xp.threads
-        mean = partial(self.library.quantiles_mean, codes, means, len(kept), at, n, q, bits, threads)
-        return self._mean(mean, out, kept)
+        return self._mean("quantiles", payloads, out, (n, q, bits))
 
     def largest_of_signs(self, x: Array, residual: Array | None, ratio: float) -> tuple[tuple[Array, Array], Array]:
         """float32[n] -> the payload of `grace.compressors.adaq`, and what is left."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         left, out, swap = self._left(x, residual)
-        signs = self.library.signs_count(at(x), at(residual), out, n, xp.threads, swap)
+        signs = (c_int64 * 3)()
+        self.library.signs_count(at(x), at(residual), out, signs, n, xp.threads, swap)
         self._note(x, residual)
         means, room = xp.empty(2), min(n, int(ratio * n) + 2)
         while True:
@@ -502,7 +416,7 @@ class HostKernels:
         self.library.tagged_count(at(x), at(starts), n, lowest, middle, xp.threads)
         wide, two, one = xp.integers(starts[-3:])
         payload = xp.empty(-(-n // 4), "uint8"), xp.empty(wide), xp.empty(2 * two, "uint8"), xp.empty(one, "uint8")
-        self.library.tagged_encode(at(x), at(starts), [at(each) for each in payload], n, lowest, middle, xp.threads)
+        self.library.tagged_encode(at(x), at(starts), *map(at, payload), n, lowest, middle, xp.threads)
         return payload
 
     def tagged_mean(self, payloads: Pairs, out: Array | None, n: int, lowest: int, middle: int) -> Array:
@@ -517,7 +431,7 @@ class HostKernels:
         )
         numbers = [number for wide, two, one in counts for number in (wide, two // 2, one)]
         out = self._out(out, n)
-        where = self._columns(kept), numbers, len(kept), xp.address(out)
+        where = *self._columns(kept), numbers, len(kept), xp.address(out)
         self.library.tagged_mean(*where, n, lowest, middle, xp.threads)
         return out
 
@@ -525,9 +439,9 @@ class HostKernels:
         """Counts uint8[m], places uint8[K], scale float32[1], and what is left: `grace.compressors.adacomp`."""
         xp, at, (x, residual) = self._xp, self._xp.address, self._ready(x, residual)
         (n,) = xp.shape(x)
-        counts, places, scale = xp.empty(_count(n, size), "uint8"), xp.empty(n, "uint8"), xp.empty(1)
+        counts, places, scale = xp.empty(blocks(n, size), "uint8"), xp.empty(n, "uint8"), xp.empty(1)
         left, payload = xp.empty(n), (at(counts), at(places), at(scale))
-        sent = self.library.bins_encode(at(x), at(residual), at(left), payload, n, size, xp.threads)
+        sent = self.library.bins_encode(at(x), at(residual), at(left), *payload, n, size, xp.threads)
         return counts, places[:sent], scale, left
 
     def bins_mean(self, payloads: Pairs, out: Array | None, n: int, size: int) -> Array:
@@ -535,10 +449,10 @@ class HostKernels:
         xp = self._xp
         sizes = [xp.shape(places)[0] for _, places, _ in payloads]
         kept = self._ragged(
-            payloads, [(("uint8", _count(n, size)), ("uint8", count), ("float32", 1)) for count in sizes]
+            payloads, [(("uint8", blocks(n, size)), ("uint8", count), ("float32", 1)) for count in sizes]
         )
         out = self._out(out, n)
-        self.library.bins_mean(self._columns(kept), sizes, len(kept), xp.address(out), n, size, xp.threads)
+        self.library.bins_mean(*self._columns(kept), sizes, len(kept), xp.address(out), n, size, xp.threads)
         return out
 
     def chances_encode(self, x: Array, ratio: float, iterations: int, rng: Rng) -> tuple[Array, ...]:
@@ -548,8 +462,9 @@ class HostKernels:
         room = min(n, int(1.25 * ratio * n) + 64)
         while True:
             arrays = xp.empty(room, "int32"), xp.empty(room), xp.empty(room, "int32"), magnitude
-            where = rng.keys, rng.offset, [at(each) for each in arrays]
-            certain, drawn = self.library.chances_encode(at(x), ratio * n, iterations, *where, room, n, xp.threads)
+            where, sent = (*rng.keys, rng.offset, *map(at, arrays), room), (c_int64 * 2)()
+            self.library.chances_encode(at(x), ratio * n, iterations, *where, sent, n, xp.threads)
+            certain, drawn = sent
             if max(certain, drawn) <= room:
                 return arrays[0][:certain], arrays[1][:certain], arrays[2][:drawn], magnitude
             room = max(certain, drawn)
@@ -569,9 +484,9 @@ class HostKernels:
         (n,) = xp.shape(sums)
         out = self._out(out, n)
         where, wide = (None, at(sums), at(scales), at(out)), xp.dtype(sums) == "int32"
-        return self._mean(
-            partial(self.library.shared_values, *where, n, block, steps, wide, xp.threads), out, sums, scales
-        )
+        call = partial(self.library.shared_values, *where, n, block, steps, wide, xp.threads)
+        self._do(call, None, out, sums, scales)
+        return out
 
     def shared_left(self, x: Array, own: Array, scales: Array, block: int, steps: int) -> Array:
         """float32[n] less what integers stand for, in its own memory."""
@@ -584,17 +499,16 @@ class HostKernels:
         """float32[n], int32[many * size] -> float32[ceil(n / size), many]: `grace.compressors.arctopk`."""
         xp, at, (x, words) = self._xp, self._xp.address, self._ready(x, words)
         (n,), many = xp.shape(x), xp.shape(words)[0] // size
-        rows = _count(n, size)
+        rows = blocks(n, size)
         sums = xp.empty(rows * many)
         self.library.signed_sums(at(x), at(words), at(sums), n, size, many, xp.threads)
         return xp.reshape(sums, (rows, many))
 
     def largest_sums(self, payloads: Pairs, n: int, k: int) -> tuple[Array, Array]:
         """Each worker's k values and ascending positions -> those of the largest k of their sums over the workers."""
-        xp, kept = self._xp, self._received(payloads, ("float32", k), ("int32", k))
-        values, positions = self._columns(kept)
+        xp, (kept, columns) = self._xp, self._received(payloads, (("float32", k), ("int32", k)))
         sums, places = xp.empty(k), xp.empty(k, "int32")
-        self.library.largest_sums(values, positions, len(kept), k, xp.address(sums), xp.address(places), n, k)
+        self.library.largest_sums(*columns, len(kept), k, xp.address(sums), xp.address(places), n, k)
         return sums, places
 
     def cosines_encode(
@@ -604,19 +518,14 @@ class HostKernels:
 
         ``sizes``: rows and columns of the matrix, and of a chunk. ``k``: coefficients of each chunk.
         """
-        xp, at = self._xp, self._xp.address
-        payload = tuple(xp.part(size, dtype) for dtype, size in _coefficients(sizes, k))
-        left, out, swap = self._left(x, residual)
-        where = at(x), at(residual), out, _three(at, payload)
-        encode = partial(self.library.cosines_encode, *where, sizes, k, xp.threads, swap)
-        self._encode(encode, x, residual, *payload)
-        return payload, left
+        return self._encode("cosines", x, residual, (*sizes, k))
 
     def cosines_left(self, x: Array, payload: tuple[Array, ...], sizes: tuple[int, int, int, int], k: int) -> Array:
         """float32[n] less what a payload stands for, in its own memory; ValueError for others."""
-        (payload,), (x,) = fitted(self._xp, [payload], *_coefficients(sizes, k)), self._ready(x)
-        at = self._xp.address
-        self.library.cosines_left(at(x), _three(at, payload), at(x), sizes, k, self._xp.threads)
+        (x,), at = self._ready(x), self._xp.address
+        _kept, columns = self._received([payload], CODECS["cosines"].sizes(*sizes, k))
+        where = [column and column[0] for column in columns]
+        self.library.cosines_left(at(x), *where, at(x), *sizes, k, self._xp.threads)
         return x
 
     def cosines_mean(
@@ -632,12 +541,8 @@ class HostKernels:
 
         ``senders``: coefficients are averaged over those that sent them. ``sign``: the signs of that.
         """
-        kept, xp = self._received(payloads, *_coefficients(sizes, k)), self._xp
         out = self._out(out, sizes[0] * sizes[1])
-        values, low, *high = self._columns(kept)
-        columns = values, low, high[0] if high else None
-        self.library.cosines_mean(columns, len(kept), xp.address(out), sizes, k, senders, sign, xp.threads)
-        return out
+        return self._mean("cosines", payloads, out, (*sizes, k), (senders, sign), now=True)
 
     def positions_write(self, positions: Array, widths: Sequence[int], marks: int) -> tuple[Array, ...]:
         """int32[k] -> planes of lower bits, and the upper ones' code: "elias_fano" of `grace.ops.index_coding`."""
@@ -660,26 +565,20 @@ class HostKernels:
 
     def chunks_encode(self, x: Array, residual: Array | None, chunk: int, k: int) -> tuple[tuple[Array, ...], Array]:
         """float32[n] -> the payload of `grace.compressors.chunktopk`, and what is left."""
-        xp, at = self._xp, self._xp.address
-        (n,) = xp.shape(x)
-        payload = tuple(xp.part(size, dtype) for dtype, size in _chunked(n, chunk, k))
-        left, out, swap = self._left(x, residual)
-        where = at(x), at(residual), out, _optional(list(map(at, payload)))
-        self._encode(partial(self.library.chunks_encode, *where, n, chunk, k, xp.threads, swap), x, residual, *payload)
-        return payload, left
+        return self._encode("chunks", x, residual, (self._xp.shape(x)[0], chunk, k))
 
     def chunks_values(self, payload: Sequence[Array], n: int, chunk: int, k: int) -> tuple[Array, Array] | None:
         """The inverse: float32[K], and int32[K], where they belong. None: its places are not all in their chunks."""
-        sizes, xp = _chunked(n, chunk, k), self._xp
-        (arrays,) = fitted(xp, [tuple(payload)], *sizes)
+        sizes, xp = CODECS["chunks"].sizes(n, chunk, k), self._xp
+        _kept, columns = self._received([tuple(payload)], sizes)
         values, positions = xp.empty(sizes[0][1]), xp.empty(sizes[0][1], "int32")
-        where = _optional(list(map(xp.address, arrays)))
-        right = self.library.chunks_values(where, n, chunk, k, xp.address(values), xp.address(positions))
-        return (values, positions) if right else None
+        where = [column and column[0] for column in columns]
+        wrong = self.library.chunks_values(*where, n, chunk, k, xp.address(values), xp.address(positions))
+        return None if wrong else (values, positions)
 
     def finite(self, addresses: Sequence[int], counts: Sequence[int]) -> bool:
         """Whether all numbers of float32 vectors at these addresses are finite."""
-        return self.library.finite(addresses, counts)
+        return bool(self.library.finite(addresses, counts, len(counts)))
 
     @contextmanager
     def together(self, n: int) -> Iterator[None]:
@@ -707,7 +606,7 @@ class HostKernels:
         left, right, *sizes = (p, q, a, b, r) if taken is None else self._fitting(*taken, x, rest)
         if sizes != [a, b, r]:
             raise ValueError(f"the factors of a product are {sizes}, and those of the other {[a, b, r]}")
-        self.library.part(at(x), at(p), at(q), at(rest), a, b, r, xp.threads, (at(left), at(right)))
+        self.library.part(at(x), at(p), at(q), at(left), at(right), at(rest), a, b, r, xp.threads)
 
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
         """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; m becomes m + ``residual`` first, where that is given: a vector."""
@@ -724,7 +623,7 @@ class HostKernels:
         at, (a, b), (_, r) = xp.address, xp.shape(matrix), xp.shape(p)
         q = xp.empty((r, b))
         self._check_residual(residual, a, b)
-        self.library.right(at(matrix), at(p), at(q), a, b, r, xp.threads, at(residual))
+        self.library.right(at(matrix), at(residual), at(p), at(q), a, b, r, xp.threads)
         return q
 
     def _check_residual(self, residual: Array | None, a: int, b: int) -> None:
@@ -761,22 +660,85 @@ class HostKernels:
         left, swap = (x, False) if self._undo is None or residual is None else (residual, True)
         return left, None if residual is None else self._xp.address(left), swap
 
-    def _encode(self, kernel: Callable[[], None], x: Array, residual: Array | None, *used: Any) -> None:
-        def call() -> None:
-            kernel()
-            self._note(x, residual)  # not before: until then the residual is where it was
+    def _encode(
+        self,
+        name: str,
+        x: Array,
+        residual: Array | None,
+        how: tuple[Any, ...],
+        more: tuple[Any, ...] = (),
+        *used: Any,
+        sizes: Sequence[tuple[str, int | None]] | None = None,
+        first: tuple[Any, ...] = (),
+        alone: bool = False,
+        flat: bool = False,
+        now: bool = False,
+    ) -> Any:
+        # The payload of one of `schema.CODECS`, and what is left. ``how``: what the sizes of its arrays depend on, and
+        # what comes next, ``more``. ``used``: whose memory is read. ``alone``: no residual. ``now``: not put off.
+        xp, codec = self._xp, CODECS[name]
+        at, left = xp.address, x
+        payload: list[Array] = []
+        addresses: list[int | None] = []
+        for dtype, n in sizes or codec.sizes(*how):
+            if n is None:
+                addresses.append(None)
+            else:
+                payload.append(array := xp.part(n, dtype))
+                addresses.append(at(array))
+        kernel = getattr(self.library, codec.encode)
+        if alone:
+            call = partial(kernel, *first, at(x), *addresses, *how, *more, xp.threads)
+        else:
+            left, out, swap = self._left(x, residual)
+            call = partial(kernel, *first, at(x), at(residual), out, *addresses, *how, *more, xp.threads, swap)
+        if self._calls is None or now:
+            call()
+            if self._undo is not None and residual is not None:
+                self._undo.append((residual, x))
+        else:
+            self._put_off(call, (x, residual), *payload, *used)
+        return (*payload, left) if flat else (tuple(payload), left)
 
-        self._do(call, *used)
-
-    def _mean(self, kernel: Callable[[], None], out: Array, *used: Any) -> Array:
-        self._do(kernel, out, *used)
-        return out
-
-    def _do(self, call: Callable[[], None], *used: Any) -> None:
-        if self._calls is None:
+    def _mean(
+        self,
+        name: str,
+        payloads: Pairs,
+        out: Array | None,
+        how: tuple[Any, ...],
+        more: tuple[Any, ...] = (),
+        *used: Any,
+        sizes: Sequence[tuple[str, int | None]] | None = None,
+        first: tuple[Any, ...] = (),
+        now: bool = False,
+    ) -> Array:
+        # Likewise the mean of payloads.
+        xp, out, codec = self._xp, self._out(out, how[0]), CODECS[name]
+        kept, columns = self._received(payloads, sizes or codec.sizes(*how))
+        kernel = getattr(self.library, codec.mean)
+        call = partial(kernel, *first, *columns, len(kept), xp.address(out), *how, *more, xp.threads)
+        if self._calls is None or now:
             call()
         else:
-            self._calls.add(call, *used)
+            self._calls.add(call, out, kept, *used)
+        return out
+
+    def _do(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
+        # ``swapped``: x and the residual, noted once the kernel has run: until then the residual is where it was.
+        if self._calls is not None:
+            self._put_off(kernel, swapped, *used)
+            return
+        kernel()
+        if swapped is not None:
+            self._note(*swapped)
+
+    def _put_off(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
+        assert self._calls is not None
+        self._calls.add(kernel if swapped is None else partial(self._noted, kernel, *swapped), *used)
+
+    def _noted(self, kernel: Callable[[], Any], x: Array, residual: Array | None) -> None:
+        kernel()
+        self._note(x, residual)
 
     def _note(self, x: Array, residual: Array | None) -> None:
         if self._undo is not None and residual is not None:
@@ -785,8 +747,14 @@ class HostKernels:
     def _out(self, out: Array | None, n: int) -> Array:
         return self._xp.empty(n) if out is None else out
 
-    def _received(self, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
-        return fitted(self._xp, payloads, *sizes)
+    def _received(self, payloads: Pairs, sizes: Sequence[tuple[str, int | None]]) -> tuple[Pairs, list[Any]]:
+        # The payloads, and where each of their arrays lies: None of those that are absent.
+        kept = fitted(self._xp, payloads, *[each for each in sizes if each[1] is not None])  # type: ignore[arg-type]
+        columns: list[Any] = self._columns(kept)
+        if len(columns) < len(sizes):
+            taken = iter(columns)
+            columns = [None if size is None else next(taken) for _, size in sizes]
+        return kept, columns
 
     def _ragged(self, payloads: Pairs, sizes: Sequence[tuple[tuple[str, int], ...]]) -> Pairs:
         # Payloads that need not be alike.
@@ -809,6 +777,14 @@ class HostKernels:
         return [[self._xp.address(array) for array in arrays] for arrays in zip(*payloads, strict=True)]
 
 
+def partly(kernels: type[T]) -> type[T]:
+    """Class decorator for what replaces `HostKernels` in part: a kernel that it lacks is None."""
+    for name in vars(HostKernels).keys() - vars(kernels).keys():
+        if not name.startswith("_"):
+            setattr(kernels, name, None)
+    return kernels
+
+
 def fitted(xp: Any, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
     """The payloads, if the arrays of each have these dtypes and lengths, else ValueError: a kernel looks at none."""
     if isinstance(payloads, Received) and payloads.layout == tuple([(dtype, (n,)) for dtype, n in sizes]):
@@ -819,43 +795,13 @@ def fitted(xp: Any, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
     return [tuple(xp.contiguous(array) for array in payload) for payload in payloads]
 
 
-def _count(n: int, block: int) -> int:
-    return -(-n // block) if block else min(n, 1)
-
-
-def _parts(codes: Codes, n: int, block: int) -> list[tuple[str, int]]:
+def _parts(codes: Codes, n: int, block: int) -> list[tuple[str, int | None]]:
     # dtypes and lengths of a payload.
     if codes.kind == "bfloat16":
-        return [("uint8", 2 * n)]
+        return [("uint8", 2 * n), ("float32", None)]
     scales = "int32" if codes.kind == "natural" else "float32"
-    return [("uint8", packed_size(codes.bits, n)), (scales, _count(n, block))]
+    return [("uint8", packed_size(codes.bits, n)), (scales, blocks(n, block))]
 
 
-def _chunked(n: int, chunk: int, k: int) -> list[tuple[str, int]]:
-    # Likewise of the largest of each chunk.
-    full, rest = divmod(n, chunk)
-    many, above = full * k + min(rest, k), max(0, (chunk - 1).bit_length() - 8)
-    high = [("uint8", packed_size(above, many))] if above else []
-    return [("uint8", many), *high, ("uint8", packed_size(2, many)), ("float32", 2 * (full + (rest > 0)))]
-
-
-def _optional(addresses: list[int]) -> list[int | None]:
-    # Those of places are two arrays, or one.
-    return [*addresses] if len(addresses) == 4 else [addresses[0], None, *addresses[1:]]
-
-
-def _normal(levels: Sequence[float], n: int, width: int) -> list[tuple[str, int]]:
-    # Likewise of whole blocks.
-    m = _count(n, width)
-    return [("uint8", packed_size(len(levels).bit_length() - 1, m * width)), ("float32", m), ("uint8", m)]
-
-
-def _coefficients(sizes: tuple[int, int, int, int], k: int) -> list[tuple[str, int]]:
-    # Likewise of chunks, k of each.
-    a, b, rows, columns = sizes
-    many, above = -(-a // rows) * -(-b // columns) * k, (rows * columns - 1).bit_length() - 8
-    return [("float32", many), ("uint8", many), *([("uint8", packed_size(above, many))] if above > 0 else [])]
-
-
-def _three(at: Callable[[Array], int], payload: tuple[Array, ...]) -> list[int | None]:
-    return [*map(at, payload), None][:3]
+def _bits(levels: Sequence[float]) -> int:
+    return len(levels).bit_length() - 1

@@ -1,9 +1,10 @@
-// The C interface: what is split over threads and blocks, and what looks at single elements. The loops are in loops.cc.
+// The C interface (api.h): splits work over threads and blocks, and looks at single elements. The loops are in loops.cc.
 //
-// Every function takes the instruction set first (grace_loops), raw addresses, and the number of threads last. Nothing
-// is checked but what comes from the network. Results do not depend on the number of threads nor, except for NaN's
-// bits and the last bits of left, right and the coefficients that are sent of chunks, on the instruction set.
+// Results depend neither on the number of threads nor, except for NaN's bits and the last bits of left, right and the
+// coefficients that chunks send, on the instruction set.
 #include "kernels.h"
+
+#include "api.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -151,7 +152,6 @@ API int64_t grace_stream_from(int64_t n) {
   return n;
 }
 
-// From now on this thread writes results of so many elements one after the other; 0: each by itself. Returns what it was.
 API int64_t grace_gathered(const Loops*, int64_t n) {
   std::swap(n, gathered);
   return n;
@@ -160,7 +160,7 @@ API int64_t grace_gathered(const Loops*, int64_t n) {
 API const char* grace_name(const Loops* loops) { return loops->name; }
 
 API void grace_signs_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* bits,
-                            float* scales, int64_t n, int64_t block, int64_t swap, int64_t threads) {
+                            float* scales, int64_t n, int64_t block, int64_t threads, int64_t swap) {
   if (n <= 0) return;
   if (block <= 0 || block > n) block = n;
   const Out form = form_of(x, residual, out, n, swap);
@@ -200,7 +200,7 @@ API void grace_signs_mean(const Loops* loops, const uint8_t* const* bits, const 
 
 API void grace_ints_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
                            float* scales, int64_t n, int64_t block, int64_t bits, const uint16_t* table,
-                           const uint16_t* offsets, int64_t start, int64_t swap, int64_t threads) {
+                           const uint16_t* offsets, int64_t start, int64_t threads, int64_t swap) {
   if (n <= 0) return;
   if (block <= 0 || block > n) block = n;
   const Out form = form_of(x, residual, out, n, swap);
@@ -363,9 +363,8 @@ std::vector<int32_t> sample(const float* x, const float* residual, int64_t n) {
 
 }  // namespace
 
-// 0, or -2 if there is no memory.
 API int64_t grace_topk_encode(const Loops* loops, const float* x, const float* residual, float* out, float* values,
-                              int32_t* positions, int64_t n, int64_t k, int64_t swap, int64_t threads) {
+                              int32_t* positions, int64_t n, int64_t k, int64_t threads, int64_t swap) {
   if (n <= 0) return 0;
   k = std::clamp<int64_t>(k, 0, n);
   Out form = form_of(x, residual, out, n, swap);
@@ -435,7 +434,6 @@ API int64_t grace_topk_encode(const Loops* loops, const float* x, const float* r
   }
 }
 
-// positions, int32[m, k]: of each row of x[m, n] the k <= n elements of largest magnitude, ascending. 0, or -2.
 API int64_t grace_topk_rows(const Loops* loops, const float* x, int64_t m, int64_t n, int64_t k, int32_t* positions,
                             int64_t threads) {
   if (m <= 0 || n <= 0 || k <= 0) return 0;
@@ -463,8 +461,6 @@ API int64_t grace_topk_rows(const Loops* loops, const float* x, int64_t m, int64
 
 // ---- what is kept ----------------------------------------------------------------------------------------------------
 
-// last[n] becomes beta * last + gamma * x, and x what last was: one pass, after which the last state is still there. found[3],
-// or null: grace_excess of last, and 0. 0, or -2: no memory, and nothing was written.
 API int64_t grace_accumulate(const Loops* loops, float* x, float* last, float beta, float gamma, double* found, int64_t n,
                              int64_t threads) try {
   if (found)
@@ -557,9 +553,6 @@ API int64_t grace_beyond(const Loops* loops, const float* x, float bound, float*
 
 // ---- sparse mean -----------------------------------------------------------------------------------------------------
 
-// Each worker sent so many vectors. With `pairs` those that it says have but two values, and a position p that is below 0
-// stands for -1 - p and the second one. -1, or the first vector whose positions are not within 0 .. n-1 and ascending (out is
-// then unfinished); -2: no memory.
 API int64_t grace_sparse_means(const Loops* loops, const float* const* values, const int32_t* const* positions,
                                const int64_t* counts, const uint8_t* pairs, int64_t vectors, int64_t each, float* out,
                                int64_t n, int64_t threads) try {
@@ -630,10 +623,6 @@ API int64_t grace_sparse_mean(const Loops* loops, const float* const* values, co
 
 // ---- a threshold from a sample ---------------------------------------------------------------------------------------
 
-// The elements that grace.compressors.selectors.Sampled chooses: how many, to values and positions; -2: no memory;
-// -3 - count: these need room for so many. The sample's threshold is the rank-th largest magnitude of `sample` elements;
-// candidates are it times factors[many]; miss[many] is what tells equals apart. With `first` not all candidates are looked
-// at first, but those from one on that about three times as many exceed: mostly one of these is chosen.
 API int64_t grace_sampled(const Loops* loops, const float* x, int64_t n, int64_t key0, int64_t key1, int64_t start,
                           int64_t sample, int64_t rank, const float* factors, const float* miss, int64_t many,
                           int64_t first, int64_t k, int64_t most, float* values, int32_t* positions, int64_t capacity,
@@ -705,7 +694,6 @@ API int64_t grace_sampled(const Loops* loops, const float* x, int64_t n, int64_t
   return -2;
 }
 
-// Whether no element of any of the vectors is NaN or infinite.
 API int64_t grace_finite(const Loops*, const float* const* vectors, const int64_t* counts, int64_t many) {
   for (int64_t v = 0; v < many; v++) {
     int32_t wrong = 0;
@@ -722,7 +710,6 @@ API void grace_words(const Loops* loops, int64_t key0, int64_t key1, int64_t sta
   });
 }
 
-// positions, int32[k]: those of the k <= n smallest of the words 0 .. n-1 after start, ascending. 0, or -2.
 API int64_t grace_smallest_words(const Loops* loops, int64_t key0, int64_t key1, int64_t start, int64_t n, int64_t k,
                                  int32_t* positions, int64_t threads) try {
   constexpr int64_t TILE = 4096;
@@ -780,8 +767,6 @@ API int64_t grace_smallest_words(const Loops* loops, int64_t key0, int64_t key1,
   return -2;
 }
 
-// The memory of grace.memories.dgc: u_out = momentum * u + g and v_out = v + u_out; with nesterov u_out =
-// momentum * (u + g) and v_out = v + u_out + g. last, if there is one, takes v. Each may be what it is made from.
 API void grace_correct(const Loops* loops, const float* g, const float* u, const float* v, float* u_out, float* v_out,
                        float* last, float momentum, int64_t nesterov, int64_t n, int64_t threads) {
   const bool stream = streams(g, v, u_out, n) && u_out != u;
@@ -855,7 +840,7 @@ int64_t bytes_of(int64_t n, int bits) { return n / 8 * bits; }
 API void grace_levels_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
                              float* scales, int64_t n, int64_t block, int64_t bits, int64_t levels,
                              const uint16_t* table, const uint16_t* offsets, int64_t start, int64_t key0, int64_t key1,
-                             int64_t swap, int64_t threads) {
+                             int64_t threads, int64_t swap) {
   if (n <= 0) return;
   if (block <= 0 || block > n) block = n;
   const Out form = form_of(x, residual, out, n, swap);
@@ -914,7 +899,7 @@ API void grace_votes_mean(const Loops* loops, const uint8_t* const* bits, const 
 }
 
 API void grace_halves_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* bits,
-                             float* means, int64_t n, int64_t block, int64_t swap, int64_t threads) {
+                             float* means, int64_t n, int64_t block, int64_t threads, int64_t swap) {
   if (n <= 0) return;
   if (block <= 0 || block > n) block = n;
   const Out form = form_of(x, residual, out, n, swap);
@@ -996,7 +981,7 @@ int64_t shorten(uint8_t* bytes, int64_t size) {
   int64_t i = 0;
   for (; i + 8 <= size; i += 8) {
     const uint64_t low = 0x7f7f7f7f7f7f7f7f, word = get(reinterpret_cast<uint64_t*>(bytes + i), 0) ^ 0x7979797979797979;
-    for (uint64_t others = ((word & low) + low | word) & ~low; others; others &= others - 1) {
+    for (uint64_t others = (((word & low) + low) | word) & ~low; others; others &= others - 1) {
       const int64_t at = i + __builtin_ctzll(others) / 8;
       const uint8_t byte = bytes[at];
       end(at);
@@ -1011,10 +996,9 @@ int64_t shorten(uint8_t* bytes, int64_t size) {
 
 }  // namespace
 
-// How many of the ceil(n / 5) bytes are sent.
 API int64_t grace_trits_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* bytes,
-                               float* scales, int64_t n, int64_t block, float sparsity, int64_t runs, int64_t swap,
-                               int64_t threads) {
+                               float* scales, int64_t n, int64_t block, float sparsity, int64_t runs, int64_t threads,
+                               int64_t swap) {
   if (n <= 0) return 0;
   if (block <= 0 || block > n) block = n;
   const Out form = form_of(x, residual, out, n, swap);
@@ -1043,7 +1027,6 @@ API int64_t grace_trits_encode(const Loops* loops, const float* x, const float* 
   return runs ? shorten(bytes, (n + 4) / 5) : (n + 4) / 5;
 }
 
-// -1, or the first worker whose runs do not make ceil(n / 5) bytes; out is then as it was.
 API int64_t grace_trits_mean(const Loops* loops, const uint8_t* const* bytes, const float* const* scales,
                              const int64_t* counts, int64_t workers, float* out, int64_t n, int64_t block, int64_t runs,
                              int64_t threads) {
@@ -1068,7 +1051,7 @@ API int64_t grace_trits_mean(const Loops* loops, const uint8_t* const* bytes, co
 
 API void grace_codes_encode(const Loops* loops, const grace::Codec* codec, const float* x, const float* residual,
                             float* out, uint8_t* codes, int32_t* scales, int64_t n, int64_t block, int64_t start,
-                            int64_t swap, int64_t threads) {
+                            int64_t threads, int64_t swap) {
   if (n <= 0) return;
   if (block <= 0 || block > n) block = n;
   const Out form = form_of(x, residual, out, n, swap);
@@ -1132,7 +1115,7 @@ struct Room {
 API void grace_normal_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
                              float* scales, uint8_t* streams, int64_t n, int64_t width, int64_t bits,
                              const float* levels, const float* middles, float divisor, int64_t stream, int64_t key0,
-                             int64_t key1, int64_t start, int64_t swap, int64_t threads) {
+                             int64_t key1, int64_t start, int64_t threads, int64_t swap) {
   if (n <= 0) return;
   const Out form = form_of(x, residual, out, n, swap);
   const Rotation rotation = {width, start, uint32_t(key0), uint32_t(key1)};
@@ -1160,7 +1143,6 @@ API void grace_normal_mean(const Loops* loops, const uint8_t* const* codes, cons
   });
 }
 
-// Norms of blocks, relative to their largest magnitudes.
 API void grace_norms(const Loops* loops, const float* x, float* norms, int64_t n, int64_t block, int64_t threads) {
   if (n <= 0) return;
   split(n, block, threads, [=](int64_t begin, int64_t end, int64_t) {

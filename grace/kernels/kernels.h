@@ -111,7 +111,7 @@ struct Range {
 // What probabilities are relative to, and from where on they are 1.
 struct Unit {
   float largest, unit;
-  bool near;  // Quotients<true> may be worked out (vectors.h)
+  bool near;  // Quotients<true> may be worked out (vectors-inl.h)
 };
 
 struct Excess {
@@ -142,7 +142,7 @@ struct Terms {
   const float* values;
 };
 
-// Loops of single methods (methods.h), as of `Loops`.
+// Loops of single methods (methods-inl.h), as of `Loops`.
 struct MethodLoops {
   // Integers that compare as the floats do; and for each upper half of these 2^40 for each that has it, and the sum of
   // their lower halves, to bins[65536]. Of fewer than 2^24 elements.
@@ -306,20 +306,3 @@ extern const Loops loops_avx512;
 #endif
 
 }  // namespace grace
-
-// Of the C interface (kernels.cc, described in __init__.py), what tensorflow_ops.cc uses.
-extern "C" {
-void grace_signs_encode(const grace::Loops* loops, const float* x, const float* residual, float* out, uint8_t* bits,
-                        float* scales, int64_t n, int64_t block, int64_t swap, int64_t threads);
-void grace_signs_mean(const grace::Loops* loops, const uint8_t* const* bits, const float* const* scales,
-                      int64_t workers, float* out, int64_t n, int64_t block, int64_t threads);
-void grace_ints_encode(const grace::Loops* loops, const float* x, const float* residual, float* out, uint8_t* codes,
-                       float* scales, int64_t n, int64_t block, int64_t bits, const uint16_t* table,
-                       const uint16_t* offsets, int64_t start, int64_t swap, int64_t threads);
-void grace_ints_mean(const grace::Loops* loops, const uint8_t* const* codes, const float* const* scales,
-                     int64_t workers, float* out, int64_t n, int64_t block, int64_t bits, int64_t threads);
-int64_t grace_topk_encode(const grace::Loops* loops, const float* x, const float* residual, float* out, float* values,
-                          int32_t* positions, int64_t n, int64_t k, int64_t swap, int64_t threads);
-int64_t grace_sparse_mean(const grace::Loops* loops, const float* const* values, const int32_t* const* positions,
-                          const int64_t* counts, int64_t workers, float* out, int64_t n, int64_t threads);
-}

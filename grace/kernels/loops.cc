@@ -3,7 +3,7 @@
 // Only what is inlined may be called here: a function of the standard library, compiled for AVX-512 in this file, could
 // be linked into code that older processors run.
 #include "kernels.h"
-#include "vectors.h"
+#include "vectors-inl.h"
 
 #if defined(GRACE_AVX512)
 #define TABLE loops_avx512
@@ -204,7 +204,7 @@ void signs_blocks(const float* x, const float* residual, float* out, uint8_t* bi
 template <class Pair, int N, bool STREAM>
 INLINE void bits_tile(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out, int64_t at,
                       int64_t b, const Divisor& divisor) {
-  F sum[N];
+  F sum[N] = {};
   for (int64_t w = 0; w < workers; w++) {
     const Pair pair(scales[w], b);
     const uint8_t* from = bits[w] + at / 8;
@@ -356,7 +356,7 @@ void ints_blocks(const float* x, const float* residual, float* out, uint8_t* cod
 template <int N, int BITS, bool STREAM>
 INLINE void ints_tile(const uint8_t* const* codes, const float* const* scales, int64_t workers, float* out, int64_t at,
                       int64_t b, const Divisor& divisor) {
-  F sum[N];
+  F sum[N] = {};
   for (int64_t w = 0; w < workers; w++) {
     const Scaled<BITS> scaled(read(scales[w], b));
     const uint8_t* from = codes[w] + at * BITS / 8;
@@ -807,7 +807,7 @@ void correct(const float* g, const float* u, const float* v, float* u_out, float
 
 }  // namespace
 
-#include "levels.h"
+#include "levels-inl.h"
 
 namespace {
 
@@ -867,34 +867,94 @@ void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<ui
 
 // ---- floats of few bits ----------------------------------------------------------------------------------------------
 
-#include "floats.h"
+#include "floats-inl.h"
 
 // ---- blocks that are rotated at random -------------------------------------------------------------------------------
 
-#include "rotations.h"
+#include "rotations-inl.h"
 
 // ---- chunks of a cosine transform ------------------------------------------------------------------------------------
 
-#include "cosines.h"
+#include "cosines-inl.h"
 
 // ---- single methods --------------------------------------------------------------------------------------------------
 
-#include "methods.h"
+#include "methods-inl.h"
 
-const grace::MethodLoops METHODS = {order_keys,  order_bins,      order_codes,   quantile_emit, quantile_sum, signs_count,
-                                    hashed_add,  hashed_estimate, tagged_count,  tagged_emit,   tags_count,   tagged_sum, bins_emit,
-                                    range,       chances_sum,     chances_emit,  excess,          accumulate_tail,        cosines_of,    cosines_left,
-                                    cosines_values, groups_largest, bound_of, shared_emit, shared_values, signed_sums};
+const grace::MethodLoops METHODS = {
+    .order_keys = order_keys,
+    .order_bins = order_bins,
+    .order_codes = order_codes,
+    .quantile_emit = quantile_emit,
+    .quantile_sum = quantile_sum,
+    .signs_count = signs_count,
+    .hashed_add = hashed_add,
+    .hashed_estimate = hashed_estimate,
+    .tagged_count = tagged_count,
+    .tagged_emit = tagged_emit,
+    .tags_count = tags_count,
+    .tagged_sum = tagged_sum,
+    .bins_emit = bins_emit,
+    .range = range,
+    .chances_sum = chances_sum,
+    .chances_emit = chances_emit,
+    .excess = excess,
+    .accumulate = accumulate_tail,
+    .cosines_of = cosines_of,
+    .cosines_left = cosines_left,
+    .cosines_values = cosines_values,
+    .groups_largest = groups_largest,
+    .bound_of = bound_of,
+    .shared_emit = shared_emit,
+    .shared_values = shared_values,
+    .signed_sums = signed_sums,
+};
 
 }  // namespace
 
 namespace grace {
 
-extern const Loops TABLE = {NAME,         signs_total, signs_emit, signs_blocks, bits_sum<Signs>, ints_largest, ints_emit,
-                            ints_blocks,  ints_sum,    select,     accumulate, divide,       words,     inverse,      noise,
-                            product,      part,        left,       right,        squares,   levels_emit,  levels_blocks,
-                            levels_sum,   votes_encode, votes_sum, halves,       halves_emit, bits_sum<Means>, trits_emit,
-                            trits_sum,    correct,     codes_largest, codes_scale, codes_emit, codes_sum,        normal_blocks,
-                            normal_sum,   steps_blocks, steps_values, &METHODS};
+extern const Loops TABLE = {
+    .name = NAME,
+    .signs_total = signs_total,
+    .signs_emit = signs_emit,
+    .signs_blocks = signs_blocks,
+    .signs_sum = bits_sum<Signs>,
+    .ints_largest = ints_largest,
+    .ints_emit = ints_emit,
+    .ints_blocks = ints_blocks,
+    .ints_sum = ints_sum,
+    .select = select,
+    .accumulate = accumulate,
+    .divide = divide,
+    .words = words,
+    .inverse = inverse,
+    .noise = noise,
+    .product = product,
+    .part = part,
+    .left = left,
+    .right = right,
+    .squares = squares,
+    .levels_emit = levels_emit,
+    .levels_blocks = levels_blocks,
+    .levels_sum = levels_sum,
+    .votes_encode = votes_encode,
+    .votes_sum = votes_sum,
+    .halves = halves,
+    .halves_emit = halves_emit,
+    .halves_sum = bits_sum<Means>,
+    .trits_emit = trits_emit,
+    .trits_sum = trits_sum,
+    .correct = correct,
+    .codes_largest = codes_largest,
+    .codes_scale = codes_scale,
+    .codes_emit = codes_emit,
+    .codes_sum = codes_sum,
+    .normal_blocks = normal_blocks,
+    .normal_sum = normal_sum,
+    .steps_blocks = steps_blocks,
+    .steps_values = steps_values,
+    .methods = &METHODS,
+};
 
 }  // namespace grace

@@ -1,4 +1,4 @@
-// The C interface of the loops of single methods (methods.h). Part of kernels.cc.
+// The C interface of the loops of single methods (methods-inl.h). Part of kernels.cc.
 
 using grace::Chances;
 using grace::Cosines;
@@ -118,9 +118,8 @@ void many_quantiles(const Loops* loops, const float* x, int64_t n, int bits, uin
 
 // ---- buckets of equal population, as in grace/compressors/sketch.py ------------------------------------------------------
 
-// 0, or -2 if there is no memory.
 API int64_t grace_quantiles_encode(const Loops* loops, const float* x, uint8_t* codes, float* means, int64_t n, int64_t q,
-                                   int64_t bits) try {
+                                   int64_t bits, int64_t) try {
   if (n <= 0 || q <= 0) return 0;
   Buckets all(n, q);
   (n < MANY ? few_quantiles : many_quantiles)(loops, x, n, int(bits), codes, all);
@@ -167,10 +166,8 @@ struct Side {
 
 }  // namespace
 
-// signs[3]: how many of x + residual are above zero, and below, and the bits of the largest magnitude. out = that sum; where
-// there is no residual, it is null. 0, or -2: no memory, and nothing was written.
 API int64_t grace_signs_count(const Loops* loops, const float* x, const float* residual, float* out, int64_t* signs,
-                              int64_t n, int64_t swap, int64_t threads) try {
+                              int64_t n, int64_t threads, int64_t swap) try {
   n = std::max<int64_t>(n, 0);
   struct Signs {
     int64_t counts[2] = {};
@@ -194,8 +191,6 @@ API int64_t grace_signs_count(const Loops* loops, const float* x, const float* r
   return -2;
 }
 
-// How many are sent; -2: no memory. Above `capacity`: room they need. left, which may be null or x: what is sent is
-// subtracted there, if there is room for it.
 API int64_t grace_largest_of_signs(const Loops* loops, const float* x, const int64_t* signs, double ratio, float* means,
                                    int32_t* sent, float* left, int64_t capacity, int64_t n) try {
   n = std::max<int64_t>(n, 0);
@@ -267,7 +262,6 @@ API int64_t grace_largest_of_signs(const Loops* loops, const float* x, const int
 
 // ---- count sketches, as in grace/compressors/sketch_sgd.py -----------------------------------------------------------------
 
-// table, float32[rows, width]; words, int32[rows, size + ceil(n / size)]: of places in a group and of groups. 0, or -2.
 API int64_t grace_count_sketch(const Loops* loops, const float* x, const int32_t* words, float* table, int64_t n,
                                int64_t rows, int64_t size, int64_t width, int64_t threads) try {
   const Groups how{size, width, size + (n + size - 1) / size};
@@ -285,7 +279,6 @@ API int64_t grace_count_sketch(const Loops* loops, const float* x, const int32_t
   return -2;
 }
 
-// out, float32[n]: what such a table says.
 API int64_t grace_count_sketch_estimate(const Loops* loops, const float* table, const int32_t* words, float* out,
                                         int64_t n, int64_t rows, int64_t size, int64_t width, int64_t threads) try {
   if (n <= 0) return 0;
@@ -314,7 +307,6 @@ Tagged tagged(int64_t lowest, int64_t middle) {
 
 }  // namespace
 
-// starts, int64[pieces + 1, 3]: how many numbers of 32, 16 and 8 bits come before each piece of 65536 elements, and in all.
 API void grace_tagged_count(const Loops* loops, const float* x, int64_t* starts, int64_t n, int64_t lowest,
                             int64_t middle, int64_t threads) {
   const Tagged how = tagged(lowest, middle);
@@ -342,7 +334,6 @@ API void grace_tagged_encode(const Loops* loops, const float* x, const int64_t* 
   });
 }
 
-// counts, int64[workers, 3]: what each worker sent. -1, or the first worker whose tags ask for others.
 API int64_t grace_tagged_mean(const Loops* loops, const uint8_t* const* tags, const float* const* three,
                               const uint8_t* const* two, const uint8_t* const* one, const int64_t* counts,
                               int64_t workers, float* out, int64_t n, int64_t lowest, int64_t middle, int64_t threads) {
@@ -396,7 +387,6 @@ int64_t spread(const uint8_t* counts, int64_t bins, int64_t size, uint16_t* wher
 
 }  // namespace
 
-// How many places are sent. out, float32[n], becomes x + residual less what is sent; counts: uint8[bins]; places: uint8[n].
 API int64_t grace_bins_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* counts,
                               uint8_t* places, float* scale, int64_t n, int64_t size, int64_t threads) {
   const int64_t bins = n > 0 ? (n + size - 1) / size : 0, group = std::max<int64_t>(1, PIECE / size) * size;
@@ -429,7 +419,6 @@ API int64_t grace_bins_encode(const Loops* loops, const float* x, const float* r
   return kept;
 }
 
-// The mean of what the workers sent; -1, or the first whose counts and places do not fit: out is then unfinished.
 API int64_t grace_bins_mean(const Loops* loops, const uint8_t* const* counts, const uint8_t* const* places,
                             const float* const* scales, const int64_t* sizes, int64_t workers, float* out, int64_t n,
                             int64_t size, int64_t threads) {
@@ -480,7 +469,6 @@ API int64_t grace_bins_mean(const Loops* loops, const uint8_t* const* counts, co
 
 // ---- chances, as in grace/compressors/wangni.py ------------------------------------------------------------------------------
 
-// How many are always sent, and how many by chance, to kept[2]; above the capacity of either nothing else is of use.
 API int64_t grace_chances_encode(const Loops* loops, const float* x, double wanted, int64_t iterations, int64_t key0,
                                  int64_t key1, int64_t start, int32_t* certain, float* values, int32_t* drawn,
                                  float* magnitude, int64_t capacity, int64_t* kept, int64_t n, int64_t threads) try {
@@ -550,7 +538,6 @@ API int64_t grace_chances_encode(const Loops* loops, const float* x, double want
 
 // ---- tails, as in grace/compressors/sidco.py ---------------------------------------------------------------------------------
 
-// found[3]: how many magnitudes exceed a bound, by how much in all, and the sum of those squares. 0, or -2: no memory.
 API int64_t grace_excess(const Loops* loops, const float* x, float bound, double* found, int64_t n, int64_t threads) try {
   excess_of(n, threads, found, [=](int64_t i, int64_t size) { return loops->methods->excess(x + i, size, bound); });
   return 0;
@@ -744,11 +731,9 @@ bool places_of(const Chunks& chunks, const uint8_t* low, const uint8_t* high, st
 
 }  // namespace
 
-// The k <= rows columns largest coefficients of each chunk of x + residual, a matrix [a, b]: values, the lower bytes of
-// their places in the chunk, and what is above these, packed (`high`, null if there is nothing). 0, or -2: no memory.
 API int64_t grace_cosines_encode(const Loops* loops, const float* x, const float* residual, float* out, float* values,
                                  uint8_t* low, uint8_t* high, int64_t a, int64_t b, int64_t rows, int64_t columns,
-                                 int64_t k, int64_t swap, int64_t threads) try {
+                                 int64_t k, int64_t threads, int64_t swap) try {
   if (a <= 0 || b <= 0 || k <= 0) return 0;
   threads = std::clamp<int64_t>(threads, 1, 64);
   const Chunks chunks{a, b, rows, columns, k};
@@ -781,7 +766,6 @@ API int64_t grace_cosines_encode(const Loops* loops, const float* x, const float
   return -2;
 }
 
-// out = x - what one worker sent. -1, 0 if its places do not ascend in their chunks; -2: no memory.
 API int64_t grace_cosines_left(const Loops* loops, const float* x, const float* values, const uint8_t* low,
                                const uint8_t* high, float* out, int64_t a, int64_t b, int64_t rows, int64_t columns,
                                int64_t k, int64_t threads) try {
@@ -807,9 +791,6 @@ API int64_t grace_cosines_left(const Loops* loops, const float* x, const float* 
   return -2;
 }
 
-// out = what the sum of the coefficients of all workers stands for, over their number; with `senders` each over the
-// number of those that sent it. With `sign` its signs. -1, or the first worker whose places do not ascend in their chunks
-// (out is then as it was); -2: no memory.
 API int64_t grace_cosines_mean(const Loops* loops, const float* const* values, const uint8_t* const* low,
                                const uint8_t* const* high, int64_t workers, float* out, int64_t a, int64_t b,
                                int64_t rows, int64_t columns, int64_t k, int64_t senders, int64_t sign,
@@ -871,7 +852,6 @@ void parts_of_blocks(int64_t begin, int64_t end, int64_t block, const Each& each
 
 }  // namespace
 
-// codes, int8[n] or int32[n]: x / scale * top, rounded by noise.
 API void grace_shared_encode(const Loops* loops, const float* x, const float* scales, uint8_t* codes, int64_t n,
                              int64_t block, int64_t top, int64_t wide, const uint16_t* table, const uint16_t* offsets,
                              int64_t start, int64_t threads) {
@@ -884,7 +864,6 @@ API void grace_shared_encode(const Loops* loops, const float* x, const float* sc
   });
 }
 
-// out = codes / steps * scale, or x, which may be out, less that where x is not null.
 API void grace_shared_values(const Loops* loops, const float* x, const uint8_t* codes, const float* scales, float* out,
                              int64_t n, int64_t block, int64_t steps, int64_t wide, int64_t threads) {
   const bool stream = streams(x, nullptr, out, n) && block % 16 == 0;
@@ -898,8 +877,6 @@ API void grace_shared_values(const Loops* loops, const float* x, const uint8_t* 
 
 // ---- sums of rows with random signs, as in grace/compressors/arctopk.py ---------------------------------------------------
 
-// sums, float32[rows, many], of the rows of x[n], of `size` elements each, the last one shorter. words, int32[many, size].
-// 0, or -2: no memory.
 API int64_t grace_signed_sums(const Loops* loops, const float* x, const int32_t* words, float* sums, int64_t n,
                               int64_t size, int64_t many, int64_t threads) try {
   const int64_t width = whole(size), unit = std::max<int64_t>(1, PIECE / size) * size;
@@ -917,8 +894,6 @@ API int64_t grace_signed_sums(const Loops* loops, const float* x, const int32_t*
 
 // ---- the largest of sums, as in grace/compressors/gtopk.py ----------------------------------------------------------------
 
-// The k <= n largest magnitudes of the sum of vectors of n elements, which have `count` values each, at ascending positions,
-// and zeros elsewhere: sums float32[k], chosen int32[k], ascending. -1, or the first vector whose positions are wrong.
 API int64_t grace_largest_sums(const Loops* loops, const float* const* values, const int32_t* const* positions,
                                int64_t vectors, int64_t count, float* sums, int32_t* chosen, int64_t n, int64_t k) try {
   if (count <= 0 || k <= 0) return -1;
@@ -1010,9 +985,6 @@ void unpack_plane(const uint8_t* plane, int64_t k, int64_t shift, int64_t bits, 
 
 }  // namespace
 
-// Ascending positions in Elias's and Fano's code: the `lower` bits of positions[k] in planes of up to a byte each, those
-// above as gaps, one after each mark, in upper[(marks + 7) / 8]. Returns for how many positions there was room: k, if
-// they are right.
 API int64_t grace_positions_write(const Loops*, const int32_t* positions, int64_t k, int64_t lower, uint8_t* const* planes,
                                   uint8_t* upper, int64_t marks) {
   memset(upper, 0, size_t((marks + 7) / 8));
@@ -1026,7 +998,6 @@ API int64_t grace_positions_write(const Loops*, const int32_t* positions, int64_
   return k;
 }
 
-// The inverse. Returns how many marks there are; only if these are k, positions[k] are all written.
 API int64_t grace_positions_read(const Loops*, const uint8_t* const* planes, const uint8_t* upper, int64_t marks, int64_t k,
                                  int64_t lower, int32_t* positions) {
   int64_t j = 0;
@@ -1052,10 +1023,9 @@ int64_t above_byte(int64_t chunk) { return std::max<int64_t>(0, 63 - __builtin_c
 
 }  // namespace
 
-// low[K], high[packed(above_byte(chunk), K)], codes[packed(2, K)], magnitudes[2 m]. 0, or -2 if there is no memory.
 API int64_t grace_chunks_encode(const Loops* loops, const float* x, const float* residual, float* out, uint8_t* low,
                                 uint8_t* high, uint8_t* codes, float* magnitudes, int64_t n, int64_t chunk, int64_t k,
-                                int64_t swap, int64_t threads) try {
+                                int64_t threads, int64_t swap) try {
   const Out form = form_of(x, residual, out, n, swap);
   const int64_t above = above_byte(chunk);
   threads = std::clamp<int64_t>(threads, 1, 64);
@@ -1111,7 +1081,6 @@ API int64_t grace_chunks_encode(const Loops* loops, const float* x, const float*
   return -2;
 }
 
-// values[K] and where they belong, positions[K]. 1 if a place is not in its chunk.
 API int64_t grace_chunks_values(const Loops*, const uint8_t* low, const uint8_t* high, const uint8_t* codes,
                                 const float* magnitudes, int64_t n, int64_t chunk, int64_t k, float* values,
                                 int32_t* positions) {

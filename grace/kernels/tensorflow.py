@@ -19,6 +19,7 @@ import tensorflow as tf
 from grace.core import Compressor, name_of
 from grace.core.rng import NOISE, Rng
 from grace.kernels import library
+from grace.kernels.host import partly
 
 __all__ = [
     "TensorflowKernels",
@@ -127,14 +128,9 @@ def _refusals() -> Iterator[None]:
         raise ValueError(error.message) from error
 
 
+@partly
 class TensorflowKernels:
     """As `grace.kernels.host.HostKernels`, of TensorFlow's tensors on the CPU."""
-
-    accumulate = threshold_encode = corrected = sampled = None
-    levels_encode = votes_encode = halves_encode = trits_encode = None
-    codes_encode = codes_mean = normal_encode = normal_mean = steps_encode = None
-    quantiles_encode = largest_of_signs = count_sketch = tagged_encode = bins_encode = chances_encode = None
-    cosines_encode = shared_encode = signed_sums = largest_sums = positions_write = chunks_encode = None
 
     def __init__(self, xp: Any):
         found = library()

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "kernels.h"
+#include "api.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -216,10 +216,10 @@ class Encode : public GraceOp {
                     errors::InvalidArgument("stochastic rounding needs a table of 65536 and ", segments, " offsets"));
         table = data<uint16>(c->input(2)), offsets = data<uint16>(c->input(3));
       }
-      kernels.ints_encode(kernels.loops, x, residual, out, packed, scale, n, block_, bits_, table, offsets, start_, 0,
-                          threads_);
+      kernels.ints_encode(kernels.loops, x, residual, out, packed, scale, n, block_, bits_, table, offsets, start_,
+                          threads_, 0);
     } else {
-      kernels.signs_encode(kernels.loops, x, residual, out, packed, scale, n, block_, 0, threads_);
+      kernels.signs_encode(kernels.loops, x, residual, out, packed, scale, n, block_, threads_, 0);
     }
   }
 
@@ -272,8 +272,8 @@ class TopkEncode : public GraceOp {
     OP_REQUIRES_OK(c, c->allocate_output(1, TensorShape({k_}), &positions));
     OP_REQUIRES(c,
                 !kernels.topk_encode(kernels.loops, data<float>(c->input(0)), data<float>(c->input(1)), out,
-                                     values->flat<float>().data(), positions->flat<int32>().data(), n, k_, 0,
-                                     threads_),
+                                     values->flat<float>().data(), positions->flat<int32>().data(), n, k_,
+                                     threads_, 0),
                 errors::ResourceExhausted("top-k needs memory for about 2 k elements"));
   }
 };

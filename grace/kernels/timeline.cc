@@ -167,7 +167,8 @@ struct Timeline {
 
 // backward: [n] seconds of tensors that have no chains yet.
 API void* grace_timeline_new(const double* backward, int64_t n, int64_t servers, int64_t deferred, int64_t stride) {
-  auto* line = new Timeline{{backward, backward + n}, deferred != 0, stride};
+  auto* line = new Timeline();
+  line->backward.assign(backward, backward + n), line->deferred = deferred != 0, line->stride = stride;
   std::fill_n(line->totals, RESOURCES, 0.0);
   for (int64_t i = 0; i < n; i++) line->totals[DEVICE] += backward[i];
   line->known.emplace_back();

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from grace.core.errors import Unavailable
 from grace.core.rng import MASK32, Rng
-from grace.kernels.host import Pairs, fitted
+from grace.kernels.host import Pairs, fitted, partly
 from grace.ops.blocks import block_count
 
 Array = Any
@@ -357,6 +357,7 @@ def topk_take(
 
 
 # -- on arrays ---------------------------------------------------------------------------------------------------------
+@partly
 class TritonKernels:
     """As `grace.kernels.host.HostKernels`, of a device's tensors; x takes what is left, also `within` a step.
 
@@ -364,12 +365,6 @@ class TritonKernels:
     """
 
     isa = "triton"
-    accumulate = threshold_encode = corrected = sampled = sparse_mean = finite = None
-    levels_encode = levels_mean = votes_encode = votes_mean = halves_encode = halves_mean = None
-    trits_encode = trits_mean = codes_encode = codes_mean = None
-    normal_encode = normal_mean = steps_encode = shared_encode = signed_sums = largest_sums = None
-    quantiles_encode = largest_of_signs = count_sketch = tagged_encode = bins_encode = chances_encode = None
-    cosines_encode = positions_write = chunks_encode = None
 
     def __init__(self, xp: Any, give_up: Callable[[Exception], None]):
         self._xp, self._give_up = xp, give_up

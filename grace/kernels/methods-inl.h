@@ -313,9 +313,10 @@ void tagged_emit(const Tagged* how, const float* x, int64_t n, uint8_t* packed, 
   for (int64_t i = 0; i < n; i += SOME) {
     tagged_parts(*how, x + i, least(SOME, n - i), packed + i / 4, parts);
     const int64_t* counts = parts.counts;
-    memcpy(three, parts.three, size_t(counts[3]) * 4), three = behind(three, counts[3]);
-    memcpy(two, parts.two, size_t(counts[2]) * 2), two += 2 * counts[2];
-    memcpy(one, parts.one, size_t(counts[1])), one += counts[1];
+    // Without numbers of a size its array may be null, which memcpy must not get.
+    if (counts[3]) memcpy(three, parts.three, size_t(counts[3]) * 4), three = behind(three, counts[3]);
+    if (counts[2]) memcpy(two, parts.two, size_t(counts[2]) * 2), two += 2 * counts[2];
+    if (counts[1]) memcpy(one, parts.one, size_t(counts[1])), one += counts[1];
   }
 }
 

@@ -249,7 +249,7 @@ void votes_encode(const float* x, uint8_t* bits, uint8_t* flags, int64_t n) {
 template <int N, bool STREAM>
 INLINE void votes_tile(const uint8_t* const* bits, int64_t workers, float* out, int64_t at) {
   const F yes = fill(1.0f), no = fill(-1.0f);
-  F sum[N];
+  F sum[N] = {};
   for (int64_t w = 0; w < workers; w++) {
     const uint8_t* from = bits[w] + at / 8;
     for (int i = 0; i < N; i++) {

@@ -8,7 +8,12 @@
 #include <cstring>
 
 #if defined(GRACE_AVX512) || defined(GRACE_AVX2)
+// GCC before 13 warns of its own _mm512_undefined_ps(), which many intrinsics are made of (GCC bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 #define INLINE static inline __attribute__((always_inline))

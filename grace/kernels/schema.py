@@ -1,0 +1,585 @@
+"""The kernels' C interface, a row each; ``python -m grace.kernels.schema`` writes the C header, `api.h`, from it.
+
+`grace.kernels.Library` takes its signatures from here, and `grace.kernels.host` the arrays of a payload. A new kernel
+is a row here and its loop in C++.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+HEADER = Path(__file__).with_name("api.h")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A C argument. A type that ends with [] takes a sequence from Python; a pointer takes an address, or None."""
+
+    type: str
+    name: str
+    default: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Argument:
+        """From C, with a default value for Python: ``int64_t threads = 1``."""
+        text, _, default = text.partition(" = ")
+        type, _, name = text.strip().rpartition(" ")
+        return cls(f"{type}[]" if name.endswith("[]") else type, name.removesuffix("[]"), default or None)
+
+    @property
+    def value(self) -> int | None:
+        """The default value."""
+        return None if self.default in (None, "nullptr") else int(self.default)
+
+    def __str__(self) -> str:
+        return f"{self.type.removesuffix('[]')} {self.name}{'[]' * self.type.endswith('[]')}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function of the library, without its first argument, the loops of an instruction set."""
+
+    name: str
+    result: str
+    arguments: tuple[Argument, ...]
+    doc: str = ""
+    refusal: Callable[..., str] | None = None
+    """What is wrong with the payload of a worker, by the arguments, if the result, its number, is not negative."""
+    memory: bool = False
+    """It may return -2: there is no memory."""
+
+    def completed(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments, the last ones by name or default."""
+        rest = self.arguments[len(arguments) :]
+        if missing := [each.name for each in rest if each.name not in named and each.default is None]:
+            raise TypeError(f"{self.name} lacks {', '.join(missing)}")
+        if unknown := named.keys() - {each.name for each in rest}:
+            raise TypeError(f"{self.name} does not take {', '.join(unknown)}")
+        return *arguments, *(named.get(each.name, each.value) for each in rest)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Kernels that encode a vector, and average what workers sent."""
+
+    encode: str
+    mean: str
+    sizes: Callable[..., tuple[tuple[str, int | None], ...]]
+    """dtype and length of each array of a payload, by n and the attributes; None: this one is absent."""
+
+
+KERNELS: dict[str, Kernel] = {}
+CODECS: dict[str, Codec] = {}
+
+SOURCE = "const float* x, const float* residual, float* out"
+NOISE = "const uint16_t* table = nullptr, const uint16_t* offsets = nullptr, int64_t start = 0"
+KEYS = "int64_t key0, int64_t key1, int64_t start"
+THREADS = "int64_t threads = 1"
+SWAP = "int64_t threads = 1, int64_t swap = 0"
+VALUES = "float* values, int32_t* positions"
+C_TYPES = {"uint8": "uint8_t", "int32": "int32_t", "float32": "float"}
+
+
+def packed(bits: int, n: int) -> int | None:
+    """Bytes of n codes; None if they have no bits."""
+    return (-(-n * bits // 8) if 8 % bits == 0 else -(-n // 8) * bits) if bits > 0 else None
+
+
+def blocks(n: int, block: int) -> int:
+    """Number of blocks; block 0: one for all."""
+    return -(-n // block) if block else min(n, 1)
+
+
+def above(size: int) -> int:
+    """Bits of a place in a chunk that a byte does not hold."""
+    return max(0, (size - 1).bit_length() - 8)
+
+
+def chosen(n: int, chunk: int, k: int) -> int:
+    """How many elements are sent if each chunk sends k."""
+    full, rest = divmod(n, chunk)
+    return full * k + min(rest, k)
+
+
+def kernel(declaration: str, doc: str = "", **more: Any) -> None:
+    """Add a row: a C declaration without the loops."""
+    head, _, arguments = declaration.removesuffix(")").partition("(")
+    result, _, name = head.rpartition(" ")
+    parsed = tuple(Argument.parse(each) for each in arguments.split(", ") if each)
+    KERNELS[name] = Kernel(name, result, parsed, " ".join(doc.split()), **more)
+
+
+def codec(
+    name: str,
+    payload: dict[str, str],
+    attributes: str,
+    doc: str,
+    encode: str | None = None,
+    mean: str | None = None,
+    *,
+    first: str = "",
+    source: str = SOURCE,
+    size: str = "int64_t n",
+    result: str = "void",
+    counts: bool = False,
+    refusal: Callable[..., str] | None = None,
+    memory: bool = False,
+    means: bool = True,
+) -> None:
+    """Add the rows NAME_encode and NAME_mean.
+
+    ``payload``: dtype[length] of each array, by the size and the ``attributes``. ``encode``, ``mean``: what these
+    take in their place. ``first``: what comes first.
+    """
+    named = ", ".join(Argument.parse(each).name for each in f"{size}, {attributes}".split(", ") if each)
+    types, lengths = zip(*(each.removesuffix("]").split("[") for each in payload.values()), strict=True)
+    pairs = "".join(f"({dtype!r}, {length}), " for dtype, length in zip(types, lengths, strict=True))
+    sizes = eval(f"lambda {named}, *_: ({pairs})", globals())
+    CODECS[name] = Codec(f"{name}_encode", f"{name}_mean", lru_cache(1024)(sizes))  # of each tensor, in each step
+
+    def add(kind: str, result: str, text: str, *parts: str | None, **more: Any) -> None:
+        kernel(f"{result} {name}_{kind}({', '.join(filter(None, parts))})", text, **more)
+
+    columns = [(C_TYPES[dtype], array) for dtype, array in zip(types, payload, strict=True)]
+    arrays = ", ".join(f"{type}* {array}" for type, array in columns)
+    what = "; ".join(f"{array}: {each}" for array, each in payload.items())
+    taken, last = attributes if encode is None else encode, SWAP if source == SOURCE else THREADS
+    add("encode", result, f"{doc} {what}.", first, source, arrays, size, taken, last, memory=memory)
+    if means:
+        sent = ", ".join(f"const {type}* const {array}[]" for type, array in columns)
+        taken, counted = attributes if mean is None else mean, "const int64_t counts[]" if counts else ""
+        wrong = "int64_t" if refusal else "void"
+        text = f"out, float[n]: the mean of what workers sent, as {name}_encode makes it."
+        text += " -1, or the first worker whose payload is wrong." if refusal else ""
+        more = {"refusal": refusal, "memory": memory and refusal is not None}
+        add("mean", wrong, text, first, sent, counted, "int64_t workers, float* out", size, taken, THREADS, **more)
+
+
+def unordered(worker: int, n: int, each: int = 1, **_: Any) -> str:
+    """The refusal of sparse vectors."""
+    return f"worker {worker // each} sent positions that do not ascend within 0 .. {n - 1}"
+
+
+def misplaced(worker: int, **_: Any) -> str:
+    """The refusal of chunks."""
+    return f"the places of worker {worker} do not ascend in their chunks"
+
+
+# ---- signs, integers, levels ----
+
+SCALES = "float32[blocks(n, block)]"
+codec(
+    "signs",
+    {"bits": "uint8[packed(1, n)]", "scales": SCALES},
+    "int64_t block",
+    "Signs, v >= 0, and mean magnitudes: grace.compressors.efsignsgd.",
+)
+codec(
+    "halves",
+    {"bits": "uint8[packed(1, n)]", "means": "float32[2 * blocks(n, block)]"},
+    "int64_t block",
+    "Signs, v < 0, and the means of the negative and of the other elements: grace.compressors.onebit.",
+)
+codec(
+    "ints",
+    {"codes": "uint8[packed(bits, n)]", "scales": SCALES},
+    "int64_t block, int64_t bits",
+    """Integers of 8, 4 or 2 bits relative to each block's largest magnitude: grace.compressors.blockint. Rounds to
+    nearest without a table, uint16[65536]; with it floor(steps + u), u = (noise + 0.5) / 65536, noise = (table[p %
+    65536] + offsets[p / 65536 - start / 65536]) % 65536 for the element at p = start + j.""",
+    encode=f"int64_t block, int64_t bits, {NOISE}",
+)
+codec(
+    "levels",
+    {"codes": "uint8[packed(bits, n)]", "scales": SCALES},
+    "int64_t block, int64_t bits, int64_t levels",
+    """Levels 0 .. `levels` relative to each block's norm, the sign in the top one of 1 .. 8 bits:
+    grace.compressors.qsgd. Noise as of ints_encode. levels = 0, of 2 bits: ternary numbers relative to the largest
+    magnitude, drawn by uniform numbers of the keys from `start` on, without a table: grace.compressors.terngrad.""",
+    encode=f"int64_t block, int64_t bits, int64_t levels, {NOISE}, int64_t key0 = 0, int64_t key1 = 0",
+)
+codec(
+    "votes",
+    {"bits": "uint8[packed(1, n)]", "flags": "uint8[blocks(n, 8192)]"},
+    "",
+    "Signs, x >= 0, and flags of blocks that hold NaN or infinity: grace.compressors.signsgd. The mean is a vote.",
+    source="const float* x",
+)
+codec(
+    "trits",
+    {"bytes": "uint8[blocks(n, 5)]", "scales": SCALES},
+    "int64_t block, int64_t runs",
+    """Ternary numbers, five in a byte: grace.compressors.threelc. Returns how many bytes are sent, the first ones.
+    block: a multiple of 40, or 0; runs: runs of zeros are written shortly.""",
+    encode="int64_t block, float sparsity, int64_t runs",
+    result="int64_t",
+    counts=True,
+    refusal=lambda worker, n, **_: f"the runs of worker {worker} do not make {-(-n // 5)} bytes",
+)
+codec(
+    "codes",
+    {"codes": "uint8[packed(8, n)]", "scales": "int32[blocks(n, block)]"},
+    "int64_t block",
+    """Floats of few bits, as grace::Codec says: grace.kernels.Codes. start: the position of x[0] among random words.
+    Scales are float32 but for "natural", and absent for "bfloat16".""",
+    encode="int64_t block, int64_t start = 0",
+    first="const grace::Codec* codec",
+)
+codec(
+    "quantiles",
+    {"codes": "uint8[packed(bits, n)]", "means": "float32[q]"},
+    "int64_t q, int64_t bits",
+    """Buckets of equal population, q <= min(n, 256), and their means: grace.compressors.sketch. 0, or -2: no memory.
+    In the mean of workers a code from q on is NaN.""",
+    source="const float* x",
+    result="int64_t",
+    memory=True,
+)
+ROTATED = "int64_t width, int64_t bits, const float levels[]"
+codec(
+    "normal",
+    {
+        "codes": "uint8[packed(bits, blocks(n, width) * width)]",
+        "scales": "float32[blocks(n, width)]",
+        "streams": "uint8[blocks(n, width)]",
+    },
+    "int64_t width, int64_t bits",
+    """Blocks rotated at random and rounded to 2^bits levels: grace.compressors.eden. width: elements of a block, a
+    power of two, at least 8; the last is filled up with zeros. Scales are sums of magnitudes over `divisor`, or,
+    where that is 0, those without bias. Random words are those of the keys from `start` on.""",
+    encode=f"{ROTATED}, const float middles[], float divisor, int64_t stream, {KEYS} = 0",
+    mean=f"{ROTATED}, {KEYS} = 0",
+)
+kernel(
+    "void norms(const float* x, float* norms, int64_t n, int64_t block, int64_t threads = 1)",
+    "norms, float[m]: grace.blocks.norms of blocks; block is not 0.",
+)
+STEPS = "int64_t n, int64_t width, int64_t top, int64_t wide, float cut, float factor"
+kernel(
+    "void steps_encode(const float* x, const float* norms, uint8_t* codes, "
+    f"{STEPS}, const uint16_t* table, const uint16_t* offsets, {KEYS} = 0, {THREADS})",
+    """Blocks rotated as in normal_encode and rounded at random to steps 0 .. top: grace.compressors.thc. codes:
+    uint8[width * m], int32 where they are wide; factor: steps in 1; noise as of ints_encode.""",
+)
+kernel(
+    "void steps_values(const uint8_t* sums, const uint8_t* own, const float* norms, const float* x, float* mean, "
+    "float* rest, int64_t n, int64_t width, int64_t wide, float cut, float factor, float own_factor, "
+    f"{KEYS} = 0, {THREADS})",
+    """rest = x - what `own` stands for, if it is given, then mean = what `sums` stand for, if they are. One of the
+    codes is `factor`, or `own_factor`. rest and mean may be x, but not both.""",
+)
+
+# ---- large elements ----
+
+kernel(
+    f"int64_t topk_encode({SOURCE}, {VALUES}, int64_t n, int64_t k, {SWAP})",
+    "The k <= n elements of largest magnitude, positions ascending: those of xp.topk(xp.abs(v), k). 0, "
+    "or -2: no memory.",
+    memory=True,
+)
+kernel(
+    f"int64_t topk_rows(const float* x, int64_t m, int64_t n, int64_t k, int32_t* positions, {THREADS})",
+    "positions, int32[m, k]: of each row of x[m, n] the k <= n elements of largest magnitude, ascending. 0, or -2.",
+    memory=True,
+)
+kernel(
+    f"int64_t threshold_encode({SOURCE}, float bound, {VALUES}, int64_t capacity, int64_t n, {THREADS})",
+    """How many elements have a magnitude of at least `bound`, or are not finite; these, to values and positions,
+    ascending. Above `capacity` these hold nothing of use, and out, where given, holds all of v: call again with out
+    as x, no residual, and more room. (Without out: the same again.)""",
+)
+kernel(
+    f"int64_t beyond(const float* x, float bound, {VALUES}, int64_t capacity, int64_t n, {THREADS})",
+    "How many elements have a magnitude that is not at or below `bound`; so NaN too. Else as threshold_encode.",
+)
+kernel(
+    f"int64_t accumulate(float* x, float* last, float beta, float gamma, double* found, int64_t n, {THREADS})",
+    """last[n] becomes beta * last + gamma * x, and x what last was: one pass, after which the last state is still
+    there. found[3], or null: `excess` of last, and 0. 0, or -2: no memory, and nothing was written.""",
+    memory=True,
+)
+kernel(
+    f"int64_t excess(const float* x, float bound, double* found, int64_t n, {THREADS})",
+    "found[3]: how many magnitudes exceed a bound, by how much in all, and the sum of those squares. 0, or -2.",
+    memory=True,
+)
+kernel(
+    f"int64_t smallest_words({KEYS}, int64_t n, int64_t k, int32_t* positions, {THREADS})",
+    "positions, int32[k]: those of the k <= n <= 2^31 smallest of n words, ascending. 0, or -2: no memory.",
+    memory=True,
+)
+kernel(
+    f"int64_t sampled(const float* x, int64_t n, {KEYS}, int64_t sample, int64_t rank, const float* factors, "
+    "const float* miss, int64_t many, int64_t first, int64_t k, int64_t most, "
+    f"{VALUES}, int64_t capacity, {THREADS})",
+    """The elements that grace.compressors.selectors.Sampled chooses: how many, to values and positions; -2: no memory;
+    -3 - count: these need room for so many. The sample's threshold is the rank-th largest magnitude of `sample`
+    elements, at words from `start` on, without their signs, modulo n; candidates are it times factors[many], many <=
+    255, ascending; miss[many] is added to a candidate's distance from k. With `first` not all candidates are
+    looked at first, but those from one on that about three times as many exceed: mostly one of these is chosen.""",
+    memory=True,
+)
+kernel(
+    "void correct(const float* x, const float* u, const float* v, float* u_out, float* v_out, float* last, "
+    f"float momentum, int64_t nesterov, int64_t n, {THREADS})",
+    """grace.memories.dgc: u_out = momentum * u + x, v_out = v + u_out; with nesterov u_out = momentum * (u + x), v_out
+    = v + (u_out + x). last, if given, takes v. Results may be what they are made from.""",
+)
+PAIRS = "const float* const values[], const int32_t* const positions[]"
+kernel(
+    f"int64_t sparse_mean({PAIRS}, const int64_t counts[], int64_t workers, float* out, int64_t n, {THREADS})",
+    """out, float[n]: the mean of vectors with values at positions and zeros elsewhere. -1, or the first whose positions
+    are not within 0 .. n-1 and ascending: out is then unfinished. -2: no memory.""",
+    refusal=unordered,
+    memory=True,
+)
+kernel(
+    f"int64_t sparse_means({PAIRS}, const int64_t counts[], const uint8_t* pairs, int64_t vectors, int64_t each, "
+    f"float* out, int64_t n, {THREADS})",
+    """The same of workers that send `each` vectors, which add up. Those that `pairs` says, null for none, have but two
+    values, and a position p below 0 stands for -1 - p and the second one.""",
+    refusal=unordered,
+    memory=True,
+)
+kernel(
+    f"int64_t largest_sums({PAIRS}, int64_t vectors, int64_t count, float* sums, int32_t* chosen, int64_t n, "
+    "int64_t k)",
+    """The k <= n largest magnitudes of the sum of vectors of n elements, which have `count` values each: sums float[k],
+    chosen int32[k], ascending. -1, or the first vector whose positions are wrong; -2: no memory.""",
+    refusal=unordered,
+    memory=True,
+)
+kernel(
+    "int64_t positions_write(const int32_t* positions, int64_t k, int64_t lower, uint8_t* const planes[], "
+    "uint8_t* upper, "
+    "int64_t marks)",
+    """Ascending positions in Elias's and Fano's code: the `lower` bits of positions[k] in planes of up to a byte each,
+    those above as gaps, one after each mark, in upper[(marks + 7) / 8]. Returns for how many there was room: k, if
+    all is well.""",
+)
+kernel(
+    "int64_t positions_read(const uint8_t* const planes[], const uint8_t* upper, int64_t marks, int64_t k, "
+    "int64_t lower, "
+    "int32_t* positions)",
+    "The inverse. Returns how many marks there are; only if these are k, positions[k] are all written.",
+)
+codec(
+    "chunks",
+    {
+        "low": "uint8[chosen(n, chunk, k)]",
+        "high": "uint8[packed(above(chunk), chosen(n, chunk, k))]",
+        "codes": "uint8[packed(2, chosen(n, chunk, k))]",
+        "magnitudes": "float32[2 * blocks(n, chunk)]",
+    },
+    "int64_t chunk, int64_t k",
+    """The k largest of each chunk in two bits each: grace.compressors.chunktopk. chunk: a power of two; k: a multiple
+    of 8; high: absent for chunks of up to 256. 0, or -2: no memory.""",
+    result="int64_t",
+    memory=True,
+    means=False,
+)
+kernel(
+    "int64_t chunks_values(const uint8_t* low, const uint8_t* high, const uint8_t* codes, const float* magnitudes, "
+    f"int64_t n, int64_t chunk, int64_t k, {VALUES})",
+    "The inverse: values[K] and where they belong, positions[K]. 1 if a place is not in its chunk.",
+)
+SENT = "blocks(a, rows) * blocks(b, columns) * k"
+codec(
+    "cosines",
+    {"values": f"float32[{SENT}]", "low": f"uint8[{SENT}]", "high": f"uint8[packed(above(rows * columns), {SENT})]"},
+    "int64_t k",
+    """The k largest coefficients of chunks' cosine transforms, and lower bytes of their places and what is above:
+    absent for chunks of at most 256 of their up to 65536 elements: grace.compressors.demo. x, residual, out:
+    float[a, b]. Last bits depend on the instruction set, but not those of means. 0, or -2: no memory. A
+    mean with senders divides each coefficient by the number of workers that sent it, one with sign has the signs of all
+    that; where a payload is wrong, out is as it was.""",
+    mean="int64_t k, int64_t senders = 0, int64_t sign = 0",
+    size="int64_t a, int64_t b, int64_t rows, int64_t columns",
+    result="int64_t",
+    refusal=misplaced,
+    memory=True,
+)
+kernel(
+    "int64_t cosines_left(const float* x, const float* values, const uint8_t* low, const uint8_t* high, float* out, "
+    f"int64_t a, int64_t b, int64_t rows, int64_t columns, int64_t k, {THREADS})",
+    "out, which may be x: x - what one worker sent. -1, "
+    "or 0 if its places do not ascend in their chunks; -2: no memory.",
+    refusal=misplaced,
+    memory=True,
+)
+
+# ---- numbers at random, products ----
+
+kernel("int64_t finite(const float* const vectors[], const int64_t counts[], int64_t many)", "Whether all are finite.")
+kernel(
+    "int64_t gathered(int64_t n)",
+    """From now on this thread writes results of n elements in all, one after the other; 0: each by itself. What does
+    not stay in a cache is written past it. Returns what it was.""",
+)
+kernel(f"void words({KEYS}, int64_t n, int32_t* out, {THREADS})", "grace.backends.base.Backend.words.")
+kernel(
+    f"void noise_table(int64_t key0, int64_t key1, int64_t n, uint16_t* out, {THREADS})",
+    "The upper halves of the words 0 .. n-1.",
+)
+MATRIX = f"int64_t a, int64_t b, int64_t r, {THREADS}"
+kernel(
+    f"void product(const float* x, const float* p, const float* q, float* out, {MATRIX})",
+    "out[a, b] = x - p[a, r] q[r, b], or without x the product.",
+)
+kernel(
+    "void part(float* x, const float* p, const float* q, const float* taken_p, const float* taken_q, float* rest, "
+    f"{MATRIX})",
+    "rest = x - taken_p taken_q, and x becomes p q.",
+)
+kernel(
+    f"void left(float* m, const float* residual, const float* q, float* p, {MATRIX})",
+    "p[a, r] = m[a, b] times the transpose of q[r, b]; m becomes m + residual first, where that is given.",
+)
+kernel(
+    f"void right(float* m, const float* residual, const float* p, float* q, {MATRIX})",
+    "q[r, b] = the transpose of p[a, r] times m[a, b]; m becomes m + residual first, where that is given.",
+)
+
+# ---- single methods ----
+
+kernel(
+    f"int64_t signs_count({SOURCE}, int64_t* signs, int64_t n, {SWAP})",
+    """signs[3]: how many of v are above zero, and below, and the bits of the largest magnitude. out becomes v. 0, or
+    -2: no memory, and nothing was written.""",
+    memory=True,
+)
+kernel(
+    "int64_t largest_of_signs(const float* x, const int64_t* signs, double ratio, float* means, int32_t* sent, "
+    "float* left, "
+    "int64_t capacity, int64_t n)",
+    """How many elements grace.compressors.adaq sends, by signs[3] of signs_count: positions with a sign, and means[2];
+    -2: no memory. Above `capacity`: room they need. left, which may be null or x, has x and loses what is sent.""",
+    memory=True,
+)
+SKETCH = f"int64_t n, int64_t rows, int64_t group, int64_t width, {THREADS}"
+kernel(
+    f"int64_t count_sketch(const float* x, const int32_t* words, float* table, {SKETCH})",
+    """table, float[rows, width]: sums of elements with random signs: grace.compressors.sketch_sgd. words, int32[rows,
+    group + ceil(n / group)]: of places in a group and of groups. group: up to 512, and width: powers of two, group
+    <= width. 0, or -2: no memory.""",
+    memory=True,
+)
+kernel(
+    f"int64_t count_sketch_estimate(const float* table, const int32_t* words, float* out, {SKETCH})",
+    "out, float[n]: the medians of what the rows of such a table say of each element. 0, or -2.",
+    memory=True,
+)
+TAGGED = f"int64_t n, int64_t lowest, int64_t middle, {THREADS}"
+kernel(
+    f"void tagged_count(const float* x, int64_t* starts, {TAGGED})",
+    """starts, int64[ceil(n / 65536) + 1, 3]: how many numbers of 32, 16 and 8 bits come before each piece of 65536
+    elements, and in all: grace.compressors.inceptionn. lowest, middle: exponents of the smallest that have 8 and 16
+    bits, -14 .. 0.""",
+)
+kernel(
+    "void tagged_encode(const float* x, const int64_t* starts, uint8_t* tags, float* three, uint8_t* two, "
+    "uint8_t* one, "
+    f"{TAGGED})",
+    "Tags and numbers, as many of each as the last row of starts says.",
+)
+kernel(
+    "int64_t tagged_mean(const uint8_t* const tags[], const float* const three[], const uint8_t* const two[], "
+    f"const uint8_t* const one[], const int64_t counts[], int64_t workers, float* out, {TAGGED})",
+    "counts, int64[workers, 3]: what each worker sent. -1, or the first worker whose tags ask for others.",
+    refusal=lambda worker, **_: f"the tags of worker {worker} do not ask for as many numbers as it sent",
+)
+BINS = f"int64_t n, int64_t size, {THREADS}"
+kernel(
+    f"int64_t bins_encode({SOURCE}, uint8_t* counts, uint8_t* places, float* scale, {BINS})",
+    """How many places grace.compressors.adacomp sends of bins of `size` elements. out, float[n], becomes v less what is
+    sent; counts: uint8[bins]; places: uint8[n], of which the first are sent; scale[1].""",
+)
+kernel(
+    "int64_t bins_mean(const uint8_t* const counts[], const uint8_t* const places[], const float* const scales[], "
+    f"const int64_t sizes[], int64_t workers, float* out, {BINS})",
+    "The mean of what workers sent; -1, or the first whose counts and places do not fit: out is then unfinished.",
+    refusal=lambda worker, **_: f"the counts and places of worker {worker} do not fit",
+)
+kernel(
+    f"int64_t chances_encode(const float* x, double wanted, int64_t iterations, {KEYS}, int32_t* certain, "
+    "float* values, "
+    f"int32_t* drawn, float* magnitude, int64_t capacity, int64_t* kept, int64_t n, {THREADS})",
+    """How many elements grace.compressors.wangni sends always, and how many by chance, to kept[2]: positions and values
+    of the former, of the others positions with a sign and magnitude[1]. Above the capacity of either nothing else is
+    of use. 0, or -2: no memory.""",
+    memory=True,
+)
+kernel(
+    "void shared_encode(const float* x, const float* scales, uint8_t* codes, int64_t n, int64_t block, int64_t top, "
+    f"int64_t wide, {NOISE}, {THREADS})",
+    """codes, int8[n], or int32[n] where they are wide: x / scale * top, by noise: grace.compressors.shared_int.""",
+)
+kernel(
+    "void shared_values(const float* x, const uint8_t* codes, const float* scales, float* out, int64_t n, "
+    "int64_t block, "
+    f"int64_t steps, int64_t wide, {THREADS})",
+    "out = codes / steps * scale, or x, which may be out, less that where x is not null.",
+)
+kernel(
+    "int64_t signed_sums(const float* x, const int32_t* words, float* sums, int64_t n, int64_t size, int64_t many, "
+    f"{THREADS})",
+    """sums, float[rows, many]: of rows of x[n] of `size` elements with random signs, the top bits of words, int32[many,
+    size]: grace.compressors.arctopk. 0, or -2: no memory.""",
+    memory=True,
+)
+
+
+HEAD = """\
+// The C interface of the kernels, written by `python -m grace.kernels.schema` from schema.py.
+//
+// Addresses are raw: arrays are contiguous and of the sizes given, aligned or not, and do not change meanwhile; only
+// payloads that come from the network are checked. n: elements, 0 too; block: how many share a scale, a multiple of 8,
+// or 0 for all; m: number of blocks. residual is added to x, if given: v is their sum. out takes what the payload does
+// not carry of v, if given, and may be x or residual. With swap it must be the residual, if there is one, and x takes
+// what that held. Work on more than 262,144 elements is split over threads, whose number changes no result.
+#pragma once
+
+#include <cstdint>
+
+namespace grace {
+struct Loops;
+struct Codec;
+}  // namespace grace
+
+extern "C" {
+// The instruction set of that name, the best of this machine for "" - null if the machine lacks it.
+const grace::Loops* grace_loops(const char* isa);
+const char* grace_name(const grace::Loops* loops);
+// For tests: from how many elements on results are written past the caches. Returns what it was.
+int64_t grace_stream_from(int64_t n);
+"""
+
+
+def header() -> str:
+    """What `api.h` must be."""
+    lines = HEAD.splitlines()
+    for each in KERNELS.values():
+        lines += ["", *textwrap.wrap(each.doc, 120, initial_indent="// ", subsequent_indent="// ")]
+        head = f"{each.result} grace_{each.name}("
+        arguments = ", ".join(map(str, (Argument("const grace::Loops*", "loops"), *each.arguments)))
+        # A name stays on the line of its type.
+        joined = ", ".join(part.replace(" ", "\0") for part in arguments.split(", "))
+        wrapped = textwrap.wrap(head.replace(" ", "\0") + joined + ");", 120, subsequent_indent=" " * len(head))
+        lines += [line.replace("\0", " ") for line in wrapped]
+    return "\n".join([*lines, '}  // extern "C"', ""])
+
+
+def main() -> int:
+    """Rewrite the header."""
+    HEADER.write_text(header())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Run every kernel under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+    python scripts/sanitize_kernels.py [ISA ...]
+
+By default on all instruction sets of this machine. Ends with 1 at the first finding, which it prints, and with 2 if
+there is no compiler, or it lacks the sanitizers.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from grace.kernels.build import FLAGS, HERE, ISAS, compiler, objects, on_x86
+
+DRIVER = Path(__file__).with_name("kernels_driver.cc")
+# At -O1, since sanitizers keep what they check apart: at -O3 the compiler takes many minutes.
+SANITIZE = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+
+
+def main(isas: list[str]) -> int:
+    """Compile, and run the driver on each instruction set."""
+    cxx, known = compiler(), ISAS if on_x86() else {}
+    wanted = isas or ["scalar", *known]
+    if cxx is None:
+        print("no C++ compiler found ($CXX, g++, c++, clang++)")
+        return 2
+    with tempfile.TemporaryDirectory() as name:
+        driver = str(Path(name, "driver"))
+        try:
+            kernels = objects(cxx, Path(name), SANITIZE, {isa: flags for isa, flags in known.items() if isa in wanted})
+            command = [cxx, *FLAGS, *SANITIZE, "-I", str(HERE), str(DRIVER), *kernels, "-o", driver]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except subprocess.CalledProcessError as error:
+            print(error.stderr)
+            return 2
+        for isa in wanted:
+            done = subprocess.run(
+                [driver, isa], env={**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1"}, capture_output=True, text=True
+            )
+            if done.returncode == 2:
+                print(f"{isa}: not on this machine")
+            elif done.returncode:
+                print(done.stderr)
+                return 1
+            else:
+                print(f"{done.stderr.strip()}: {len(done.stdout.splitlines())} results, nothing found")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -22,7 +22,7 @@ out = Path(sys.argv[1])
 hvd.init()
 rank = hvd.rank()
 PARAMS = {"compressor": "randomk", "compress_ratio": 0.1, "memory": "residual", "min_numel": 0}
-x = np.random.default_rng(rank).standard_normal((64, 20)).astype("float32")
+x = np.random.default_rng(rank).standard_normal((24, 20)).astype("float32")
 y = x[:, :5].argmax(1)
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -33,7 +33,7 @@ def train(net, optimizer, epochs, folder=None):
     net.compile(optimizer, LOSS, jit_compile=False, run_eagerly=True)  # graphs of randomk take long to trace
     if folder is not None:
         grace.checkpoint.load(grc, folder)
-    first = int(net.optimizer.iterations) // 8
+    first = int(net.optimizer.iterations) // 3
     callbacks = [grace.tensorflow.BroadcastCallback(0)]
     net.fit(x, y, 8, epochs=epochs, initial_epoch=first, shuffle=False, verbose=0, callbacks=callbacks)
     return grc

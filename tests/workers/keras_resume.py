@@ -67,6 +67,7 @@ else:
     resumed = train(net, net.optimizer, 2, folder)
     net.save(path)
     grace.checkpoint.save(resumed, folder)
+    hvd.allgather(tf.zeros(1), name="saved")  # a load must see the files of all workers, or of none
     net = keras.models.load_model(path)
     resumed = train(net, net.optimizer, 3, folder)
     found = {"resumed": weights(net), "whole": weights(whole), "paths": paths}

@@ -109,7 +109,7 @@ def method_of(**params: Any) -> Any:
     return FastMethod(method.compressor, method.memory)
 
 
-# -- a compressor as the engine carries it out: by its accelerator -------------------------------------------------------
+# -- a compressor as the engine carries it out: by its accelerator -----------------------------------------------------
 def natively(compressor: Any, x: Any, residual: Any, ctx: Context) -> Any:
     """Payload and residual by kernels."""
     return accelerators.accelerator_of(compressor).encode(compressor, x, residual, ctx)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, Steps, apart
@@ -105,6 +105,17 @@ class Accelerator(Generic[C]):
         return total
 
 
+def at_once_encoded(
+    compressor: Compressor, encode: Callable[[Array], Payload], x: Array, residual: Array | None, ctx: Context
+) -> tuple[Payload, Array]:
+    """`Accelerator.encode` by a function that makes the payload of a vector, and at once."""
+    if residual is None:
+        return encode(x), x
+    x = ctx.accumulated(x, residual)
+    payload = encode(x)
+    return payload, compressor.residual(x, payload, ctx)
+
+
 class MemoryAccelerator(Generic[M]):
     """Native kernels of one memory type. Results equal the plain functions', bit for bit."""
 
@@ -125,6 +136,6 @@ class Accelerated(Generic[C]):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compressor, name)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for isinstance
         return type(self._compressor)

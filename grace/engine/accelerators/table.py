@@ -11,7 +11,17 @@ from grace.core import Array, Calls, Compressor, Context, Memory, Payload
 from grace.core.errors import Unavailable
 from grace.engine.accelerators.base import Accelerator, MemoryAccelerator
 
-FAMILIES: dict[str, tuple[str, ...]] = {}
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "quantisers": (
+        *("compressors.efsignsgd", "compressors.onebit", "compressors.blockint", "compressors.qsgd"),
+        *("compressors.terngrad", "compressors.signsgd", "compressors.signum", "compressors.threelc"),
+        *("compressors.inceptionn", "compressors.sketch"),
+    ),
+    "floats": (
+        *("compressors.bf16", "compressors.fp8", "compressors.natural", "compressors.natural_dithering"),
+        "compressors.dettmers8",
+    ),
+}
 """Where the accelerators of methods lie, by the modules of the methods. Each has a dictionary ACCELERATORS."""
 _PLACES = {f"grace.{module}": family for family, modules in FAMILIES.items() for module in modules}
 _PLAIN: Accelerator[Any] = Accelerator()

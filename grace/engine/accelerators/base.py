@@ -12,7 +12,7 @@ M = TypeVar("M", bound=Memory)
 
 
 class Accelerator(Generic[C]):
-    """Native kernels and in-place forms of one compressor type. Results equal the plain functions', bit for bit.
+    """Native kernels and in-place forms of one compressor type. Results equal the plain functions'.
 
     `encode` and `mean` are asked for only where ``ctx.kernels`` exist, though not every backend has every kernel;
     `compensated`, `split_residual` and those that end in ``_into`` only where arrays are mutable (``ctx.xp.mutable``).
@@ -24,7 +24,7 @@ class Accelerator(Generic[C]):
 
         x is donated. Without a residual the second result is unused.
         """
-        return compressor.fused(x, residual, ctx)
+        return None
 
     def compress(self, compressor: C, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         """`Compressor.compress`, for compressors with a state or collectives, and for any memory."""
@@ -37,7 +37,7 @@ class Accelerator(Generic[C]):
 
         Replaces `compress` where it is not None.
         """
-        return compressor.compensated(x, residual, state, ctx)
+        return None
 
     def residual(self, compressor: C, x: Array, payload: Payload, ctx: Context) -> Array:
         """`Compressor.residual`. x is donated."""
@@ -45,8 +45,6 @@ class Accelerator(Generic[C]):
 
     def split_residual(self, compressor: C, x: Array, payload: Payload, residual: Array, ctx: Context) -> None:
         """Write the decoded payload over x, and `residual` to float32[n] ``residual``."""
-        if type(compressor).part is not Compressor.part:
-            return compressor.part(x, payload, residual, ctx)
         xp = ctx.xp
         xp.write(residual, x)
         found = self.residual(compressor, residual, payload, ctx)
@@ -56,7 +54,7 @@ class Accelerator(Generic[C]):
 
     def mean(self, compressor: C, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         """`Compressor.aggregate` by ``ctx.kernels``, written to ``out`` if there is one; None: no kernel."""
-        return compressor.fused_mean(payloads, out, ctx)
+        return None
 
     def decode(self, compressor: C, payload: Payload, ctx: Context) -> Array:
         """`Compressor.decompress`."""
@@ -64,8 +62,6 @@ class Accelerator(Generic[C]):
 
     def decode_into(self, compressor: C, out: Array, payload: Payload, ctx: Context) -> Array:
         """`decode`, written to float32[n] ``out``."""
-        if type(compressor).decompress_into is not Compressor.decompress_into:
-            return compressor.decompress_into(out, payload, ctx)
         ctx.xp.write(out, self.decode(compressor, payload, ctx))
         return out
 
@@ -78,8 +74,6 @@ class Accelerator(Generic[C]):
 
     def aggregate_into(self, compressor: C, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
         """`aggregate`, written to float32[n] ``out``."""
-        if type(compressor).aggregate_into is not Compressor.aggregate_into:
-            return compressor.aggregate_into(out, payloads, ctx)
         if type(compressor).aggregate is Compressor.aggregate and len(payloads) > 1:
             return ctx.xp.divided(self._total(compressor, payloads, ctx), len(payloads), out)
         ctx.xp.write(out, self.aggregate(compressor, payloads, ctx))
@@ -87,7 +81,7 @@ class Accelerator(Generic[C]):
 
     def add_decoded(self, compressor: C, total: Array, payload: Payload, ctx: Context) -> Array:
         """float32[n] ``total`` + `decode`. total is donated."""
-        return compressor.add_decoded(total, payload, ctx)
+        return ctx.xp.add_to(total, self.decode(compressor, payload, ctx))
 
     def for_memory(self, compressor: C) -> Any:
         """The compressor as a memory sees it: its `residual` is this one's."""
@@ -105,6 +99,12 @@ class Accelerator(Generic[C]):
         return total
 
 
+def has(ctx: Context, kernel: str) -> bool:
+    """Whether the backend has a kernel."""
+    kernels = ctx.xp.kernels
+    return bool(kernels and getattr(kernels, kernel))
+
+
 def at_once_encoded(
     compressor: Compressor, encode: Callable[[Array], Payload], x: Array, residual: Array | None, ctx: Context
 ) -> tuple[Payload, Array]:
@@ -117,7 +117,7 @@ def at_once_encoded(
 
 
 class MemoryAccelerator(Generic[M]):
-    """Native kernels of one memory type. Results equal the plain functions', bit for bit."""
+    """Native kernels of one memory type. Results equal the plain functions'."""
 
     def compensate(self, memory: M, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
         """`Memory.compensate`."""

@@ -21,6 +21,17 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         *("compressors.bf16", "compressors.fp8", "compressors.natural", "compressors.natural_dithering"),
         "compressors.dettmers8",
     ),
+    "transforms": ("compressors.eden", "compressors.thc", "compressors.demo"),
+    "sparsifiers": (
+        *("compressors.topk", "compressors.dgc", "compressors.threshold", "compressors.sidco"),
+        *("compressors.randomk", "compressors.chunktopk", "compressors.adaq", "compressors.adacomp"),
+        "compressors.wangni",
+    ),
+    "agreements": ("compressors.gtopk", "compressors.arctopk", "compressors.sketch_sgd", "compressors.cltk"),
+    "chains": ("compressors.chain", "compressors.stc", "compressors.qsparse"),
+    "shared_integers": ("compressors.shared_int",),
+    "low_rank": ("compressors.powersgd", "compressors.gradzip", "compressors.acpsgd", "compressors.atomo"),
+    "memories": ("memories.dgc",),
 }
 """Where the accelerators of methods lie, by the modules of the methods. Each has a dictionary ACCELERATORS."""
 _PLACES = {f"grace.{module}": family for family, modules in FAMILIES.items() for module in modules}

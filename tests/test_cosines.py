@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from methods import compressed, left_of, native_mean, natively
 from support.cases import loop
 from support.kernels import KINDS, Guarded, Memory, Plain, equal, moved, vector
 from table.transforms import dct
 
 from grace.compressors.demo import DeMo
 from grace.core import Calls, Context
-from grace.core.method import Method
+from grace.engine.encoders import FastMethod
 from grace.kernels import ISAS, library
 from grace.memories.decoupled import DecoupledMomentum
 from grace.ops import index_coding as indices
@@ -105,7 +106,7 @@ def test_payloads_are_those_of_the_compressor_but_for_rounding(lib, compressor, 
         native = Guarded(lib)
         x, rest = Memory.of(first, 4), None if residual is None else Memory.of(last, 8)
         ctx = context(native, shape, undo=undo)
-        payload, left = compressor.fused(x.array, None if rest is None else rest.array, ctx)
+        payload, left = natively(compressor, x.array, None if rest is None else rest.array, ctx)
         native.check()
         scale = check_payload(compressor, payload, v, plain)
         expected, _ = compressor.compress(v.copy(), {}, plain)
@@ -113,7 +114,7 @@ def test_payloads_are_those_of_the_compressor_but_for_rounding(lib, compressor, 
         assert kept == pytest.approx(other, rel=1e-5, abs=1e-6 * scale)
         if residual is None:
             equal(x.check(), first)
-            again, _ = compressor.compress(first.copy(), {}, context(native, shape))
+            again, _ = compressed(compressor, first.copy(), {}, context(native, shape))
             for one, same in zip(again, payload, strict=True):
                 equal(one, same)
             continue
@@ -140,7 +141,7 @@ def test_means_are_those_of_the_compressor_but_for_rounding(lib, compressor, sha
         for each in (compressor, replace(compressor, average="senders"), replace(compressor, sign=True)):
             expected = each.aggregate(payloads, plain)
             out = Memory(n, np.float32, 0 if workers == 3 else 4)  # those of whole lines are written past the caches
-            found = each.fused_mean(moved(payloads), out.array, context(Guarded(lib), shape))
+            found = native_mean(each, moved(payloads), out.array, context(Guarded(lib), shape))
             if each.sign and workers == 1:
                 assert found is None
                 continue
@@ -206,8 +207,8 @@ def test_what_is_left_may_lie_anywhere(lib, shape, odd):
 @loop("shape", [(200, 300), (1000,)])
 def test_work_that_is_put_off_is_done_later(lib, shape):
     n, compressor, native, calls = size_of(shape), DeMo(), Guarded(lib), Calls()
-    expected, left = compressor.fused(vector(n), vector(n, 1), context(native, shape))
-    payload, rest = compressor.fused(vector(n), vector(n, 1), context(native, shape, calls=calls))
+    expected, left = natively(compressor, vector(n), vector(n, 1), context(native, shape))
+    payload, rest = natively(compressor, vector(n), vector(n, 1), context(native, shape, calls=calls))
     assert calls
     calls.make()
     for one, other in zip((*payload, rest), (*expected, left), strict=True):
@@ -230,8 +231,8 @@ def test_the_number_of_threads_changes_nothing(lib, shape):
     n, compressor, found = size_of(shape), DeMo(chunk_k=11), []
     for threads in (1, 2, 5):
         ctx = context(Threads(lib, threads), shape)
-        payloads, left = zip(*(compressor.fused(vector(n, w), vector(n, 9), ctx) for w in range(3)), strict=True)
-        mean = compressor.fused_mean(payloads, None, ctx)
+        payloads, left = zip(*(natively(compressor, vector(n, w), vector(n, 9), ctx) for w in range(3)), strict=True)
+        mean = native_mean(compressor, payloads, None, ctx)
         rest = compressor.residual(vector(n, 5), payloads[0], ctx)
         found.append([*(each for payload in payloads for each in payload), *left, mean, rest])
         ctx.xp.check()
@@ -246,7 +247,7 @@ def test_every_instruction_set_decodes_to_the_same_bits(lib, compressor, shape):
     payloads = [compressor.compress(vector(n, w), {}, plain)[0] for w in range(3)]
     for each in filter(None, map(library, ISAS)):
         ctx = context(Guarded(each), shape)
-        mean = compressor.fused_mean(payloads, None, ctx)
+        mean = native_mean(compressor, payloads, None, ctx)
         found.append((mean, compressor.residual(vector(n, 5), payloads[0], ctx)))
     for mean, rest in found[1:]:
         equal(mean, found[0][0])
@@ -257,7 +258,7 @@ def test_every_instruction_set_decodes_to_the_same_bits(lib, compressor, shape):
 @loop("shape", [(128, 192), (130, 70), (1000,)])
 def test_of_equal_coefficients_the_first_are_sent(lib, shape):
     compressor, n = DeMo(chunk_k=5), size_of(shape)
-    payload, left = compressor.fused(np.zeros(n, np.float32), np.zeros(n, np.float32), context(Guarded(lib), shape))
+    payload, left = natively(compressor, np.zeros(n, np.float32), np.zeros(n, np.float32), context(Guarded(lib), shape))
     m = len(payload[0]) // 5
     assert payload[1].tolist() == [0, 1, 2, 3, 4] * m
     assert not any(each.any() for each in (payload[0], *payload[2:], left))
@@ -287,7 +288,7 @@ def test_coefficients_that_lie_unevenly(lib, kind, k):
     x = dct(64).T @ chosen @ dct(64)
     x = (x * np.array([1, 1e3, 1e-3, 1e3, 1, 1e-3])[:, None, None]).transpose(1, 0, 2).reshape(-1).astype(np.float32)
     compressor, ctx = DeMo(chunk_k=k), context(Guarded(lib), (64, 384))
-    payload, _ = compressor.fused(x, None, ctx)
+    payload, _ = natively(compressor, x, None, ctx)
     exact, _ = coefficients(compressor, x, ctx)
     values = np.asarray(payload[0], np.float64).reshape(6, k)
     best, unit = -np.sort(-abs(exact), 1)[:, :k], abs(exact).max(1, keepdims=True)
@@ -304,16 +305,16 @@ def test_what_is_not_finite_poisons_its_chunk_and_no_other(lib, compressor, shap
     x[n // 2] = wrong
     expected, _ = compressor.compress(x.copy(), {}, plain)
     rest = compressor.residual(x.copy(), expected, plain)
-    payload, left = compressor.fused(x.copy(), np.zeros(n, np.float32), context(Guarded(lib), shape))
+    payload, left = natively(compressor, x.copy(), np.zeros(n, np.float32), context(Guarded(lib), shape))
     assert not np.isfinite(payload[0]).all()
     bad, finite = ~np.isfinite(rest), x[np.isfinite(x)]
     assert bad.any()
     assert not bad.all()
     near(left, rest, abs(finite).max() * 64)
     for sent in (payload, expected):
-        mean = compressor.fused_mean([sent, expected], None, context(Guarded(lib), shape))
+        mean = native_mean(compressor, [sent, expected], None, context(Guarded(lib), shape))
         np.testing.assert_array_equal(np.isfinite(mean), ~bad)
-        signs = replace(compressor, sign=True).fused_mean([sent, expected], None, context(Guarded(lib), shape))
+        signs = native_mean(replace(compressor, sign=True), [sent, expected], None, context(Guarded(lib), shape))
         np.testing.assert_array_equal(np.isnan(signs), np.isnan(mean))
 
 
@@ -355,19 +356,19 @@ def test_payloads_that_do_not_fit_are_refused(lib, wrong, chunk):
         compressor.decompress(bad, plain)
     for payloads in ([good, bad], [bad, good]):
         with pytest.raises(ValueError):
-            compressor.fused_mean(payloads, out.array, native)
+            native_mean(compressor, payloads, out.array, native)
         equal(out.check(), before)
     with pytest.raises(ValueError):
-        compressor.residual(out.array, bad, native)
+        left_of(compressor, out.array, bad, native)
     equal(out.check(), before)
-    compressor.fused_mean(moved([good, good]), out.array, native)
+    native_mean(compressor, moved([good, good]), out.array, native)
     out.check()
 
 
 # -- with a memory -----------------------------------------------------------------------------------------------------
 @loop("shape", [(200, 300), (1000,)])
 def test_a_momentum_that_decays_goes_by_kernels_too(lib, shape):
-    method, n, found = Method(DeMo(), DecoupledMomentum()), size_of(shape), []
+    method, n, found = FastMethod(DeMo(), DecoupledMomentum()), size_of(shape), []
     for xp in (Plain(), Guarded(lib)):
         state, steps = method.init(context(xp, shape)), []
         for step in range(3):

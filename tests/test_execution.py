@@ -13,8 +13,9 @@ from table import ROWS
 from grace import grace_from_params
 from grace.backends import get_backend
 from grace.compressors.blockint import BlockInt
-from grace.compressors.efsignsgd import EFSignSGD
 from grace.core.sharding import cut, cuts, pieces, shards, strides
+from grace.engine.accelerators import accelerator_of
+from grace.engine.accelerators.quantisers import ScaledSigns
 from grace.engine.encoders import FastMethod
 from grace.engine.lazy_mean import LazyMean, LazyShardedMean
 from grace.engine.state_store import StateStore
@@ -123,7 +124,7 @@ def test_methods_that_exchange_inside_are_the_same_in_pieces(params, name, monke
         payload, _ = alone(lambda ctx, x=x: compressor.compress(xp.copy(x), {}, ctx), ctx)
         assert np.array_equal(xp.to_numpy(x), spread(N))
         decoded, left = compressor.decompress(payload, ctx), compressor.residual(xp.copy(x), payload, ctx)
-        into = compressor.decompress_into(xp.zeros(N), payload, ctx)
+        into = accelerator_of(compressor).decode_into(compressor, xp.zeros(N), payload, ctx)
         assert np.array_equal(xp.to_numpy(decoded), xp.to_numpy(into))
         found.append([*host(xp, payload), xp.to_numpy(decoded), xp.to_numpy(left)])
     for whole, parts in zip(*found, strict=True):
@@ -348,9 +349,9 @@ def test_kernels_work_when_all_of_a_bucket_is_prepared(name, communicator, round
         plain = getattr(owner, attribute)
         monkeypatch.setattr(owner, attribute, lambda *args: (events.append(what), plain(*args))[1])
 
-    for owner, kind in ((EFSignSGD, "prepare"), (Library, "work")):
-        for mine, theirs, what in (("fused", "signs_encode", "encode"), ("fused_mean", "signs_mean", "mean")):
-            noting(owner, mine if owner is EFSignSGD else theirs, f"{kind} {what}")
+    for owner, kind in ((ScaledSigns, "prepare"), (Library, "work")):
+        for what in ("encode", "mean"):
+            noting(owner, what if owner is ScaledSigns else f"signs_{what}", f"{kind} {what}")
     grace = built_on(name, {**SIGNS, "communicator": communicator})
     step(grace, 0)
     each = [f"{kind} {what}" for what in ("encode", "mean") for kind in ("prepare", "work") for _ in SHAPES]
@@ -364,17 +365,17 @@ def test_an_error_while_a_bucket_is_prepared_leaves_all_residuals_alone(name, co
     grace, other = built_on(name, params), built_on(name, params)
     for each in (grace, other):
         step(each, 0)
-    plain = EFSignSGD.fused
+    plain = ScaledSigns.encode
 
-    def failing(self, x, residual, ctx):
+    def failing(self, compressor, x, residual, ctx):
         if ctx.name == "a":  # the last one of the bucket
             raise RuntimeError("no")
-        return plain(self, x, residual, ctx)
+        return plain(self, compressor, x, residual, ctx)
 
-    monkeypatch.setattr(EFSignSGD, "fused", failing)
+    monkeypatch.setattr(ScaledSigns, "encode", failing)
     with pytest.raises(RuntimeError, match="no"):
         step(grace, 1)
-    monkeypatch.setattr(EFSignSGD, "fused", plain)
+    monkeypatch.setattr(ScaledSigns, "encode", plain)
     grace.abandon()
     for found, expected in zip(residuals(grace), residuals(other), strict=True):
         assert np.array_equal(found, expected)

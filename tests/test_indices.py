@@ -41,7 +41,7 @@ def test_kernels_write_and_read_the_same_bytes_and_no_others(lib, n, k):
     positions = positions.astype(np.int32)
     k = len(positions)
     expected = indices.write(Plain(), "elias_fano", positions, n, k)
-    widths, marks = indices._widths(n, k)
+    widths, marks = indices.widths(n, k)
     where, upper = Memory.of(positions, 3), Memory(packed_size(1, marks), np.uint8, 1)
     planes = [Memory(packed_size(bits, k), np.uint8, 1) for bits in widths]
     addresses = [plane.address for plane in planes], upper.address, marks

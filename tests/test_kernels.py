@@ -29,6 +29,7 @@ from grace.compressors.topk import TopK
 from grace.core import Context
 from grace.kernels import ISAS, build, library
 from grace.kernels.host import HostKernels
+from grace.ops import blocks
 from grace.ops.hadamard import width_of
 from grace.ops.packing import pack, packed_size
 
@@ -445,9 +446,9 @@ def rotated(lib, compressor, ctx, x, residual, out, threads, swap=False):
     """The payload that a kernel makes of an Eden's blocks."""
     n, rng = ctx.size, ctx.shared_rng("rotation")
     d = width_of(ctx, compressor.block_size)
-    m, divisor = -(-n // d), compressor._divisor(d) if compressor.biased else 0.0
+    m, divisor = -(-n // d), compressor.divisor(d) if compressor.biased else 0.0
     sent = Memory(compressor.bits * d * m // 8, np.uint8, 3), Memory(m, np.float32, 4), Memory(m, np.uint8, 1)
-    tables = compressor._levels(), compressor._middles()
+    tables = compressor.levels(), compressor.middles()
     lib.normal_encode(
         x, residual, out, *map(address, sent), n, d, compressor.bits, *tables, divisor, ctx.rank % 32, *rng.keys,
         rng.offset, threads, swap,
@@ -513,7 +514,7 @@ def test_normal_mean(lib, n, kind, threads, compressor, workers):
     where = [[each.address for each in column] for column in zip(*memories, strict=True)]
     out, rng, d = Memory(n, np.float32, 4), ctx.shared_rng("rotation"), width_of(ctx, compressor.block_size)
     lib.normal_mean(
-        *where, workers, out.address, n, d, compressor.bits, compressor._levels(), *rng.keys, rng.offset, threads
+        *where, workers, out.address, n, d, compressor.bits, compressor.levels(), *rng.keys, rng.offset, threads
     )
     equal(out.check(), expected)
 
@@ -525,15 +526,15 @@ def test_steps(lib, n, kind, threads, compressor, workers, monkeypatch):
     monkeypatch.setattr(type(XP), "kernels", None)
     ctx = Context(XP, "w", (n,), world_size=workers, offset=65536 if n % 2 and n > 8192 else 0)
     d, rng = width_of(ctx, compressor.block_size), ctx.shared_rng("rotation")
-    m, dtype, start = -(-n // d), compressor._dtype(ctx), ctx.offset
+    m, dtype, start = -(-n // d), compressor.dtype(ctx), ctx.offset
     wide = dtype == "int32"
     x, norms = Memory.of(vector(n, 1, kind), 4), Memory(m, np.float32, 4)
     lib.norms(x.address, norms.address, n, d, threads)
     with XP.quiet():
-        norm = compressor._norms(x.array, ctx)
+        norm = blocks.norms(XP, blocks.rows(XP, x.array, d))
         ulps(norms.check(), norm)
         norm = norm * np.where(np.arange(m) % 2, np.float32(1), np.float32(3))  # another worker's is larger
-        expected = compressor._codes(x.array, norm, ctx)
+        expected = compressor.codes(x.array, norm, ctx)
     whole = np.repeat(np.isfinite(norm), d)
 
     at, draw = Memory.of(norm, 4), ctx.rng("round")
@@ -553,7 +554,7 @@ def test_steps(lib, n, kind, threads, compressor, workers, monkeypatch):
         mean = compressor.decompress(payload, ctx)
         left = compressor.residual(x.array, payload, ctx)
     total, own = Memory.of(sums, 4), Memory.of(expected, 4)
-    factors = compressor._step(workers), compressor._step(1)
+    factors = compressor.step(workers), compressor.step(1)
     for parts in (("mean",), ("rest",), ("rest", "mean")):
         given, out = Memory.of(x.array, 8), Memory(n, np.float32, 4 * (n % 4))
         arrays = {

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from methods import native_mean, natively
 from support.cases import loop
 from support.kernels import KINDS, Memory, Native, Plain, equal, vector
 
@@ -48,7 +49,7 @@ def test_codes_are_those_of_the_compressor(lib, compressor, n, kind, offset):
         decoded = compressor.decompress(payload, ctx)
         x, rest = Memory.of(first, 4), None if residual is None else Memory.of(last, 8)
         here = Context(native.xp, "w", (n,), step=5, seed=3, offset=offset, undo=undo)
-        sent, left = compressor.fused(x.array, None if rest is None else rest.array, here)
+        sent, left = natively(compressor, x.array, None if rest is None else rest.array, here)
         if residual is None:
             equal(x.check(), first)
         elif undo is None:
@@ -85,7 +86,7 @@ def test_means_are_those_of_the_compressor(lib, compressor, n, kind, offset):
             tuple(Memory.of(each, 1 if each.dtype == np.uint8 else 4).array for each in payload) for payload in payloads
         ]
         out = Memory(n, np.float32, 4)
-        assert compressor.fused_mean(moved, out.array, native) is out.array
+        assert native_mean(compressor, moved, out.array, native) is out.array
         equal(out.check(), expected)
 
 
@@ -110,14 +111,14 @@ def test_every_code_is_decoded_as_it_is_by_the_compressor(lib, compressor):
             scales = np.full(1, {1.5: 100, 1e-44: 254}.get(scale, -3), np.int32)
         payload = (codes,) if wide else (codes[: n * bits // 8], scales)
         expected = compressor.decompress(payload, ctx)
-        equal(compressor.fused_mean([payload], None, Context(native, "w", (n,))), expected)
+        equal(native_mean(compressor, [payload], None, Context(native, "w", (n,))), expected)
 
 
 def test_a_payload_of_another_size_is_refused(lib):
     native = Context(Native(lib), "w", (1000,))
     payload, _ = FP8().compress(vector(1000), {}, Context(XP, "w", (1000,)))
     with pytest.raises(ValueError, match=r"uint8\[1000\]"):
-        FP8().fused_mean([payload, (payload[0][:-1], payload[1])], None, native)
+        native_mean(FP8(), [payload, (payload[0][:-1], payload[1])], None, native)
 
 
 def test_entries_of_a_table_may_not_be_too_close():

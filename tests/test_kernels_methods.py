@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from methods import alone
+from methods import alone, compressed, native_mean, natively
 from support.cases import loop
 from support.kernels import KINDS, Guarded, Memory, Plain, equal, moved, vector
 
@@ -16,6 +16,7 @@ from grace.compressors.sketch_sgd import SketchSGD
 from grace.compressors.sparse import Scattered
 from grace.compressors.wangni import Wangni
 from grace.core import Context
+from grace.engine.accelerators import accelerator_of
 
 COMPRESSORS = [
     *(Sketch(q) for q in (2, 3, 16, 64, 100, 256)),
@@ -49,10 +50,10 @@ def gradient(compressor, n, seed, kind):
 def sent_by(compressor, x, residual, ctx):
     """Payload and what is left, by the kernels where there are some."""
     if isinstance(compressor, AdaComp):
-        payload, state = compressor.compress(x, {"residual": vector(len(x), 9)}, ctx)
+        payload, state = compressed(compressor, x, {"residual": vector(len(x), 9)}, ctx)
         return payload, state["residual"]
     if ctx.xp.kernels and (residual is not None or not isinstance(compressor, RandomK)):
-        return compressor.fused(x, residual, ctx)
+        return natively(compressor, x, residual, ctx)
     v = x if residual is None else x + residual
     payload, _ = compressor.compress(v, {}, ctx)
     return payload, x if residual is None else compressor.residual(v.copy(), payload, ctx)
@@ -86,10 +87,10 @@ def test_means_are_those_of_the_compressor(lib, compressor, n, kind, offset):
         expected = compressor.aggregate(payloads, ctx)
         if isinstance(compressor, RandomK):  # it draws positions once, and not for each worker
             equal(expected, Scattered.aggregate(compressor, payloads, ctx))
-            equal(compressor.aggregate_into(vector(n), payloads, ctx), expected)
+            equal(accelerator_of(compressor).aggregate_into(compressor, vector(n), payloads, ctx), expected)
             continue
         out = Memory(n, np.float32, 4)
-        assert compressor.fused_mean(moved(payloads), out.array, context(Guarded(lib), n, offset)) is out.array
+        assert native_mean(compressor, moved(payloads), out.array, context(Guarded(lib), n, offset)) is out.array
         equal(out.check(), expected)
 
 
@@ -102,7 +103,7 @@ def test_a_residual_changes_places_with_the_gradient(lib, n, kind, compressor):
     x, rest = Memory.of(vector(n, 1, kind), 4), Memory.of(vector(n, 2), 8)
     expected = sent_by(compressor, vector(n, 1, kind), vector(n, 2), context(Plain(), n))
     ctx = Context(native, "w", (n,), step=5, seed=3, undo=undo)
-    payload, left = compressor.fused(x.array, rest.array, ctx)
+    payload, left = natively(compressor, x.array, rest.array, ctx)
     native.check()
     assert (left is rest.array, len(undo), undo[0][0] is rest.array, undo[0][1] is x.array) == (True, 1, True, True)
     equal(x.check(), vector(n, 2))
@@ -121,7 +122,7 @@ def test_chunks_that_do_not_fit_are_refused(lib, size, k):
     for payload in wrong:
         out = Memory.of(vector(n, 8), 4)
         with pytest.raises(ValueError, match=r"its |do not ascend"):
-            compressor.fused_mean([good, payload], out.array, context(native, n))
+            native_mean(compressor, [good, payload], out.array, context(native, n))
         out.check(), native.check()
 
 
@@ -171,7 +172,7 @@ def test_count_sketches(lib, n, kind, offset, rows):
         equal(found + np.float32(0), compressor.estimate(table, hashes, plain) + np.float32(0))  # of two zeros either
     native.check()
     one, other = (
-        alone(lambda ctx: SketchSGD(0.01, rows).compress(x, {}, ctx), context(xp, n, offset))[0]
+        alone(lambda ctx: compressed(SketchSGD(0.01, rows), x, {}, ctx), context(xp, n, offset))[0]
         for xp in (Plain(), native)
     )
     for array, expected in zip(other, one, strict=True):
@@ -182,9 +183,9 @@ def test_count_sketches(lib, n, kind, offset, rows):
 def refused(lib, compressor, n, good, bad, match):
     payloads = [tuple(np.asarray(each) for each in payload) for payload in (good, bad)]
     out, xp = Memory(n, np.float32, 4), Guarded(lib)
-    compressor.fused_mean(moved(payloads[:1] * 2), out.array, context(xp, n))
+    native_mean(compressor, moved(payloads[:1] * 2), out.array, context(xp, n))
     with pytest.raises(ValueError, match=match):
-        compressor.fused_mean(moved(payloads), out.array, context(xp, n))
+        native_mean(compressor, moved(payloads), out.array, context(xp, n))
     out.check()
     with pytest.raises(ValueError):
         compressor.decompress(payloads[1], context(Plain(), n))
@@ -232,5 +233,5 @@ def test_signed_positions_that_do_not_ascend_are_refused(lib, which, n):
 
 def test_codes_beyond_the_buckets_are_no_numbers(lib):
     compressor, codes = Sketch(3), np.array([0b11100100], np.uint8)
-    out = compressor.fused_mean([(codes, np.float32([1, 2, 4]))], None, context(Guarded(lib), 4))
+    out = native_mean(compressor, [(codes, np.float32([1, 2, 4]))], None, context(Guarded(lib), 4))
     equal(out, np.float32([1, 2, 4, np.nan]))

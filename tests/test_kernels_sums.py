@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from methods import alone, together
+from methods import alone, compressed, left_of, native_mean, together
 from support.cases import loop
 from support.kernels import KINDS, Guarded, Memory, Plain, equal, vector
 
@@ -30,7 +30,7 @@ def contexts(xp, n, offset=0, workers=3):
 def exchanged(compressor, xs, xp, offset=0):
     """Each worker's payload."""
     here = contexts(xp, len(xs[0]), offset, len(xs))
-    found, _ = together(xp, [compressor.compress(x, {}, ctx) for x, ctx in zip(xs, here, strict=True)])
+    found, _ = together(xp, [compressed(compressor, x, {}, ctx) for x, ctx in zip(xs, here, strict=True)])
     return [payload for payload, _ in found], here
 
 
@@ -53,10 +53,10 @@ def test_integers_are_those_of_the_compressor(lib, compressor, n, kind, offset):
             equal(a[sound], b[sound])
         sent = tuple(Memory.of(each, each.itemsize).array for each in one)
         out = Memory(n, np.float32, 4)
-        assert compressor.fused_mean([sent], out.array, here) is out.array
+        assert native_mean(compressor, [sent], out.array, here) is out.array
         equal(out.check(), compressor.decompress(one, ctx))
         left = Memory.of(x, 8)
-        assert compressor.residual(left.array, sent, here) is left.array
+        assert left_of(compressor, left.array, sent, here) is left.array
         equal(left.check(), compressor.residual(x.copy(), one, ctx))
 
 
@@ -72,7 +72,7 @@ def test_sums_that_do_not_fit_are_refused(lib, wrong):
     total, scale = np.zeros(15 if wrong == "sums" else 16, np.int32 if wrong == "dtype" else i8), np.ones(2, np.float32)
     payload = total, scale[: 1 if wrong == "scales" else 2], np.zeros(16, i8)
     with pytest.raises(ValueError, match=r"its (sums|scales) are"):
-        SharedInt(8).fused_mean([payload], None, ctx)
+        native_mean(SharedInt(8), [payload], None, ctx)
 
 
 # -- rows with random signs --------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_sums_of_rows(lib, n, kind, size, many):
 def test_rows_are_those_of_the_compressor(lib, n, kind, offset):
     x, compressor = vector(n, 1, kind), ARCTopK(0.2, row_size=48, sketch_size=5)
     one, other = (
-        alone(lambda ctx: compressor.compress(x.copy(), {}, ctx), contexts(xp, n, offset, 1)[0])[0]
+        alone(lambda ctx: compressed(compressor, x.copy(), {}, ctx), contexts(xp, n, offset, 1)[0])[0]
         for xp in (Plain(), Guarded(lib))
     )
     for array, expected in zip(other, one, strict=True):
@@ -148,7 +148,7 @@ def test_positions_that_do_not_ascend_name_their_worker(lib, wrong):
     compressor, xp, values = GTopK(0.02), Guarded(lib), np.ones(2, np.float32)
     good, bad = (values, np.int32([0, 99])), (values, np.int32(wrong))
     ctx = contexts(xp, 100)[0]
-    program = compressor.compress(vector(100), {}, ctx)
+    program = compressed(compressor, vector(100), {}, ctx)
     next(program)
     with pytest.raises(ValueError, match="worker 1 of 3 sent a payload"):
         program.send([good, bad, good])

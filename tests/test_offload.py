@@ -121,9 +121,6 @@ def test_what_fails_here_waits_for_the_pool():
 class Where(TopK):
     """Top-k that notes which thread compresses, and slowly."""
 
-    def fused(self, x, residual, ctx):
-        return None
-
     def compress(self, x, state, ctx):
         THREADS.append((ctx.name, threading.current_thread().name))
         time.sleep(0.002 * (ctx.rank + 1))

@@ -29,12 +29,12 @@ class ACPSGD(Agreed):
         return {"p": ctx.xp.transpose(self.directions(ctx, "p", a)), "q": self.directions(ctx, "q", b)}
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        return self._agreed(x, None, state, ctx)
+        return self.agree(x, state, ctx)
 
-    def compensated(self, x: Array, residual: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        return self._agreed(x, residual, state, ctx)
-
-    def _agreed(self, x: Array, residual: Array | None, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+    def agree(
+        self, x: Array, state: State, ctx: Context, residual: Array | None = None
+    ) -> Program[tuple[Payload, State]]:
+        """`compress` of x + ``residual``, where there is one: x becomes the sum."""
         xp, (a, b, _) = ctx.xp, self.sizes(ctx)
         matrix, even = xp.reshape(x, (a, b)), ctx.step % 2 == 0
         if xp.traced:
@@ -80,6 +80,3 @@ class ACPSGD(Agreed):
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         # Against what this worker put in, not against the mean.
         return ctx.xp.subtract_product(x, payload[2], payload[3])
-
-    def part(self, x: Array, payload: Payload, rest: Array, ctx: Context) -> None:
-        ctx.xp.part_product(x, *self.factors(payload, ctx), rest, (payload[2], payload[3]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,9 +46,6 @@ class AdaComp(Scattered):
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, n, size = ctx.xp, ctx.size, self.bin_size
-        if ctx.kernels and ctx.kernels.bins_encode:
-            *sent, left = ctx.kernels.bins_encode(x, state["residual"], size)
-            return tuple(sent), {"residual": left}
         total = state["residual"] + x
         largest = xp.max(xp.abs(blocks.rows(xp, total, size)), 1)
         reach = blocks.rows(xp, xp.abs(total + x), size)
@@ -79,6 +76,3 @@ class AdaComp(Scattered):
         places = xp.sound(places, lambda: xp.all(places < self.bin_size), "its places lie outside their bins")
         positions = placed(xp, bins * self.bin_size + places, ctx.size)
         return xp.scatter_add(total, positions, xp.where(sent >= 128, -scale, scale))
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return ctx.kernels.bins_mean(payloads, out, ctx.size, self.bin_size) if ctx.kernels.bins_encode else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,12 +62,3 @@ class AdaQ(Scattered):
         xp, means = ctx.xp, fitting(ctx.xp, payload[0], "float32", 2, "means")
         positions, negative = unsigned(xp, payload[1])
         return xp.scatter_add(total, placed(xp, positions, ctx.size), xp.where(negative, means[1:], means[:1]))
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        kernel = ctx.kernels.largest_of_signs
-        return kernel(x, residual, self.compress_ratio) if kernel else None
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.largest_of_signs:
-            return None
-        return ctx.kernels.sparse_sums(payloads, out, ctx.size, (True,))

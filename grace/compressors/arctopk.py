@@ -45,9 +45,11 @@ class ARCTopK(AgreedSparsifier):
         return kept(self.compress_ratio, blocks.block_count(n, self.row_size)) * self.row_size
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        xp, size = ctx.xp, self.row_size
-        k = self.count(ctx.size) // size
-        own = self._sketch(x, ctx)
+        return self.agree(x, self._sketch(x, ctx), state, ctx)
+
+    def agree(self, x: Array, own: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        """`compress`, by the products float32[m, sketch_size] of rows with vectors of signs."""
+        xp, k = ctx.xp, self.count(ctx.size) // self.row_size
         sound = xp.finite(xp.reshape(own, (-1,)))  # as x is: each element is in a sum
         (sketch,) = yield Reduce((own,), "mean")
         # Squares are taken relative to the largest: neither 1e30 nor 1e-30 leaves float32's range.
@@ -59,13 +61,14 @@ class ARCTopK(AgreedSparsifier):
         (values,) = yield Reduce((xp.where(sound, values, float("nan")),), "mean")
         return (values, chosen), state
 
+    def words(self, ctx: Context) -> Array:
+        """int32[sketch_size * row_size]: random words, the same on every worker, whose signs are the vectors."""
+        return ctx.shared_rng("signs").bits(self.sketch_size * self.row_size)
+
     def _sketch(self, x: Array, ctx: Context) -> Array:
         # float32[m, sketch_size]: the products of each row with vectors of signs.
         xp, size, many = ctx.xp, self.row_size, self.sketch_size
-        bits = ctx.shared_rng("signs").bits(many * size)
-        if ctx.kernels and ctx.kernels.signed_sums:
-            return ctx.kernels.signed_sums(x, bits, size)
-        signs = xp.reshape(xp.where(bits < 0, -1.0, xp.full(many * size, 1.0)), (many, size))
+        signs = xp.reshape(xp.where(self.words(ctx) < 0, -1.0, xp.full(many * size, 1.0)), (many, size))
         # Sums rather than a product of matrices: the same on every toolkit and device, so that ties fall alike.
         parts = []
         for start, stop in spans(xp, ctx.size, size):

@@ -121,14 +121,11 @@ class Atomo(LowRank):
         return self.aggregate([payload], ctx)
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        left, right = self._factors(payloads, ctx)
+        left, right = self.side_by_side(payloads, ctx)
         return ctx.xp.reshape(left @ right, (-1,))
 
-    def aggregate_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
-        return ctx.xp.product_into(out, *self._factors(payloads, ctx))
-
-    def _factors(self, payloads: Sequence[Payload], ctx: Context) -> tuple[Array, Array]:
-        # Whose product is the mean: all parts of all workers side by side.
+    def side_by_side(self, payloads: Sequence[Payload], ctx: Context) -> tuple[Array, Array]:
+        """Two matrices whose product is the mean: all vectors of all workers side by side."""
         xp, (a, b, _), lefts, rights = ctx.xp, self.sizes(ctx), [], []
         for values, left, right in payloads:
             values = matching(xp, values, "float32", values, "values") / len(payloads)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.compressors.coded import coded, coded_mean
 from grace.core import Array, Compressor, Context, Payload, State, Steps
 from grace.core.registry import register
-from grace.kernels import Codes
 from grace.ops.validate import fitting
-
-CODES = Codes("bfloat16", 16)
 
 
 @register("bf16", "bfloat16")
@@ -66,9 +61,3 @@ class BF16(Compressor):
         xp = ctx.xp
         pairs = xp.reshape(fitting(xp, payload[0], "uint8", 2 * ctx.size, "bytes"), (-1, 2))
         return xp.bitcast(xp.reshape(xp.concat([xp.zeros((ctx.size, 2), "uint8"), pairs], 1), (-1,)), "float32")
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        return coded(x, residual, CODES, 0, ctx.rng("round") if self.unbiased else None, ctx)
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return coded_mean(payloads, out, CODES, 0, ctx)

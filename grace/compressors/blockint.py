@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.compressors.blockwise import Rounded
@@ -70,11 +69,3 @@ class BlockInt(Rounded):
             codes = xp.bitwise_xor(codes, half) - half
         scale = fitting(xp, payload[1], "float32", blocks.block_count(n, self.block), "scales")
         return blocks.scaled(xp, xp.cast(codes, "float32"), scale / float(self.top), self.block)
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        rng = ctx.rng("round") if self.unbiased else None
-        codes, scales, left = ctx.kernels.ints_encode(x, residual, self.block_size, self.bits, rng)
-        return (codes, scales), left
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return ctx.kernels.ints_mean(payloads, out, ctx.size, self.block_size, self.bits)

@@ -8,7 +8,7 @@ from grace.compressors.qsgd import QSGD
 from grace.compressors.selectors import SelectingSparsifier
 from grace.compressors.sparse import Placed, Sparsifier
 from grace.compressors.topk import TopK
-from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, at_once, name_of, native, run
+from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, name_of, run
 from grace.core.registry import register
 
 
@@ -69,34 +69,20 @@ class Chain(Placed):
         return self.sparsifier.marked and self.quantizer.marked
 
     def applies(self, ctx: Context) -> bool:
-        return self.sparsifier.applies(ctx) and self.quantizer.applies(self._values(ctx))
+        return self.sparsifier.applies(ctx) and self.quantizer.applies(self.second(ctx))
 
     def contraction(self, n: int) -> float | None:
-        one, two = self.sparsifier.contraction(n), self._share(self._count(n))
+        one, two = self.sparsifier.contraction(n), self._share(self.count(n))
         return None if one is None or two is None else one * two
 
     def variance(self, n: int) -> float | None:
-        one, two = self.sparsifier.variance(n), self.quantizer.variance(self._count(n))
+        one, two = self.sparsifier.variance(n), self.quantizer.variance(self.count(n))
         return one + two + one * two if self.unbiased and one is not None and two is not None else None
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         sent, _ = yield from run(self.sparsifier.compress(x, {}, ctx))
-        values, _ = yield from run(self.quantizer.compress(sent[0], {}, self._values(ctx)))
+        values, _ = yield from run(self.quantizer.compress(sent[0], {}, self.second(ctx)))
         return (*values, *sent[1:]), state
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        assert isinstance(self.sparsifier, Sparsifier)
-        ctx = ctx.with_calls(None)  # its values are looked at
-        if (done := self.sparsifier.chosen(x, residual, ctx)) is None:
-            return None
-        values, positions, left = done
-        where = self._values(ctx)
-        coded = native.fused(self.quantizer, ctx.xp.copy(values), None, where)
-        found, _ = coded or at_once(self.quantizer.compress(values, {}, where), self.quantizer)
-        payload = (*found, *self.sparsifier.write(positions, ctx))
-        if residual is None:
-            return payload, left
-        return payload, ctx.xp.put(left, positions, values - self._decoded(found, ctx))
 
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         assert isinstance(self.sparsifier, Sparsifier)
@@ -104,7 +90,7 @@ class Chain(Placed):
         return self.sparsifier.parts((self._decoded(payload[:values], ctx), *payload[values:]), ctx)
 
     def _decoded(self, found: Payload, ctx: Context) -> Array:
-        return native.decode(self.quantizer, found, self._values(ctx)) * self.scale(self._count(ctx.size))
+        return self.quantizer.decompress(found, self.second(ctx)) * self.scale(self.count(ctx.size))
 
     def scale(self, k: int) -> float:
         """What k decoded values are multiplied by."""
@@ -115,13 +101,14 @@ class Chain(Placed):
         w = self.quantizer.variance(k)
         return self.quantizer.contraction(k) if w is None else 1 - w if w < 1 else None
 
-    def _count(self, n: int) -> int:
+    def count(self, n: int) -> int:
+        """How many of n elements are sent."""
         assert isinstance(self.sparsifier, Sparsifier)
         k = self.sparsifier.count(n)
         assert k is not None
         return k
 
-    def _values(self, ctx: Context) -> Context:
-        # The k values are a vector of their own, with random numbers of its own.
-        k = self._count(ctx.size)
+    def second(self, ctx: Context) -> Context:
+        """The context of the k values: a vector of their own, with random numbers of its own."""
+        k = self.count(ctx.size)
         return replace(ctx.stage("values"), shape=(k,))

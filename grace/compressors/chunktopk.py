@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.compressors.coded import encoded
 from grace.compressors.sparse import Placed
-from grace.core import Array, Context, Payload, State, Steps, at_once
+from grace.core import Array, Context, Payload, State, Steps
 from grace.core.registry import register
 from grace.ops import blocks, index_coding
 from grace.ops.packing import pack, unpack
@@ -69,20 +68,8 @@ class ChunkTopK(Placed):
         codes = xp.cast(blocks.flat(xp, high, k), "int32") + 2 * xp.cast(values < 0, "int32")
         return (*index_coding.narrow(xp, places, self.chunk_size), pack(xp, 2, codes), magnitudes), state
 
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if ctx.kernels.chunks_encode:
-            found: tuple[Payload, Array] = ctx.kernels.chunks_encode(x, residual, self.chunk_size, self.chunk_k)
-            return found
-        # At once: what follows the selection is a small part of the elements, and not worth a pass for each piece.
-        return encoded(self, lambda v: at_once(self.compress(v, {}, ctx), self)[0], x, residual, ctx)
-
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         xp, k = ctx.xp, self.count(ctx.size)
-        if xp.kernels and xp.kernels.chunks_encode:
-            found = xp.kernels.chunks_values(payload, ctx.size, self.chunk_size, self.chunk_k)
-            if found is not None:  # otherwise it is said what is wrong with it
-                values, positions = found
-                return values, positions
         *sent, codes, magnitudes = payload
         places = index_coding.widen(xp, tuple(sent), self.chunk_size, k)
         codes = xp.cast(unpack(xp, 2, codes, k), "int32")

@@ -60,8 +60,6 @@ class DeMo(Compressor):
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         xp, (a, b, rows, columns) = ctx.xp, self.sizes(ctx)
-        if _native(ctx):  # also for memories that `fused` is not asked for with
-            return xp.kernels.cosines_encode(xp.contiguous(x), None, *self._cut(ctx))[0], state
         down, across, width = -(-a // rows), -(-b // columns), rows * columns
         x = xp.reshape(x, (a, b))
         x = xp.concat([x, xp.zeros((a, across * columns - b))], 1)
@@ -81,25 +79,6 @@ class DeMo(Compressor):
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         return self._decode(ctx, payloads, final=True)
-
-    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        if not _native(ctx):
-            return super().residual(x, payload, ctx)
-        return ctx.xp.kernels.cosines_left(x, payload, *self._cut(ctx))
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        return ctx.kernels.cosines_encode(x, residual, *self._cut(ctx)) if _native(ctx) else None
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        # One payload may be what the workers agreed on, of which no signs are taken.
-        if not _native(ctx) or (self.sign and len(payloads) == 1):
-            return None
-        return ctx.kernels.cosines_mean(payloads, out, *self._cut(ctx), self.average == "senders", self.sign)
-
-    def _cut(self, ctx: Context) -> tuple[tuple[int, int, int, int], int]:
-        # For kernels: sizes, and how many coefficients of each chunk.
-        sizes = self.sizes(ctx)
-        return sizes, min(self.chunk_k, sizes[2] * sizes[3])
 
     def _decode(self, ctx: Context, payloads: Sequence[Payload], final: bool = False) -> Array:
         xp, (a, b, rows, columns) = ctx.xp, self.sizes(ctx)
@@ -125,10 +104,6 @@ class DeMo(Compressor):
     def _absolute(self, xp: Any, places: Array, k: int, width: int) -> Array:
         # int32[m k]: positions among all coefficients, chunk after chunk.
         return places + xp.arange(xp.shape(places)[0]) // k * width
-
-
-def _native(ctx: Context) -> bool:
-    return bool(ctx.size and ctx.xp.kernels and ctx.xp.kernels.cosines_encode)
 
 
 @cache

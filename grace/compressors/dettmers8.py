@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 
 from grace.compressors.blockwise import Blockwise
-from grace.compressors.coded import coded, coded_mean
 from grace.core import Array, Context, Payload, State, Steps
 from grace.core.registry import register
-from grace.kernels import Codes
 from grace.ops import blocks
 from grace.ops.packing import pack, unpack
 
@@ -35,22 +31,19 @@ TABLES = {
 }
 
 
-def _bits(table: str) -> int:
+def code_bits(table: str) -> int:
+    """Bits of one code."""
     return 8 if table.endswith("8") else 4
 
 
-def _values(table: str) -> list[float]:
-    # Of all codes: one that does not occur, should it come, stands for no number.
-    return [*TABLES[table], *[float("nan")] * ((1 << _bits(table)) - len(TABLES[table]))]
+def code_values(table: str) -> list[float]:
+    """The value of each code; NaN for those that do not occur."""
+    return [*TABLES[table], *[float("nan")] * ((1 << code_bits(table)) - len(TABLES[table]))]
 
 
-def _middles(table: str) -> list[float]:
+def middles(table: str) -> list[float]:
+    """Boundaries between neighbouring entries."""
     return [(a + b) / 2 for a, b in pairwise(TABLES[table])]
-
-
-@cache
-def _codes(table: str) -> Codes:
-    return Codes("nearest", _bits(table), table=_values(table), middles=_middles(table))
 
 
 @register("dettmers8", "u8bit")
@@ -77,7 +70,7 @@ class Dettmers8(Blockwise):
     @property
     def bits(self) -> int:
         """Bits of one code."""
-        return _bits(self.table)
+        return code_bits(self.table)
 
     def contraction(self, n: int) -> float | None:
         # No error exceeds its element, and that of the largest is at most its distance to the table's ends.
@@ -88,18 +81,12 @@ class Dettmers8(Blockwise):
         xp, n = ctx.xp, ctx.size
         rows = blocks.rows(xp, x, self.block)
         scale = xp.max(xp.abs(rows), 1)
-        middles = xp.asarray(_middles(self.table), "float32")
-        codes = xp.searchsorted(middles, blocks.flat(xp, rows / blocks.divisor(xp, scale), n))
+        bounds = xp.asarray(middles(self.table), "float32")
+        codes = xp.searchsorted(bounds, blocks.flat(xp, rows / blocks.divisor(xp, scale), n))
         return (pack(xp, self.bits, codes), scale), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
         codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
-        values = xp.take(xp.asarray(_values(self.table), "float32"), codes)
+        values = xp.take(xp.asarray(code_values(self.table), "float32"), codes)
         return blocks.scaled(xp, values, payload[1], self.block)
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        return coded(x, residual, _codes(self.table), self.block_size, None, ctx)
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return coded_mean(payloads, out, _codes(self.table), self.block_size, ctx)

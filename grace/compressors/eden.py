@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -59,14 +58,16 @@ class Eden(Blockwise):
         # |x - x̂|² = |x|² - |r|₁² / d, and no vector r has |r|₁ < |r|.
         return 1 / min(self.block_size, max(8, 1 << max(n - 1, 0).bit_length())) if self.biased else None
 
-    def _levels(self) -> list[float]:
+    def levels(self) -> list[float]:
+        """What codes stand for, in standard deviations."""
         return [*(-level for level in reversed(CENTROIDS[self.bits])), *CENTROIDS[self.bits]]
 
-    def _middles(self) -> list[float]:
-        return [(a + b) / 2 for a, b in pairwise(self._levels())]
+    def middles(self) -> list[float]:
+        """Boundaries between neighbouring levels."""
+        return [(a + b) / 2 for a, b in pairwise(self.levels())]
 
-    def _divisor(self, d: int) -> float:
-        # What a biased scale is the sum of magnitudes over.
+    def divisor(self, d: int) -> float:
+        """A biased scale is the sum of magnitudes over this."""
         return CENTROIDS[self.bits][-1] * d**1.5
 
     def _signs(self, streams: Array, ctx: Context) -> Any:
@@ -83,16 +84,16 @@ class Eden(Blockwise):
         rows = rows / blocks.divisor(xp, largest)
         square = xp.sum(rows * rows, 1)
         rotated = hadamard(xp, rows * self._signs(streams, ctx))  # longer than x by sqrt(d)
-        levels = self._levels()
+        levels = self.levels()
         if self.bits == 1:
             codes = xp.reshape(xp.cast(rotated >= 0, "int32"), (-1,))
         else:
-            middles = xp.asarray(self._middles(), "float32")
+            middles = xp.asarray(self.middles(), "float32")
             normal = rotated / blocks.divisor(xp, xp.sqrt(square))
             codes = xp.searchsorted(middles, xp.reshape(normal, (-1,)))
         chosen = xp.reshape(xp.take(xp.asarray(levels, "float32"), codes), (m, d))
         if self.biased:
-            scale = xp.sum(xp.abs(rotated), 1) / self._divisor(d)
+            scale = xp.sum(xp.abs(rotated), 1) / self.divisor(d)
         else:
             overlap = xp.sum(rotated * chosen, 1)
             scale = square / xp.where(square == 0, 1.0, overlap) * d**0.5
@@ -104,20 +105,7 @@ class Eden(Blockwise):
         m = blocks.block_count(ctx.size, d)
         scale = fitting(xp, scale, "float32", m, "scales")
         streams = xp.bitwise_and(fitting(xp, streams, "uint8", m, "streams"), STREAMS - 1)
-        chosen = xp.take(xp.asarray(self._levels(), "float32"), xp.cast(unpack(xp, self.bits, codes, m * d), "int32"))
-        # The transform is its own inverse but for the factor d, half of which the scale has not had yet.
+        chosen = xp.take(xp.asarray(self.levels(), "float32"), xp.cast(unpack(xp, self.bits, codes, m * d), "int32"))
+        # H·H = d·I. The scale already includes 1/sqrt(d); divide by the other sqrt(d) here.
         rows = hadamard(xp, xp.reshape(chosen, (m, d))) * self._signs(streams, ctx)
         return blocks.flat(xp, rows * xp.reshape(scale / d**0.5, (-1, 1)), ctx.size)
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not ctx.kernels.normal_encode:
-            return None
-        d, rng = width_of(ctx, self.block_size), ctx.shared_rng("rotation")
-        divisor, stream = self._divisor(d) if self.biased else 0.0, ctx.rank % STREAMS
-        return ctx.kernels.normal_encode(x, residual, d, self._levels(), self._middles(), divisor, stream, rng)
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.normal_mean:
-            return None
-        d, rng = width_of(ctx, self.block_size), ctx.shared_rng("rotation")
-        return ctx.kernels.normal_mean(payloads, out, ctx.size, d, self._levels(), rng)

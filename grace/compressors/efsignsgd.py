@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.compressors.blockwise import Blockwise
@@ -33,20 +32,11 @@ class EFSignSGD(Blockwise):
         return (xp.pack_signs(x), total / blocks.counts(xp, n, self.block)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        return blocks.scaled(ctx.xp, self._signs(payload, ctx), payload[1], self.block)
+        return blocks.scaled(ctx.xp, self.signs(payload, ctx), payload[1], self.block)
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        return blocks.add_scaled(ctx.xp, x, self._signs(payload, ctx), -payload[1], self.block)
+        return blocks.add_scaled(ctx.xp, x, self.signs(payload, ctx), -payload[1], self.block)
 
-    def add_decoded(self, total: Array, payload: Payload, ctx: Context) -> Array:
-        return blocks.add_scaled(ctx.xp, total, self._signs(payload, ctx), payload[1], self.block)
-
-    def _signs(self, payload: Payload, ctx: Context) -> Array:
+    def signs(self, payload: Payload, ctx: Context) -> Array:
+        """float32[n]: 1 and -1."""
         return ctx.xp.unpack_signs(fitting(ctx.xp, payload[0], "uint8", -(-ctx.size // 8), "bits"), ctx.size)
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        bits, scales, left = ctx.kernels.signs_encode(x, residual, self.block_size)
-        return (bits, scales), left
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return ctx.kernels.signs_mean(payloads, out, ctx.size, self.block_size)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from grace.compressors.blockwise import Rounded
-from grace.compressors.coded import coded, coded_mean
 from grace.core import Array, Context, Payload, State, Steps
 from grace.core.registry import register
-from grace.kernels import Codes
 from grace.ops import blocks
 from grace.ops.validate import fitting
 
@@ -40,7 +37,6 @@ class Format(NamedTuple):
 
 
 FORMATS = {"e4m3": Format(3, 7, 0x7E), "e5m2": Format(2, 15, 0x7B)}
-CODES = {name: Codes("fp8", 8, *chosen, factor=1.0 / chosen.largest) for name, chosen in FORMATS.items()}
 
 
 @register("fp8", "float8")
@@ -97,9 +93,3 @@ class FP8(Rounded):
         table = xp.asarray([chosen.value(code) for code in range(256)], "float32")
         codes = fitting(xp, payload[0], "uint8", ctx.size, "codes")
         return blocks.scaled(xp, xp.take(table, xp.cast(codes, "int32")), payload[1], self.block)
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        return coded(x, residual, CODES[self.format], self.block_size, ctx.rng("round") if self.unbiased else None, ctx)
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return coded_mean(payloads, out, CODES[self.format], self.block_size, ctx)

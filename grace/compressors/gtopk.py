@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from grace.compressors.sparse import AgreedSparsifier
@@ -31,7 +30,7 @@ class GTopK(AgreedSparsifier):
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp = ctx.xp
         own = self.select(x, ctx)
-        sums, positions = self._largest((yield Gather((xp.take(x, own), own))), ctx)
+        sums, positions = self.merged((yield Gather((xp.take(x, own), own))), ctx)
         return (sums / ctx.world_size, positions, own), state
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
@@ -39,12 +38,9 @@ class GTopK(AgreedSparsifier):
         used = xp.put(xp.zeros(ctx.size, "uint8"), payload[1], 1)
         return xp.put(x, own, xp.where(xp.take(used, own) != 0, 0.0, xp.take(x, own)))
 
-    def _largest(self, payloads: Sequence[Payload], ctx: Context) -> tuple[Array, Array]:
-        # Of the sum of all payloads: its largest elements, and where they are.
-        xp, kernels = ctx.xp, ctx.kernels
-        if kernels and kernels.largest_sums:
-            with suppress(ValueError):  # whose payload does not fit is found below
-                return kernels.largest_sums(payloads, ctx.size, self.count(ctx.size))
+    def merged(self, payloads: Sequence[Payload], ctx: Context) -> tuple[Array, Array]:
+        """float32[k] and int32[k]: the largest elements of the sum of all payloads, and their positions."""
+        xp = ctx.xp
         total = xp.zeros(ctx.size)
         for worker, payload in enumerate(payloads):
             with sent_by(worker, self, ctx):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.compressors.coded import encoded
 from grace.core import Array, Compressor, Context, Payload, State, Steps
 from grace.core.registry import register
 from grace.ops.packing import pack, unpack
@@ -73,15 +71,6 @@ class Inceptionn(Compressor):
         found = xp.scatter(xp.zeros(n), three, matching(xp, payload[1], "float32", three, "magnitudes from 1"))
         found = xp.scatter(found, two, _signed(xp, pairs[:, 0] + pairs[:, 1] * 256, 2**15, 2.0**-15))
         return xp.scatter(found, one, _signed(xp, narrow, 128, 2.0 ** (self.powers[1] - 7)))
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        kernel = ctx.kernels.tagged_encode
-        return encoded(self, lambda v: kernel(v, *self.powers), x, residual, ctx) if kernel else None
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.tagged_encode:
-            return None
-        return ctx.kernels.tagged_mean(payloads, out, ctx.size, *self.powers)
 
 
 def _signed(xp: Any, codes: Array, top: int, unit: float) -> Array:

@@ -89,9 +89,6 @@ class Agreed(LowRank):
         p, q = self.factors(payload, ctx)
         return ctx.xp.reshape(p @ q, (-1,))
 
-    def decompress_into(self, out: Array, payload: Payload, ctx: Context) -> Array:
-        return ctx.xp.product_into(out, *self.factors(payload, ctx))
-
 
 @dataclass(frozen=True)
 class WarmStarted(Agreed):
@@ -105,6 +102,3 @@ class WarmStarted(Agreed):
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         return ctx.xp.subtract_product(x, *payload)
-
-    def part(self, x: Array, payload: Payload, rest: Array, ctx: Context) -> None:
-        ctx.xp.part_product(x, *self.factors(payload, ctx), rest)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.compressors.blockwise import Blockwise
-from grace.compressors.coded import coded, coded_mean
 from grace.core import Array, Context, Payload, State, Steps
 from grace.core.registry import register
-from grace.kernels import Codes
 from grace.ops import blocks
 from grace.ops.validate import fitting
 
 GRACE_TOP = 127 + 18  # exponent field of 2**18, which code 127 stands for in GRACE's first release
-CODES = {"auto": Codes("natural", 8), "grace": Codes("natural", 8, second=GRACE_TOP)}
 
 
 @register("natural")
@@ -84,11 +80,3 @@ class Natural(Blockwise):
         value = xp.where(magnitude > 0, xp.reshape(value, xp.shape(magnitude)), 0.0)
         value = xp.where(top < 255, xp.where(codes >= 128, -value, value), float("nan"))
         return blocks.flat(xp, value, n)
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        return coded(
-            x, residual, CODES[self.window], self.block_size, ctx.rng("round") if self.stochastic else None, ctx
-        )
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return coded_mean(payloads, out, CODES[self.window], self.block_size, ctx)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from grace.compressors.blockwise import Blockwise
-from grace.compressors.coded import coded, coded_mean
 from grace.core import Array, Context, Payload, State, Steps
 from grace.core.registry import register
-from grace.kernels import Codes
 from grace.ops import blocks
 from grace.ops.packing import pack, unpack
 
@@ -24,11 +20,6 @@ def _values(s: int) -> list[float]:
     levels = [0.0, *(2.0 ** (level - s) for level in range(1, s + 1))]
     levels += [float("nan")] * ((1 << (_bits(s) - 1)) - len(levels))  # codes that do not occur
     return [*levels, *(-level for level in levels)]
-
-
-@cache
-def _codes(s: int) -> Codes:
-    return Codes("dithered", _bits(s), first=s)
 
 
 @register("natural_dithering")
@@ -85,9 +76,3 @@ class NaturalDithering(Blockwise):
         table = xp.asarray(_values(self.s), "float32")
         codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
         return blocks.scaled(xp, xp.take(table, codes), payload[1], self.block)
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        return coded(x, residual, _codes(self.s), self.block_size, ctx.rng("round"), ctx)
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return coded_mean(payloads, out, _codes(self.s), self.block_size, ctx)

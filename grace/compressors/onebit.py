@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.compressors.blockwise import Blockwise
@@ -51,14 +50,3 @@ class OneBit(Blockwise):
         # A mean that is not finite is seen in both classes: one of them may be empty.
         means = means + (means[:, :1] - means[:, :1]) + (means[:, 1:] - means[:, 1:])
         return blocks.flat(xp, xp.where(negative, means[:, :1], means[:, 1:]), n)
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not ctx.kernels.halves_encode:
-            return None
-        bits, means, left = ctx.kernels.halves_encode(x, residual, self.block_size)
-        return (bits, means), left
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.halves_encode:
-            return None
-        return ctx.kernels.halves_mean(payloads, out, ctx.size, self.block_size)

@@ -24,12 +24,12 @@ class PowerSGD(WarmStarted):
     """
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        return self._agreed(x, None, state, ctx)
+        return self.agree(x, state, ctx)
 
-    def compensated(self, x: Array, residual: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        return self._agreed(x, residual, state, ctx)
-
-    def _agreed(self, x: Array, residual: Array | None, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+    def agree(
+        self, x: Array, state: State, ctx: Context, residual: Array | None = None
+    ) -> Program[tuple[Payload, State]]:
+        """`compress` of x + ``residual``, where there is one: x becomes the sum."""
         xp = ctx.xp
         a, b, _ = self.sizes(ctx)
         matrix = xp.reshape(x, (a, b))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,16 +76,3 @@ class QSGD(Compressor):
         codes, top = xp.cast(codes, "int32"), 1 << (self.bits - 1)
         level = xp.cast(xp.bitwise_and(codes, top - 1), "float32") / float(self.quantum_num)
         return xp.where(codes >= top, -level, level)
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not ctx.kernels.levels_encode:
-            return None
-        codes, norms, left = ctx.kernels.levels_encode(
-            x, residual, self.bucket_size, self.bits, self.quantum_num, ctx.rng("round")
-        )
-        return (codes, norms), left
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.levels_encode:
-            return None
-        return ctx.kernels.levels_mean(payloads, out, ctx.size, self.bucket_size, self.bits, self.quantum_num)

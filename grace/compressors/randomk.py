@@ -60,11 +60,12 @@ class RandomK(Sparsifier):
         return 0
 
     def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
-        return self._drawn(ctx)
+        return self.drawn(ctx)
 
-    def _drawn(self, ctx: Context, last: bool = False) -> Array:
-        # The same on every worker, other ones at every step. They take longer to draw than to send, so they are kept
-        # until they are decoded; not in graphs, whose arrays belong to a part of one.
+    def drawn(self, ctx: Context, last: bool = False) -> Array:
+        """int32[k]: the positions of this step. ``last``: nobody asks for them again."""
+        # They take longer to draw than to send, so they are kept until they are decoded; not in graphs, whose arrays
+        # belong to a part of one.
         rng, k = ctx.shared_rng("positions"), kept(self.compress_ratio, ctx.size)
         key = rng.keys, rng.offset, ctx.size, k
         found = ctx.drawn.pop(key, None)
@@ -83,22 +84,11 @@ class RandomK(Sparsifier):
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         return Compressor.residual(self, x, payload, ctx) if self.unbiased_scale else super().residual(x, payload, ctx)
 
-    # Positions are drawn once for all that they are needed for.
-    def chosen(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Array, Array, Array] | None:
-        if self.unbiased_scale or residual is None:
-            return None
-        xp, positions = ctx.xp, self._drawn(ctx)
-        x = ctx.accumulated(x, residual)
-        return poisoned(xp, xp.take(x, positions), x), positions, xp.put(x, positions, 0.0)
-
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        return ctx.xp.put(ctx.xp.zeros(ctx.size), self._drawn(ctx, last=True), self._mean(payloads, ctx))
+        return ctx.xp.put(ctx.xp.zeros(ctx.size), self.drawn(ctx, last=True), self.values(payloads, ctx))
 
-    def aggregate_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
-        ctx.xp.write(out, 0.0)
-        return ctx.xp.put(out, self._drawn(ctx, last=True), self._mean(payloads, ctx))
-
-    def _mean(self, payloads: Sequence[Payload], ctx: Context) -> Array:
+    def values(self, payloads: Sequence[Payload], ctx: Context) -> Array:
+        """float32[k]: the mean of what all workers sent."""
         xp, k = ctx.xp, kept(self.compress_ratio, ctx.size)
         total = xp.zeros(k)
         for (values,) in payloads:

@@ -103,22 +103,22 @@ class Sampled(Selector):
 
     def select(self, x: Array, k: int, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        sample = max(100, math.ceil(32 / self.compress_ratio), math.ceil(n / 100))
+        sample = self.sample(n)
         if sample >= n:
             finite = xp.isfinite(x)
             size = xp.where(finite, xp.abs(x), 0.0)
             largest = xp.scatter(xp.zeros(n, "uint8"), xp.topk(size, k), 1) != 0
             return xp.nonzero(largest & (size > 0) | xp.invert(finite))
-        factors, miss = xp.asarray(FACTORS, "float32"), xp.asarray(MISS, "float32")
-        if xp.kernels and xp.kernels.sampled:
-            rank, most = math.ceil(self.compress_ratio * sample), math.ceil(1.3 * k)
-            return xp.kernels.sampled(x, ctx.rng("sample"), sample, rank, factors, miss, self.likely, k, most)
-        candidates = self._threshold(x, sample, ctx) * factors
+        candidates = self._threshold(x, sample, ctx) * xp.asarray(FACTORS, "float32")
         if xp.piece and self.likely:  # looking costs no wait, and above a higher candidate there are often enough
             found, enough = self._above(xp, x, candidates, self.likely, k)
             if enough:
                 return found
         return self._above(xp, x, candidates, 0, k)[0]
+
+    def sample(self, n: int) -> int:
+        """How many of n elements are drawn; if that is all of them, the largest are chosen instead."""
+        return max(100, math.ceil(32 / self.compress_ratio), math.ceil(n / 100))
 
     def _threshold(self, x: Array, sample: int, ctx: Context) -> Array:
         # float32[1]: what the wanted share of the sample reaches.
@@ -286,24 +286,25 @@ class SelectingSparsifier(CodedSparsifier):
 
     @property
     def ragged(self) -> bool:  # type: ignore[override]
-        return not self._selector.fixed
+        return not self.chooser.fixed
 
     @property
-    def _selector(self) -> Selector | SIDCo:
+    def chooser(self) -> Selector | SIDCo:
+        """The selector of this name and ratio."""
         return SELECTORS[self.selector](self.compress_ratio)
 
     def count(self, n: int) -> int | None:
         return None if self.ragged else kept(self.compress_ratio, n)
 
     def contraction(self, n: int) -> float | None:
-        return self._selector.contraction(n)
+        return self.chooser.contraction(n)
 
     def init(self, ctx: Context) -> State:
-        return self._selector.init(ctx)
+        return self.chooser.init(ctx)
 
     def select(self, x: Array, ctx: Context) -> Array:
-        return self._selector.choose(x, self._selector.init(ctx), ctx)[0]
+        return self.chooser.choose(x, self.chooser.init(ctx), ctx)[0]
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
-        positions, state = self._selector.choose(x, state, ctx)
+        positions, state = self.chooser.choose(x, state, ctx)
         return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from grace.compressors.blockwise import Blockwise
@@ -61,14 +61,8 @@ class SharedInt(Blockwise):
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp, spans = ctx.xp, self._spans(ctx)
-        largest = xp.concat([xp.max_abs(blocks.rows(xp, x[start:stop], self.block)) for start, stop in spans])
-        if self.block is None and len(spans) > 1:
-            largest = xp.reshape(xp.max(largest), (1,))
-        scale = yield from blocks.largest_of_all(xp, largest)
-        if _native(ctx):
-            top, rng = self.top(ctx), ctx.rng("round")
-            own = ctx.kernels.shared_encode(x, scale, self.block_size, top, self.dtype, rng)
-        elif len(spans) == 1:
+        scale = yield from self.scale(x, ctx)
+        if len(spans) == 1:
             own = self._integers(x, scale, ctx)
         else:
             own = xp.empty(ctx.size, self.dtype)
@@ -78,29 +72,25 @@ class SharedInt(Blockwise):
         (total,) = yield Reduce((own,), "sum")
         return (total, scale, own), state
 
+    def scale(self, x: Array, ctx: Context) -> Program[Array]:
+        """float32[m]: each block's largest magnitude on any worker."""
+        xp, spans = ctx.xp, self._spans(ctx)
+        largest = xp.concat([xp.max_abs(blocks.rows(xp, x[start:stop], self.block)) for start, stop in spans])
+        if self.block is None and len(spans) > 1:
+            largest = xp.reshape(xp.max(largest), (1,))
+        return (yield from blocks.largest_of_all(xp, largest))
+
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         if len(self._spans(ctx)) == 1:
             return self._values(payload[0], payload[1], ctx.world_size, ctx)
-        return self.decompress_into(ctx.xp.empty(ctx.size), payload, ctx)
-
-    def decompress_into(self, out: Array, payload: Payload, ctx: Context) -> Array:
-        for start, stop, values in self._parts(payload[0], payload[1], ctx.world_size, ctx):
+        out = ctx.xp.empty(ctx.size)
+        for start, stop, values in self.decoded(payload[0], payload[1], ctx.world_size, ctx):
             ctx.xp.write(out[start:stop], values)
         return out
 
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not _native(ctx):
-            return None
-        ((total, scale, _),) = payloads
-        total, scale = self._fitting(total, scale, ctx)
-        return ctx.kernels.shared_mean(total, scale, out, self.block_size, self.top(ctx) * ctx.world_size)
-
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         xp, found = ctx.xp, []
-        if _native(ctx):
-            own, scale = self._fitting(payload[2], payload[1], ctx)
-            return ctx.kernels.shared_left(x, own, scale, self.block_size, self.top(ctx))
-        for start, stop, values in self._parts(payload[2], payload[1], 1, ctx):
+        for start, stop, values in self.decoded(payload[2], payload[1], 1, ctx):
             found.append(xp.subtract_from(x[start:stop], values))
         return x if xp.mutable and xp.same_memory(found[0], x) else xp.concat(found)
 
@@ -117,14 +107,15 @@ class SharedInt(Blockwise):
         steps = blocks.flat(xp, rows / blocks.divisor(xp, scale) * float(self.top(ctx)), n)
         return xp.cast(ctx.rng("round").rounded(steps, n), self.dtype)
 
-    def _parts(self, total: Array, scale: Array, workers: int, ctx: Context) -> Iterator[tuple[int, int, Array]]:
-        # The spans, and what the sums there stand for.
-        self._fitting(total, scale, ctx)
+    def decoded(self, total: Array, scale: Array, workers: int, ctx: Context) -> Iterator[tuple[int, int, Array]]:
+        """The mean of so many workers' sums, span by span: where each begins and ends, and its values."""
+        self.checked(total, scale, ctx)
         for start, stop in self._spans(ctx):
             here = ctx.piece(start, stop - start)
             yield start, stop, self._values(total[start:stop], self._scales(scale, start, stop), workers, here)
 
-    def _fitting(self, total: Array, scale: Array, ctx: Context) -> tuple[Array, Array]:
+    def checked(self, total: Array, scale: Array, ctx: Context) -> tuple[Array, Array]:
+        """Sums and scales; ValueError for other dtypes or lengths."""
         scale = fitting(ctx.xp, scale, "float32", blocks.block_count(ctx.size, self.block), "scales")
         return fitting(ctx.xp, total, self.dtype, ctx.size, "sums"), scale
 
@@ -132,7 +123,3 @@ class SharedInt(Blockwise):
         total = fitting(ctx.xp, total, self.dtype, ctx.size, "sums")
         steps = ctx.xp.cast(total, "float32") / float(self.top(ctx) * workers)
         return blocks.scaled(ctx.xp, steps, scale, self.block)
-
-
-def _native(ctx: Context) -> bool:
-    return bool(ctx.xp.kernels and ctx.xp.kernels.shared_encode)

@@ -43,8 +43,6 @@ class SignSGD(Compressor):
         xp = ctx.xp
         if not self.packed:
             return (xp.cast(x >= 0, "int8") * 2 - 1, xp.cast(_flags(xp, x), "int8")), state
-        if xp.kernels and xp.kernels.votes_encode:  # also after a memory that `fused` knows nothing of
-            return xp.kernels.votes_encode(x), state
         return (xp.pack_signs(x), _flags(xp, x)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
@@ -59,16 +57,6 @@ class SignSGD(Compressor):
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         return _majority(ctx.xp, super().aggregate(payloads, ctx))
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not (self.packed and ctx.kernels.votes_encode):
-            return None
-        return ctx.kernels.votes_encode(x), x  # no residual: a vote has none
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not (self.packed and ctx.kernels.votes_encode):
-            return None
-        return ctx.kernels.votes_mean(payloads, out, ctx.size)
 
     def reduced(self, payload: Payload, ctx: Context) -> Array:
         return _majority(ctx.xp, self.decompress(payload, ctx))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.compressors.coded import encoded
 from grace.core import Array, Compressor, Context, Payload, State, Steps
 from grace.core.registry import register
 from grace.ops.packing import pack, unpack
@@ -53,14 +51,3 @@ class Sketch(Compressor):
         # Codes beyond the buckets do not occur; should one come, its element is no number.
         table = xp.concat([means, xp.full((1 << bits) - q, float("nan"))])
         return xp.take(table, xp.cast(unpack(xp, bits, payload[0], ctx.size), "int32"))
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        kernel = ctx.kernels.quantiles_encode
-        if not kernel or ctx.size >= 2**31:
-            return None
-        return encoded(self, lambda v: kernel(v, *self.sizes(ctx)), x, residual, ctx)
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.quantiles_encode:
-            return None
-        return ctx.kernels.quantiles_mean(payloads, out, ctx.size, *self.sizes(ctx))

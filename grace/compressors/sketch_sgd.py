@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from grace.compressors.sparse import AgreedSparsifier, kept
 from grace.core import Array, Context, Payload, Program, State
@@ -98,17 +98,18 @@ class SketchSGD(AgreedSparsifier):
         return found[self.rows // 2]
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        xp, n, k, hashes = ctx.xp, ctx.size, self.count(ctx.size), self.hashes(ctx)
-        kernels: Any = ctx.kernels if ctx.kernels and ctx.kernels.count_sketch else None
-        where = self.group(n), self.width(n)
-        sums = kernels.count_sketch(x, xp.concat(hashes), *where) if kernels else self.sketch(x, hashes, ctx)
+        hashes = self.hashes(ctx)
+        sums = self.sketch(x, hashes, ctx)
+        return self.agree(x, sums, lambda table: self.estimate(table, hashes, ctx), state, ctx)
+
+    def agree(
+        self, x: Array, sums: Array, estimate: Callable[[Array], Array], state: State, ctx: Context
+    ) -> Program[tuple[Payload, State]]:
+        """`compress`, by this worker's `sketch` and what gives the `estimate` of the mean's."""
+        xp, k = ctx.xp, self.count(ctx.size)
         sound = xp.finite(sums)  # as x is: each element is in a sum
         (table,) = yield Reduce((sums,), "mean")
-        if kernels:
-            found = kernels.count_sketch_estimate(table, xp.concat(hashes), n, *where)
-        else:
-            found = self.estimate(table, hashes, ctx)
-        candidates = xp.topk_abs(found, min(n, self.candidates * k))
+        candidates = xp.topk_abs(estimate(table), min(ctx.size, self.candidates * k))
         (values,) = yield Reduce((xp.where(sound, xp.take(x, candidates), float("nan")),), "mean")
         chosen = xp.topk(xp.abs(values), k)
         return (xp.take(values, chosen), xp.take(candidates, chosen)), state

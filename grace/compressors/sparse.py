@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
-from grace.core.gathered import Received
 from grace.ops import index_coding as indices
 from grace.ops.validate import fitting, matching, placed
 
@@ -22,7 +21,7 @@ class Scattered(Compressor):
 
     @abstractmethod
     def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
-        """``total`` plus what a payload holds; total is spent."""
+        """``total`` plus a decoded payload. total is donated."""
 
     def applies(self, ctx: Context) -> bool:
         return ctx.size < 2**31  # positions are int32
@@ -30,24 +29,11 @@ class Scattered(Compressor):
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         return self.add(ctx.xp.zeros(ctx.size), payload, ctx)
 
-    def decompress_into(self, out: Array, payload: Payload, ctx: Context) -> Array:
-        return self.aggregate_into(out, [payload], ctx)
-
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         total = ctx.xp.zeros(ctx.size)
         for payload in payloads:
             total = self.add(total, payload, ctx)
         return ctx.xp.divide_in(total, len(payloads))
-
-    def aggregate_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
-        ctx.xp.write(out, 0.0)
-        total = out
-        for payload in payloads:
-            total = self.add(total, payload, ctx)
-        total = ctx.xp.divide_in(total, len(payloads)) if len(payloads) > 1 else total
-        if not ctx.xp.same_memory(total, out):
-            ctx.xp.write(out, total)
-        return out
 
 
 class Placed(Scattered):
@@ -64,15 +50,6 @@ class Placed(Scattered):
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         values, positions = self.parts(payload, ctx)
         return ctx.xp.put(x, positions, ctx.xp.take(x, positions) - values)
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        plain = type(self).add is Placed.add and type(self).aggregate is Scattered.aggregate
-        return self._sparse_mean(payloads, out, ctx) if plain and ctx.kernels.sparse_mean else None
-
-    def _sparse_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array:
-        pairs = [self.parts(payload, ctx) for payload in payloads]  # the kernel looks where positions lie
-        mean: Array = ctx.kernels.sparse_mean(pairs, out, ctx.size)
-        return mean
 
 
 class Sparsifier(Placed):
@@ -109,39 +86,19 @@ class Sparsifier(Placed):
         positions = self.select(x, ctx)
         return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state
 
-    def chosen(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Array, Array, Array] | None:
-        """`fused`, with its positions not written yet: values float32[K], positions int32[K], and what is left."""
-        return None
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not self.uncoded(ctx.size):
-            ctx = ctx.with_calls(None)  # what is coded is looked at
-        if (done := self.chosen(x, residual, ctx)) is None:
-            return None
-        values, positions, left = done
-        return (values, *self.write(positions, ctx)), left
-
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         # Exact, bit for bit: what was not sent stays as it is.
         return ctx.xp.put(x, self.read(payload[1:], ctx), 0.0)
 
-    def uncoded(self, n: int) -> bool:
-        """Whether positions travel as they are, as one array."""
-        return type(self).read is Sparsifier.read
-
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        return self.matched(payload[0], self.read(payload[1:], ctx), ctx)
+
+    def matched(self, values: Array, positions: Array, ctx: Context) -> tuple[Array, Array]:
+        """The arguments; ValueError unless there are as many as there must be, of these dtypes."""
         xp, k = ctx.xp, self.count(ctx.size)
-        values, positions = payload[0], self.read(payload[1:], ctx)
         if k is not None:
             positions = fitting(xp, positions, "int32", k, "positions")
         return matching(xp, values, "float32", positions, "values"), positions
-
-    def _sparse_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array:
-        k = self.count(ctx.size)
-        if k is not None and isinstance(payloads, Received) and self.uncoded(ctx.size):  # they are checked there
-            mean: Array = ctx.kernels.sparse_mean(payloads, out, ctx.size, k)
-            return mean
-        return super()._sparse_mean(payloads, out, ctx)
 
 
 @dataclass(frozen=True)
@@ -161,21 +118,18 @@ class CodedSparsifier(Sparsifier):
             raise ValueError(f"index_coding={self.index_coding!r}: choose one of {', '.join(map(repr, known))}{also}")
 
     def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
-        k = self.count(ctx.size)
-        return indices.write(ctx.xp, self._coding(ctx.size, k), positions, ctx.size, k)
+        return indices.write(ctx.xp, self.coding(ctx.size), positions, ctx.size, self.count(ctx.size))
 
     def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
-        k = self.count(ctx.size)
-        return indices.read(ctx.xp, self._coding(ctx.size, k), sent, ctx.size, k)
+        return indices.read(ctx.xp, self.coding(ctx.size), sent, ctx.size, self.count(ctx.size))
 
     def arrays(self, n: int) -> int:
         k = self.count(n)
-        return 1 if k is None else indices.arrays(self._coding(n, k), n, k)
+        return 1 if k is None else indices.arrays(self.coding(n), n, k)
 
-    def uncoded(self, n: int) -> bool:
-        return type(self).read is CodedSparsifier.read and self._coding(n, self.count(n)) == "int32"
-
-    def _coding(self, n: int, k: int | None) -> str:
+    def coding(self, n: int) -> str:
+        """The index coding for a tensor of n elements."""
+        k = self.count(n)
         return self.index_coding if k is None else indices.choose(self.index_coding, n, k)
 
 

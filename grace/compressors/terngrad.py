@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.compressors.blockwise import Blockwise
@@ -60,14 +59,3 @@ class TernGrad(Blockwise):
         packed = fitting(xp, payload[0], "uint8", size, "codes")
         signs = xp.by_byte(lambda part, m: xp.cast(unpack(xp, 2, part, 4 * m), "float32") - 1.0, packed, size)
         return blocks.scaled(xp, signs[:n], payload[1], self.block)
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if self.clip or not ctx.kernels.levels_encode:
-            return None
-        codes, scales, left = ctx.kernels.levels_encode(x, residual, self.block_size, 2, 0, ctx.rng("round"))
-        return (codes, scales), left
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.levels_encode:
-            return None
-        return ctx.kernels.levels_mean(payloads, out, ctx.size, self.block_size, 2, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -47,8 +46,9 @@ class THC(Blockwise):
         return (1 << self.bits) - 1
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        norm = yield from blocks.largest_of_all(ctx.xp, self._norms(x, ctx))
-        own = self._codes(x, norm, ctx)
+        rows = blocks.rows(ctx.xp, x, width_of(ctx, self.block_size))
+        norm = yield from blocks.largest_of_all(ctx.xp, blocks.norms(ctx.xp, rows))
+        own = self.codes(x, norm, ctx)
         (total,) = yield Reduce((own,), "sum")
         return (total, norm, own), state
 
@@ -56,70 +56,40 @@ class THC(Blockwise):
         return self._values(payload[0], payload[1], ctx.world_size, ctx)
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        if not _native(ctx):
-            return x - self._values(payload[2], payload[1], 1, ctx)
-        self._part(x, None, payload, x, ctx)
-        return x
+        return x - self._values(payload[2], payload[1], 1, ctx)
 
-    def part(self, x: Array, payload: Payload, rest: Array, ctx: Context) -> None:
-        if not _native(ctx):
-            return super().part(x, payload, rest, ctx)
-        return self._part(x, payload[0], payload, rest, ctx)
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not _native(ctx):
-            return None
-        ((total, norm, _),) = payloads
-        total, norm = self._fitting(total, norm, ctx)
-        d, factor = width_of(ctx, self.block_size), self._step(ctx.world_size)
-        return ctx.kernels.steps_mean(total, norm, out, ctx.size, d, CUT, factor, ctx.shared_rng("rotation"))
-
-    def _norms(self, x: Array, ctx: Context) -> Array:
-        xp, d = ctx.xp, width_of(ctx, self.block_size)
-        return ctx.kernels.norms(x, d) if _native(ctx) else blocks.norms(xp, blocks.rows(xp, x, d))
-
-    def _codes(self, x: Array, norm: Array, ctx: Context) -> Array:
-        xp, d, dtype, factor = ctx.xp, width_of(ctx, self.block_size), self._dtype(ctx), self.top / (2 * CUT)
-        if _native(ctx):
-            rngs = ctx.shared_rng("rotation"), ctx.rng("round")
-            return ctx.kernels.steps_encode(x, norm, d, self.top, dtype, CUT, factor, *rngs)
+    def codes(self, x: Array, norm: Array, ctx: Context) -> Array:
+        """This worker's codes, for the largest norms of all workers."""
+        xp, d, dtype, factor = ctx.xp, width_of(ctx, self.block_size), self.dtype(ctx), self.top / (2 * CUT)
         # Of variance 1, for the worker with the largest norm.
         normal = hadamard(xp, blocks.rows(xp, x, d) / blocks.divisor(xp, norm) * self._signs(norm, ctx))
         steps = (xp.maximum(xp.minimum(normal, CUT), -CUT) + CUT) * factor
         steps = ctx.rng("round").rounded(xp.reshape(steps, (-1,)), xp.shape(norm)[0] * d)
         return xp.cast(xp.minimum(steps, float(self.top)), dtype)
 
-    def _part(self, x: Array, total: Array | None, payload: Payload, rest: Array, ctx: Context) -> None:
-        own, norm = self._fitting(payload[2], payload[1], ctx)
-        total = None if total is None else self._fitting(total, norm, ctx)[0]
-        d, steps = width_of(ctx, self.block_size), (self._step(ctx.world_size), self._step(1))
-        ctx.kernels.steps_part(x, total, own, norm, rest, d, CUT, steps, ctx.shared_rng("rotation"))
-
-    def _dtype(self, ctx: Context) -> str:
+    def dtype(self, ctx: Context) -> str:
+        """Of sums on the wire."""
         return "uint8" if self.top * ctx.world_size <= 255 else "int32"
 
-    def _step(self, workers: int) -> float:
-        # Of the mean of so many workers' codes.
+    def step(self, workers: int) -> float:
+        """Between two values of the mean of so many workers' codes."""
         return 2 * CUT / (self.top * workers)
 
     def _signs(self, norm: Array, ctx: Context) -> Array:
         d, m = width_of(ctx, self.block_size), ctx.xp.shape(norm)[0]
         return signs(ctx.xp, ctx.shared_rng("rotation").bits(m * d), ctx.xp.zeros(m, "uint8"), d)
 
-    def _fitting(self, total: Array, norm: Array, ctx: Context) -> tuple[Array, Array]:
+    def checked(self, total: Array, norm: Array, ctx: Context) -> tuple[Array, Array]:
+        """Sums and norms; ValueError for other dtypes or lengths."""
         xp, d = ctx.xp, width_of(ctx, self.block_size)
         m = blocks.block_count(ctx.size, d)
         norm = fitting(xp, norm, "float32", m, "norms")
-        return fitting(xp, total, self._dtype(ctx), m * d, "sums"), norm
+        return fitting(xp, total, self.dtype(ctx), m * d, "sums"), norm
 
     def _values(self, total: Array, norm: Array, workers: int, ctx: Context) -> Array:
         xp, d = ctx.xp, width_of(ctx, self.block_size)
-        total, norm = self._fitting(total, norm, ctx)
-        normal = xp.cast(total, "float32") * self._step(workers) - CUT
+        total, norm = self.checked(total, norm, ctx)
+        normal = xp.cast(total, "float32") * self.step(workers) - CUT
         rows = hadamard(xp, xp.reshape(normal, (-1, d))) * self._signs(norm, ctx)
         # The transform is its own inverse but for the factor d, and the norm that of d numbers of variance 1.
         return blocks.flat(xp, rows / float(d) * xp.reshape(norm, (-1, 1)), ctx.size)
-
-
-def _native(ctx: Context) -> bool:
-    return bool(ctx.xp.kernels and ctx.xp.kernels.steps_encode)

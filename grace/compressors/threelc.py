@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,17 +71,6 @@ class ThreeLC(Blockwise):
         sent = xp.cast(sent, "uint8")
         trits = xp.by_byte(lambda part, m: xp.cast(unpack_trits(xp, part, 5 * m), "float32"), sent, size)
         return blocks.scaled(xp, trits[:n], payload[1], self.block)
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not ctx.kernels.trits_encode:
-            return None
-        sent, scales, left = ctx.kernels.trits_encode(x, residual, self.block_size, self.sparsity, self.zero_run)
-        return (sent, scales), left
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.trits_encode:
-            return None
-        return ctx.kernels.trits_mean(payloads, out, ctx.size, self.block_size, self.zero_run)
 
 
 def _shorten(xp: Any, sent: Array) -> Array:

@@ -33,7 +33,3 @@ class Threshold(CodedSparsifier):
         magnitude = ctx.xp.abs(x)
         # What is not finite is sent, and so is seen by every worker.
         return ctx.xp.nonzero((magnitude >= self.threshold) | ctx.xp.invert(ctx.xp.isfinite(x)))
-
-    def chosen(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Array, Array, Array] | None:
-        encode = ctx.kernels.threshold_encode
-        return encode(x, residual, self.threshold) if encode else None

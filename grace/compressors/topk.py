@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.compressors.selectors import SelectingSparsifier
-from grace.compressors.sparse import kept
-from grace.core import Array, Context
 from grace.core.registry import register
 
 
@@ -27,9 +25,3 @@ class TopK(SelectingSparsifier):
     """
 
     compress_ratio: float = 0.01
-
-    def chosen(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Array, Array, Array] | None:
-        if self.selector != "exact":
-            return None
-        found: tuple[Array, Array, Array] = ctx.kernels.topk_encode(x, residual, kept(self.compress_ratio, ctx.size))
-        return found

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.compressors.coded import encoded
 from grace.compressors.sparse import Scattered, check_ratio, signed, unsigned
 from grace.core import Array, Context, Payload, State, Steps
 from grace.core.registry import register
@@ -67,20 +65,6 @@ class Wangni(Scattered):
         total = xp.scatter_add(total, placed(xp, certain, ctx.size), matching(xp, values, "float32", certain, "values"))
         return xp.scatter_add(total, placed(xp, drawn, ctx.size), xp.where(negative, -magnitude, magnitude))
 
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        kernel, rng = ctx.kernels.chances_encode, ctx.rng("keep")
-        if not kernel:
-            return None
-        return encoded(self, lambda v: kernel(v, self.compress_ratio, self.iterations, rng), x, residual, ctx)
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.chances_encode:
-            return None
-        xp, pairs = ctx.xp, []
-        for certain, values, drawn, magnitude in payloads:
-            pairs += [(values, certain), (xp.concat([magnitude, -magnitude]), drawn)]
-        return ctx.kernels.sparse_sums(pairs, out, ctx.size, (False, True))
-
 
 TINY = 1e-30
-"""What is divided by is never smaller."""
+"""Lower bound of divisors."""

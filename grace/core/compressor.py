@@ -8,7 +8,7 @@ from enum import Enum
 from typing import ClassVar
 
 from grace.core.context import Context
-from grace.core.program import Program, Steps
+from grace.core.program import Steps
 from grace.core.state import Array, Payload, Resize, State, apart
 
 
@@ -27,7 +27,7 @@ class Compressor(ABC):
     """Turns a gradient into a payload and a payload back into a gradient.
 
     Subclasses are frozen dataclasses of hyper-parameters. ``x`` is always float32[n] with n = ``ctx.size``.
-    Only ``compress`` and ``decompress`` must be written.
+    Only ``compress`` and ``decompress`` must be written. Native kernels lie apart (`grace.engine.accelerators`).
     """
 
     family: ClassVar[str] = ""
@@ -93,73 +93,20 @@ class Compressor(ABC):
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
         """float32[n] -> payload and next state. A generator may ask for collectives."""
 
-    def compensated(
-        self, x: Array, residual: Array, state: State, ctx: Context
-    ) -> Program[tuple[Payload, State]] | None:
-        """`compress` of x + residual, where its first pass over x also adds up: x becomes the sum. None: it does not.
-
-        Asked for only where arrays can be written to (``ctx.xp.mutable``). `compress` is not called then: a subclass
-        overrides both or neither.
-        """
-        return None
-
     @abstractmethod
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         """Payload -> float32[n]. Sees only what every worker sees: any worker gets the same bits."""
 
-    def decompress_into(self, out: Array, payload: Payload, ctx: Context) -> Array:
-        """`decompress`, written to float32[n] ``out``; for toolkits whose arrays can be written to."""
-        ctx.xp.write(out, self.decompress(payload, ctx))
-        return out
-
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        """float32[n]: what of ``x`` the payload does not carry. x is spent: its memory may be reused."""
+        """float32[n]: x less the decoded payload. x is donated: its memory may be reused."""
         return ctx.xp.subtract_from(x, self.decompress(payload, ctx))
-
-    def part(self, x: Array, payload: Payload, rest: Array, ctx: Context) -> None:
-        """x becomes what the payload carries, and float32[n] ``rest`` its `residual`.
-
-        For toolkits whose arrays can be written to.
-        """
-        xp = ctx.xp
-        xp.write(rest, x)
-        left = self.residual(rest, payload, ctx)
-        if not xp.same_memory(left, rest):
-            xp.write(rest, left)
-        self.decompress_into(x, payload, ctx)
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         """All workers' payloads, in rank order -> float32[n], the mean. One dense buffer, whatever their number."""
-        total = self._total(payloads, ctx)
-        return ctx.xp.divide_in(total, len(payloads)) if len(payloads) > 1 else total
-
-    def aggregate_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
-        """`aggregate`, written to float32[n] ``out``; for toolkits whose arrays can be written to."""
-        if type(self).aggregate is Compressor.aggregate and len(payloads) > 1:
-            return ctx.xp.divided(self._total(payloads, ctx), len(payloads), out)
-        ctx.xp.write(out, self.aggregate(payloads, ctx))
-        return out
-
-    def add_decoded(self, total: Array, payload: Payload, ctx: Context) -> Array:
-        """float32[n] ``total`` + `decompress`, the same to the bit. total is spent: its memory may be reused."""
-        return ctx.xp.add_to(total, self.decompress(payload, ctx))
-
-    def _total(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         (total,) = apart((self.decompress(payloads[0], ctx),), payloads[0], ctx.xp)
         for payload in payloads[1:]:
-            total = self.add_decoded(total, payload, ctx)
-        return total
-
-    def fused(self, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        """``compress(x + residual)`` and what its payload does not carry, by ``ctx.kernels``; None: no kernel.
-
-        The result is that of the plain functions. ``x`` is spent; without a residual what is left is not asked for.
-        """
-        return None
-
-    def fused_mean(self, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        """`aggregate` by ``ctx.kernels``, written to ``out`` if there is one; None: no kernel."""
-        return None
+            total = ctx.xp.add_to(total, self.decompress(payload, ctx))
+        return ctx.xp.divide_in(total, len(payloads)) if len(payloads) > 1 else total
 
     def reduced(self, payload: Payload, ctx: Context) -> Array:
         """A payload reduced on the wire -> float32[n]. Floats come averaged, integers summed (combine MEAN)."""

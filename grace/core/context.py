@@ -36,8 +36,8 @@ class Context:
     """A kernel may write the next residual over the last one if it notes here the residual's array, and the array that
     has the last one now: the spent x, of as many elements. None: the last residual must stay as it is."""
     calls: Calls | None = field(default=None, repr=False, compare=False)
-    """A kernel may leave its work here: `Compressor.fused` and `fused_mean` return arrays that are filled then, and so
-    must not look at them. None: it is done at once."""
+    """A kernel may leave its work here: an accelerator returns arrays that are filled then, and so must not look at
+    them. None: it is done at once."""
     drawn: dict[Any, Array] = field(default_factory=dict, repr=False, compare=False)
     """What a method has drawn in this step and draws again when it decodes, by all that it depends on."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from grace.core import Compressor, Context, name_of
 from grace.core.sharding import divisible, in_chunks
+from grace.engine.accelerators import accelerator_of
 
 
 @cache
@@ -36,6 +37,6 @@ def uncompiled(points: Sequence[tuple[Compressor, Context]], xp: Any) -> str:
         )
     if not any(in_chunks(compressor, ctx) for compressor, ctx in blockwise):
         return f"it is for tensors of more than {xp.piece:,} elements; fuse='model' makes one of all"
-    if xp.kernels and all(type(compressor).fused is not Compressor.fused for compressor, _ in blockwise):
+    if xp.kernels and all(accelerator_of(compressor).encodes for compressor, _ in blockwise):
         return f"native kernels, which are faster, carry out {names}"
     return ""

@@ -12,8 +12,9 @@ from typing import Any
 
 from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, apart, join, run, scope
 from grace.core.method import Method
-from grace.core.native import fused
 from grace.core.sharding import in_chunks, piece, pieces, template, unit
+from grace.engine import accelerators
+from grace.engine.accelerators import accelerator_of, memory_accelerator_of
 from grace.engine.compiled import compiled
 from grace.engine.host import encode_hosted
 from grace.engine.lazy_mean import DeferredResidual, LazyMean, LazyShardedMean
@@ -33,23 +34,25 @@ class FastMethod(Method):
             if ctx.calls:
                 yield ctx.calls
             return done
-        memory, kept, program = scope(state, "memory"), scope(state, "compressor"), None
+        accelerator, program = accelerator_of(self.compressor), None
+        memory, kept = scope(state, "memory"), scope(state, "compressor")
         if self.memory.plain and "residual" in memory and ctx.xp.mutable:
-            program = self.compressor.compensated(x, memory["residual"], kept, ctx)
+            program = accelerator.compensated(self.compressor, x, memory["residual"], kept, ctx)
         # A mask changes its residual only where something was sent: nothing to defer.
         defer = defer and not self.compressor.mask and self.memory.plain and "residual" in memory and bool(ctx.xp.piece)
         if program is None:
             if self.compressor.tail and self.memory.plain:
                 ctx = ctx.with_tail()
             # A deferred residual is computed in the last one's memory, so x must not lie there.
-            x, memory = yield from run(self.memory.compensate(x, memory, ctx.without_undo() if defer else ctx))
-            program = run(self.compressor.compress(x, kept, ctx))
+            here = ctx.without_undo() if defer else ctx
+            x, memory = yield from run(memory_accelerator_of(self.memory).compensate(self.memory, x, memory, here))
+            program = run(accelerator.compress(self.compressor, x, kept, ctx))
         payload, kept = yield from program
         payload = apart(payload, (x,), ctx.xp)
         if defer:
             memory = {"residual": DeferredResidual(self.compressor, x, payload, ctx)}
         else:
-            memory = self.memory.update(x, payload, self.compressor, memory, ctx)
+            memory = self.memory.update(x, payload, accelerator.for_memory(self.compressor), memory, ctx)
         return payload, join(memory=memory, compressor=kept)
 
     def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> LazyMean:
@@ -74,7 +77,7 @@ def encode(
     if not memory.plain or ctx.size == 0:
         return None
     residual = state.get(RESIDUAL)
-    done = fused(compressor, x, residual, ctx)
+    done = accelerators.encode(compressor, x, residual, ctx)
     if done is None and in_chunks(compressor, ctx):
         done = _encode_chunks(compressor, x, residual, ctx)
     if done is None:

@@ -11,8 +11,9 @@ from grace.core import Array, Calls, Compressor, Context, Payload, Program
 from grace.core.errors import sent_by
 from grace.core.gathered import Received
 from grace.core.method import Lazy
-from grace.core.native import fused_mean
 from grace.core.sharding import cut, in_chunks, piece, pieces, strides
+from grace.engine import accelerators
+from grace.engine.accelerators import accelerator_of
 from grace.engine.compiled import compiled
 from grace.engine.host import host_backend, on_host
 
@@ -88,7 +89,7 @@ class LazyMean(Lazy):
         ctx = self._ctx
         found = self._hosted()
         if found is None and ctx.size:
-            found = fused_mean(self._compressor, self._payloads, None, ctx)
+            found = accelerators.mean(self._compressor, self._payloads, None, ctx)
         return self._decode(self._payloads, ctx) if found is None else found
 
     def _hosted(self) -> Array | None:
@@ -111,7 +112,7 @@ class LazyMean(Lazy):
         xp, ctx, compressor = self._ctx.xp, self._ctx, self._compressor
         if ctx.size == 0:
             return out
-        if fused_mean(compressor, self._payloads, out, ctx, calls) is not None:
+        if accelerators.mean(compressor, self._payloads, out, ctx, calls) is not None:
             return out
         if not in_chunks(compressor, ctx):
             return self._decode_into(out, self._payloads, ctx)
@@ -126,14 +127,16 @@ class LazyMean(Lazy):
         return out
 
     def _decode_into(self, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
+        compressor, accelerator = self._compressor, accelerator_of(self._compressor)
         if self._agreed:
-            return self._compressor.decompress_into(out, payloads[0], ctx)
-        return self._compressor.aggregate_into(out, payloads, ctx)
+            return accelerator.decode_into(compressor, out, payloads[0], ctx)
+        return accelerator.aggregate_into(compressor, out, payloads, ctx)
 
     def _decode(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        return (
-            self._compressor.decompress(payloads[0], ctx) if self._agreed else self._compressor.aggregate(payloads, ctx)
-        )
+        compressor, accelerator = self._compressor, accelerator_of(self._compressor)
+        if self._agreed:
+            return accelerator.decode(compressor, payloads[0], ctx)
+        return accelerator.aggregate(compressor, payloads, ctx)
 
 
 class LazyShardedMean(LazyMean):
@@ -179,17 +182,15 @@ class LazyShardedMean(LazyMean):
 
 
 class DeferredResidual:
-    """What a payload does not carry of x, not worked out yet: x is parted where each of the two belongs.
-
-    Until then x and the payload stay as they are.
-    """
+    """A residual that is computed where it is stored. Until then x and the payload stay as they are."""
 
     def __init__(self, compressor: Compressor, x: Array, payload: Payload, ctx: Context):
         self.x, self._compressor, self._payload, self._ctx = x, compressor, payload, ctx
 
     def into(self, out: Array) -> None:
-        """It is written to float32[n] ``out``, and x becomes what the payload carries."""
-        self._compressor.part(self.x, self._payload, out, self._ctx)
+        """Write the residual to float32[n] ``out``, and the decoded payload over x."""
+        compressor = self._compressor
+        accelerator_of(compressor).split_residual(compressor, self.x, self._payload, out, self._ctx)
 
 
 def all_finite(means: Sequence[LazyMean], xp: Any) -> bool:

@@ -51,18 +51,7 @@ class DGC(Memory):
         return {"momentum": ctx.xp.zeros(ctx.size), "residual": ctx.xp.zeros(ctx.size)}
 
     def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
-        xp = ctx.xp
-        if self.gradient_clipping:
-            # Relative to the largest element, so that squares stay in range.
-            largest = xp.max(xp.abs(x))
-            relative = x / xp.where(largest == 0, 1.0, largest)
-            norm = largest * xp.sqrt(xp.sum(relative * relative))
-            limit = self.gradient_clipping / ctx.world_size**0.5
-            x = x * xp.where(norm > limit, limit / xp.where(norm == 0, 1.0, norm), 1.0)
-        u, v = state["momentum"], state["residual"]
-        if xp.kernels and xp.kernels.corrected:
-            u, v = ctx.kernels.corrected(x, u, v, self.momentum, self.nesterov)
-            return v, {"momentum": u, "residual": v}
+        xp, x, u, v = ctx.xp, self.clipped(x, ctx), state["momentum"], state["residual"]
         if not 0 < xp.piece < ctx.size:
             u, step = self._momentum(x, u)
             return v + step, {**state, "momentum": u}
@@ -73,6 +62,17 @@ class DGC(Memory):
             xp.write(fresh[part], momentum)
             xp.write(x[part], v[part] + step)
         return x, {**state, "momentum": fresh}
+
+    def clipped(self, x: Array, ctx: Context) -> Array:
+        """The gradient, scaled down if its norm exceeds ``gradient_clipping``."""
+        if not self.gradient_clipping:
+            return x
+        # Relative to the largest element, so that squares stay in range.
+        xp, largest = ctx.xp, ctx.xp.max(ctx.xp.abs(x))
+        relative = x / xp.where(largest == 0, 1.0, largest)
+        norm = largest * xp.sqrt(xp.sum(relative * relative))
+        limit = self.gradient_clipping / ctx.world_size**0.5
+        return x * xp.where(norm > limit, limit / xp.where(norm == 0, 1.0, norm), 1.0)
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         # Of a mask, the residual of any vector is that vector where nothing was sent.

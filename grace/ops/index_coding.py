@@ -27,13 +27,13 @@ def nbytes(coding: str, n: int, k: int) -> int:
         return 4 * k
     if coding == "bitmap":
         return packed_size(1, n)
-    lower, upper = _widths(n, k)
+    lower, upper = widths(n, k)
     return sum(packed_size(bits, k) for bits in lower) + packed_size(1, upper)
 
 
 def arrays(coding: str, n: int, k: int) -> int:
     """How many arrays `write` makes."""
-    return len(_widths(n, k)[0]) + 1 if coding == "elias_fano" else 1
+    return len(widths(n, k)[0]) + 1 if coding == "elias_fano" else 1
 
 
 def write(xp: Any, coding: str, positions: Array, n: int, k: int | None = None) -> tuple[Array, ...]:
@@ -43,9 +43,7 @@ def write(xp: Any, coding: str, positions: Array, n: int, k: int | None = None) 
     if coding == "bitmap":
         return (xp.pack_bits(xp.scatter(xp.zeros(n, "uint8"), positions, 1) != 0),)
     assert k is not None
-    lower, upper = _widths(n, k)
-    if xp.kernels and xp.kernels.positions_write:
-        return tuple(xp.kernels.positions_write(positions, lower, upper))
+    lower, upper = widths(n, k)
     planes, shift = [], 0
     for bits in lower:
         planes.append(pack(xp, bits, xp.bitwise_and(xp.shift_right(positions, shift), 2**bits - 1)))
@@ -61,11 +59,7 @@ def read(xp: Any, coding: str, sent: tuple[Array, ...], n: int, k: int | None = 
     if coding == "bitmap":
         return _set(xp, sent[0], n, k)
     assert k is not None
-    lower, upper = _widths(n, k)
-    if xp.kernels and xp.kernels.positions_write:
-        found = xp.kernels.positions_read(sent, lower, upper, k)
-        if found is not None:  # otherwise it is said what is wrong with it
-            return found
+    lower, upper = widths(n, k)
     positions = xp.shift_left(_set(xp, sent[-1], upper, k) - xp.arange(k), sum(lower))
     shift = 0
     for bits, plane in zip(lower, sent, strict=False):
@@ -80,8 +74,8 @@ def _set(xp: Any, packed: Array, n: int, k: int | None) -> Array:
     return found if k is None else xp.reshape(fitting(xp, found, "int32", k, "positions"), (k,))
 
 
-def _widths(n: int, k: int) -> tuple[list[int], int]:
-    # Widths of the planes of lower bits (at most a byte each), and the length of the upper bits' unary code.
+def widths(n: int, k: int) -> tuple[list[int], int]:
+    """Widths of the planes of lower bits (at most a byte each), and the length of the upper bits' unary code."""
     lower = max(0, (n // k).bit_length() - 1) if k else 0
     upper = k + (max(n - 1, 0) >> lower)
     return [8] * (lower // 8) + [lower % 8] * (lower % 8 > 0), upper if k else 0

@@ -49,9 +49,6 @@ class Slow(TopK):
     def compress(self, x, state, ctx):
         return super().compress(asleep(x), state, ctx)
 
-    def fused(self, x, residual, ctx):
-        return None
-
 
 STEPS = 40
 grc = grace.grace_from_params({"compressor": "auto", "candidates": ["topk", "slow"], "trial_steps": 5})

@@ -25,9 +25,6 @@ disturb = lambda step: None  # noqa: E731 - replaced by each fault
 class Disturbed(TopK):
     """Top-k, with something else in the middle of it."""
 
-    def fused(self, x, residual, ctx):
-        return None
-
     def compress(self, x, state, ctx):
         if ctx.name == "0.weight":
             disturb(ctx.step)

@@ -24,9 +24,6 @@ fails = None
 class Sleepy(TopK):
     """Top-k that takes its time, another one on each worker."""
 
-    def fused(self, x, residual, ctx):
-        return None
-
     def compress(self, x, state, ctx):
         if threading.current_thread() is not threading.main_thread():
             found["threads"].add(threading.current_thread().name)

@@ -1,0 +1,141 @@
+"""What an accelerator may take over, and the plain functions that it takes over from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, Steps, apart
+
+C = TypeVar("C", bound=Compressor)
+M = TypeVar("M", bound=Memory)
+
+
+class Accelerator(Generic[C]):
+    """Native kernels and in-place forms of one compressor type. Results equal the plain functions'.
+
+    `encode` and `mean` are asked for only where ``ctx.kernels`` exist, though not every backend has every kernel;
+    `compensated`, `split_residual` and those that end in ``_into`` only where arrays are mutable (``ctx.xp.mutable``).
+    Each subclass overrides what it does better. All others run the plain function.
+    """
+
+    def encode(self, compressor: C, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        """Payload and residual of x + residual, by ``ctx.kernels``; None: no kernel.
+
+        x is donated. Without a residual the second result is unused.
+        """
+        return None
+
+    def compress(self, compressor: C, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        """`Compressor.compress`, for compressors with a state or collectives, and for any memory."""
+        return compressor.compress(x, state, ctx)
+
+    def compensated(
+        self, compressor: C, x: Array, residual: Array, state: State, ctx: Context
+    ) -> Program[tuple[Payload, State]] | None:
+        """`Compressor.compress` of x + residual, whose first pass also adds them: x becomes the sum. None: it does not.
+
+        Replaces `compress` where it is not None.
+        """
+        return None
+
+    def residual(self, compressor: C, x: Array, payload: Payload, ctx: Context) -> Array:
+        """`Compressor.residual`. x is donated."""
+        return compressor.residual(x, payload, ctx)
+
+    def split_residual(self, compressor: C, x: Array, payload: Payload, residual: Array, ctx: Context) -> None:
+        """Write the decoded payload over x, and `residual` to float32[n] ``residual``."""
+        xp = ctx.xp
+        xp.write(residual, x)
+        found = self.residual(compressor, residual, payload, ctx)
+        if not xp.same_memory(found, residual):
+            xp.write(residual, found)
+        self.decode_into(compressor, x, payload, ctx)
+
+    def mean(self, compressor: C, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        """`Compressor.aggregate` by ``ctx.kernels``, written to ``out`` if there is one; None: no kernel."""
+        return None
+
+    def decode(self, compressor: C, payload: Payload, ctx: Context) -> Array:
+        """`Compressor.decompress`."""
+        return compressor.decompress(payload, ctx)
+
+    def decode_into(self, compressor: C, out: Array, payload: Payload, ctx: Context) -> Array:
+        """`decode`, written to float32[n] ``out``."""
+        ctx.xp.write(out, self.decode(compressor, payload, ctx))
+        return out
+
+    def aggregate(self, compressor: C, payloads: Sequence[Payload], ctx: Context) -> Array:
+        """`Compressor.aggregate`."""
+        if type(compressor).aggregate is not Compressor.aggregate:
+            return compressor.aggregate(payloads, ctx)
+        total = self._total(compressor, payloads, ctx)
+        return ctx.xp.divide_in(total, len(payloads)) if len(payloads) > 1 else total
+
+    def aggregate_into(self, compressor: C, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
+        """`aggregate`, written to float32[n] ``out``."""
+        if type(compressor).aggregate is Compressor.aggregate and len(payloads) > 1:
+            return ctx.xp.divided(self._total(compressor, payloads, ctx), len(payloads), out)
+        ctx.xp.write(out, self.aggregate(compressor, payloads, ctx))
+        return out
+
+    def add_decoded(self, compressor: C, total: Array, payload: Payload, ctx: Context) -> Array:
+        """float32[n] ``total`` + `decode`. total is donated."""
+        return ctx.xp.add_to(total, self.decode(compressor, payload, ctx))
+
+    def for_memory(self, compressor: C) -> Any:
+        """The compressor as a memory sees it: its `residual` is this one's."""
+        return compressor if type(self).residual is Accelerator.residual else Accelerated(compressor, self)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether there may be a kernel that encodes."""
+        return type(self).encode is not Accelerator.encode
+
+    def _total(self, compressor: C, payloads: Sequence[Payload], ctx: Context) -> Array:
+        (total,) = apart((self.decode(compressor, payloads[0], ctx),), payloads[0], ctx.xp)
+        for payload in payloads[1:]:
+            total = self.add_decoded(compressor, total, payload, ctx)
+        return total
+
+
+def has(ctx: Context, kernel: str) -> bool:
+    """Whether the backend has a kernel."""
+    kernels = ctx.xp.kernels
+    return bool(kernels and getattr(kernels, kernel))
+
+
+def at_once_encoded(
+    compressor: Compressor, encode: Callable[[Array], Payload], x: Array, residual: Array | None, ctx: Context
+) -> tuple[Payload, Array]:
+    """`Accelerator.encode` by a function that makes the payload of a vector, and at once."""
+    if residual is None:
+        return encode(x), x
+    x = ctx.accumulated(x, residual)
+    payload = encode(x)
+    return payload, compressor.residual(x, payload, ctx)
+
+
+class MemoryAccelerator(Generic[M]):
+    """Native kernels of one memory type. Results equal the plain functions'."""
+
+    def compensate(self, memory: M, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+        """`Memory.compensate`."""
+        return memory.compensate(x, state, ctx)
+
+
+class Accelerated(Generic[C]):
+    """A compressor for a memory, to which it is the compressor itself but for an accelerator's `residual`."""
+
+    def __init__(self, compressor: C, accelerator: Accelerator[C]):
+        self._compressor, self._accelerator = compressor, accelerator
+
+    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
+        return self._accelerator.residual(self._compressor, x, payload, ctx)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compressor, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance
+        return type(self._compressor)

@@ -1,0 +1,301 @@
+"""Kernels and in-place forms of methods that send some elements with their positions."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from grace.compressors.adacomp import AdaComp
+from grace.compressors.adaq import AdaQ
+from grace.compressors.chunktopk import ChunkTopK
+from grace.compressors.dgc import DGC
+from grace.compressors.randomk import RandomK
+from grace.compressors.selectors import FACTORS, MISS, Sampled, SelectingSparsifier
+from grace.compressors.sidco import SIDCo
+from grace.compressors.sparse import CodedSparsifier, Placed, Scattered, Sparsifier, kept, poisoned
+from grace.compressors.threshold import Threshold
+from grace.compressors.topk import TopK
+from grace.compressors.wangni import Wangni
+from grace.core import Array, Context, Payload, State, Steps, at_once
+from grace.core.gathered import Received
+from grace.engine.accelerators.base import Accelerator, at_once_encoded, has
+from grace.ops import index_coding
+from grace.ops.validate import placed
+
+S = TypeVar("S", bound=Scattered)
+P = TypeVar("P", bound=Placed)
+K = TypeVar("K", bound=Sparsifier)
+D = TypeVar("D", bound=CodedSparsifier)
+E = TypeVar("E", bound=SelectingSparsifier)
+
+
+class ScatteredSums(Accelerator[S]):
+    """Payloads are added up one after the other, in place."""
+
+    def add(self, compressor: S, total: Array, payload: Payload, ctx: Context) -> Array:
+        """`Scattered.add`."""
+        return compressor.add(total, payload, ctx)
+
+    def decode_into(self, compressor: S, out: Array, payload: Payload, ctx: Context) -> Array:
+        return self.aggregate_into(compressor, out, [payload], ctx)
+
+    def aggregate_into(self, compressor: S, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
+        ctx.xp.write(out, 0.0)
+        total = out
+        for payload in payloads:
+            total = self.add(compressor, total, payload, ctx)
+        total = ctx.xp.divide_in(total, len(payloads)) if len(payloads) > 1 else total
+        if not ctx.xp.same_memory(total, out):
+            ctx.xp.write(out, total)
+        return out
+
+
+class PlacedSums(ScatteredSums[P]):
+    """One number for each position."""
+
+    def mean(self, compressor: P, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not ctx.kernels.sparse_mean:
+            return None
+        pairs = [self.parts(compressor, payload, ctx) for payload in payloads]  # the kernel checks positions
+        return ctx.kernels.sparse_mean(pairs, out, ctx.size)
+
+    def parts(self, compressor: P, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        """`Placed.parts`."""
+        return compressor.parts(payload, ctx)
+
+
+class DecodedSums(PlacedSums[P]):
+    """`parts` are found by kernels, for whatever needs them."""
+
+    def add(self, compressor: P, total: Array, payload: Payload, ctx: Context) -> Array:
+        values, positions = self.parts(compressor, payload, ctx)
+        return ctx.xp.scatter_add(total, placed(ctx.xp, positions, ctx.size), values)
+
+    def decode(self, compressor: P, payload: Payload, ctx: Context) -> Array:
+        return self.add(compressor, ctx.xp.zeros(ctx.size), payload, ctx)
+
+    def aggregate(self, compressor: P, payloads: Sequence[Payload], ctx: Context) -> Array:
+        total = ctx.xp.zeros(ctx.size)
+        for payload in payloads:
+            total = self.add(compressor, total, payload, ctx)
+        return ctx.xp.divide_in(total, len(payloads))
+
+    def residual(self, compressor: P, x: Array, payload: Payload, ctx: Context) -> Array:
+        values, positions = self.parts(compressor, payload, ctx)
+        return ctx.xp.put(x, positions, ctx.xp.take(x, positions) - values)
+
+
+class CodedSums(PlacedSums[D]):
+    """sidco: elements as they are, at positions that may be coded."""
+
+    def uncoded(self, compressor: D, n: int) -> bool:
+        """Whether positions travel as they are, as one array."""
+        return compressor.coding(n) == "int32"
+
+    def mean(self, compressor: D, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        k, kernel = compressor.count(ctx.size), ctx.kernels.sparse_mean
+        if kernel and k is not None and isinstance(payloads, Received) and self.uncoded(compressor, ctx.size):
+            return kernel(payloads, out, ctx.size, k)  # which checks them
+        return super().mean(compressor, payloads, out, ctx)
+
+
+class Selection(ScatteredSums[K]):
+    """A kernel selects elements."""
+
+    @abstractmethod
+    def chosen(
+        self, compressor: K, x: Array, residual: Array | None, ctx: Context
+    ) -> tuple[Array, Array, Array] | None:
+        """`encode` before positions are written: values float32[K], positions int32[K], residual; None: no kernel."""
+
+    @abstractmethod
+    def uncoded(self, compressor: K, n: int) -> bool:
+        """Whether positions travel as they are, as one array."""
+
+    def write(self, compressor: K, positions: Array, ctx: Context) -> tuple[Array, ...]:
+        """`Sparsifier.write`."""
+        return compressor.write(positions, ctx)
+
+    def parts(self, compressor: K, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        """`Sparsifier.parts`."""
+        return compressor.parts(payload, ctx)
+
+    def encode(self, compressor: K, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        if not self.uncoded(compressor, ctx.size):
+            ctx = ctx.with_calls(None)  # what is coded is read
+        if (done := self.chosen(compressor, x, residual, ctx)) is None:
+            return None
+        values, positions, left = done
+        return (values, *self.write(compressor, positions, ctx)), left
+
+
+class Thresholds(CodedSums[Threshold], Selection[Threshold]):
+    """threshold."""
+
+    def chosen(
+        self, compressor: Threshold, x: Array, residual: Array | None, ctx: Context
+    ) -> tuple[Array, Array, Array] | None:
+        kernel = ctx.kernels.threshold_encode
+        return kernel(x, residual, compressor.threshold) if kernel else None
+
+
+class Selectors(CodedSums[E], Selection[E]):
+    """topk, dgc: kernels of the selectors "exact" and "sampled", and of the index coding "elias_fano"."""
+
+    def chosen(
+        self, compressor: E, x: Array, residual: Array | None, ctx: Context
+    ) -> tuple[Array, Array, Array] | None:
+        if compressor.selector != "exact":
+            return None
+        found: tuple[Array, Array, Array] = ctx.kernels.topk_encode(
+            x, residual, kept(compressor.compress_ratio, ctx.size)
+        )
+        return found
+
+    def compress(self, compressor: E, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        if not has(ctx, "sampled"):
+            return compressor.compress(x, state, ctx)
+        selector = compressor.chooser
+        if isinstance(selector, Sampled) and (sample := selector.sample(ctx.size)) < ctx.size:
+            positions = _sampled(selector, x, sample, ctx)
+        else:
+            positions, state = selector.choose(x, state, ctx)
+        return (ctx.xp.take(x, positions), *self.write(compressor, positions, ctx)), state
+
+    def write(self, compressor: E, positions: Array, ctx: Context) -> tuple[Array, ...]:
+        n, k, coding = ctx.size, compressor.count(ctx.size), compressor.coding(ctx.size)
+        if coding == "elias_fano" and k is not None and has(ctx, "positions_write"):
+            return tuple(ctx.xp.kernels.positions_write(positions, *index_coding.widths(n, k)))
+        return index_coding.write(ctx.xp, coding, positions, n, k)
+
+    def read(self, compressor: E, sent: tuple[Array, ...], ctx: Context) -> Array:
+        """`Sparsifier.read`."""
+        n, k, coding = ctx.size, compressor.count(ctx.size), compressor.coding(ctx.size)
+        if coding == "elias_fano" and k is not None and has(ctx, "positions_write"):
+            found = ctx.xp.kernels.positions_read(sent, *index_coding.widths(n, k), k)
+            if found is not None:  # otherwise the plain function says what is wrong
+                return found
+        return index_coding.read(ctx.xp, coding, sent, n, k)
+
+    def parts(self, compressor: E, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        return compressor.matched(payload[0], self.read(compressor, payload[1:], ctx), ctx)
+
+    def residual(self, compressor: E, x: Array, payload: Payload, ctx: Context) -> Array:
+        return ctx.xp.put(x, self.read(compressor, payload[1:], ctx), 0.0)
+
+
+def _sampled(selector: Sampled, x: Array, sample: int, ctx: Context) -> Array:
+    # int32[K]: `Sampled.select`, for a sample of so many elements.
+    xp, k = ctx.xp, kept(selector.compress_ratio, ctx.size)
+    rank, most = math.ceil(selector.compress_ratio * sample), math.ceil(1.3 * k)
+    factors, miss = xp.asarray(FACTORS, "float32"), xp.asarray(MISS, "float32")
+    return xp.kernels.sampled(x, ctx.rng("sample"), sample, rank, factors, miss, selector.likely, k, most)
+
+
+class SharedPositions(Selection[RandomK]):
+    """randomk, whose positions are drawn once for all that needs them."""
+
+    def uncoded(self, compressor: RandomK, n: int) -> bool:
+        return False
+
+    def chosen(
+        self, compressor: RandomK, x: Array, residual: Array | None, ctx: Context
+    ) -> tuple[Array, Array, Array] | None:
+        if compressor.unbiased_scale or residual is None:
+            return None
+        xp, positions = ctx.xp, compressor.drawn(ctx)
+        x = ctx.accumulated(x, residual)
+        return poisoned(xp, xp.take(x, positions), x), positions, xp.put(x, positions, 0.0)
+
+    def aggregate_into(self, compressor: RandomK, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
+        ctx.xp.write(out, 0.0)
+        return ctx.xp.put(out, compressor.drawn(ctx, last=True), compressor.values(payloads, ctx))
+
+
+class Chunks(DecodedSums[ChunkTopK]):
+    """chunktopk."""
+
+    def encode(
+        self, compressor: ChunkTopK, x: Array, residual: Array | None, ctx: Context
+    ) -> tuple[Payload, Array] | None:
+        if ctx.kernels.chunks_encode:
+            found: tuple[Payload, Array] = ctx.kernels.chunks_encode(
+                x, residual, compressor.chunk_size, compressor.chunk_k
+            )
+            return found
+        # At once: what follows the selection is a small part of the elements, and not worth a pass for each piece.
+        return at_once_encoded(
+            compressor, lambda v: at_once(compressor.compress(v, {}, ctx), compressor)[0], x, residual, ctx
+        )
+
+    def parts(self, compressor: ChunkTopK, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        if has(ctx, "chunks_encode"):
+            found = ctx.xp.kernels.chunks_values(payload, ctx.size, compressor.chunk_size, compressor.chunk_k)
+            if found is not None:  # otherwise the plain function says what is wrong
+                values, positions = found
+                return values, positions
+        return compressor.parts(payload, ctx)
+
+
+class SignedMeans(ScatteredSums[AdaQ]):
+    """adaq."""
+
+    def encode(self, compressor: AdaQ, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        kernel = ctx.kernels.largest_of_signs
+        return kernel(x, residual, compressor.compress_ratio) if kernel else None
+
+    def mean(self, compressor: AdaQ, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not ctx.kernels.largest_of_signs:
+            return None
+        return ctx.kernels.sparse_sums(payloads, out, ctx.size, (True,))
+
+
+class Bins(ScatteredSums[AdaComp]):
+    """adacomp."""
+
+    def compress(self, compressor: AdaComp, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        if not has(ctx, "bins_encode"):
+            return compressor.compress(x, state, ctx)
+        *sent, left = ctx.kernels.bins_encode(x, state["residual"], compressor.bin_size)
+        return tuple(sent), {"residual": left}
+
+    def mean(self, compressor: AdaComp, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not ctx.kernels.bins_encode:
+            return None
+        return ctx.kernels.bins_mean(payloads, out, ctx.size, compressor.bin_size)
+
+
+class Chances(ScatteredSums[Wangni]):
+    """wangni."""
+
+    def encode(
+        self, compressor: Wangni, x: Array, residual: Array | None, ctx: Context
+    ) -> tuple[Payload, Array] | None:
+        kernel, rng = ctx.kernels.chances_encode, ctx.rng("keep")
+        if not kernel:
+            return None
+        how = compressor.compress_ratio, compressor.iterations, rng
+        return at_once_encoded(compressor, lambda v: kernel(v, *how), x, residual, ctx)
+
+    def mean(self, compressor: Wangni, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not ctx.kernels.chances_encode:
+            return None
+        xp, pairs = ctx.xp, []
+        for certain, values, drawn, magnitude in payloads:
+            pairs += [(values, certain), (xp.concat([magnitude, -magnitude]), drawn)]
+        return ctx.kernels.sparse_sums(pairs, out, ctx.size, (False, True))
+
+
+ACCELERATORS: dict[type, Accelerator[Any]] = {
+    TopK: Selectors[TopK](),
+    DGC: Selectors[DGC](),
+    Threshold: Thresholds(),
+    SIDCo: CodedSums[SIDCo](),
+    RandomK: SharedPositions(),
+    ChunkTopK: Chunks(),
+    AdaQ: SignedMeans(),
+    AdaComp: Bins(),
+    Wangni: Chances(),
+}

@@ -1,0 +1,88 @@
+"""The table of accelerators, filled as methods are used: importing GRACE imports no method for its sake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from grace.core import Array, Calls, Compressor, Context, Memory, Payload
+from grace.core.errors import Unavailable
+from grace.engine.accelerators.base import Accelerator, MemoryAccelerator
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "quantisers": (
+        *("compressors.efsignsgd", "compressors.onebit", "compressors.blockint", "compressors.qsgd"),
+        *("compressors.terngrad", "compressors.signsgd", "compressors.signum", "compressors.threelc"),
+        *("compressors.inceptionn", "compressors.sketch"),
+    ),
+    "floats": (
+        *("compressors.bf16", "compressors.fp8", "compressors.natural", "compressors.natural_dithering"),
+        "compressors.dettmers8",
+    ),
+    "transforms": ("compressors.eden", "compressors.thc", "compressors.demo"),
+    "sparsifiers": (
+        *("compressors.topk", "compressors.dgc", "compressors.threshold", "compressors.sidco"),
+        *("compressors.randomk", "compressors.chunktopk", "compressors.adaq", "compressors.adacomp"),
+        "compressors.wangni",
+    ),
+    "agreements": ("compressors.gtopk", "compressors.arctopk", "compressors.sketch_sgd", "compressors.cltk"),
+    "chains": ("compressors.chain", "compressors.stc", "compressors.qsparse"),
+    "shared_integers": ("compressors.shared_int",),
+    "low_rank": ("compressors.powersgd", "compressors.gradzip", "compressors.acpsgd", "compressors.atomo"),
+    "memories": ("memories.dgc",),
+}
+"""Where the accelerators of methods lie, by the modules of the methods. Each has a dictionary ACCELERATORS."""
+_PLACES = {f"grace.{module}": family for family, modules in FAMILIES.items() for module in modules}
+_PLAIN: Accelerator[Any] = Accelerator()
+_PLAIN_MEMORY: MemoryAccelerator[Any] = MemoryAccelerator()
+
+
+def accelerator_of(compressor: Compressor) -> Accelerator[Any]:
+    """The accelerator of a compressor's exact type: a subclass, which may override anything, has the default one."""
+    found: Accelerator[Any] = _find(type(compressor), _PLAIN)
+    return found
+
+
+def memory_accelerator_of(memory: Memory) -> MemoryAccelerator[Any]:
+    """Likewise of a memory."""
+    found: MemoryAccelerator[Any] = _find(type(memory), _PLAIN_MEMORY)
+    return found
+
+
+@cache
+def _find(kind: type, default: Any) -> Any:
+    family = _PLACES.get(kind.__module__)
+    return default if family is None else table(family).get(kind, default)
+
+
+def table(family: str) -> dict[type, Any]:
+    """The accelerators of a family by the types of methods."""
+    found: dict[type, Any] = import_module(f"grace.engine.accelerators.{family}").ACCELERATORS
+    return found
+
+
+def encode(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+    """Payload and residual of x + residual, by a kernel; None if there is none. x is donated."""
+    try:
+        return accelerator_of(compressor).encode(compressor, x, residual, ctx) if ctx.xp.kernels else None
+    except Unavailable:
+        return None
+
+
+def mean(
+    compressor: Compressor, payloads: Sequence[Payload], out: Array | None, ctx: Context, calls: Calls | None = None
+) -> Array | None:
+    """`Compressor.aggregate` by a kernel, written to ``out`` if given; None if there is none."""
+    ctx = ctx if ctx.calls is calls else ctx.with_calls(calls)
+    try:
+        return accelerator_of(compressor).mean(compressor, payloads, out, ctx) if ctx.xp.kernels else None
+    except Unavailable:
+        return None
+
+
+def decode(compressor: Compressor, payload: Payload, ctx: Context) -> Array:
+    """`Compressor.decompress`, by a kernel if there is one."""
+    found = mean(compressor, [payload], None, ctx) if ctx.size else None
+    return accelerator_of(compressor).decode(compressor, payload, ctx) if found is None else found

@@ -1,0 +1,113 @@
+"""Kernels of rotations and cosine transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grace.compressors.demo import DeMo
+from grace.compressors.eden import Eden
+from grace.compressors.thc import CUT, THC
+from grace.core import Array, Context, Payload, Program, State, Steps
+from grace.core.collectives import Reduce
+from grace.engine.accelerators.base import Accelerator, has
+from grace.ops import blocks
+from grace.ops.hadamard import STREAMS, width_of
+
+
+class RotatedLevels(Accelerator[Eden]):
+    """eden."""
+
+    def encode(self, compressor: Eden, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        if not ctx.kernels.normal_encode:
+            return None
+        d, rng = width_of(ctx, compressor.block_size), ctx.shared_rng("rotation")
+        divisor, stream = compressor.divisor(d) if compressor.biased else 0.0, ctx.rank % STREAMS
+        how = compressor.levels(), compressor.middles(), divisor, stream
+        return ctx.kernels.normal_encode(x, residual, d, *how, rng)
+
+    def mean(self, compressor: Eden, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not ctx.kernels.normal_mean:
+            return None
+        d, rng = width_of(ctx, compressor.block_size), ctx.shared_rng("rotation")
+        return ctx.kernels.normal_mean(payloads, out, ctx.size, d, compressor.levels(), rng)
+
+
+class RotatedSums(Accelerator[THC]):
+    """thc. The kernels add squares up in another order: last bits of norms may differ from the plain functions'."""
+
+    def compress(self, compressor: THC, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        if not has(ctx, "steps_encode"):
+            return compressor.compress(x, state, ctx)
+        return self._rounds(compressor, x, state, ctx)
+
+    def _rounds(self, compressor: THC, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
+        d, top = width_of(ctx, compressor.block_size), compressor.top
+        norm = yield from blocks.largest_of_all(ctx.xp, ctx.kernels.norms(x, d))
+        how = top, compressor.dtype(ctx), CUT, top / (2 * CUT)
+        own = ctx.kernels.steps_encode(x, norm, d, *how, ctx.shared_rng("rotation"), ctx.rng("round"))
+        (total,) = yield Reduce((own,), "sum")
+        return (total, norm, own), state
+
+    def mean(self, compressor: THC, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        if not ctx.kernels.steps_encode:
+            return None
+        ((total, norm, _),) = payloads
+        total, norm = compressor.checked(total, norm, ctx)
+        d, step = width_of(ctx, compressor.block_size), compressor.step(ctx.world_size)
+        return ctx.kernels.steps_mean(total, norm, out, ctx.size, d, CUT, step, ctx.shared_rng("rotation"))
+
+    def residual(self, compressor: THC, x: Array, payload: Payload, ctx: Context) -> Array:
+        if not has(ctx, "steps_encode"):
+            return compressor.residual(x, payload, ctx)
+        self._split(compressor, x, None, payload, x, ctx)
+        return x
+
+    def split_residual(self, compressor: THC, x: Array, payload: Payload, residual: Array, ctx: Context) -> None:
+        if not has(ctx, "steps_encode"):
+            return super().split_residual(compressor, x, payload, residual, ctx)
+        return self._split(compressor, x, payload[0], payload, residual, ctx)
+
+    def _split(
+        self, compressor: THC, x: Array, total: Array | None, payload: Payload, residual: Array, ctx: Context
+    ) -> None:
+        own, norm = compressor.checked(payload[2], payload[1], ctx)
+        total = None if total is None else compressor.checked(total, norm, ctx)[0]
+        d, steps = width_of(ctx, compressor.block_size), (compressor.step(ctx.world_size), compressor.step(1))
+        ctx.kernels.steps_part(x, total, own, norm, residual, d, CUT, steps, ctx.shared_rng("rotation"))
+
+
+class Cosines(Accelerator[DeMo]):
+    """demo. The kernels add up in another order: last bits may differ from the plain functions'."""
+
+    def compress(self, compressor: DeMo, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+        if not self._runs(ctx):
+            return compressor.compress(x, state, ctx)
+        xp = ctx.xp
+        return xp.kernels.cosines_encode(xp.contiguous(x), None, *self._sizes(compressor, ctx))[0], state
+
+    def encode(self, compressor: DeMo, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
+        return ctx.kernels.cosines_encode(x, residual, *self._sizes(compressor, ctx)) if self._runs(ctx) else None
+
+    def mean(self, compressor: DeMo, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        # One payload may be what the workers agreed on, of which no signs are taken.
+        if not self._runs(ctx) or (compressor.sign and len(payloads) == 1):
+            return None
+        how = compressor.average == "senders", compressor.sign
+        return ctx.kernels.cosines_mean(payloads, out, *self._sizes(compressor, ctx), *how)
+
+    def residual(self, compressor: DeMo, x: Array, payload: Payload, ctx: Context) -> Array:
+        if not self._runs(ctx):
+            return compressor.residual(x, payload, ctx)
+        return ctx.xp.kernels.cosines_left(x, payload, *self._sizes(compressor, ctx))
+
+    def _runs(self, ctx: Context) -> bool:
+        return bool(ctx.size) and has(ctx, "cosines_encode")
+
+    def _sizes(self, compressor: DeMo, ctx: Context) -> tuple[tuple[int, int, int, int], int]:
+        # Of the matrix and a chunk, and how many coefficients of each chunk.
+        sizes = compressor.sizes(ctx)
+        return sizes, min(compressor.chunk_k, sizes[2] * sizes[3])
+
+
+ACCELERATORS: dict[type, Accelerator[Any]] = {Eden: RotatedLevels(), THC: RotatedSums(), DeMo: Cosines()}

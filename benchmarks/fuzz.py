@@ -469,7 +469,7 @@ class Plans:
         self.good = plan.to_dict()
 
     def __call__(self, rng: random.Random) -> None:
-        from grace.communicators.planned.table import Ways
+        from grace.communicators.planned.table import PlanTable
         from grace.planner import plan
         from grace.transports.local import LocalTransport
 
@@ -483,7 +483,7 @@ class Plans:
                 if found.to_dict()[key] != self.good[key]:
                     raise Silent(f"a plan with other {key} was taken")
         else:
-            ways = Ways(text)
+            ways = PlanTable(text)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # for another number of workers
                 ways.agree(LocalTransport(), 0)

@@ -89,7 +89,7 @@ def _automatic(rest: dict[str, Any]) -> dict[str, Any]:
 def _planned(rest: dict[str, Any]) -> Communicator:
     # The communicator of a plan: a file name, or its content. Only worker 0 needs the file.
     from grace.communicators.planned import Planned
-    from grace.communicators.planned.table import Ways, leveled_params
+    from grace.communicators.planned.table import PlanTable, leveled_params
     from grace.planner.plan import from_dict
 
     if "communicator" in rest:
@@ -106,4 +106,4 @@ def _planned(rest: dict[str, Any]) -> Communicator:
         if kind.switches_methods:
             raise ValueError(f"a plan has one method, and policy {policy!r} changes methods: leave out one of them")
         rest |= leveled_params(text, rest)
-    return Planned(ways=Ways(text, leveled=policy is not None, load=from_dict), node_size=rest.pop("node_size", 0))
+    return Planned(ways=PlanTable(text, leveled=policy is not None, load=from_dict), node_size=rest.pop("node_size", 0))

@@ -20,7 +20,7 @@ from grace.core.collectives import AllToAll
 from grace.engine.buckets import Tensor
 from grace.engine.meter import Meter
 from grace.engine.report import Report, TensorReport
-from grace.engine.scheduler import Flight
+from grace.engine.scheduler import RoundScheduler
 from grace.engine.trace import Trace
 from grace.ops import blocks
 from grace.transports import get_transport, known_transport
@@ -243,7 +243,7 @@ class Gossip:
         self._tensors: dict[str, Tensor] = {}
         self._state: dict[str, State] = {}
         self._round = 0
-        self._flight: Flight | None = None
+        self._flight: RoundScheduler | None = None
         self._before: dict[str, Array] = {}
         self._meter: Any = None
 
@@ -330,7 +330,7 @@ class Gossip:
             if self.near and tensor.size:
                 programs[name] = self.mixing.mix(x, self._state[name], self._context(tensor), self.near)
         with xp.quiet():
-            self._flight = Flight("gossip", programs, self.transport, Trace())
+            self._flight = RoundScheduler("gossip", programs, self.transport, Trace())
 
     def advance(self) -> bool:
         """Wait for one message and begin the next. True when nothing is left to exchange."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from grace.backends import Backend, backend_of, get_backend
 from grace.engine.report import Report
-from grace.engine.scheduler import Flight
+from grace.engine.scheduler import RoundScheduler
 from grace.engine.session import Grace
 from grace.factory import grace_from_params
 from grace.transports.local import LocalTransport, World
@@ -88,7 +88,7 @@ def end_epoch(graces: Sequence[Grace], lr: float | None = None, next_lr: float |
     _settle([grace.ending(lr, next_lr) for grace in graces])
 
 
-def _settle(flights: Sequence[Flight | None]) -> None:
+def _settle(flights: Sequence[RoundScheduler | None]) -> None:
     while [flight for flight in flights if flight is not None and not flight.advance()]:
         pass
 

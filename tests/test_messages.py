@@ -8,7 +8,7 @@ import pytest
 from methods import BACKENDS, backend, normal, workers
 
 from grace.core.collectives import Gather
-from grace.core.gathered import Received
+from grace.core.gathered import GatheredPayloads
 from grace.transports.local import LocalTransport, World
 
 
@@ -71,7 +71,7 @@ def test_payloads_are_what_was_sent_whoever_looks_first(xp):
 def test_a_kernel_finds_payloads_where_they_lie(name):
     sent, received = gathered(backend(name))
     for number, payloads in enumerate(received):
-        assert isinstance(payloads, Received)
+        assert isinstance(payloads, GatheredPayloads)
         assert payloads.layout == tuple((str(a.dtype), a.shape) for a in sent[0][number])
         assert payloads.nbytes == sum(a.nbytes for a in sent[0][number])
         for column, arrays in zip(

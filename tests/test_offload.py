@@ -16,7 +16,7 @@ from grace.backends import get_backend
 from grace.bench import costs as measure
 from grace.compressors.topk import TopK
 from grace.core.collectives import Gather
-from grace.engine.scheduler import Flight, Offload
+from grace.engine.scheduler import RoundScheduler, WorkerPool
 from grace.engine.trace import Trace
 from grace.transports.local import LocalTransport
 
@@ -47,10 +47,10 @@ def sending(before=lambda: None, rounds=1):
 
 def test_messages_leave_in_the_order_of_their_flights():
     transport, go = Told(), threading.Event()
-    pool = Offload(1, {"slow"}, transport.xp)
-    first = Flight("first", {"slow": sending(go.wait), "fast": sending()}, transport, Trace(), pool)
-    second = Flight("second", {"fast": sending()}, transport, Trace(), None, first)
-    third = Flight("third", {"slow": sending()}, transport, Trace(), pool, second)
+    pool = WorkerPool(1, {"slow"}, transport.xp)
+    first = RoundScheduler("first", {"slow": sending(go.wait), "fast": sending()}, transport, Trace(), pool)
+    second = RoundScheduler("second", {"fast": sending()}, transport, Trace(), None, first)
+    third = RoundScheduler("third", {"slow": sending()}, transport, Trace(), pool, second)
     assert not third.depart()
     assert transport.names == []
     go.set()
@@ -78,8 +78,8 @@ def test_buckets_leave_in_order_though_the_first_takes_longest():
 
 def test_what_is_done_leaves_without_a_wait():
     transport, go = Told(), threading.Event()
-    pool = Offload(1, {"slow"}, transport.xp)
-    flight = Flight("only", {"slow": sending(go.wait)}, transport, Trace(), pool)
+    pool = WorkerPool(1, {"slow"}, transport.xp)
+    flight = RoundScheduler("only", {"slow": sending(go.wait)}, transport, Trace(), pool)
     assert not flight.depart()
     go.set()
     end = time.monotonic() + 10
@@ -94,9 +94,9 @@ def test_what_fails_on_the_pool_is_raised_and_nothing_follows():
         raise ArithmeticError("on the pool")
 
     transport, go = Told(), threading.Event()
-    pool = Offload(1, {"bad"}, transport.xp)
-    first = Flight("first", {"bad": sending(fail)}, transport, Trace(), pool)
-    second = Flight("second", {"good": sending()}, transport, Trace(), pool, first)
+    pool = WorkerPool(1, {"bad"}, transport.xp)
+    first = RoundScheduler("first", {"bad": sending(fail)}, transport, Trace(), pool)
+    second = RoundScheduler("second", {"good": sending()}, transport, Trace(), pool, first)
     go.set()
     for flight in (first, second, second):
         with pytest.raises(ArithmeticError, match="on the pool"):
@@ -110,10 +110,10 @@ def test_what_fails_here_waits_for_the_pool():
         raise ArithmeticError("here")
 
     transport, done = Told(), []
-    pool = Offload(1, {"slow"}, transport.xp)
+    pool = WorkerPool(1, {"slow"}, transport.xp)
     slow = sending(lambda: done.append(time.sleep(0.2)))
     with pytest.raises(ArithmeticError, match="here"):
-        Flight("only", {"bad": sending(fail), "slow": slow}, transport, Trace(), pool)
+        RoundScheduler("only", {"bad": sending(fail), "slow": slow}, transport, Trace(), pool)
     assert done == [None]
 
 

@@ -328,11 +328,11 @@ ROUTES += [DRAW.sample(GPU, 3) for _ in range(10)]
 def by_level(monkeypatch, routes):
     """Let the plan of each level have the next one of these strategies, whatever a planner would say."""
 
-    def anew(text, workers, node_size, compressor, rooted, load):
+    def replan(text, workers, node_size, compressor, rooted, load):
         option = str(routes[RATIOS[compressor.compress_ratio]])
         return json.dumps({"params": TOPK, "workers_per_node": 2, "tensors": {n: {"option": option} for n in SIZES}})
 
-    monkeypatch.setattr(ways, "anew", anew)
+    monkeypatch.setattr(ways, "replan", replan)
 
 
 ANY = {"plan": {"params": TOPK, "tensors": {n: {"option": DENSE_FLAT} for n in SIZES}}, "node_size": 2, **LEVELS}
@@ -426,13 +426,13 @@ def test_other_workers_go_on_with_all_that_was_not_sent(before, after, sizes, wa
     per_node = {4: 2, 3: 1, 6: 1, 1: 1}
     last = []
 
-    def anew(text, workers, node_size, compressor, rooted, load):
+    def replan(text, workers, node_size, compressor, rooted, load):
         option = before if workers == old else after
         option = DENSE_FLAT if last else option
         tensors = {n: {"option": option} for n in SIZES}
         return json.dumps({"params": TOPK, "workers_per_node": per_node.get(workers, 1), "tensors": tensors})
 
-    monkeypatch.setattr(ways, "anew", anew)
+    monkeypatch.setattr(ways, "replan", replan)
     params = {"plan": {"params": TOPK, "tensors": {n: {"option": FIRST} for n in SIZES}}}
     graces = workers(params, old, SOME)
     arrived, truth = np.zeros((40, 36)), np.zeros((40, 36))
@@ -476,11 +476,11 @@ def test_other_workers_go_on_with_all_that_was_not_sent(before, after, sizes, wa
 
 @pytest.mark.parametrize("size", [3, 5])
 def test_what_is_carried_by_a_dense_tensor_is_in_its_checkpoints(size, monkeypatch):
-    def anew(text, workers, node_size, compressor, rooted, load):
+    def replan(text, workers, node_size, compressor, rooted, load):
         tensors = {n: {"option": FIRST if workers == 4 else DENSE_FLAT} for n in SIZES}
         return json.dumps({"params": TOPK, "tensors": tensors})
 
-    monkeypatch.setattr(ways, "anew", anew)
+    monkeypatch.setattr(ways, "replan", replan)
     params = {"plan": {"params": TOPK, "tensors": {n: {"option": FIRST} for n in SIZES}}}
     graces = workers(params, 4, SOME)
     lockstep(graces, given(0, 4, SOME))

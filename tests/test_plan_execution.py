@@ -14,7 +14,7 @@ from test_gossip import accuracy, digits, gradient
 
 from grace import grace_from_params, simulate
 from grace.backends import get_backend
-from grace.communicators.planned.runner import GATHERED, Planned, legs
+from grace.communicators.planned.runner import GATHERED, Planned, expand_plan
 from grace.communicators.planned.strategy import DENSE_FLAT, options, parse
 from grace.compressors.topk import TopK
 from grace.core import Context
@@ -93,7 +93,9 @@ def test_what_arrived_and_what_every_stage_kept_make_up_what_was_given(option):
     lost = np.zeros((option.compressions, n))
     copies = np.zeros((option.compressions, n))  # how many workers keep something of an element, averaged or alike
     for rank, worker in enumerate(out.state):
-        for leg in legs(option, TopK(0.25), Context(get_backend("numpy"), "w", (n,), rank=rank, world_size=4), 2):
+        for leg in expand_plan(
+            option, TopK(0.25), Context(get_backend("numpy"), "w", (n,), rank=rank, world_size=4), 2
+        ):
             for key, leaf in leg.kept() if leg.action.kind == "compress" and leg.here else ():
                 part = slice(leaf.offset, leaf.offset + leaf.size)
                 lost[leg.stage, part] += worker["tensors"]["w"][f"{key}/memory/residual"]

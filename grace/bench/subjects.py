@@ -21,7 +21,7 @@ from grace.engine.compiled import uncompiled
 from grace.engine.lazy_mean import DeferredResidual
 from grace.engine.meter import Meter
 from grace.engine.options import Options
-from grace.engine.scheduler import Flight
+from grace.engine.scheduler import RoundScheduler
 from grace.engine.session import Grace
 from grace.engine.trace import Trace
 from grace.factory import grace_from_params
@@ -273,7 +273,7 @@ class Ours:
         programs = [self._program(part, rank, step) for rank in range(WORKERS)]
         programs[0] = listening(programs[0], part.answers[step], xp)
         flights = [
-            Flight("bench", {"w": each}, LocalTransport(world, rank).bind(xp), Trace())
+            RoundScheduler("bench", {"w": each}, LocalTransport(world, rank).bind(xp), Trace())
             for rank, each in enumerate(programs)
         ]
         while [flight for flight in flights if not flight.advance()]:

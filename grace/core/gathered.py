@@ -31,14 +31,14 @@ def nbytes(dtype: str, shape: Shape) -> Any:
     return prod(shape) * ITEMSIZE[dtype]
 
 
-class Messages:
+class GatheredBuffers:
     """A buffer of bytes from each worker, all of one layout. ``cut`` takes one apart: into the layout's arrays."""
 
     def __init__(self, xp: Any, buffers: Sequence[Array], layout: Layout, cut: Callable[[Array, Layout], Payload]):
         self._xp, self._buffers, self._cut = xp, [xp.contiguous(buffer) for buffer in buffers], cut
         self.layout, self.size = layout, len(buffers)
         self._arrays: dict[int, Payload] = {}
-        self._alone: dict[int, Messages] = {}
+        self._alone: dict[int, GatheredBuffers] = {}
 
     def arrays(self, worker: int) -> Payload:
         """All arrays of one worker."""
@@ -46,10 +46,10 @@ class Messages:
             self._arrays[worker] = self._cut(self._buffers[worker], self.layout)
         return self._arrays[worker]
 
-    def alone(self, worker: int) -> Messages:
+    def alone(self, worker: int) -> GatheredBuffers:
         """The message of one worker."""
         if worker not in self._alone:
-            self._alone[worker] = Messages(self._xp, [self._buffers[worker]], self.layout, self._cut)
+            self._alone[worker] = GatheredBuffers(self._xp, [self._buffers[worker]], self.layout, self._cut)
         return self._alone[worker]
 
     @cached_property
@@ -63,10 +63,10 @@ class Messages:
         return [self._xp.address(buffer) for buffer in self._buffers]
 
 
-class Received(Sequence[Payload]):
+class GatheredPayloads(Sequence[Payload]):
     """The payload of each worker, in rank order: ``part`` of the arrays in their messages."""
 
-    def __init__(self, messages: Messages, part: slice):
+    def __init__(self, messages: GatheredBuffers, part: slice):
         self._messages, self._part = messages, part
 
     def __len__(self) -> int:
@@ -84,9 +84,9 @@ class Received(Sequence[Payload]):
             return [self[each] for each in workers]
         return self._messages.arrays(workers)[self._part]
 
-    def alone(self, worker: int) -> Received:
+    def alone(self, worker: int) -> GatheredPayloads:
         """The payload of one worker."""
-        return Received(self._messages.alone(worker), self._part)
+        return GatheredPayloads(self._messages.alone(worker), self._part)
 
     @property
     def layout(self) -> Layout:

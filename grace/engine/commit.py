@@ -11,7 +11,7 @@ from grace.core.method import materialize
 from grace.engine.buckets import Unit
 from grace.engine.handshake import HEADER
 from grace.engine.lazy_mean import LazyMean, all_finite
-from grace.engine.scheduler import Flight
+from grace.engine.scheduler import RoundScheduler
 from grace.engine.setup import PRESENT, Setup, on_host
 
 DENSE = "(dense)"
@@ -28,7 +28,7 @@ class Commit:
     def __init__(
         self,
         setup: Setup,
-        flight: Flight,
+        flight: RoundScheduler,
         flat: Mapping[Unit, Array],
         levels: Mapping[Unit, int],
         gradients: Mapping[str, Array | None],

@@ -12,7 +12,7 @@ from grace.core.collectives import Reduce
 from grace.engine.buckets import Unit
 from grace.engine.commit import DENSE, Commit
 from grace.engine.handshake import HEADER, header, in_step, out_of_step
-from grace.engine.scheduler import Flight
+from grace.engine.scheduler import RoundScheduler
 from grace.engine.setup import PRESENT, Setup, on_host
 
 
@@ -27,7 +27,7 @@ class Exchange:
         self.skipped = 0
         """Units whose mean is not finite, as far as a host can know."""
         self._donated: set[str] = set()
-        self._flights: list[tuple[Flight, dict[Unit, Array]]] = []
+        self._flights: list[tuple[RoundScheduler, dict[Unit, Array]]] = []
         self._launched = 0  # buckets
         self._departed = False  # all that was launched has left, where some may wait for the pool
         self._switched: dict[str, Array] = {}
@@ -107,7 +107,7 @@ class Exchange:
             else:
                 self._switch(label, part, step)
 
-    def _flight(self, name: str, flat: Mapping[Unit, Array], levels: Mapping[Unit, int], step: Any) -> Flight:
+    def _flight(self, name: str, flat: Mapping[Unit, Array], levels: Mapping[Unit, int], step: Any) -> RoundScheduler:
         setup, xp = self._setup, self._setup.xp
         programs: dict[str, Program[Any]] = {}
         calls = setup.calls()
@@ -130,7 +130,7 @@ class Exchange:
             before = None if last is None or last.depart() else last
             label = f"{name}.of{setup.number}" if setup.number else name  # a name that TensorFlow takes
             room = partial(xp.side_by_side, nbytes)
-            return Flight(label, programs, setup.transport, setup.trace, setup.offload, before, room, calls)
+            return RoundScheduler(label, programs, setup.transport, setup.trace, setup.offload, before, room, calls)
 
     def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
         # Units that share a switch in a graph, a compressed one first: all, or each by itself.
@@ -234,7 +234,7 @@ class Exchange:
         return means
 
     def _commit(
-        self, flight: Flight, flat: Mapping[Unit, Array], levels: Mapping[Unit, int]
+        self, flight: RoundScheduler, flat: Mapping[Unit, Array], levels: Mapping[Unit, int]
     ) -> tuple[dict[str, Array | None], dict[str, list[Any]]]:
         commit = Commit(self._setup, flight, flat, levels, self.gradients)
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from grace.core import Array, Calls, Compressor, Context, Payload, Program
 from grace.core.errors import sent_by
-from grace.core.gathered import Received
+from grace.core.gathered import GatheredPayloads
 from grace.core.method import Lazy
 from grace.core.sharding import cut, in_chunks, piece, pieces, strides
 from grace.engine import accelerators
@@ -38,7 +38,7 @@ class LazyMean(Lazy):
     @property
     def placed(self) -> bool:
         """Whether `places` are known: the payloads lie in messages."""
-        return isinstance(self._payloads, Received)
+        return isinstance(self._payloads, GatheredPayloads)
 
     def places(self) -> list[tuple[int, int]]:
         """The `marks` in memory: where each begins, and how many numbers it has."""
@@ -159,7 +159,7 @@ class LazyShardedMean(LazyMean):
     def _part(self, worker: int) -> Sequence[Payload]:
         lengths, xp = [size[worker] for size in self._sizes], self._ctx.xp
         payloads = self._payloads
-        if isinstance(payloads, Received) and [shape[0] for _, shape in payloads.layout] == lengths:
+        if isinstance(payloads, GatheredPayloads) and [shape[0] for _, shape in payloads.layout] == lengths:
             return payloads.alone(worker)
         cut = [x if xp.shape(x)[0] == n else x[:n] for x, n in zip(payloads[worker], lengths, strict=True)]
         return [tuple(cut)]

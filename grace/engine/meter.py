@@ -7,7 +7,7 @@ from typing import Any
 
 from grace.backends.base import Array, Backend
 from grace.core.collectives import AllToAll, Broadcast, Collective, Gather, arrays_of
-from grace.core.gathered import Received
+from grace.core.gathered import GatheredPayloads
 
 
 class Meter:
@@ -68,7 +68,7 @@ class Meter:
         return self._bytes(arrays_of(collective))
 
     def _received(self, collective: Collective, result: Any, rank: int) -> Any:
-        if isinstance(result, Received):
+        if isinstance(result, GatheredPayloads):
             return result.nbytes * (len(result) - 1)
         if isinstance(collective, (Gather, AllToAll)):
             return self._bytes(a for source, part in enumerate(result) if source != rank for a in part)

@@ -15,7 +15,7 @@ from grace.core.collectives import Collective
 from grace.engine.trace import Trace
 
 
-class Offload:
+class WorkerPool:
     """A few threads of the CPU beside the one that computes gradients, and whose programs they run."""
 
     def __init__(self, threads: int, units: Collection[str], xp: Backend):
@@ -31,7 +31,7 @@ class Offload:
         return self._pool.submit(quietly)
 
 
-class Flight:
+class RoundScheduler:
     """Programs of several units in lockstep: the collectives that they ask for in one round travel as one message.
 
     ``room``: the context in which programs make what is going to leave in one message. ``offload``: runs some of them
@@ -46,8 +46,8 @@ class Flight:
         programs: dict[str, Program[Any]],
         transport: Transport,
         trace: Trace,
-        offload: Offload | None = None,
-        before: Flight | None = None,
+        offload: WorkerPool | None = None,
+        before: RoundScheduler | None = None,
         room: Callable[[], AbstractContextManager[None]] = nullcontext,
         calls: Calls | None = None,
     ):

@@ -22,7 +22,7 @@ from grace.engine.policy_runner import Schedule
 from grace.engine.report import Report
 from grace.engine.reporter import Reporter
 from grace.engine.reshard import sizes_of
-from grace.engine.scheduler import Flight
+from grace.engine.scheduler import RoundScheduler
 from grace.engine.setup import Setup
 from grace.engine.state_store import Fitted, Snapshot
 from grace.transports import get_transport
@@ -493,7 +493,7 @@ class Grace:
             pass
         return self.decision
 
-    def ending(self, lr: float | None = None, next_lr: float | None = None) -> Flight:
+    def ending(self, lr: float | None = None, next_lr: float | None = None) -> RoundScheduler:
         """`end_epoch`, for several workers of one process: ``advance()`` all of them in turn until each gives True."""
         self._refuse_begun("finish it before the epoch ends")
         self.rollback()  # no step applies it any more
@@ -501,7 +501,7 @@ class Grace:
         if self.schedule is not None:
             ended = self.schedule.on_epoch_end(lr, next_lr, self._setup.step_number(), self.rank)
             programs["policy"] = self._entering(ended)
-        return Flight("policy", programs, self.transport, self.trace)
+        return RoundScheduler("policy", programs, self.transport, self.trace)
 
     @property
     def trying(self) -> bool:
@@ -519,7 +519,7 @@ class Grace:
             pass
         return self.decision
 
-    def tuning(self) -> Flight | None:
+    def tuning(self) -> RoundScheduler | None:
         """`tune`, for several workers of one process: ``advance()`` all of them in turn until each gives True.
 
         None where nothing is to be decided, on all workers.
@@ -533,7 +533,7 @@ class Grace:
         if not schedule.trial_over(step, self.world_size):
             return None
         decided = schedule.on_trial_end(step, self.rank, self.world_size)
-        return Flight("policy", {"policy": self._entering(decided)}, self.transport, self.trace)
+        return RoundScheduler("policy", {"policy": self._entering(decided)}, self.transport, self.trace)
 
     def _entering(self, decided: Program[list[str]]) -> Program[None]:
         # Carries a decision out.

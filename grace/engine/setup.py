@@ -22,7 +22,7 @@ from grace.engine.handshake import agree
 from grace.engine.meter import Meter
 from grace.engine.options import Options
 from grace.engine.policy_runner import Schedule
-from grace.engine.scheduler import Offload
+from grace.engine.scheduler import WorkerPool
 from grace.engine.state_store import Snapshot, StateStore, Way
 from grace.engine.tensors import TensorTable
 from grace.engine.trace import Trace
@@ -57,7 +57,7 @@ class Setup:
         self.meter: Any = None
         self.step: Any = None
         """How many steps were made: a cell of the backend's, or a `Counter`; None before there are tensors."""
-        self.offload: Offload | None = None
+        self.offload: WorkerPool | None = None
         self.track_missing = False
         self.defer_commit = False
         self.learning_rate: Callable[[str], Any] | None = None
@@ -253,14 +253,14 @@ class Setup:
         if reason:
             warnings.warn(f"compile=True has no effect: {reason}", stacklevel=5)
 
-    def _pooled(self) -> Offload | None:
+    def _pooled(self) -> WorkerPool | None:
         # Threads for strategies that compress on the CPU. Graphs schedule by themselves; devices do their own work.
         if self.xp.traced or not on_host(self.xp):
             return None
         units = {unit.name for unit in self.table.compressed()}
         threads = {name: max(way.communicator.threads(name) for way in self.ways) for name in units}
         most = max(threads.values(), default=0)
-        return Offload(most, {name for name in units if threads[name]}, self.xp) if most else None
+        return WorkerPool(most, {name for name in units if threads[name]}, self.xp) if most else None
 
     # -- a unit ------------------------------------------------------------------------------------------------------
     def level(self, unit: Unit) -> int:

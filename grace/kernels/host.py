@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from grace.backends.base import recent
 from grace.core import Calls
-from grace.core.gathered import Received
+from grace.core.gathered import GatheredPayloads
 from grace.core.rng import NOISE, Rng
 from grace.kernels import Codes, Library, library
 from grace.kernels.schema import CODECS, blocks
@@ -772,7 +772,7 @@ class HostKernels:
         return p, q, a, b, r
 
     def _columns(self, payloads: Pairs) -> list[list[int]]:
-        if isinstance(payloads, Received):
+        if isinstance(payloads, GatheredPayloads):
             return payloads.addresses()
         return [[self._xp.address(array) for array in arrays] for arrays in zip(*payloads, strict=True)]
 
@@ -787,7 +787,7 @@ def partly(kernels: type[T]) -> type[T]:
 
 def fitted(xp: Any, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
     """The payloads, if the arrays of each have these dtypes and lengths, else ValueError: a kernel looks at none."""
-    if isinstance(payloads, Received) and payloads.layout == tuple([(dtype, (n,)) for dtype, n in sizes]):
+    if isinstance(payloads, GatheredPayloads) and payloads.layout == tuple([(dtype, (n,)) for dtype, n in sizes]):
         return payloads
     for payload in payloads:
         for array, (dtype, n) in zip(payload, sizes, strict=True):

@@ -16,7 +16,7 @@ from grace.core.communicator import Communicator
 from grace.core.method import Method
 from grace.core.registry import communicators, compressors, memories, usual_communicator
 from grace.engine.options import Options
-from grace.engine.scheduler import Flight
+from grace.engine.scheduler import RoundScheduler
 from grace.engine.session import Grace
 from grace.engine.trace import Trace
 from grace.transports.local import LocalTransport, World
@@ -93,7 +93,7 @@ def together(xp: Any, programs: list[Any]) -> tuple[list[Any], list[Collective]]
     """Programs of several workers in lockstep: their results, and what worker 0 asked for."""
     world = World(len(programs))
     flights = [
-        Flight("law", {"w": run(program)}, LocalTransport(world, rank).bind(xp), Trace())
+        RoundScheduler("law", {"w": run(program)}, LocalTransport(world, rank).bind(xp), Trace())
         for rank, program in enumerate(programs)
     ]
     while [flight for flight in flights if not flight.advance()]:

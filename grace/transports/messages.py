@@ -14,7 +14,7 @@ from typing import Any
 from grace.core import Array, Transport
 from grace.core.collectives import AllToAll, Broadcast, Collective, Gather, Reduce
 from grace.core.dtypes import ITEMSIZE
-from grace.core.gathered import Layout, Messages, Received, nbytes, offsets
+from grace.core.gathered import GatheredBuffers, GatheredPayloads, Layout, nbytes, offsets
 
 Wait = Callable[[], Any]
 CARRIED = 2**18
@@ -215,8 +215,8 @@ class MessageTransport(Transport):
             return _deal(items, [self._unpack(buffer, layout, w) for w, buffer in enumerate(buffers)])
         for sender, buffer in enumerate(buffers):
             self._check_size(buffer, layout, sender)
-        messages = Messages(self.xp, buffers, layout, self._cut)
-        return [Received(messages, part) for part in _slices(items)]
+        messages = GatheredBuffers(self.xp, buffers, layout, self._cut)
+        return [GatheredPayloads(messages, part) for part in _slices(items)]
 
     def _start_gather_ragged(self, items: list[Gather], tag: str) -> Wait:
         buffer, layout = self._pack_ragged(items)

@@ -17,7 +17,7 @@ from grace.core.registry import compressors, memories, register
 from grace.core.sharding import shards, template
 
 if TYPE_CHECKING:
-    from grace.communicators.planned.table import Ways
+    from grace.communicators.planned.table import PlanTable
 
 GROUPS: dict[Level, Group] = {"flat": "world", "intra": "node", "inter": "cross"}
 GATHERED = "compress(gpu) allgather*(flat) decompress(gpu)"
@@ -39,7 +39,7 @@ class Planned(Communicator):
     """
 
     option: str = GATHERED
-    ways: Ways | None = None
+    ways: PlanTable | None = None
     node_size: int = 0
 
     def fitted(self, method: Method, transport: Transport) -> Communicator:
@@ -98,7 +98,7 @@ class Planned(Communicator):
         return all(
             method.compressor.applies(leaf)
             for worker in everybody
-            for leg in legs(route, method.compressor, worker, self._nodes)
+            for leg in expand_plan(route, method.compressor, worker, self._nodes)
             if leg.action.kind == "compress"
             for leaf in leg.leaves
         )
@@ -111,7 +111,7 @@ class Planned(Communicator):
     def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
         method = self.method(method, ctx.name)
         found: dict[str, tuple[Method, Context]] = {}
-        for leg in legs(self._route(ctx.name), method.compressor, ctx, self._nodes):
+        for leg in expand_plan(self._route(ctx.name), method.compressor, ctx, self._nodes):
             if leg.action.kind == "compress" and leg.here:
                 found |= {key: (leg.method(method), leaf) for key, leaf in leg.kept()}
         return found
@@ -119,7 +119,7 @@ class Planned(Communicator):
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Any, State]]:
         method = method.like(self.method(method, ctx.name))
         worker = _Worker(x, method, state, ctx)
-        for leg in legs(self._route(ctx.name), method.compressor, ctx, self._nodes):
+        for leg in expand_plan(self._route(ctx.name), method.compressor, ctx, self._nodes):
             yield from worker.go(leg)
         return worker.dense, worker.state
 
@@ -155,7 +155,7 @@ def check(option: Option, method: Method) -> None:
 
 # -- where things are --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Leg:
+class PlanStep:
     """One action of a strategy, for one worker: what it finds before the action."""
 
     action: Action
@@ -190,7 +190,7 @@ class Leg:
         return method.again if self.stage else method
 
 
-def legs(option: Option, compressor: Compressor, ctx: Context, node_size: int) -> list[Leg]:
+def expand_plan(option: Option, compressor: Compressor, ctx: Context, node_size: int) -> list[PlanStep]:
     """The actions of a strategy as a worker finds them. ``ctx``: of the whole tensor."""
     nodes = node_size or 1
     places: dict[Level, tuple[int, int]] = {
@@ -198,7 +198,7 @@ def legs(option: Option, compressor: Compressor, ctx: Context, node_size: int) -
         "intra": (ctx.rank % nodes, nodes),
         "inter": (ctx.rank // nodes, ctx.world_size // nodes),
     }
-    found: list[Leg] = []
+    found: list[PlanStep] = []
     holds: dict[Level, bool] = dict.fromkeys(places, True)
     parents: dict[Level, Context] = {}
     cuts: tuple[int, ...] = ()
@@ -214,7 +214,7 @@ def legs(option: Option, compressor: Compressor, ctx: Context, node_size: int) -
                 region = replace(region, name=f"{ctx.name}/compress{stage}", rank=rank)
         others = [hold for each, hold in holds.items() if action.device is not None or each != level]
         parent = parents.get(level, region)
-        found.append(Leg(action, all(others), region, cuts, pieces, place, size, parent, stage, compressor))
+        found.append(PlanStep(action, all(others), region, cuts, pieces, place, size, parent, stage, compressor))
         stage += kind == "compress"
         met = met or (level == "inter" and kind in ("allreduce", "broadcast", "allgather"))
         if kind in ("reduce_scatter", "alltoall"):
@@ -261,14 +261,14 @@ class _Worker:
         self._method, self._xp, self._dtype = method, ctx.xp, ctx.dtype
         self._wire = ctx.wire if method.compressor.lossless else ctx.dtype
 
-    def go(self, leg: Leg) -> Program[None]:
+    def go(self, leg: PlanStep) -> Program[None]:
         """Carry an action out."""
         if leg.here:
             yield from getattr(self, f"_{leg.action.kind}{'_payloads' * leg.action.compressed}")(leg)
         elif leg.action.collective:
             yield ()  # others exchange something: keep step with them
 
-    def _compress(self, leg: Leg) -> Program[None]:
+    def _compress(self, leg: PlanStep) -> Program[None]:
         x, found = materialize(self.dense), []
         bounds = list(accumulate((leaf.size for leaf in leg.leaves), initial=0))
         # Each leaf's state may come to lie where its data is.
@@ -279,7 +279,7 @@ class _Worker:
             found.append([payload])
         self.dense, self._payloads = None, found
 
-    def _decompress(self, leg: Leg) -> Program[None]:
+    def _decompress(self, leg: PlanStep) -> Program[None]:
         yield from ()
         assert self._payloads is not None
         agreed = leg.pieces == 1
@@ -292,32 +292,32 @@ class _Worker:
         # What travels as it is does so in its own dtype.
         return self._xp.cast(materialize(dense), self._wire)
 
-    def _allreduce(self, leg: Leg) -> Program[None]:
+    def _allreduce(self, leg: PlanStep) -> Program[None]:
         (mean,) = yield Reduce((self._sent(self.dense),), "mean", GROUPS[leg.action.level])
         self.dense = self._xp.cast(mean, self._dtype)
 
-    def _reduce_scatter(self, leg: Leg) -> Program[None]:
+    def _reduce_scatter(self, leg: PlanStep) -> Program[None]:
         x = self._sent(self.dense)
         sizes = [shard.size for shard in shards(leg.compressor, leg.region, leg.size)]
         yield from self._averaged(tuple((x[a:b],) for a, b in pairwise(accumulate(sizes, initial=0))), leg)
 
-    def _reduce(self, leg: Leg) -> Program[None]:
+    def _reduce(self, leg: PlanStep) -> Program[None]:
         yield from self._averaged(((self._sent(self.dense),), *[()] * (leg.size - 1)), leg)
 
-    def _averaged(self, parts: tuple[tuple[Array, ...], ...], leg: Leg) -> Program[None]:
+    def _averaged(self, parts: tuple[tuple[Array, ...], ...], leg: PlanStep) -> Program[None]:
         # Everybody's parts for this worker, in rank order; None if there are none.
         received = yield AllToAll(parts, GROUPS[leg.action.level])
         totals = [self._xp.cast(array, self._dtype) for part in received for array in part]
         self.dense = None if not totals else sum(totals[1:], totals[0]) / leg.size
 
-    def _allgather(self, leg: Leg) -> Program[None]:
+    def _allgather(self, leg: PlanStep) -> Program[None]:
         sizes = [shard.size for shard in shards(leg.compressor, leg.parent, leg.size)]
         mine = self._xp.pad(self._sent(self.dense), sizes[0])  # the last shards are shorter than the first
         gathered = yield Gather((mine,), group=GROUPS[leg.action.level])
         whole = self._xp.concat([shard[:size] for (shard,), size in zip(gathered, sizes, strict=True)])
         self.dense = self._xp.cast(whole, self._dtype)
 
-    def _broadcast(self, leg: Leg) -> Program[None]:
+    def _broadcast(self, leg: PlanStep) -> Program[None]:
         x = self._sent(self.dense) if leg.place == 0 else self._xp.zeros(leg.region.size, self._wire)
         (received,) = yield Broadcast((x,), 0, group=GROUPS[leg.action.level])
         self.dense = self._xp.cast(
@@ -325,14 +325,14 @@ class _Worker:
         )  # workers of one process would share it, and it is to be spent
 
     # -- payloads ------------------------------------------------------------------------------------------------------
-    def _alltoall_payloads(self, leg: Leg) -> Program[None]:
+    def _alltoall_payloads(self, leg: PlanStep) -> Program[None]:
         assert self._payloads is not None
         count = len(self._payloads) // leg.size
         groups = [self._payloads[first : first + count] for first in range(0, len(self._payloads), count)]
         received = yield AllToAll(tuple(map(_flat, groups)), GROUPS[leg.action.level])
         self._merge(received, leg.leaves[:count], leg)
 
-    def _gather_payloads(self, leg: Leg) -> Program[None]:
+    def _gather_payloads(self, leg: PlanStep) -> Program[None]:
         assert self._payloads is not None
         received = yield AllToAll((_flat(self._payloads), *[()] * (leg.size - 1)), GROUPS[leg.action.level])
         if leg.place == 0:
@@ -340,7 +340,7 @@ class _Worker:
         else:
             self._payloads = None
 
-    def _allgather_payloads(self, leg: Leg) -> Program[None]:
+    def _allgather_payloads(self, leg: PlanStep) -> Program[None]:
         assert self._payloads is not None
         ragged, group = leg.compressor.ragged, GROUPS[leg.action.level]
         if leg.parent is leg.region:  # everybody has payloads of the same
@@ -362,7 +362,7 @@ class _Worker:
                 part = [self._xp.reshape(a[: math.prod(s)], s) for a, (_, s) in zip(part, layout, strict=True)]
             self._payloads += _dealt(part, len(each), leg.pieces)
 
-    def _broadcast_payloads(self, leg: Leg) -> Program[None]:
+    def _broadcast_payloads(self, leg: PlanStep) -> Program[None]:
         if self._payloads is not None:
             mine = _flat(self._payloads)
         else:
@@ -371,12 +371,12 @@ class _Worker:
         received = yield Broadcast(mine, 0, leg.compressor.ragged, GROUPS[leg.action.level])
         self._payloads = _dealt(received, len(leg.leaves), leg.pieces)
 
-    def _merge(self, received: Sequence[Sequence[Array]], leaves: Sequence[Context], leg: Leg) -> None:
+    def _merge(self, received: Sequence[Sequence[Array]], leaves: Sequence[Context], leg: PlanStep) -> None:
         # Payloads of the same leaves from every worker.
         dealt = [_dealt(arrays, len(leaves), leg.pieces) for arrays in received]
         self._payloads = [[payload for each in dealt for payload in each[leaf]] for leaf in range(len(leaves))]
 
-    def _layout(self, leaves: Sequence[Context], leg: Leg) -> list[tuple[str, tuple[Any, ...]]]:
+    def _layout(self, leaves: Sequence[Context], leg: PlanStep) -> list[tuple[str, tuple[Any, ...]]]:
         # dtype and shape of the arrays that `_flat` makes of payloads of these leaves.
         each = (template(leg.compressor, self._xp, leaf.shape, leaf.wire) for leaf in leaves)
         return [array for arrays in each for array in arrays * leg.pieces]

@@ -19,7 +19,7 @@ Loader = Callable[[dict[str, Any]], Any]
 """Reads a plan that was made by the planner; ValueError for what is none."""
 
 
-class Way(NamedTuple):
+class TensorPlan(NamedTuple):
     """What a plan says of one tensor."""
 
     option: str
@@ -30,7 +30,7 @@ class Way(NamedTuple):
 class _Table(NamedTuple):
     # A plan in force.
     text: str
-    ways: dict[str, Way]
+    ways: dict[str, TensorPlan]
     per_node: int
     threads: int
     origin: str
@@ -43,8 +43,8 @@ class _Given:
         self.tables: dict[tuple[int, int, Compressor | None], _Table] = {}
 
 
-class Ways:
-    """Ways by tensor. Worker 0's plan holds for all, so the others need not have it.
+class PlanTable:
+    """The strategies of a plan, by tensor. Worker 0's plan holds for all, so the others need not have it.
 
     Where it was made for another number of workers, or at another level of a policy, it is made anew if it holds what
     it was made from (`grace.planner.plan.Basis`); if not, a warning says that others may be faster.
@@ -62,7 +62,7 @@ class Ways:
         self.node_size = 0
         """Workers of a machine, once the workers have agreed."""
 
-    def fitted(self, method: Method) -> Ways:
+    def fitted(self, method: Method) -> PlanTable:
         """The same plan for workers that have not agreed yet, at the level of this method if a policy sets it."""
         new = copy.copy(self)
         new._compressor = method.compressor if self._leveled else None
@@ -73,7 +73,7 @@ class Ways:
         """Before anything may be said to others: take this worker's own plan, with which `agree` compares theirs."""
         if not self._given.text:
             raise ValueError("in an elastic job every worker needs the plan: give it on all of them")
-        self._take(self._anew(transport, node_size), transport, node_size)
+        self._take(self._replan(transport, node_size), transport, node_size)
 
     def agree(self, transport: Transport, node_size: int) -> None:
         """Take worker 0's plan. Every worker must make this call. ValueError if it is none.
@@ -83,21 +83,21 @@ class Ways:
         """
         laid = None if self._key is None else self._text
         try:
-            mine = self._anew(transport, node_size) if transport.rank == 0 else ""
+            mine = self._replan(transport, node_size) if transport.rank == 0 else ""
         except ValueError:
             mine = ""  # all find the same below, where nobody waits
         given, text = json.loads(transport.exchange(json.dumps([self._given.text, mine]))[0])
         self._given.text = given
-        text = text or self._anew(transport, node_size)  # workers of one process, too, hear only themselves
+        text = text or self._replan(transport, node_size)  # workers of one process, too, hear only themselves
         if laid is not None and laid != text:
             raise ValueError("this worker's plan is not worker 0's: give the same one to all workers of an elastic job")
         self._take(text, transport, node_size)
 
-    def _anew(self, transport: Transport, node_size: int) -> str:
+    def _replan(self, transport: Transport, node_size: int) -> str:
         known = self._given.tables.get((transport.size, node_size, self._compressor))
         if known is not None:
             return known.text
-        return anew(self._given.text, transport.size, node_size, self._compressor, transport.rooted, self._load)
+        return replan(self._given.text, transport.size, node_size, self._compressor, transport.rooted, self._load)
 
     def _take(self, text: str, transport: Transport, node_size: int) -> None:
         self._key = (transport.size, node_size, self._compressor)
@@ -136,7 +136,7 @@ class Ways:
         levels = [table for key, table in self._given.tables.items() if key[:2] == self._key[:2]]
         return self[name].option == DENSE_FLAT and all(table.ways[name].option == DENSE_FLAT for table in levels)
 
-    def __getitem__(self, name: str) -> Way:
+    def __getitem__(self, name: str) -> TensorPlan:
         if name not in self._table.ways:
             raise ValueError(
                 f"the plan has no strategy for {name!r}{nearest(name, self._table.ways)}: it was made for another "
@@ -147,9 +147,9 @@ class Ways:
     def __repr__(self) -> str:
         # What workers compare when they begin.
         if self._key is None:
-            return "Ways(not agreed)"
+            return "PlanTable(not agreed)"
         digest = hashlib.sha256(self._text.encode()).hexdigest()[:16]
-        return f"Ways({len(self._table.ways)} tensors, sha256 {digest})"
+        return f"PlanTable({len(self._table.ways)} tensors, sha256 {digest})"
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def read(text: str) -> dict[str, Any]:
         raise ValueError(f"this is no plan, which is JSON with an object 'tensors': {error!r}") from error
 
 
-def ways(text: str, leveled: bool = False, *, load: Loader) -> dict[str, Way]:
+def ways(text: str, leveled: bool = False, *, load: Loader) -> dict[str, TensorPlan]:
     """The ways in the JSON text of a plan: {"tensors": {name: {"option": ...}}}, and maybe methods.
 
     A method is given by the keys of `grace.grace_from_params`, for all tensors under "params", for one beside its
@@ -183,7 +183,7 @@ def ways(text: str, leveled: bool = False, *, load: Loader) -> dict[str, Way]:
                 known[settings] = method_from_params(json.loads(settings)) if settings != "{}" else None
         except ValueError as error:
             raise ValueError(f"plan, tensor {name!r}: {error}") from error
-        found[name] = Way(option, known[settings])
+        found[name] = TensorPlan(option, known[settings])
     if leveled and common:
         of_all = method_from_params(common)
         found = {name: way._replace(method=None) if way.method == of_all else way for name, way in found.items()}
@@ -214,7 +214,7 @@ def _origin(data: Mapping[str, Any]) -> str:
 
 
 # -- planning anew -----------------------------------------------------------------------------------------------------
-def anew(text: str, workers: int, node_size: int, compressor: Compressor | None, rooted: bool, load: Loader) -> str:
+def replan(text: str, workers: int, node_size: int, compressor: Compressor | None, rooted: bool, load: Loader) -> str:
     """The text of the plan for so many workers and this compressor: the same, if it was made for them.
 
     ``compressor``: None: the plan's own. ``rooted``: see `grace.core.Transport`. Warns, and leaves the plan as it is,

@@ -19,7 +19,7 @@ from grace.compressors.threshold import Threshold
 from grace.compressors.topk import TopK
 from grace.compressors.wangni import Wangni
 from grace.core import Array, Context, Payload, State, Steps, at_once
-from grace.core.gathered import Received
+from grace.core.gathered import GatheredPayloads
 from grace.engine.accelerators.base import Accelerator, at_once_encoded, has
 from grace.ops import index_coding
 from grace.ops.validate import placed
@@ -96,7 +96,7 @@ class CodedSums(PlacedSums[D]):
 
     def mean(self, compressor: D, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         k, kernel = compressor.count(ctx.size), ctx.kernels.sparse_mean
-        if kernel and k is not None and isinstance(payloads, Received) and self.uncoded(compressor, ctx.size):
+        if kernel and k is not None and isinstance(payloads, GatheredPayloads) and self.uncoded(compressor, ctx.size):
             return kernel(payloads, out, ctx.size, k)  # which checks them
         return super().mean(compressor, payloads, out, ctx)
 

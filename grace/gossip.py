@@ -2,7 +2,7 @@
 
 There is no collective over all workers. After its own optimizer step a worker moves towards its neighbours, so that
 the workers' parameters stay near each other, and their mean is what training moves. A `Mixing` says what neighbours
-tell each other; `Gossip` carries it out. The doors are `grace.torch.gossip` and `grace.tensorflow.GossipCallback`.
+tell each other; `Gossip` carries it out. Integrations: `grace.torch.gossip` and `grace.tensorflow.GossipCallback`.
 """
 
 from __future__ import annotations

@@ -205,19 +205,19 @@ class Backend(ABC):
 
     # -- elementwise ------------------------------------------------------------------------------------------------
     def add_to(self, x: Array, y: Array) -> Array:
-        """x + y, but may reuse x's memory: x is spent."""
+        """x + y, but may reuse x's memory: x is donated."""
         return x + y
 
     def subtract_from(self, x: Array, y: Array) -> Array:
-        """x - y, but may reuse x's memory: x is spent."""
+        """x - y, but may reuse x's memory: x is donated."""
         return x - y
 
     def multiply_in(self, x: Array, y: Any) -> Array:
-        """x * y, but may reuse x's memory: x is spent, and no smaller than y."""
+        """x * y, but may reuse x's memory: x is donated, and no smaller than y."""
         return x * y
 
     def divide_in(self, x: Array, y: Any) -> Array:
-        """x / y, but may reuse x's memory: x is spent, and no smaller than y."""
+        """x / y, but may reuse x's memory: x is donated, and no smaller than y."""
         return x / y
 
     def divided(self, x: Array, y: Any, out: Array | None = None) -> Array:
@@ -228,7 +228,7 @@ class Backend(ABC):
         return out
 
     def add_product(self, x: Array, y: Array, z: Array) -> Array:
-        """x + y * z, but may reuse x's memory: x is spent, and no smaller than y or z.
+        """x + y * z, but may reuse x's memory: x is donated, and no smaller than y or z.
 
         Each product must be a float32 exactly: a toolkit may round once or twice.
         """
@@ -252,7 +252,7 @@ class Backend(ABC):
     def floor(self, x: Array) -> Array: ...
 
     def floor_in(self, x: Array) -> Array:
-        """`floor`, but may reuse x's memory: x is spent."""
+        """`floor`, but may reuse x's memory: x is donated."""
         return self.floor(x)
 
     @abstractmethod
@@ -404,12 +404,12 @@ class Backend(ABC):
         """A vector with ``values`` (an array or a number) put at ``indices``, which are distinct."""
 
     def put(self, x: Array, indices: Array, values: Any) -> Array:
-        """As `scatter`, but may reuse x's memory: x is spent."""
+        """As `scatter`, but may reuse x's memory: x is donated."""
         return self.scatter(x, indices, values)
 
     @abstractmethod
     def scatter_add(self, x: Array, indices: Array, values: Array) -> Array:
-        """A vector with ``values`` added at ``indices``, which are distinct. May reuse x's memory: x is spent."""
+        """A vector with ``values`` added at ``indices``, which are distinct. May reuse x's memory: x is donated."""
 
     @abstractmethod
     def segment_sum(self, values: Array, segments: Array, count: int) -> Array:
@@ -442,7 +442,7 @@ class Backend(ABC):
         return out
 
     def subtract_product(self, x: Array, p: Array, q: Array) -> Array:
-        """The vector x minus the product p[a, r] q[r, b], but may reuse x's memory: x is spent."""
+        """The vector x minus the product p[a, r] q[r, b], but may reuse x's memory: x is donated."""
         return self.subtract_from(x, self.reshape(p @ q, (-1,)))
 
     def part_product(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:

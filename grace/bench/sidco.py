@@ -93,7 +93,7 @@ class Worker:
         return self._state["memory/residual"]
 
     def encode(self, g: Any) -> tuple[Any, Any]:
-        """float32[n], spent -> values and positions of what is sent."""
+        """float32[n], donated -> values and positions of what is sent."""
         payload, self._state = _driven(self._method.encode(g, self._state, self._next()))
         return payload
 

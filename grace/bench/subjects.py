@@ -367,7 +367,7 @@ class Ours:
         self._results, self._inputs, self._moves = [], [], []
 
     def _trace(self) -> None:
-        # All tensors in one graph, as the doors do; what collectives gave is in it from the start.
+        # All tensors in one graph, as the integrations do; what collectives gave is in it from the start.
         if self.mode != "graph":
             return
         fixed, answers = [self._context(part) for part in self.parts], [part.answers[0] for part in self.parts]
@@ -384,7 +384,7 @@ def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array |
 
 
 def stepper(grace: Grace, mode: str) -> Callable[[dict[str, Array]], Any]:
-    """Whole steps as the toolkit's door takes them: a mean comes where its gradient was, where arrays can change."""
+    """Whole steps, as an integration makes them: means replace gradients in place, where arrays are mutable."""
     if mode == "graph":
         return _graph(grace.step)
 
@@ -400,7 +400,7 @@ def stepper(grace: Grace, mode: str) -> Callable[[dict[str, Array]], Any]:
 
 
 def commit(xp: Backend, cell: Any, old: Array, new: Array, spent: bool, ok: Array) -> None:
-    """Keep new state as `Grace` does: what lies in the spent gradient's memory moves to the state's own."""
+    """Keep new state as `Grace` does: what lies in the donated gradient's memory moves to the state's own."""
     if new is old:
         return
     if isinstance(new, DeferredResidual):

@@ -1,4 +1,4 @@
-"""What a communicator is, and what several of them ask."""
+"""The abstract communicator, and checks that several share."""
 
 from __future__ import annotations
 
@@ -10,72 +10,72 @@ from grace.core.method import Method
 
 
 class Communicator(ABC):
-    """A gradient's way to the mean over all workers.
+    """Carries a gradient to its mean over all workers.
 
-    It owns the order, so it may compress after an exact step, twice, or not at all.
+    It decides where to compress: after an exact step, twice, or not at all.
     """
 
     scattered: ClassVar[bool] = False
-    """A tensor's first dimension is the workers: the result is the mean of this worker's row, and no other's."""
+    """It reduce-scatters: dimension 0 is the workers, and the result is the mean of this worker's row alone."""
 
     def check(self, method: Method, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
-        """Raise ValueError, naming the remedy, when this method cannot travel this way."""
+        """Raise ValueError, naming the remedy, for a method that it cannot carry."""
 
     def fitted(self, method: Method, transport: Transport) -> Communicator:
-        """This communicator with everything settled that follows from the method and the workers."""
+        """Resolve all settings that depend on the method and the workers."""
         return self
 
     def lay(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
-        """Where nothing may be said to others yet, before tensors are laid out: settle alone what `prepare` checks."""
+        """Elastic jobs: before tensors are laid out, adopt what `prepare` will compare, without messages."""
 
     def prepare(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
-        """Once, before the first exchange, on every worker: ask the transport for the groups that it needs."""
+        """Create the groups of workers, once, before the first exchange, on every worker."""
 
     def applies(self, method: Method, ctx: Context) -> bool:
         """False: this tensor goes dense, and the report says so."""
         return method.compressor.applies(ctx)
 
     def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
-        """Where it compresses: by a name each, the method and the elements. One point needs no name: ""."""
+        """Compression points by name: the method and the elements. A single point is named ""."""
         return {"": (method, ctx)}
 
     def reason(self, method: Method, ctx: Context) -> str:
-        """Why a tensor goes dense that it does not apply to, for the report."""
+        """Why a tensor goes dense, for the report."""
         return f"{name_of(method.compressor)!r} does not apply to shape {list(ctx.shape)}"
 
     def method(self, method: Method, name: str) -> Method:
-        """The method of one tensor, where it is not that of all."""
+        """The method of one tensor."""
         return method
 
     def strategy(self, name: str) -> str:
-        """How a tensor travels, as text, where tensors do not all travel alike."""
+        """The strategy of a tensor as text, if tensors have strategies of their own."""
         return ""
 
     def threads(self, name: str) -> int:
-        """How many threads of the CPU may work on a tensor and on others beside the one that computes gradients."""
+        """Threads of the CPU pool that may compress a tensor; 0: none."""
         return 0
 
     @property
     def origin(self) -> str:
-        """What strategies were made for and from, for the report, where they were planned."""
+        """What a plan was made for and from, for the report."""
         return ""
 
     def init(self, method: Method, ctx: Context) -> State:
-        """One method state for each point where it compresses, under its name."""
+        """The state of the method at each compression point, under its name."""
         states = {name: here.init(part) for name, (here, part) in self.points(method, ctx).items()}
         return states[""] if "" in states else join(**states)
 
     @abstractmethod
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Any, State]]:
-        """float32[n] -> float32[n], the mean over all workers, bit-equal on all of them; and next state.
+        """float32[n] -> the mean over all workers, float32[n], bit-equal on all of them; and next state.
 
-        Of a ``scattered`` communicator, float32[n / world_size]. x is spent. The mean may be a
+        A ``scattered`` communicator returns float32[n / world_size]. x is donated. The mean may be a
         `grace.core.method.Lazy` one.
         """
 
 
 def refuse_agreed(name: str, method: Method) -> None:
-    """Raise ValueError for a method that has nothing left to exchange."""
+    """Raise ValueError for a method whose workers have agreed on a payload already."""
     if method.compressor.combine is Combine.AGREED:
         raise ValueError(
             f"communicator {name!r} cannot carry {name_of(method.compressor)!r}, whose workers agree on one payload "

@@ -31,50 +31,48 @@ class Compressor(ABC):
     """
 
     family: ClassVar[str] = ""
-    """What kind of method it is: "quantisation", "sparsification", "hybrid" or "low rank"."""
+    """The kind of method: "quantisation", "sparsification", "hybrid" or "low rank"."""
     combine: ClassVar[Combine] = Combine.GATHER
     ragged: ClassVar[bool] = False
     """The payload's length depends on the values."""
     unbiased: ClassVar[bool] = False
     """The expectation of ``decompress(compress(x))`` is x."""
     largest: ClassVar[float] = 1e30
-    """Magnitudes up to this give finite results; larger ones may become infinite."""
+    """Largest magnitude whose result is certainly finite."""
     shaped: ClassVar[bool] = False
     """It sees the tensor's shape, not only its size."""
     lossless: ClassVar[bool] = False
     """The payload is x itself, in ``ctx.wire``: float64 stays float64."""
     mask: ClassVar[bool] = False
-    """Every element is sent as it is or kept as it is: `residual` is x with zeros where it was sent."""
+    """Exact values are sent: `residual` is x with zeros where elements were sent."""
     vote: ClassVar[bool] = False
-    """The result is a vote, not a mean: error feedback has nothing to subtract from."""
+    """The result is a majority vote, so there is no residual."""
     feedback: ClassVar[bool] = False
-    """It keeps what it did not send in a state of its own."""
+    """It has error feedback of its own, in its state."""
     memory: ClassVar[str] = "residual"
-    """The memory that a user should have with this method."""
+    """The default memory."""
     resize: ClassVar[Mapping[str, Resize]] = {}
-    """How arrays of its state follow the number of workers, by their keys; those that are not named: `Resize.SAME`."""
+    """How its state follows a change of the number of workers, by key; by default `Resize.SAME`."""
     marked: ClassVar[bool] = False
-    """NaN and infinity in x show as such in the payload's float32 arrays: nothing need be decoded to see them."""
-
+    """NaN and infinity in x appear in the payload's float32 arrays."""
     tail: ClassVar[bool] = False
-    """`compress` begins with ``xp.excess`` of x and 0, which may lie in ``ctx.tail``."""
+    """`compress` begins with ``xp.excess(x, 0)``, which may be in ``ctx.tail``."""
 
     @property
     def summed(self) -> tuple[str, int] | None:
-        """dtype and largest magnitude of an integer payload that is summed on the wire; None if payloads are floats."""
+        """dtype and largest magnitude of integers that are summed on the wire; None for floats."""
         return None
 
     @property
     def block(self) -> int | None:
-        """Statistics are per block of so many elements, so that blocks may be compressed apart; None: per tensor.
+        """Elements per block, if statistics are per block; None: per tensor.
 
-        A promise: cut at whole blocks (and whole bytes), the payload arrays of the pieces concatenate to those
-        of the whole.
+        A promise: payloads of chunks, cut at whole blocks and bytes, concatenate to the payload of the whole.
         """
         return None
 
     def applies(self, ctx: Context) -> bool:
-        """False: this tensor goes dense, and the report says so."""
+        """False: the tensor goes dense, as the report says."""
         return True
 
     def contraction(self, n: int) -> float | None:
@@ -86,28 +84,28 @@ class Compressor(ABC):
         return None
 
     def init(self, ctx: Context) -> State:
-        """The state before the first step."""
+        """The initial state."""
         return {}
 
     @abstractmethod
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
-        """float32[n] -> payload and next state. A generator may ask for collectives."""
+        """float32[n] -> payload and next state. A generator may request collectives."""
 
     @abstractmethod
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        """Payload -> float32[n]. Sees only what every worker sees: any worker gets the same bits."""
+        """Payload -> float32[n], bit-equal on every worker."""
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         """float32[n]: x less the decoded payload. x is donated: its memory may be reused."""
         return ctx.xp.subtract_from(x, self.decompress(payload, ctx))
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        """All workers' payloads, in rank order -> float32[n], the mean. One dense buffer, whatever their number."""
+        """All workers' payloads, in rank order -> float32[n], the mean, in one dense buffer."""
         (total,) = apart((self.decompress(payloads[0], ctx),), payloads[0], ctx.xp)
         for payload in payloads[1:]:
             total = ctx.xp.add_to(total, self.decompress(payload, ctx))
         return ctx.xp.divide_in(total, len(payloads)) if len(payloads) > 1 else total
 
     def reduced(self, payload: Payload, ctx: Context) -> Array:
-        """A payload reduced on the wire -> float32[n]. Floats come averaged, integers summed (combine MEAN)."""
+        """A payload reduced on the wire (combine MEAN) -> float32[n]. Floats are averaged, integers summed."""
         return self.decompress(payload, ctx)

@@ -20,33 +20,30 @@ class Context:
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
-    """What the exchange computes in."""
+    """Dtype of the computation."""
     rank: int = 0
     world_size: int = 1
     step: Any = 0
     """How many exchanges this tensor has had: an int, or an int64 scalar inside a graph."""
     seed: int = 0
     lr: Callable[[], Any] | None = field(default=None, repr=False)
-    """Gives the learning rate that the mean will be applied with, a float or a scalar; None where nobody has said."""
+    """Returns the learning rate of the coming step, a float or a scalar; None if unknown."""
     offset: int = 0
-    """Where a piece begins in the flattened tensor; 0 for a whole one."""
+    """Start of a chunk in the flattened tensor; 0 for a whole tensor."""
     compile: bool = False
-    """Pieces may be carried out by compiled forms (`grace.engine.compiled`)."""
+    """Chunks may run as compiled by PyTorch (`grace.engine.compiled`)."""
     undo: list[tuple[Array, Array]] | None = field(default=None, repr=False, compare=False)
-    """A kernel may write the next residual over the last one if it notes here the residual's array, and the array that
-    has the last one now: the spent x, of as many elements. None: the last residual must stay as it is."""
+    """Rollback log. A kernel may overwrite the last residual if it appends (residual, array that holds the last one:
+    the donated x). None: the last residual must stay intact."""
     calls: Calls | None = field(default=None, repr=False, compare=False)
-    """A kernel may leave its work here: an accelerator returns arrays that are filled then, and so must not look at
-    them. None: it is done at once."""
+    """Deferred kernels: an accelerator may return arrays that are filled later, and must not read them. None: run
+    kernels at once."""
     drawn: dict[Any, Array] = field(default_factory=dict, repr=False, compare=False)
-    """What a method has drawn in this step and draws again when it decodes, by all that it depends on."""
-
+    """Cache of random draws that decoding repeats, by all that they depend on."""
     tail: list[Array] | None = field(default=None, repr=False, compare=False)
-    """Where `accumulated` may leave ``xp.excess`` of its result and 0, for a method that begins with that. None: nobody
-    asks."""
-
+    """Where `accumulated` may put ``xp.excess(result, 0)`` for a method that begins with it; None: not wanted."""
     wire: str = "float32"
-    """What a gradient that is sent as it is travels in: its own dtype."""
+    """Dtype on the wire of a gradient that is sent uncompressed: its own."""
 
     @property
     def size(self) -> int:
@@ -55,17 +52,14 @@ class Context:
 
     @property
     def kernels(self) -> Any:
-        """The backend's kernels, which know of ``undo`` and ``calls``; None or empty where there are none."""
+        """The backend's kernels, bound to ``undo`` and ``calls``; None or empty without kernels."""
         kernels = self.xp.kernels
         if kernels and (self.undo is not None or self.calls is not None):
             return kernels.within(self.undo, self.calls)
         return kernels
 
     def accumulated(self, x: Array, last: Array, beta: float = 1.0, gamma: float = 1.0) -> Array:
-        """float32[n] beta * last + gamma * x, in the memory of one of them.
-
-        It is that of ``last``, an array of the state, where `undo` can tell where that went. x is spent.
-        """
+        """float32[n]: beta * last + gamma * x. x is donated; with `undo` the result overwrites ``last``."""
         xp = self.xp
         if xp.kernels and self.undo is not None and (kernel := self.kernels.accumulate):
             return kernel(x, last, beta, gamma, self.tail)
@@ -79,15 +73,15 @@ class Context:
         return x
 
     def without_undo(self) -> Context:
-        """The same, where the last residual must stay as it is."""
+        """The same without a rollback log."""
         return self._with(undo=None)
 
     def rng(self, label: str) -> Rng:
-        """This worker's own numbers for this tensor and step."""
+        """Random stream of this worker, tensor and step."""
         return Rng(self.xp, self.seed, label, self.name, self.step, self.rank + 1, self.offset)
 
     def shared_rng(self, label: str) -> Rng:
-        """Numbers that are the same on every worker."""
+        """Random stream that all workers share."""
         return Rng(self.xp, self.seed, label, self.name, self.step, 0, self.offset)
 
     def piece(self, start: int, size: int) -> Context:
@@ -95,15 +89,15 @@ class Context:
         return self._with(shape=(size,), offset=self.offset + start)
 
     def stage(self, name: str) -> Context:
-        """The same elements at another point of the exchange: other random numbers, other state."""
+        """The same elements at another compression point: other random streams, other state."""
         return self._with(name=f"{self.name}/{name}")
 
     def with_tail(self) -> Context:
-        """The same, with a place for what a method begins with."""
+        """The same with an empty ``tail``."""
         return self._with(tail=[])
 
     def with_calls(self, calls: Calls | None) -> Context:
-        """The same, with or without a place for calls."""
+        """The same with other deferred kernels."""
         return self._with(calls=calls)
 
     def _with(self, **changes: Any) -> Context:

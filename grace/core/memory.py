@@ -13,42 +13,42 @@ from grace.core.state import Array, Payload, Resize, State
 
 
 class Memory(ABC):
-    """What is added to a gradient before it is compressed, and what is kept afterwards."""
+    """State beside a compressor: what is added to a gradient before compression, and what is stored after it."""
 
     feedback: ClassVar[bool] = False
-    """It feeds back what the payload did not carry."""
+    """It has error feedback."""
     server: ClassVar[Memory | None] = None
-    """The memory of a second compression, where a communicator has one; None: this one."""
+    """The memory of a communicator's second compression; None: this one."""
     momentum_inside: ClassVar[bool] = False
-    """Its results carry momentum: the optimizer should have none of its own."""
+    """Its results include momentum: the optimizer should have none."""
     resize: ClassVar[Mapping[str, Resize]] = {}
-    """As of a `Compressor`."""
+    """As `Compressor.resize`."""
     plain: ClassVar[bool] = False
-    """It compresses x plus its state "residual", if it has that, and keeps what was not sent: no more and no less."""
+    """Standard error feedback: compresses x plus its state "residual", if it has one, and stores the new residual."""
 
     def check(self, compressor: Compressor) -> None:  # noqa: B027 - most fit every compressor
-        """Raise ValueError, naming the remedy, for a compressor that this memory cannot work with."""
+        """Raise ValueError, naming the remedy, for a compressor that does not fit."""
 
     def init(self, ctx: Context) -> State:
-        """The state before the first step."""
+        """The initial state."""
         return {}
 
     @abstractmethod
     def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
-        """float32[n] -> what to compress instead, and next state. x is spent: its memory may be reused."""
+        """float32[n] -> the vector to compress, and next state. x is donated."""
 
     @abstractmethod
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
-        """Next state, from what was compressed (``x``, spent) and the payload that leaves this worker."""
+        """Next state, from the compressed vector (``x``, donated) and its payload."""
 
     def finish(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
-        """float32[n], the mean of what all workers sent -> the result, and next state. By default the mean."""
+        """float32[n], the mean of all workers' payloads -> the result, and next state. By default the mean."""
         return mean, state
 
     def init_dense(self, ctx: Context) -> State:
-        """The state before the first step of a tensor that goes dense; numbers are in ``ctx.dtype``."""
+        """The initial state of a tensor that goes dense, in ``ctx.dtype``."""
         return {}
 
     def finish_dense(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
-        """As `finish`, for the exact mean of a tensor that goes dense."""
+        """As `finish`, for a tensor that goes dense."""
         return mean, state

@@ -10,9 +10,9 @@ from grace.core.state import name_of
 
 
 class Calls:
-    """Kernels' work that is put off, so that of many tensors it is done in one go, in the order in which it was added.
+    """Deferred kernels: those of many tensors run one after the other, in the order in which they were added.
 
-    Python that runs between two kernels finds the caches full of gradients, and takes several times as long.
+    Python between two kernels finds the caches full of gradients, and takes several times as long.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class Calls:
         return bool(self._waiting)
 
     def add(self, call: Callable[[], None], *used: Any) -> None:
-        """Have a call made later. What is ``used`` there stays until then: a kernel knows no more than addresses."""
+        """Defer a call. ``used``: arrays to keep alive until then, since a kernel holds addresses only."""
         self._waiting.append((call, used))
 
     def make(self) -> None:
-        """Make all calls that wait."""
+        """Run all deferred kernels."""
         waiting, self._waiting = self._waiting, []
         for call, _ in waiting:
             call()
@@ -34,20 +34,20 @@ class Calls:
 
 T = TypeVar("T")
 Program = Generator[Collective | tuple[Collective, ...] | Calls, Any, T]
-"""A computation that yields collectives and is resumed with their results; or `Calls`, once these have been made."""
+"""A generator that yields collectives and is resumed with their results; it may yield `Calls` to have them run."""
 Steps = Union[T, Program[T]]  # noqa: UP007 - a TypeVar alone has no | at run time in 3.10
 """A value, or a program that returns one."""
 
 
 def run(steps: Steps[T]) -> Program[T]:
-    """Use a value and a program alike: ``result = yield from run(steps)``."""
+    """A value as a program: ``result = yield from run(steps)``."""
     if isinstance(steps, Generator):
         return (yield from steps)
     return steps
 
 
 def at_once(steps: Steps[T], whose: Any) -> T:
-    """What steps come to that ask for no collective. ValueError if they do, naming the method."""
+    """The result of a program that requests no collective; else ValueError, naming the method."""
     program = run(steps)
     try:
         next(program)

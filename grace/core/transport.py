@@ -15,22 +15,21 @@ class Transport(ABC):
     rank: int = 0
     size: int = 1
     rooted: bool = True
-    """Messages may go to one worker alone, to which the others give without getting."""
+    """It supports messages to a single root."""
     timeout: float = 600.0
-    """Seconds after which a wait for other workers raises TimeoutError, where the library lets us look."""
+    """Seconds until a wait for other workers raises TimeoutError, where the library allows it."""
     elastic: bool = False
-    """Workers may join others that train already: nothing is said to them before `grace.Grace.settle`."""
-
+    """Workers may join a running job: they exchange nothing before `grace.Grace.settle`."""
     lockstep: bool = False
-    """The workers share a process and run round by round, so that they cannot be at different steps."""
+    """All workers share a process and run round by round, so they are never at different steps."""
 
     @property
     def node_size(self) -> int:
-        """How many workers share this machine, as they were launched."""
+        """Number of workers on this machine, as launched."""
         return self.size
 
     def split(self, node_size: int) -> None:
-        """Make the groups "node" and "cross", machines being ``node_size`` consecutive workers each."""
+        """Create the groups "node" and "cross"; a machine has ``node_size`` consecutive ranks."""
         raise NotImplementedError(f"{type(self).__name__} has no groups of workers")
 
     def group_rank(self, group: str) -> int:
@@ -46,5 +45,5 @@ class Transport(ABC):
         """Begin one round of collectives as few messages; the returned function waits for the results."""
 
     def exchange(self, text: str) -> list[str]:
-        """Every worker's text, in rank order (for start-up checks, not for the hot path)."""
+        """Every worker's text, in rank order. For start-up checks."""
         return [text]

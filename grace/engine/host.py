@@ -27,7 +27,7 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
     kept = [(xp.dtype(array), xp.shape(array)) for array in state.values()]
 
     def work(step: Any, rate: Any, x: Any, *arrays: Any) -> list[Array]:
-        # x is spent, but not its memory, which is the toolkit's.
+        # x is donated, but not its memory, which is the toolkit's.
         here = on_host(replace(ctx, lr=lr and (lambda: rate)), host, step)
         held = dict(zip(keys, arrays, strict=True))
         with host.quiet():

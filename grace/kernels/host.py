@@ -55,7 +55,7 @@ def host_kernels(xp: Any) -> HostKernels | None:
 
 
 class HostKernels:
-    """A `Library` for a backend's arrays. x is spent: what is left, where it is asked for, lies in its memory.
+    """A `Library` for a backend's arrays. x is donated: what is left, where it is asked for, lies in its memory.
 
     `within` a step what is left may lie in the residual's own memory instead, and work may be put off.
     """

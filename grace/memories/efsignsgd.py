@@ -19,7 +19,7 @@ class EFSignSGDMemory(Memory):
     the learning rate applies every gradient with the rate that it came with, as the paper's algorithm does in units of
     the parameters. With a steady rate it is the memory "residual". At rate 0 the residual waits.
     State: residual float32[n], lr float32[1].
-    ``lr``: the rate where nobody says it; the doors of PyTorch and Keras read the optimizer's own.
+    ``lr``: the rate where nobody says it; the integrations of PyTorch and Keras read the optimizer's own.
     Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019, arXiv:1901.09847, algorithm 1.
     """
 

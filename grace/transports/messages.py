@@ -58,7 +58,7 @@ class MessageTransport(Transport):
 
     @abstractmethod
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
-        """Wait gives the elementwise "sum", "min" or "max". The buffer is spent: it may become the result."""
+        """Wait gives the elementwise "sum", "min" or "max". The buffer is donated: it may become the result."""
 
     @abstractmethod
     def gather(self, buffer: Array, name: str) -> Wait:

@@ -322,7 +322,7 @@ class _Worker:
         (received,) = yield Broadcast((x,), 0, group=GROUPS[leg.action.level])
         self.dense = self._xp.cast(
             self._xp.copy(received), self._dtype
-        )  # workers of one process would share it, and it is to be spent
+        )  # workers of one process would share it, and it is donated next
 
     # -- payloads ------------------------------------------------------------------------------------------------------
     def _alltoall_payloads(self, leg: PlanStep) -> Program[None]:

@@ -118,18 +118,22 @@ class CodedSparsifier(Sparsifier):
             raise ValueError(f"index_coding={self.index_coding!r}: choose one of {', '.join(map(repr, known))}{also}")
 
     def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
-        return indices.write(ctx.xp, self.coding(ctx.size), positions, ctx.size, self.count(ctx.size))
+        k = self.count(ctx.size)
+        return indices.write(ctx.xp, self._coding(ctx.size, k), positions, ctx.size, k)
 
     def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
-        return indices.read(ctx.xp, self.coding(ctx.size), sent, ctx.size, self.count(ctx.size))
+        k = self.count(ctx.size)
+        return indices.read(ctx.xp, self._coding(ctx.size, k), sent, ctx.size, k)
 
     def arrays(self, n: int) -> int:
         k = self.count(n)
-        return 1 if k is None else indices.arrays(self.coding(n), n, k)
+        return 1 if k is None else indices.arrays(self._coding(n, k), n, k)
 
     def coding(self, n: int) -> str:
         """The index coding for a tensor of n elements."""
-        k = self.count(n)
+        return self._coding(n, self.count(n))
+
+    def _coding(self, n: int, k: int | None) -> str:
         return self.index_coding if k is None else indices.choose(self.index_coding, n, k)
 
 

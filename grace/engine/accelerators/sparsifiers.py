@@ -165,25 +165,39 @@ class Selectors(CodedSums[E], Selection[E]):
         return (ctx.xp.take(x, positions), *self.write(compressor, positions, ctx)), state
 
     def write(self, compressor: E, positions: Array, ctx: Context) -> tuple[Array, ...]:
-        n, k, coding = ctx.size, compressor.count(ctx.size), compressor.coding(ctx.size)
-        if coding == "elias_fano" and k is not None and has(ctx, "positions_write"):
-            return tuple(ctx.xp.kernels.positions_write(positions, *index_coding.widths(n, k)))
-        return index_coding.write(ctx.xp, coding, positions, n, k)
+        if not _elias_fano(compressor, ctx):
+            return compressor.write(positions, ctx)
+        widths = index_coding.widths(ctx.size, kept(compressor.compress_ratio, ctx.size))
+        return tuple(ctx.xp.kernels.positions_write(positions, *widths))
 
     def read(self, compressor: E, sent: tuple[Array, ...], ctx: Context) -> Array:
         """`Sparsifier.read`."""
-        n, k, coding = ctx.size, compressor.count(ctx.size), compressor.coding(ctx.size)
-        if coding == "elias_fano" and k is not None and has(ctx, "positions_write"):
-            found = ctx.xp.kernels.positions_read(sent, *index_coding.widths(n, k), k)
+        if _elias_fano(compressor, ctx):
+            k = kept(compressor.compress_ratio, ctx.size)
+            found = ctx.xp.kernels.positions_read(sent, *index_coding.widths(ctx.size, k), k)
             if found is not None:  # otherwise the plain function says what is wrong
                 return found
-        return index_coding.read(ctx.xp, coding, sent, n, k)
+        return compressor.read(sent, ctx)
 
     def parts(self, compressor: E, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        if compressor.index_coding not in ELIAS_FANO:
+            return compressor.parts(payload, ctx)
         return compressor.matched(payload[0], self.read(compressor, payload[1:], ctx), ctx)
 
     def residual(self, compressor: E, x: Array, payload: Payload, ctx: Context) -> Array:
         return ctx.xp.put(x, self.read(compressor, payload[1:], ctx), 0.0)
+
+    def for_memory(self, compressor: E) -> Any:
+        return super().for_memory(compressor) if compressor.index_coding in ELIAS_FANO else compressor
+
+
+ELIAS_FANO = ("elias_fano", "auto")
+"""Index codings that may be this one, which has kernels."""
+
+
+def _elias_fano(compressor: SelectingSparsifier, ctx: Context) -> bool:
+    wanted = compressor.index_coding in ELIAS_FANO and compressor.coding(ctx.size) == "elias_fano"
+    return wanted and has(ctx, "positions_write")
 
 
 def _sampled(selector: Sampled, x: Array, sample: int, ctx: Context) -> Array:

@@ -41,19 +41,19 @@ _PLAIN_MEMORY: MemoryAccelerator[Any] = MemoryAccelerator()
 
 def accelerator_of(compressor: Compressor) -> Accelerator[Any]:
     """The accelerator of a compressor's exact type: a subclass, which may override anything, has the default one."""
-    found: Accelerator[Any] = _find(type(compressor), _PLAIN)
+    found: Accelerator[Any] = _find(type(compressor))
     return found
 
 
 def memory_accelerator_of(memory: Memory) -> MemoryAccelerator[Any]:
     """Likewise of a memory."""
-    found: MemoryAccelerator[Any] = _find(type(memory), _PLAIN_MEMORY)
+    found: MemoryAccelerator[Any] = _find(type(memory))
     return found
 
 
 @cache
-def _find(kind: type, default: Any) -> Any:
-    family = _PLACES.get(kind.__module__)
+def _find(kind: type) -> Any:
+    family, default = _PLACES.get(kind.__module__), _PLAIN_MEMORY if issubclass(kind, Memory) else _PLAIN
     return default if family is None else table(family).get(kind, default)
 
 

@@ -483,7 +483,7 @@ class Plans:
                 if found.to_dict()[key] != self.good[key]:
                     raise Silent(f"a plan with other {key} was taken")
         else:
-            ways = PlanTable(text)
+            ways = PlanTable(text, load=plan.from_dict)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # for another number of workers
                 ways.agree(LocalTransport(), 0)

@@ -103,7 +103,7 @@ class Careless(Payloads):
 def test_what_is_written_outside_is_seen(monkeypatch):
     careless = Careless()
     careless.decode(careless.good)
-    monkeypatch.setattr("grace.engine.encoders.Mean.into", careless.beyond)
+    monkeypatch.setattr("grace.engine.lazy_mean.LazyMean.into", careless.beyond)
     with pytest.raises(Silent, match="outside"):
         careless.decode(careless.good)
 

@@ -46,7 +46,7 @@ SELECT := $(if $(M),-k "$(M)") $(ARGS)
 test: install $(VENV)/.triton ## run all tests
 	@export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; status=0; \
 	$(BIN)/python -m pytest -n $(JOBS) -m "not processes$(if $(EXHAUSTIVE),, and not exhaustive)" $(SELECT) || status=$$?; \
-	$(BIN)/python -m pytest -m processes $(SELECT) || status=$$?; \
+	$(BIN)/python -m pytest -m "processes$(if $(EXHAUSTIVE),, and not exhaustive)" $(SELECT) || status=$$?; \
 	exit $$status
 
 quick: install ## run one item of each test, without those marked slow

@@ -59,7 +59,8 @@ def test_the_compiler_warns_of_nothing():
     compiled("-m", "grace.kernels.build", "--strict", CXXFLAGS="-O1")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_sanitizers_find_nothing():
     assert "nothing found" in compiled("scripts/sanitize_kernels.py", "scalar")

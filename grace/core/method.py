@@ -46,7 +46,7 @@ class Method:
         if lossy and not self.memory.feedback and compressor.memory != name_of(self.memory):
             warnings.warn(
                 f"{name!r} without error feedback loses what it does not send; use memory {compressor.memory!r}",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def init(self, ctx: Context) -> State:

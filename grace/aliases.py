@@ -1,4 +1,4 @@
-"""Former names of modules: they give the modules that took their place."""
+"""Former module names, as aliases of the modules that replaced them."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class Unavailable(RuntimeError):
-    """A kernel cannot be compiled or launched: the plain form has to do, and nothing was written to yet."""
+    """A kernel cannot be compiled or launched. Nothing was written, so the plain function can take over."""
 
 
 @contextmanager
 def sent_by(worker: int | None, compressor: Compressor, ctx: Context) -> Iterator[None]:
-    """Errors inside are about the payload of a worker, or of all of them together (None), and say so."""
+    """Name the sender in a ValueError about its payload. ``worker`` None: all workers together."""
     try:
         yield
     except ValueError as error:

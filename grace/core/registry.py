@@ -190,7 +190,7 @@ def values(cls: type, rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def unknown_key(key: str, *parts: Any, others: Iterable[str] = ()) -> str:
-    """What to say of a key that none of these parts has. ``others``: keys that are known beside theirs."""
+    """The error text for a key that no part has. ``others``: further known keys."""
     owners = [
         f"{registry.kind} {name!r}"
         for registry in REGISTRIES.values()

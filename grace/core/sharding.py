@@ -16,14 +16,14 @@ from grace.core.state import Payload
 
 
 def span(xp: Any, unit: int) -> int:
-    """Elements of a piece that stays in a cache: whole units."""
+    """Elements of a chunk that fits a cache, in whole units."""
     return int(max(1, xp.piece // unit) * unit)
 
 
 def spans(xp: Any, n: int, unit: int) -> list[tuple[int, int]]:
-    """Where pieces of n elements begin and end that stay in a cache: whole units, the last one short.
+    """Bounds of chunks of n elements that fit a cache: whole units, the last one short.
 
-    One, of all, where the backend has no such pieces.
+    A single chunk where the backend does not cut.
     """
     size = span(xp, unit) if xp.piece else n
     return [(start, min(start + size, n)) for start in range(0, n, size)] if n else [(0, 0)]
@@ -35,12 +35,12 @@ def unit(compressor: Compressor) -> int:
 
 
 def piece(compressor: Compressor, xp: Any) -> int:
-    """Elements of a piece that stays in a cache: whole units."""
+    """Elements of a chunk that fits a cache, in whole units."""
     return span(xp, unit(compressor))
 
 
 def pieces(compressor: Compressor, ctx: Context) -> list[tuple[int, int]]:
-    """Where pieces that stay in a cache begin and end: whole units, the last one short."""
+    """Bounds of a tensor's chunks that fit a cache: whole units, the last one short."""
     return spans(ctx.xp, ctx.size, unit(compressor))
 
 

@@ -92,7 +92,7 @@ def layout(
     """Buckets of the tensors in reverse order, which is about the order in which a backward pass makes them.
 
     ``method``: a name for messages. ``refusal``: why it does not compress a tensor; empty if it does. ``options``:
-    `grace.engine.session.Options`. ``first``: the number of the first bucket. ``lossless``: whether the
+    `grace.engine.options.Options`. ``first``: the number of the first bucket. ``lossless``: whether the
     method sends a tensor as it is; those of different dtypes are not fused then.
     """
     buckets: list[Bucket] = []

@@ -67,7 +67,7 @@ class PlacedSums(ScatteredSums[P]):
 
 
 class DecodedSums(PlacedSums[P]):
-    """`parts` are found by kernels, for whatever needs them."""
+    """Kernels decode `parts`; sums and residuals use them."""
 
     def add(self, compressor: P, total: Array, payload: Payload, ctx: Context) -> Array:
         values, positions = self.parts(compressor, payload, ctx)

@@ -1,4 +1,4 @@
-"""The table of accelerators, filled as methods are used: importing GRACE imports no method for its sake."""
+"""The table of accelerators. It is filled lazily: importing GRACE imports no method."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "low_rank": ("compressors.powersgd", "compressors.gradzip", "compressors.acpsgd", "compressors.atomo"),
     "memories": ("memories.dgc",),
 }
-"""Where the accelerators of methods lie, by the modules of the methods. Each has a dictionary ACCELERATORS."""
+"""The modules of accelerators and those of their methods. Each has a dictionary ACCELERATORS."""
 _PLACES = {f"grace.{module}": family for family, modules in FAMILIES.items() for module in modules}
 _PLAIN: Accelerator[Any] = Accelerator()
 _PLAIN_MEMORY: MemoryAccelerator[Any] = MemoryAccelerator()

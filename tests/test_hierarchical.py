@@ -112,7 +112,7 @@ def test_the_outer_communicator_follows_from_the_method():
     [
         ({"node_size": 3}, r"node_size=3 does not divide 4 workers: set node_size"),
         ({"outer": "allreduce"}, r"communicator 'allreduce' cannot carry 'topk'"),
-        ({"outer": "twostage"}, r"communicator 'twostage' cannot cut a payload of 'topk'"),
+        ({"outer": "twostage", "memory": "ef21"}, r"communicator 'twostage' cannot carry memory 'ef21'"),
         ({"outer": "hierarchical"}, r"cannot be its own outer"),
         ({"outer": "alreduce"}, r"unknown communicator 'alreduce' \(did you mean 'allreduce'"),
     ],

@@ -371,7 +371,7 @@ def test_a_changing_learning_rate_is_what_efsignsgd_is_for(xp):
         ({"compressor": "signsgd", "memory": "ef21"}, r"memory 'ef21' cannot feed back what a vote lost"),
         (
             {"compressor": "efsignsgd", "block_size": 64, "memory": "ef21", "communicator": "twostage"},
-            r"'twostage' cannot carry memory 'ef21', which tracks the mean",
+            r"'twostage' cannot carry memory 'ef21' with 'efsignsgd': it tracks the mean",
         ),
         ({**TOPK, "memory": "lowpass", "rate": 0.0}, r"rate=0.0 must lie in \(0, 1\]"),
         ({**TOPK, "memory": "dgc", "momentum": 1.0}, r"momentum=1.0 must lie in \[0, 1\)"),

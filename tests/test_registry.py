@@ -158,9 +158,11 @@ REFUSED = [
     ({"compressor": "powersgd", "communicator": "allgather"}, "cannot carry 'powersgd'.*Use communicator 'allreduce'"),
     ({"compressor": "powersgd", "communicator": "broadcast"}, "Use communicator 'allreduce'"),
     ({"compressor": "powersgd", "communicator": "twostage"}, "Use communicator 'allreduce'"),
-    ({"compressor": "topk", "communicator": "twostage"}, "which is not blockwise. Use communicator 'allgather'"),
-    ({"compressor": "efsignsgd", "communicator": "twostage"}, "or set block_size so that statistics are per block"),
-    ({"compressor": "qsgd", "bucket_size": 0, "communicator": "twostage"}, "or set bucket_size"),
+    (
+        {"compressor": "efsignsgd", "memory": "onebit_adam", "communicator": "twostage"},
+        "cannot carry memory 'onebit_adam' with 'efsignsgd'.*Use a blockwise compressor",
+    ),
+    ({"compressor": "topk", "communicator": "twostage", "min_shard": -1}, "min_shard=-1 must be 0 or more"),
     ({"compressor": "signsgd", "memory": "residual"}, "use memory 'none' with 'signsgd', or compressor 'efsignsgd'"),
     (
         {"compressor": "randomk", "unbiased_scale": True, "memory": "residual"},

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from grace.core import Array, Calls, Context, Program, State, Transport, name_of
 from grace.core.collectives import AllToAll, Gather
 from grace.core.communicator import Communicator, machine_size
 from grace.core.method import Method, materialize
-from grace.core.registry import communicators, register, usual_communicator
+from grace.core.registry import communicators, register
 from grace.core.sharding import shards
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ class Hierarchical(Communicator):
     the other machines, and gives the result to its machine. The network between machines carries each shard once; error
     feedback and all other state is that of the shard. Tensors whose shape a method needs are cut along their first
     axis, others anywhere.
-    ``outer``: the communicator between machines; empty: what the method has by itself.
+    ``outer``: the communicator between machines; empty: as where none is named (``auto``).
     ``node_size``: workers of a machine, consecutive ranks; 0: as they were launched. It must divide their number.
     """
 
@@ -36,8 +37,9 @@ class Hierarchical(Communicator):
         size = machine_size("hierarchical", self.node_size, transport)
         outer = self.outer
         if not isinstance(outer, Communicator):
-            outer = communicators.find(outer or usual_communicator(method.compressor))()
-        return replace(self, outer=outer.fitted(method, transport), node_size=size)
+            outer = communicators.find(outer or "auto")()
+        machines: Any = SimpleNamespace(size=transport.size // size, node_size=1, splits=False)
+        return replace(self, outer=outer.fitted(method, machines), node_size=size)
 
     def check(self, method: Method, world_size: int) -> None:
         if isinstance(self.outer, Hierarchical):

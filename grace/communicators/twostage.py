@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from grace.core import Array, Context, Memory, Program, State, join, name_of, scope
+from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, join, name_of, scope
 from grace.core.collectives import AllToAll, Gather
 from grace.core.communicator import Communicator, refuse_agreed
 from grace.core.method import Method
@@ -16,52 +17,111 @@ from grace.core.sharding import cuts, shards
 @register("twostage", "alltoall")
 @dataclass(frozen=True)
 class TwoStage(Communicator):
-    """Worker i averages shard i of everybody's payload, compresses it again and sends it to all.
+    """Worker i averages shard i of everybody's gradient, compresses the mean again and sends it to all.
 
-    Traffic is twice the payload, whatever the number of workers. The second compression has its own memory, the
-    server's, so with error feedback its error is not lost either. For blockwise methods: payloads are cut at block
-    boundaries.
-    Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4.
+    A worker receives 2 (N - 1) / N payloads, whatever the number of workers N, and decodes two. Blockwise payloads are
+    cut at block boundaries; other methods compress each shard by itself, with a scale, a threshold or k / N elements of
+    its own. The second compression has its own memory, the server's, so with error feedback its error is not lost
+    either.
+    ``min_shard``: tensors of fewer elements per worker are gathered in one round instead, since a second round costs
+    more than their bytes.
+    Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4; for sparse methods the bound of 2 k (N - 1) / N
+    elements is that of Li and Hoefler, "Near-Optimal Sparse Allreduce", PPoPP 2022, which reaches 6 k: shards of equal
+    size with k / N elements each need no balancing.
     """
 
+    min_shard: int = 0
+
+    def __post_init__(self) -> None:
+        if self.min_shard < 0:
+            raise ValueError(f"min_shard={self.min_shard!r} must be 0 or more")
+
     def check(self, method: Method, world_size: int) -> None:
-        compressor = method.compressor
         refuse_agreed("twostage", method)
-        if compressor.block is None or compressor.ragged:
-            size = next((f for f in ("block_size", "bucket_size") if hasattr(compressor, f)), None)
-            other = f", or set {size} so that statistics are per block" if size else ""
-            raise ValueError(
-                f"communicator 'twostage' cannot cut a payload of {name_of(compressor)!r}, which is not blockwise. "
-                f"Use communicator 'allgather'{other}"
-            )
-        if type(method.memory).finish is not Memory.finish and method.memory.server is None:
-            raise ValueError(
-                f"communicator 'twostage' cannot carry memory {name_of(method.memory)!r}, which tracks the mean of "
-                "what the workers sent: the second compression changes it. Use communicator 'allgather', or memory "
-                "'residual'"
-            )
+        if reason := self.refusal(method):
+            raise ValueError(reason)
+
+    def refusal(self, method: Method) -> str:
+        """Why a method cannot be carried; empty if it can."""
+        memory, other = method.memory, "communicator 'allgather', or memory 'residual'"
+        if type(memory).finish is Memory.finish or (memory.server is not None and cuttable(method.compressor)):
+            return ""
+        if memory.server is not None:
+            other = f"a blockwise compressor, such as 'blockint', or {other}"
+        return (
+            f"communicator 'twostage' cannot carry memory {name_of(memory)!r} with {name_of(method.compressor)!r}: it "
+            f"tracks the mean of what the workers sent, which the second compression changes. Use {other}"
+        )
+
+    def applies(self, method: Method, ctx: Context) -> bool:
+        compressor = method.compressor
+        if self._gathers(ctx) or cuttable(compressor):
+            return compressor.applies(ctx)
+        owned = shards(compressor, ctx, ctx.world_size)
+        return all(shard.size and compressor.applies(shard) for shard in owned)
+
+    def reason(self, method: Method, ctx: Context) -> str:
+        if not method.compressor.applies(ctx):
+            return super().reason(method, ctx)
+        return f"{ctx.world_size} workers cannot have a shard each of shape {list(ctx.shape)}"
 
     def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
-        shard = shards(method.compressor, ctx, ctx.world_size)[ctx.rank]
-        return {"worker": (method, ctx), "server": (method.again, shard.stage("server"))}
+        if self._gathers(ctx):
+            return {"": (method, ctx)}
+        owned = shards(method.compressor, ctx, ctx.world_size)
+        server = {"server": (method.again, owned[ctx.rank].stage("server"))}
+        if cuttable(method.compressor):
+            return {"worker": (method, ctx), **server}
+        return {f"worker.{owner}": (method, shard) for owner, shard in enumerate(owned)} | server
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
-        xp, compressor = ctx.xp, method.compressor
-        payload, worker = yield from method.encode(x, scope(state, "worker"), ctx)
+        compressor = method.compressor
+        if self._gathers(ctx):
+            payload, state = yield from method.encode(x, state, ctx)
+            payloads = yield Gather(payload, ragged=compressor.ragged)
+            return method.finish(method.mean(payloads, ctx), state, ctx)
 
-        # Of each payload array as many parts as there are workers, the last ones shorter.
         owned = shards(compressor, ctx, ctx.world_size)
+        parts, worker = yield from _encode(x, method, state, ctx, owned)
+        lengths = [[ctx.xp.shape(array)[0] for array in arrays] for arrays in zip(*parts, strict=True)]
+        sizes = None if compressor.ragged else lengths
+        received = yield AllToAll(parts, ragged=compressor.ragged)
+        mean = yield from method.decode(received, owned[ctx.rank])
+
+        again = [shard.stage("server") for shard in owned]
+        payload, server = yield from method.again.encode(mean, scope(state, "server"), again[ctx.rank])
+        if sizes is not None:  # the last shards are shorter than the first: filled up for the exchange
+            payload = tuple(ctx.xp.pad(array, max(size)) for array, size in zip(payload, sizes, strict=True))
+        received = yield Gather(payload, ragged=compressor.ragged)
+        mean = method.mean_of_shards(received, ctx.stage("server"), again, sizes)
+        if "worker" in worker:
+            mean, worker["worker"] = method.finish(mean, worker["worker"], ctx)
+        return mean, join(**worker, server=server)
+
+    def _gathers(self, ctx: Context) -> bool:
+        return ctx.size < self.min_shard * ctx.world_size
+
+
+def cuttable(compressor: Compressor) -> bool:
+    """Whether the payload of a tensor can be cut into those of its shards."""
+    return compressor.block is not None and not compressor.ragged
+
+
+def _encode(
+    x: Array, method: Method, state: State, ctx: Context, owned: Sequence[Context]
+) -> Program[tuple[tuple[Payload, ...], dict[str, State]]]:
+    # A payload for the owner of each shard, and the states of the first compression.
+    xp, compressor = ctx.xp, method.compressor
+    if cuttable(compressor):
+        payload, worker = yield from method.encode(x, scope(state, "worker"), ctx)
         ends = tuple(accumulate(shard.size for shard in owned[:-1]))
         sizes = cuts(compressor, xp, ctx.size, ends, tuple(xp.shape(array)[0] for array in payload))
         parts = zip(*(xp.split(array, size) for array, size in zip(payload, sizes, strict=True)), strict=True)
-        received = yield AllToAll(tuple(parts))
-
-        mean = yield from method.decode(received, owned[ctx.rank])
-        again = [shard.stage("server") for shard in owned]
-        payload, server = yield from method.again.encode(mean, scope(state, "server"), again[ctx.rank])
-
-        # The last shards are shorter than the first: filled up for the exchange.
-        received = yield Gather(tuple(xp.pad(array, size[0]) for array, size in zip(payload, sizes, strict=True)))
-        mean = method.mean_of_shards(received, ctx.stage("server"), again, sizes)
-        mean, worker = method.finish(mean, worker, ctx)
-        return mean, join(worker=worker, server=server)
+        return tuple(parts), {"worker": worker}
+    payloads, states, start = [], {}, 0
+    for owner, shard in enumerate(owned):
+        point, mine = f"worker.{owner}", x[start : start + shard.size]
+        payload, states[point] = yield from method.encode(mine, scope(state, point), shard)
+        payloads.append(payload)
+        start += shard.size
+    return tuple(payloads), states

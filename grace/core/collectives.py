@@ -62,12 +62,14 @@ class AllToAll:
     """Send ``parts[d]`` to worker d. Result: a sequence with the part that each worker sent to this one.
 
     What the workers send to one destination must have the same shapes. Or, if ``mutual``, what two workers send to each
-    other: so a worker may have nothing, ``()``, for all but its neighbours.
+    other: so a worker may have nothing, ``()``, for all but its neighbours. Or, if ``ragged``, the same number of
+    arrays, whose first dimensions may differ.
     """
 
     parts: tuple[Arrays, ...]
     group: Group = "world"
     mutual: bool = False
+    ragged: bool = False
 
 
 Collective = Reduce | Gather | Broadcast | AllToAll

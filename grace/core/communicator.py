@@ -25,6 +25,10 @@ class Communicator(ABC):
         """Resolve all settings that depend on the method and the workers."""
         return self
 
+    def choice(self, method: Method, transport: Transport) -> str:
+        """Why `fitted` gives another communicator, for the report; empty if it does not."""
+        return ""
+
     def lay(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
         """Elastic jobs: before tensors are laid out, adopt what `prepare` will compare, without messages."""
 

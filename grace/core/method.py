@@ -86,18 +86,21 @@ class Method:
         return materialize(self.mean(payloads, ctx, agreed))
 
     def mean_of_shards(
-        self, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context], sizes: Sequence[Sequence[int]]
+        self,
+        payloads: Sequence[Payload],
+        ctx: Context,
+        shards: Sequence[Context],
+        sizes: Sequence[Sequence[int]] | None,
     ) -> Any:
-        """float32[n]: a tensor of which each worker sent the payload of one of consecutive shards.
+        """float32[n]: a tensor of which each worker sent the payload of one of consecutive ``shards``.
 
-        ``sizes``: the length of each payload array, by worker; what is longer is padding.
+        ``sizes``: the length of each payload array, by worker, what is longer being padding; None: there is none.
         """
-        arrays = zip(*payloads, strict=True)
-        whole = (
-            ctx.xp.concat([x[:n] for x, n in zip(parts, lengths, strict=True)])
-            for parts, lengths in zip(arrays, sizes, strict=True)
-        )
-        return self.compressor.decompress(tuple(whole), ctx)
+        each = [
+            payload if sizes is None else tuple(x[: n[worker]] for x, n in zip(payload, sizes, strict=True))
+            for worker, payload in enumerate(payloads)
+        ]
+        return ctx.xp.concat([self.compressor.decompress(*part) for part in zip(each, shards, strict=True)])
 
     def finish(self, mean: Any, state: State, ctx: Context) -> tuple[Any, State]:
         """What the memory makes of the mean of all workers' payloads."""

@@ -153,11 +153,11 @@ def pair(rest: dict[str, Any]) -> tuple[Compressor, Memory]:
 def three(rest: dict[str, Any]) -> tuple[Compressor, Memory, Communicator]:
     """As `pair`, with the communicator."""
     compressor, memory = pair(rest)
-    return compressor, memory, take(communicators, rest.pop("communicator", usual_communicator(compressor)), rest)
+    return compressor, memory, take(communicators, rest.pop("communicator", "auto"), rest)
 
 
 def usual_communicator(compressor: Compressor) -> str:
-    """The communicator that a compressor has where none is named."""
+    """The communicator that carries a compressor's payloads in one round."""
     return "allgather" if compressor.combine is Combine.GATHER else "allreduce"
 
 

@@ -28,6 +28,11 @@ class Transport(ABC):
         """Number of workers on this machine, as launched."""
         return self.size
 
+    @property
+    def splits(self) -> bool:
+        """Whether `split` can create groups: all machines have as many workers, and the library allows it."""
+        return False
+
     def split(self, node_size: int) -> None:
         """Create the groups "node" and "cross"; a machine has ``node_size`` consecutive ranks."""
         raise NotImplementedError(f"{type(self).__name__} has no groups of workers")

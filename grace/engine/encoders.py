@@ -62,7 +62,11 @@ class FastMethod(Method):
         return (yield from self.mean(payloads, ctx, agreed).made())
 
     def mean_of_shards(
-        self, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context], sizes: Sequence[Sequence[int]]
+        self,
+        payloads: Sequence[Payload],
+        ctx: Context,
+        shards: Sequence[Context],
+        sizes: Sequence[Sequence[int]] | None,
     ) -> LazyMean:
         return LazyShardedMean(self.compressor, payloads, ctx, shards, sizes)
 

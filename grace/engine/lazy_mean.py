@@ -142,7 +142,8 @@ class LazyMean(Lazy):
 class LazyShardedMean(LazyMean):
     """The mean of a tensor of which each worker has sent one of consecutive shards, not decoded yet.
 
-    ``contexts``: of each shard; ``sizes``: how long each array of a payload is, by worker. What is longer is cut off.
+    ``contexts``: of each shard; ``sizes``: how long each array of a payload is, by worker. What is longer is cut off;
+    None: nothing is.
     """
 
     def __init__(
@@ -151,14 +152,16 @@ class LazyShardedMean(LazyMean):
         payloads: Sequence[Payload],
         ctx: Context,
         contexts: Sequence[Context],
-        sizes: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]] | None,
     ):
         super().__init__(compressor, payloads, ctx, agreed=True)
         self._contexts, self._sizes = contexts, sizes
 
     def _part(self, worker: int) -> Sequence[Payload]:
-        lengths, xp = [size[worker] for size in self._sizes], self._ctx.xp
-        payloads = self._payloads
+        payloads, xp = self._payloads, self._ctx.xp
+        if self._sizes is None:
+            return [payloads[worker]]
+        lengths = [size[worker] for size in self._sizes]
         if isinstance(payloads, GatheredPayloads) and [shape[0] for _, shape in payloads.layout] == lengths:
             return payloads.alone(worker)
         cut = [x if xp.shape(x)[0] == n else x[:n] for x, n in zip(payloads[worker], lengths, strict=True)]
@@ -169,7 +172,13 @@ class LazyShardedMean(LazyMean):
             yield worker, self._part(worker)[0], ctx
 
     def _whole(self) -> Array:
-        # One decoding of all: a graph is smaller so.
+        # Of a blockwise method, one decoding of all: a graph is smaller so.
+        if self._compressor.block is None or self._sizes is None:
+            each = [
+                LazyMean(self._compressor, self._part(worker), ctx, agreed=True)
+                for worker, ctx in enumerate(self._contexts)
+            ]
+            return self._ctx.xp.concat([mean._whole() for mean in each])
         xp, parts = self._ctx.xp, [self._part(worker)[0] for worker in range(len(self._contexts))]
         return LazyMean(self._compressor, [tuple(map(xp.concat, zip(*parts, strict=True)))], self._ctx, True)._whole()
 

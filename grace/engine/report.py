@@ -58,6 +58,8 @@ class Report:
     """Exchanges whose means no optimizer applied: their state was rolled back, their bytes are counted."""
     trials: dict[str, float] = field(default_factory=dict)
     """With the compressor "auto": seconds of a step, by what was tried."""
+    exchange: str = ""
+    """Why the communicator was chosen; empty if it was named."""
     plan: str = ""
     """What the plan in force was made for and from; empty without one that says so."""
 
@@ -74,9 +76,8 @@ class Report:
             return ""
         return (
             f"{self.method} brought each of {self.world_size} workers {self.bytes_received / ring:.1f} times the bytes "
-            "of a dense allreduce: gathers grow with the number of workers. Use communicator 'twostage' (methods with "
-            "statistics per block), 'hierarchical' where workers share machines, or a method that sends fewer bits or "
-            "is summed on the wire"
+            "of a dense allreduce: gathers grow with the number of workers. Leave communicator out, name 'twostage', or "
+            "use a method that sends fewer bits or is summed on the wire"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,7 +113,7 @@ class Report:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in self.times.items())
         trials = "  ".join(f"{level} {seconds * 1e3:.1f} ms" for level, seconds in self.trials.items())
-        ends = [times, trials and f"tried: {trials}", self.plan and f"plan: {self.plan}", self.heavier]
+        ends = [times, trials and f"tried: {trials}", self.exchange, self.plan and f"plan: {self.plan}", self.heavier]
         return "\n".join([head, *lines, *filter(None, ends)])
 
 

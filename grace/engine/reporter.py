@@ -53,6 +53,7 @@ class Reporter:
             skipped=self.skipped,
             discarded=self.discarded,
             trials=self._trials(),
+            exchange=setup.choice and f"{name_of(leading.communicator)}: {setup.choice}",
             plan=leading.communicator.origin,
         )
 

@@ -180,7 +180,9 @@ def _follow(
     points: Callable[[str, int], Points],
     rank: int,
     size: int,
+    was: str | None = None,
 ) -> Any:
+    # ``was``: the stage that this one was, if it had another name.
     import numpy as np
 
     if key == CARRIED:
@@ -188,7 +190,7 @@ def _follow(
         return (sum(held, np.zeros(len(value))) / size).astype(host(value).dtype)
     point, part, field = parsed(key)
     method, ctx = points(unit, rank)[point]
-    rule = getattr(method, part).resize.get(field, Resize.SAME)
+    rule = rule_of(method, key)
     if rule is Resize.TRACKED:
         return _follow(states, unit, key.removesuffix(field) + "mean", value, points, rank, size)
     start, stop = ctx.offset, ctx.offset + ctx.size
@@ -196,7 +198,7 @@ def _follow(
         (place, state["tensors"][unit][other])
         for state in states
         for other in state["tensors"].get(unit, {})
-        if (place := _place_of(state, unit, other, stage(point), (part, field))) is not None
+        if (place := _place_of(state, unit, other, stage(point) if was is None else was, (part, field))) is not None
     ]
     if rule is Resize.OWN:
         theirs = [array for place, array in held if tuple(place) == (start, ctx.size)]
@@ -232,8 +234,10 @@ def _moved(
     rank: int,
     size: int,
 ) -> dict[str, Any]:
-    # All that residuals hold comes to the first compression of the new way; nothing else can be moved.
-    first = next((stage(name) for each in range(size) for name in points(unit, each) if name), None)
+    # All that residuals hold comes to the first compression of the new way, and so do means of the old way's first;
+    # nothing else can be moved.
+    unnamed = any("/" in key for key in cells)  # not of a dense tensor
+    first = next((stage(name) for each in range(size) for name in points(unit, each) if name or unnamed), None)
     found = {}
     for key, value in cells.items():
         point, _, field = parsed(key)
@@ -242,6 +246,9 @@ def _moved(
         elif field == RESIDUAL and stage(point) == first:
             ctx = points(unit, rank)[point][1]
             found[key] = _summed(states, unit, ctx.offset, ctx.size) / size
+        elif stage(point) == first and rule_of(points(unit, rank)[point][0], key) is Resize.MEAN:
+            was = stage(next(iter(states[0]["points"].get(unit, {})), point))
+            found[key] = _follow(states, unit, key, value, points, rank, size, was)
         else:
             found[key] = host(value)
     return {key: array.astype(host(cells[key]).dtype) for key, array in found.items()}
@@ -280,6 +287,18 @@ def sharing(point: str, place: Sequence[int], everybody: Iterable[Places]) -> in
 def stage(point: str) -> str:
     """What points of compression have in common that are pieces of one tensor: the name before the number."""
     return point.partition(".")[0]
+
+
+def rule_of(method: Method, key: str) -> Resize:
+    """The rule for an array of a method's state, by its key."""
+    _, part, field = parsed(key)
+    rule: Resize = getattr(method, part).resize.get(field, Resize.SAME)
+    return rule
+
+
+def stages(points: Iterable[str]) -> set[str]:
+    """`stage` of each."""
+    return {stage(point) for point in points}
 
 
 def _elements(array: Any, count: int, unit: str, key: str) -> Any:

@@ -50,6 +50,8 @@ class Setup:
         """The communicator as given, before the number of workers is known."""
         self.schedule = None if policy is None else Schedule(policy, method, communicator)
         self.ways: list[Way] = []
+        self.choice = ""
+        """Why the communicator was chosen; empty if it was named."""
         self.table = TensorTable()
         self.store = StateStore(self.ways, self.schedule)
         self.snapshot = Snapshot()
@@ -142,6 +144,7 @@ class Setup:
         ways = []
         for method, communicator in self._methods:
             carrier = transport or LocalTransport(World(getattr(communicator, "node_size", 0) or 1))
+            self.choice = communicator.choice(method, carrier)
             fitted = communicator.fitted(method, carrier)
             fitted.check(method, carrier.size)
             if fitted.scattered and self.options.fuse != "tensor":

@@ -15,7 +15,7 @@ from grace.engine.buckets import Unit
 from grace.engine.encoders import FastMethod
 from grace.engine.lazy_mean import DeferredResidual
 from grace.engine.policy_runner import Schedule
-from grace.engine.reshard import CARRIED, Points, check_kind, check_names, parsed, resized, sharing
+from grace.engine.reshard import CARRIED, Points, check_kind, check_names, parsed, resized, sharing, stages
 
 Cells = dict[str, Any]
 """A state's arrays, each in a cell of the backend, by their keys."""
@@ -320,21 +320,28 @@ class StateStore:
         before = states[0].get("strategies", {})
         changed = {name for name, text in strategies.items() if before.get(name, text) != text}
         mine = self.held(levels)
+
+        def points(name: str, rank: int) -> Points:
+            return self.points(units[name], levels.get(name, 0), replace(ctx_of(units[name]), rank=rank))
+
+        for name in mine.keys() & states[0]["points"].keys():
+            # More workers, or another version, may exchange in two stages what was gathered before.
+            if stages(states[0]["points"][name]) != stages(points(name, ctx_of(units[name]).rank)):
+                changed.add(name)
         carried = {name for state in states for name, cells in state["tensors"].items() if CARRIED in cells}
         for name in sorted((changed | carried & units.keys()) - mine.keys()):  # it goes dense now, or did before
             mine[name] = {CARRIED: xp.cell(xp.zeros(math.prod(units[name].shape), units[name].dtype))}
         for state in states:
             check_names(mine.keys() - strategies, state["tensors"].keys() - strategies)
         theirs = states[0]["tensors"]
-        if among:
+        if among or changed:
             fresh = {
-                name: {key: exported(cell.read(), xp) for key, cell in cells.items()} for name, cells in mine.items()
+                name: {key: exported(cell.read(), xp) for key, cell in cells.items()}
+                for name, cells in mine.items()
+                if among or name in changed
             }
-
-            def points(name: str, rank: int) -> Points:
-                return self.points(units[name], levels.get(name, 0), replace(ctx_of(units[name]), rank=rank))
-
-            theirs = resized(states, fresh, points, *among, changed)
+            rank, size = among or (ctx_of(units[next(iter(fresh))]).rank, 1)
+            theirs = {**theirs, **resized(states, fresh, points, rank, size, changed)}
         found = []
         for unit, cells in mine.items():
             if set(cells) != set(theirs[unit]):

@@ -21,3 +21,4 @@ class DecoupledMomentum(Residual):
 
     beta: float = 0.999
     momentum_inside = True
+    server = Residual()

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps, name_of
 from grace.core.registry import register
+from grace.memories.residual import Residual
 
 
 @register("dgc")
@@ -32,6 +33,7 @@ class DGC(Memory):
     masking: bool = True
     feedback = True
     momentum_inside = True
+    server = Residual()
     resize: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN, "residual": Resize.SUM}
 
     def __post_init__(self) -> None:

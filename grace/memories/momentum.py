@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps
 from grace.core.registry import register
+from grace.memories.none import NoMemory
 
 
 @register("momentum")
@@ -21,6 +22,7 @@ class Momentum(Memory):
     """
 
     momentum: float = 0.9
+    server = NoMemory()
     resize: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN}
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from grace.core import Compressor, name_of
 from grace.core.communicator import Communicator
 from grace.core.method import Method
 from grace.core.policy import Decision, Level, Policy, number
-from grace.core.registry import register, triple
+from grace.core.registry import communicators, register, triple, usual_communicator
 
 DENSE, FLUSH, FIRST = 0, 1, 2
 """Levels: gradients as they are; the same, and with them what memories still hold; the first candidate."""
@@ -50,7 +50,7 @@ class Auto(Policy):
             self._fits(settings)
 
     def _fits(self, settings: Any) -> None:
-        method, communicator = triple(settings)
+        method, communicator = _one_round(settings)
         if (kind := name_of(communicator)) not in ("allreduce", "allgather"):
             raise ValueError(f"candidate {settings!r}: communicator {kind!r} has memories of its own, which would rest "
                              "with what they hold; candidates use allreduce or allgather")  # fmt: skip
@@ -63,7 +63,7 @@ class Auto(Policy):
         return {"compressor": "none"}, {"compressor": "none", "memory": "residual"}, *each  # DENSE, FLUSH, FIRST ...
 
     def ways(self, method: Method, communicator: Communicator) -> tuple[tuple[Method, Communicator], ...]:
-        return tuple(triple(level) for level in self.levels(method.compressor))
+        return tuple(_one_round(level) for level in self.levels(method.compressor))
 
     def trial(self, decision: Decision, workers: int) -> int | None:
         memo = decision.memo
@@ -110,6 +110,14 @@ class Auto(Policy):
         self, decision: Decision, epoch: int, lr: float | None, next_lr: float | None, norms: Mapping[str, float]
     ) -> Decision:
         return decision
+
+
+def _one_round(settings: Any) -> tuple[Method, Communicator]:
+    # Methods share one memory, so each is compressed at one point.
+    method, communicator = triple(settings)
+    if name_of(communicator) == "auto":
+        communicator = communicators.find(usual_communicator(method.compressor))()
+    return method, communicator
 
 
 def _current(decision: Decision) -> int:

@@ -50,6 +50,13 @@ class HorovodTransport(Transport):
 
         return loaded_horovod()[0].local_size() if self._process_set is None else self.size
 
+    @property
+    def splits(self) -> bool:
+        from grace.transports.launched import loaded_horovod
+
+        allowed = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1" and not self.elastic
+        return allowed and self._process_set is None and loaded_horovod()[0].is_homogeneous()
+
     def bind(self, xp: Any) -> Transport:
         kinds = {"torch": TorchHorovod, "tensorflow": TensorflowHorovod}
         if xp.name not in kinds:
@@ -230,6 +237,16 @@ class TorchHorovod(_BoundHorovod):
 
         return finish
 
+    def all_to_all_ragged(self, buffers: list[Array], name: str) -> Wait:
+        splits = self.xp.asarray([len(buffer) for buffer in buffers], "int32")
+        wait = self._begin(self._hvd.alltoall_async, self.xp.concat(buffers), splits, name=name)
+
+        def finish() -> list[Array]:
+            received, sizes = wait()
+            return list(received.split(sizes.tolist()))
+
+        return finish
+
 
 class TensorflowHorovod(_BoundHorovod):
     """TensorFlow tensors through Horovod's ops: in a graph the executor overlaps them, eagerly each one waits."""
@@ -297,6 +314,13 @@ class TensorflowHorovod(_BoundHorovod):
             self._unseen.append(received)
         ends = list(accumulate(sizes, initial=0))
         return lambda: [received[start:end] for start, end in pairwise(ends)]
+
+    def all_to_all_ragged(self, buffers: list[Array], name: str) -> Wait:
+        import tensorflow as tf
+
+        splits = self.xp.cast(self.xp.lengths(buffers), "int32")
+        received, sizes = self._run(self._hvd.alltoall, self.xp.concat(buffers), splits, name=name)
+        return lambda: tf.split(received, tf.reshape(sizes, (self.size,)), num=self.size)
 
 
 class _Caller:

@@ -121,6 +121,9 @@ class LocalTransport(MessageTransport):
     broadcast_ragged = broadcast
 
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
+        return self.all_to_all_ragged(buffers, name)
+
+    def all_to_all_ragged(self, buffers: list[Array], name: str) -> Wait:
         wait = self._post(name, buffers)
         return lambda: [sent[self.rank] for sent in wait()]
 

@@ -88,6 +88,18 @@ class MessageTransport(Transport):
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         """``buffers[d]`` goes to worker d. Wait gives a list of what came from each, ``sizes[w]`` bytes from w."""
 
+    def all_to_all_ragged(self, buffers: list[Array], name: str) -> Wait:
+        """As `all_to_all`, for buffers whose sizes only their senders know."""
+        heads = [self.xp.to_bytes(self.xp.lengths([buffer])) for buffer in buffers]
+        sizes = self.all_to_all(heads, [8] * self.size, f"{name}.sizes")
+
+        def finish() -> list[Array]:
+            lengths = [int(self.xp.integers(self.xp.from_bytes(size, "int64", (1,)))[0]) for size in sizes()]
+            received: list[Array] = self.all_to_all(buffers, lengths, name)()
+            return received
+
+        return finish
+
     def check_workers(self) -> None:
         """Raise RuntimeError if the workers are no longer those that this was made for. Called in each round."""
 
@@ -260,6 +272,13 @@ class MessageTransport(Transport):
 
     _start_alltoall_mutual = _start_alltoall
 
+    def _start_alltoall_ragged(self, items: list[AllToAll], tag: str) -> Wait:
+        packed = [self._pack_ragged([Gather(item.parts[worker]) for item in items]) for worker in range(self.size)]
+        layout = packed[self.rank][1]
+        wait = self.all_to_all_ragged([buffer for buffer, _ in packed], tag)
+        kept = [Gather(item.parts[self.rank]) for item in items]
+        return lambda: _deal(kept, [self._unpack_ragged(received, layout, w) for w, received in enumerate(wait())])
+
     # -- buffers ----------------------------------------------------------------------------------------------------
     def _pack(self, arrays: Any) -> tuple[Array, Layout]:
         arrays = list(arrays)
@@ -354,6 +373,9 @@ class Alone(MessageTransport):
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         return lambda: buffers
 
+    def all_to_all_ragged(self, buffers: list[Array], name: str) -> Wait:
+        return lambda: buffers
+
 
 def _kind(collective: Collective) -> tuple[Any, ...]:
     # What may share a message: the name of the _start_ method, and what else must be equal.
@@ -364,7 +386,7 @@ def _kind(collective: Collective) -> tuple[Any, ...]:
     if isinstance(collective, Broadcast):
         return ("broadcast_ragged" if collective.ragged else "broadcast", collective.root)
     if isinstance(collective, AllToAll):
-        return ("alltoall_mutual",) if collective.mutual else ("alltoall",)
+        return (f"alltoall{'_mutual' * collective.mutual}{'_ragged' * collective.ragged}",)
     raise TypeError(f"{collective!r} is not a collective; yield Reduce, Gather, Broadcast or AllToAll")
 
 

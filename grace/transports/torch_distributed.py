@@ -116,6 +116,11 @@ class TorchDistributedTransport(MessageTransport):
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))  # what torchrun says
         return local if self._group is None else self.size
 
+    @property
+    def splits(self) -> bool:
+        machines = int(os.environ.get("GROUP_WORLD_SIZE", 0))  # what torchrun says, too
+        return self._group is None and machines * self.node_size == self.size
+
     def among(self, ranks: list[int]) -> TorchDistributedTransport:
         # Groups are made by all workers together: everybody learns of everybody's.
         groups = [json.loads(text) for text in self.exchange(json.dumps(ranks))]

@@ -1,0 +1,56 @@
+"""The exchange that a method gets where none is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.communicators.allgather import Allgather
+from grace.communicators.allreduce import Allreduce
+from grace.communicators.hierarchical import Hierarchical
+from grace.communicators.twostage import TwoStage
+from grace.core import Array, Combine, Context, Program, State, Transport, name_of
+from grace.core.communicator import Communicator
+from grace.core.method import Method
+from grace.core.registry import register
+
+MIN_SHARD = 512
+"""Elements of a shard from which on a second round pays."""
+
+
+@register("auto")
+@dataclass(frozen=True)
+class Auto(Communicator):
+    """The exchange with the fewest bytes on the busiest link for this method and these workers; the default.
+
+    Payloads that can be summed, or that the workers agreed on, go by ``allreduce``. Others are gathered between two
+    workers, and go by ``twostage`` between more, but for tensors of fewer than 512 elements per worker. Where several
+    workers share each of several machines, they go by ``hierarchical``, with this choice between the machines. A method
+    that ``twostage`` cannot carry is gathered. The choice is a function of the method and the workers alone, so it is
+    the same on all of them; `Grace.report` names it.
+    """
+
+    def fitted(self, method: Method, transport: Transport) -> Communicator:
+        chosen, _ = choose(method, transport.size, transport.node_size if transport.splits else 1)
+        return chosen.fitted(method, transport)
+
+    def choice(self, method: Method, transport: Transport) -> str:
+        return choose(method, transport.size, transport.node_size if transport.splits else 1)[1]
+
+    def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
+        raise TypeError("communicator 'auto' is a choice among others: call fitted(method, transport) first")
+
+
+def choose(method: Method, workers: int, per_machine: int) -> tuple[Communicator, str]:
+    """The communicator of a method where none is named, and why; for so many workers, so many of them per machine."""
+    name = name_of(method.compressor)
+    if method.compressor.combine is not Combine.GATHER:
+        return Allreduce(), f"payloads of {name!r} are summed on the wire, or agreed on"
+    if 1 < per_machine < workers and workers % per_machine == 0:
+        outer, why = choose(method, workers // per_machine, 1)
+        return Hierarchical(outer, per_machine), f"exact within each machine; between machines {why}"
+    if workers < 3:
+        return Allgather(), "one round of payloads is as few bytes as two"
+    twostage = TwoStage(min_shard=MIN_SHARD)
+    if twostage.refusal(method):
+        return Allgather(), f"memory {name_of(method.memory)!r} forbids a second compression"
+    return twostage, f"{2 * (workers - 1) / workers:.3g} payloads per worker instead of {workers - 1}"

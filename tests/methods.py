@@ -44,6 +44,8 @@ def built() -> None:
 
 VOTES = ("signsgd", "signum")
 EXCHANGES = [(row, communicator) for row in ROWS for communicator in row.communicators]
+EXCHANGES += [(row, "twostage") for row in ROWS if row.communicators == ("allgather", "broadcast")]
+"""Each method with what carries it; those that are not blockwise are cut by shards in two stages."""
 
 
 def rows(chosen: Callable[[Any], Any] = lambda row: True) -> Any:

@@ -90,9 +90,11 @@ class TwoStage(Communicator):
 
         again = [shard.stage("server") for shard in owned]
         payload, server = yield from method.again.encode(mean, scope(state, "server"), again[ctx.rank])
-        if sizes is not None:  # the last shards are shorter than the first: filled up for the exchange
-            payload = tuple(ctx.xp.pad(array, max(size)) for array, size in zip(payload, sizes, strict=True))
-        received = yield Gather(payload, ragged=compressor.ragged)
+        if sizes is None:
+            received = yield from _gather_flat(payload, parts, ctx)
+        else:  # the last shards are shorter than the first: filled up for the exchange
+            padded = tuple(ctx.xp.pad(array, max(size)) for array, size in zip(payload, sizes, strict=True))
+            received = yield Gather(padded)
         mean = method.mean_of_shards(received, ctx.stage("server"), again, sizes)
         if "worker" in worker:
             mean, worker["worker"] = method.finish(mean, worker["worker"], ctx)
@@ -105,6 +107,16 @@ class TwoStage(Communicator):
 def cuttable(compressor: Compressor) -> bool:
     """Whether the payload of a tensor can be cut into those of its shards."""
     return compressor.block is not None and not compressor.ragged
+
+
+def _gather_flat(payload: Payload, parts: Sequence[Payload], ctx: Context) -> Program[list[Payload]]:
+    # Payloads of any length, each worker's with rows as long as those of this worker's payload for the same shard.
+    xp = ctx.xp
+    received = yield Gather(tuple(xp.reshape(array, (-1,)) for array in payload), ragged=True)
+    return [
+        tuple(xp.reshape(array, (-1, *xp.shape(own)[1:])) for array, own in zip(arrays, part, strict=True))
+        for arrays, part in zip(received, parts, strict=True)
+    ]
 
 
 def _encode(

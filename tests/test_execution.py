@@ -208,15 +208,14 @@ def test_parts_of_a_payload_are_as_long_as_their_cuts(row):
 
 
 def sharded(xp, compressor, n, workers):
-    """A tensor's payload, and its shards as workers send them: all as long as the first."""
+    """A tensor's payload, and its shards as workers send them."""
     ctx = context(xp, n)
     payload, _ = alone(lambda ctx: compressor.compress(xp.asarray(spread(n), "float32"), {}, ctx), ctx)
     contexts = shards(compressor, ctx, workers)
     ends = tuple(accumulate(shard.size for shard in contexts[:-1]))
     sizes = cuts(compressor, xp, n, ends, tuple(xp.shape(array)[0] for array in payload))
     columns = [xp.split(array, size) for array, size in zip(payload, sizes, strict=True)]
-    filled = [[xp.pad(part, size[0]) for part in parts] for parts, size in zip(columns, sizes, strict=True)]
-    return ctx, payload, [tuple(parts) for parts in zip(*filled, strict=True)], contexts, sizes
+    return ctx, payload, [tuple(parts) for parts in zip(*columns, strict=True)], contexts
 
 
 @pytest.mark.parametrize("kernels", ["on", "off"])
@@ -226,20 +225,20 @@ def test_shards_are_decoded_as_their_whole(row, kernels, monkeypatch):
     for name in (*HOSTS, "tensorflow"):
         xp, compressor = backend(name), made(row)
         for n in (700, N):
-            ctx, payload, parts, contexts, sizes = sharded(xp, compressor, n, 3)
+            ctx, payload, parts, contexts = sharded(xp, compressor, n, 3)
             whole = xp.to_numpy(LazyMean(compressor, [payload], ctx, agreed=True).array())
-            mean = LazyShardedMean(compressor, parts, ctx, contexts, sizes)
+            mean = LazyShardedMean(compressor, parts, ctx, contexts)
             assert np.array_equal(xp.to_numpy(mean.array()), whole)
             if xp.mutable:
                 assert np.array_equal(xp.to_numpy(mean.into(xp.zeros(n))), whole)
 
 
 def test_a_shard_that_does_not_fit_names_its_worker(xp):
-    ctx, _, parts, contexts, sizes = sharded(xp, BlockInt(), N, 3)
+    ctx, _, parts, contexts = sharded(xp, BlockInt(), N, 3)
     codes, scales = parts[1]
     for wrong in ((codes[:-1], scales), (codes, scales[:-1])):
         with pytest.raises(ValueError, match=r"worker 1 of .* sent a payload for 'w'"):
-            LazyShardedMean(BlockInt(), [parts[0], wrong, parts[2]], ctx, contexts, sizes).array()
+            LazyShardedMean(BlockInt(), [parts[0], wrong, parts[2]], ctx, contexts).array()
 
 
 def test_steps_use_memory_again_that_they_had_before(monkeypatch):

@@ -13,8 +13,8 @@ from grace.core.communicator import Communicator
 from grace.core.method import Method
 from grace.core.registry import register
 
-MIN_SHARD = 512
-"""Elements of a shard from which on a second round pays."""
+MIN_SHARD = 2**14
+"""Elements of a shard: fewer cost more time to handle than to send."""
 
 
 @register("auto")
@@ -23,10 +23,10 @@ class Auto(Communicator):
     """The exchange with the fewest bytes on the busiest link for this method and these workers; the default.
 
     Payloads that can be summed, or that the workers agreed on, go by ``allreduce``. Others are gathered between two
-    workers, and go by ``twostage`` between more, but for tensors of fewer than 512 elements per worker. Where several
-    workers share each of several machines, they go by ``hierarchical``, with this choice between the machines. A method
-    that ``twostage`` cannot carry is gathered. The choice is a function of the method and the workers alone, so it is
-    the same on all of them; `Grace.report` names it.
+    workers, and go by ``twostage`` between more, with shards of at least 16,384 elements. Where several workers share
+    each of several machines, they go by ``hierarchical``, with this choice between the machines. A method that
+    ``twostage`` cannot carry is gathered. The choice is a function of the method and the workers alone, so it is the
+    same on all of them; `Grace.report` names it.
     """
 
     def fitted(self, method: Method, transport: Transport) -> Communicator:
@@ -51,6 +51,8 @@ def choose(method: Method, workers: int, per_machine: int) -> tuple[Communicator
     if workers < 3:
         return Allgather(), "one round of payloads is as few bytes as two"
     twostage = TwoStage(min_shard=MIN_SHARD)
+    if method.compressor.family == "low rank":
+        return Allgather(), "the factors of shards are together larger than those of the tensor"
     if twostage.refusal(method):
         return Allgather(), f"memory {name_of(method.memory)!r} forbids a second compression"
     return twostage, f"{2 * (workers - 1) / workers:.3g} payloads per worker instead of {workers - 1}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from zlib import crc32
 
 from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, join, name_of, scope
 from grace.core.collectives import AllToAll, Gather
@@ -17,17 +18,16 @@ from grace.core.sharding import cuts, shards
 @register("twostage", "alltoall")
 @dataclass(frozen=True)
 class TwoStage(Communicator):
-    """Worker i averages shard i of everybody's gradient, compresses the mean again and sends it to all.
+    """Each worker averages its shard of everybody's gradient, compresses the mean again and sends it to all.
 
-    A worker receives 2 (N - 1) / N payloads, whatever the number of workers N, and decodes two. Blockwise payloads are
-    cut at block boundaries; other methods compress each shard by itself, with a scale, a threshold or k / N elements of
-    its own. The second compression has its own memory, the server's, so with error feedback its error is not lost
-    either.
-    ``min_shard``: tensors of fewer elements per worker are gathered in one round instead, since a second round costs
-    more than their bytes.
-    Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4; for sparse methods the bound of 2 k (N - 1) / N
-    elements is that of Li and Hoefler, "Near-Optimal Sparse Allreduce", PPoPP 2022, which reaches 6 k: shards of equal
-    size with k / N elements each need no balancing.
+    A worker receives 2 (N - 1) / N payloads, whatever the number of workers N. Blockwise payloads are cut at block
+    boundaries; other methods compress each shard by itself, with a scale, a threshold or a number of elements of its
+    own. The second compression has its own memory, the server's, so with error feedback its error is not lost either.
+    ``min_shard``: elements of a shard, at least; a tensor of fewer than ``min_shard`` times N has fewer shards, on
+    workers that its name decides. 0: every worker has a shard, in the order of ranks.
+    Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4. For sparse methods see Li and Hoefler,
+    "Near-Optimal Sparse Allreduce", PPoPP 2022: its workers select over the whole tensor and move the bounds of shards
+    so that all have equally many elements, which brings 6 k elements at most; here each shard has its part of k.
     """
 
     min_shard: int = 0
@@ -55,53 +55,66 @@ class TwoStage(Communicator):
 
     def applies(self, method: Method, ctx: Context) -> bool:
         compressor = method.compressor
-        if self._gathers(ctx) or cuttable(compressor):
+        if cuttable(compressor):
             return compressor.applies(ctx)
-        owned = shards(compressor, ctx, ctx.world_size)
-        return all(shard.size and compressor.applies(shard) for shard in owned)
+        return all(shard.size and compressor.applies(shard) for shard in self.owned(compressor, ctx).values())
 
     def reason(self, method: Method, ctx: Context) -> str:
         if not method.compressor.applies(ctx):
             return super().reason(method, ctx)
         return f"{ctx.world_size} workers cannot have a shard each of shape {list(ctx.shape)}"
 
+    def owned(self, compressor: Compressor, ctx: Context) -> dict[int, Context]:
+        """The shards of a tensor, in order, by the ranks of the workers that average them."""
+        size = ctx.world_size
+        if not self.min_shard:
+            return dict(enumerate(shards(compressor, ctx, size)))
+        found = shards(compressor, ctx, min(size, max(1, ctx.size // self.min_shard)))
+        first = crc32(ctx.name.encode()) % size
+        return {(first + index) % size: shard for index, shard in enumerate(found) if shard.size or not index}
+
     def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
-        if self._gathers(ctx):
-            return {"": (method, ctx)}
-        owned = shards(method.compressor, ctx, ctx.world_size)
-        server = {"server": (method.again, owned[ctx.rank].stage("server"))}
-        if cuttable(method.compressor):
-            return {"worker": (method, ctx), **server}
-        return {f"worker.{owner}": (method, shard) for owner, shard in enumerate(owned)} | server
+        owned = self.owned(method.compressor, ctx)
+        points = {"worker": (method, ctx)}
+        if not cuttable(method.compressor):
+            points = {f"worker.{index}": (method, shard) for index, shard in enumerate(owned.values())}
+        if ctx.rank in owned:
+            points["server"] = method.again, owned[ctx.rank].stage("server")
+        return points
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
-        compressor = method.compressor
-        if self._gathers(ctx):
-            payload, state = yield from method.encode(x, state, ctx)
-            payloads = yield Gather(payload, ragged=compressor.ragged)
-            return method.finish(method.mean(payloads, ctx), state, ctx)
+        xp, compressor, rank = ctx.xp, method.compressor, ctx.rank
+        owned = self.owned(compressor, ctx)
+        payloads, states = yield from _encode(x, method, state, ctx, list(owned.values()))
+        sent = dict(zip(owned, payloads, strict=True))
+        nothing = tuple(array[:0] for array in payloads[0])
+        received = yield AllToAll(
+            tuple(sent.get(to, nothing) for to in range(ctx.world_size)), ragged=compressor.ragged
+        )
 
-        owned = shards(compressor, ctx, ctx.world_size)
-        parts, worker = yield from _encode(x, method, state, ctx, owned)
-        lengths = [[ctx.xp.shape(array)[0] for array in arrays] for arrays in zip(*parts, strict=True)]
-        sizes = None if compressor.ragged else lengths
-        received = yield AllToAll(parts, ragged=compressor.ragged)
-        mean = yield from method.decode(received, owned[ctx.rank])
-
-        again = [shard.stage("server") for shard in owned]
-        payload, server = yield from method.again.encode(mean, scope(state, "server"), again[ctx.rank])
-        if sizes is None:
-            received = yield from _gather_flat(payload, parts, ctx)
-        else:  # the last shards are shorter than the first: filled up for the exchange
-            padded = tuple(ctx.xp.pad(array, max(size)) for array, size in zip(payload, sizes, strict=True))
-            received = yield Gather(padded)
-        mean = method.mean_of_shards(received, ctx.stage("server"), again, sizes)
-        if "worker" in worker:
-            mean, worker["worker"] = method.finish(mean, worker["worker"], ctx)
-        return mean, join(**worker, server=server)
-
-    def _gathers(self, ctx: Context) -> bool:
-        return ctx.size < self.min_shard * ctx.world_size
+        again, payload = {owner: shard.stage("server") for owner, shard in owned.items()}, nothing
+        if rank in owned:
+            mean = yield from method.decode(received, owned[rank])
+            payload, server = yield from method.again.encode(mean, scope(state, "server"), again[rank])
+            states["server"] = server
+        if compressor.ragged:
+            # Rows are as long as those of this worker's payload for the same shard.
+            gathered = yield Gather(tuple(xp.reshape(array, (-1,)) for array in payload), ragged=True)
+            each = [
+                tuple(
+                    xp.reshape(array, (-1, *xp.shape(own)[1:]))
+                    for array, own in zip(gathered[owner], part, strict=True)
+                )
+                for owner, part in sent.items()
+            ]
+        else:
+            shapes = tuple(tuple(map(xp.shape, sent.get(worker, nothing))) for worker in range(ctx.world_size))
+            gathered = yield Gather(payload, shapes=shapes)
+            each = [gathered[owner] for owner in owned]
+        mean = method.mean_of_shards(each, ctx.stage("server"), list(again.values()))
+        if "worker" in states:
+            mean, states["worker"] = method.finish(mean, states["worker"], ctx)
+        return mean, join(**states)
 
 
 def cuttable(compressor: Compressor) -> bool:
@@ -109,31 +122,21 @@ def cuttable(compressor: Compressor) -> bool:
     return compressor.block is not None and not compressor.ragged
 
 
-def _gather_flat(payload: Payload, parts: Sequence[Payload], ctx: Context) -> Program[list[Payload]]:
-    # Payloads of any length, each worker's with rows as long as those of this worker's payload for the same shard.
-    xp = ctx.xp
-    received = yield Gather(tuple(xp.reshape(array, (-1,)) for array in payload), ragged=True)
-    return [
-        tuple(xp.reshape(array, (-1, *xp.shape(own)[1:])) for array, own in zip(arrays, part, strict=True))
-        for arrays, part in zip(received, parts, strict=True)
-    ]
-
-
 def _encode(
     x: Array, method: Method, state: State, ctx: Context, owned: Sequence[Context]
-) -> Program[tuple[tuple[Payload, ...], dict[str, State]]]:
-    # A payload for the owner of each shard, and the states of the first compression.
+) -> Program[tuple[list[Payload], dict[str, State]]]:
+    # The payload of each shard, and the states of the first compression.
     xp, compressor = ctx.xp, method.compressor
     if cuttable(compressor):
         payload, worker = yield from method.encode(x, scope(state, "worker"), ctx)
         ends = tuple(accumulate(shard.size for shard in owned[:-1]))
         sizes = cuts(compressor, xp, ctx.size, ends, tuple(xp.shape(array)[0] for array in payload))
         parts = zip(*(xp.split(array, size) for array, size in zip(payload, sizes, strict=True)), strict=True)
-        return tuple(parts), {"worker": worker}
+        return list(parts), {"worker": worker}
     payloads, states, start = [], {}, 0
-    for owner, shard in enumerate(owned):
-        point, mine = f"worker.{owner}", x[start : start + shard.size]
+    for index, shard in enumerate(owned):
+        point, mine = f"worker.{index}", x[start : start + shard.size]
         payload, states[point] = yield from method.encode(mine, scope(state, point), shard)
         payloads.append(payload)
         start += shard.size
-    return tuple(payloads), states
+    return payloads, states

@@ -36,12 +36,14 @@ class Gather:
     """Collect every worker's arrays.
 
     Result: a sequence with one tuple of arrays per worker, in rank order. ``ragged`` says that the first
-    dimension may differ between workers; otherwise shapes must agree.
+    dimension may differ between workers; otherwise shapes must agree, or be those of ``shapes``, by worker, which all
+    workers know.
     """
 
     arrays: Arrays
     ragged: bool = False
     group: Group = "world"
+    shapes: tuple[tuple[Any, ...], ...] | None = None
 
 
 @dataclass(frozen=True)

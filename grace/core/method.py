@@ -85,22 +85,10 @@ class Method:
         yield from ()
         return materialize(self.mean(payloads, ctx, agreed))
 
-    def mean_of_shards(
-        self,
-        payloads: Sequence[Payload],
-        ctx: Context,
-        shards: Sequence[Context],
-        sizes: Sequence[Sequence[int]] | None,
-    ) -> Any:
-        """float32[n]: a tensor of which each worker sent the payload of one of consecutive ``shards``.
-
-        ``sizes``: the length of each payload array, by worker, what is longer being padding; None: there is none.
-        """
-        each = [
-            payload if sizes is None else tuple(x[: n[worker]] for x, n in zip(payload, sizes, strict=True))
-            for worker, payload in enumerate(payloads)
-        ]
-        return ctx.xp.concat([self.compressor.decompress(*part) for part in zip(each, shards, strict=True)])
+    def mean_of_shards(self, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context]) -> Any:
+        """float32[n]: a tensor from a payload for each of its consecutive ``shards``."""
+        parts = zip(payloads, shards, strict=True)
+        return ctx.xp.concat([self.compressor.decompress(payload, shard) for payload, shard in parts])
 
     def finish(self, mean: Any, state: State, ctx: Context) -> tuple[Any, State]:
         """What the memory makes of the mean of all workers' payloads."""

@@ -61,14 +61,8 @@ class FastMethod(Method):
     def decode(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> Program[Array]:
         return (yield from self.mean(payloads, ctx, agreed).made())
 
-    def mean_of_shards(
-        self,
-        payloads: Sequence[Payload],
-        ctx: Context,
-        shards: Sequence[Context],
-        sizes: Sequence[Sequence[int]] | None,
-    ) -> LazyMean:
-        return LazyShardedMean(self.compressor, payloads, ctx, shards, sizes)
+    def mean_of_shards(self, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context]) -> LazyMean:
+        return LazyShardedMean(self.compressor, payloads, ctx, shards)
 
 
 def encode(

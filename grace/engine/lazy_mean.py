@@ -140,53 +140,32 @@ class LazyMean(Lazy):
 
 
 class LazyShardedMean(LazyMean):
-    """The mean of a tensor of which each worker has sent one of consecutive shards, not decoded yet.
+    """The mean of a tensor from a payload for each of its consecutive shards, not decoded yet."""
 
-    ``contexts``: of each shard; ``sizes``: how long each array of a payload is, by worker. What is longer is cut off;
-    None: nothing is.
-    """
-
-    def __init__(
-        self,
-        compressor: Compressor,
-        payloads: Sequence[Payload],
-        ctx: Context,
-        contexts: Sequence[Context],
-        sizes: Sequence[Sequence[int]] | None,
-    ):
+    def __init__(self, compressor: Compressor, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context]):
         super().__init__(compressor, payloads, ctx, agreed=True)
-        self._contexts, self._sizes = contexts, sizes
-
-    def _part(self, worker: int) -> Sequence[Payload]:
-        payloads, xp = self._payloads, self._ctx.xp
-        if self._sizes is None:
-            return [payloads[worker]]
-        lengths = [size[worker] for size in self._sizes]
-        if isinstance(payloads, GatheredPayloads) and [shape[0] for _, shape in payloads.layout] == lengths:
-            return payloads.alone(worker)
-        cut = [x if xp.shape(x)[0] == n else x[:n] for x, n in zip(payloads[worker], lengths, strict=True)]
-        return [tuple(cut)]
+        self._shards = shards
 
     def _sent(self) -> Iterator[tuple[int | None, Payload, Context]]:
-        for worker, ctx in enumerate(self._contexts):
-            yield worker, self._part(worker)[0], ctx
+        yield from ((worker, self._payloads[worker], ctx) for worker, ctx in enumerate(self._shards))
+
+    def _parts(self) -> Iterator[LazyMean]:
+        for payload, ctx in zip(self._payloads, self._shards, strict=True):
+            yield LazyMean(self._compressor, [payload], ctx, agreed=True)
 
     def _whole(self) -> Array:
-        # Of a blockwise method, one decoding of all: a graph is smaller so.
-        if self._compressor.block is None or self._sizes is None:
-            each = [
-                LazyMean(self._compressor, self._part(worker), ctx, agreed=True)
-                for worker, ctx in enumerate(self._contexts)
-            ]
-            return self._ctx.xp.concat([mean._whole() for mean in each])
-        xp, parts = self._ctx.xp, [self._part(worker)[0] for worker in range(len(self._contexts))]
-        return LazyMean(self._compressor, [tuple(map(xp.concat, zip(*parts, strict=True)))], self._ctx, True)._whole()
+        if self._compressor.block is None or self._compressor.ragged:
+            return self._ctx.xp.concat([part._whole() for part in self._parts()])
+        # One decoding of all: a graph is smaller so.
+        whole = tuple(map(self._ctx.xp.concat, zip(*self._payloads, strict=True)))
+        return LazyMean(self._compressor, [whole], self._ctx, True)._whole()
 
     def _into(self, out: Array, calls: Calls | None) -> Array:
         start = 0
-        for worker, ctx in enumerate(self._contexts):
-            LazyMean(self._compressor, self._part(worker), ctx, agreed=True)._into(out[start : start + ctx.size], calls)
-            start += ctx.size
+        for part in self._parts():
+            size = part._ctx.size
+            part._into(out[start : start + size], calls)
+            start += size
         return out
 
 

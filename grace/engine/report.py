@@ -76,8 +76,8 @@ class Report:
             return ""
         return (
             f"{self.method} brought each of {self.world_size} workers {self.bytes_received / ring:.1f} times the bytes "
-            "of a dense allreduce: gathers grow with the number of workers. Leave communicator out, name 'twostage', or "
-            "use a method that sends fewer bits or is summed on the wire"
+            "of a dense allreduce: gathers grow with the number of workers. Leave communicator out, name 'twostage', "
+            "or use a method that sends fewer bits or is summed on the wire"
         )
 
     def to_dict(self) -> dict[str, Any]:

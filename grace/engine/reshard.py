@@ -240,14 +240,15 @@ def _moved(
     first = next((stage(name) for each in range(size) for name in points(unit, each) if name or unnamed), None)
     found = {}
     for key, value in cells.items():
-        point, _, field = parsed(key)
+        point, part, field = parsed(key)
         if key == CARRIED:
             found[key] = host(value) if first is not None else _summed(states, unit, 0, len(value)) / size
         elif field == RESIDUAL and stage(point) == first:
             ctx = points(unit, rank)[point][1]
             found[key] = _summed(states, unit, ctx.offset, ctx.size) / size
         elif stage(point) == first and rule_of(points(unit, rank)[point][0], key) is Resize.MEAN:
-            was = stage(next(iter(states[0]["points"].get(unit, {})), point))
+            before = (parsed(other) for state in states for other in state["tensors"].get(unit, {}))
+            was = next((stage(old) for old, *which in before if which == [part, field]), stage(point))
             found[key] = _follow(states, unit, key, value, points, rank, size, was)
         else:
             found[key] = host(value)

@@ -326,7 +326,9 @@ class StateStore:
 
         for name in mine.keys() & states[0]["points"].keys():
             # More workers, or another version, may exchange in two stages what was gathered before.
-            if stages(states[0]["points"][name]) != stages(points(name, ctx_of(units[name]).rank)):
+            ranks = range(ctx_of(units[name]).world_size)
+            here = stages(point for rank in ranks for point in points(name, rank))
+            if not stages(point for state in states for point in state["points"].get(name, ())) <= here:
                 changed.add(name)
         carried = {name for state in states for name, cells in state["tensors"].items() if CARRIED in cells}
         for name in sorted((changed | carried & units.keys()) - mine.keys()):  # it goes dense now, or did before

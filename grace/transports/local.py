@@ -82,7 +82,7 @@ class LocalTransport(MessageTransport):
 
     def _describe(self, collective: Collective) -> str:
         kind = type(collective).__name__
-        ragged = getattr(collective, "ragged", False)
+        ragged = getattr(collective, "ragged", False) or getattr(collective, "shapes", None) is not None
         details = [str(getattr(collective, field)) for field in ("op", "root") if hasattr(collective, field)]
         arrays = arrays_of(collective)
         if isinstance(collective, AllToAll):  # parts are cut alike on all workers, but for those of neighbours

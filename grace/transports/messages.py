@@ -137,7 +137,7 @@ class MessageTransport(Transport):
         # up in the order of ranks: a message less, which others would wait for. Between two workers the bytes are the
         # same; between more they grow by no more than a small part of those gathered.
         xp = self.xp
-        gathered = [each for each in collectives if isinstance(each, Gather) and not each.ragged]
+        gathered = [each for each in collectives if isinstance(each, Gather) and not each.ragged and not each.shapes]
         carried: dict[int, Reduce] = {}
         for index, each in enumerate(collectives):
             if not isinstance(each, Reduce) or each.op not in ("sum", "mean"):
@@ -220,6 +220,23 @@ class MessageTransport(Transport):
         buffer, layout = self._pack(array for item in items for array in item.arrays)
         wait = self._skip_empty(buffer, lambda: self.gather(buffer, tag), [buffer] * self.size)
         return lambda: self._received(items, layout, wait())
+
+    def _start_gather_shaped(self, items: list[Gather], tag: str) -> Wait:
+        # Every worker fills up to the largest message.
+        buffer, own = self._pack(array for item in items for array in item.arrays)
+        dtypes = [dtype for dtype, _ in own]
+        shapes = ([shape for item in items for shape in (item.shapes or ())[worker]] for worker in range(self.size))
+        layouts = [tuple(zip(dtypes, each, strict=True)) for each in shapes]
+        sizes = [offsets(layout)[-1] for layout in layouts]
+        buffer = self.xp.pad(buffer, max(sizes))
+        wait = self._skip_empty(buffer, lambda: self.gather(buffer, tag), [buffer] * self.size)
+        return lambda: _deal(
+            items,
+            [
+                self._unpack(part[:size], layout, worker)
+                for worker, (part, size, layout) in enumerate(zip(wait(), sizes, layouts, strict=True))
+            ],
+        )
 
     def _received(self, items: list[Gather], layout: Layout, buffers: list[Array]) -> list[Any]:
         # A graph may look at them in a branch of its own, which must not make what others use.
@@ -382,7 +399,7 @@ def _kind(collective: Collective) -> tuple[Any, ...]:
     if isinstance(collective, Reduce):
         return ("reduce", "sum" if collective.op == "mean" else collective.op)
     if isinstance(collective, Gather):
-        return ("gather_ragged",) if collective.ragged else ("gather",)
+        return (f"gather{'_ragged' * collective.ragged}{'_shaped' * (collective.shapes is not None)}",)
     if isinstance(collective, Broadcast):
         return ("broadcast_ragged" if collective.ragged else "broadcast", collective.root)
     if isinstance(collective, AllToAll):

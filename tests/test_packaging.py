@@ -159,6 +159,25 @@ def test_another_compiler_makes_the_wheel_of_another_machine(tree, tmp_path):
     assert libraries_of(wheel) == names("aarch64")
 
 
+def test_an_editable_install_is_found_from_the_folder_that_holds_its_checkout(tree, tmp_path):
+    pytest.importorskip("setuptools", "77", reason="builds a wheel")
+    checkout = tmp_path / "grace"  # which is a namespace package for Python started in tmp_path
+    shutil.copytree(tree, checkout, ignore=shutil.ignore_patterns("build", "tests", "docs"))
+    code = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=checkout, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    code = "import grace, grace.kernels as k; print(grace.__file__, k.library() is not None, grace.simulate)"
+    env = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path)}
+    python = str(tmp_path / "venv" / "bin" / "python")
+    done = subprocess.run([python, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:2] == [str(checkout / "grace" / "__init__.py"), str(build.find("kernels") is not None)]
+
+
 @pytest.fixture(scope="module")
 def sdist(tree, tmp_path_factory):
     pytest.importorskip("setuptools", "77", reason="builds a source distribution")

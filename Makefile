@@ -69,11 +69,13 @@ $(VENV)/.docs: $(VENV)/.installed
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[docs]'
 	@touch $@
 
-dist: $(VENV)/.release ## build sdist and wheel, check them, and try the wheel on each Python that is here
+dist: $(VENV)/.release ## build sdist and wheels, check their kernels, and try them on each Python that is here
 	rm -rf dist
-	$(BIN)/python -m build
+	$(BIN)/python -m build --sdist
+	$(BIN)/python scripts/build_wheels.py dist
 	$(BIN)/python -m twine check --strict dist/*
-	$(BIN)/python scripts/try_pythons.py dist/*.whl
+	$(BIN)/python scripts/compare_kernels.py dist/*.whl
+	$(BIN)/python scripts/try_pythons.py dist/*_$$(uname -m).whl
 
 $(VENV)/.release: $(VENV)/.kernels
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[release]'

@@ -9,6 +9,7 @@ compared to five digits. Ends with 1 if results differ or a wheel has no kernels
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -19,13 +20,14 @@ from pathlib import Path
 from grace.kernels.build import HERE, ISAS, MACHINE, build, compiler, find
 
 DRIVER = Path(__file__).with_name("kernels_driver.cc")
-EMULATOR = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]
+EMULATOR = "qemu-aarch64"
+SYSTEM = os.environ.setdefault("QEMU_LD_PREFIX", "/usr/aarch64-linux-gnu")  # its C library
 
 
 def results(cxx: list[str], kernels: Path, loops: Path, isa: str, run: list[str], folder: Path) -> list[str]:
     """What the driver prints; nothing where the machine lacks the instruction set."""
     driver = str(folder / "driver")
-    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-I", str(HERE)]
+    options = ["-std=c++17", "-O3", "-pthread", "-ffp-contract=off", "-I", str(HERE)]
     subprocess.run([*cxx, *options, str(DRIVER), str(kernels), str(loops), "-o", driver], check=True)
     done = subprocess.run([*run, driver, isa], capture_output=True, text=True)
     if done.returncode not in (0, 2):
@@ -33,7 +35,7 @@ def results(cxx: list[str], kernels: Path, loops: Path, isa: str, run: list[str]
     return done.stdout.splitlines()
 
 
-def compare(wheel: str, wanted: list[str], folder: Path) -> bool:
+def compare(wheel: str, wanted: list[str], cxx: list[str], folder: Path) -> bool:
     """Whether the kernels of a wheel give the results that are wanted."""
     folder.mkdir()
     with zipfile.ZipFile(wheel) as archive:
@@ -43,14 +45,17 @@ def compare(wheel: str, wanted: list[str], folder: Path) -> bool:
         print(f"{wheel}: no kernels")
         return False
     machine = files["kernels"].name.split("-")[2]
-    run = [] if machine == MACHINE else EMULATOR
-    if run and not (machine == "aarch64" and shutil.which(run[0]) and Path(run[2]).exists()):
+    run = [] if machine == MACHINE else [EMULATOR]
+    if run and not (machine == "aarch64" and shutil.which(EMULATOR) and Path(SYSTEM).exists()):
         print(f"{machine}: not tried: apt-get install qemu-user libc6-arm64-cross")
         return True
-    cxx = [sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.2.17"]
+    if run:
+        cxx = [sys.executable, "-m", "ziglang", "c++", "-target", f"{machine}-linux-gnu.2.17", "-s"]
     same = True
     for isa, file in (("neon" if machine == "aarch64" else "scalar", "scalar"), *((isa, isa) for isa in ISAS)):
-        found = results(cxx, files["kernels"], files[file], isa, run, folder) if file in files else []
+        if file not in files:
+            continue
+        found = results(cxx, files["kernels"], files[file], isa, run, folder)
         if not found:
             print(f"{machine}, {isa}: not on this machine")
             continue
@@ -70,7 +75,7 @@ def main(wheels: list[str]) -> int:
         return 1
     with tempfile.TemporaryDirectory() as name:
         wanted = results(cxx, kernels, loops, "scalar", [], Path(name))
-        same = [compare(wheel, wanted, Path(name, Path(wheel).stem)) for wheel in wheels]
+        same = [compare(wheel, wanted, cxx, Path(name, Path(wheel).stem)) for wheel in wheels]
     return int(not all(same))
 
 

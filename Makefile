@@ -17,13 +17,14 @@ help: ## list the targets
 
 install: $(VENV)/.kernels ## make .venv with PyTorch, TensorFlow, Horovod and GRACE (minutes the first time)
 
-# Optional: where there is no compiler this says so, and GRACE works without.
+# The install above compiled the kernels. This does so again where their sources changed, adds TensorFlow's operations, and
+# says so where there is no compiler: GRACE works without.
 $(VENV)/.kernels: $(VENV)/.installed $(wildcard grace/kernels/*.py grace/kernels/*.h grace/kernels/*.cc)
 	$(BIN)/python -m grace.kernels.build
 	@touch $@
 
 # Horovod is not an extra here: it is compiled against the toolkits that the line above it installs.
-$(VENV)/.installed: setup.cfg pyproject.toml constraints.txt scripts/build_horovod.py
+$(VENV)/.installed: setup.py setup.cfg pyproject.toml constraints.txt scripts/build_horovod.py
 	@echo "Setting up $(VENV) (about 2 GB of packages; Horovod is compiled once and kept in a cache)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt setuptools wheel
@@ -68,13 +69,15 @@ $(VENV)/.docs: $(VENV)/.installed
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[docs]'
 	@touch $@
 
-dist: $(VENV)/.release ## build sdist and wheel, check them, and try the wheel on each Python that is here
+dist: $(VENV)/.release ## build sdist and wheels, check their kernels, and try them on each Python that is here
 	rm -rf dist
-	$(BIN)/python -m build
+	$(BIN)/python -m build --sdist
+	$(BIN)/python scripts/build_wheels.py dist
 	$(BIN)/python -m twine check --strict dist/*
-	$(BIN)/python scripts/try_pythons.py dist/*.whl
+	$(BIN)/python scripts/compare_kernels.py dist/*.whl
+	$(BIN)/python scripts/try_pythons.py dist/*_$$(uname -m).whl
 
-$(VENV)/.release: $(VENV)/.installed
+$(VENV)/.release: $(VENV)/.kernels
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[release]'
 	@touch $@
 

@@ -1,5 +1,5 @@
-// Calls every kernel on made data and prints a digest of each result: for a machine without Python (try_aarch64.py), and for
-// sanitizers (sanitize_kernels.py). Arguments: the instruction set.
+// Calls every kernel on made data and prints a digest of each result: for other compilers and machines
+// (compare_kernels.py), and for sanitizers (sanitize_kernels.py). Argument: the instruction set of the loops linked.
 //
 // Arrays have the sizes that api.h says, no element more, so that a sanitizer finds an access beyond them.
 #include <algorithm>
@@ -406,8 +406,8 @@ void cosines(int64_t a, int64_t b, int64_t rows, int64_t columns, int64_t k) {
 }  // namespace
 
 int main(int count, char** argv) {
-  loops = grace_loops(count > 1 ? argv[1] : "");
-  if (!loops) return 2;
+  if (!grace_supports(count > 1 ? argv[1] : "scalar")) return 2;
+  loops = grace_loops();
   fprintf(stderr, "%s\n", grace_name(loops));
   tell("noise", 0, 0, noise(5, 65536));
   grace_stream_from(4097);  // as large vectors are written

@@ -2,12 +2,14 @@
 
     python scripts/try_pythons.py dist/*.whl
 
-NumPy and the `cli` extra come from the package index. Tried in each: import without NumPy, `grace methods`, `grace
-report` and `simulate` on NumPy. Ends with 1 if one of them fails; a Python that is not here is named.
+NumPy and the `cli` extra come from the package index; no compiler is on the path. Tried in each: import without NumPy,
+`grace doctor`, `grace methods`, `grace report` and `simulate` on NumPy, where the kernels of each instruction set give
+the bits of the plain functions. Ends with 1 if one of them fails; a Python that is not here is named.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -26,6 +28,22 @@ out = grace.simulate(params, [{"w": np.ones((64, 64), "float32")}] * 2)
 assert out.report.ratio > 40, out.report
 print("Python", sys.version.split()[0], "NumPy", np.__version__, "grace", grace.__version__)
 """
+BITS = """
+import hashlib
+import numpy as np
+import grace
+rng = np.random.default_rng(1)
+steps = [[{"w": rng.standard_normal((61, 1031), dtype="float32")} for worker in range(3)] for step in range(3)]
+digest = hashlib.sha256()
+for name in ("blockint", "eden", "efsignsgd", "fp8", "natural", "qsgd", "terngrad", "thc", "topk"):
+    out = grace.simulate({"compressor": name}, steps)
+    means = (worker["w"] for step in out.history for worker in step)
+    states = (array for worker in out.state for array in worker["tensors"].get("w", {}).values())
+    for array in (*means, *states):
+        digest.update(np.ascontiguousarray(array).tobytes())
+print(digest.hexdigest())
+"""
+ISAS = "from grace.kernels import ISAS, library; assert library(); print(*(isa for isa in ISAS if library(isa)))"
 
 
 def find(version: str) -> str | None:
@@ -42,23 +60,36 @@ def find(version: str) -> str | None:
 def use(python: str, wheel: Path, folder: Path) -> bool:
     """Whether the wheel works there."""
     own, grace = str(folder / "bin" / "python"), str(folder / "bin" / "grace")
-    commands = (
-        [python, "-m", "venv", str(folder)],
-        [own, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", f"{wheel}[cli]"],
-        [own, "-c", USE],
-        [grace, "methods", "topk"],
-        [grace, "report", "run.jsonl"],
-        [grace, "report", "run.jsonl", "--html", "run.html"],
-    )
-    folder.mkdir(parents=True)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    for command in commands:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    # No compiler, and no kernels but the wheel's.
+    hidden = ("PYTHONPATH", "CXX", "GRACE_KERNELS")
+    environment = {key: value for key, value in os.environ.items() if key not in hidden}
+    environment |= {"PATH": str(folder / "bin"), "XDG_CACHE_HOME": str(folder)}
+
+    def told(*command: str, **more: str) -> str:
+        done = subprocess.run(command, cwd=folder, env=environment | more, capture_output=True, text=True)
         if done.returncode:
-            print(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-            return False
-        if command[-1] == USE:
-            print(done.stdout.strip(), flush=True)
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        return done.stdout.strip()
+
+    folder.mkdir(parents=True)
+    try:
+        told(python, "-m", "venv", str(folder), PATH=os.environ["PATH"])
+        told(own, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", f"{wheel}[cli]")
+        print(told(own, "-c", USE), flush=True)
+        isas = told(own, "-c", ISAS).split()
+        bits = {isa: told(own, "-c", BITS, GRACE_KERNELS=isa) for isa in ("off", *isas)}
+        if len(set(bits.values())) > 1:
+            raise RuntimeError(f"kernels differ from the plain functions: {bits}")
+        print(f"  kernels: {', '.join(isas)}: the bits of the plain functions", flush=True)
+        status = {each["name"]: each["status"] for each in json.loads(told(grace, "doctor", "--json"))["findings"]}
+        if status["kernels"] != "ok":
+            raise RuntimeError(f"grace doctor says {status}")
+        told(grace, "methods", "topk")
+        told(grace, "report", "run.jsonl")
+        told(grace, "report", "run.jsonl", "--html", "run.html")
+    except RuntimeError as error:
+        print(error)
+        return False
     return True
 
 

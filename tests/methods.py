@@ -37,9 +37,9 @@ PLAIN = "neon" if platform.machine() in ("aarch64", "arm64") else "scalar"
 
 def built() -> None:
     """The kernels' library exists, or is built now; without a compiler these tests skip."""
-    if build.compiler() is None and build.find(build.library_name()) is None:
+    if build.compiler() is None and build.find("kernels") is None:
         pytest.skip("no C++ compiler on this machine")
-    assert build.build() is not None
+    assert build.build()
 
 
 VOTES = ("signsgd", "signum")

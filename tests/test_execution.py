@@ -35,7 +35,7 @@ PRODUCTS = {"demo"}
 def built():
     from grace.kernels import build
 
-    if build.build() is None:
+    if not build.build():
         pytest.skip("there is no C++ compiler to build the kernels with")
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 def exported():
     """Names of the functions that the C++ sources export."""
-    sources = "".join((HERE / name).read_text() for name in ("kernels.cc", "methods.cc"))
+    sources = "".join((HERE / name).read_text() for name in ("kernels.cc", "loops.cc", "methods.cc"))
     return set(re.findall(r"^API [^(]*\bgrace_(\w+)\(", sources, re.MULTILINE))
 
 
@@ -25,7 +25,7 @@ def test_the_header_is_up_to_date():
 
 
 def test_every_exported_function_has_a_row():
-    assert exported() == schema.KERNELS.keys() | {"loops", "name", "stream_from"}
+    assert exported() == schema.KERNELS.keys() | {"loops", "name", "stream_from", "supports"}
 
 
 def test_the_driver_calls_every_kernel():

@@ -2,10 +2,12 @@
 
 import email
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import grace
+from grace.kernels import build
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -33,11 +36,25 @@ def tree(tmp_path_factory):
 @pytest.fixture(scope="module")
 def wheel(tree, tmp_path_factory):
     pytest.importorskip("setuptools", "77", reason="builds a wheel")
-    out = tmp_path_factory.mktemp("wheel")
-    options = ["--quiet", "--no-deps", "--no-build-isolation", f"--wheel-dir={out}"]
-    subprocess.run([*PIP, "wheel", *options, str(tree)], check=True, cwd=tree)
+    build.build()  # the copy has them, so that they are not compiled for it once more
+    if (ROOT / "grace" / "kernels" / "_lib").exists():
+        shutil.copytree(ROOT / "grace" / "kernels" / "_lib", tree / "grace" / "kernels" / "_lib", dirs_exist_ok=True)
+    return wheel_of(tree, tmp_path_factory.mktemp("wheel"))[0]
+
+
+def wheel_of(tree, out, **environment):
+    """The wheel of a tree, and what pip said."""
+    options = ["--verbose", "--no-deps", "--no-build-isolation", f"--wheel-dir={out}"]
+    env = {key: value for key, value in os.environ.items() if key != "CXX"} | environment
+    done = subprocess.run([*PIP, "wheel", *options, str(tree)], cwd=tree, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     (made,) = out.glob("*.whl")
-    return made
+    return made, done.stdout + done.stderr
+
+
+def libraries_of(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {name.rpartition("/")[2] for name in archive.namelist() if name.endswith(".so")}
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +106,76 @@ def test_installed_wheel_imports_without_any_toolkit(wheel, tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+# -- kernels in wheels -----------------------------------------------------------------------------------------------
+def names(machine=build.MACHINE):
+    return {build.file_name(name, machine) for name in build.libraries(machine)}
+
+
+def test_a_wheel_with_kernels_is_of_any_python_and_one_platform(wheel):
+    if not build.find("kernels"):
+        pytest.skip("no C++ compiler on this machine")
+    assert libraries_of(wheel) == names()
+    tag = re.sub(r"\W", "_", sysconfig.get_platform())
+    assert wheel.name.endswith(f"-py3-none-{tag}.whl")
+
+
+def test_kernels_of_an_installed_wheel_are_used(wheel, tmp_path):
+    if not build.find("kernels"):
+        pytest.skip("no C++ compiler on this machine")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = "from grace.kernels import library, timeline; print(library().path); assert timeline._library()"
+    env = {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("cxx", [None, sys.executable], ids=["no compiler", "a compiler that fails"])
+def test_without_a_compiler_a_wheel_has_no_kernels_and_says_so(cxx, tree, tmp_path):
+    pytest.importorskip("setuptools", "77", reason="builds a wheel")
+    shutil.copytree(tree, tmp_path / "tree", ignore=shutil.ignore_patterns("_lib", "build", "tests", "docs"))
+    own = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), **({"CXX": cxx} if cxx else {})}
+    wheel, said = wheel_of(tmp_path / "tree", tmp_path, **own)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert libraries_of(wheel) == set()
+    assert "GRACE works without, only slower" in said
+    assert (f"{cxx} failed" if cxx else "no C++ compiler found") in said
+
+
+def test_another_compiler_makes_the_wheel_of_another_machine(tree, tmp_path):
+    pytest.importorskip("setuptools", "77", reason="builds a wheel")
+    shutil.copytree(tree, tmp_path / "tree", ignore=shutil.ignore_patterns("tests", "docs"))
+    build_lib = tmp_path / "tree" / "build" / f"lib.linux-aarch64-{sys.implementation.cache_tag}"
+    left = build_lib / "grace" / "kernels" / "_lib"
+    left.mkdir(parents=True)
+    (left / "kernels-of-older-sources.so").touch()
+    (tmp_path / "cxx.py").write_text("import sys; open(sys.argv[sys.argv.index('-o') + 1], 'w').close()")
+    cxx = {"CXX": f"{sys.executable} {tmp_path / 'cxx.py'}", "_PYTHON_HOST_PLATFORM": "linux-aarch64"}
+    wheel, _ = wheel_of(tmp_path / "tree", tmp_path, **cxx)
+    assert wheel.name.endswith("-py3-none-linux_aarch64.whl")
+    assert libraries_of(wheel) == names("aarch64")
+
+
+def test_an_editable_install_is_found_from_the_folder_that_holds_its_checkout(tree, tmp_path):
+    pytest.importorskip("setuptools", "77", reason="builds a wheel")
+    checkout = tmp_path / "grace"  # which is a namespace package for Python started in tmp_path
+    shutil.copytree(tree, checkout, ignore=shutil.ignore_patterns("build", "tests", "docs"))
+    code = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=checkout, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    code = "import grace, grace.kernels as k; print(grace.__file__, k.library() is not None, grace.simulate)"
+    env = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path)}
+    python = str(tmp_path / "venv" / "bin" / "python")
+    done = subprocess.run([python, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:2] == [str(checkout / "grace" / "__init__.py"), str(build.find("kernels") is not None)]
 
 
 @pytest.fixture(scope="module")

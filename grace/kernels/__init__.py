@@ -128,15 +128,26 @@ def library(isa: str | None = None) -> Library | None:
 
 @cache
 def _library(isa: str) -> Library | None:
-    from grace.kernels import build, native  # not above: the former is run as a program, too
+    from grace.kernels import native
 
-    path = build.find(build.library_name())
-    if path is None:
+    shared = load("kernels")
+    if shared is None:
         return None
-    shared = ctypes.CDLL(str(path))
-    shared.grace_loops.restype, shared.grace_loops.argtypes = _P, [ctypes.c_char_p]
-    handle = shared.grace_loops(isa.encode())
-    return native.Library(shared, handle) if handle else None
+    shared.grace_supports.argtypes = [ctypes.c_char_p]
+    for name in (isa,) if isa else ISAS:
+        loops = load("scalar" if name == "neon" else name) if shared.grace_supports(name.encode()) else None
+        if loops is not None:
+            loops.grace_loops.restype = _P
+            return native.Library(shared, loops.grace_loops())
+    return None
+
+
+def load(name: str) -> ctypes.CDLL | None:
+    """A library of `grace.kernels.build`, loaded; None: not built."""
+    from grace.kernels import build  # not above: it is run as a program, too
+
+    path = build.find(name)
+    return ctypes.CDLL(str(path)) if path else None
 
 
 def __getattr__(name: str) -> Any:

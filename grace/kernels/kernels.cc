@@ -1,4 +1,5 @@
-// The C interface (api.h): splits work over threads and blocks, and looks at single elements. The loops are in loops.cc.
+// The C interface (api.h): splits work over threads and blocks, and looks at single elements. The loops are in loops.cc,
+// and in libraries of their own.
 //
 // Results depend neither on the number of threads nor, except for NaN's bits and the last bits of left, right and the
 // coefficients that chunks send, on the instruction set.
@@ -15,7 +16,9 @@
 #include <thread>
 #include <vector>
 
-#define API extern "C" __attribute__((visibility("default")))
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
 
 using grace::Found;
 using grace::Halves;
@@ -132,18 +135,25 @@ void excess_of(int64_t n, int64_t threads, double* found, const Piece& piece) {
 
 }  // namespace
 
-// The instruction set of that name, the best of this machine for "" - null if the machine lacks it.
-API const Loops* grace_loops(const char* isa) {
-  const auto wanted = [isa](const Loops& loops) { return !*isa || !strcmp(isa, loops.name); };
-#ifdef GRACE_X86
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && wanted(grace::loops_avx512)) return &grace::loops_avx512;
-  if (avx2 && wanted(grace::loops_avx2)) return &grace::loops_avx2;
+// CPUID is asked here: what __builtin_cpu_supports reads is zero where Zig links.
+API int64_t grace_supports(const char* isa) {
+#if defined(__x86_64__)
+  unsigned a, b, c, d, system, upper;
+  if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE)) {
+    const bool fma = (c & bit_FMA) && (c & bit_POPCNT);
+    __asm__("xgetbv" : "=a"(system), "=d"(upper) : "c"(0));  // the registers that the operating system saves
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+      const bool avx2 = (system & 6) == 6 && fma && (b & bit_AVX2) && (b & bit_BMI) && (b & bit_BMI2);
+      const bool avx512 = (system & 0xe6) == 0xe6 && avx2 && (b & bit_AVX512F) && (b & bit_AVX512BW) &&
+                          (b & bit_AVX512DQ) && (b & bit_AVX512VL);
+      if (!strcmp(isa, "avx512")) return avx512;
+      if (!strcmp(isa, "avx2")) return avx2;
+    }
+  }
+#elif defined(__aarch64__)
+  if (!strcmp(isa, "neon")) return 1;
 #endif
-  return wanted(grace::loops_baseline) || !strcmp(isa, "scalar") ? &grace::loops_baseline : nullptr;
+  return !strcmp(isa, "scalar");
 }
 
 // For tests: from how many elements on results are written past the caches. Returns what it was.

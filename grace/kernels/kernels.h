@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#define API extern "C" __attribute__((visibility("default")))
+
 namespace grace {
 
 // Where the noise of stochastic rounding comes from; table == nullptr: round to nearest, halves to even.
@@ -211,7 +213,8 @@ struct MethodLoops {
 };
 
 // x, residual, out: float32; residual may be null. `stream`: write past the caches. Ranges of elements and pointers to
-// packed bytes begin at whole bytes. No alignment is assumed.
+// packed bytes begin at whole bytes. No alignment is assumed. Non-temporal stores are weakly ordered: a fence ends every
+// loop that made some.
 struct Loops {
   const char* name;
   double (*signs_total)(const float* x, const float* residual, int64_t n);
@@ -297,12 +300,5 @@ struct Loops {
                        float* room, bool stream);
   const MethodLoops* methods;
 };
-
-// Non-temporal stores are weakly ordered: a fence ends every loop that made some.
-extern const Loops loops_baseline;
-#ifdef GRACE_X86
-extern const Loops loops_avx2;
-extern const Loops loops_avx512;
-#endif
 
 }  // namespace grace

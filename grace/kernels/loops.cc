@@ -1,23 +1,20 @@
-// The kernels' loops. Compiled once per instruction set, with -DGRACE_AVX512 or -DGRACE_AVX2 or neither.
+// The kernels' loops: a library for each instruction set, compiled with -DGRACE_AVX512 or -DGRACE_AVX2 or neither.
 //
-// Only what is inlined may be called here: a function of the standard library, compiled for AVX-512 in this file, could
-// be linked into code that older processors run.
+// Only what is inlined may be called here: all libraries are loaded into one process, and a function of the standard
+// library, compiled for AVX-512 in this file, could be bound by code that older processors run.
 #include "kernels.h"
 #include "vectors-inl.h"
 
+#include "api.h"
+
 #if defined(GRACE_AVX512)
-#define TABLE loops_avx512
 #define NAME "avx512"
 #elif defined(GRACE_AVX2)
-#define TABLE loops_avx2
 #define NAME "avx2"
-#else
-#define TABLE loops_baseline
-#if defined(__aarch64__)
+#elif defined(__aarch64__)
 #define NAME "neon"
 #else
 #define NAME "scalar"
-#endif
 #endif
 
 namespace {
@@ -910,11 +907,7 @@ const grace::MethodLoops METHODS = {
     .signed_sums = signed_sums,
 };
 
-}  // namespace
-
-namespace grace {
-
-extern const Loops TABLE = {
+const grace::Loops LOOPS = {
     .name = NAME,
     .signs_total = signs_total,
     .signs_emit = signs_emit,
@@ -957,4 +950,6 @@ extern const Loops TABLE = {
     .methods = &METHODS,
 };
 
-}  // namespace grace
+}  // namespace
+
+API const grace::Loops* grace_loops() { return &LOOPS; }

@@ -13,39 +13,24 @@ from grace.kernels.schema import KERNELS, Kernel
 _P, _I, _F, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_double
 
 
-class Addresses:
-    """What a C argument of addresses takes from Python: a sequence of them, or None."""
+def _sequence(element: Any) -> Any:
+    """The type of an argument that is an array in C, and from Python a sequence or None."""
 
-    @staticmethod
-    def from_param(addresses: Sequence[int] | None) -> Any:
-        """As ctypes asks for it."""
-        return None if addresses is None else (_P * len(addresses))(*addresses)
+    class Sequenced:
+        @staticmethod
+        def from_param(values: Sequence[Any] | None) -> Any:
+            return None if values is None else (element * len(values))(*values)
 
-
-class Integers:
-    """Likewise a C argument of integers."""
-
-    @staticmethod
-    def from_param(numbers: Sequence[int]) -> Any:
-        """As ctypes asks for it."""
-        return (_I * len(numbers))(*numbers)
+    return Sequenced
 
 
-class Floats:
-    """Likewise a C argument of numbers."""
-
-    @staticmethod
-    def from_param(numbers: Sequence[float]) -> Any:
-        """As ctypes asks for it."""
-        return (_F * len(numbers))(*numbers)
-
-
-TYPES: dict[str, Any] = {"int64_t": _I, "float": _F, "double": _D, "void": None, "const float[]": Floats}
-TYPES["const int64_t[]"] = Integers
+ADDRESSES = _sequence(_P)
+TYPES: dict[str, Any] = {"int64_t": _I, "float": _F, "double": _D, "void": None}
+TYPES |= {"const float[]": _sequence(_F), "const int64_t[]": _sequence(_I)}
 
 
 def _type(c: str) -> Any:
-    return TYPES[c] if c in TYPES else Addresses if c.endswith("[]") else _P
+    return TYPES[c] if c in TYPES else ADDRESSES if c.endswith("[]") else _P
 
 
 class Library:

@@ -553,8 +553,10 @@ struct Codec;
 }  // namespace grace
 
 extern "C" {
-// The instruction set of that name, the best of this machine for "" - null if the machine lacks it.
-const grace::Loops* grace_loops(const char* isa);
+// Whether this machine has an instruction set: "avx512", "avx2", "neon" or "scalar".
+int64_t grace_supports(const char* isa);
+// The loops of an instruction set: each has a library of its own, which exports nothing else.
+const grace::Loops* grace_loops();
 const char* grace_name(const grace::Loops* loops);
 // For tests: from how many elements on results are written past the caches. Returns what it was.
 int64_t grace_stream_from(int64_t n);

@@ -100,8 +100,7 @@ def _or_empty(residual: Tensor | None) -> Tensor:
 def _operations() -> Any:
     from grace.kernels import build
 
-    name, kernels = build.tensorflow_name(), library()
-    path = name and build.find(name)
+    path, kernels = build.find("tensorflow"), library()
     if path is None or kernels is None:
         return None
     operations = tf.load_op_library(str(path))

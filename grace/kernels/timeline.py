@@ -9,6 +9,8 @@ from functools import cache
 from typing import Any
 from weakref import finalize
 
+from grace.kernels import load
+
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
@@ -22,12 +24,9 @@ def native_player(backward: Sequence[float], servers: int, deferred: bool, strid
 
 @cache
 def _library() -> Any:
-    from grace.kernels import build  # not above: it is run as a program, too
-
-    path = build.find(build.timeline_name())
-    if path is None:
+    shared = load("timeline")
+    if shared is None:
         return None
-    shared = ctypes.CDLL(str(path))
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "new": (_P, [_P, _I, _I, _I, _I]),
         "free": (None, [_P]),

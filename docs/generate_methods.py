@@ -105,13 +105,14 @@ WHEN = {
     "momentum": "With `signum`, whose default it is. Use an optimizer without momentum of its own.",
     "onebit_adam": "Adam over slow links: `efsignsgd` with `block_size`, `twostage`, and SGD as the optimizer.",
     "residual": "With every method that is neither unbiased nor a vote; it is their default.",
-    "allgather": "Any method, with few workers.",
+    "allgather": "Any method between two workers; one round and one compression between more.",
+    "auto": "Always, unless you have a reason: it is the default.",
     "allreduce": "Methods whose payloads may be summed, or are agreed on while compressing: it is their default.",
     "broadcast": "Where gathering is slow or absent; otherwise `allgather`: one message where this is one per worker.",
     "hierarchical": "Several workers on each machine and a slow network between machines.",
     "planned": "Where `grace plan` says that tensors should travel in different ways.",
     "reducescatter": "Sharded training: `grace.torch.fsdp`.",
-    "twostage": "Blockwise methods with more than a few workers.",
+    "twostage": "Three workers and more: it is the default there for payloads that may not be summed.",
 }
 """When to use what. A method that is not named here cannot be documented. Memory "none" needs no advice."""
 
@@ -187,14 +188,15 @@ def section(name: str, registry: Registry) -> str:
     if registry is compressors:
         made, (memory, communicator) = cls(), usual(cls)
         note = f" ({NOTES[name]})" if name in NOTES else ""
+        shown = "`, from 3 workers on `".join(communicator.split(", ")).join("``")
         cut = made.block and not made.ragged and made.combine is not Combine.AGREED
         block = f"blocks of {made.block}" if made.block else "the whole tensor"
         lines += [
             f"- **Bits per element**: {bits(name):.4g}{note}",
             f"- **Guarantee**: {guarantee(describe(name, compressors))}",
-            f"- **Default memory and communicator**: `{memory}`, `{communicator}` ({COMBINE[made.combine]})",
+            f"- **Default memory and communicator**: `{memory}`, {shown} ({COMBINE[made.combine]})",
             f"- **Statistics per**: {'element' if made.block == 1 else block}"
-            + ("; blockwise, so `twostage` can carry it" if cut else ""),
+            + ("; blockwise, so `twostage` cuts its payload" if cut else ""),
         ]
     if citation:
         lines.append(f"- **Paper**: {linked(citation)}")
@@ -210,7 +212,7 @@ def section(name: str, registry: Registry) -> str:
 def overview() -> str:
     """The table of all compressors."""
     lines = [
-        "| compressor | class | bits per element | allreduce | default memory | default communicator |",
+        "| compressor | class | bits per element | allreduce | default memory | default communicator: 2 workers, more |",
         "|---|---|---|---|---|---|",
     ]
     for name, cls in compressors.items():

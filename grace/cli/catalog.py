@@ -11,8 +11,10 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from grace.core import Combine, Compressor
-from grace.core.registry import Registry, communicators, compressors, memories, usual_communicator
+from grace.communicators.auto import choose
+from grace.core import Combine, Compressor, name_of
+from grace.core.method import Method
+from grace.core.registry import Registry, communicators, compressors, memories
 from grace.simulate import simulate
 from grace.testing.cases import carries
 
@@ -102,9 +104,10 @@ def sent(params: dict[str, Any], workers: int) -> tuple[float, float]:
 
 
 def usual(cls: Any) -> tuple[str, str]:
-    """Default memory and communicator of a compressor."""
+    """Default memory of a compressor, and its communicators between two workers and between more."""
     made = cls()
-    return made.memory, usual_communicator(made)
+    method = Method(made, memories[made.memory]())
+    return made.memory, ", ".join(dict.fromkeys(name_of(choose(method, workers, 1)[0]) for workers in (2, 8)))
 
 
 def docstring(cls: type) -> tuple[str, list[str], str]:

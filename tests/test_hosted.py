@@ -13,6 +13,7 @@ from grace.backends.base import HOSTED as LEAST
 from grace.core import Compressor, at_once, name_of
 from grace.core.sharding import template
 from grace.engine.encoders import FastMethod
+from grace.engine.workspace import Workspace, workspace
 from grace.memories.none import NoMemory
 
 SHAPE = (130, 160)
@@ -133,14 +134,14 @@ def test_a_graph_keeps_nothing_from_step_to_step(tf):
 
     @tf.function(autograph=False)
     def encode(x, state, step):
-        contexts.append(context(xp, SHAPE, step=step))
+        contexts.append(context(xp, SHAPE, step=step, _workspace=Workspace()))
         return at_once(method.encode(x, state, contexts[0]), method)
 
     state = method.init(context(xp, SHAPE))
     for step in range(3):
         _, state = encode(xp.asarray(spread(N), "float32"), state, tf.constant(step, tf.int64))
     (traced,) = contexts
-    assert not traced.drawn
+    assert not workspace(traced).draws
 
 
 @pytest.mark.parametrize("k", [0, 1, 200, N])

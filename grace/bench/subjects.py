@@ -24,6 +24,7 @@ from grace.engine.options import Options
 from grace.engine.scheduler import RoundScheduler
 from grace.engine.session import Grace
 from grace.engine.trace import Trace
+from grace.engine.workspace import Workspace, with_workspace
 from grace.factory import grace_from_params
 from grace.transports.local import LocalTransport, World
 
@@ -232,10 +233,10 @@ class Ours:
     def _large(self, part: Part) -> bool:
         return self.bench.config.tensors == "flat" or part.size >= Options().min_numel
 
-    def _context(self, part: Part, rank: int = 0, world_size: int = WORKERS) -> Context:
+    def _context(self, part: Part, rank: int = 0, world_size: int = WORKERS, log: Any = None) -> Context:
         step = self._at(self.turn)
         ctx = Context(self.bench.xp, part.name, part.shape, "float32", rank, world_size, step, lr=lambda: 0.1)
-        return replace(ctx, compile=self._how == "compiled")
+        return with_workspace(ctx, Workspace(log, compile=self._how == "compiled"))
 
     def _at(self, step: int) -> Any:
         return self.bench.xp.asarray(step, "int64") if self.bench.xp.traced else step
@@ -301,7 +302,7 @@ class Ours:
         self._inputs = [
             (
                 {key: cell.read() for key, cell in part.cells.items()},
-                replace(self._context(part), undo=[] if self.bench.xp.mutable else None),
+                self._context(part, log=[] if self.bench.xp.mutable else None),
                 self._heard(part),
             )
             for part in self.parts

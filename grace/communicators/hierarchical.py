@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from grace.core import Array, Calls, Context, Program, State, Transport, name_of
+from grace.core import Array, Context, Program, State, Transport, name_of
 from grace.core.collectives import AllToAll, Gather
 from grace.core.communicator import Communicator, machine_size
 from grace.core.method import Method, materialize
@@ -94,8 +94,8 @@ def _across(program: Program[T]) -> Program[T]:
             asked = program.send(answer)
         except StopIteration as stop:
             return stop.value
-        if isinstance(asked, Calls):
-            answer = yield asked
+        if asked is None:
+            answer = yield None
         elif isinstance(asked, tuple):
             answer = yield tuple(replace(each, group="cross") for each in asked)
         else:

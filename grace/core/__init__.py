@@ -7,13 +7,12 @@ over a toolkit. Standard library only; importing this imports no toolkit.
 from grace.core.compressor import Combine, Compressor
 from grace.core.context import Context
 from grace.core.memory import Memory
-from grace.core.program import Calls, Program, Steps, at_once, run
+from grace.core.program import Program, Steps, at_once, run
 from grace.core.state import Array, Payload, Resize, State, apart, join, name_of, scope
 from grace.core.transport import Transport
 
 __all__ = [
     "Array",
-    "Calls",
     "Combine",
     "Compressor",
     "Context",

@@ -55,8 +55,6 @@ class Compressor(ABC):
     """How its state follows a change of the number of workers, by key; by default `Resize.SAME`."""
     marked: ClassVar[bool] = False
     """NaN and infinity in x appear in the payload's float32 arrays."""
-    tail: ClassVar[bool] = False
-    """`compress` begins with ``xp.excess(x, 0)``, which may be in ``ctx.tail``."""
 
     @property
     def summed(self) -> tuple[str, int] | None:

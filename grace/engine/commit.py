@@ -44,7 +44,7 @@ class Commit:
         setup, xp = self._setup, self._setup.xp
         dense = iter(self._flight.results.pop(DENSE, ()))
         found: list[tuple[Unit, Array, Array | None]] = []
-        calls = setup.calls()
+        deferred = setup.deferred_kernels()
         for unit, x in self._flat.items():
             if setup.plain(unit, self._levels[unit]):
                 mean, state = xp.cast(next(dense), unit.dtype), {}
@@ -62,10 +62,10 @@ class Commit:
             if in_place:
                 mean = x
             elif isinstance(mean, LazyMean):
-                mean = mean.into(x, calls) if xp.mutable else mean.array()
+                mean = mean.into(x, deferred) if xp.mutable else mean.array()
             found.append((unit, mean, ok))
-        if calls:
-            calls.make()
+        if deferred:
+            deferred.run()
         means: dict[str, Array | None] = {}
         for unit, mean, ok in found:
             if setup.options.nonfinite == "zero" and ok is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from grace.backends.base import HOSTED
 from grace.core import Array, Compressor, Context, Memory, Payload, State, at_once
 from grace.core.sharding import template
+from grace.engine.workspace import Workspace
 
 
 def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Payload, State] | None:
@@ -60,5 +61,5 @@ def host_backend(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
 
 
 def on_host(ctx: Context, host: Any, step: Any) -> Context:
-    """The context for the host's backend, with a draw cache of its own: a graph's context outlasts its steps."""
-    return replace(ctx, xp=host, step=int(step), drawn={})
+    """The context for the host's backend, with a workspace of its own: a graph's context outlasts its steps."""
+    return replace(ctx, xp=host, step=int(step), _workspace=Workspace())

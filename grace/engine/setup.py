@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from grace.backends import Backend
-from grace.core import Array, Calls, Context, Transport, name_of
+from grace.core import Array, Context, Transport, name_of
 from grace.core.communicator import Communicator
 from grace.core.method import Method
 from grace.core.policy import Policy
@@ -26,6 +26,8 @@ from grace.engine.scheduler import WorkerPool
 from grace.engine.state_store import Snapshot, StateStore, Way
 from grace.engine.tensors import TensorTable
 from grace.engine.trace import Trace
+from grace.engine.workspace import Workspace
+from grace.kernels.deferred import DeferredKernels
 from grace.transports import get_transport
 from grace.transports.local import LocalTransport, World
 
@@ -284,9 +286,7 @@ class Setup:
         lossless = unit.lossless or self.ways[level].method.compressor.lossless
         return unit.wire if lossless else unit.dtype
 
-    def context(
-        self, unit: Unit, step: Any, undo: list[tuple[Array, Array]] | None = None, calls: Calls | None = None
-    ) -> Context:
+    def context(self, unit: Unit, step: Any, workspace: Workspace | None = None) -> Context:
         """The context of a unit in a step."""
         return Context(
             xp=self.xp,
@@ -299,14 +299,12 @@ class Setup:
             step=step,
             seed=self.options.seed,
             lr=None if self.learning_rate is None else partial(self.learning_rate, unit.tensors[0].name),
-            undo=undo,
-            calls=calls,
-            compile=self.options.compile,
+            _workspace=workspace,
         )
 
-    def calls(self) -> Calls | None:
-        """A place for deferred kernels, where there are any."""
-        return Calls() if self.xp.mutable and on_host(self.xp) and self.xp.kernels else None
+    def deferred_kernels(self) -> DeferredKernels | None:
+        """Where kernels may be deferred to; None: they are called at once."""
+        return DeferredKernels() if self.xp.mutable and on_host(self.xp) and self.xp.kernels else None
 
     def step_number(self) -> int:
         """How many steps were made, on the host."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps
 from grace.core.registry import register
+from grace.ops.sums import weighted_sum
 
 
 @register("momentum")
@@ -31,7 +32,7 @@ class Momentum(Memory):
         return {"momentum": ctx.xp.zeros(ctx.size)}
 
     def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
-        x = ctx.accumulated(x, state["momentum"], self.momentum, 1.0 - self.momentum)
+        x = weighted_sum(ctx, x, state["momentum"], self.momentum, 1.0 - self.momentum)
         return x, {"momentum": x}
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:

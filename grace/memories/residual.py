@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps
 from grace.core.registry import register
+from grace.ops.sums import weighted_sum
 
 
 @register("residual", "powersgd")
@@ -34,7 +35,7 @@ class Residual(Memory):
         return {"residual": ctx.xp.zeros(ctx.size)}
 
     def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
-        return ctx.accumulated(x, state["residual"], self.beta, self.gamma), state
+        return weighted_sum(ctx, x, state["residual"], self.beta, self.gamma), state
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         return {"residual": compressor.residual(x, payload, ctx)}

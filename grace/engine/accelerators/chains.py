@@ -12,6 +12,7 @@ from grace.core import Array, Context, Payload, Program, State, at_once, run
 from grace.engine.accelerators.base import Accelerator
 from grace.engine.accelerators.sparsifiers import DecodedSums, Selection
 from grace.engine.accelerators.table import accelerator_of, decode, encode
+from grace.engine.workspace import deferring
 
 H = TypeVar("H", bound=Chain)
 
@@ -26,7 +27,7 @@ class Chains(DecodedSums[H]):
         return (*values, *sent[1:]), state
 
     def encode(self, compressor: H, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        ctx = ctx.with_calls(None)  # its values are read
+        ctx = deferring(ctx, None)  # its values are read
         first, second = compressor.sparsifier, compressor.quantizer
         selection = accelerator_of(first)
         if not isinstance(selection, Selection) or (done := selection.chosen(first, x, residual, ctx)) is None:

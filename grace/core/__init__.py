@@ -7,7 +7,7 @@ over a toolkit. Standard library only; importing this imports no toolkit.
 from grace.core.compressor import Combine, Compressor
 from grace.core.context import Context
 from grace.core.memory import Memory
-from grace.core.program import Program, Steps, at_once, run
+from grace.core.program import MaybeProgram, Program, Steps, as_program, at_once, run, run_local
 from grace.core.state import Array, Payload, Resize, State, apart, join, name_of, scope
 from grace.core.transport import Transport
 
@@ -16,6 +16,7 @@ __all__ = [
     "Combine",
     "Compressor",
     "Context",
+    "MaybeProgram",
     "Memory",
     "Payload",
     "Program",
@@ -24,9 +25,11 @@ __all__ = [
     "Steps",
     "Transport",
     "apart",
+    "as_program",
     "at_once",
     "join",
     "name_of",
     "run",
+    "run_local",
     "scope",
 ]

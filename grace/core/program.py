@@ -11,23 +11,28 @@ from grace.core.state import name_of
 T = TypeVar("T")
 Program = Generator[Collective | tuple[Collective, ...] | None, Any, T]
 """A generator that yields collectives and is resumed with their results. None is the engine's: it waits for kernels."""
-Steps = Union[T, Program[T]]  # noqa: UP007 - a TypeVar alone has no | at run time in 3.10
+MaybeProgram = Union[T, Program[T]]  # noqa: UP007 - a TypeVar alone has no | at run time in 3.10
 """A value, or a program that returns one."""
 
 
-def run(steps: Steps[T]) -> Program[T]:
-    """A value as a program: ``result = yield from run(steps)``."""
-    if isinstance(steps, Generator):
-        return (yield from steps)
-    return steps
+def as_program(value: MaybeProgram[T]) -> Program[T]:
+    """A value as a program: ``result = yield from as_program(value)``."""
+    if isinstance(value, Generator):
+        return (yield from value)
+    return value
 
 
-def at_once(steps: Steps[T], whose: Any) -> T:
+def run_local(value: MaybeProgram[T], whose: Any) -> T:
     """The result of a program that requests no collective; else ValueError, naming the method."""
-    program = run(steps)
+    program = as_program(value)
     try:
         next(program)
     except StopIteration as stop:
         result: T = stop.value
         return result
     raise ValueError(f"{name_of(whose)!r} asks for collectives inside compress, so its payload cannot be cut")
+
+
+# Former names.
+Steps = MaybeProgram[T]
+run, at_once = as_program, run_local

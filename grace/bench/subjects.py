@@ -14,7 +14,7 @@ import numpy as np
 
 from grace.backends import Backend, get_backend
 from grace.bench.plan import DEVICES, SCALE, SEVERAL, WORKERS, Case, Config, method_of, shapes
-from grace.core import Array, Combine, Context, Payload, State, run
+from grace.core import Array, Combine, Context, Payload, State, as_program
 from grace.core.dtypes import ITEMSIZE
 from grace.core.method import Method
 from grace.engine.compiled import uncompiled
@@ -266,7 +266,7 @@ class Ours:
     def _program(self, part: Part, rank: int, step: int) -> Any:
         ctx = replace(self._context(part, rank), step=self._at(step))
         x = copied(self.bench.xp, part.of(self.bench.gradients[rank]))
-        return run(self.method.encode(x, self.method.init(ctx), ctx))
+        return as_program(self.method.encode(x, self.method.init(ctx), ctx))
 
     def _exchanged(self, part: Part, step: int) -> tuple[Payload, State, list[Any]]:
         # The first worker's payload and state, and what it asked for.
@@ -318,7 +318,7 @@ class Ours:
 
     def _encode(self, x: Array, states: Any, contexts: Any, answers: Any) -> list[tuple[Payload, State]]:
         return [
-            drive(run(self.method.encode(part.of(x), state, ctx, defer=self.agreed)), heard)
+            drive(as_program(self.method.encode(part.of(x), state, ctx, defer=self.agreed)), heard)
             for part, state, ctx, heard in zip(self.parts, states, contexts, answers, strict=True)
         ]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.compressors.sparse import Sparsifier, check_ratio, kept, poisoned
-from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops.validate import fitting
 
@@ -66,7 +66,7 @@ class RandomK(Sparsifier):
     def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
         return self.positions(ctx)
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         return (self.sent(x, self.positions(ctx), ctx),), state
 
     def sent(self, x: Array, positions: Array, ctx: Context) -> Array:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grace.compressors.sparse import LARGEST, CodedSparsifier, beyond, check_ratio, first, kept
-from grace.core import Array, Context, Payload, Resize, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, Resize, State
 from grace.core.registry import register
 from grace.ops import distributions as tails
 
@@ -108,7 +108,7 @@ class SIDCo(CodedSparsifier):
 
     def compress(
         self, x: Array, state: State, ctx: Context, moments: Array | None = None
-    ) -> Steps[tuple[Payload, State]]:
+    ) -> MaybeProgram[tuple[Payload, State]]:
         """As of any compressor. ``moments``: ``xp.excess`` of x and 0, if that is known: a pass less."""
         positions, state = self.choose(x, state, ctx, moments)
         return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state

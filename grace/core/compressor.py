@@ -8,7 +8,7 @@ from enum import Enum
 from typing import ClassVar
 
 from grace.core.context import Context
-from grace.core.program import Steps
+from grace.core.program import MaybeProgram
 from grace.core.state import Array, Payload, Resize, State, apart
 
 
@@ -86,7 +86,7 @@ class Compressor(ABC):
         return {}
 
     @abstractmethod
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         """float32[n] -> payload and next state. A generator may request collectives."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, apart, join, run, scope
+from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, apart, as_program, join, scope
 from grace.core.method import Method
 from grace.core.sharding import in_chunks, piece, pieces, template, unit
 from grace.engine import accelerators
@@ -45,8 +45,8 @@ class FastMethod(Method):
         if compensated is None:
             # A deferred residual is computed in the last one's memory, so x must not lie there.
             here = without_rollback(ctx) if defer else ctx
-            x, memory = yield from run(for_memory.compensate(self.memory, x, memory, here))
-            program = run(accelerator.compress(self.compressor, x, kept, ctx))
+            x, memory = yield from as_program(for_memory.compensate(self.memory, x, memory, here))
+            program = as_program(accelerator.compress(self.compressor, x, kept, ctx))
         else:
             x, program = compensated
         payload, kept = yield from program

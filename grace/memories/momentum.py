@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps
+from grace.core import Array, Compressor, Context, MaybeProgram, Memory, Payload, Resize, State
 from grace.core.registry import register
 from grace.ops.sums import weighted_sum
 
@@ -31,7 +31,7 @@ class Momentum(Memory):
     def init(self, ctx: Context) -> State:
         return {"momentum": ctx.xp.zeros(ctx.size)}
 
-    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+    def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         x = weighted_sum(ctx, x, state["momentum"], self.momentum, 1.0 - self.momentum)
         return x, {"momentum": x}
 

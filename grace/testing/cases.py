@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from grace.core import Compressor, Context, Memory, run
+from grace.core import Compressor, Context, Memory, as_program
 from grace.core.collectives import Collective, arrays_of
 from grace.core.communicator import Communicator
 from grace.core.method import Method
@@ -93,7 +93,7 @@ def together(xp: Any, programs: list[Any]) -> tuple[list[Any], list[Collective]]
     """Programs of several workers in lockstep: their results, and what worker 0 asked for."""
     world = World(len(programs))
     flights = [
-        RoundScheduler("law", {"w": run(program)}, LocalTransport(world, rank).bind(xp), Trace())
+        RoundScheduler("law", {"w": as_program(program)}, LocalTransport(world, rank).bind(xp), Trace())
         for rank, program in enumerate(programs)
     ]
     while [flight for flight in flights if not flight.advance()]:
@@ -105,7 +105,7 @@ def alone(make: Callable[[Context], Any], ctx: Context) -> Any:
     """What ``make(ctx)`` gives worker ctx.rank when the other workers do the same with their contexts."""
     steps = make(ctx)
     try:
-        next(run(steps))
+        next(as_program(steps))
     except StopIteration as stop:
         return stop.value
     return together(ctx.xp, [make(replace(ctx, rank=rank)) for rank in range(ctx.world_size)])[0][ctx.rank]

@@ -9,7 +9,7 @@ from grace.compressors.arctopk import ARCTopK
 from grace.compressors.cltk import CLTopK
 from grace.compressors.gtopk import GTopK
 from grace.compressors.sketch_sgd import SketchSGD
-from grace.core import Array, Context, Payload, Program, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, Program, State
 from grace.core.collectives import Gather
 from grace.engine.accelerators.base import Accelerator, has
 from grace.engine.accelerators.sparsifiers import PlacedSums, ScatteredSums
@@ -19,7 +19,7 @@ from grace.engine.workspace import kernels
 class LargestSums(PlacedSums[GTopK]):
     """gtopk."""
 
-    def compress(self, compressor: GTopK, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, compressor: GTopK, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "largest_sums"):
             return compressor.compress(x, state, ctx)
         return self._merged(compressor, x, state, ctx)
@@ -36,7 +36,9 @@ class LargestSums(PlacedSums[GTopK]):
 class RowSketches(ScatteredSums[ARCTopK]):
     """arctopk."""
 
-    def compress(self, compressor: ARCTopK, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(
+        self, compressor: ARCTopK, x: Array, state: State, ctx: Context
+    ) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "signed_sums"):
             return compressor.compress(x, state, ctx)
         sketch = kernels(ctx).signed_sums(x, compressor.words(ctx), compressor.row_size)
@@ -46,7 +48,9 @@ class RowSketches(ScatteredSums[ARCTopK]):
 class CountSketches(PlacedSums[SketchSGD]):
     """sketch_sgd."""
 
-    def compress(self, compressor: SketchSGD, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(
+        self, compressor: SketchSGD, x: Array, state: State, ctx: Context
+    ) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "count_sketch"):
             return compressor.compress(x, state, ctx)
         n, native, words = ctx.size, kernels(ctx), ctx.xp.concat(compressor.hashes(ctx))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, Steps, apart
+from grace.core import Array, Compressor, Context, MaybeProgram, Memory, Payload, Program, State, apart
 from grace.engine.workspace import accumulated
 
 C = TypeVar("C", bound=Compressor)
@@ -27,7 +27,7 @@ class Accelerator(Generic[C]):
         """
         return None
 
-    def compress(self, compressor: C, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, compressor: C, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         """`Compressor.compress`, for compressors with a state or collectives, and for any memory."""
         return compressor.compress(x, state, ctx)
 
@@ -121,7 +121,7 @@ def at_once_encoded(
 class MemoryAccelerator(Generic[M]):
     """Native kernels of one memory type. Results equal the plain functions'."""
 
-    def compensate(self, memory: M, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+    def compensate(self, memory: M, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         """`Memory.compensate`."""
         return memory.compensate(x, state, ctx)
 

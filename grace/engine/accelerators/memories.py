@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State
 from grace.engine.accelerators.base import MemoryAccelerator, has
 from grace.engine.workspace import accumulated, kernels
 from grace.memories.decoupled import DecoupledMomentum
@@ -19,7 +19,7 @@ R = TypeVar("R", bound=Residual)
 class Residuals(MemoryAccelerator[R]):
     """residual, decoupled_momentum."""
 
-    def compensate(self, memory: R, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+    def compensate(self, memory: R, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         return accumulated(ctx, x, state["residual"], memory.beta, memory.gamma), state
 
 
@@ -36,7 +36,7 @@ class FilteredResiduals(MemoryAccelerator[LowPass]):
 class LocalMomentum(MemoryAccelerator[Momentum]):
     """momentum."""
 
-    def compensate(self, memory: Momentum, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+    def compensate(self, memory: Momentum, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         x = accumulated(ctx, x, state["momentum"], memory.momentum, 1.0 - memory.momentum)
         return x, {"momentum": x}
 
@@ -44,7 +44,7 @@ class LocalMomentum(MemoryAccelerator[Momentum]):
 class CorrectedMomentum(MemoryAccelerator[DGC]):
     """dgc."""
 
-    def compensate(self, memory: DGC, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+    def compensate(self, memory: DGC, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         if not has(ctx, "corrected"):
             return memory.compensate(x, state, ctx)
         x, u, v = memory.clipped(x, ctx), state["momentum"], state["residual"]

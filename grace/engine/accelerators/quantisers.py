@@ -15,7 +15,7 @@ from grace.compressors.signum import Signum
 from grace.compressors.sketch import Sketch
 from grace.compressors.terngrad import TernGrad
 from grace.compressors.threelc import ThreeLC
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.engine.accelerators.base import Accelerator, at_once_encoded
 from grace.engine.workspace import kernels
 from grace.ops import blocks
@@ -106,7 +106,9 @@ class RandomTernary(Accelerator[TernGrad]):
 class Votes(Accelerator[SignSGD]):
     """signsgd and signum, unless votes are summed on the wire."""
 
-    def compress(self, compressor: SignSGD, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(
+        self, compressor: SignSGD, x: Array, state: State, ctx: Context
+    ) -> MaybeProgram[tuple[Payload, State]]:
         kernels: Any = ctx.xp.kernels
         if compressor.packed and kernels and kernels.votes_encode:
             return kernels.votes_encode(x), state

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grace.compressors.shared_int import SharedInt
-from grace.core import Array, Context, Payload, Program, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, Program, State
 from grace.core.collectives import Reduce
 from grace.engine.accelerators.base import Accelerator, has
 from grace.engine.workspace import kernels
@@ -15,7 +15,9 @@ from grace.engine.workspace import kernels
 class SharedIntegers(Accelerator[SharedInt]):
     """shared_int."""
 
-    def compress(self, compressor: SharedInt, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(
+        self, compressor: SharedInt, x: Array, state: State, ctx: Context
+    ) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "shared_encode"):
             return compressor.compress(x, state, ctx)
         return self._rounds(compressor, x, state, ctx)

@@ -18,7 +18,7 @@ from grace.compressors.sparse import CodedSparsifier, Placed, Scattered, Sparsif
 from grace.compressors.threshold import Threshold
 from grace.compressors.topk import TopK
 from grace.compressors.wangni import Wangni
-from grace.core import Array, Context, Payload, Program, State, Steps, at_once, run
+from grace.core import Array, Context, MaybeProgram, Payload, Program, State, as_program, run_local
 from grace.core.gathered import GatheredPayloads
 from grace.engine.accelerators.base import Accelerator, at_once_encoded, has
 from grace.engine.workspace import accumulated, deferring, kernels, workspace
@@ -142,7 +142,7 @@ class Moments(CodedSums[SIDCo]):
             return None
         moments = ctx.xp.empty(3, "float64")
         total = kernels(ctx).accumulate(x, residual, 1.0, 1.0, moments)
-        return total, run(compressor.compress(total, state, ctx, moments))
+        return total, as_program(compressor.compress(total, state, ctx, moments))
 
 
 class Thresholds(CodedSums[Threshold], Selection[Threshold]):
@@ -168,7 +168,7 @@ class Selectors(CodedSums[E], Selection[E]):
         )
         return found
 
-    def compress(self, compressor: E, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, compressor: E, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "sampled"):
             return compressor.compress(x, state, ctx)
         selector = compressor.chooser
@@ -247,7 +247,9 @@ class SharedPositions(Selection[RandomK]):
         x = accumulated(ctx, x, residual)
         return poisoned(xp, xp.take(x, positions), x), positions, xp.put(x, positions, 0.0)
 
-    def compress(self, compressor: RandomK, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(
+        self, compressor: RandomK, x: Array, state: State, ctx: Context
+    ) -> MaybeProgram[tuple[Payload, State]]:
         return (compressor.sent(x, self.positions(compressor, ctx), ctx),), state
 
     def parts(self, compressor: RandomK, payload: Payload, ctx: Context) -> tuple[Array, Array]:
@@ -285,7 +287,7 @@ class Chunks(DecodedSums[ChunkTopK]):
             return found
         # At once: what follows the selection is a small part of the elements, and not worth a pass for each piece.
         return at_once_encoded(
-            compressor, lambda v: at_once(compressor.compress(v, {}, ctx), compressor)[0], x, residual, ctx
+            compressor, lambda v: run_local(compressor.compress(v, {}, ctx), compressor)[0], x, residual, ctx
         )
 
     def parts(self, compressor: ChunkTopK, payload: Payload, ctx: Context) -> tuple[Array, Array]:
@@ -313,7 +315,9 @@ class SignedMeans(ScatteredSums[AdaQ]):
 class Bins(ScatteredSums[AdaComp]):
     """adacomp."""
 
-    def compress(self, compressor: AdaComp, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(
+        self, compressor: AdaComp, x: Array, state: State, ctx: Context
+    ) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "bins_encode"):
             return compressor.compress(x, state, ctx)
         *sent, left = kernels(ctx).bins_encode(x, state["residual"], compressor.bin_size)

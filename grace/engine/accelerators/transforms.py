@@ -8,7 +8,7 @@ from typing import Any
 from grace.compressors.demo import DeMo
 from grace.compressors.eden import Eden
 from grace.compressors.thc import CUT, THC
-from grace.core import Array, Context, Payload, Program, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, Program, State
 from grace.core.collectives import Reduce
 from grace.engine.accelerators.base import Accelerator, has
 from grace.engine.workspace import kernels
@@ -37,7 +37,7 @@ class RotatedLevels(Accelerator[Eden]):
 class RotatedSums(Accelerator[THC]):
     """thc. The kernels add squares up in another order: last bits of norms may differ from the plain functions'."""
 
-    def compress(self, compressor: THC, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, compressor: THC, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "steps_encode"):
             return compressor.compress(x, state, ctx)
         return self._rounds(compressor, x, state, ctx)
@@ -81,7 +81,7 @@ class RotatedSums(Accelerator[THC]):
 class Cosines(Accelerator[DeMo]):
     """demo. The kernels add up in another order: last bits may differ from the plain functions'."""
 
-    def compress(self, compressor: DeMo, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, compressor: DeMo, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not self._runs(ctx):
             return compressor.compress(x, state, ctx)
         xp = ctx.xp

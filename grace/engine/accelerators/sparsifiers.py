@@ -223,7 +223,7 @@ def _sampled(selector: Sampled, x: Array, sample: int, ctx: Context) -> Array:
 
 
 class SharedPositions(Selection[RandomK]):
-    """randomk. Positions take longer to draw than to send, so all that needs them shares one draw."""
+    """randomk. Positions take longer to draw than to send: one draw per step serves encoding and decoding."""
 
     def positions(self, compressor: RandomK, ctx: Context, last: bool = False) -> Array:
         """`RandomK.positions`. ``last``: nobody asks for them again."""
@@ -261,7 +261,8 @@ class SharedPositions(Selection[RandomK]):
         return ctx.xp.put(x, self.positions(compressor, ctx), 0.0)
 
     def decode(self, compressor: RandomK, payload: Payload, ctx: Context) -> Array:
-        return self.aggregate(compressor, [payload], ctx)
+        values, positions = self.parts(compressor, payload, ctx)
+        return ctx.xp.scatter_add(ctx.xp.zeros(ctx.size), positions, values)
 
     def aggregate(self, compressor: RandomK, payloads: Sequence[Payload], ctx: Context) -> Array:
         return self._put(compressor, ctx.xp.zeros(ctx.size), payloads, ctx)

@@ -13,12 +13,12 @@ from support.cases import loop
 from support.kernels import KINDS, Guarded, Memory, Plain, equal, moved, vector
 from table.transforms import dct
 
+from grace.backends.deferred import DeferredKernels
 from grace.compressors.demo import DeMo
 from grace.core import Context
 from grace.engine.encoders import FastMethod
 from grace.engine.workspace import Workspace
 from grace.kernels import ISAS, library
-from grace.kernels.deferred import DeferredKernels
 from grace.memories.decoupled import DecoupledMomentum
 from grace.ops import index_coding as indices
 from grace.ops.packing import packed_size

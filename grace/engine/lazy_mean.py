@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from grace.backends.deferred import DeferredKernels
 from grace.core import Array, Compressor, Context, Payload, Program
 from grace.core.errors import sent_by
 from grace.core.gathered import GatheredPayloads
@@ -17,7 +18,6 @@ from grace.engine.accelerators import accelerator_of
 from grace.engine.compiled import compiled
 from grace.engine.host import host_backend, on_host
 from grace.engine.workspace import workspace
-from grace.kernels.deferred import DeferredKernels
 
 
 class LazyMean(Lazy):

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from grace.backends.base import Backend
+from grace.backends.deferred import DeferredKernels
 from grace.core import Program, Transport
 from grace.core.collectives import Collective
 from grace.engine.trace import Trace
-from grace.kernels.deferred import DeferredKernels
 
 PAUSE = False, None
 """The step of a program that waits for deferred kernels."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from grace.backends import Backend
+from grace.backends.deferred import DeferredKernels
 from grace.core import Array, Context, Transport, name_of
 from grace.core.communicator import Communicator
 from grace.core.method import Method
@@ -27,7 +28,6 @@ from grace.engine.state_store import Snapshot, StateStore, Way
 from grace.engine.tensors import TensorTable
 from grace.engine.trace import Trace
 from grace.engine.workspace import Workspace
-from grace.kernels.deferred import DeferredKernels
 from grace.transports import get_transport
 from grace.transports.local import LocalTransport, World
 

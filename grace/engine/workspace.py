@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from grace.backends.deferred import DeferredKernels
 from grace.core import Array, Context
-from grace.kernels.deferred import DeferredKernels
 from grace.ops.sums import weighted_sum
 
 

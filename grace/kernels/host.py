@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from grace.backends.base import recent
+from grace.backends.deferred import DeferredKernels
 from grace.core.gathered import GatheredPayloads
 from grace.core.rng import NOISE, Rng
 from grace.kernels import Codes, Library, library
-from grace.kernels.deferred import DeferredKernels
 from grace.kernels.schema import CODECS, blocks
 from grace.ops.packing import packed_size
 from grace.ops.validate import fitting
@@ -57,7 +57,7 @@ def host_kernels(xp: Any) -> HostKernels | None:
 class HostKernels:
     """A `Library` for a backend's arrays. x is donated: what is left, where it is asked for, lies in its memory.
 
-    `within` a step what is left may lie in the residual's own memory instead, and work may be put off.
+    `within` a step the new residual may overwrite the last one instead, and calls may be deferred.
     """
 
     _log: Log | None = None
@@ -68,17 +68,17 @@ class HostKernels:
         self._tables: dict[Any, Array] = {}
 
     def within(self, log: Log | None, deferred: DeferredKernels | None) -> HostKernels:
-        """These kernels, bound to a step's rollback log and deferred kernels.
+        """These kernels, bound to the workspace of a step.
 
-        ``log``: what is left lies in the residual's own memory, and x, which is noted there with it, has what the
-        residual was. ``deferred``: takes all calls but those that decide how long their results are.
+        ``log``: its rollback log. New residuals overwrite the last ones, which move to x; the log takes both arrays.
+        ``deferred``: takes all calls but those that decide how long their results are.
         """
         kernels = object.__new__(type(self))
         kernels.__dict__.update(self.__dict__, _log=log, _deferred=deferred)
         return kernels
 
     def accumulate(self, x: Array, last: Array, beta: float, gamma: float, moments: Array | None = None) -> Array:
-        """`grace.ops.sums.weighted_sum`, in the memory of ``last``; within a step that can be rolled back.
+        """`grace.ops.sums.weighted_sum`, written over ``last``; needs a rollback log.
 
         ``moments``: float64[3], takes ``xp.excess`` of the sum and 0.
         """
@@ -675,7 +675,7 @@ class HostKernels:
         now: bool = False,
     ) -> Any:
         # The payload of one of `schema.CODECS`, and what is left. ``how``: what the sizes of its arrays depend on, and
-        # what comes next, ``more``. ``used``: whose memory is read. ``alone``: no residual. ``now``: not put off.
+        # what comes next, ``more``. ``used``: whose memory is read. ``alone``: no residual. ``now``: not deferred.
         xp, codec = self._xp, CODECS[name]
         at, left = xp.address, x
         payload: list[Array] = []
@@ -697,7 +697,7 @@ class HostKernels:
             if self._log is not None and residual is not None:
                 self._log.append((residual, x))
         else:
-            self._put_off(call, (x, residual), *payload, *used)
+            self._defer(call, (x, residual), *payload, *used)
         return (*payload, left) if flat else (tuple(payload), left)
 
     def _mean(
@@ -726,13 +726,13 @@ class HostKernels:
     def _do(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
         # ``swapped``: x and the residual, noted once the kernel has run: until then the residual is where it was.
         if self._deferred is not None:
-            self._put_off(kernel, swapped, *used)
+            self._defer(kernel, swapped, *used)
             return
         kernel()
         if swapped is not None:
             self._note(*swapped)
 
-    def _put_off(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
+    def _defer(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
         assert self._deferred is not None
         self._deferred.add(kernel if swapped is None else partial(self._noted, kernel, *swapped), *used)
 

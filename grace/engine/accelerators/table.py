@@ -7,11 +7,11 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from grace.backends.deferred import DeferredKernels
 from grace.core import Array, Compressor, Context, Memory, Payload
 from grace.core.errors import Unavailable
 from grace.engine.accelerators.base import Accelerator, MemoryAccelerator
 from grace.engine.workspace import deferring
-from grace.kernels.deferred import DeferredKernels
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "quantisers": (

@@ -32,31 +32,31 @@ class Hierarchical(Communicator):
     outer: Any = ""
     node_size: int = 0
 
-    def fitted(self, method: Method, transport: Transport) -> Communicator:
+    def resolve(self, method: Method, transport: Transport) -> Communicator:
         size = machine_size("hierarchical", self.node_size, transport)
         outer = self.outer
         if not isinstance(outer, Communicator):
             outer = communicators.find(outer or usual_communicator(method.compressor))()
-        return replace(self, outer=outer.fitted(method, transport), node_size=size)
+        return replace(self, outer=outer.resolve(method, transport), node_size=size)
 
     def check(self, method: Method, world_size: int) -> None:
         if isinstance(self.outer, Hierarchical):
             raise ValueError("communicator 'hierarchical' cannot be its own outer: name 'allgather' or another one")
-        if self.outer.scattered:
+        if self.outer.reduce_scatters:
             raise ValueError(
                 f"communicator 'hierarchical' cannot run {name_of(self.outer)!r} between machines, which gives no "
                 "whole means: name 'allgather' or another one, or see grace.torch.fsdp"
             )
         self.outer.check(method, world_size // self.node_size)
 
-    def prepare(self, transport: Transport) -> None:
+    def create_groups(self, transport: Transport) -> None:
         transport.split(self.node_size)
 
     def applies(self, method: Method, ctx: Context) -> bool:
         return all(method.compressor.applies(self._cross(method, ctx, place)) for place in range(self.node_size))
 
-    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
-        points: dict[str, tuple[Method, Context]] = self.outer.points(
+    def compression_points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+        points: dict[str, tuple[Method, Context]] = self.outer.compression_points(
             method, self._cross(method, ctx, ctx.rank % self.node_size)
         )
         return points

@@ -41,7 +41,7 @@ class TwoStage(Communicator):
                 "'residual'"
             )
 
-    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+    def compression_points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
         shard = shards(method.compressor, ctx, ctx.world_size)[ctx.rank]
         return {"worker": (method, ctx), "server": (method.again, shard.stage("server"))}
 

@@ -144,9 +144,9 @@ class Setup:
         ways = []
         for method, communicator in self._methods:
             carrier = transport or LocalTransport(World(getattr(communicator, "node_size", 0) or 1))
-            fitted = communicator.fitted(method, carrier)
+            fitted = communicator.resolve(method, carrier)
             fitted.check(method, carrier.size)
-            if fitted.scattered and self.options.fuse != "tensor":
+            if fitted.reduce_scatters and self.options.fuse != "tensor":
                 raise ValueError(
                     f"communicator {name_of(communicator)!r} needs the rows of each tensor apart: use fuse='tensor', "
                     f"not {self.options.fuse!r}"
@@ -166,13 +166,13 @@ class Setup:
         self.transport.timeout = self.options.timeout
         if self.transport.elastic:
             for way in self.ways:
-                way.communicator.lay(self.transport)
+                way.communicator.adopt_local_plan(self.transport)
         else:
             self._prepare()
 
     def _prepare(self) -> None:
         for way in self.ways:
-            way.communicator.prepare(self.transport)
+            way.communicator.create_groups(self.transport)
         self._prepared = True
 
     def settle(self) -> None:
@@ -249,7 +249,7 @@ class Setup:
             point
             for unit in self.table.compressed()
             for way in self.ways
-            for point in way.communicator.points(way.method, self.context(unit, 0)).values()
+            for point in way.communicator.compression_points(way.method, self.context(unit, 0)).values()
         ]
         reason = uncompiled([(method.compressor, ctx) for method, ctx in points], self.xp)
         if reason:

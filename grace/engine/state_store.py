@@ -282,7 +282,7 @@ class StateStore:
             memories = (each.method.memory for each in self._ways)
             memory = next((memory for memory in memories if memory.feedback), way.method.memory)
             return {"": (replace(way.method, memory=memory), ctx)}
-        return {"": (way.method, ctx)} if unit.dense else way.communicator.points(way.method, ctx)
+        return {"": (way.method, ctx)} if unit.dense else way.communicator.compression_points(way.method, ctx)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
     def export(self, levels: Mapping[str, int], snapshot: Snapshot) -> dict[str, dict[str, Any]]:

@@ -189,7 +189,7 @@ def unchanged(one: Any, two: Any) -> bool:
 def fitting(compressor: Compressor) -> list[Communicator]:
     """The registered communicators that carry a compressor, of whole gradients."""
     made: list[Communicator] = [cls() for cls in communicators.values()]
-    return [each for each in made if not each.scattered and carries(each, compressor)]
+    return [each for each in made if not each.reduce_scatters and carries(each, compressor)]
 
 
 def accepted(communicator: Communicator) -> list[Compressor]:
@@ -215,7 +215,7 @@ def carries(communicator: Communicator, compressor: Compressor) -> bool:
     """Whether a communicator accepts a compressor with the memory that it names, between two workers."""
     method = Method(compressor, memories[compressor.memory]())
     try:
-        communicator.fitted(method, LocalTransport(World(2))).check(method, 2)
+        communicator.resolve(method, LocalTransport(World(2))).check(method, 2)
     except ValueError:
         return False
     return True

@@ -121,7 +121,7 @@ def work(folder: Path, rank: int, life: int, seed: int) -> None:
         grace = graces[name] = grace_from_params({"min_numel": 0, "timeout": TIMEOUT, **params}, "torch")
         shapes = shapes_of(name)
         grace.build({key: torch.zeros(shape) for key, shape in shapes.items()})
-        scattered = grace.communicator.scattered
+        scattered = grace.communicator.reduce_scatters
         weights[name] = {
             key: torch.zeros(shape[1:] if scattered else shape, dtype=torch.float64) for key, shape in shapes.items()
         }
@@ -172,7 +172,7 @@ def digest(weights: dict[str, Any], grace: Any) -> str:
 
     found = hashlib.sha256()
     for array in weights.values():
-        if grace.communicator.scattered:
+        if grace.communicator.reduce_scatters:
             rows = [torch.empty_like(array) for _ in range(SIZE)]
             dist.all_gather(rows, array)
             array = torch.cat(rows)
@@ -232,7 +232,7 @@ def missing(grace: Any, weights: dict[str, Any], sums: dict[str, Any]) -> float:
             kept[start : start + count] += array.double() / holders(grace, point)
         dist.all_reduce(kept)
         applied = weights[key].reshape(-1)
-        if grace.communicator.scattered:
+        if grace.communicator.reduce_scatters:
             rows = [torch.empty_like(applied) for _ in range(SIZE)]
             dist.all_gather(rows, applied)
             applied = torch.cat(rows)

@@ -212,7 +212,7 @@ def section(name: str, registry: Registry) -> str:
 def overview() -> str:
     """The table of all compressors."""
     lines = [
-        "| compressor | class | bits per element | allreduce | default memory | default communicator: 2 workers, more |",
+        "| compressor | class | bits per element | allreduce | default memory | communicator: 2 workers, more |",
         "|---|---|---|---|---|---|",
     ]
     for name, cls in compressors.items():

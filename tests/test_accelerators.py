@@ -9,13 +9,17 @@ from methods import alone, backend, built, context, host, spread
 from table import ROWS
 
 from grace import grace_from_params
+from grace.core import Memory
 from grace.core.method import Method, materialize
 from grace.core.registry import compressors, memories
 from grace.engine.accelerators import Accelerator, MemoryAccelerator, accelerator_of, memory_accelerator_of
 from grace.engine.accelerators.table import FAMILIES, table
 from grace.engine.encoders import FastMethod
 from grace.engine.lazy_mean import DeferredResidual
+from grace.engine.workspace import Workspace
+from grace.memories.decoupled import DecoupledMomentum
 from grace.memories.dgc import DGC
+from grace.memories.lowpass import LowPass
 from grace.memories.momentum import Momentum
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
@@ -30,6 +34,7 @@ HOOKS = {
     "compress",
     "compensated",
     "compensate",
+    "update",
     "residual",
     "split_residual",
     "mean",
@@ -69,7 +74,7 @@ def test_the_table_names_the_methods_of_grace():
 
 def test_a_subclass_has_the_default_accelerator():
     for kind in entries():
-        if issubclass(kind, DGC):
+        if issubclass(kind, Memory):
             assert type(memory_accelerator_of(type("Own", (kind,), {})())) is MemoryAccelerator
         else:
             assert type(accelerator_of(type("Own", (kind,), {})())) is Accelerator
@@ -85,18 +90,22 @@ def fitting(compressor):
     """Memories that the engine carries out in its own ways with a compressor."""
     found = [NoMemory(), Momentum()]
     if not (compressor.vote or compressor.feedback):
-        found += [Residual(), Residual(beta=0.5)]
+        found += [Residual(), Residual(beta=0.5), DecoupledMomentum(), LowPass()]
     return found + [DGC()] * compressor.mask
 
 
-def steps(method, xp, shape, fast):
-    """Payloads, states and means of two steps, in NumPy."""
+def steps(method, xp, shape, fast, in_place=False):
+    """Payloads, states and means of two steps, in NumPy. ``in_place``: with a rollback log."""
     found, state = [], method.init(context(xp, shape))
     agreed, n = method.compressor.combine.value == "agreed", context(xp, shape).size
     for step in range(2):
-        ctx = context(xp, shape, rank=1, step=step)
+        ctx = context(xp, shape, rank=1, step=step, _workspace=Workspace([]) if in_place else None)
         x = xp.asarray(spread(n, seed=step), "float32")
-        program = lambda ctx, x=x, state=state: method.encode(xp.copy(x), state, ctx, defer=fast)  # noqa: E731
+
+        def program(ctx, x=x, state=state):
+            own = {key: xp.copy(value) for key, value in state.items()}
+            return method.encode(xp.copy(x), own, ctx, defer=fast)
+
         payload, state = alone(program, ctx)
         residual = state.get("memory/residual")
         if isinstance(residual, DeferredResidual):
@@ -149,10 +158,10 @@ def test_what_an_accelerator_takes_over_equals_the_plain_functions(name, monkeyp
         for memory in fitting(compressor):
             monkeypatch.setenv("GRACE_KERNELS", "off")
             expected = steps(Method(compressor, memory), xp, shape, fast=False)
-            for kernels in ("off", "on"):
+            for kernels, in_place in (("off", False), ("off", True), ("on", False), ("on", True)):
                 monkeypatch.setenv("GRACE_KERNELS", kernels)
-                found = steps(FastMethod(compressor, memory), xp, shape, fast=True)
-                label = f"{row}, {memory}, kernels {kernels}"
+                found = steps(FastMethod(compressor, memory), xp, shape, True, in_place)
+                label = f"{row}, {memory}, kernels {kernels}, in place {in_place}"
                 assert_equal(found, expected, row.params["compressor"] in ROUNDED, label)
     missed = {kind.__name__: hooks(each) - called[kind] for kind, each in entries().items()}
     assert not any(missed.values()), {kind: each for kind, each in missed.items() if each}

@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -13,6 +12,7 @@ from table import ROWS
 from grace import grace_from_params, simulate
 from grace.core.sharding import divisible, piece
 from grace.engine.encoders import FastMethod
+from grace.engine.workspace import Workspace
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
 from grace.transports.local import LocalTransport
@@ -65,11 +65,14 @@ FEW = [
 ]
 
 
-def exchanged(xp, method, n=N, steps=3, **fields):
+COMPILE = Workspace(compile=True)
+
+
+def exchanged(xp, method, n=N, steps=3, compile=False, **fields):
     """Payloads, residuals and means of some steps, in NumPy."""
     found, state = [], method.init(context(xp, n))
     for step in range(steps):
-        ctx = replace(context(xp, n, rank=1, step=step), **fields)
+        ctx = context(xp, n, rank=1, step=step, _workspace=Workspace(compile=compile), **fields)
         x = xp.asarray(spread(n, seed=step), "float32")
         payload, state = alone(lambda ctx, x=x, state=state: method.encode(x, state, ctx), ctx)
         state = {key: xp.copy(value) for key, value in state.items()}
@@ -162,7 +165,7 @@ def test_a_residual_or_mean_of_other_bits_is_not_used(xp, without_inductor, monk
 
 def test_payloads_that_do_not_fit_are_refused_as_ever(xp, without_inductor):
     method = FastMethod(made(UNBIASED), Residual())
-    ctx = replace(context(xp, N, world_size=2), compile=True)
+    ctx = context(xp, N, world_size=2, _workspace=COMPILE)
     payload, _ = alone(lambda ctx: method.encode(xp.asarray(spread(N), "float32"), method.init(ctx), ctx), ctx)
     with pytest.raises(ValueError, match=r"worker 1 of 2 sent a payload .* scales are float32"):
         method.mean([payload, (payload[0], payload[1].double())], ctx).into(xp.zeros(N))
@@ -175,11 +178,11 @@ def test_bits_that_lie_anywhere_in_a_message(xp, without_inductor):
     method = FastMethod(made({"compressor": "signsgd"}), NoMemory())
     xp.piece = 8192
     n = 3 * 8192 + 5
-    ctx = replace(context(xp, n), compile=True)
+    ctx = context(xp, n, _workspace=COMPILE)
     (bits, flags), _ = alone(lambda ctx: method.encode(xp.asarray(spread(n), "float32"), {}, ctx), ctx)
     message = torch.zeros(len(bits) + 3, dtype=torch.uint8)
     message[3:] = bits
-    for here in (ctx, replace(ctx, compile=False)):
+    for here in (ctx, context(xp, n)):
         mean = method.mean([(message[3:], flags)], here).into(xp.zeros(n))
         assert torch.equal(mean, torch.where(xp.asarray(spread(n), "float32") >= 0, 1.0, -1.0))
 

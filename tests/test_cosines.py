@@ -13,9 +13,11 @@ from support.cases import loop
 from support.kernels import KINDS, Guarded, Memory, Plain, equal, moved, vector
 from table.transforms import dct
 
+from grace.backends.deferred import DeferredKernels
 from grace.compressors.demo import DeMo
-from grace.core import Calls, Context
+from grace.core import Context
 from grace.engine.encoders import FastMethod
+from grace.engine.workspace import Workspace
 from grace.kernels import ISAS, library
 from grace.memories.decoupled import DecoupledMomentum
 from grace.ops import index_coding as indices
@@ -101,11 +103,11 @@ def test_payloads_are_those_of_the_compressor_but_for_rounding(lib, compressor, 
     if kind != "normal" and n > 100_000:
         pytest.skip("long, and nothing new")
     first, last, plain = vector(n, 1, kind), vector(n, 2, kind), context(Plain(), shape)
-    for residual, undo in ((None, None), (last, None), (last, [])):
+    for residual, log in ((None, None), (last, None), (last, [])):
         v = first if residual is None else first + last
         native = Guarded(lib)
         x, rest = Memory.of(first, 4), None if residual is None else Memory.of(last, 8)
-        ctx = context(native, shape, undo=undo)
+        ctx = context(native, shape, _workspace=Workspace(log))
         payload, left = natively(compressor, x.array, None if rest is None else rest.array, ctx)
         native.check()
         scale = check_payload(compressor, payload, v, plain)
@@ -118,15 +120,15 @@ def test_payloads_are_those_of_the_compressor_but_for_rounding(lib, compressor, 
             for one, same in zip(again, payload, strict=True):
                 equal(one, same)
             continue
-        if undo is None:
+        if log is None:
             assert left is x.array
             equal(rest.check(), last)
         else:  # they changed places
             assert left is rest.array
-            assert undo[0][0] is rest.array
-            assert undo[0][1] is x.array
+            assert log[0][0] is rest.array
+            assert log[0][1] is x.array
             equal(x.check(), last)
-        near((x if undo is None else rest).check(), compressor.residual(v.copy(), payload, plain), scale)
+        near((x if log is None else rest).check(), compressor.residual(v.copy(), payload, plain), scale)
 
 
 @EACH
@@ -206,11 +208,13 @@ def test_what_is_left_may_lie_anywhere(lib, shape, odd):
 
 @loop("shape", [(200, 300), (1000,)])
 def test_work_that_is_put_off_is_done_later(lib, shape):
-    n, compressor, native, calls = size_of(shape), DeMo(), Guarded(lib), Calls()
+    n, compressor, native, deferred = size_of(shape), DeMo(), Guarded(lib), DeferredKernels()
     expected, left = natively(compressor, vector(n), vector(n, 1), context(native, shape))
-    payload, rest = natively(compressor, vector(n), vector(n, 1), context(native, shape, calls=calls))
-    assert calls
-    calls.make()
+    payload, rest = natively(
+        compressor, vector(n), vector(n, 1), context(native, shape, _workspace=Workspace(deferred=deferred))
+    )
+    assert deferred
+    deferred.run()
     for one, other in zip((*payload, rest), (*expected, left), strict=True):
         equal(one, other)
 

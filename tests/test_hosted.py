@@ -10,9 +10,10 @@ from methods import backend, built, context, host, spread
 from table import ROWS
 
 from grace.backends.base import HOSTED as LEAST
-from grace.core import Compressor, at_once, name_of
+from grace.core import Compressor, name_of, run_local
 from grace.core.sharding import template
 from grace.engine.encoders import FastMethod
+from grace.engine.workspace import Workspace, workspace
 from grace.memories.none import NoMemory
 
 SHAPE = (130, 160)
@@ -79,7 +80,7 @@ def forms(xp, method, graph=None):
     """encode(x, state, step) and mean(payloads, step); with ``graph`` = tensorflow they are traced."""
 
     def encode(x, state, step):
-        payload, state = at_once(method.encode(x, state, context(xp, SHAPE, rank=1, step=step)), method)
+        payload, state = run_local(method.encode(x, state, context(xp, SHAPE, rank=1, step=step)), method)
         if graph and not method.compressor.ragged:
             assert all(array.shape.is_fully_defined() for array in payload)
         return payload, state
@@ -116,7 +117,7 @@ def test_tensors_of_a_graph_side_by_side(tf):
     def each(xp, gradients):
         contexts = [context(xp, SHAPE, name=f"w{i}") for i in range(len(gradients))]
         pairs = zip(gradients, contexts, strict=True)
-        return [at_once(method.encode(x, method.init(ctx), ctx), method)[0] for x, ctx in pairs]
+        return [run_local(method.encode(x, method.init(ctx), ctx), method)[0] for x, ctx in pairs]
 
     expected = [host(reference, payload) for payload in each(reference, [x.copy() for x in given])]
     graph = tf.function(lambda gradients: each(xp, gradients), autograph=False)
@@ -133,14 +134,14 @@ def test_a_graph_keeps_nothing_from_step_to_step(tf):
 
     @tf.function(autograph=False)
     def encode(x, state, step):
-        contexts.append(context(xp, SHAPE, step=step))
-        return at_once(method.encode(x, state, contexts[0]), method)
+        contexts.append(context(xp, SHAPE, step=step, _workspace=Workspace()))
+        return run_local(method.encode(x, state, contexts[0]), method)
 
     state = method.init(context(xp, SHAPE))
     for step in range(3):
         _, state = encode(xp.asarray(spread(N), "float32"), state, tf.constant(step, tf.int64))
     (traced,) = contexts
-    assert not traced.drawn
+    assert not workspace(traced).draws
 
 
 @pytest.mark.parametrize("k", [0, 1, 200, N])
@@ -158,11 +159,11 @@ def test_the_largest_of_a_vector(k, tf, handed):
 def test_small_tensors_and_those_without_kernels_stay(tf, handed, monkeypatch):
     xp, method = backend("tensorflow"), method_of(compressor="natural")
     for n in (LEAST - 1, LEAST):
-        at_once(method.encode(xp.zeros(n), method.init(context(xp, n)), context(xp, n)), method)
+        run_local(method.encode(xp.zeros(n), method.init(context(xp, n)), context(xp, n)), method)
     assert len(handed) == 1
     monkeypatch.setenv("GRACE_KERNELS", "off")
     assert xp.host is None
-    at_once(method.encode(xp.zeros(n), method.init(context(xp, n)), context(xp, n)), method)
+    run_local(method.encode(xp.zeros(n), method.init(context(xp, n)), context(xp, n)), method)
     assert len(handed) == 1
 
 

@@ -90,3 +90,10 @@ def test_public_names_are_where_they_were():
     assert grace.record.read is read
     for module in ("testing", "factorize", "planner", "checkpoint", "elastic", "gossip", "policies"):
         importlib.import_module(f"grace.{module}")
+
+
+def test_former_names_of_programs():
+    from grace.core import MaybeProgram, Steps, as_program, at_once, run, run_local
+
+    assert Steps[int] == MaybeProgram[int]
+    assert (run, at_once) == (as_program, run_local)

@@ -17,6 +17,7 @@ from grace.compressors.sparse import Scattered
 from grace.compressors.wangni import Wangni
 from grace.core import Context
 from grace.engine.accelerators import accelerator_of
+from grace.engine.workspace import Workspace
 
 COMPRESSORS = [
     *(Sketch(q) for q in (2, 3, 16, 64, 100, 256)),
@@ -99,13 +100,13 @@ def test_means_are_those_of_the_compressor(lib, compressor, n, kind, offset):
 @loop("compressor", [ChunkTopK(1024, 16), AdaQ(0.01)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_residual_changes_places_with_the_gradient(lib, n, kind, compressor):
-    native, undo = Guarded(lib), []
+    native, log = Guarded(lib), []
     x, rest = Memory.of(vector(n, 1, kind), 4), Memory.of(vector(n, 2), 8)
     expected = sent_by(compressor, vector(n, 1, kind), vector(n, 2), context(Plain(), n))
-    ctx = Context(native, "w", (n,), step=5, seed=3, undo=undo)
+    ctx = Context(native, "w", (n,), step=5, seed=3, _workspace=Workspace(log))
     payload, left = natively(compressor, x.array, rest.array, ctx)
     native.check()
-    assert (left is rest.array, len(undo), undo[0][0] is rest.array, undo[0][1] is x.array) == (True, 1, True, True)
+    assert (left is rest.array, len(log), log[0][0] is rest.array, log[0][1] is x.array) == (True, 1, True, True)
     equal(x.check(), vector(n, 2))
     for one, other in zip((*payload, rest.check()), (*expected[0], expected[1]), strict=True):
         equal(one, other)

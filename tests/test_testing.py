@@ -48,7 +48,7 @@ CARRIED = [TopK(compress_ratio=0.1), RandomK(compress_ratio=0.1), BlockInt(block
 def communicators_with_what_they_carry():
     """Each with each on NumPy and PyTorch; on TensorFlow the laws take turns, and the rest is exhaustive."""
     for cls in registry.communicators.values():
-        pairs = [each for each in CARRIED if not cls.scattered and carries(cls(), each)]
+        pairs = [each for each in CARRIED if not cls.reduce_scatters and carries(cls(), each)]
         for number, compressor in enumerate(pairs):
             for law, check in enumerate(communicator_laws(cls(), compressor)):
                 whole = check.backend != "tensorflow" or law % len(pairs) == number

@@ -21,7 +21,7 @@ from grace.bench.kernels import REMEDIES, machine
 from grace.compressors.sidco import SIDCo
 from grace.compressors.sparse import CodedSparsifier
 from grace.compressors.topk import TopK
-from grace.core import Array, Compressor, Context, State, run
+from grace.core import Array, Compressor, Context, State, as_program
 from grace.engine.accelerators import accelerator_of
 from grace.engine.encoders import FastMethod
 from grace.memories.residual import Residual
@@ -101,7 +101,7 @@ class Worker:
         """How many elements of float32[n] are sent, without a memory."""
         compressor = self._method.compressor
         state: State = {k.removeprefix("compressor/"): v for k, v in self._state.items() if k.startswith("compressor/")}
-        payload, state = _driven(run(accelerator_of(compressor).compress(compressor, x, state, self._next())))
+        payload, state = _driven(as_program(accelerator_of(compressor).compress(compressor, x, state, self._next())))
         self._state |= {f"compressor/{key}": value for key, value in state.items()}
         return len(payload[0])
 
@@ -365,7 +365,7 @@ def _own_topk(backend: str) -> Callable[[int, Any], Any]:
 
 def _compress(xp: Any, compressor: Compressor, ctx: Context) -> Callable[[Any], Any]:
     # Without a state, so with a fixed number of stages.
-    return _call(xp, lambda x: _driven(run(accelerator_of(compressor).compress(compressor, x, {}, ctx)))[0])
+    return _call(xp, lambda x: _driven(as_program(accelerator_of(compressor).compress(compressor, x, {}, ctx)))[0])
 
 
 def _call(xp: Any, function: Callable[[Any], Any]) -> Callable[[Any], Any]:

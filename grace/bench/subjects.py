@@ -14,7 +14,7 @@ import numpy as np
 
 from grace.backends import Backend, get_backend
 from grace.bench.plan import DEVICES, SCALE, SEVERAL, WORKERS, Case, Config, method_of, shapes
-from grace.core import Array, Combine, Context, Payload, State, run
+from grace.core import Array, Combine, Context, Payload, State, as_program
 from grace.core.dtypes import ITEMSIZE
 from grace.core.method import Method
 from grace.engine.compiled import uncompiled
@@ -24,6 +24,7 @@ from grace.engine.options import Options
 from grace.engine.scheduler import RoundScheduler
 from grace.engine.session import Grace
 from grace.engine.trace import Trace
+from grace.engine.workspace import Workspace, with_workspace
 from grace.factory import grace_from_params
 from grace.transports.local import LocalTransport, World
 
@@ -232,10 +233,10 @@ class Ours:
     def _large(self, part: Part) -> bool:
         return self.bench.config.tensors == "flat" or part.size >= Options().min_numel
 
-    def _context(self, part: Part, rank: int = 0, world_size: int = WORKERS) -> Context:
+    def _context(self, part: Part, rank: int = 0, world_size: int = WORKERS, log: Any = None) -> Context:
         step = self._at(self.turn)
         ctx = Context(self.bench.xp, part.name, part.shape, "float32", rank, world_size, step, lr=lambda: 0.1)
-        return replace(ctx, compile=self._how == "compiled")
+        return with_workspace(ctx, Workspace(log, compile=self._how == "compiled"))
 
     def _at(self, step: int) -> Any:
         return self.bench.xp.asarray(step, "int64") if self.bench.xp.traced else step
@@ -265,7 +266,7 @@ class Ours:
     def _program(self, part: Part, rank: int, step: int) -> Any:
         ctx = replace(self._context(part, rank), step=self._at(step))
         x = copied(self.bench.xp, part.of(self.bench.gradients[rank]))
-        return run(self.method.encode(x, self.method.init(ctx), ctx))
+        return as_program(self.method.encode(x, self.method.init(ctx), ctx))
 
     def _exchanged(self, part: Part, step: int) -> tuple[Payload, State, list[Any]]:
         # The first worker's payload and state, and what it asked for.
@@ -301,7 +302,7 @@ class Ours:
         self._inputs = [
             (
                 {key: cell.read() for key, cell in part.cells.items()},
-                replace(self._context(part), undo=[] if self.bench.xp.mutable else None),
+                self._context(part, log=[] if self.bench.xp.mutable else None),
                 self._heard(part),
             )
             for part in self.parts
@@ -317,7 +318,7 @@ class Ours:
 
     def _encode(self, x: Array, states: Any, contexts: Any, answers: Any) -> list[tuple[Payload, State]]:
         return [
-            drive(run(self.method.encode(part.of(x), state, ctx, defer=self.agreed)), heard)
+            drive(as_program(self.method.encode(part.of(x), state, ctx, defer=self.agreed)), heard)
             for part, state, ctx, heard in zip(self.parts, states, contexts, answers, strict=True)
         ]
 

@@ -29,15 +29,15 @@ class Auto(Communicator):
     same on all of them; `Grace.report` names it.
     """
 
-    def fitted(self, method: Method, transport: Transport) -> Communicator:
+    def resolve(self, method: Method, transport: Transport) -> Communicator:
         chosen, _ = choose(method, transport.size, transport.node_size if transport.splits else 1)
-        return chosen.fitted(method, transport)
+        return chosen.resolve(method, transport)
 
     def choice(self, method: Method, transport: Transport) -> str:
         return choose(method, transport.size, transport.node_size if transport.splits else 1)[1]
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
-        raise TypeError("communicator 'auto' is a choice among others: call fitted(method, transport) first")
+        raise TypeError("communicator 'auto' is a choice among others: call resolve(method, transport) first")
 
 
 def choose(method: Method, workers: int, per_machine: int) -> tuple[Communicator, str]:

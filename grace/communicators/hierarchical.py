@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from grace.core import Array, Calls, Context, Program, State, Transport, name_of
+from grace.core import Array, Context, Program, State, Transport, name_of
 from grace.core.collectives import AllToAll, Gather
 from grace.core.communicator import Communicator, machine_size
 from grace.core.method import Method, materialize
@@ -33,32 +33,32 @@ class Hierarchical(Communicator):
     outer: Any = ""
     node_size: int = 0
 
-    def fitted(self, method: Method, transport: Transport) -> Communicator:
+    def resolve(self, method: Method, transport: Transport) -> Communicator:
         size = machine_size("hierarchical", self.node_size, transport)
         outer = self.outer
         if not isinstance(outer, Communicator):
             outer = communicators.find(outer or "auto")()
         machines: Any = SimpleNamespace(size=transport.size // size, node_size=1, splits=False)
-        return replace(self, outer=outer.fitted(method, machines), node_size=size)
+        return replace(self, outer=outer.resolve(method, machines), node_size=size)
 
     def check(self, method: Method, world_size: int) -> None:
         if isinstance(self.outer, Hierarchical):
             raise ValueError("communicator 'hierarchical' cannot be its own outer: name 'allgather' or another one")
-        if self.outer.scattered:
+        if self.outer.reduce_scatters:
             raise ValueError(
                 f"communicator 'hierarchical' cannot run {name_of(self.outer)!r} between machines, which gives no "
                 "whole means: name 'allgather' or another one, or see grace.torch.fsdp"
             )
         self.outer.check(method, world_size // self.node_size)
 
-    def prepare(self, transport: Transport) -> None:
+    def create_groups(self, transport: Transport) -> None:
         transport.split(self.node_size)
 
     def applies(self, method: Method, ctx: Context) -> bool:
         return all(method.compressor.applies(self._cross(method, ctx, place)) for place in range(self.node_size))
 
-    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
-        points: dict[str, tuple[Method, Context]] = self.outer.points(
+    def compression_points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+        points: dict[str, tuple[Method, Context]] = self.outer.compression_points(
             method, self._cross(method, ctx, ctx.rank % self.node_size)
         )
         return points
@@ -96,8 +96,8 @@ def _across(program: Program[T]) -> Program[T]:
             asked = program.send(answer)
         except StopIteration as stop:
             return stop.value
-        if isinstance(asked, Calls):
-            answer = yield asked
+        if asked is None:
+            answer = yield None
         elif isinstance(asked, tuple):
             answer = yield tuple(replace(each, group="cross") for each in asked)
         else:

@@ -22,7 +22,7 @@ class ReduceScatter(Communicator):
     is NaN on all workers, which so keep their states together.
     """
 
-    scattered = True
+    reduce_scatters = True
 
     def check(self, method: Method, world_size: int) -> None:
         refuse_agreed("reducescatter", method)
@@ -41,7 +41,7 @@ class ReduceScatter(Communicator):
     def applies(self, method: Method, ctx: Context) -> bool:
         return method.compressor.applies(self.row(ctx, 0))
 
-    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+    def compression_points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
         return {str(to): (method, self.row(ctx, to)) for to in range(ctx.world_size)}
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:

@@ -73,7 +73,7 @@ class TwoStage(Communicator):
         first = crc32(ctx.name.encode()) % size
         return {(first + index) % size: shard for index, shard in enumerate(found) if shard.size or not index}
 
-    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+    def compression_points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
         owned = self.owned(method.compressor, ctx)
         points = {"worker": (method, ctx)}
         if not cuttable(method.compressor):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from grace.compressors.sparse import Scattered
-from grace.core import Array, Context, Payload, Resize, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, Resize, State
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.validate import fitting, placed
@@ -44,7 +44,7 @@ class AdaComp(Scattered):
     def init(self, ctx: Context) -> State:
         return {"residual": ctx.xp.zeros(ctx.size)}
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n, size = ctx.xp, ctx.size, self.bin_size
         total = state["residual"] + x
         largest = xp.max(xp.abs(blocks.rows(xp, total, size)), 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.compressors.sparse import Scattered, check_ratio, first, poisoned, signed, unsigned
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops.validate import fitting, placed
 
@@ -36,7 +36,7 @@ class AdaQ(Scattered):
         # Of a sign's p elements the means keep at least 1 / p of the squares.
         return 1 / max(n, 1)
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         # One zero more, so that there is an element to look at where x has none.
         k, m = self._share(xp, x > 0), self._share(xp, x < 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.compressors.lowrank import LowRank
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops.validate import matching
 
@@ -54,7 +54,7 @@ class Atomo(LowRank):
         extra = self.leading if self.leading < n**0.5 else 0
         return max(0.0, (n**0.5 + extra) / self.compress_rank - 1)
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, (a, b, r) = ctx.xp, self.sizes(ctx)
         s, ok, vectors = self._some(x, ctx) if 0 < self.leading < min(a, b) else self._all(x, ctx)
         n = xp.shape(s)[0]

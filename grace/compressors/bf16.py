@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops.validate import fitting
 
@@ -38,7 +38,7 @@ class BF16(Compressor):
     def contraction(self, n: int) -> float | None:
         return 1 - 2.0**-16 if self.rounding == "nearest" else None
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp = ctx.xp
         bits = xp.bitcast(x, "int32")
         magnitude = xp.bitwise_and(bits, 0x7FFFFFFF)

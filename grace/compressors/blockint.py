@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.compressors.blockwise import Rounded
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.packing import pack, unpack
@@ -52,7 +52,7 @@ class BlockInt(Rounded):
         n = max(1, min(n, self.block or n))
         return None if self.unbiased else max(1 / n, 1 - (n - 1) / (4 * self.top**2))
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         rows = blocks.rows(xp, x, self.block)
         scale = xp.max_abs(rows)

@@ -8,7 +8,7 @@ from grace.compressors.qsgd import QSGD
 from grace.compressors.selectors import SelectingSparsifier
 from grace.compressors.sparse import Placed, Sparsifier
 from grace.compressors.topk import TopK
-from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, name_of, run
+from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, as_program, name_of
 from grace.core.registry import register
 
 
@@ -80,8 +80,8 @@ class Chain(Placed):
         return one + two + one * two if self.unbiased and one is not None and two is not None else None
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        sent, _ = yield from run(self.sparsifier.compress(x, {}, ctx))
-        values, _ = yield from run(self.quantizer.compress(sent[0], {}, self.second(ctx)))
+        sent, _ = yield from as_program(self.sparsifier.compress(x, {}, ctx))
+        values, _ = yield from as_program(self.quantizer.compress(sent[0], {}, self.second(ctx)))
         return (*values, *sent[1:]), state
 
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:

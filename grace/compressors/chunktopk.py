@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.compressors.sparse import Placed
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops import blocks, index_coding
 from grace.ops.packing import pack, unpack
@@ -51,7 +51,7 @@ class ChunkTopK(Placed):
         full, rest = divmod(n, self.chunk_size)
         return full * self.chunk_k + min(rest, self.chunk_k)
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, k = ctx.xp, self.count(ctx.size)
         # The zeros that fill up the last chunk are the last of equals: their places are the highest, and are cut off.
         table = blocks.rows(xp, x, self.chunk_size)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops import index_coding as indices
 from grace.ops.validate import fitting, placed
@@ -58,7 +58,7 @@ class DeMo(Compressor):
     def applies(self, ctx: Context) -> bool:
         return 0 < ctx.size < 2**31
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, (a, b, rows, columns) = ctx.xp, self.sizes(ctx)
         down, across, width = -(-a // rows), -(-b // columns), rows * columns
         x = xp.reshape(x, (a, b))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.packing import pack, unpack
@@ -77,7 +77,7 @@ class Dettmers8(Blockwise):
         worst = 1 - min(abs(TABLES[self.table][0]), TABLES[self.table][-1])
         return (1 - worst**2) / max(1, min(n, self.block or n))
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         rows = blocks.rows(xp, x, self.block)
         scale = xp.max(xp.abs(rows), 1)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.hadamard import STREAMS, check_width, hadamard, signs, width_of
@@ -74,7 +74,7 @@ class Eden(Blockwise):
         d = width_of(ctx, self.block_size)
         return signs(ctx.xp, ctx.shared_rng("rotation").bits(ctx.xp.shape(streams)[0] * d), streams, d)
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, d = ctx.xp, width_of(ctx, self.block_size)
         rows = blocks.rows(xp, x, d)
         m = xp.shape(rows)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.validate import fitting
@@ -26,7 +26,7 @@ class EFSignSGD(Blockwise):
     def contraction(self, n: int) -> float | None:
         return 1 / max(1, min(n, self.block or n))
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         total = xp.sum_abs(blocks.rows(xp, x, self.block))
         return (xp.pack_signs(x), total / blocks.counts(xp, n, self.block)), state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops.validate import fitting
 
@@ -24,7 +24,7 @@ class FP16(Compressor):
     memory = "none"
     block = 1
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         return (ctx.xp.cast(x, "float16"),), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:

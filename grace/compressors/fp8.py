@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from grace.compressors.blockwise import Rounded
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.validate import fitting
@@ -74,7 +74,7 @@ class FP8(Rounded):
     def contraction(self, n: int) -> float | None:
         return None if self.unbiased else 1 - self._error(n)
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n, chosen = ctx.xp, ctx.size, FORMATS[self.format]
         rows = blocks.rows(xp, x, self.block)
         # Times the reciprocal, which is what graphs make of a division by a constant.

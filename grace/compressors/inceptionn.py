@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops.packing import pack, unpack
 from grace.ops.validate import matching
@@ -46,7 +46,7 @@ class Inceptionn(Compressor):
         lowest = -10 if self.error_bound == 2e-10 else math.ceil(math.log2(self.error_bound))
         return lowest, lowest + math.ceil(-lowest / 2)
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp = ctx.xp
         lowest, middle = self.powers
         magnitude = xp.abs(x)

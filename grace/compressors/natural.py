@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.validate import fitting
@@ -49,7 +49,7 @@ class Natural(Blockwise):
     def contraction(self, n: int) -> float | None:
         return 8 / 9 if not self.stochastic and self.window == "auto" else None
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         bits = xp.bitwise_and(xp.bitcast(x, "int32"), 0x7FFFFFFF)
         mantissa = xp.bitwise_and(bits, 0x7FFFFF)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops.validate import fitting
 
@@ -33,7 +33,7 @@ class NoCompression(Compressor):
     def variance(self, n: int) -> float | None:
         return 0.0
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         return (ctx.xp.cast(x, ctx.wire),), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:

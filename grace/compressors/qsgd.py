@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.packing import pack, packed_size, unpack
@@ -49,7 +49,7 @@ class QSGD(Compressor):
         n = min(n, self.block or n)
         return min(n / self.quantum_num**2, n**0.5 / self.quantum_num)
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         table = blocks.rows(xp, x, self.block)
         norm = blocks.norms(xp, table)

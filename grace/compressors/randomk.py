@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grace.compressors.sparse import Sparsifier, check_ratio, kept, poisoned
-from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops.validate import fitting
 
@@ -50,8 +50,12 @@ class RandomK(Sparsifier):
     def count(self, n: int) -> int | None:
         return kept(self.compress_ratio, n)
 
+    def positions(self, ctx: Context) -> Array:
+        """int32[k]: the positions of this step."""
+        return ctx.shared_rng("positions").sample(ctx.size, kept(self.compress_ratio, ctx.size))
+
     def select(self, x: Array, ctx: Context) -> Array:
-        return self.read((), ctx)
+        return self.positions(ctx)
 
     def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
         return ()
@@ -60,32 +64,23 @@ class RandomK(Sparsifier):
         return 0
 
     def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
-        return self.drawn(ctx)
+        return self.positions(ctx)
 
-    def drawn(self, ctx: Context, last: bool = False) -> Array:
-        """int32[k]: the positions of this step. ``last``: nobody asks for them again."""
-        # They take longer to draw than to send, so they are kept until they are decoded; not in graphs, whose arrays
-        # belong to a part of one.
-        rng, k = ctx.shared_rng("positions"), kept(self.compress_ratio, ctx.size)
-        key = rng.keys, rng.offset, ctx.size, k
-        found = ctx.drawn.pop(key, None)
-        if found is None:
-            found = rng.sample(ctx.size, k)
-        if ctx.xp.mutable and not last:
-            ctx.drawn[key] = found
-        return found
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
+        return (self.sent(x, self.positions(ctx), ctx),), state
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
-        values = ctx.xp.take(x, self.select(x, ctx))
+    def sent(self, x: Array, positions: Array, ctx: Context) -> Array:
+        """float32[k]: the values at these positions as they travel."""
+        values = ctx.xp.take(x, positions)
         if self.unbiased_scale:
             values = values * (ctx.size / max(1, kept(self.compress_ratio, ctx.size)))
-        return (poisoned(ctx.xp, values, x),), state
+        return poisoned(ctx.xp, values, x)
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         return Compressor.residual(self, x, payload, ctx) if self.unbiased_scale else super().residual(x, payload, ctx)
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        return ctx.xp.put(ctx.xp.zeros(ctx.size), self.drawn(ctx, last=True), self.values(payloads, ctx))
+        return ctx.xp.put(ctx.xp.zeros(ctx.size), self.positions(ctx), self.values(payloads, ctx))
 
     def values(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         """float32[k]: the mean of what all workers sent."""

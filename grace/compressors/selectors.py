@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from grace.compressors.sidco import SIDCo
 from grace.compressors.sparse import CodedSparsifier, beyond, check_ratio, first, kept
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 
 CHUNK = 4096
 """Elements of a chunk, of which the largest are chosen."""
@@ -305,6 +305,6 @@ class SelectingSparsifier(CodedSparsifier):
     def select(self, x: Array, ctx: Context) -> Array:
         return self.chooser.choose(x, self.chooser.init(ctx), ctx)[0]
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         positions, state = self.chooser.choose(x, state, ctx)
         return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state

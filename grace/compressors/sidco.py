@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from grace.compressors.sparse import LARGEST, CodedSparsifier, beyond, check_ratio, first, kept
-from grace.core import Array, Context, Payload, Resize, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, Resize, State
 from grace.core.registry import register
 from grace.ops import distributions as tails
 
@@ -58,7 +58,6 @@ class SIDCo(CodedSparsifier):
     closed_form: bool = False
     cap_factor: float = 0.0
     ragged = True
-    tail = True
     resize: ClassVar[Mapping[str, Resize]] = dict.fromkeys(("stages", "sum", "count", "errors"), Resize.OWN)
     fixed: ClassVar[bool] = False
     """As a selector it chooses about k."""
@@ -107,17 +106,20 @@ class SIDCo(CodedSparsifier):
     def select(self, x: Array, ctx: Context) -> Array:
         return self.choose(x, self.init(ctx), ctx)[0]
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
-        positions, state = self.choose(x, state, ctx)
+    def compress(
+        self, x: Array, state: State, ctx: Context, moments: Array | None = None
+    ) -> MaybeProgram[tuple[Payload, State]]:
+        """As of any compressor. ``moments``: ``xp.excess`` of x and 0, if that is known: a pass less."""
+        positions, state = self.choose(x, state, ctx, moments)
         return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state
 
-    def choose(self, x: Array, state: State, ctx: Context) -> tuple[Array, State]:
+    def choose(self, x: Array, state: State, ctx: Context, moments: Array | None = None) -> tuple[Array, State]:
         """float32[n] -> int32[K], the positions to send, ascending; and next state."""
         xp, k = ctx.xp, kept(self.compress_ratio, ctx.size)
         if self._exact(ctx.size):
             return xp.topk_abs(x, k), state
         stages = state["stages"] if state else xp.full(1, max(1, self.stages), "int32")
-        found = beyond(xp, x, self.threshold(xp, x, stages, ctx.tail.pop() if ctx.tail else None))
+        found = beyond(xp, x, self.threshold(xp, x, stages, moments))
         many = xp.lengths([found])
         if state:
             state = self._observed(xp, xp.cast(many, "float32") / float(k), state)

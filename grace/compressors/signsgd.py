@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops.blocks import block_count, rows
 from grace.ops.validate import fitting
@@ -39,7 +39,7 @@ class SignSGD(Compressor):
     def summed(self) -> tuple[str, int] | None:
         return None if self.packed else ("int8", 1)
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp = ctx.xp
         if not self.packed:
             return (xp.cast(x >= 0, "int8") * 2 - 1, xp.cast(_flags(xp, x), "int8")), state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops.packing import pack, unpack
 from grace.ops.validate import fitting
@@ -34,7 +34,7 @@ class Sketch(Compressor):
         q = min(self.quantiles, ctx.size)
         return q, max(1, (q - 1).bit_length())
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         q, bits = self.sizes(ctx)
         # The largest element of each bucket but the last.

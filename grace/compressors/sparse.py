@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State
 from grace.ops import index_coding as indices
 from grace.ops.validate import fitting, matching, placed
 
@@ -82,7 +82,7 @@ class Sparsifier(Placed):
         """How many arrays `write` makes."""
         return 1
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         positions = self.select(x, ctx)
         return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.packing import pack, packed_size, unpack
@@ -39,7 +39,7 @@ class TernGrad(Blockwise):
     def variance(self, n: int) -> float | None:
         return (max(1, min(n, self.block or n)) ** 0.5 - 1) / 2 if self.unbiased else None
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         table = xp.abs(blocks.rows(xp, x, self.block))
         scale = xp.max(table, 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.packing import pack_trits, packed_trits, unpack_trits
@@ -55,7 +55,7 @@ class ThreeLC(Blockwise):
         # No error exceeds its element, and that of the largest is sparsity - 1 of it.
         return self.sparsity * (2 - self.sparsity) / max(1, min(n, self.block or n))
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         rows = blocks.rows(xp, x, self.block)
         scale = xp.max(xp.abs(rows), 1) * float(self.sparsity)

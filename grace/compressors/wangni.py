@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.compressors.sparse import Scattered, check_ratio, signed, unsigned
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.core.registry import register
 from grace.ops.validate import fitting, matching, placed
 
@@ -39,7 +39,7 @@ class Wangni(Scattered):
         # p >= ratio * n * |x| / |x|_1 where p < 1, so the sum of x²/p there is at most |x|_1² / (ratio * n).
         return 1 / self.compress_ratio
 
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, wanted = ctx.xp, self.compress_ratio * ctx.size
         largest = xp.max(xp.concat([xp.abs(x), xp.zeros(1)]))
         # Relative to the largest element, so that sums stay in range.

@@ -7,16 +7,16 @@ over a toolkit. Standard library only; importing this imports no toolkit.
 from grace.core.compressor import Combine, Compressor
 from grace.core.context import Context
 from grace.core.memory import Memory
-from grace.core.program import Calls, Program, Steps, at_once, run
+from grace.core.program import MaybeProgram, Program, Steps, as_program, at_once, run, run_local
 from grace.core.state import Array, Payload, Resize, State, apart, join, name_of, scope
 from grace.core.transport import Transport
 
 __all__ = [
     "Array",
-    "Calls",
     "Combine",
     "Compressor",
     "Context",
+    "MaybeProgram",
     "Memory",
     "Payload",
     "Program",
@@ -25,9 +25,11 @@ __all__ = [
     "Steps",
     "Transport",
     "apart",
+    "as_program",
     "at_once",
     "join",
     "name_of",
     "run",
+    "run_local",
     "scope",
 ]

@@ -15,31 +15,31 @@ class Communicator(ABC):
     It decides where to compress: after an exact step, twice, or not at all.
     """
 
-    scattered: ClassVar[bool] = False
+    reduce_scatters: ClassVar[bool] = False
     """It reduce-scatters: dimension 0 is the workers, and the result is the mean of this worker's row alone."""
 
     def check(self, method: Method, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
         """Raise ValueError, naming the remedy, for a method that it cannot carry."""
 
-    def fitted(self, method: Method, transport: Transport) -> Communicator:
+    def resolve(self, method: Method, transport: Transport) -> Communicator:
         """Resolve all settings that depend on the method and the workers."""
         return self
 
     def choice(self, method: Method, transport: Transport) -> str:
-        """Why `fitted` gives another communicator, for the report; empty if it does not."""
+        """Why `resolve` gives another communicator, for the report; empty if it does not."""
         return ""
 
-    def lay(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
-        """Elastic jobs: before tensors are laid out, adopt what `prepare` will compare, without messages."""
+    def adopt_local_plan(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
+        """Elastic jobs: before tensors are laid out, adopt what `create_groups` will compare, without messages."""
 
-    def prepare(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
+    def create_groups(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
         """Create the groups of workers, once, before the first exchange, on every worker."""
 
     def applies(self, method: Method, ctx: Context) -> bool:
         """False: this tensor goes dense, and the report says so."""
         return method.compressor.applies(ctx)
 
-    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+    def compression_points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
         """Compression points by name: the method and the elements. A single point is named ""."""
         return {"": (method, ctx)}
 
@@ -66,14 +66,14 @@ class Communicator(ABC):
 
     def init(self, method: Method, ctx: Context) -> State:
         """The state of the method at each compression point, under its name."""
-        states = {name: here.init(part) for name, (here, part) in self.points(method, ctx).items()}
+        states = {name: here.init(part) for name, (here, part) in self.compression_points(method, ctx).items()}
         return states[""] if "" in states else join(**states)
 
     @abstractmethod
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Any, State]]:
         """float32[n] -> the mean over all workers, float32[n], bit-equal on all of them; and next state.
 
-        A ``scattered`` communicator returns float32[n / world_size]. x is donated. The mean may be a
+        A communicator that reduce-scatters returns float32[n / world_size]. x is donated. The mean may be a
         `grace.core.method.Lazy` one.
         """
 

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import ClassVar
 
 from grace.core.context import Context
-from grace.core.program import Steps
+from grace.core.program import MaybeProgram
 from grace.core.state import Array, Payload, Resize, State, apart
 
 
@@ -55,8 +55,6 @@ class Compressor(ABC):
     """How its state follows a change of the number of workers, by key; by default `Resize.SAME`."""
     marked: ClassVar[bool] = False
     """NaN and infinity in x appear in the payload's float32 arrays."""
-    tail: ClassVar[bool] = False
-    """`compress` begins with ``xp.excess(x, 0)``, which may be in ``ctx.tail``."""
 
     @property
     def summed(self) -> tuple[str, int] | None:
@@ -88,7 +86,7 @@ class Compressor(ABC):
         return {}
 
     @abstractmethod
-    def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         """float32[n] -> payload and next state. A generator may request collectives."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from grace.core.compressor import Compressor
 from grace.core.context import Context
-from grace.core.program import Steps
+from grace.core.program import MaybeProgram
 from grace.core.state import Array, Payload, Resize, State
 
 
@@ -34,7 +34,7 @@ class Memory(ABC):
         return {}
 
     @abstractmethod
-    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+    def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         """float32[n] -> the vector to compress, and next state. x is donated."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ from typing import Any
 from grace.core.compressor import Compressor
 from grace.core.context import Context
 from grace.core.memory import Memory
-from grace.core.program import Program, run
+from grace.core.program import Program, as_program
 from grace.core.state import Array, Payload, State, apart, join, name_of, scope
 
 
@@ -58,8 +58,8 @@ class Method:
         ``defer``: an engine may return a residual that is computed where it is stored.
         """
         memory, kept = scope(state, "memory"), scope(state, "compressor")
-        x, memory = yield from run(self.memory.compensate(x, memory, ctx))
-        payload, kept = yield from run(self.compressor.compress(x, kept, ctx))
+        x, memory = yield from as_program(self.memory.compensate(x, memory, ctx))
+        payload, kept = yield from as_program(self.compressor.compress(x, kept, ctx))
         payload = apart(payload, (x,), ctx.xp)
         memory = self.memory.update(x, payload, self.compressor, memory, ctx)
         return payload, join(memory=memory, compressor=kept)

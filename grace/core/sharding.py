@@ -11,7 +11,7 @@ from typing import Any
 
 from grace.core.compressor import Combine, Compressor
 from grace.core.context import Context
-from grace.core.program import at_once
+from grace.core.program import run_local
 from grace.core.state import Payload
 
 
@@ -101,7 +101,7 @@ def template(
 ) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """dtype and shape of the payload arrays of a tensor. ValueError for a method that asks for collectives."""
     ctx = Context(xp=xp, name="template", shape=shape, wire=wire)
-    payload, _ = at_once(compressor.compress(xp.zeros(ctx.size), compressor.init(ctx), ctx), compressor)
+    payload, _ = run_local(compressor.compress(xp.zeros(ctx.size), compressor.init(ctx), ctx), compressor)
     return tuple((xp.dtype(array), tuple(xp.shape(array))) for array in payload)
 
 

@@ -44,7 +44,7 @@ class Commit:
         setup, xp = self._setup, self._setup.xp
         dense = iter(self._flight.results.pop(DENSE, ()))
         found: list[tuple[Unit, Array, Array | None]] = []
-        calls = setup.calls()
+        deferred = setup.deferred_kernels()
         for unit, x in self._flat.items():
             if setup.plain(unit, self._levels[unit]):
                 mean, state = xp.cast(next(dense), unit.dtype), {}
@@ -62,10 +62,10 @@ class Commit:
             if in_place:
                 mean = x
             elif isinstance(mean, LazyMean):
-                mean = mean.into(x, calls) if xp.mutable else mean.array()
+                mean = mean.into(x, deferred) if xp.mutable else mean.array()
             found.append((unit, mean, ok))
-        if calls:
-            calls.make()
+        if deferred:
+            deferred.run()
         means: dict[str, Array | None] = {}
         for unit, mean, ok in found:
             if setup.options.nonfinite == "zero" and ok is not None:
@@ -86,7 +86,7 @@ class Commit:
         return setup.meter.count(units, asked, setup.transport.group_rank, sizes)
 
     def _by_tensor(self, unit: Unit, mean: Array) -> dict[str, Array | None]:
-        setup, xp, scattered = self._setup, self._setup.xp, self._setup.communicator.scattered
+        setup, xp, scattered = self._setup, self._setup.xp, self._setup.communicator.reduce_scatters
         means: dict[str, Array | None] = {}
         start, several = 0, len(unit.tensors) > 1 or scattered
         for tensor in unit.tensors:
@@ -121,7 +121,7 @@ class Commit:
 
     def _narrow(self, unit: Unit) -> bool:
         # A residual may make a mean larger than float16 holds. A scattered row only its own worker could judge.
-        return unit.narrow and not self._setup.communicator.scattered
+        return unit.narrow and not self._setup.communicator.reduce_scatters
 
     def _marked_means(self) -> dict[Unit, LazyMean]:
         # Means whose payloads show whether they are finite.

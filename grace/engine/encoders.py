@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, apart, join, run, scope
+from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, apart, as_program, join, scope
 from grace.core.method import Method
 from grace.core.sharding import in_chunks, piece, pieces, template, unit
 from grace.engine import accelerators
@@ -18,6 +18,7 @@ from grace.engine.accelerators import accelerator_of, memory_accelerator_of
 from grace.engine.compiled import compiled
 from grace.engine.host import encode_hosted
 from grace.engine.lazy_mean import DeferredResidual, LazyMean, LazyShardedMean
+from grace.engine.workspace import without_rollback, workspace
 
 RESIDUAL = "memory/residual"
 
@@ -31,28 +32,30 @@ class FastMethod(Method):
         if done is None:
             done = encode(self.compressor, self.memory, x, state, ctx)
         if done is not None:
-            if ctx.calls:
-                yield ctx.calls
+            if workspace(ctx).deferred:
+                yield None  # until they have run
             return done
-        accelerator, program = accelerator_of(self.compressor), None
+        accelerator, for_memory = accelerator_of(self.compressor), memory_accelerator_of(self.memory)
         memory, kept = scope(state, "memory"), scope(state, "compressor")
+        compensated = None
         if self.memory.plain and "residual" in memory and ctx.xp.mutable:
-            program = accelerator.compensated(self.compressor, x, memory["residual"], kept, ctx)
+            compensated = accelerator.compensated(self.compressor, x, memory["residual"], kept, ctx)
         # A mask changes its residual only where something was sent: nothing to defer.
         defer = defer and not self.compressor.mask and self.memory.plain and "residual" in memory and bool(ctx.xp.piece)
-        if program is None:
-            if self.compressor.tail and self.memory.plain:
-                ctx = ctx.with_tail()
+        if compensated is None:
             # A deferred residual is computed in the last one's memory, so x must not lie there.
-            here = ctx.without_undo() if defer else ctx
-            x, memory = yield from run(memory_accelerator_of(self.memory).compensate(self.memory, x, memory, here))
-            program = run(accelerator.compress(self.compressor, x, kept, ctx))
+            here = without_rollback(ctx) if defer else ctx
+            x, memory = yield from as_program(for_memory.compensate(self.memory, x, memory, here))
+            program = as_program(accelerator.compress(self.compressor, x, kept, ctx))
+        else:
+            x, program = compensated
         payload, kept = yield from program
         payload = apart(payload, (x,), ctx.xp)
         if defer:
             memory = {"residual": DeferredResidual(self.compressor, x, payload, ctx)}
         else:
-            memory = self.memory.update(x, payload, accelerator.for_memory(self.compressor), memory, ctx)
+            compressor = accelerator.for_memory(self.compressor)
+            memory = for_memory.update(self.memory, x, payload, compressor, memory, ctx)
         return payload, join(memory=memory, compressor=kept)
 
     def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> LazyMean:
@@ -70,7 +73,7 @@ def encode(
 ) -> tuple[Payload, State] | None:
     """Payload and next state by one kernel, or in chunks; None if neither applies. x is donated.
 
-    With ``ctx.calls`` the work may be deferred to there.
+    The work may be left to the workspace's deferred kernels.
     """
     if not memory.plain or ctx.size == 0:
         return None
@@ -90,7 +93,7 @@ def _encode_chunks(compressor: Compressor, x: Array, residual: Array | None, ctx
     # Arrays of the whole payload, a little too long: parts that are put together in the end would be copied once more.
     whole = [xp.empty(-(-ctx.size // units) * shape[0], dtype) for dtype, shape in each]
     ends: list[int] = []
-    forms = compiled(xp) if ctx.compile and not compressor.lossless else None
+    forms = compiled(xp) if workspace(ctx).compile and not compressor.lossless else None
     for start, stop in pieces(compressor, ctx):
         here, part = ctx.piece(start, stop - start), x[start:stop]
         rest = None if residual is None else residual[start:stop]

@@ -14,6 +14,7 @@ from grace.engine.commit import DENSE, Commit
 from grace.engine.handshake import HEADER, header, in_step, out_of_step
 from grace.engine.scheduler import RoundScheduler
 from grace.engine.setup import PRESENT, Setup, on_host
+from grace.engine.workspace import Workspace
 
 
 class Exchange:
@@ -110,14 +111,15 @@ class Exchange:
     def _flight(self, name: str, flat: Mapping[Unit, Array], levels: Mapping[Unit, int], step: Any) -> RoundScheduler:
         setup, xp = self._setup, self._setup.xp
         programs: dict[str, Program[Any]] = {}
-        calls = setup.calls()
+        deferred = setup.deferred_kernels()
         for unit, x in flat.items():
             level = levels[unit]
             if not setup.plain(unit, level):
                 way = setup.ways[level]
-                undo = setup.store.undo(unit) if xp.mutable else None
+                log = setup.store.rollback_log(unit) if xp.mutable else None
                 elsewhere = setup.offload is not None and unit.name in setup.offload.units
-                ctx = setup.context(unit, step, undo, None if elsewhere else calls)
+                workspace = Workspace(log, None if elsewhere else deferred, setup.options.compile)
+                ctx = setup.context(unit, step, workspace)
                 programs[unit.name] = way.communicator.reduce(x, way.encoder, setup.store.state(unit, level), ctx)
         if dense := [unit for unit in flat if setup.plain(unit, levels[unit])]:
             sent = (xp.cast(flat[unit], setup.wire_dtype(unit, levels[unit])) for unit in dense)
@@ -130,7 +132,7 @@ class Exchange:
             before = None if last is None or last.depart() else last
             label = f"{name}.of{setup.number}" if setup.number else name  # a name that TensorFlow takes
             room = partial(xp.side_by_side, nbytes)
-            return RoundScheduler(label, programs, setup.transport, setup.trace, setup.offload, before, room, calls)
+            return RoundScheduler(label, programs, setup.transport, setup.trace, setup.offload, before, room, deferred)
 
     def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
         # Units that share a switch in a graph, a compressed one first: all, or each by itself.

@@ -8,8 +8,9 @@ from functools import cache
 from typing import Any
 
 from grace.backends.base import HOSTED
-from grace.core import Array, Compressor, Context, Memory, Payload, State, at_once
+from grace.core import Array, Compressor, Context, Memory, Payload, State, run_local
 from grace.core.sharding import template
+from grace.engine.workspace import Workspace
 
 
 def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Payload, State] | None:
@@ -31,7 +32,7 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
         here = on_host(replace(ctx, lr=lr and (lambda: rate)), host, step)
         held = dict(zip(keys, arrays, strict=True))
         with host.quiet():
-            sent, after = at_once(method.encode(host.copy(x), held, here), method.compressor)
+            sent, after = run_local(method.encode(host.copy(x), held, here), method.compressor)
         return [*sent, *(after[key] for key in keys)]
 
     step, rate = xp.asarray(ctx.step, "int64"), xp.asarray(lr() if lr else 0.0, "float32")
@@ -60,5 +61,5 @@ def host_backend(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
 
 
 def on_host(ctx: Context, host: Any, step: Any) -> Context:
-    """The context for the host's backend, with a draw cache of its own: a graph's context outlasts its steps."""
-    return replace(ctx, xp=host, step=int(step), drawn={})
+    """The context for the host's backend, with a workspace of its own: a graph's context outlasts its steps."""
+    return replace(ctx, xp=host, step=int(step), _workspace=Workspace())

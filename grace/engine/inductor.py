@@ -237,7 +237,7 @@ class Forms:
 
     def _encoding(self, compressor: Compressor, ctx: Context, feedback: bool) -> Any:
         xp, traceable = self._xp, self._traceable
-        ctx = replace(ctx, xp=xp, rank=0, step=0, offset=0, undo=None)
+        ctx = replace(ctx, xp=xp, rank=0, step=0, offset=0, _workspace=None)
         draws: list[Draw] = []
 
         def note(label: str, shared: bool, kind: str, n: int) -> Array:
@@ -278,7 +278,7 @@ class Forms:
         if count > WORKERS:
             raise Uncompiled(f"a mean of more than {WORKERS} payloads")
         xp, traceable = self._xp, self._traceable
-        ctx = replace(ctx, xp=xp, rank=0, step=0, offset=0, undo=None)
+        ctx = replace(ctx, xp=xp, rank=0, step=0, offset=0, _workspace=None)
 
         def none(label: str, shared: bool, kind: str, n: int) -> Array:
             raise Uncompiled("it draws random numbers to decode")

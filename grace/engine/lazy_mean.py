@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from grace.core import Array, Calls, Compressor, Context, Payload, Program
+from grace.backends.deferred import DeferredKernels
+from grace.core import Array, Compressor, Context, Payload, Program
 from grace.core.errors import sent_by
 from grace.core.gathered import GatheredPayloads
 from grace.core.method import Lazy
@@ -16,6 +17,7 @@ from grace.engine import accelerators
 from grace.engine.accelerators import accelerator_of
 from grace.engine.compiled import compiled
 from grace.engine.host import host_backend, on_host
+from grace.engine.workspace import workspace
 
 
 class LazyMean(Lazy):
@@ -48,25 +50,25 @@ class LazyMean(Lazy):
             (address, math.prod(shape)) for (dtype, shape), each in columns if dtype == "float32" for address in each
         ]
 
-    def array(self, calls: Calls | None = None) -> Array:
-        """float32[n]. With ``calls`` it may be left there. ValueError names a worker whose payload does not fit."""
+    def array(self, deferred: DeferredKernels | None = None) -> Array:
+        """float32[n], filled later if ``deferred`` has the kernel. ValueError names a worker whose payload is wrong."""
         xp, ctx = self._ctx.xp, self._ctx
         if xp.mutable and (xp.kernels or in_chunks(self._compressor, ctx)):
-            return self.into(xp.empty(ctx.size, ctx.dtype), calls)
+            return self.into(xp.empty(ctx.size, ctx.dtype), deferred)
         with self._named():
             return self._whole()
 
-    def into(self, out: Array, calls: Calls | None = None) -> Array:
+    def into(self, out: Array, deferred: DeferredKernels | None = None) -> Array:
         """As `array`, written to float32[n] ``out``."""
         with self._named():
-            return self._into(out, calls)
+            return self._into(out, deferred)
 
     def made(self) -> Program[Array]:
         """As `array`, for a program: the means of many tensors may be decoded one after the other."""
-        calls = self._ctx.calls
-        array = self.array(calls)
-        if calls:
-            yield calls
+        deferred = workspace(self._ctx).deferred
+        array = self.array(deferred)
+        if deferred:
+            yield None  # until they have run
         return array
 
     @contextmanager
@@ -108,15 +110,15 @@ class LazyMean(Lazy):
         (mean,) = ctx.xp.hosted(work, arrays, [("float32", (ctx.size,))])
         return mean
 
-    def _into(self, out: Array, calls: Calls | None) -> Array:
+    def _into(self, out: Array, deferred: DeferredKernels | None) -> Array:
         xp, ctx, compressor = self._ctx.xp, self._ctx, self._compressor
         if ctx.size == 0:
             return out
-        if accelerators.mean(compressor, self._payloads, out, ctx, calls) is not None:
+        if accelerators.mean(compressor, self._payloads, out, ctx, deferred) is not None:
             return out
         if not in_chunks(compressor, ctx):
             return self._decode_into(out, self._payloads, ctx)
-        forms: Any = compiled(xp) if ctx.compile and not compressor.lossless else None
+        forms: Any = compiled(xp) if workspace(ctx).compile and not compressor.lossless else None
         size, payloads, steps = piece(compressor, xp), list(self._payloads), strides(compressor, xp)
         for start, stop in pieces(compressor, ctx):
             parts = [cut(payload, steps, start, stop, ctx.size) for payload in payloads]
@@ -160,11 +162,11 @@ class LazyShardedMean(LazyMean):
         whole = tuple(map(self._ctx.xp.concat, zip(*self._payloads, strict=True)))
         return LazyMean(self._compressor, [whole], self._ctx, True)._whole()
 
-    def _into(self, out: Array, calls: Calls | None) -> Array:
+    def _into(self, out: Array, deferred: DeferredKernels | None) -> Array:
         start = 0
         for part in self._parts():
             size = part._ctx.size
-            part._into(out[start : start + size], calls)
+            part._into(out[start : start + size], deferred)
             start += size
         return out
 

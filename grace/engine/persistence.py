@@ -64,7 +64,7 @@ def checked(setup: Setup, states: Sequence[State], lost: bool) -> tuple[list[Fit
                 f"this is the state of worker {whose[0][0]} of {whose[0][1]}, but this is worker {setup.rank} of "
                 f"{setup.world_size}: load each worker's own, or give the states of all {whose[0][1]} workers"
             )
-        if setup.communicator.scattered:
+        if setup.communicator.reduce_scatters:
             raise ValueError(
                 f"communicator {name_of(setup.communicator)!r} cuts tensors into other rows for another number of "
                 f"workers: this is the state of {whose[0][1]}, so go on with as many"

@@ -10,9 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from grace.backends.base import Backend
-from grace.core import Calls, Program, Transport
+from grace.backends.deferred import DeferredKernels
+from grace.core import Program, Transport
 from grace.core.collectives import Collective
 from grace.engine.trace import Trace
+
+PAUSE = False, None
+"""The step of a program that waits for deferred kernels."""
 
 
 class WorkerPool:
@@ -36,8 +40,8 @@ class RoundScheduler:
 
     ``room``: the context in which programs make what is going to leave in one message. ``offload``: runs some of them
     on a pool of threads. Then the first message may have to wait; it leaves, in a call of `depart` or `advance`, after
-    that of the flight ``before`` this one: in one order on all workers. ``calls``: those of the contexts of programs
-    that do not run there; they are made when all that can be added has been.
+    that of the flight ``before`` this one: in one order on all workers. ``deferred``: the deferred kernels of all
+    programs that do not run there; called once each of these has asked for something, returned, or paused.
     """
 
     def __init__(
@@ -49,13 +53,13 @@ class RoundScheduler:
         offload: WorkerPool | None = None,
         before: RoundScheduler | None = None,
         room: Callable[[], AbstractContextManager[None]] = nullcontext,
-        calls: Calls | None = None,
+        deferred: DeferredKernels | None = None,
     ):
         self.results: dict[str, Any] = {}
         self.asked: list[tuple[str, Collective, Any]] = []
         """Unit, collective and result of everything that was exchanged."""
         self.name, self._programs, self._transport, self._trace = name, programs, transport, trace
-        self._offload, self._before, self._room, self._calls = offload, before, room, calls
+        self._offload, self._before, self._room, self._deferred = offload, before, room, deferred
         self._round = 0
         self._requests: list[tuple[str, tuple[Collective, ...], bool]] = []
         self._wait: Any = None
@@ -130,10 +134,10 @@ class RoundScheduler:
             for unit, answer in answers.items():
                 if unit not in elsewhere:
                     self._steps[unit] = self._step(unit, answer)
-            while self._calls:
-                self._calls.make()
+            while self._deferred:
+                self._deferred.run()
                 for unit, step in self._steps.items():
-                    if not isinstance(step, Future) and step[1] is self._calls:
+                    if step == PAUSE:
                         self._steps[unit] = self._step(unit, None)
             if not elsewhere and self._before is None:
                 self._send()

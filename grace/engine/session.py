@@ -206,7 +206,7 @@ class Grace:
             raise TypeError(
                 f"{tensor.name!r} has dtype {tensor.dtype}: only {', '.join(FLOATS)} gradients can be averaged"
             )
-        if self.communicator.scattered and tensor.shape[:1] != (self.world_size,):
+        if self.communicator.reduce_scatters and tensor.shape[:1] != (self.world_size,):
             raise ValueError(
                 f"communicator {name_of(self.communicator)!r} hands each of {self.world_size} workers its own row "
                 f"of a tensor, but {tensor.name!r} has shape {list(tensor.shape)}. It is for grace.torch.fsdp: take "

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from grace.backends import Backend
-from grace.core import Array, Calls, Context, Transport, name_of
+from grace.backends.deferred import DeferredKernels
+from grace.core import Array, Context, Transport, name_of
 from grace.core.communicator import Communicator
 from grace.core.method import Method
 from grace.core.policy import Policy
@@ -26,6 +27,7 @@ from grace.engine.scheduler import WorkerPool
 from grace.engine.state_store import Snapshot, StateStore, Way
 from grace.engine.tensors import TensorTable
 from grace.engine.trace import Trace
+from grace.engine.workspace import Workspace
 from grace.transports import get_transport
 from grace.transports.local import LocalTransport, World
 
@@ -145,9 +147,9 @@ class Setup:
         for method, communicator in self._methods:
             carrier = transport or LocalTransport(World(getattr(communicator, "node_size", 0) or 1))
             self.choice = communicator.choice(method, carrier)
-            fitted = communicator.fitted(method, carrier)
+            fitted = communicator.resolve(method, carrier)
             fitted.check(method, carrier.size)
-            if fitted.scattered and self.options.fuse != "tensor":
+            if fitted.reduce_scatters and self.options.fuse != "tensor":
                 raise ValueError(
                     f"communicator {name_of(communicator)!r} needs the rows of each tensor apart: use fuse='tensor', "
                     f"not {self.options.fuse!r}"
@@ -167,13 +169,13 @@ class Setup:
         self.transport.timeout = self.options.timeout
         if self.transport.elastic:
             for way in self.ways:
-                way.communicator.lay(self.transport)
+                way.communicator.adopt_local_plan(self.transport)
         else:
             self._prepare()
 
     def _prepare(self) -> None:
         for way in self.ways:
-            way.communicator.prepare(self.transport)
+            way.communicator.create_groups(self.transport)
         self._prepared = True
 
     def settle(self) -> None:
@@ -250,7 +252,7 @@ class Setup:
             point
             for unit in self.table.compressed()
             for way in self.ways
-            for point in way.communicator.points(way.method, self.context(unit, 0)).values()
+            for point in way.communicator.compression_points(way.method, self.context(unit, 0)).values()
         ]
         reason = uncompiled([(method.compressor, ctx) for method, ctx in points], self.xp)
         if reason:
@@ -287,9 +289,7 @@ class Setup:
         lossless = unit.lossless or self.ways[level].method.compressor.lossless
         return unit.wire if lossless else unit.dtype
 
-    def context(
-        self, unit: Unit, step: Any, undo: list[tuple[Array, Array]] | None = None, calls: Calls | None = None
-    ) -> Context:
+    def context(self, unit: Unit, step: Any, workspace: Workspace | None = None) -> Context:
         """The context of a unit in a step."""
         return Context(
             xp=self.xp,
@@ -302,14 +302,12 @@ class Setup:
             step=step,
             seed=self.options.seed,
             lr=None if self.learning_rate is None else partial(self.learning_rate, unit.tensors[0].name),
-            undo=undo,
-            calls=calls,
-            compile=self.options.compile,
+            _workspace=workspace,
         )
 
-    def calls(self) -> Calls | None:
-        """A place for deferred kernels, where there are any."""
-        return Calls() if self.xp.mutable and on_host(self.xp) and self.xp.kernels else None
+    def deferred_kernels(self) -> DeferredKernels | None:
+        """Where kernels may be deferred to; None: they are called at once."""
+        return DeferredKernels() if self.xp.mutable and on_host(self.xp) and self.xp.kernels else None
 
     def step_number(self) -> int:
         """How many steps were made, on the host."""

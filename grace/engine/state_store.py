@@ -82,8 +82,8 @@ class Snapshot:
 class StateStore:
     """The state of all units.
 
-    Within a step a new residual may overwrite the last one, which then lies in a donated gradient (`Context.undo`).
-    `commit` decides which stays; `rollback` restores all.
+    Within a step a new residual may overwrite the last one, which then lies in a donated gradient: `rollback_log` says
+    where. `commit` decides which stays; `rollback` restores all.
     """
 
     def __init__(self, ways: Sequence[Way], schedule: Schedule | None):
@@ -91,7 +91,7 @@ class StateStore:
         self._xp: Backend | None = None
         self._cells: dict[str, list[Cells]] = {}  # for each unit its state at each level
         self._carrying: set[str] = set()  # units that have something carried, where a host can know
-        self._undo: dict[str, list[tuple[Array, Array]]] = {}  # where each unit's last residuals are in this step
+        self._logs: dict[str, list[tuple[Array, Array]]] = {}  # where each unit's last residuals are in this step
 
     def bind(self, xp: Backend) -> None:
         """Set the backend, before there is any unit."""
@@ -174,9 +174,9 @@ class StateStore:
         """The arrays as they are now."""
         return {key: cell.read() for key, cell in self._cells[unit.name][level].items()}
 
-    def undo(self, unit: Unit) -> list[tuple[Array, Array]]:
-        """Where a step in work notes which residuals of a unit it has written to, and where the last ones are."""
-        return self._undo.setdefault(unit.name, [])
+    def rollback_log(self, unit: Unit) -> list[tuple[Array, Array]]:
+        """The rollback log of a unit in this step: the residuals that were overwritten, and where the last ones are."""
+        return self._logs.setdefault(unit.name, [])
 
     def with_carried(self, unit: Unit, x: Array) -> Array:
         """A gradient, and what a change of strategy left of the unit's residuals."""
@@ -200,15 +200,15 @@ class StateStore:
 
     def release(self, unit: Unit, ok: Array | None) -> None:
         """The step is over for a unit: unless ``ok``, its last residuals are back in their places."""
-        noted = self._undo.pop(unit.name, [])
+        noted = self._logs.pop(unit.name, [])
         if noted and (ok is None or not ok):
             self._restore(noted)
 
     def rollback(self) -> None:
         """A step does not count: all last residuals are back in their places."""
-        for noted in self._undo.values():
+        for noted in self._logs.values():
             self._restore(noted)
-        self._undo.clear()
+        self._logs.clear()
 
     def _carried(self, unit: Unit) -> Any:
         # The cell of what a change of strategy left, if there may be something in it.
@@ -239,7 +239,7 @@ class StateStore:
         if (before := snapshot.read(cell)) is not None:
             return before
         value = cell.read()
-        return next((last for residual, last in self._undo.get(unit, ()) if residual is value), value)
+        return next((last for residual, last in self._logs.get(unit, ()) if residual is value), value)
 
     # -- a change of level ------------------------------------------------------------------------------------------
     def enter(self, unit: Unit, before: int, level: int, state: State, ctx: Context) -> None:
@@ -282,7 +282,7 @@ class StateStore:
             memories = (each.method.memory for each in self._ways)
             memory = next((memory for memory in memories if memory.feedback), way.method.memory)
             return {"": (replace(way.method, memory=memory), ctx)}
-        return {"": (way.method, ctx)} if unit.dense else way.communicator.points(way.method, ctx)
+        return {"": (way.method, ctx)} if unit.dense else way.communicator.compression_points(way.method, ctx)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
     def export(self, levels: Mapping[str, int], snapshot: Snapshot) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from grace.backends.base import recent
-from grace.core import Calls
+from grace.backends.deferred import DeferredKernels
 from grace.core.gathered import GatheredPayloads
 from grace.core.rng import NOISE, Rng
 from grace.kernels import Codes, Library, library
@@ -21,7 +21,7 @@ from grace.ops.validate import fitting
 T = TypeVar("T")
 Array = Any
 Pairs = Sequence[tuple[Array, ...]]
-Undo = list[tuple[Array, Array]]
+Log = list[tuple[Array, Array]]
 
 
 class _Settled(threading.local):
@@ -57,33 +57,33 @@ def host_kernels(xp: Any) -> HostKernels | None:
 class HostKernels:
     """A `Library` for a backend's arrays. x is donated: what is left, where it is asked for, lies in its memory.
 
-    `within` a step what is left may lie in the residual's own memory instead, and work may be put off.
+    `within` a step the new residual may overwrite the last one instead, and calls may be deferred.
     """
 
-    _undo: Undo | None = None
-    _calls: Calls | None = None
+    _log: Log | None = None
+    _deferred: DeferredKernels | None = None
 
     def __init__(self, xp: Any, library: Library):
         self._xp, self.library, self.isa = xp, library, library.isa
         self._tables: dict[Any, Array] = {}
 
-    def within(self, undo: Undo | None, calls: Calls | None) -> HostKernels:
-        """The kernels with what a `grace.core.Context` has.
+    def within(self, log: Log | None, deferred: DeferredKernels | None) -> HostKernels:
+        """These kernels, bound to the workspace of a step.
 
-        ``undo``: what is left lies in the residual's own memory, and x, which is noted there with it, has what the
-        residual was. ``calls``: where kernels leave their work, but for those whose results' lengths depend on it.
+        ``log``: its rollback log. New residuals overwrite the last ones, which move to x; the log takes both arrays.
+        ``deferred``: takes all calls but those that decide how long their results are.
         """
         kernels = object.__new__(type(self))
-        kernels.__dict__.update(self.__dict__, _undo=undo, _calls=calls)
+        kernels.__dict__.update(self.__dict__, _log=log, _deferred=deferred)
         return kernels
 
-    def accumulate(self, x: Array, last: Array, beta: float, gamma: float, tail: list[Array] | None = None) -> Array:
-        """`grace.core.Context.accumulated`, in the memory of ``last``; within a step that can be undone."""
+    def accumulate(self, x: Array, last: Array, beta: float, gamma: float, moments: Array | None = None) -> Array:
+        """`grace.ops.sums.weighted_sum`, written over ``last``; needs a rollback log.
+
+        ``moments``: float64[3], takes ``xp.excess`` of the sum and 0.
+        """
         xp, at = self._xp, self._xp.address
-        found = None if tail is None else xp.empty(3, "float64")
-        self.library.accumulate(at(x), at(last), beta, gamma, at(found), xp.shape(x)[0], xp.threads)
-        if tail is not None:
-            tail.append(found)
+        self.library.accumulate(at(x), at(last), beta, gamma, at(moments), xp.shape(x)[0], xp.threads)
         self._note(x, last)
         return last
 
@@ -256,7 +256,7 @@ class HostKernels:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
         xp, at = self._xp, self._xp.address
         values, positions = xp.part(k), xp.part(k, "int32")
-        left, swap = (x, False) if self._undo is None or residual is None else (residual, True)
+        left, swap = (x, False) if self._log is None or residual is None else (residual, True)
         where = at(x), at(residual), at(left), at(values), at(positions)
         encode = partial(self.library.topk_encode, *where, self._xp.shape(x)[0], k, xp.threads, swap)
         self._do(encode, (x, residual), values, positions)
@@ -334,7 +334,7 @@ class HostKernels:
         """The next momentum, in memory of its own, and v with what that adds, as `grace.memories.dgc` has them."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
-        fresh, total, last = xp.empty(n), (x if self._undo is None else v), (None if self._undo is None else at(x))
+        fresh, total, last = xp.empty(n), (x if self._log is None else v), (None if self._log is None else at(x))
         self.library.correct(at(x), at(u), at(v), at(fresh), at(total), last, momentum, nesterov, n, xp.threads)
         self._note(x, v)
         return fresh, total
@@ -657,7 +657,7 @@ class HostKernels:
 
     def _left(self, x: Array, residual: Array | None) -> tuple[Array, int | None, bool]:
         # The array of what is left, its address if it is written, and whether x and the residual change places.
-        left, swap = (x, False) if self._undo is None or residual is None else (residual, True)
+        left, swap = (x, False) if self._log is None or residual is None else (residual, True)
         return left, None if residual is None else self._xp.address(left), swap
 
     def _encode(
@@ -675,7 +675,7 @@ class HostKernels:
         now: bool = False,
     ) -> Any:
         # The payload of one of `schema.CODECS`, and what is left. ``how``: what the sizes of its arrays depend on, and
-        # what comes next, ``more``. ``used``: whose memory is read. ``alone``: no residual. ``now``: not put off.
+        # what comes next, ``more``. ``used``: whose memory is read. ``alone``: no residual. ``now``: not deferred.
         xp, codec = self._xp, CODECS[name]
         at, left = xp.address, x
         payload: list[Array] = []
@@ -692,12 +692,12 @@ class HostKernels:
         else:
             left, out, swap = self._left(x, residual)
             call = partial(kernel, *first, at(x), at(residual), out, *addresses, *how, *more, xp.threads, swap)
-        if self._calls is None or now:
+        if self._deferred is None or now:
             call()
-            if self._undo is not None and residual is not None:
-                self._undo.append((residual, x))
+            if self._log is not None and residual is not None:
+                self._log.append((residual, x))
         else:
-            self._put_off(call, (x, residual), *payload, *used)
+            self._defer(call, (x, residual), *payload, *used)
         return (*payload, left) if flat else (tuple(payload), left)
 
     def _mean(
@@ -717,32 +717,32 @@ class HostKernels:
         kept, columns = self._received(payloads, sizes or codec.sizes(*how))
         kernel = getattr(self.library, codec.mean)
         call = partial(kernel, *first, *columns, len(kept), xp.address(out), *how, *more, xp.threads)
-        if self._calls is None or now:
+        if self._deferred is None or now:
             call()
         else:
-            self._calls.add(call, out, kept, *used)
+            self._deferred.add(call, out, kept, *used)
         return out
 
     def _do(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
         # ``swapped``: x and the residual, noted once the kernel has run: until then the residual is where it was.
-        if self._calls is not None:
-            self._put_off(kernel, swapped, *used)
+        if self._deferred is not None:
+            self._defer(kernel, swapped, *used)
             return
         kernel()
         if swapped is not None:
             self._note(*swapped)
 
-    def _put_off(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
-        assert self._calls is not None
-        self._calls.add(kernel if swapped is None else partial(self._noted, kernel, *swapped), *used)
+    def _defer(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
+        assert self._deferred is not None
+        self._deferred.add(kernel if swapped is None else partial(self._noted, kernel, *swapped), *used)
 
     def _noted(self, kernel: Callable[[], Any], x: Array, residual: Array | None) -> None:
         kernel()
         self._note(x, residual)
 
     def _note(self, x: Array, residual: Array | None) -> None:
-        if self._undo is not None and residual is not None:
-            self._undo.append((residual, x))
+        if self._log is not None and residual is not None:
+            self._log.append((residual, x))
 
     def _out(self, out: Array | None, n: int) -> Array:
         return self._xp.empty(n) if out is None else out

@@ -369,7 +369,7 @@ class TritonKernels:
     def __init__(self, xp: Any, give_up: Callable[[Exception], None]):
         self._xp, self._give_up = xp, give_up
 
-    def within(self, undo: Any, calls: Any) -> TritonKernels:
+    def within(self, log: Any, deferred: Any) -> TritonKernels:
         """These kernels: a device does not wait for them, and needs neither."""
         return self
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps, name_of
+from grace.core import Array, Compressor, Context, MaybeProgram, Memory, Payload, Resize, State, name_of
 from grace.core.registry import register
 from grace.memories.residual import Residual
 
@@ -52,7 +52,7 @@ class DGC(Memory):
     def init(self, ctx: Context) -> State:
         return {"momentum": ctx.xp.zeros(ctx.size), "residual": ctx.xp.zeros(ctx.size)}
 
-    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+    def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         xp, x, u, v = ctx.xp, self.clipped(x, ctx), state["momentum"], state["residual"]
         if not 0 < xp.piece < ctx.size:
             u, step = self._momentum(x, u)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps
+from grace.core import Array, Compressor, Context, MaybeProgram, Memory, Payload, Resize, State
 from grace.core.registry import register
 
 
@@ -28,7 +28,7 @@ class EF21(Memory):
     def init(self, ctx: Context) -> State:
         return {"estimate": ctx.xp.zeros(ctx.size), "mean": ctx.xp.zeros(ctx.size)}
 
-    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+    def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         return x - state["estimate"], state
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps
+from grace.core import Array, Compressor, Context, MaybeProgram, Memory, Payload, Resize, State
 from grace.core.registry import register
 
 
@@ -34,7 +34,7 @@ class EFSignSGDMemory(Memory):
     def init(self, ctx: Context) -> State:
         return {"residual": ctx.xp.zeros(ctx.size), "lr": ctx.xp.zeros(1)}
 
-    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+    def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         xp, now, last = ctx.xp, self.rate(ctx), state["lr"]
         share = xp.where(now > 0, xp.where(last > 0, last, now) / xp.where(now > 0, now, 1.0), 0.0)
         return x + state["residual"] * share, state

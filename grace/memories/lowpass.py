@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core import Array, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Compressor, Context, Payload, State
 from grace.core.registry import register
 from grace.memories.residual import Residual
+from grace.ops.sums import weighted_sum
 
 
 @register("lowpass")
@@ -27,9 +28,6 @@ class LowPass(Residual):
         if not 0 < self.rate <= 1:
             raise ValueError(f"rate={self.rate!r} must lie in (0, 1]")
 
-    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
-        return super().compensate(x, state, ctx.without_undo())  # the last residual is wanted once more
-
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         fresh = compressor.residual(x, payload, ctx)
-        return {"residual": ctx.accumulated(fresh, state["residual"], 1.0 - self.rate, self.rate)}
+        return {"residual": weighted_sum(ctx, fresh, state["residual"], 1.0 - self.rate, self.rate)}

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps
+from grace.core import Array, Compressor, Context, MaybeProgram, Memory, Payload, Resize, State
 from grace.core.registry import register
 from grace.memories.none import NoMemory
+from grace.ops.sums import weighted_sum
 
 
 @register("momentum")
@@ -32,8 +33,8 @@ class Momentum(Memory):
     def init(self, ctx: Context) -> State:
         return {"momentum": ctx.xp.zeros(ctx.size)}
 
-    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
-        x = ctx.accumulated(x, state["momentum"], self.momentum, 1.0 - self.momentum)
+    def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
+        x = weighted_sum(ctx, x, state["momentum"], self.momentum, 1.0 - self.momentum)
         return x, {"momentum": x}
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:

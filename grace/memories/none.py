@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core import Array, Compressor, Context, Memory, Payload, State, Steps
+from grace.core import Array, Compressor, Context, MaybeProgram, Memory, Payload, State
 from grace.core.registry import register
 
 
@@ -15,7 +15,7 @@ class NoMemory(Memory):
 
     plain = True
 
-    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+    def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         return x, state
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, Resize, State, Steps
+from grace.core import Array, Compressor, Context, MaybeProgram, Memory, Payload, Resize, State
 from grace.core.registry import register
+from grace.ops.sums import weighted_sum
 
 
 @register("residual", "powersgd")
@@ -33,8 +34,8 @@ class Residual(Memory):
     def init(self, ctx: Context) -> State:
         return {"residual": ctx.xp.zeros(ctx.size)}
 
-    def compensate(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
-        return ctx.accumulated(x, state["residual"], self.beta, self.gamma), state
+    def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
+        return weighted_sum(ctx, x, state["residual"], self.beta, self.gamma), state
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         return {"residual": compressor.residual(x, payload, ctx)}

@@ -96,10 +96,10 @@ def check_communicator(
     """Hold a communicator against all laws, as `check_compressor` does.
 
     ``compressors``: what it carries; None: every registered one that it accepts with its default parameters. That it
-    refuses the others by ValueError is a law too. The laws are about whole gradients: ValueError for one that is
-    ``scattered``.
+    refuses the others by ValueError is a law too. The laws are about whole gradients: ValueError for one that
+    reduce-scatters.
     """
-    if communicator.scattered:
+    if communicator.reduce_scatters:
         raise ValueError(f"{name_of(communicator)!r} hands out rows, and these laws are about whole gradients")
     from grace.testing.cases import accepted
 

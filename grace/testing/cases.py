@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from grace.core import Compressor, Context, Memory, run
+from grace.core import Compressor, Context, Memory, as_program
 from grace.core.collectives import Collective, arrays_of
 from grace.core.communicator import Communicator
 from grace.core.method import Method
@@ -93,7 +93,7 @@ def together(xp: Any, programs: list[Any]) -> tuple[list[Any], list[Collective]]
     """Programs of several workers in lockstep: their results, and what worker 0 asked for."""
     world = World(len(programs))
     flights = [
-        RoundScheduler("law", {"w": run(program)}, LocalTransport(world, rank).bind(xp), Trace())
+        RoundScheduler("law", {"w": as_program(program)}, LocalTransport(world, rank).bind(xp), Trace())
         for rank, program in enumerate(programs)
     ]
     while [flight for flight in flights if not flight.advance()]:
@@ -105,7 +105,7 @@ def alone(make: Callable[[Context], Any], ctx: Context) -> Any:
     """What ``make(ctx)`` gives worker ctx.rank when the other workers do the same with their contexts."""
     steps = make(ctx)
     try:
-        next(run(steps))
+        next(as_program(steps))
     except StopIteration as stop:
         return stop.value
     return together(ctx.xp, [make(replace(ctx, rank=rank)) for rank in range(ctx.world_size)])[0][ctx.rank]
@@ -189,7 +189,7 @@ def unchanged(one: Any, two: Any) -> bool:
 def fitting(compressor: Compressor) -> list[Communicator]:
     """The registered communicators that carry a compressor, of whole gradients."""
     made: list[Communicator] = [cls() for cls in communicators.values()]
-    return [each for each in made if not each.scattered and carries(each, compressor)]
+    return [each for each in made if not each.reduce_scatters and carries(each, compressor)]
 
 
 def accepted(communicator: Communicator) -> list[Compressor]:
@@ -215,7 +215,7 @@ def carries(communicator: Communicator, compressor: Compressor) -> bool:
     """Whether a communicator accepts a compressor with the memory that it names, between two workers."""
     method = Method(compressor, memories[compressor.memory]())
     try:
-        communicator.fitted(method, LocalTransport(World(2))).check(method, 2)
+        communicator.resolve(method, LocalTransport(World(2))).check(method, 2)
     except ValueError:
         return False
     return True

@@ -53,12 +53,12 @@ def fsdp(model: nn.Module, grace: Grace | None = None, replicas: Grace | None = 
         raise TypeError("the model has no FSDP2 module: call torch.distributed.fsdp.fully_shard on it first")
     if grace is None and replicas is None:
         raise ValueError("give a Grace for the reduce-scatter (grace=), for copies of shards (replicas=), or both")
-    if grace is not None and not grace.communicator.scattered:
+    if grace is not None and not grace.communicator.reduce_scatters:
         raise ValueError(
             f"grace= has communicator {name_of(grace.communicator)!r}, but each worker wants its own shard: use "
             "communicator 'reducescatter'"
         )
-    if replicas is not None and replicas.communicator.scattered:
+    if replicas is not None and replicas.communicator.reduce_scatters:
         raise ValueError("replicas= wants the whole mean on all workers: leave its communicator out")
     exchanges = []
     if grace is not None:
@@ -177,7 +177,7 @@ class _Group:
         self.tensors[name] = new
         row = sum(self.sizes[i] for i in new)
         for grace in self._step.graces:
-            size = (grace.world_size,) if grace.communicator.scattered else ()
+            size = (grace.world_size,) if grace.communicator.reduce_scatters else ()
             grace.build({name: self.example.expand(*size, row)})  # only shapes count
 
     def watch(self, module: nn.Module, inputs: Any) -> None:

@@ -219,7 +219,7 @@ def test_a_kernel_that_fails_leaves_the_plain_form(xp, plain, monkeypatch, name)
     x, residual, _ = pair(5001, "normal")
     expected = expected_mean = None
     for each in (plain, xp):
-        ctx, method = Context(each, "w", (5001,), compile=False), FastMethod(compressor, Residual())
+        ctx, method = Context(each, "w", (5001,)), FastMethod(compressor, Residual())
         state = {RESIDUAL: tensor(residual)}
         if each is xp:
             with pytest.warns(UserWarning, match="run without them: ptxas was not found"):

@@ -42,9 +42,9 @@ class Planned(Communicator):
     ways: PlanTable | None = None
     node_size: int = 0
 
-    def fitted(self, method: Method, transport: Transport) -> Communicator:
+    def resolve(self, method: Method, transport: Transport) -> Communicator:
         if self.ways is not None:
-            return replace(self, ways=self.ways.fitted(method))  # a plan may say how many workers a machine has
+            return replace(self, ways=self.ways.resolve(method))  # a plan may say how many workers a machine has
         if parse(self.option).flat:
             return self
         return replace(self, node_size=machine_size("planned", self.node_size, transport))
@@ -53,11 +53,11 @@ class Planned(Communicator):
         if self.ways is None:
             check(parse(self.option), method)
 
-    def lay(self, transport: Transport) -> None:
+    def adopt_local_plan(self, transport: Transport) -> None:
         if self.ways is not None:
-            self.ways.lay(transport, self.node_size)
+            self.ways.adopt_local_plan(transport, self.node_size)
 
-    def prepare(self, transport: Transport) -> None:
+    def create_groups(self, transport: Transport) -> None:
         if self.ways is not None:
             self.ways.agree(transport, self.node_size)
         options = self.ways.options if self.ways else [parse(self.option)]
@@ -108,7 +108,7 @@ class Planned(Communicator):
             return f"its strategy is {DENSE_FLAT}"
         return super().reason(self.method(method, ctx.name), ctx)
 
-    def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
+    def compression_points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
         method = self.method(method, ctx.name)
         found: dict[str, tuple[Method, Context]] = {}
         for leg in expand_plan(self._route(ctx.name), method.compressor, ctx, self._nodes):

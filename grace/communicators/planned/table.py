@@ -62,14 +62,14 @@ class PlanTable:
         self.node_size = 0
         """Workers of a machine, once the workers have agreed."""
 
-    def fitted(self, method: Method) -> PlanTable:
+    def resolve(self, method: Method) -> PlanTable:
         """The same plan for workers that have not agreed yet, at the level of this method if a policy sets it."""
         new = copy.copy(self)
         new._compressor = method.compressor if self._leveled else None
         new._key = None
         return new
 
-    def lay(self, transport: Transport, node_size: int) -> None:
+    def adopt_local_plan(self, transport: Transport, node_size: int) -> None:
         """Before anything may be said to others: take this worker's own plan, with which `agree` compares theirs."""
         if not self._given.text:
             raise ValueError("in an elastic job every worker needs the plan: give it on all of them")

@@ -9,16 +9,17 @@ from grace.compressors.arctopk import ARCTopK
 from grace.compressors.cltk import CLTopK
 from grace.compressors.gtopk import GTopK
 from grace.compressors.sketch_sgd import SketchSGD
-from grace.core import Array, Context, Payload, Program, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, Program, State
 from grace.core.collectives import Gather
 from grace.engine.accelerators.base import Accelerator, has
 from grace.engine.accelerators.sparsifiers import PlacedSums, ScatteredSums
+from grace.engine.workspace import kernels
 
 
 class LargestSums(PlacedSums[GTopK]):
     """gtopk."""
 
-    def compress(self, compressor: GTopK, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, compressor: GTopK, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "largest_sums"):
             return compressor.compress(x, state, ctx)
         return self._merged(compressor, x, state, ctx)
@@ -27,7 +28,7 @@ class LargestSums(PlacedSums[GTopK]):
         own, found = compressor.select(x, ctx), None
         payloads = yield Gather((ctx.xp.take(x, own), own))
         with suppress(ValueError):  # the plain function says whose payload does not fit
-            found = ctx.kernels.largest_sums(payloads, ctx.size, compressor.count(ctx.size))
+            found = kernels(ctx).largest_sums(payloads, ctx.size, compressor.count(ctx.size))
         sums, positions = compressor.merged(payloads, ctx) if found is None else found
         return (sums / ctx.world_size, positions, own), state
 
@@ -35,26 +36,30 @@ class LargestSums(PlacedSums[GTopK]):
 class RowSketches(ScatteredSums[ARCTopK]):
     """arctopk."""
 
-    def compress(self, compressor: ARCTopK, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(
+        self, compressor: ARCTopK, x: Array, state: State, ctx: Context
+    ) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "signed_sums"):
             return compressor.compress(x, state, ctx)
-        sketch = ctx.kernels.signed_sums(x, compressor.words(ctx), compressor.row_size)
+        sketch = kernels(ctx).signed_sums(x, compressor.words(ctx), compressor.row_size)
         return compressor.agree(x, sketch, state, ctx)
 
 
 class CountSketches(PlacedSums[SketchSGD]):
     """sketch_sgd."""
 
-    def compress(self, compressor: SketchSGD, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(
+        self, compressor: SketchSGD, x: Array, state: State, ctx: Context
+    ) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "count_sketch"):
             return compressor.compress(x, state, ctx)
-        n, kernels, words = ctx.size, ctx.kernels, ctx.xp.concat(compressor.hashes(ctx))
+        n, native, words = ctx.size, kernels(ctx), ctx.xp.concat(compressor.hashes(ctx))
         where = compressor.group(n), compressor.width(n)
 
         def estimate(table: Array) -> Array:
-            return kernels.count_sketch_estimate(table, words, n, *where)
+            return native.count_sketch_estimate(table, words, n, *where)
 
-        return compressor.agree(x, kernels.count_sketch(x, words, *where), estimate, state, ctx)
+        return compressor.agree(x, native.count_sketch(x, words, *where), estimate, state, ctx)
 
 
 ACCELERATORS: dict[type, Accelerator[Any]] = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, Steps, apart
+from grace.core import Array, Compressor, Context, MaybeProgram, Memory, Payload, Program, State, apart
+from grace.engine.workspace import accumulated
 
 C = TypeVar("C", bound=Compressor)
 M = TypeVar("M", bound=Memory)
@@ -14,28 +15,29 @@ M = TypeVar("M", bound=Memory)
 class Accelerator(Generic[C]):
     """Native kernels and in-place forms of one compressor type. Results equal the plain functions'.
 
-    `encode` and `mean` are asked for only where ``ctx.kernels`` exist, though not every backend has every kernel;
+    `encode` and `mean` are asked for only where there are kernels, though not every backend has every kernel;
     `compensated`, `split_residual` and those that end in ``_into`` only where arrays are mutable (``ctx.xp.mutable``).
     Each subclass overrides what it does better. All others run the plain function.
     """
 
     def encode(self, compressor: C, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        """Payload and residual of x + residual, by ``ctx.kernels``; None: no kernel.
+        """Payload and residual of x + residual, by `kernels`; None: no kernel.
 
         x is donated. Without a residual the second result is unused.
         """
         return None
 
-    def compress(self, compressor: C, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, compressor: C, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         """`Compressor.compress`, for compressors with a state or collectives, and for any memory."""
         return compressor.compress(x, state, ctx)
 
     def compensated(
         self, compressor: C, x: Array, residual: Array, state: State, ctx: Context
-    ) -> Program[tuple[Payload, State]] | None:
-        """`Compressor.compress` of x + residual, whose first pass also adds them: x becomes the sum. None: it does not.
+    ) -> tuple[Array, Program[tuple[Payload, State]]] | None:
+        """`Compressor.compress` of x + residual, whose first pass also adds them; None: it does not.
 
-        Replaces `compress` where it is not None.
+        Replaces `compress` where it is not None. Returns the array that holds the sum once the program has run, and the
+        program. x is donated.
         """
         return None
 
@@ -53,7 +55,7 @@ class Accelerator(Generic[C]):
         self.decode_into(compressor, x, payload, ctx)
 
     def mean(self, compressor: C, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        """`Compressor.aggregate` by ``ctx.kernels``, written to ``out`` if there is one; None: no kernel."""
+        """`Compressor.aggregate` by `kernels`, written to ``out`` if there is one; None: no kernel."""
         return None
 
     def decode(self, compressor: C, payload: Payload, ctx: Context) -> Array:
@@ -101,8 +103,8 @@ class Accelerator(Generic[C]):
 
 def has(ctx: Context, kernel: str) -> bool:
     """Whether the backend has a kernel."""
-    kernels = ctx.xp.kernels
-    return bool(kernels and getattr(kernels, kernel))
+    found = ctx.xp.kernels
+    return bool(found and getattr(found, kernel))
 
 
 def at_once_encoded(
@@ -111,7 +113,7 @@ def at_once_encoded(
     """`Accelerator.encode` by a function that makes the payload of a vector, and at once."""
     if residual is None:
         return encode(x), x
-    x = ctx.accumulated(x, residual)
+    x = accumulated(ctx, x, residual)
     payload = encode(x)
     return payload, compressor.residual(x, payload, ctx)
 
@@ -119,9 +121,15 @@ def at_once_encoded(
 class MemoryAccelerator(Generic[M]):
     """Native kernels of one memory type. Results equal the plain functions'."""
 
-    def compensate(self, memory: M, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+    def compensate(self, memory: M, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         """`Memory.compensate`."""
         return memory.compensate(x, state, ctx)
+
+    def update(
+        self, memory: M, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context
+    ) -> State:
+        """`Memory.update`."""
+        return memory.update(x, payload, compressor, state, ctx)
 
 
 class Accelerated(Generic[C]):

@@ -8,10 +8,11 @@ from grace.compressors.chain import Chain
 from grace.compressors.qsparse import Qsparse
 from grace.compressors.sparse import Sparsifier
 from grace.compressors.stc import STC
-from grace.core import Array, Context, Payload, Program, State, at_once, run
+from grace.core import Array, Context, Payload, Program, State, as_program, run_local
 from grace.engine.accelerators.base import Accelerator
 from grace.engine.accelerators.sparsifiers import DecodedSums, Selection
 from grace.engine.accelerators.table import accelerator_of, decode, encode
+from grace.engine.workspace import deferring
 
 H = TypeVar("H", bound=Chain)
 
@@ -21,12 +22,12 @@ class Chains(DecodedSums[H]):
 
     def compress(self, compressor: H, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         first, second = compressor.sparsifier, compressor.quantizer
-        sent, _ = yield from run(accelerator_of(first).compress(first, x, {}, ctx))
-        values, _ = yield from run(accelerator_of(second).compress(second, sent[0], {}, compressor.second(ctx)))
+        sent, _ = yield from as_program(accelerator_of(first).compress(first, x, {}, ctx))
+        values, _ = yield from as_program(accelerator_of(second).compress(second, sent[0], {}, compressor.second(ctx)))
         return (*values, *sent[1:]), state
 
     def encode(self, compressor: H, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        ctx = ctx.with_calls(None)  # its values are read
+        ctx = deferring(ctx, None)  # its values are read
         first, second = compressor.sparsifier, compressor.quantizer
         selection = accelerator_of(first)
         if not isinstance(selection, Selection) or (done := selection.chosen(first, x, residual, ctx)) is None:
@@ -34,7 +35,7 @@ class Chains(DecodedSums[H]):
         values, positions, left = done
         where = compressor.second(ctx)
         coded = encode(second, ctx.xp.copy(values), None, where)
-        found, _ = coded or at_once(second.compress(values, {}, where), second)
+        found, _ = coded or run_local(second.compress(values, {}, where), second)
         payload = (*found, *selection.write(first, positions, ctx))
         if residual is None:
             return payload, left

@@ -15,6 +15,7 @@ from grace.compressors.natural_dithering import NaturalDithering
 from grace.core import Array, Context, Payload
 from grace.core.rng import Rng
 from grace.engine.accelerators.base import Accelerator, C
+from grace.engine.workspace import kernels
 from grace.kernels import Codes
 
 _BFLOAT16 = Codes("bfloat16", 16)
@@ -49,11 +50,11 @@ class Coded(Accelerator[C]):
         return size
 
     def encode(self, compressor: C, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        kernel, how = ctx.kernels.codes_encode, (self.block_size(compressor), self.codes(compressor))
+        kernel, how = kernels(ctx).codes_encode, (self.block_size(compressor), self.codes(compressor))
         return kernel(x, residual, *how, self.rng(compressor, ctx)) if kernel else None
 
     def mean(self, compressor: C, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        kernel, how = ctx.kernels.codes_mean, (self.block_size(compressor), self.codes(compressor))
+        kernel, how = kernels(ctx).codes_mean, (self.block_size(compressor), self.codes(compressor))
         return kernel(payloads, out, ctx.size, *how) if kernel else None
 
 

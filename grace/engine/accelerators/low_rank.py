@@ -20,8 +20,8 @@ class Factors(Accelerator[A]):
 
     def compensated(
         self, compressor: A, x: Array, residual: Array, state: State, ctx: Context
-    ) -> Program[tuple[Payload, State]]:
-        return compressor.agree(x, state, ctx, residual)
+    ) -> tuple[Array, Program[tuple[Payload, State]]]:
+        return x, compressor.agree(x, state, ctx, residual)
 
     def split_residual(self, compressor: A, x: Array, payload: Payload, residual: Array, ctx: Context) -> None:
         ctx.xp.part_product(x, *compressor.factors(payload, ctx), residual)

@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-from grace.core import Array, Context, State, Steps
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State
 from grace.engine.accelerators.base import MemoryAccelerator, has
+from grace.engine.workspace import accumulated, kernels
+from grace.memories.decoupled import DecoupledMomentum
 from grace.memories.dgc import DGC
+from grace.memories.lowpass import LowPass
+from grace.memories.momentum import Momentum
+from grace.memories.residual import Residual
+
+R = TypeVar("R", bound=Residual)
+
+
+class Residuals(MemoryAccelerator[R]):
+    """residual, decoupled_momentum."""
+
+    def compensate(self, memory: R, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
+        return accumulated(ctx, x, state["residual"], memory.beta, memory.gamma), state
+
+
+class FilteredResiduals(MemoryAccelerator[LowPass]):
+    """lowpass. `compensate` leaves the last residual intact: `update` reads it."""
+
+    def update(
+        self, memory: LowPass, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context
+    ) -> State:
+        fresh = compressor.residual(x, payload, ctx)
+        return {"residual": accumulated(ctx, fresh, state["residual"], 1.0 - memory.rate, memory.rate)}
+
+
+class LocalMomentum(MemoryAccelerator[Momentum]):
+    """momentum."""
+
+    def compensate(self, memory: Momentum, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
+        x = accumulated(ctx, x, state["momentum"], memory.momentum, 1.0 - memory.momentum)
+        return x, {"momentum": x}
 
 
 class CorrectedMomentum(MemoryAccelerator[DGC]):
     """dgc."""
 
-    def compensate(self, memory: DGC, x: Array, state: State, ctx: Context) -> Steps[tuple[Array, State]]:
+    def compensate(self, memory: DGC, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         if not has(ctx, "corrected"):
             return memory.compensate(x, state, ctx)
         x, u, v = memory.clipped(x, ctx), state["momentum"], state["residual"]
-        u, v = ctx.kernels.corrected(x, u, v, memory.momentum, memory.nesterov)
+        u, v = kernels(ctx).corrected(x, u, v, memory.momentum, memory.nesterov)
         return v, {"momentum": u, "residual": v}
 
 
-ACCELERATORS: dict[type, MemoryAccelerator[Any]] = {DGC: CorrectedMomentum()}
+ACCELERATORS: dict[type, MemoryAccelerator[Any]] = {
+    DGC: CorrectedMomentum(),
+    Residual: Residuals[Residual](),
+    DecoupledMomentum: Residuals[DecoupledMomentum](),
+    LowPass: FilteredResiduals(),
+    Momentum: LocalMomentum(),
+}

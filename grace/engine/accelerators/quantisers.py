@@ -15,8 +15,9 @@ from grace.compressors.signum import Signum
 from grace.compressors.sketch import Sketch
 from grace.compressors.terngrad import TernGrad
 from grace.compressors.threelc import ThreeLC
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, State
 from grace.engine.accelerators.base import Accelerator, at_once_encoded
+from grace.engine.workspace import kernels
 from grace.ops import blocks
 
 
@@ -26,11 +27,11 @@ class ScaledSigns(Accelerator[EFSignSGD]):
     def encode(
         self, compressor: EFSignSGD, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        bits, scales, left = ctx.kernels.signs_encode(x, residual, compressor.block_size)
+        bits, scales, left = kernels(ctx).signs_encode(x, residual, compressor.block_size)
         return (bits, scales), left
 
     def mean(self, compressor: EFSignSGD, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return ctx.kernels.signs_mean(payloads, out, ctx.size, compressor.block_size)
+        return kernels(ctx).signs_mean(payloads, out, ctx.size, compressor.block_size)
 
     def add_decoded(self, compressor: EFSignSGD, total: Array, payload: Payload, ctx: Context) -> Array:
         # In one pass, where the toolkit has one.
@@ -43,15 +44,15 @@ class Halves(Accelerator[OneBit]):
     def encode(
         self, compressor: OneBit, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        if not ctx.kernels.halves_encode:
+        if not kernels(ctx).halves_encode:
             return None
-        bits, means, left = ctx.kernels.halves_encode(x, residual, compressor.block_size)
+        bits, means, left = kernels(ctx).halves_encode(x, residual, compressor.block_size)
         return (bits, means), left
 
     def mean(self, compressor: OneBit, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.halves_encode:
+        if not kernels(ctx).halves_encode:
             return None
-        return ctx.kernels.halves_mean(payloads, out, ctx.size, compressor.block_size)
+        return kernels(ctx).halves_mean(payloads, out, ctx.size, compressor.block_size)
 
 
 class Integers(Accelerator[BlockInt]):
@@ -61,28 +62,28 @@ class Integers(Accelerator[BlockInt]):
         self, compressor: BlockInt, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
         rng = ctx.rng("round") if compressor.unbiased else None
-        codes, scales, left = ctx.kernels.ints_encode(x, residual, compressor.block_size, compressor.bits, rng)
+        codes, scales, left = kernels(ctx).ints_encode(x, residual, compressor.block_size, compressor.bits, rng)
         return (codes, scales), left
 
     def mean(self, compressor: BlockInt, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return ctx.kernels.ints_mean(payloads, out, ctx.size, compressor.block_size, compressor.bits)
+        return kernels(ctx).ints_mean(payloads, out, ctx.size, compressor.block_size, compressor.bits)
 
 
 class Levels(Accelerator[QSGD]):
     """qsgd."""
 
     def encode(self, compressor: QSGD, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not ctx.kernels.levels_encode:
+        if not kernels(ctx).levels_encode:
             return None
         how = compressor.bucket_size, compressor.bits, compressor.quantum_num
-        codes, norms, left = ctx.kernels.levels_encode(x, residual, *how, ctx.rng("round"))
+        codes, norms, left = kernels(ctx).levels_encode(x, residual, *how, ctx.rng("round"))
         return (codes, norms), left
 
     def mean(self, compressor: QSGD, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.levels_encode:
+        if not kernels(ctx).levels_encode:
             return None
         how = compressor.bucket_size, compressor.bits, compressor.quantum_num
-        return ctx.kernels.levels_mean(payloads, out, ctx.size, *how)
+        return kernels(ctx).levels_mean(payloads, out, ctx.size, *how)
 
 
 class RandomTernary(Accelerator[TernGrad]):
@@ -91,21 +92,23 @@ class RandomTernary(Accelerator[TernGrad]):
     def encode(
         self, compressor: TernGrad, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        if compressor.clip or not ctx.kernels.levels_encode:
+        if compressor.clip or not kernels(ctx).levels_encode:
             return None
-        codes, scales, left = ctx.kernels.levels_encode(x, residual, compressor.block_size, 2, 0, ctx.rng("round"))
+        codes, scales, left = kernels(ctx).levels_encode(x, residual, compressor.block_size, 2, 0, ctx.rng("round"))
         return (codes, scales), left
 
     def mean(self, compressor: TernGrad, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.levels_encode:
+        if not kernels(ctx).levels_encode:
             return None
-        return ctx.kernels.levels_mean(payloads, out, ctx.size, compressor.block_size, 2, 0)
+        return kernels(ctx).levels_mean(payloads, out, ctx.size, compressor.block_size, 2, 0)
 
 
 class Votes(Accelerator[SignSGD]):
     """signsgd and signum, unless votes are summed on the wire."""
 
-    def compress(self, compressor: SignSGD, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(
+        self, compressor: SignSGD, x: Array, state: State, ctx: Context
+    ) -> MaybeProgram[tuple[Payload, State]]:
         kernels: Any = ctx.xp.kernels
         if compressor.packed and kernels and kernels.votes_encode:
             return kernels.votes_encode(x), state
@@ -114,14 +117,14 @@ class Votes(Accelerator[SignSGD]):
     def encode(
         self, compressor: SignSGD, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        if not (compressor.packed and ctx.kernels.votes_encode):
+        if not (compressor.packed and kernels(ctx).votes_encode):
             return None
-        return ctx.kernels.votes_encode(x), x  # no residual: a vote has none
+        return kernels(ctx).votes_encode(x), x  # no residual: a vote has none
 
     def mean(self, compressor: SignSGD, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not (compressor.packed and ctx.kernels.votes_encode):
+        if not (compressor.packed and kernels(ctx).votes_encode):
             return None
-        return ctx.kernels.votes_mean(payloads, out, ctx.size)
+        return kernels(ctx).votes_mean(payloads, out, ctx.size)
 
 
 class ThreeValues(Accelerator[ThreeLC]):
@@ -130,16 +133,16 @@ class ThreeValues(Accelerator[ThreeLC]):
     def encode(
         self, compressor: ThreeLC, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        if not ctx.kernels.trits_encode:
+        if not kernels(ctx).trits_encode:
             return None
         how = compressor.block_size, compressor.sparsity, compressor.zero_run
-        sent, scales, left = ctx.kernels.trits_encode(x, residual, *how)
+        sent, scales, left = kernels(ctx).trits_encode(x, residual, *how)
         return (sent, scales), left
 
     def mean(self, compressor: ThreeLC, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.trits_encode:
+        if not kernels(ctx).trits_encode:
             return None
-        return ctx.kernels.trits_mean(payloads, out, ctx.size, compressor.block_size, compressor.zero_run)
+        return kernels(ctx).trits_mean(payloads, out, ctx.size, compressor.block_size, compressor.zero_run)
 
 
 class Tagged(Accelerator[Inceptionn]):
@@ -148,7 +151,7 @@ class Tagged(Accelerator[Inceptionn]):
     def encode(
         self, compressor: Inceptionn, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        kernel = ctx.kernels.tagged_encode
+        kernel = kernels(ctx).tagged_encode
         if not kernel:
             return None
         return at_once_encoded(compressor, lambda v: kernel(v, *compressor.powers), x, residual, ctx)
@@ -156,9 +159,9 @@ class Tagged(Accelerator[Inceptionn]):
     def mean(
         self, compressor: Inceptionn, payloads: Sequence[Payload], out: Array | None, ctx: Context
     ) -> Array | None:
-        if not ctx.kernels.tagged_encode:
+        if not kernels(ctx).tagged_encode:
             return None
-        return ctx.kernels.tagged_mean(payloads, out, ctx.size, *compressor.powers)
+        return kernels(ctx).tagged_mean(payloads, out, ctx.size, *compressor.powers)
 
 
 class Quantiles(Accelerator[Sketch]):
@@ -167,15 +170,15 @@ class Quantiles(Accelerator[Sketch]):
     def encode(
         self, compressor: Sketch, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        kernel = ctx.kernels.quantiles_encode
+        kernel = kernels(ctx).quantiles_encode
         if not kernel or ctx.size >= 2**31:
             return None
         return at_once_encoded(compressor, lambda v: kernel(v, *compressor.sizes(ctx)), x, residual, ctx)
 
     def mean(self, compressor: Sketch, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.quantiles_encode:
+        if not kernels(ctx).quantiles_encode:
             return None
-        return ctx.kernels.quantiles_mean(payloads, out, ctx.size, *compressor.sizes(ctx))
+        return kernels(ctx).quantiles_mean(payloads, out, ctx.size, *compressor.sizes(ctx))
 
 
 ACCELERATORS: dict[type, Accelerator[Any]] = {

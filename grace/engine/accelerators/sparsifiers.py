@@ -18,9 +18,10 @@ from grace.compressors.sparse import CodedSparsifier, Placed, Scattered, Sparsif
 from grace.compressors.threshold import Threshold
 from grace.compressors.topk import TopK
 from grace.compressors.wangni import Wangni
-from grace.core import Array, Context, Payload, State, Steps, at_once
+from grace.core import Array, Context, MaybeProgram, Payload, Program, State, as_program, run_local
 from grace.core.gathered import GatheredPayloads
 from grace.engine.accelerators.base import Accelerator, at_once_encoded, has
+from grace.engine.workspace import accumulated, deferring, kernels, workspace
 from grace.ops import index_coding
 from grace.ops.validate import placed
 
@@ -56,10 +57,10 @@ class PlacedSums(ScatteredSums[P]):
     """One number for each position."""
 
     def mean(self, compressor: P, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.sparse_mean:
+        if not kernels(ctx).sparse_mean:
             return None
         pairs = [self.parts(compressor, payload, ctx) for payload in payloads]  # the kernel checks positions
-        return ctx.kernels.sparse_mean(pairs, out, ctx.size)
+        return kernels(ctx).sparse_mean(pairs, out, ctx.size)
 
     def parts(self, compressor: P, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         """`Placed.parts`."""
@@ -95,7 +96,7 @@ class CodedSums(PlacedSums[D]):
         return compressor.coding(n) == "int32"
 
     def mean(self, compressor: D, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        k, kernel = compressor.count(ctx.size), ctx.kernels.sparse_mean
+        k, kernel = compressor.count(ctx.size), kernels(ctx).sparse_mean
         if kernel and k is not None and isinstance(payloads, GatheredPayloads) and self.uncoded(compressor, ctx.size):
             return kernel(payloads, out, ctx.size, k)  # which checks them
         return super().mean(compressor, payloads, out, ctx)
@@ -124,11 +125,24 @@ class Selection(ScatteredSums[K]):
 
     def encode(self, compressor: K, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         if not self.uncoded(compressor, ctx.size):
-            ctx = ctx.with_calls(None)  # what is coded is read
+            ctx = deferring(ctx, None)  # what is coded is read
         if (done := self.chosen(compressor, x, residual, ctx)) is None:
             return None
         values, positions, left = done
         return (values, *self.write(compressor, positions, ctx)), left
+
+
+class Moments(CodedSums[SIDCo]):
+    """sidco. The pass that adds the residual also takes the moments that it begins with."""
+
+    def compensated(
+        self, compressor: SIDCo, x: Array, residual: Array, state: State, ctx: Context
+    ) -> tuple[Array, Program[tuple[Payload, State]]] | None:
+        if workspace(ctx).rollback_log is None or not has(ctx, "accumulate"):
+            return None
+        moments = ctx.xp.empty(3, "float64")
+        total = kernels(ctx).accumulate(x, residual, 1.0, 1.0, moments)
+        return total, as_program(compressor.compress(total, state, ctx, moments))
 
 
 class Thresholds(CodedSums[Threshold], Selection[Threshold]):
@@ -137,7 +151,7 @@ class Thresholds(CodedSums[Threshold], Selection[Threshold]):
     def chosen(
         self, compressor: Threshold, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Array, Array, Array] | None:
-        kernel = ctx.kernels.threshold_encode
+        kernel = kernels(ctx).threshold_encode
         return kernel(x, residual, compressor.threshold) if kernel else None
 
 
@@ -149,12 +163,12 @@ class Selectors(CodedSums[E], Selection[E]):
     ) -> tuple[Array, Array, Array] | None:
         if compressor.selector != "exact":
             return None
-        found: tuple[Array, Array, Array] = ctx.kernels.topk_encode(
+        found: tuple[Array, Array, Array] = kernels(ctx).topk_encode(
             x, residual, kept(compressor.compress_ratio, ctx.size)
         )
         return found
 
-    def compress(self, compressor: E, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, compressor: E, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "sampled"):
             return compressor.compress(x, state, ctx)
         selector = compressor.chooser
@@ -209,7 +223,17 @@ def _sampled(selector: Sampled, x: Array, sample: int, ctx: Context) -> Array:
 
 
 class SharedPositions(Selection[RandomK]):
-    """randomk, whose positions are drawn once for all that needs them."""
+    """randomk. Positions take longer to draw than to send: one draw per step serves encoding and decoding."""
+
+    def positions(self, compressor: RandomK, ctx: Context, last: bool = False) -> Array:
+        """`RandomK.positions`. ``last``: nobody asks for them again."""
+        draws, key = workspace(ctx).draws, (ctx.name, ctx.offset, ctx.size, compressor.compress_ratio)
+        found = draws.pop(key, None)
+        if found is None:
+            found = compressor.positions(ctx)
+        if ctx.xp.mutable and not last:  # a graph's arrays belong to a part of it
+            draws[key] = found
+        return found
 
     def uncoded(self, compressor: RandomK, n: int) -> bool:
         return False
@@ -219,13 +243,36 @@ class SharedPositions(Selection[RandomK]):
     ) -> tuple[Array, Array, Array] | None:
         if compressor.unbiased_scale or residual is None:
             return None
-        xp, positions = ctx.xp, compressor.drawn(ctx)
-        x = ctx.accumulated(x, residual)
+        xp, positions = ctx.xp, self.positions(compressor, ctx)
+        x = accumulated(ctx, x, residual)
         return poisoned(xp, xp.take(x, positions), x), positions, xp.put(x, positions, 0.0)
+
+    def compress(
+        self, compressor: RandomK, x: Array, state: State, ctx: Context
+    ) -> MaybeProgram[tuple[Payload, State]]:
+        return (compressor.sent(x, self.positions(compressor, ctx), ctx),), state
+
+    def parts(self, compressor: RandomK, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        return compressor.matched(payload[0], self.positions(compressor, ctx), ctx)
+
+    def residual(self, compressor: RandomK, x: Array, payload: Payload, ctx: Context) -> Array:
+        if compressor.unbiased_scale:
+            return compressor.residual(x, payload, ctx)
+        return ctx.xp.put(x, self.positions(compressor, ctx), 0.0)
+
+    def decode(self, compressor: RandomK, payload: Payload, ctx: Context) -> Array:
+        values, positions = self.parts(compressor, payload, ctx)
+        return ctx.xp.scatter_add(ctx.xp.zeros(ctx.size), positions, values)
+
+    def aggregate(self, compressor: RandomK, payloads: Sequence[Payload], ctx: Context) -> Array:
+        return self._put(compressor, ctx.xp.zeros(ctx.size), payloads, ctx)
 
     def aggregate_into(self, compressor: RandomK, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
         ctx.xp.write(out, 0.0)
-        return ctx.xp.put(out, compressor.drawn(ctx, last=True), compressor.values(payloads, ctx))
+        return self._put(compressor, out, payloads, ctx)
+
+    def _put(self, compressor: RandomK, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
+        return ctx.xp.put(out, self.positions(compressor, ctx, last=True), compressor.values(payloads, ctx))
 
 
 class Chunks(DecodedSums[ChunkTopK]):
@@ -234,14 +281,14 @@ class Chunks(DecodedSums[ChunkTopK]):
     def encode(
         self, compressor: ChunkTopK, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        if ctx.kernels.chunks_encode:
-            found: tuple[Payload, Array] = ctx.kernels.chunks_encode(
+        if kernels(ctx).chunks_encode:
+            found: tuple[Payload, Array] = kernels(ctx).chunks_encode(
                 x, residual, compressor.chunk_size, compressor.chunk_k
             )
             return found
         # At once: what follows the selection is a small part of the elements, and not worth a pass for each piece.
         return at_once_encoded(
-            compressor, lambda v: at_once(compressor.compress(v, {}, ctx), compressor)[0], x, residual, ctx
+            compressor, lambda v: run_local(compressor.compress(v, {}, ctx), compressor)[0], x, residual, ctx
         )
 
     def parts(self, compressor: ChunkTopK, payload: Payload, ctx: Context) -> tuple[Array, Array]:
@@ -257,28 +304,30 @@ class SignedMeans(ScatteredSums[AdaQ]):
     """adaq."""
 
     def encode(self, compressor: AdaQ, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        kernel = ctx.kernels.largest_of_signs
+        kernel = kernels(ctx).largest_of_signs
         return kernel(x, residual, compressor.compress_ratio) if kernel else None
 
     def mean(self, compressor: AdaQ, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.largest_of_signs:
+        if not kernels(ctx).largest_of_signs:
             return None
-        return ctx.kernels.sparse_sums(payloads, out, ctx.size, (True,))
+        return kernels(ctx).sparse_sums(payloads, out, ctx.size, (True,))
 
 
 class Bins(ScatteredSums[AdaComp]):
     """adacomp."""
 
-    def compress(self, compressor: AdaComp, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(
+        self, compressor: AdaComp, x: Array, state: State, ctx: Context
+    ) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "bins_encode"):
             return compressor.compress(x, state, ctx)
-        *sent, left = ctx.kernels.bins_encode(x, state["residual"], compressor.bin_size)
+        *sent, left = kernels(ctx).bins_encode(x, state["residual"], compressor.bin_size)
         return tuple(sent), {"residual": left}
 
     def mean(self, compressor: AdaComp, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.bins_encode:
+        if not kernels(ctx).bins_encode:
             return None
-        return ctx.kernels.bins_mean(payloads, out, ctx.size, compressor.bin_size)
+        return kernels(ctx).bins_mean(payloads, out, ctx.size, compressor.bin_size)
 
 
 class Chances(ScatteredSums[Wangni]):
@@ -287,26 +336,26 @@ class Chances(ScatteredSums[Wangni]):
     def encode(
         self, compressor: Wangni, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        kernel, rng = ctx.kernels.chances_encode, ctx.rng("keep")
+        kernel, rng = kernels(ctx).chances_encode, ctx.rng("keep")
         if not kernel:
             return None
         how = compressor.compress_ratio, compressor.iterations, rng
         return at_once_encoded(compressor, lambda v: kernel(v, *how), x, residual, ctx)
 
     def mean(self, compressor: Wangni, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.chances_encode:
+        if not kernels(ctx).chances_encode:
             return None
         xp, pairs = ctx.xp, []
         for certain, values, drawn, magnitude in payloads:
             pairs += [(values, certain), (xp.concat([magnitude, -magnitude]), drawn)]
-        return ctx.kernels.sparse_sums(pairs, out, ctx.size, (False, True))
+        return kernels(ctx).sparse_sums(pairs, out, ctx.size, (False, True))
 
 
 ACCELERATORS: dict[type, Accelerator[Any]] = {
     TopK: Selectors[TopK](),
     DGC: Selectors[DGC](),
     Threshold: Thresholds(),
-    SIDCo: CodedSums[SIDCo](),
+    SIDCo: Moments(),
     RandomK: SharedPositions(),
     ChunkTopK: Chunks(),
     AdaQ: SignedMeans(),

@@ -7,9 +7,11 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from grace.core import Array, Calls, Compressor, Context, Memory, Payload
+from grace.backends.deferred import DeferredKernels
+from grace.core import Array, Compressor, Context, Memory, Payload
 from grace.core.errors import Unavailable
 from grace.engine.accelerators.base import Accelerator, MemoryAccelerator
+from grace.engine.workspace import deferring
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     "quantisers": (
@@ -31,7 +33,10 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "chains": ("compressors.chain", "compressors.stc", "compressors.qsparse"),
     "shared_integers": ("compressors.shared_int",),
     "low_rank": ("compressors.powersgd", "compressors.gradzip", "compressors.acpsgd", "compressors.atomo"),
-    "memories": ("memories.dgc",),
+    "memories": (
+        *("memories.residual", "memories.decoupled", "memories.lowpass", "memories.momentum"),
+        "memories.dgc",
+    ),
 }
 """The modules of accelerators and those of their methods. Each has a dictionary ACCELERATORS."""
 _PLACES = {f"grace.{module}": family for family, modules in FAMILIES.items() for module in modules}
@@ -72,10 +77,14 @@ def encode(compressor: Compressor, x: Array, residual: Array | None, ctx: Contex
 
 
 def mean(
-    compressor: Compressor, payloads: Sequence[Payload], out: Array | None, ctx: Context, calls: Calls | None = None
+    compressor: Compressor,
+    payloads: Sequence[Payload],
+    out: Array | None,
+    ctx: Context,
+    deferred: DeferredKernels | None = None,
 ) -> Array | None:
     """`Compressor.aggregate` by a kernel, written to ``out`` if given; None if there is none."""
-    ctx = ctx if ctx.calls is calls else ctx.with_calls(calls)
+    ctx = deferring(ctx, deferred)
     try:
         return accelerator_of(compressor).mean(compressor, payloads, out, ctx) if ctx.xp.kernels else None
     except Unavailable:

@@ -8,9 +8,10 @@ from typing import Any
 from grace.compressors.demo import DeMo
 from grace.compressors.eden import Eden
 from grace.compressors.thc import CUT, THC
-from grace.core import Array, Context, Payload, Program, State, Steps
+from grace.core import Array, Context, MaybeProgram, Payload, Program, State
 from grace.core.collectives import Reduce
 from grace.engine.accelerators.base import Accelerator, has
+from grace.engine.workspace import kernels
 from grace.ops import blocks
 from grace.ops.hadamard import STREAMS, width_of
 
@@ -19,43 +20,43 @@ class RotatedLevels(Accelerator[Eden]):
     """eden."""
 
     def encode(self, compressor: Eden, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not ctx.kernels.normal_encode:
+        if not kernels(ctx).normal_encode:
             return None
         d, rng = width_of(ctx, compressor.block_size), ctx.shared_rng("rotation")
         divisor, stream = compressor.divisor(d) if compressor.biased else 0.0, ctx.rank % STREAMS
         how = compressor.levels(), compressor.middles(), divisor, stream
-        return ctx.kernels.normal_encode(x, residual, d, *how, rng)
+        return kernels(ctx).normal_encode(x, residual, d, *how, rng)
 
     def mean(self, compressor: Eden, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.normal_mean:
+        if not kernels(ctx).normal_mean:
             return None
         d, rng = width_of(ctx, compressor.block_size), ctx.shared_rng("rotation")
-        return ctx.kernels.normal_mean(payloads, out, ctx.size, d, compressor.levels(), rng)
+        return kernels(ctx).normal_mean(payloads, out, ctx.size, d, compressor.levels(), rng)
 
 
 class RotatedSums(Accelerator[THC]):
     """thc. The kernels add squares up in another order: last bits of norms may differ from the plain functions'."""
 
-    def compress(self, compressor: THC, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, compressor: THC, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "steps_encode"):
             return compressor.compress(x, state, ctx)
         return self._rounds(compressor, x, state, ctx)
 
     def _rounds(self, compressor: THC, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         d, top = width_of(ctx, compressor.block_size), compressor.top
-        norm = yield from blocks.largest_of_all(ctx.xp, ctx.kernels.norms(x, d))
+        norm = yield from blocks.largest_of_all(ctx.xp, kernels(ctx).norms(x, d))
         how = top, compressor.dtype(ctx), CUT, top / (2 * CUT)
-        own = ctx.kernels.steps_encode(x, norm, d, *how, ctx.shared_rng("rotation"), ctx.rng("round"))
+        own = kernels(ctx).steps_encode(x, norm, d, *how, ctx.shared_rng("rotation"), ctx.rng("round"))
         (total,) = yield Reduce((own,), "sum")
         return (total, norm, own), state
 
     def mean(self, compressor: THC, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not ctx.kernels.steps_encode:
+        if not kernels(ctx).steps_encode:
             return None
         ((total, norm, _),) = payloads
         total, norm = compressor.checked(total, norm, ctx)
         d, step = width_of(ctx, compressor.block_size), compressor.step(ctx.world_size)
-        return ctx.kernels.steps_mean(total, norm, out, ctx.size, d, CUT, step, ctx.shared_rng("rotation"))
+        return kernels(ctx).steps_mean(total, norm, out, ctx.size, d, CUT, step, ctx.shared_rng("rotation"))
 
     def residual(self, compressor: THC, x: Array, payload: Payload, ctx: Context) -> Array:
         if not has(ctx, "steps_encode"):
@@ -74,27 +75,27 @@ class RotatedSums(Accelerator[THC]):
         own, norm = compressor.checked(payload[2], payload[1], ctx)
         total = None if total is None else compressor.checked(total, norm, ctx)[0]
         d, steps = width_of(ctx, compressor.block_size), (compressor.step(ctx.world_size), compressor.step(1))
-        ctx.kernels.steps_part(x, total, own, norm, residual, d, CUT, steps, ctx.shared_rng("rotation"))
+        kernels(ctx).steps_part(x, total, own, norm, residual, d, CUT, steps, ctx.shared_rng("rotation"))
 
 
 class Cosines(Accelerator[DeMo]):
     """demo. The kernels add up in another order: last bits may differ from the plain functions'."""
 
-    def compress(self, compressor: DeMo, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
+    def compress(self, compressor: DeMo, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not self._runs(ctx):
             return compressor.compress(x, state, ctx)
         xp = ctx.xp
         return xp.kernels.cosines_encode(xp.contiguous(x), None, *self._sizes(compressor, ctx))[0], state
 
     def encode(self, compressor: DeMo, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        return ctx.kernels.cosines_encode(x, residual, *self._sizes(compressor, ctx)) if self._runs(ctx) else None
+        return kernels(ctx).cosines_encode(x, residual, *self._sizes(compressor, ctx)) if self._runs(ctx) else None
 
     def mean(self, compressor: DeMo, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         # One payload may be what the workers agreed on, of which no signs are taken.
         if not self._runs(ctx) or (compressor.sign and len(payloads) == 1):
             return None
         how = compressor.average == "senders", compressor.sign
-        return ctx.kernels.cosines_mean(payloads, out, *self._sizes(compressor, ctx), *how)
+        return kernels(ctx).cosines_mean(payloads, out, *self._sizes(compressor, ctx), *how)
 
     def residual(self, compressor: DeMo, x: Array, payload: Payload, ctx: Context) -> Array:
         if not self._runs(ctx):

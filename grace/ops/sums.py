@@ -1,0 +1,18 @@
+"""Sums of gradients and state. Written over a backend."""
+
+from __future__ import annotations
+
+from grace.core import Array, Context
+
+
+def weighted_sum(ctx: Context, x: Array, last: Array, beta: float = 1.0, gamma: float = 1.0) -> Array:
+    """float32[n]: beta * last + gamma * x. x is donated."""
+    xp = ctx.xp
+    if beta == gamma == 1.0:
+        return xp.add_to(x, last)
+    if not 0 < xp.piece < ctx.size:
+        return xp.add_to(x * gamma, last * beta)
+    for start in range(0, ctx.size, xp.piece):
+        part = slice(start, min(start + xp.piece, ctx.size))
+        xp.write(x[part], last[part] * beta + x[part] * gamma)
+    return x

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from grace import Compressor
+from grace.compressors.topk import TopK
+
 ROOT = Path(__file__).parents[1]
 FLOORS = (
     ("core",),
@@ -103,3 +106,10 @@ def test_methods_name_no_toolkit():
                 if isinstance(node, (ast.Import, ast.ImportFrom))
             }
             assert not named & {"numpy", "torch", "tensorflow", "keras", "horovod"}, path
+
+
+def test_a_method_author_sees_few_names():
+    for cls, most in ((Compressor, 12), (TopK, 99)):
+        names = {*dir(cls), *getattr(cls, "__dataclass_fields__", ())}
+        public = sorted(each for each in names if not each.startswith("_"))
+        assert len(public) <= most, public

@@ -56,8 +56,8 @@ def test_nothing_given_is_no_compression():
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_defaults_are_those_that_a_user_should_have(row):
     found = build(**row.params)
-    assert found.method.memory.registered_name == row.params.get("memory", found.method.compressor.memory)
-    gathers = found.method.compressor.combine is Combine.GATHER
+    assert found.method.memory.registered_name == row.params.get("memory", found.method.compressor.traits.memory)
+    gathers = found.method.compressor.traits.combine is Combine.GATHER
     assert found.communicator.registered_name == ("allgather" if gathers else "allreduce")
     check_fields(found.method.compressor, row.params)
 

@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import numpy as np
 from grace.backends import get_backend
 from grace.bench.kernels import REMEDIES, machine
 from grace.compressors.sidco import SIDCo
-from grace.compressors.sparse import CodedSparsifier
+from grace.compressors.sparse import EXACT, CodedSparsifier
 from grace.compressors.topk import TopK
 from grace.core import Array, Compressor, Context, State, run
 from grace.engine.accelerators import accelerator_of
@@ -44,7 +44,8 @@ class OneSample(CodedSparsifier):
     """What SIDCo's paper compares with as DGC: the threshold of a sample of 1%, uncorrected."""
 
     compress_ratio: float = 0.01
-    ragged = True
+
+    traits = replace(EXACT, variable_length=True)
 
     def select(self, x: Array, ctx: Context) -> Array:
         xp, size = ctx.xp, max(1, ctx.size // 100)

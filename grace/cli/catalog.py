@@ -71,15 +71,15 @@ def describe(name: str, registry: Registry) -> Entry:
     made = cls()
     return dataclasses.replace(
         entry,
-        family=made.family,
+        family=made.traits.family,
         bits_per_element=bits(name),
-        allreduce=made.combine is not Combine.GATHER,
-        unbiased=made.unbiased,
+        allreduce=made.traits.combine is not Combine.GATHER,
+        unbiased=made.traits.unbiased,
         variance=made.variance(N),
         contraction=made.contraction(N),
-        vote=made.vote,
-        ragged=made.ragged,
-        memory=made.memory,
+        vote=made.traits.majority_vote,
+        ragged=made.traits.variable_length,
+        memory=made.traits.memory,
         communicators=[each for each in communicators if carries(communicators[each](), made)],
     )
 
@@ -104,7 +104,7 @@ def sent(params: dict[str, Any], workers: int) -> tuple[float, float]:
 def usual(cls: Any) -> tuple[str, str]:
     """Default memory and communicator of a compressor."""
     made = cls()
-    return made.memory, usual_communicator(made)
+    return made.traits.memory, usual_communicator(made)
 
 
 def docstring(cls: type) -> tuple[str, list[str], str]:

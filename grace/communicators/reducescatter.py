@@ -27,7 +27,7 @@ class ReduceScatter(Communicator):
     def check(self, method: Method, world_size: int) -> None:
         refuse_agreed("reducescatter", method)
         name = name_of(method.compressor)
-        if method.compressor.ragged:
+        if method.compressor.traits.variable_length:
             raise ValueError(
                 f"communicator 'reducescatter' cannot carry {name!r}, whose payloads differ in length between workers. "
                 "Use a method with a fixed length, such as 'topk', 'chunktopk' or 'blockint'"

@@ -27,7 +27,7 @@ class TwoStage(Communicator):
     def check(self, method: Method, world_size: int) -> None:
         compressor = method.compressor
         refuse_agreed("twostage", method)
-        if compressor.block is None or compressor.ragged:
+        if compressor.traits.block_size is None or compressor.traits.variable_length:
             size = next((f for f in ("block_size", "bucket_size") if hasattr(compressor, f)), None)
             other = f", or set {size} so that statistics are per block" if size else ""
             raise ValueError(

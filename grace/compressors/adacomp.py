@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from grace.compressors.sparse import Scattered
-from grace.core import Array, Context, Payload, Resize, State, Steps
+from grace.core import Array, Context, Payload, Resize, State, Steps, Traits
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.validate import fitting, placed
@@ -30,12 +28,15 @@ class AdaComp(Scattered):
     """
 
     bin_size: int = 50
-    family = "sparsification"
-    ragged = True
-    memory = "none"
-    feedback = True
-    marked = True
-    resize: ClassVar[Mapping[str, Resize]] = {"residual": Resize.SUM}
+
+    traits = Traits(
+        family="sparsification",
+        variable_length=True,
+        nonfinite_in_payload=True,
+        internal_feedback=True,
+        memory="none",
+        reshard={"residual": Resize.SUM},
+    )
 
     def __post_init__(self) -> None:
         if not 2 <= self.bin_size <= 128:

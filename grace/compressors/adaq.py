@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.compressors.sparse import Scattered, check_ratio, first, poisoned, signed, unsigned
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, Payload, State, Steps, Traits
 from grace.core.registry import register
 from grace.ops.validate import fitting, placed
 
@@ -25,9 +25,8 @@ class AdaQ(Scattered):
     """
 
     compress_ratio: float = 0.01
-    family = "hybrid"
-    ragged = True
-    marked = True
+
+    traits = Traits(family="hybrid", variable_length=True, nonfinite_in_payload=True)
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)

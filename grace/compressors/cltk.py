@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grace.compressors.sparse import AgreedSparsifier, poisoned
 from grace.core import Array, Context, Payload, Program, State
@@ -26,7 +26,7 @@ class CLTopK(AgreedSparsifier):
     NeurIPS 2020, arXiv:2104.11125, section 2.
     """
 
-    memory = "lowpass"
+    traits = replace(AgreedSparsifier.traits, memory="lowpass")
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp = ctx.xp

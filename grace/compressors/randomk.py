@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.compressors.sparse import Sparsifier, check_ratio, kept, poisoned
-from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps, Traits
 from grace.core.registry import register
 from grace.ops.validate import fitting
 
@@ -24,22 +25,20 @@ class RandomK(Sparsifier):
 
     compress_ratio: float = 0.01
     unbiased_scale: bool = False
-    combine = Combine.MEAN
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)
 
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        return self.unbiased_scale
-
-    @property
-    def mask(self) -> bool:  # type: ignore[override]
-        return not self.unbiased_scale
-
-    @property
-    def memory(self) -> str:  # type: ignore[override]
-        return "none" if self.unbiased_scale else "residual"
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(
+            family="sparsification",
+            combine=Combine.MEAN,
+            unbiased=self.unbiased_scale,
+            sends_exact_values=not self.unbiased_scale,
+            nonfinite_in_payload=True,
+            memory="none" if self.unbiased_scale else "residual",
+        )
 
     def contraction(self, n: int) -> float | None:
         return None if self.unbiased_scale else kept(self.compress_ratio, n) / max(n, 1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import NormalDist
 from typing import Any, ClassVar
 
 from grace.compressors.sidco import SIDCo
-from grace.compressors.sparse import CodedSparsifier, beyond, check_ratio, first, kept
-from grace.core import Array, Context, Payload, State, Steps
+from grace.compressors.sparse import EXACT, CodedSparsifier, beyond, check_ratio, first, kept
+from grace.core import Array, Context, Payload, State, Steps, Traits
 
 CHUNK = 4096
 """Elements of a chunk, of which the largest are chosen."""
@@ -277,16 +278,16 @@ class SelectingSparsifier(CodedSparsifier):
         check_ratio(self.compress_ratio)
         if self.selector not in SELECTORS:
             raise ValueError(f"selector={self.selector!r}: choose one of {', '.join(map(repr, SELECTORS))}")
-        if self.ragged and self.index_coding not in ("int32", "bitmap"):
+        if self.traits.variable_length and self.index_coding not in ("int32", "bitmap"):
             raise ValueError(
                 f"index_coding={self.index_coding!r} needs a number of positions that is known beforehand, and with "
                 f"selector={self.selector!r} it varies: use 'int32' or 'bitmap', or selector 'exact' or 'chunk'"
             )
         super().__post_init__()
 
-    @property
-    def ragged(self) -> bool:  # type: ignore[override]
-        return not self.chooser.fixed
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(EXACT, variable_length=not self.chooser.fixed)
 
     @property
     def chooser(self) -> Selector | SIDCo:
@@ -294,7 +295,7 @@ class SelectingSparsifier(CodedSparsifier):
         return SELECTORS[self.selector](self.compress_ratio)
 
     def count(self, n: int) -> int | None:
-        return None if self.ragged else kept(self.compress_ratio, n)
+        return None if self.traits.variable_length else kept(self.compress_ratio, n)
 
     def contraction(self, n: int) -> float | None:
         return self.chooser.contraction(n)

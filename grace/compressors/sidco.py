@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from grace.compressors.sparse import LARGEST, CodedSparsifier, beyond, check_ratio, first, kept
+from grace.compressors.sparse import EXACT, LARGEST, CodedSparsifier, beyond, check_ratio, first, kept
 from grace.core import Array, Context, Payload, Resize, State, Steps
 from grace.core.registry import register
 from grace.ops import distributions as tails
@@ -57,9 +56,11 @@ class SIDCo(CodedSparsifier):
     max_stages: int = 0
     closed_form: bool = False
     cap_factor: float = 0.0
-    ragged = True
+
     tail = True
-    resize: ClassVar[Mapping[str, Resize]] = dict.fromkeys(("stages", "sum", "count", "errors"), Resize.OWN)
+    traits = replace(
+        EXACT, variable_length=True, reshard=dict.fromkeys(("stages", "sum", "count", "errors"), Resize.OWN)
+    )
     fixed: ClassVar[bool] = False
     """As a selector it chooses about k."""
 

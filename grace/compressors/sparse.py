@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps
+from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps, Traits
 from grace.ops import index_coding as indices
 from grace.ops.validate import fitting, matching, placed
 
 LARGEST = 2.0**127 * (2 - 2.0**-23)
 """The largest number of float32."""
+EXACT = Traits(family="sparsification", sends_exact_values=True, nonfinite_in_payload=True)
+"""Traits of a method that sends some elements as they are, with their positions."""
 
 
 class Scattered(Compressor):
@@ -58,9 +60,9 @@ class Sparsifier(Placed):
     Payload: values float32[K], positions int32[K], ascending.
     """
 
-    family = "sparsification"
-    mask = True
-    marked = True
+    @property
+    def traits(self) -> Traits:
+        return EXACT
 
     @abstractmethod
     def select(self, x: Array, ctx: Context) -> Array:
@@ -142,7 +144,8 @@ class AgreedSparsifier(Sparsifier):
     """A sparsifier whose workers agree, while they compress, on k elements and their mean."""
 
     compress_ratio: float = 0.01
-    combine = Combine.AGREED
+
+    traits = replace(EXACT, combine=Combine.AGREED)
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)

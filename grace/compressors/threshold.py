@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from grace.compressors.sparse import CodedSparsifier
+from grace.compressors.sparse import EXACT, CodedSparsifier
 from grace.core import Array, Context
 from grace.core.registry import register
 
@@ -22,7 +22,8 @@ class Threshold(CodedSparsifier):
     """
 
     threshold: float = 0.01
-    ragged = True
+
+    traits = replace(EXACT, variable_length=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

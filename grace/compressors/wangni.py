@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.compressors.sparse import Scattered, check_ratio, signed, unsigned
-from grace.core import Array, Context, Payload, State, Steps
+from grace.core import Array, Context, Payload, State, Steps, Traits
 from grace.core.registry import register
 from grace.ops.validate import fitting, matching, placed
 
@@ -25,10 +25,8 @@ class Wangni(Scattered):
 
     compress_ratio: float = 0.05
     iterations: int = 2
-    family = "sparsification"
-    ragged = True
-    unbiased = True
-    memory = "none"
+
+    traits = Traits(family="sparsification", unbiased=True, variable_length=True, memory="none")
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)

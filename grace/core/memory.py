@@ -21,8 +21,8 @@ class Memory(ABC):
     """The memory of a communicator's second compression; None: this one."""
     momentum_inside: ClassVar[bool] = False
     """Its results include momentum: the optimizer should have none."""
-    resize: ClassVar[Mapping[str, Resize]] = {}
-    """As `Compressor.resize`."""
+    reshard: ClassVar[Mapping[str, Resize]] = {}
+    """As `Traits.reshard`."""
     plain: ClassVar[bool] = False
     """Standard error feedback: compresses x plus its state "residual", if it has one, and stores the new residual."""
 

@@ -39,7 +39,8 @@ class FastMethod(Method):
         if self.memory.plain and "residual" in memory and ctx.xp.mutable:
             program = accelerator.compensated(self.compressor, x, memory["residual"], kept, ctx)
         # A mask changes its residual only where something was sent: nothing to defer.
-        defer = defer and not self.compressor.mask and self.memory.plain and "residual" in memory and bool(ctx.xp.piece)
+        defer = defer and not self.compressor.traits.sends_exact_values
+        defer = defer and self.memory.plain and "residual" in memory and bool(ctx.xp.piece)
         if program is None:
             if self.compressor.tail and self.memory.plain:
                 ctx = ctx.with_tail()
@@ -92,7 +93,7 @@ def _encode_chunks(compressor: Compressor, x: Array, residual: Array | None, ctx
     # Arrays of the whole payload, a little too long: parts that are put together in the end would be copied once more.
     whole = [xp.empty(-(-ctx.size // units) * shape[0], dtype) for dtype, shape in each]
     ends: list[int] = []
-    forms = compiled(xp) if ctx.compile and not compressor.lossless else None
+    forms = compiled(xp) if ctx.compile and not compressor.traits.lossless else None
     for start, stop in pieces(compressor, ctx):
         here, part = ctx.piece(start, stop - start), x[start:stop]
         rest = None if residual is None else residual[start:stop]

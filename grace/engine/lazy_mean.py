@@ -27,7 +27,7 @@ class LazyMean(Lazy):
     @property
     def marked(self) -> bool:
         """Whether `marks` tell if it is finite; otherwise only the decoded mean can."""
-        return self._compressor.marked
+        return self._compressor.traits.nonfinite_in_payload
 
     def marks(self) -> list[Array]:
         """float32 vectors, all finite if and only if the mean is."""
@@ -116,7 +116,7 @@ class LazyMean(Lazy):
             return out
         if not in_chunks(compressor, ctx):
             return self._decode_into(out, self._payloads, ctx)
-        forms: Any = compiled(xp) if ctx.compile and not compressor.lossless else None
+        forms: Any = compiled(xp) if ctx.compile and not compressor.traits.lossless else None
         size, payloads, steps = piece(compressor, xp), list(self._payloads), strides(compressor, xp)
         for start, stop in pieces(compressor, ctx):
             parts = [cut(payload, steps, start, stop, ctx.size) for payload in payloads]

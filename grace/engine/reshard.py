@@ -188,7 +188,7 @@ def _follow(
         return (sum(held, np.zeros(len(value))) / size).astype(host(value).dtype)
     point, part, field = parsed(key)
     method, ctx = points(unit, rank)[point]
-    rule = getattr(method, part).resize.get(field, Resize.SAME)
+    rule = method.reshard(part).get(field, Resize.SAME)
     if rule is Resize.TRACKED:
         return _follow(states, unit, key.removesuffix(field) + "mean", value, points, rank, size)
     start, stop = ctx.offset, ctx.offset + ctx.size

@@ -32,7 +32,7 @@ class DGC(Memory):
     masking: bool = True
     feedback = True
     momentum_inside = True
-    resize: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN, "residual": Resize.SUM}
+    reshard: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN, "residual": Resize.SUM}
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
@@ -41,10 +41,10 @@ class DGC(Memory):
             raise ValueError(f"gradient_clipping={self.gradient_clipping!r} must be a norm, or 0 for no clipping")
 
     def check(self, compressor: Compressor) -> None:
-        if not compressor.mask:
+        if not compressor.traits.sends_exact_values:
             raise ValueError(
                 f"memory 'dgc' works with methods that send elements as they are, such as 'topk' or 'dgc'; "
-                f"{name_of(compressor)!r} changes them. Use memory {compressor.memory!r}"
+                f"{name_of(compressor)!r} changes them. Use memory {compressor.traits.memory!r}"
             )
 
     def init(self, ctx: Context) -> State:

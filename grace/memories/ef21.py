@@ -23,7 +23,7 @@ class EF21(Memory):
     """
 
     feedback = True
-    resize: ClassVar[Mapping[str, Resize]] = {"estimate": Resize.TRACKED, "mean": Resize.MEAN}
+    reshard: ClassVar[Mapping[str, Resize]] = {"estimate": Resize.TRACKED, "mean": Resize.MEAN}
 
     def init(self, ctx: Context) -> State:
         return {"estimate": ctx.xp.zeros(ctx.size), "mean": ctx.xp.zeros(ctx.size)}

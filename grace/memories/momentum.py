@@ -21,7 +21,7 @@ class Momentum(Memory):
     """
 
     momentum: float = 0.9
-    resize: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN}
+    reshard: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN}
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:

@@ -44,7 +44,7 @@ class OneBitAdam(Memory):
     feedback = True
     momentum_inside = True
     server = Residual()
-    resize: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN, "residual": Resize.SUM}
+    reshard: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN, "residual": Resize.SUM}
 
     def __post_init__(self) -> None:
         if self.freeze_step < 1:

@@ -24,7 +24,7 @@ class Residual(Memory):
     beta: float = 1.0
     gamma: float = 1.0
     feedback = True
-    resize: ClassVar[Mapping[str, Resize]] = {"residual": Resize.SUM}
+    reshard: ClassVar[Mapping[str, Resize]] = {"residual": Resize.SUM}
 
     @property
     def plain(self) -> bool:  # type: ignore[override]

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,7 +23,7 @@ def test_cached_traits_are_no_part_of_a_compressor():
         assert fresh == read, name
         assert hash(fresh) == hash(read), name
         assert repr(fresh) == repr(read), name
-        assert b"Traits" not in pickle.dumps(read), name
+        assert not {b"Traits", b"Elements"} & {*re.findall(rb"\w+", pickle.dumps(read))}, name
         for copied in (replace(read), copy.copy(read), copy.deepcopy(read), pickle.loads(pickle.dumps(read))):
             assert copied == read, name
             assert copied.traits == read.traits, name

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.compressors.sparse import Scattered
+from grace.compressors.sparse import Placed
 from grace.core import Array, Context, Payload, Resize, State, Steps, Traits
 from grace.core.registry import register
 from grace.ops import blocks
-from grace.ops.validate import fitting, placed
+from grace.ops.validate import fitting
 
 
 @register("adacomp")
 @dataclass(frozen=True)
-class AdaComp(Scattered):
+class AdaComp(Placed):
     """In each bin, send what would exceed the bin's largest element if the last gradient were added once more.
 
     With residual e, gradient g and G = e + g: an element is sent if the magnitude of G + g reaches the largest
@@ -61,7 +61,7 @@ class AdaComp(Scattered):
         payload = (counts, xp.cast(places, "uint8"), scale)
         return payload, {"residual": xp.scatter_add(total, positions, xp.where(negative, scale, -scale))}
 
-    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
+    def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         xp = ctx.xp
         counts, sent, scale = payload
         counts = fitting(xp, counts, "uint8", blocks.block_count(ctx.size, self.bin_size), "counts")
@@ -75,5 +75,4 @@ class AdaComp(Scattered):
         sent = sent[:-1]
         places = xp.bitwise_and(sent, 127)
         places = xp.sound(places, lambda: xp.all(places < self.bin_size), "its places lie outside their bins")
-        positions = placed(xp, bins * self.bin_size + places, ctx.size)
-        return xp.scatter_add(total, positions, xp.where(sent >= 128, -scale, scale))
+        return xp.where(sent >= 128, -scale, scale), bins * self.bin_size + places

@@ -86,8 +86,8 @@ class Chain(Placed):
 
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         assert isinstance(self.sparsifier, Sparsifier)
-        values = len(payload) - self.sparsifier.arrays(ctx.size)
-        return self.sparsifier.parts((self._decoded(payload[:values], ctx), *payload[values:]), ctx)
+        values = len(payload) - self.sparsifier.elements.arrays(ctx.size)
+        return self.sparsifier.elements.parts((self._decoded(payload[:values], ctx), *payload[values:]), ctx)
 
     def _decoded(self, found: Payload, ctx: Context) -> Array:
         return self.quantizer.decompress(found, self.second(ctx)) * self.scale(self.count(ctx.size))
@@ -104,7 +104,7 @@ class Chain(Placed):
     def count(self, n: int) -> int:
         """How many of n elements are sent."""
         assert isinstance(self.sparsifier, Sparsifier)
-        k = self.sparsifier.count(n)
+        k = self.sparsifier.elements.count(n)
         assert k is not None
         return k
 

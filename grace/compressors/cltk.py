@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from grace.compressors.sparse import AgreedSparsifier, poisoned
+from grace.compressors.agreed import AgreedSparsifier
+from grace.compressors.sparse import poisoned
 from grace.core import Array, Context, Payload, Program, State
 from grace.core.collectives import Reduce
 from grace.core.registry import register

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from grace.compressors.sparse import Sparsifier, check_ratio, kept, poisoned
+from grace.compressors.sparse import Elements, Selector, Sparsifier, check_ratio, kept, poisoned
 from grace.core import Array, Combine, Compressor, Context, Payload, State, Steps, Traits
 from grace.core.registry import register
 from grace.ops.validate import fitting
@@ -14,7 +14,7 @@ from grace.ops.validate import fitting
 
 @register("randomk")
 @dataclass(frozen=True)
-class RandomK(Sparsifier):
+class RandomK(Sparsifier, Selector):
     """Send the elements at random positions that all workers draw alike, so that no position travels.
 
     Payload: values float32[k]; k = floor(compress_ratio * n), at least 1. Linear: values add up on the wire.
@@ -49,17 +49,12 @@ class RandomK(Sparsifier):
     def count(self, n: int) -> int | None:
         return kept(self.compress_ratio, n)
 
-    def select(self, x: Array, ctx: Context) -> Array:
-        return self.read((), ctx)
+    def choose(self, x: Array, state: State, ctx: Context) -> tuple[Array, State]:
+        return self.drawn(ctx), state
 
-    def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
-        return ()
-
-    def arrays(self, n: int) -> int:
-        return 0
-
-    def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
-        return self.drawn(ctx)
+    @property
+    def elements(self) -> Elements:
+        return Shared(self)
 
     def drawn(self, ctx: Context, last: bool = False) -> Array:
         """int32[k]: the positions of this step. ``last``: nobody asks for them again."""
@@ -75,7 +70,7 @@ class RandomK(Sparsifier):
         return found
 
     def compress(self, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
-        values = ctx.xp.take(x, self.select(x, ctx))
+        values = ctx.xp.take(x, self.drawn(ctx))
         if self.unbiased_scale:
             values = values * (ctx.size / max(1, kept(self.compress_ratio, ctx.size)))
         return (poisoned(ctx.xp, values, x),), state
@@ -93,3 +88,19 @@ class RandomK(Sparsifier):
         for (values,) in payloads:
             total = xp.add_to(total, fitting(xp, values, "float32", k, "values"))
         return xp.divide_in(total, len(payloads))
+
+
+@dataclass(frozen=True)
+class Shared(Elements):
+    """Elements whose positions do not travel: every worker draws them."""
+
+    selector: RandomK
+
+    def arrays(self, n: int) -> int:
+        return 0
+
+    def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
+        return ()
+
+    def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
+        return self.selector.drawn(ctx)

@@ -93,8 +93,9 @@ class Compressor(ABC):
         cls.traits = traits  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Hyper-parameters alone: cached `traits` are computed anew."""
-        return {key: value for key, value in vars(self).items() if key != "traits"}
+        """Hyper-parameters alone: cached properties are computed anew."""
+        cached = {key for key in vars(self) if isinstance(getattr(type(self), key, None), cached_property)}
+        return {key: value for key, value in vars(self).items() if key not in cached}
 
     if not TYPE_CHECKING:
 

@@ -12,10 +12,10 @@ from grace.compressors.sketch_sgd import SketchSGD
 from grace.core import Array, Context, Payload, Program, State, Steps
 from grace.core.collectives import Gather
 from grace.engine.accelerators.base import Accelerator, has
-from grace.engine.accelerators.sparsifiers import PlacedSums, ScatteredSums
+from grace.engine.accelerators.sparsifiers import SparseSums
 
 
-class LargestSums(PlacedSums[GTopK]):
+class LargestSums(SparseSums[GTopK]):
     """gtopk."""
 
     def compress(self, compressor: GTopK, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
@@ -32,7 +32,7 @@ class LargestSums(PlacedSums[GTopK]):
         return (sums / ctx.world_size, positions, own), state
 
 
-class RowSketches(ScatteredSums[ARCTopK]):
+class RowSketches(Accelerator[ARCTopK]):
     """arctopk."""
 
     def compress(self, compressor: ARCTopK, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
@@ -42,7 +42,7 @@ class RowSketches(ScatteredSums[ARCTopK]):
         return compressor.agree(x, sketch, state, ctx)
 
 
-class CountSketches(PlacedSums[SketchSGD]):
+class CountSketches(SparseSums[SketchSGD]):
     """sketch_sgd."""
 
     def compress(self, compressor: SketchSGD, x: Array, state: State, ctx: Context) -> Steps[tuple[Payload, State]]:
@@ -61,5 +61,5 @@ ACCELERATORS: dict[type, Accelerator[Any]] = {
     GTopK: LargestSums(),
     ARCTopK: RowSketches(),
     SketchSGD: CountSketches(),
-    CLTopK: PlacedSums[CLTopK](),
+    CLTopK: SparseSums[CLTopK](),
 }

@@ -1,9 +1,10 @@
-"""Traits: cached beside the hyper-parameters and no part of them; the attributes that they replaced still work."""
+"""Traits: cached beside the hyper-parameters and no part of them. Former attributes of methods still work."""
 
 import copy
 import pickle
 import re
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ from grace import Combine, Compressor, Traits, simulate
 from grace.compressors.blockint import BlockInt
 from grace.compressors.qsgd import QSGD
 from grace.compressors.topk import TopK
+from grace.core import Resize
+from grace.core.memory import FORMER as FORMER_OF_MEMORIES
 from grace.core.registry import compressors
 from grace.core.traits import FORMER
+from grace.memories.none import NoMemory
 
 
 def test_cached_traits_are_no_part_of_a_compressor():
@@ -150,3 +154,30 @@ def test_a_method_with_former_attributes_is_carried_out_as_before():
     out = simulate({"compressor": made(), "communicator": "twostage"}, gradients)  # which needs blocks
     assert np.array_equal(out.means[3]["w"], np.full(4096, 1.5, np.float32))
     assert out.report.method == "Mine + residual + twostage"
+
+
+def test_former_names_of_a_memory_become_those_of_today():
+    with pytest.warns(DeprecationWarning, match=r"Mine\.\w+ is now") as caught:
+
+        @dataclass(frozen=True)
+        class Mine(NoMemory):
+            momentum_inside = True
+            server = NoMemory()
+            plain = property(lambda self: False)
+            resize: ClassVar = {"momentum": Resize.MEAN}
+
+            def finish(self, mean, compressor, state, ctx):
+                return mean * 2.0, state
+
+            def finish_dense(self, mean, state, ctx):
+                return mean * 3.0, state
+
+    assert len(caught) == len(FORMER_OF_MEMORIES)
+    assert {warning.filename for warning in caught} == {__file__}
+    memory = Mine()
+    assert (memory.includes_momentum, memory.standard_feedback) == (True, False)
+    assert (memory.second_stage, memory.reshard) == (NoMemory(), {"momentum": Resize.MEAN})
+    gradients = [{"w": np.full(4096, worker, np.float32), "b": np.full(2, worker, np.float32)} for worker in range(2)]
+    out = simulate({"compressor": "terngrad", "memory": memory}, gradients).means[0]
+    assert np.array_equal(out["w"], np.full(4096, 1.0, np.float32))
+    assert np.array_equal(out["b"], np.full(2, 1.5, np.float32))

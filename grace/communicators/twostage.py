@@ -34,7 +34,7 @@ class TwoStage(Communicator):
                 f"communicator 'twostage' cannot cut a payload of {name_of(compressor)!r}, which is not blockwise. "
                 f"Use communicator 'allgather'{other}"
             )
-        if type(method.memory).finish is not Memory.finish and method.memory.server is None:
+        if type(method.memory).after_mean is not Memory.after_mean and method.memory.second_stage is None:
             raise ValueError(
                 f"communicator 'twostage' cannot carry memory {name_of(method.memory)!r}, which tracks the mean of "
                 "what the workers sent: the second compression changes it. Use communicator 'allgather', or memory "
@@ -43,7 +43,7 @@ class TwoStage(Communicator):
 
     def points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
         shard = shards(method.compressor, ctx, ctx.world_size)[ctx.rank]
-        return {"worker": (method, ctx), "server": (method.again, shard.stage("server"))}
+        return {"worker": (method, ctx), "server": (method.for_second_stage, shard.stage("server"))}
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, compressor = ctx.xp, method.compressor
@@ -58,7 +58,7 @@ class TwoStage(Communicator):
 
         mean = yield from method.decode(received, owned[ctx.rank])
         again = [shard.stage("server") for shard in owned]
-        payload, server = yield from method.again.encode(mean, scope(state, "server"), again[ctx.rank])
+        payload, server = yield from method.for_second_stage.encode(mean, scope(state, "server"), again[ctx.rank])
 
         # The last shards are shorter than the first: filled up for the exchange.
         received = yield Gather(tuple(xp.pad(array, size[0]) for array, size in zip(payload, sizes, strict=True)))

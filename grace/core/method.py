@@ -69,9 +69,9 @@ class Method:
         return payload, join(memory=memory, compressor=kept)
 
     @property
-    def again(self) -> Method:
+    def for_second_stage(self) -> Method:
         """What compresses a mean: this method, with the memory that is for a second compression."""
-        return self if self.memory.server is None else replace(self, memory=self.memory.server)
+        return self if self.memory.second_stage is None else replace(self, memory=self.memory.second_stage)
 
     def like(self, other: Method) -> Method:
         """Another pair, carried out the way this one is."""
@@ -105,10 +105,10 @@ class Method:
 
     def finish(self, mean: Any, state: State, ctx: Context) -> tuple[Any, State]:
         """What the memory makes of the mean of all workers' payloads."""
-        if type(self.memory).finish is Memory.finish:
+        if type(self.memory).after_mean is Memory.after_mean:
             return mean, state
         mean = materialize(mean)
-        mean, memory = self.memory.finish(mean, self.compressor, scope(state, "memory"), ctx)
+        mean, memory = self.memory.after_mean(mean, self.compressor, scope(state, "memory"), ctx)
         return mean, join(memory=memory, compressor=scope(state, "compressor"))
 
 

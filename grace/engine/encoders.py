@@ -36,13 +36,13 @@ class FastMethod(Method):
             return done
         accelerator, program = accelerator_of(self.compressor), None
         memory, kept = scope(state, "memory"), scope(state, "compressor")
-        if self.memory.plain and "residual" in memory and ctx.xp.mutable:
+        if self.memory.standard_feedback and "residual" in memory and ctx.xp.mutable:
             program = accelerator.compensated(self.compressor, x, memory["residual"], kept, ctx)
         # A mask changes its residual only where something was sent: nothing to defer.
         defer = defer and not self.compressor.traits.sends_exact_values
-        defer = defer and self.memory.plain and "residual" in memory and bool(ctx.xp.piece)
+        defer = defer and self.memory.standard_feedback and "residual" in memory and bool(ctx.xp.piece)
         if program is None:
-            if self.compressor.tail and self.memory.plain:
+            if self.compressor.tail and self.memory.standard_feedback:
                 ctx = ctx.with_tail()
             # A deferred residual is computed in the last one's memory, so x must not lie there.
             here = ctx.without_undo() if defer else ctx
@@ -75,7 +75,7 @@ def encode(
 
     With ``ctx.calls`` the work may be deferred to there.
     """
-    if not memory.plain or ctx.size == 0:
+    if not memory.standard_feedback or ctx.size == 0:
         return None
     residual = state.get(RESIDUAL)
     done = accelerators.encode(compressor, x, residual, ctx)

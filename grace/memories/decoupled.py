@@ -20,4 +20,4 @@ class DecoupledMomentum(Residual):
     """
 
     beta: float = 0.999
-    momentum_inside = True
+    includes_momentum = True

@@ -31,7 +31,7 @@ class DGC(Memory):
     nesterov: bool = False
     masking: bool = True
     feedback = True
-    momentum_inside = True
+    includes_momentum = True
     reshard: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN, "residual": Resize.SUM}
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class DGC(Memory):
     def init_dense(self, ctx: Context) -> State:
         return {"momentum": ctx.xp.zeros(ctx.size, ctx.dtype)}
 
-    def finish_dense(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
+    def after_dense_mean(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
         u, step = self._momentum(mean, state["momentum"])
         return step, {"momentum": u}
 

@@ -47,7 +47,7 @@ class Diana(Memory):
         sent = x - compressor.residual(ctx.xp.copy(x), payload, ctx)
         return {**state, "shift": state["shift"] + sent * self.rate(compressor, ctx)}
 
-    def finish(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
+    def after_mean(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
         return state["mean"] + mean, {**state, "mean": state["mean"] + mean * self.rate(compressor, ctx)}
 
     def rate(self, compressor: Compressor, ctx: Context) -> float:

@@ -27,7 +27,7 @@ class Residual(Memory):
     reshard: ClassVar[Mapping[str, Resize]] = {"residual": Resize.SUM}
 
     @property
-    def plain(self) -> bool:  # type: ignore[override]
+    def standard_feedback(self) -> bool:
         return self.beta == self.gamma == 1.0
 
     def init(self, ctx: Context) -> State:

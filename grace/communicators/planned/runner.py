@@ -141,7 +141,7 @@ def check(option: Option, method: Method) -> None:
         return
     compressor, name = method.compressor, name_of(method.compressor)
     refuse_agreed("planned", method)
-    if type(method.memory).finish is not Memory.finish:
+    if type(method.memory).after_mean is not Memory.after_mean:
         raise ValueError(
             f"communicator 'planned' cannot carry memory {name_of(method.memory)!r}, which tracks the mean of what the "
             "workers sent: strategies compress it again. Use communicator 'allgather', or memory 'residual'"
@@ -188,7 +188,7 @@ class PlanStep:
 
     def method(self, method: Method) -> Method:
         """What compresses here: the first compression is of a gradient, later ones are of means."""
-        return method.again if self.stage else method
+        return method.for_second_stage if self.stage else method
 
 
 def expand_plan(option: Option, compressor: Compressor, ctx: Context, node_size: int) -> list[PlanStep]:

@@ -331,13 +331,7 @@ def test_every_module_is_imported_by_its_package():
     for package, registry in (("compressors", compressors), ("memories", memories), ("communicators", communicators)):
         modules = {module.name for module in pkgutil.iter_modules([str(PACKAGE / package)])}
         found = {cls.__module__.split(".")[2] for cls in registry.values()}
-        shared = {
-            "blockwise",
-            "coded",
-            "lowrank",
-            "selectors",
-            "sparse",
-        }  # parts of several methods, without a name
+        shared = {"agreed", "blockwise", "lowrank", "selectors", "sparse"}  # parts of several methods, without a name
         assert modules - shared == found
         for name, cls in registry.items():
             assert cls.registered_name == name

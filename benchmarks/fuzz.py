@@ -140,7 +140,7 @@ class Payloads:
         compressor = self.compressor = self.method.compressor
         shape = cases.shape_of(compressor, n)
         self.ctx = cases.context(self.xp, shape, world_size=3)
-        self.agreed = compressor.combine is Combine.AGREED
+        self.agreed = compressor.traits.combine is Combine.AGREED
         self.good = []
         for rank in range(1 if self.agreed else 3):
             ctx = replace(self.ctx, rank=rank)
@@ -222,7 +222,7 @@ class Payloads:
         """What a transport makes of a spoilt message."""
         from grace.core.collectives import Gather
 
-        xp, ragged = self.xp, self.compressor.ragged
+        xp, ragged = self.xp, self.compressor.traits.variable_length
         arrays = tuple(xp.asarray(array.copy(), array.dtype.name) for array in payload[: self.seen])
         own = tuple(xp.asarray(array.copy(), array.dtype.name) for array in self.good[0][: self.seen])
         pack = (lambda arrays: self.transport._pack_ragged([Gather(arrays)])) if ragged else self.transport._pack

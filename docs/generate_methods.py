@@ -189,13 +189,13 @@ def section(name: str, registry: Registry) -> str:
         made, (memory, communicator) = cls(), usual(cls)
         note = f" ({NOTES[name]})" if name in NOTES else ""
         shown = "`, from 3 workers on `".join(communicator.split(", ")).join("``")
-        cut = made.block and not made.ragged and made.combine is not Combine.AGREED
-        block = f"blocks of {made.block}" if made.block else "the whole tensor"
+        cut = made.traits.block_size and not made.traits.variable_length and made.traits.combine is not Combine.AGREED
+        block = f"blocks of {made.traits.block_size}" if made.traits.block_size else "the whole tensor"
         lines += [
             f"- **Bits per element**: {bits(name):.4g}{note}",
             f"- **Guarantee**: {guarantee(describe(name, compressors))}",
-            f"- **Default memory and communicator**: `{memory}`, {shown} ({COMBINE[made.combine]})",
-            f"- **Statistics per**: {'element' if made.block == 1 else block}"
+            f"- **Default memory and communicator**: `{memory}`, {shown} ({COMBINE[made.traits.combine]})",
+            f"- **Statistics per**: {'element' if made.traits.block_size == 1 else block}"
             + ("; blockwise, so `twostage` cuts its payload" if cut else ""),
         ]
     if citation:
@@ -216,9 +216,9 @@ def overview() -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, cls in compressors.items():
-        memory, communicator = usual(cls)
+        (memory, communicator), family = usual(cls), cls().traits.family
         summed = "yes" if communicator == "allreduce" else "no"
-        lines.append(f"| [{name}](#{name}) | {cls.family} | {bits(name):.4g} | {summed} | {memory} | {communicator} |")
+        lines.append(f"| [{name}](#{name}) | {family} | {bits(name):.4g} | {summed} | {memory} | {communicator} |")
     return "\n".join(lines) + "\n"
 
 

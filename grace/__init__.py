@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from grace.aliases import ALIASES
-from grace.core import Combine, Compressor, Context, Memory, Transport
+from grace.core import Combine, Compressor, Context, Memory, Traits, Transport
 from grace.core.collectives import AllToAll, Broadcast, Gather, Reduce
 from grace.core.communicator import Communicator
 from grace.core.method import Method
@@ -29,6 +29,7 @@ __all__ = [
     "Memory",
     "Method",
     "Reduce",
+    "Traits",
     "Transport",
     "__version__",
     "grace_from_params",

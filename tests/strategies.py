@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grace.core import Compressor
+from grace.core import Compressor, Traits
 from grace.planner import plan
 from grace.planner.costs import Cluster, Codec, Costs, Curve, Link, Speed
 from grace.planner.profile import Profile, TensorProfile
@@ -29,7 +29,7 @@ def gradients(chosen, rank, step=0):
 class Identity(Compressor):
     """Sends everything, as bytes; payloads can only be gathered."""
 
-    memory = "none"
+    traits = Traits(memory="none")
 
     def compress(self, x, state, ctx):
         return (ctx.xp.to_bytes(x),), {}

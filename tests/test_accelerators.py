@@ -89,15 +89,15 @@ def made(row):
 def fitting(compressor):
     """Memories that the engine carries out in its own ways with a compressor."""
     found = [NoMemory(), Momentum()]
-    if not (compressor.vote or compressor.feedback):
+    if not (compressor.traits.majority_vote or compressor.traits.internal_feedback):
         found += [Residual(), Residual(beta=0.5), DecoupledMomentum(), LowPass()]
-    return found + [DGC()] * compressor.mask
+    return found + [DGC()] * compressor.traits.sends_exact_values
 
 
 def steps(method, xp, shape, fast, in_place=False):
     """Payloads, states and means of two steps, in NumPy. ``in_place``: with a rollback log."""
     found, state = [], method.init(context(xp, shape))
-    agreed, n = method.compressor.combine.value == "agreed", context(xp, shape).size
+    agreed, n = method.compressor.traits.combine.value == "agreed", context(xp, shape).size
     for step in range(2):
         ctx = context(xp, shape, rank=1, step=step, _workspace=Workspace([]) if in_place else None)
         x = xp.asarray(spread(n, seed=step), "float32")
@@ -152,7 +152,7 @@ def test_what_an_accelerator_takes_over_equals_the_plain_functions(name, monkeyp
             monkeypatch.setattr(accelerator, hook, noting(getattr(accelerator, hook), called[kind]))
     for row in ROWS:
         compressor = made(row)
-        shape = (48, 64) if compressor.shaped else (5003,)
+        shape = (48, 64) if compressor.traits.needs_shape else (5003,)
         if type(compressor) not in entries() or not compressor.applies(context(xp, shape)):
             continue
         for memory in fitting(compressor):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from grace import Compressor
+from grace.compressors.topk import TopK
 from grace.core import Context
 
 ROOT = Path(__file__).parents[1]
@@ -116,3 +118,10 @@ def test_a_context_has_few_names():
 def test_only_the_engine_looks_into_a_workspace():
     paths = [path for path in (ROOT / "grace").rglob("*.py") if re.search(r"\b_workspace\b", path.read_text())]
     assert {name(path) for path in paths if floor(name(path)) < FLOORS.index(("engine",))} == {"grace.core.context"}
+
+
+def test_a_method_author_sees_few_names():
+    for cls, most in ((Compressor, 12), (TopK, 16)):
+        names = {*dir(cls), *getattr(cls, "__dataclass_fields__", ())}
+        public = sorted(each for each in names if not each.startswith("_"))
+        assert len(public) <= most, public

@@ -189,7 +189,7 @@ def sums(graces):
         for unit, cells in state["tensors"].items():
             for key, array in cells.items():
                 point, part, field = parsed(key)
-                rule = getattr(grace.method, part).resize.get(field)
+                rule = grace.method.reshard(part).get(field)
                 if rule is not None:
                     start, count = state["points"][unit][point]
                     shape = np.zeros(sum(int(np.prod(s)) for s in SHAPES.values()))
@@ -301,7 +301,7 @@ def test_a_new_worker_takes_the_policy_over_but_not_worker_0s_sums():
 
 def rule_of(grace, key):
     _, part, field = parsed(key)
-    return getattr(grace.method, part).resize.get(field)
+    return grace.method.reshard(part).get(field)
 
 
 @pytest.mark.parametrize("name", ["ef21", "diana"])
@@ -394,7 +394,7 @@ def test_what_is_not_declared_is_the_same_on_all_workers():
         for unit, cells in one.items():
             for key, array in cells.items():
                 _, part, field = parsed(key)
-                rules = getattr(graces[0].method, part).resize
+                rules = graces[0].method.reshard(part)
                 if rules.get(field, Resize.SAME) is Resize.SAME or (field, Resize.TRACKED) in (
                     ("mean", rule) for rule in rules.values()
                 ):

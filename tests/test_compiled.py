@@ -91,7 +91,7 @@ def assert_same(one, two):
 @pytest.mark.parametrize("row", FEW, ids=str)
 def test_forms_of_every_blockwise_method_equal_the_plain_functions(row, xp, without_inductor):
     compressor = made(row.params)
-    method = FastMethod(compressor, NoMemory() if compressor.vote else Residual())
+    method = FastMethod(compressor, NoMemory() if compressor.traits.majority_vote else Residual())
     plain = exchanged(xp, method)
     refused = REFUSED.get(row.params["compressor"])
     with warnings.catch_warnings(record=True) as told:
@@ -120,7 +120,7 @@ def test_forms_of_every_blockwise_method_equal_the_plain_functions(row, xp, with
 def test_what_the_compiler_makes_equals_the_plain_functions_and_is_made_once(params, size, xp, monkeypatch):
     monkeypatch.setattr(xp, "piece", size)
     compressor = made(params)
-    method = FastMethod(compressor, NoMemory() if compressor.vote else Residual())
+    method = FastMethod(compressor, NoMemory() if compressor.traits.majority_vote else Residual())
     for n, name in ((3 * size + 77, "w"), (4 * size + 5, "other")):
         assert n > 3 * piece(compressor, xp)
         assert_same(exchanged(xp, method, n, name=name, compile=True), exchanged(xp, method, n, name=name))

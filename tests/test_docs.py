@@ -78,8 +78,10 @@ def test_the_readme_names_every_method():
     text = (ROOT / "README.md").read_text()
     classes = dict(re.findall(r"^\| (\w[\w ]+) \| (`[^|]+`) \|$", text, re.MULTILINE))
     found = {family: re.findall(r"`(\w+)`", names) for family, names in classes.items()}
-    families = sorted({cls().family for cls in compressors.values()})
-    assert found == {family: [n for n in compressors if compressors[n]().family == family] for family in families}
+    families = sorted({cls().traits.family for cls in compressors.values()})
+    assert found == {
+        family: [n for n in compressors if compressors[n]().traits.family == family] for family in families
+    }
     for kind, registry in (("Memories", memories), ("Communicators", communicators)):
         (line,) = re.findall(rf"^- {kind}: (.*?)\.$", text, re.MULTILINE | re.DOTALL)
         assert re.findall(r"`(\w+)`", line) == list(registry)

@@ -48,8 +48,8 @@ def made(row):
 BLOCKWISE = [
     row
     for row in VECTORS
-    if (compressor := made(row)).block
-    and not compressor.ragged
+    if (compressor := made(row)).traits.block_size
+    and not compressor.traits.variable_length
     and not inspect.isgeneratorfunction(compressor.compress)
 ]
 
@@ -88,10 +88,10 @@ def assert_same(one, two, products=False):
 
 @pytest.mark.parametrize("name", HOSTS)
 @pytest.mark.parametrize("feedback", [True, False], ids=["residual", "none"])
-@pytest.mark.parametrize("row", [row for row in VECTORS if made(row).combine.value == "gather"], ids=str)
+@pytest.mark.parametrize("row", [row for row in VECTORS if made(row).traits.combine.value == "gather"], ids=str)
 def test_kernels_and_pieces_equal_the_plain_functions(row, feedback, name, monkeypatch):
     xp, compressor, products = backend(name), made(row), row.params["compressor"] in PRODUCTS
-    if feedback and (compressor.vote or compressor.feedback):
+    if feedback and (compressor.traits.majority_vote or compressor.traits.internal_feedback):
         feedback = False
     method = FastMethod(compressor, Residual() if feedback else NoMemory())
     monkeypatch.setenv("GRACE_KERNELS", "off")
@@ -200,7 +200,7 @@ def test_parts_of_a_payload_are_as_long_as_their_cuts(row):
     for n in (1, 700, N):
         ctx = context(xp, n)
         payload, _ = alone(lambda ctx, n=n: compressor.compress(xp.asarray(spread(n), "float32"), {}, ctx), ctx)
-        full = 4096 * max(1, (compressor.block or 1) // 4096)
+        full = 4096 * max(1, (compressor.traits.block_size or 1) // 4096)
         ends = tuple(min(k * full, n) for k in (1, 2, 3))
         wanted = [cut(payload, strides(compressor, xp), *bounds, n) for bounds in pairwise((0, *ends, n))]
         found = cuts(compressor, xp, n, ends, tuple(len(array) for array in payload))

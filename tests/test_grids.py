@@ -180,7 +180,7 @@ def test_inceptionn_reads_the_bound_of_graces_first_release():
 @pytest.mark.parametrize("name", ["fp8", "blockint"])
 def test_rounding_to_nearest_needs_a_residual_and_at_random_none(name):
     for rounding, memory in (("nearest", "residual"), ("stochastic", "none")):
-        assert made(compressor=name, rounding=rounding).memory == memory
+        assert made(compressor=name, rounding=rounding).traits.memory == memory
 
 
 @pytest.mark.parametrize(

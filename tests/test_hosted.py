@@ -81,7 +81,7 @@ def forms(xp, method, graph=None):
 
     def encode(x, state, step):
         payload, state = run_local(method.encode(x, state, context(xp, SHAPE, rank=1, step=step)), method)
-        if graph and not method.compressor.ragged:
+        if graph and not method.compressor.traits.variable_length:
             assert all(array.shape.is_fully_defined() for array in payload)
         return payload, state
 

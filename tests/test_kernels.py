@@ -230,7 +230,7 @@ def plainly(compressor, x, ctx):
     """Payload and residual by the plain functions."""
     with XP.quiet():
         payload, _ = compressor.compress(x, {}, ctx)
-        return payload, None if compressor.vote else compressor.residual(x.copy(), payload, ctx)
+        return payload, None if compressor.traits.majority_vote else compressor.residual(x.copy(), payload, ctx)
 
 
 def finite_blocks(scales, n, block):
@@ -253,7 +253,7 @@ def coded(lib, compressor, ctx, x, residual, out, threads, swap=False):
             x, residual, out, *map(address, sent), n, block, compressor.sparsity, runs, threads, swap
         )
         return [sent[0].check()[:size], sent[1].check()]
-    block, levels, bits = compressor.block or 0, 0, 2
+    block, levels, bits = compressor.traits.block_size or 0, 0, 2
     table = offsets = first = None
     if isinstance(compressor, QSGD):
         levels, bits = compressor.quantum_num, compressor.bits
@@ -285,7 +285,7 @@ def decoded(lib, compressor, payloads, n, threads):
     else:
         quantum = isinstance(compressor, QSGD)
         kind = (compressor.bits, compressor.quantum_num) if quantum else (2, 0)
-        lib.levels_mean(*where, workers, out.address, n, compressor.block or 0, *kind, threads)
+        lib.levels_mean(*where, workers, out.address, n, compressor.traits.block_size or 0, *kind, threads)
     return out.check()
 
 
@@ -322,7 +322,7 @@ def test_codes_are_those_of_the_plain_functions(lib, n, kind, threads, compresso
         found = coded(lib, compressor, ctx, x.address, address(residual), out.address, threads)
         x.check()
         whole = finite_blocks(
-            sent[1][::2] + sent[1][1::2] if isinstance(compressor, OneBit) else sent[1], n, compressor.block
+            sent[1][::2] + sent[1][1::2] if isinstance(compressor, OneBit) else sent[1], n, compressor.traits.block_size
         )
         equal(found[1], sent[1])
         if whole.all() or not isinstance(compressor, QSGD):  # of what is not finite QSGD's codes are any

@@ -106,7 +106,7 @@ def test_every_code_is_decoded_as_it_is_by_the_compressor(lib, compressor):
     for scale in (1.5, 1e-44, np.inf, np.nan) if not wide else (1.0,):
         n = len(every) if wide else 256 // bits * 8
         ctx = Context(XP, "w", (n,))
-        count = -(-n // (compressor.block or n))
+        count = -(-n // (compressor.traits.block_size or n))
         scales = np.full(count, 200 if scale == 1.5 else scale, np.float32)
         if isinstance(compressor, Natural):
             scales = np.full(1, {1.5: 100, 1e-44: 254}.get(scale, -3), np.int32)

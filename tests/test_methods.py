@@ -77,9 +77,9 @@ def test_what_a_method_says_of_itself(row):
                 assert said is None or row.mask
             else:
                 assert said == pytest.approx(expected(n))
-    assert (compressor.ragged, compressor.mask) == (row.ragged, row.mask)
-    assert compressor.family in ("quantisation", "sparsification", "hybrid", "low rank")
-    if compressor.unbiased:
+    assert (compressor.traits.variable_length, compressor.traits.sends_exact_values) == (row.ragged, row.mask)
+    assert compressor.traits.family in ("quantisation", "sparsification", "hybrid", "low rank")
+    if compressor.traits.unbiased:
         assert row.variance is not None
 
 
@@ -137,7 +137,7 @@ def test_payloads_have_exactly_the_bytes_of_the_table(row, xp):
         x = spread(*shape)
         ctx = context(xp, shape)
         payload, _ = send(method, xp, x, ctx)
-        if method.compressor.combine is Combine.AGREED:  # the exchange happens while it compresses
+        if method.compressor.traits.combine is Combine.AGREED:  # the exchange happens while it compresses
             state, array = method.compressor.init(ctx), xp.asarray(x.reshape(-1).copy(), "float32")
             payload = handed_over(lambda ctx: method.compressor.compress(array, state, ctx), ctx)
         assert sum(array.nbytes for array in host(xp, payload)) == row.nbytes(x)
@@ -149,13 +149,15 @@ def test_payloads_have_exactly_the_bytes_of_the_table(row, xp):
 def test_same_key_same_payload_and_another_step_another_one(row, xp):
     method, n = parts(row), 1000
     x = spread(n)
-    shared = method.compressor.combine is not Combine.GATHER
+    shared = method.compressor.traits.combine is not Combine.GATHER
     sent = {}
     for step, rank, seed in ((5, 1, 0), (6, 1, 0), (5, 2, 0), (5, 1, 1)):
         ctx = context(xp, n, step=step, rank=rank, seed=seed)
         payload = host(xp, send(method, xp, x, ctx)[0])
         assert same(payload, host(xp, send(method, xp, x, ctx)[0]))
-        if method.compressor.combine is Combine.AGREED:  # on what follows from it: a worker's own part may be beside it
+        if (
+            method.compressor.traits.combine is Combine.AGREED
+        ):  # on what follows from it: a worker's own part may be beside it
             payload = [receive(method, xp, send(method, xp, x, ctx)[0], ctx)]
         sent[step, rank, seed] = payload
     first = sent.pop((5, 1, 0))
@@ -256,7 +258,7 @@ class Formula:
         self.residuals, self.momenta = np.zeros((2, size, n), np.float32)
         self.twostage, self.server = communicator == "twostage", np.zeros(n, np.float32)
         compressor = parts(row).compressor
-        unit = 1 if compressor.shaped else math.lcm(8, compressor.block or 1)
+        unit = 1 if compressor.traits.needs_shape else math.lcm(8, compressor.traits.block_size or 1)
         self.full = math.ceil(n / (unit * size)) * unit
         self.whole = "twostage" in row.communicators or not self.twostage  # else each shard is sent by itself
 

@@ -69,4 +69,4 @@ def test_defaults_are_those_of_the_page():
     ):
         assert text in said
     assert terngrad.clip == 0
-    assert terngrad.unbiased
+    assert terngrad.traits.unbiased

@@ -109,7 +109,11 @@ def test_what_arrived_and_what_every_stage_kept_make_up_what_was_given(option):
 @pytest.mark.parametrize("name", [name for name in compressors if carries(Planned(), compressors[name]())])
 def test_every_method_travels(name):
     method = {"compressor": name, **SETTINGS.get(name, {})}
-    chosen = [option for option in GPU[::9] if not compressors[name].ragged or not any(map(moved, option.actions))]
+    chosen = [
+        option
+        for option in GPU[::9]
+        if not compressors[name]().traits.variable_length or not any(map(moved, option.actions))
+    ]
     names = [f"{i}" for i in range(len(chosen))]
     given = [[dict.fromkeys(names, spread(40, 36, seed=10 * step + rank)) for rank in range(4)] for step in range(2)]
     with warnings.catch_warnings():

@@ -56,8 +56,8 @@ def test_nothing_given_is_no_compression():
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_defaults_are_those_that_a_user_should_have(row):
     found = build(**row.params)
-    assert found.method.memory.registered_name == row.params.get("memory", found.method.compressor.memory)
-    gathers = found.method.compressor.combine is Combine.GATHER
+    assert found.method.memory.registered_name == row.params.get("memory", found.method.compressor.traits.memory)
+    gathers = found.method.compressor.traits.combine is Combine.GATHER
     assert found.communicator.registered_name == ("allgather" if gathers else "allreduce")
     check_fields(found.method.compressor, row.params)
 
@@ -333,13 +333,7 @@ def test_every_module_is_imported_by_its_package():
     for package, registry in (("compressors", compressors), ("memories", memories), ("communicators", communicators)):
         modules = {module.name for module in pkgutil.iter_modules([str(PACKAGE / package)])}
         found = {cls.__module__.split(".")[2] for cls in registry.values()}
-        shared = {
-            "blockwise",
-            "coded",
-            "lowrank",
-            "selectors",
-            "sparse",
-        }  # parts of several methods, without a name
+        shared = {"agreed", "blockwise", "lowrank", "selectors", "sparse"}  # parts of several methods, without a name
         assert modules - shared == found
         for name, cls in registry.items():
             assert cls.registered_name == name

@@ -61,7 +61,7 @@ def test_workers_round_independently_and_keep_what_they_did_not_send(xp, params)
     ]
     np.testing.assert_allclose(x - np.mean(left, 0), mean, atol=1e-5)
     each = np.mean([(e.astype(np.float64) ** 2).sum() for e in left])
-    noise = each if made.unbiased else (2 * 2.1539 / 15) ** 2 / 6 * (x**2).sum()
+    noise = each if made.traits.unbiased else (2 * 2.1539 / 15) ** 2 / 6 * (x**2).sum()
     assert ((mean - x) ** 2).sum() == pytest.approx(each - noise + noise / size, rel=0.1)
 
 

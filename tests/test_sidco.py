@@ -440,7 +440,9 @@ def test_selectors_serve_every_sparsifier_that_takes_them():
     for selector, cls in SELECTORS.items():
         for compressor in ("topk", "dgc"):
             made = method(compressor=compressor, selector=selector, memory="residual").compressor
-            assert (made.ragged, made.count(1000) is None) == (not cls(0.1).fixed, not cls(0.1).fixed)
+            assert (made.traits.variable_length, cls(0.1).count(1000) is None) == (
+                made.elements.count(1000) is None,
+            ) * 2
     assert method(compressor="chain", selector="chunk").compressor.sparsifier.selector == "chunk"
     assert method(compressor="dgc").compressor.selector == "sampled"
 

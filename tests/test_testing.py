@@ -1,13 +1,13 @@
 """The kit: its laws hold for every memory and communicator, and each of them is broken by something that breaks it."""
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 from methods import BACKENDS, backend
 
-from grace import Combine, Compressor, Memory, registry
+from grace import Combine, Compressor, Memory, Traits, registry
 from grace.communicators.allgather import Allgather
 from grace.compressors.blockint import BlockInt
 from grace.compressors.powersgd import PowerSGD
@@ -73,9 +73,7 @@ class Plain(Compressor):
     Payload: float32[n].
     """
 
-    family = "hybrid"
-    unbiased = True
-    memory = "none"
+    traits = Traits(family="hybrid", unbiased=True, memory="none")
 
     def compress(self, x, state, ctx):
         return (x,), state
@@ -133,7 +131,7 @@ class GlobalNumbers(Plain):
 class NotLinear(Plain):
     """Says that its payloads may be averaged, and squares them."""
 
-    combine = Combine.MEAN
+    traits = replace(Plain.traits, combine=Combine.MEAN)
 
     def decompress(self, payload, ctx):
         return payload[0] * ctx.xp.abs(payload[0])
@@ -151,8 +149,7 @@ class WrongResidual(Plain):
 class ForgetsInTime(WrongResidual):
     """Sends a half and keeps nothing."""
 
-    unbiased = False
-    memory = "residual"
+    traits = replace(Plain.traits, unbiased=False, memory="residual")
 
     def compress(self, x, state, ctx):
         return (x * 0.5,), state
@@ -185,7 +182,7 @@ class ToolkitsDiffer(Plain):
 class NoContraction(Plain):
     """Promises to contract, and doubles."""
 
-    unbiased = False
+    traits = replace(Plain.traits, unbiased=False)
 
     def contraction(self, n):
         return 0.5
@@ -209,7 +206,7 @@ class Biased(Plain):
 class NotInPieces(Plain):
     """Promises blocks, and has one statistic for all."""
 
-    block = 8
+    traits = replace(Plain.traits, block_size=8)
 
     def compress(self, x, state, ctx):
         xp = ctx.xp
@@ -274,14 +271,14 @@ class HiddenState(Plain):
 class AgreesAlone(Plain):
     """Says that the workers agree, and asks nobody."""
 
-    combine = Combine.AGREED
+    traits = replace(Plain.traits, combine=Combine.AGREED)
 
 
 @dataclass(frozen=True)
 class HidesInfinity(Plain):
     """Says that NaN shows in its float32 arrays, but sends none."""
 
-    marked = True
+    traits = replace(Plain.traits, nonfinite_in_payload=True)
 
     def compress(self, x, state, ctx):
         return (ctx.xp.cast(x, "float16"),), state
@@ -368,7 +365,7 @@ class FirstOnly(Allgather):
 
     def reduce(self, x, method, state, ctx):
         payload, state = yield from method.encode(x, state, ctx)
-        payloads = yield Gather(payload, ragged=method.compressor.ragged)
+        payloads = yield Gather(payload, ragged=method.compressor.traits.variable_length)
         return method.compressor.decompress(payloads[0], ctx), state
 
 

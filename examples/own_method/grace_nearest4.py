@@ -1,8 +1,9 @@
 """Four bits per element: the nearest of 15 levels."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from grace import Compressor, blocks, register
+from grace import Compressor, Traits, blocks, register
 from grace.ops.packing import pack, unpack
 
 
@@ -16,23 +17,22 @@ class Nearest4(Compressor):
     """
 
     block_size: int = 64
-    family = "quantisation"
 
     def __post_init__(self):
         if self.block_size < 8 or self.block_size % 8:
             raise ValueError(f"block_size={self.block_size!r} must be a multiple of 8")
 
-    @property
-    def block(self):
-        return self.block_size
+    @cached_property
+    def traits(self):
+        return Traits(family="quantisation", block_size=self.block_size)
 
     def contraction(self, n):
         # No error exceeds half a step (scale / 14) or the element itself, and the largest element has none.
-        return 1 / (1 + (min(n, self.block) - 1) / 14**2)
+        return 1 / (1 + (min(n, self.block_size) - 1) / 14**2)
 
     def compress(self, x, state, ctx):
         xp = ctx.xp
-        table = blocks.rows(xp, x, self.block)  # [n] -> [m, block], the tail filled with zeros
+        table = blocks.rows(xp, x, self.block_size)  # [n] -> [m, block], the tail filled with zeros
         scale = xp.max(xp.abs(table), 1)
         levels = blocks.flat(xp, xp.round(table / blocks.divisor(xp, scale) * 7.0), ctx.size)
         return (pack(xp, 4, xp.cast(levels, "int32") + 7), scale), state
@@ -40,4 +40,4 @@ class Nearest4(Compressor):
     def decompress(self, payload, ctx):
         xp, (codes, scale) = ctx.xp, payload
         levels = xp.cast(unpack(xp, 4, codes, ctx.size), "float32") - 7.0
-        return blocks.scaled(xp, levels, scale / 7.0, self.block)
+        return blocks.scaled(xp, levels, scale / 7.0, self.block_size)

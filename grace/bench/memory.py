@@ -22,7 +22,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     xp = backend(config)
     if not cuda_of(xp) and not Path("/proc/self/clear_refs").exists():
         return {"left_out": "a process's largest size is only told, and reset, in Linux's /proc"}
-    tensors = shapes(config, method_of(case.params).compressor.shaped)
+    tensors = shapes(config, method_of(case.params).compressor.traits.needs_shape)
     n = sum(math.prod(shape) for shape in tensors.values())
     # What is loaded and started by a first step is no memory of the method.
     small = {"w": xp.reshape(own(xp, gradient(128 * 128, 0)), (128, 128))}

@@ -131,9 +131,9 @@ def method_of(params: dict[str, Any]) -> FastMethod:
 
 def form_of(method: Method) -> str:
     """Whether a quantiser's statistics are of the tensor or of blocks."""
-    if method.compressor.family != "quantisation" or method.compressor.block == 1:
+    if method.compressor.traits.family != "quantisation" or method.compressor.traits.block_size == 1:
         return ""
-    return "blockwise" if method.compressor.block else "per tensor"
+    return "blockwise" if method.compressor.traits.block_size else "per tensor"
 
 
 def everything() -> tuple[list[Case], dict[str, str]]:

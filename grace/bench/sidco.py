@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import numpy as np
 from grace.backends import get_backend
 from grace.bench.kernels import REMEDIES, machine
 from grace.compressors.sidco import SIDCo
-from grace.compressors.sparse import CodedSparsifier
+from grace.compressors.sparse import EXACT, Elements, Selector, Sparsifier
 from grace.compressors.topk import TopK
 from grace.core import Array, Compressor, Context, State, as_program
 from grace.engine.accelerators import accelerator_of
@@ -40,17 +40,22 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class OneSample(CodedSparsifier):
+class OneSample(Sparsifier, Selector):
     """What SIDCo's paper compares with as DGC: the threshold of a sample of 1%, uncorrected."""
 
     compress_ratio: float = 0.01
-    ragged = True
 
-    def select(self, x: Array, ctx: Context) -> Array:
+    traits = replace(EXACT, variable_length=True)
+
+    @property
+    def elements(self) -> Elements:
+        return Elements(self)
+
+    def choose(self, x: Array, state: State, ctx: Context) -> tuple[Array, State]:
         xp, size = ctx.xp, max(1, ctx.size // 100)
         drawn = xp.take(xp.abs(x), xp.bitwise_and(ctx.rng("sample").bits(size), 0x7FFFFFFF) % ctx.size)
         threshold = xp.sort(drawn)[size - math.ceil(self.compress_ratio * size) :][:1]
-        return xp.nonzero(xp.abs(x) >= threshold)
+        return xp.nonzero(xp.abs(x) >= threshold), state
 
 
 def methods(ratio: float) -> dict[str, Compressor]:

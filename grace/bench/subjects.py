@@ -185,7 +185,7 @@ class Ours:
     def __init__(self, case: Case, bench: Bench, mode: str):
         self.label, self.bench, self.mode = case.label, bench, mode
         self.method = method_of(case.params)
-        self.agreed = self.method.compressor.combine is Combine.AGREED
+        self.agreed = self.method.compressor.traits.combine is Combine.AGREED
         self.workers = 1 if self.agreed else WORKERS
         self.note = ""
         self.turn = 0
@@ -195,7 +195,7 @@ class Ours:
         self._step: Any = None
         self.parts: list[Part] = []
         dense, start = 0, 0
-        for name, shape in shapes(bench.config, self.method.compressor.shaped).items():
+        for name, shape in shapes(bench.config, self.method.compressor.traits.needs_shape).items():
             part = Part(name, shape, start)
             start += part.size
             if part.size and self.method.compressor.applies(self._context(part)) and self._large(part):
@@ -353,7 +353,7 @@ class Ours:
 
     def step(self) -> None:
         xp, x = self.bench.xp, self.bench.x(self.turn)
-        tensors = shapes(self.bench.config, self.method.compressor.shaped)
+        tensors = shapes(self.bench.config, self.method.compressor.traits.needs_shape)
         gradients, start = {}, 0
         for name, shape in tensors.items():
             gradients[name] = xp.reshape(x[start : start + math.prod(shape)], shape)
@@ -380,7 +380,7 @@ class Ours:
 
 def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array | None) -> Array:
     """All workers' payloads, or the one that they agreed on -> float32[n], their mean; in ``out``, if there is one."""
-    found = method.mean(payloads, ctx, agreed=method.compressor.combine is Combine.AGREED)
+    found = method.mean(payloads, ctx, agreed=method.compressor.traits.combine is Combine.AGREED)
     return found.array() if out is None else found.into(out)
 
 

@@ -73,15 +73,15 @@ def describe(name: str, registry: Registry) -> Entry:
     made = cls()
     return dataclasses.replace(
         entry,
-        family=made.family,
+        family=made.traits.family,
         bits_per_element=bits(name),
-        allreduce=made.combine is not Combine.GATHER,
-        unbiased=made.unbiased,
+        allreduce=made.traits.combine is not Combine.GATHER,
+        unbiased=made.traits.unbiased,
         variance=made.variance(N),
         contraction=made.contraction(N),
-        vote=made.vote,
-        ragged=made.ragged,
-        memory=made.memory,
+        vote=made.traits.majority_vote,
+        ragged=made.traits.variable_length,
+        memory=made.traits.memory,
         communicators=[each for each in communicators if carries(communicators[each](), made)],
     )
 
@@ -106,8 +106,8 @@ def sent(params: dict[str, Any], workers: int) -> tuple[float, float]:
 def usual(cls: Any) -> tuple[str, str]:
     """Default memory of a compressor, and its communicators between two workers and between more."""
     made = cls()
-    method = Method(made, memories[made.memory]())
-    return made.memory, ", ".join(dict.fromkeys(name_of(choose(method, workers, 1)[0]) for workers in (2, 8)))
+    method = Method(made, memories[made.traits.memory]())
+    return made.traits.memory, ", ".join(dict.fromkeys(name_of(choose(method, workers, 1)[0]) for workers in (2, 8)))
 
 
 def docstring(cls: type) -> tuple[str, list[str], str]:

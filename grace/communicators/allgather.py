@@ -25,5 +25,5 @@ class Allgather(Communicator):
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         payload, state = yield from method.encode(x, state, ctx)
-        payloads = yield Gather(payload, ragged=method.compressor.ragged)
+        payloads = yield Gather(payload, ragged=method.compressor.traits.variable_length)
         return method.finish(method.mean(payloads, ctx), state, ctx)

@@ -21,16 +21,16 @@ class Allreduce(Communicator):
 
     def check(self, method: Method, world_size: int) -> None:
         compressor = method.compressor
-        if compressor.combine is Combine.GATHER:
-            other = "; or set packed=False to send votes that can be summed" if compressor.vote else ""
+        if compressor.traits.combine is Combine.GATHER:
+            other = "; or set packed=False to send votes that can be summed" if compressor.traits.majority_vote else ""
             raise ValueError(
                 f"communicator 'allreduce' cannot carry {name_of(compressor)!r}: payloads of different workers must "
                 f"not be summed. Use communicator 'allgather'{other}"
             )
-        dtype, largest = compressor.summed or ("float32", 0)
+        dtype, largest = compressor.traits.wire_sum or ("float32", 0)
         if largest and largest * world_size > LIMITS[dtype]:
             other = "communicator 'allgather'"
-            if compressor.combine is Combine.AGREED:
+            if compressor.traits.combine is Combine.AGREED:
                 other = "fewer levels" if dtype == "int32" else "dtype='int32' or fewer levels"
             raise ValueError(
                 f"{name_of(compressor)!r} sums {dtype} on the wire: {world_size} workers times {largest} exceed "
@@ -39,10 +39,10 @@ class Allreduce(Communicator):
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         compressor = method.compressor
-        agreed = compressor.combine is Combine.AGREED
+        agreed = compressor.traits.combine is Combine.AGREED
         payload, state = yield from method.encode(x, state, ctx, defer=agreed)
         if not agreed:
-            payload = yield Reduce(payload, "sum" if compressor.summed else "mean")
+            payload = yield Reduce(payload, "sum" if compressor.traits.wire_sum else "mean")
             if type(compressor).reduced is not Compressor.reduced:
                 return method.finish(compressor.reduced(payload, ctx), state, ctx)
         return method.finish(method.mean([payload], ctx, agreed=True), state, ctx)

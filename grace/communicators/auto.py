@@ -43,7 +43,7 @@ class Auto(Communicator):
 def choose(method: Method, workers: int, per_machine: int) -> tuple[Communicator, str]:
     """The communicator of a method where none is named, and why; for so many workers, so many of them per machine."""
     name = name_of(method.compressor)
-    if method.compressor.combine is not Combine.GATHER:
+    if method.compressor.traits.combine is not Combine.GATHER:
         return Allreduce(), f"payloads of {name!r} are summed on the wire, or agreed on"
     if 1 < per_machine < workers and workers % per_machine == 0:
         outer, why = choose(method, workers // per_machine, 1)
@@ -51,7 +51,7 @@ def choose(method: Method, workers: int, per_machine: int) -> tuple[Communicator
     if workers < 3:
         return Allgather(), "one round of payloads is as few bytes as two"
     twostage = TwoStage(min_shard=MIN_SHARD)
-    if method.compressor.family == "low rank":
+    if method.compressor.traits.family == "low rank":
         return Allgather(), "the factors of shards are together larger than those of the tensor"
     if twostage.refusal(method):
         return Allgather(), f"memory {name_of(method.memory)!r} forbids a second compression"

@@ -21,6 +21,6 @@ class Broadcast(Communicator):
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         payload, state = yield from method.encode(x, state, ctx)
-        ragged = method.compressor.ragged
+        ragged = method.compressor.traits.variable_length
         payloads = yield tuple(Send(payload, root, ragged) for root in range(ctx.world_size))
         return method.finish(method.mean(payloads, ctx), state, ctx)

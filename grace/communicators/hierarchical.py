@@ -67,7 +67,7 @@ class Hierarchical(Communicator):
         xp, sizes = ctx.xp, [shard.size for shard in shards(method.compressor, ctx, self.node_size)]
         bounds = pairwise(accumulate(sizes, initial=0))
         # Within a machine a gradient that is sent as it is travels in its own dtype, too.
-        wire = ctx.wire if method.compressor.lossless else ctx.dtype
+        wire = ctx.wire if method.compressor.traits.lossless else ctx.dtype
         x = xp.cast(x, wire)
         received = yield AllToAll(tuple((x[start:stop],) for start, stop in bounds), "node")
         (total, *others) = (xp.cast(part, ctx.dtype) for (part,) in received)

@@ -27,12 +27,12 @@ class ReduceScatter(Communicator):
     def check(self, method: Method, world_size: int) -> None:
         refuse_agreed("reducescatter", method)
         name = name_of(method.compressor)
-        if method.compressor.ragged:
+        if method.compressor.traits.variable_length:
             raise ValueError(
                 f"communicator 'reducescatter' cannot carry {name!r}, whose payloads differ in length between workers. "
                 "Use a method with a fixed length, such as 'topk', 'chunktopk' or 'blockint'"
             )
-        if type(method.memory).finish is not Memory.finish:
+        if type(method.memory).after_mean is not Memory.after_mean:
             raise ValueError(
                 f"communicator 'reducescatter' cannot carry memory {name_of(method.memory)!r}, which tracks the mean "
                 "of what the workers sent: no worker sees all of it. Use memory 'residual'"

@@ -44,9 +44,11 @@ class TwoStage(Communicator):
     def refusal(self, method: Method) -> str:
         """Why a method cannot be carried; empty if it can."""
         memory, other = method.memory, "communicator 'allgather', or memory 'residual'"
-        if type(memory).finish is Memory.finish or (memory.server is not None and cuttable(method.compressor)):
+        if type(memory).after_mean is Memory.after_mean or (
+            memory.second_stage is not None and cuttable(method.compressor)
+        ):
             return ""
-        if memory.server is not None:
+        if memory.second_stage is not None:
             other = f"a blockwise compressor, such as 'blockint', or {other}"
         return (
             f"communicator 'twostage' cannot carry memory {name_of(memory)!r} with {name_of(method.compressor)!r}: it "
@@ -79,7 +81,7 @@ class TwoStage(Communicator):
         if not cuttable(method.compressor):
             points = {f"worker.{index}": (method, shard) for index, shard in enumerate(owned.values())}
         if ctx.rank in owned:
-            points["server"] = method.again, owned[ctx.rank].stage("server")
+            points["server"] = method.for_second_stage, owned[ctx.rank].stage("server")
         return points
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
@@ -89,15 +91,15 @@ class TwoStage(Communicator):
         sent = dict(zip(owned, payloads, strict=True))
         nothing = tuple(array[:0] for array in payloads[0])
         received = yield AllToAll(
-            tuple(sent.get(to, nothing) for to in range(ctx.world_size)), ragged=compressor.ragged
+            tuple(sent.get(to, nothing) for to in range(ctx.world_size)), ragged=compressor.traits.variable_length
         )
 
         again, payload = {owner: shard.stage("server") for owner, shard in owned.items()}, nothing
         if rank in owned:
             mean = yield from method.decode(received, owned[rank])
-            payload, server = yield from method.again.encode(mean, scope(state, "server"), again[rank])
+            payload, server = yield from method.for_second_stage.encode(mean, scope(state, "server"), again[rank])
             states["server"] = server
-        if compressor.ragged:
+        if compressor.traits.variable_length:
             # Rows are as long as those of this worker's payload for the same shard.
             gathered = yield Gather(tuple(xp.reshape(array, (-1,)) for array in payload), ragged=True)
             each = [
@@ -119,7 +121,7 @@ class TwoStage(Communicator):
 
 def cuttable(compressor: Compressor) -> bool:
     """Whether the payload of a tensor can be cut into those of its shards."""
-    return compressor.block is not None and not compressor.ragged
+    return compressor.traits.block_size is not None and not compressor.traits.variable_length
 
 
 def _encode(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
-from grace.compressors.sparse import Scattered
-from grace.core import Array, Context, MaybeProgram, Payload, Resize, State
+from grace.compressors.sparse import Placed
+from grace.core import Array, Context, MaybeProgram, Payload, Resize, State, Traits
 from grace.core.registry import register
 from grace.ops import blocks
-from grace.ops.validate import fitting, placed
+from grace.ops.validate import fitting
 
 
 @register("adacomp")
 @dataclass(frozen=True)
-class AdaComp(Scattered):
+class AdaComp(Placed):
     """In each bin, send what would exceed the bin's largest element if the last gradient were added once more.
 
     With residual e, gradient g and G = e + g: an element is sent if the magnitude of G + g reaches the largest
@@ -30,12 +28,15 @@ class AdaComp(Scattered):
     """
 
     bin_size: int = 50
-    family = "sparsification"
-    ragged = True
-    memory = "none"
-    feedback = True
-    marked = True
-    resize: ClassVar[Mapping[str, Resize]] = {"residual": Resize.SUM}
+
+    traits = Traits(
+        family="sparsification",
+        variable_length=True,
+        nonfinite_in_payload=True,
+        internal_feedback=True,
+        memory="none",
+        reshard={"residual": Resize.SUM},
+    )
 
     def __post_init__(self) -> None:
         if not 2 <= self.bin_size <= 128:
@@ -60,7 +61,7 @@ class AdaComp(Scattered):
         payload = (counts, xp.cast(places, "uint8"), scale)
         return payload, {"residual": xp.scatter_add(total, positions, xp.where(negative, scale, -scale))}
 
-    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
+    def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         xp = ctx.xp
         counts, sent, scale = payload
         counts = fitting(xp, counts, "uint8", blocks.block_count(ctx.size, self.bin_size), "counts")
@@ -74,5 +75,4 @@ class AdaComp(Scattered):
         sent = sent[:-1]
         places = xp.bitwise_and(sent, 127)
         places = xp.sound(places, lambda: xp.all(places < self.bin_size), "its places lie outside their bins")
-        positions = placed(xp, bins * self.bin_size + places, ctx.size)
-        return xp.scatter_add(total, positions, xp.where(sent >= 128, -scale, scale))
+        return xp.where(sent >= 128, -scale, scale), bins * self.bin_size + places

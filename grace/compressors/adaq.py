@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from grace.compressors.sparse import Scattered, check_ratio, first, poisoned, signed, unsigned
-from grace.core import Array, Context, MaybeProgram, Payload, State
+from grace.compressors.sparse import Placed, check_ratio, first, poisoned, signed, unsigned
+from grace.core import Array, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
-from grace.ops.validate import fitting, placed
+from grace.ops.validate import fitting
 
 
 @register("adaq", "adaptive_threshold")
 @dataclass(frozen=True)
-class AdaQ(Scattered):
+class AdaQ(Placed):
     """Send the positions of the largest positive and of the largest negative elements, and the mean of each kind.
 
     Payload: means float32[2], of the positive and the negative ones; positions int32[K], ascending, those of negative
@@ -25,9 +25,8 @@ class AdaQ(Scattered):
     """
 
     compress_ratio: float = 0.01
-    family = "hybrid"
-    ragged = True
-    marked = True
+
+    traits = Traits(family="hybrid", variable_length=True, nonfinite_in_payload=True)
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)
@@ -58,7 +57,7 @@ class AdaQ(Scattered):
         found = xp.cast(xp.sum(xp.cast(mask, "int32")), "float64")
         return xp.cast(-xp.floor(-self.compress_ratio * found), "int32")
 
-    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
+    def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         xp, means = ctx.xp, fitting(ctx.xp, payload[0], "float32", 2, "means")
         positions, negative = unsigned(xp, payload[1])
-        return xp.scatter_add(total, placed(xp, positions, ctx.size), xp.where(negative, means[1:], means[:1]))
+        return xp.where(negative, means[1:], means[:1]), positions

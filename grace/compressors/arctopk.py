@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from grace.compressors.sparse import AgreedSparsifier, kept
-from grace.core import Array, Context, Payload, Program, State
+from grace.compressors.agreed import AgreedSparsifier
+from grace.compressors.selectors import Exact
+from grace.compressors.sparse import Elements, scattered
+from grace.core import Array, Compressor, Context, Payload, Program, State
 from grace.core.collectives import Reduce
 from grace.core.registry import register
 from grace.core.sharding import spans
@@ -41,8 +44,9 @@ class ARCTopK(AgreedSparsifier):
         if not 1 <= self.sketch_size <= min(self.row_size, 256):
             raise ValueError(f"sketch_size={self.sketch_size!r} must lie in 1 .. row_size={self.row_size}, and 256")
 
-    def count(self, n: int) -> int:
-        return kept(self.compress_ratio, blocks.block_count(n, self.row_size)) * self.row_size
+    @cached_property
+    def elements(self) -> Elements:
+        return Rows(Exact(self.compress_ratio), row_size=self.row_size)
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         return self.agree(x, self._sketch(x, ctx), state, ctx)
@@ -56,7 +60,7 @@ class ARCTopK(AgreedSparsifier):
         largest = xp.max(xp.abs(xp.concat([xp.reshape(sketch, (-1,)), xp.zeros(1)])))
         relative = sketch / blocks.divisor(xp, largest)
         chosen = xp.topk(xp.sum(relative * relative, 1), k)
-        places = self.read((chosen,), ctx)
+        places = self.elements.read((chosen,), ctx)
         values = xp.where(places < ctx.size, xp.take(x, xp.minimum(places, ctx.size - 1)), 0.0)
         (values,) = yield Reduce((xp.where(sound, values, float("nan")),), "mean")
         return (values, chosen), state
@@ -76,17 +80,28 @@ class ARCTopK(AgreedSparsifier):
             parts.append(xp.concat([xp.sum(rows * signs[i : i + 1], 1, keepdims=True) for i in range(many)], 1))
         return xp.concat(parts)
 
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        whole = blocks.block_count(ctx.size, self.row_size) * self.row_size
+        return scattered(ctx.xp, [self.elements.parts(payload, ctx)], whole)[: ctx.size]
+
+    aggregate = Compressor.aggregate  # by `decompress`
+
+    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
+        filled = ctx.xp.reshape(blocks.rows(ctx.xp, x, self.row_size), (-1,))
+        return super().residual(filled, payload, ctx)[: ctx.size]
+
+
+@dataclass(frozen=True)
+class Rows(Elements):
+    """Whole rows, of which a number travels for each. Positions of the last one may lie beyond the tensor's end."""
+
+    row_size: int = 128
+
+    def count(self, n: int) -> int | None:
+        rows = self.selector.count(blocks.block_count(n, self.row_size))
+        return None if rows is None else rows * self.row_size
+
     def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
-        # Those of the last row may lie beyond the end.
         rows = placed(ctx.xp, sent[0], blocks.block_count(ctx.size, self.row_size))
         first = ctx.xp.reshape(rows * self.row_size, (-1, 1))
         return ctx.xp.reshape(first + ctx.xp.arange(self.row_size), (-1,))
-
-    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        return super().residual(self._filled(x, ctx), payload, ctx)[: ctx.size]
-
-    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
-        return super().add(self._filled(total, ctx), payload, ctx)[: ctx.size]
-
-    def _filled(self, x: Array, ctx: Context) -> Array:
-        return ctx.xp.reshape(blocks.rows(ctx.xp, x, self.row_size), (-1,))

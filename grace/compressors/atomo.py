@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grace.compressors.lowrank import LowRank
@@ -37,11 +37,9 @@ class Atomo(LowRank):
     approximate matrix decompositions", SIAM Review 2011, arXiv:0909.4061, algorithm 4.1.
     """
 
-    ragged = True
-    unbiased = True
-    memory = "none"
-
     leading: int = 32
+
+    traits = replace(LowRank.traits, unbiased=True, variable_length=True, memory="none")
 
     def __post_init__(self) -> None:
         super().__post_init__()

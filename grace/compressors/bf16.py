@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops.validate import fitting
 
@@ -20,20 +21,17 @@ class BF16(Compressor):
     """
 
     rounding: str = "nearest"
-    family = "quantisation"
-    memory = "none"
-    block = 1
 
     def __post_init__(self) -> None:
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding={self.rounding!r}: choose 'nearest' or 'stochastic'")
 
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        return self.rounding == "stochastic"
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(family="quantisation", block_size=1, unbiased=self.rounding == "stochastic", memory="none")
 
     def variance(self, n: int) -> float | None:
-        return 2.0**-16 if self.unbiased else None
+        return 2.0**-16 if self.traits.unbiased else None
 
     def contraction(self, n: int) -> float | None:
         return 1 - 2.0**-16 if self.rounding == "nearest" else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from grace.compressors.blockwise import Rounded
-from grace.core import Array, Context, MaybeProgram, Payload, State
+from grace.core import Array, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.packing import pack, unpack
@@ -29,12 +30,15 @@ class BlockInt(Rounded):
 
     bits: int = 4
     block_size: int = 512
-    marked = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits not in (2, 4, 8):
             raise ValueError(f"bits={self.bits!r}: choose 2, 4 or 8")
+
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(super().traits, nonfinite_in_payload=True)
 
     @property
     def top(self) -> int:
@@ -44,21 +48,21 @@ class BlockInt(Rounded):
     def variance(self, n: int) -> float | None:
         # The largest element has none but rounding. The rest does most harm in the middle of the lowest step, each
         # element at L / (sqrt(L² + n - 1) + L) of it, which gives this; it is below (n - 1) / (4 L²).
-        n = max(1, min(n, self.block or n))
-        return ((1 + (n - 1) / self.top**2) ** 0.5 - 1) / 2 if self.unbiased else None
+        n = max(1, min(n, self.traits.block_size or n))
+        return ((1 + (n - 1) / self.top**2) ** 0.5 - 1) / 2 if self.traits.unbiased else None
 
     def contraction(self, n: int) -> float | None:
         # No error exceeds its element, nor half a step, and the largest element has none but rounding.
-        n = max(1, min(n, self.block or n))
-        return None if self.unbiased else max(1 / n, 1 - (n - 1) / (4 * self.top**2))
+        n = max(1, min(n, self.traits.block_size or n))
+        return None if self.traits.unbiased else max(1 / n, 1 - (n - 1) / (4 * self.top**2))
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
-        rows = blocks.rows(xp, x, self.block)
+        rows = blocks.rows(xp, x, self.traits.block_size)
         scale = xp.max_abs(rows)
         relative = xp.divided(rows, blocks.divisor(xp, scale))
         steps = blocks.flat(xp, xp.multiply_in(relative, float(self.top)), n)
-        steps = xp.floor_in(xp.add_to(steps, ctx.rng("round").noise(n))) if self.unbiased else xp.round(steps)
+        steps = xp.floor_in(xp.add_to(steps, ctx.rng("round").noise(n))) if self.traits.unbiased else xp.round(steps)
         return (pack(xp, self.bits, xp.cast(steps, "int8")), scale), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
@@ -67,5 +71,5 @@ class BlockInt(Rounded):
         if self.bits < 8:  # the upper half is negative
             half = 1 << (self.bits - 1)
             codes = xp.bitwise_xor(codes, half) - half
-        scale = fitting(xp, payload[1], "float32", blocks.block_count(n, self.block), "scales")
-        return blocks.scaled(xp, xp.cast(codes, "float32"), scale / float(self.top), self.block)
+        scale = fitting(xp, payload[1], "float32", blocks.block_count(n, self.traits.block_size), "scales")
+        return blocks.scaled(xp, xp.cast(codes, "float32"), scale / float(self.top), self.traits.block_size)

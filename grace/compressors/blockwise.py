@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from grace.core import Compressor
+from grace.core import Compressor, Traits
 from grace.ops.blocks import check_block
 
 
@@ -13,14 +14,13 @@ class Blockwise(Compressor):
     """Has statistics per block of ``block_size`` elements, a multiple of 8; 0: of the whole tensor."""
 
     block_size: int = 0
-    family = "quantisation"
 
     def __post_init__(self) -> None:
         check_block("block_size", self.block_size)
 
-    @property
-    def block(self) -> int | None:
-        return self.block_size or None
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(family="quantisation", block_size=self.block_size or None)
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,7 @@ class Rounded(Blockwise):
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding={self.rounding!r}: choose 'nearest' or 'stochastic'")
 
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        return self.rounding == "stochastic"
-
-    @property
-    def memory(self) -> str:  # type: ignore[override]
-        return "none" if self.unbiased else "residual"
+    @cached_property
+    def traits(self) -> Traits:
+        unbiased = self.rounding == "stochastic"
+        return replace(super().traits, unbiased=unbiased, memory="none" if unbiased else "residual")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from grace.compressors.qsgd import QSGD
 from grace.compressors.selectors import SelectingSparsifier
 from grace.compressors.sparse import Placed, Sparsifier
 from grace.compressors.topk import TopK
-from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, as_program, name_of
+from grace.core import Array, Combine, Compressor, Context, Payload, Program, State, Traits, as_program, name_of
 from grace.core.registry import register
 
 
@@ -29,44 +30,43 @@ class Chain(Placed):
 
     sparsifier: Compressor = field(default=TopK())
     quantizer: Compressor = field(default=QSGD())
-    family = "hybrid"
 
     def __post_init__(self) -> None:
         first, second = self.sparsifier, self.quantizer
-        if not isinstance(first, Sparsifier) or first.ragged or first.combine is Combine.AGREED:
+        if not isinstance(first, Sparsifier) or first.traits.variable_length or first.traits.combine is Combine.AGREED:
             remedy = "use 'topk' or 'randomk'"
             if isinstance(first, SelectingSparsifier):
                 remedy = f"with selector={first.selector!r} it varies; use selector 'exact' or 'chunk'"
             raise ValueError(f"sparsifier={name_of(first)!r} does not send a known number of elements: {remedy}")
         has_state = type(second).init not in (Compressor.init, SelectingSparsifier.init)  # of a fixed number: none
-        if second.ragged or second.vote or has_state or second.combine is Combine.AGREED:
+        traits = second.traits
+        if traits.variable_length or traits.majority_vote or has_state or traits.combine is Combine.AGREED:
             raise ValueError(
                 f"quantizer={name_of(second)!r} is a vote, has a state, sends no fixed number of bytes or needs all "
                 "workers: use 'qsgd', 'natural', 'dettmers8' or 'efsignsgd'"
             )
-        if first.unbiased and not second.unbiased:
+        if first.traits.unbiased and not traits.unbiased:
             raise ValueError(
                 f"a sparsifier that is scaled to be unbiased needs an unbiased quantizer, such as 'qsgd', and not "
                 f"{name_of(second)!r}; or leave unbiased_scale out"
             )
         noisy = second.variance(2**20) is not None and self._share(2**20) is None
-        if noisy and not self.unbiased:
+        if noisy and not self.traits.unbiased:
             raise ValueError(
                 f"quantizer={name_of(second)!r} as it is set can make an error larger than what it quantizes, which no "
                 "residual survives: use more levels or smaller buckets, or compressor 'qsparse', which scales it down"
             )
 
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        return self.sparsifier.unbiased and self.quantizer.unbiased
-
-    @property
-    def memory(self) -> str:  # type: ignore[override]
-        return "none" if self.unbiased else "residual"
-
-    @property
-    def marked(self) -> bool:  # type: ignore[override]
-        return self.sparsifier.marked and self.quantizer.marked
+    @cached_property
+    def traits(self) -> Traits:
+        first, second = self.sparsifier.traits, self.quantizer.traits
+        unbiased = first.unbiased and second.unbiased
+        return Traits(
+            family="hybrid",
+            unbiased=unbiased,
+            nonfinite_in_payload=first.nonfinite_in_payload and second.nonfinite_in_payload,
+            memory="none" if unbiased else "residual",
+        )
 
     def applies(self, ctx: Context) -> bool:
         return self.sparsifier.applies(ctx) and self.quantizer.applies(self.second(ctx))
@@ -77,7 +77,7 @@ class Chain(Placed):
 
     def variance(self, n: int) -> float | None:
         one, two = self.sparsifier.variance(n), self.quantizer.variance(self.count(n))
-        return one + two + one * two if self.unbiased and one is not None and two is not None else None
+        return one + two + one * two if self.traits.unbiased and one is not None and two is not None else None
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         sent, _ = yield from as_program(self.sparsifier.compress(x, {}, ctx))
@@ -86,8 +86,8 @@ class Chain(Placed):
 
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         assert isinstance(self.sparsifier, Sparsifier)
-        values = len(payload) - self.sparsifier.arrays(ctx.size)
-        return self.sparsifier.parts((self._decoded(payload[:values], ctx), *payload[values:]), ctx)
+        values = len(payload) - self.sparsifier.elements.arrays(ctx.size)
+        return self.sparsifier.elements.parts((self._decoded(payload[:values], ctx), *payload[values:]), ctx)
 
     def _decoded(self, found: Payload, ctx: Context) -> Array:
         return self.quantizer.decompress(found, self.second(ctx)) * self.scale(self.count(ctx.size))
@@ -104,7 +104,7 @@ class Chain(Placed):
     def count(self, n: int) -> int:
         """How many of n elements are sent."""
         assert isinstance(self.sparsifier, Sparsifier)
-        k = self.sparsifier.count(n)
+        k = self.sparsifier.elements.count(n)
         assert k is not None
         return k
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.compressors.sparse import Placed
-from grace.core import Array, Context, MaybeProgram, Payload, State
+from grace.core import Array, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops import blocks, index_coding
 from grace.ops.packing import pack, unpack
@@ -29,8 +30,6 @@ class ChunkTopK(Placed):
 
     chunk_size: int = 4096
     chunk_k: int = 64
-    family = "hybrid"
-    marked = True
 
     def __post_init__(self) -> None:
         if not 8 <= self.chunk_size <= 65536 or self.chunk_size & (self.chunk_size - 1):
@@ -38,9 +37,9 @@ class ChunkTopK(Placed):
         if not 8 <= self.chunk_k <= self.chunk_size or self.chunk_k % 8:
             raise ValueError(f"chunk_k={self.chunk_k!r} must be a multiple of 8 in 8 .. chunk_size={self.chunk_size}")
 
-    @property
-    def block(self) -> int | None:
-        return self.chunk_size
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(family="hybrid", block_size=self.chunk_size, nonfinite_in_payload=True)
 
     def contraction(self, n: int) -> float | None:
         # The k kept of a chunk of s have k / s of its squares, and one mean already keeps 1 / k of those.

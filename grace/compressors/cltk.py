@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from grace.compressors.sparse import AgreedSparsifier, poisoned
+from grace.compressors.agreed import AgreedSparsifier
+from grace.compressors.sparse import poisoned
 from grace.core import Array, Context, Payload, Program, State
 from grace.core.collectives import Reduce
 from grace.core.registry import register
@@ -26,7 +27,7 @@ class CLTopK(AgreedSparsifier):
     NeurIPS 2020, arXiv:2104.11125, section 2.
     """
 
-    memory = "lowpass"
+    traits = replace(AgreedSparsifier.traits, memory="lowpass")
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp = ctx.xp

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops import index_coding as indices
 from grace.ops.validate import fitting, placed
@@ -32,10 +32,8 @@ class DeMo(Compressor):
     chunk_k: int = 32
     average: str = "workers"
     sign: bool = False
-    family = "hybrid"
-    memory = "decoupled_momentum"
-    shaped = True
-    marked = True
+
+    traits = Traits(family="hybrid", needs_shape=True, nonfinite_in_payload=True, memory="decoupled_momentum")
 
     def __post_init__(self) -> None:
         if not 2 <= self.chunk <= 256:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Context, MaybeProgram, Payload, State
+from grace.core import Array, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.packing import pack, unpack
@@ -60,12 +61,15 @@ class Dettmers8(Blockwise):
 
     table: str = "dynamic8"
     block_size: int = 4096
-    marked = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.table not in TABLES:
             raise ValueError(f"table={self.table!r}: choose one of {', '.join(map(repr, TABLES))}")
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(family="quantisation", block_size=self.block_size or None, nonfinite_in_payload=True)
 
     @property
     def bits(self) -> int:
@@ -75,11 +79,11 @@ class Dettmers8(Blockwise):
     def contraction(self, n: int) -> float | None:
         # No error exceeds its element, and that of the largest is at most its distance to the table's ends.
         worst = 1 - min(abs(TABLES[self.table][0]), TABLES[self.table][-1])
-        return (1 - worst**2) / max(1, min(n, self.block or n))
+        return (1 - worst**2) / max(1, min(n, self.traits.block_size or n))
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
-        rows = blocks.rows(xp, x, self.block)
+        rows = blocks.rows(xp, x, self.traits.block_size)
         scale = xp.max(xp.abs(rows), 1)
         bounds = xp.asarray(middles(self.table), "float32")
         codes = xp.searchsorted(bounds, blocks.flat(xp, rows / blocks.divisor(xp, scale), n))
@@ -89,4 +93,4 @@ class Dettmers8(Blockwise):
         xp, n = ctx.xp, ctx.size
         codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
         values = xp.take(xp.asarray(code_values(self.table), "float32"), codes)
-        return blocks.scaled(xp, values, payload[1], self.block)
+        return blocks.scaled(xp, values, payload[1], self.traits.block_size)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from grace.compressors.selectors import SelectingSparsifier
+from grace.core import Traits
 from grace.core.registry import register
 
 
@@ -27,4 +29,7 @@ class DGC(SelectingSparsifier):
 
     compress_ratio: float = 0.001
     selector: str = "sampled"
-    memory = "dgc"
+
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(super().traits, memory="dgc")

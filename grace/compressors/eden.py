@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Context, MaybeProgram, Payload, State
+from grace.core import Array, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.hadamard import STREAMS, check_width, hadamard, signs, width_of
@@ -41,7 +42,6 @@ class Eden(Blockwise):
     bits: int = 4
     block_size: int = 4096
     biased: bool = False
-    marked = True
 
     def __post_init__(self) -> None:
         check_width("block_size", self.block_size)
@@ -50,9 +50,14 @@ class Eden(Blockwise):
         if self.biased and self.bits != 1:
             raise ValueError("biased=True is for bits=1: with more bits the two scales hardly differ")
 
-    @property
-    def memory(self) -> str:  # type: ignore[override]
-        return "residual" if self.biased else "none"
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(
+            family="quantisation",
+            block_size=self.block_size or None,
+            nonfinite_in_payload=True,
+            memory="residual" if self.biased else "none",
+        )
 
     def contraction(self, n: int) -> float | None:
         # |x - x̂|² = |x|² - |r|₁² / d, and no vector r has |r|₁ < |r|.

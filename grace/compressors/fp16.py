@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State
+from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops.validate import fitting
 
@@ -18,11 +18,7 @@ class FP16(Compressor):
     Sums on the wire are of values already divided by the number of workers.
     """
 
-    family = "quantisation"
-    largest = 6e4
-    combine = Combine.MEAN
-    memory = "none"
-    block = 1
+    traits = Traits(family="quantisation", combine=Combine.MEAN, block_size=1, max_magnitude=6e4, memory="none")
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         return (ctx.xp.cast(x, "float16"),), state

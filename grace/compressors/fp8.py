@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from grace.compressors.blockwise import Rounded
-from grace.core import Array, Context, MaybeProgram, Payload, State
+from grace.core import Array, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.validate import fitting
@@ -54,29 +55,32 @@ class FP8(Rounded):
 
     format: str = "e4m3"
     block_size: int = 128
-    marked = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.format not in FORMATS:
             raise ValueError(f"format={self.format!r}: choose one of {', '.join(map(repr, FORMATS))}")
 
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(super().traits, nonfinite_in_payload=True)
+
     def _error(self, n: int) -> float:
         # Normal numbers lie at most 2**-mantissa of their own size apart; the subnormal ones by a fixed share of the
         # block's largest element. The error is at most half of that, the variance a quarter of its square.
         chosen = FORMATS[self.format]
         smallest = 2.0**chosen.first / chosen.largest
-        return (4.0**-chosen.mantissa + min(n, self.block or n) * smallest**2) / 4
+        return (4.0**-chosen.mantissa + min(n, self.traits.block_size or n) * smallest**2) / 4
 
     def variance(self, n: int) -> float | None:
-        return self._error(n) if self.unbiased else None
+        return self._error(n) if self.traits.unbiased else None
 
     def contraction(self, n: int) -> float | None:
-        return None if self.unbiased else 1 - self._error(n)
+        return None if self.traits.unbiased else 1 - self._error(n)
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n, chosen = ctx.xp, ctx.size, FORMATS[self.format]
-        rows = blocks.rows(xp, x, self.block)
+        rows = blocks.rows(xp, x, self.traits.block_size)
         # Times the reciprocal, which is what graphs make of a division by a constant.
         scale = xp.max(xp.abs(rows), 1) * (1.0 / chosen.largest)
         magnitude = xp.abs(blocks.flat(xp, rows / blocks.divisor(xp, scale), n))
@@ -92,4 +96,4 @@ class FP8(Rounded):
         xp, chosen = ctx.xp, FORMATS[self.format]
         table = xp.asarray([chosen.value(code) for code in range(256)], "float32")
         codes = fitting(xp, payload[0], "uint8", ctx.size, "codes")
-        return blocks.scaled(xp, xp.take(table, xp.cast(codes, "int32")), payload[1], self.block)
+        return blocks.scaled(xp, xp.take(table, xp.cast(codes, "int32")), payload[1], self.traits.block_size)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.compressors.sparse import AgreedSparsifier
+from grace.compressors.agreed import AgreedSparsifier
 from grace.core import Array, Context, Payload, Program, State
 from grace.core.collectives import Gather
 from grace.core.errors import sent_by
 from grace.core.registry import register
+from grace.ops.validate import placed
 
 
 @register("gtopk")
@@ -44,6 +45,7 @@ class GTopK(AgreedSparsifier):
         total = xp.zeros(ctx.size)
         for worker, payload in enumerate(payloads):
             with sent_by(worker, self, ctx):
-                total = self.add(total, payload, ctx)
+                values, own = self.elements.parts(payload, ctx)
+                total = xp.scatter_add(total, placed(xp, own, ctx.size), values)
         positions = self.select(total, ctx)
         return xp.take(total, positions), positions

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops.packing import pack, unpack
 from grace.ops.validate import matching
@@ -28,9 +28,8 @@ class Inceptionn(Compressor):
     """
 
     error_bound: float = 2**-10
-    ragged = True
-    family = "quantisation"
-    memory = "none"
+
+    traits = Traits(family="quantisation", variable_length=True, memory="none")
 
     def __post_init__(self) -> None:
         if self.error_bound == 2e-10:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from grace.core import Array, Combine, Compressor, Context, Payload, State
+from grace.core import Array, Combine, Compressor, Context, Payload, State, Traits
 from grace.core.rng import NOISE, Rng
 from grace.ops.validate import fitting
 
@@ -33,8 +33,8 @@ class LowRank(Compressor):
 
     compress_rank: int = 4
     min_rate: float = 2.0
-    family = "low rank"
-    shaped = True
+
+    traits = Traits(family="low rank", needs_shape=True)
 
     def __post_init__(self) -> None:
         if self.compress_rank < 1:
@@ -82,8 +82,7 @@ class LowRank(Compressor):
 class Agreed(LowRank):
     """Agrees on the factors of the mean. Payload: P float32[a, r], Q float32[r, b], and what a method adds."""
 
-    combine = Combine.AGREED
-    marked = True
+    traits = replace(LowRank.traits, combine=Combine.AGREED, nonfinite_in_payload=True)
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         p, q = self.factors(payload, ctx)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Context, MaybeProgram, Payload, State
+from grace.core import Array, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.validate import fitting
@@ -35,16 +36,17 @@ class Natural(Blockwise):
         if self.window not in ("auto", "grace"):
             raise ValueError(f"window={self.window!r}: choose 'auto' or 'grace'")
 
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        return self.stochastic and self.window == "auto"
-
-    @property
-    def memory(self) -> str:  # type: ignore[override]
-        return "none" if self.stochastic else "residual"
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(
+            family="quantisation",
+            block_size=self.block_size or None,
+            unbiased=self.stochastic and self.window == "auto",
+            memory="none" if self.stochastic else "residual",
+        )
 
     def variance(self, n: int) -> float | None:
-        return 1 / 8 if self.unbiased else None
+        return 1 / 8 if self.traits.unbiased else None
 
     def contraction(self, n: int) -> float | None:
         return 8 / 9 if not self.stochastic and self.window == "auto" else None
@@ -60,19 +62,19 @@ class Natural(Blockwise):
         zero = xp.zeros(n, "int32")
         field = xp.minimum(xp.shift_right(bits, 23) + xp.cast(up, "int32"), 254)
         field = xp.where(bits >= 0x800000, field, zero)  # subnormal numbers become zero
-        fields = blocks.rows(xp, field, self.block)
-        m = blocks.block_count(n, self.block)
+        fields = blocks.rows(xp, field, self.traits.block_size)
+        m = blocks.block_count(n, self.traits.block_size)
         top = xp.max(fields, 1) if self.window == "auto" else xp.full(m, GRACE_TOP, "int32")
         code = xp.where(fields > 0, xp.minimum(xp.maximum(fields - xp.reshape(top, (-1, 1)) + 127, 0), 127), 0)
         code = xp.bitwise_or(blocks.flat(xp, code, n), xp.cast(x < 0, "int32") * 128)
         # No power of two has field 255: it says that an element was not finite.
-        largest = xp.max(blocks.rows(xp, bits, self.block), 1)
+        largest = xp.max(blocks.rows(xp, bits, self.traits.block_size), 1)
         return (xp.cast(code, "uint8"), xp.where(largest >= 0x7F800000, xp.full(m, 255, "int32"), top)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        codes = blocks.rows(xp, xp.cast(fitting(xp, payload[0], "uint8", n, "codes"), "int32"), self.block)
-        top = fitting(xp, payload[1], "int32", blocks.block_count(n, self.block), "tops")
+        codes = blocks.rows(xp, xp.cast(fitting(xp, payload[0], "uint8", n, "codes"), "int32"), self.traits.block_size)
+        top = fitting(xp, payload[1], "int32", blocks.block_count(n, self.traits.block_size), "tops")
         top = xp.reshape(xp.where((top >= 0) & (top < 255), top, 255), (-1, 1))  # others do not occur
         magnitude = xp.bitwise_and(codes, 127)
         field = xp.maximum(magnitude + top - 127, 0)

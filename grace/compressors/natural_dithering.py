@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Context, MaybeProgram, Payload, State
+from grace.core import Array, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.packing import pack, unpack
@@ -37,13 +38,15 @@ class NaturalDithering(Blockwise):
 
     s: int = 7
     block_size: int = 512
-    unbiased = True
-    memory = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.s <= 127:
             raise ValueError(f"s={self.s!r} must lie in 1 .. 127 (codes of at most 8 bits)")
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(family="quantisation", block_size=self.block_size or None, unbiased=True, memory="none")
 
     @property
     def bits(self) -> int:
@@ -53,12 +56,12 @@ class NaturalDithering(Blockwise):
     def variance(self, n: int) -> float | None:
         # Between powers of two it is at most x²/8. Below the lowest it is that of equal steps (see `blockint`), where
         # the largest element, exact, is counted in; the worst vector has elements of one kind only.
-        n = max(1, min(n, self.block or n))
+        n = max(1, min(n, self.traits.block_size or n))
         return max(1 / 8, ((1 + (n - 1) * 4.0 ** (1 - self.s)) ** 0.5 - 1) / 2)
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
-        rows = xp.abs(blocks.rows(xp, x, self.block))
+        rows = xp.abs(blocks.rows(xp, x, self.traits.block_size))
         scale = xp.max(rows, 1)
         share = blocks.flat(xp, rows / blocks.divisor(xp, scale), n)
         bits = xp.bitcast(share, "int32")
@@ -75,4 +78,4 @@ class NaturalDithering(Blockwise):
         xp, n = ctx.xp, ctx.size
         table = xp.asarray(_values(self.s), "float32")
         codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
-        return blocks.scaled(xp, xp.take(table, codes), payload[1], self.block)
+        return blocks.scaled(xp, xp.take(table, codes), payload[1], self.traits.block_size)

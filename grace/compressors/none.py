@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State
+from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops.validate import fitting
 
@@ -19,13 +19,15 @@ class NoCompression(Compressor):
     gathered is summed in float32.
     """
 
-    family = "quantisation"
-    combine = Combine.MEAN
-    mask = True
-    lossless = True
-    unbiased = True
-    memory = "none"
-    block = 1
+    traits = Traits(
+        family="quantisation",
+        combine=Combine.MEAN,
+        block_size=1,
+        unbiased=True,
+        sends_exact_values=True,
+        lossless=True,
+        memory="none",
+    )
 
     def contraction(self, n: int) -> float | None:
         return 1.0

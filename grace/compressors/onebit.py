@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Context, MaybeProgram, Payload, State
+from grace.core import Array, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.validate import fitting
@@ -22,21 +23,23 @@ class OneBit(Blockwise):
     Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent", Interspeech 2014, section 3.
     """
 
-    marked = True
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(family="quantisation", block_size=self.block_size or None, nonfinite_in_payload=True)
 
     def contraction(self, n: int) -> float | None:
-        return 1 / max(1, min(n, self.block or n))
+        return 1 / max(1, min(n, self.traits.block_size or n))
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         negative = x < 0
-        below = xp.sum(blocks.rows(xp, xp.cast(negative, "float32"), self.block), 1)
+        below = xp.sum(blocks.rows(xp, xp.cast(negative, "float32"), self.traits.block_size), 1)
         parts = (
             (xp.where(negative, x, 0.0), below),
-            (xp.where(negative, 0.0, x), blocks.counts(xp, n, self.block) - below),
+            (xp.where(negative, 0.0, x), blocks.counts(xp, n, self.traits.block_size) - below),
         )
         means = [
-            xp.reshape(xp.sum(blocks.rows(xp, part, self.block), 1), (-1, 1)) / blocks.divisor(xp, count)
+            xp.reshape(xp.sum(blocks.rows(xp, part, self.traits.block_size), 1), (-1, 1)) / blocks.divisor(xp, count)
             for part, count in parts
         ]
         return (xp.pack_bits(negative), xp.reshape(xp.concat(means, 1), (-1,))), state
@@ -44,8 +47,8 @@ class OneBit(Blockwise):
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
         bits = fitting(xp, payload[0], "uint8", -(-n // 8), "bits")
-        negative = blocks.rows(xp, xp.unpack_bits(bits, n), self.block)
-        means = fitting(xp, payload[1], "float32", 2 * blocks.block_count(n, self.block), "means")
+        negative = blocks.rows(xp, xp.unpack_bits(bits, n), self.traits.block_size)
+        means = fitting(xp, payload[1], "float32", 2 * blocks.block_count(n, self.traits.block_size), "means")
         means = xp.reshape(means, (-1, 2))
         # A mean that is not finite is seen in both classes: one of them may be empty.
         means = means + (means[:, :1] - means[:, :1]) + (means[:, 1:] - means[:, 1:])

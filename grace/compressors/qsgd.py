@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.packing import pack, packed_size, unpack
@@ -26,19 +27,21 @@ class QSGD(Compressor):
 
     quantum_num: int = 127
     bucket_size: int = 512
-    family = "quantisation"
-    unbiased = True
-    memory = "none"
-    marked = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.quantum_num <= 127:
             raise ValueError(f"quantum_num={self.quantum_num!r} must lie in 1 .. 127 (codes of at most 8 bits)")
         blocks.check_block("bucket_size", self.bucket_size)
 
-    @property
-    def block(self) -> int | None:
-        return self.bucket_size or None
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(
+            family="quantisation",
+            block_size=self.bucket_size or None,
+            unbiased=True,
+            nonfinite_in_payload=True,
+            memory="none",
+        )
 
     @property
     def bits(self) -> int:
@@ -46,12 +49,12 @@ class QSGD(Compressor):
         return 1 + self.quantum_num.bit_length()
 
     def variance(self, n: int) -> float | None:
-        n = min(n, self.block or n)
+        n = min(n, self.traits.block_size or n)
         return min(n / self.quantum_num**2, n**0.5 / self.quantum_num)
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
-        table = blocks.rows(xp, x, self.block)
+        table = blocks.rows(xp, x, self.traits.block_size)
         norm = blocks.norms(xp, table)
         level = xp.abs(table) / blocks.divisor(xp, norm) * float(self.quantum_num)
         level = xp.floor(blocks.flat(xp, level, n) + ctx.rng("round").noise(n))
@@ -69,7 +72,7 @@ class QSGD(Compressor):
             packed = fitting(xp, payload[0], "uint8", size, "codes")
             each = 8 // self.bits
             level = xp.by_byte(lambda part, m: self._levels(xp, unpack(xp, self.bits, part, m * each)), packed, size)
-        return blocks.scaled(xp, level[:n], payload[1], self.block)
+        return blocks.scaled(xp, level[:n], payload[1], self.traits.block_size)
 
     def _levels(self, xp: Any, codes: Array) -> Array:
         # What codes stand for, relative to the norm.

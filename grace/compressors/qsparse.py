@@ -27,7 +27,7 @@ class Qsparse(Chain):
     quantizer: Compressor = field(default=QSGD(quantum_num=15, bucket_size=0))
 
     def __post_init__(self) -> None:
-        if not self.quantizer.unbiased or self.sparsifier.unbiased:
+        if not self.quantizer.traits.unbiased or self.sparsifier.traits.unbiased:
             raise ValueError(
                 f"'qsparse' scales an unbiased quantizer down after a sparsifier that is not scaled up; with "
                 f"sparsifier={name_of(self.sparsifier)!r} and quantizer={name_of(self.quantizer)!r} use "

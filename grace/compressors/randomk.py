@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from grace.compressors.sparse import Sparsifier, check_ratio, kept, poisoned
-from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State
+from grace.compressors.sparse import Elements, Selector, Sparsifier, check_ratio, kept, poisoned
+from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops.validate import fitting
 
 
 @register("randomk")
 @dataclass(frozen=True)
-class RandomK(Sparsifier):
+class RandomK(Sparsifier, Selector):
     """Send the elements at random positions that all workers draw alike, so that no position travels.
 
     Payload: values float32[k]; k = floor(compress_ratio * n), at least 1. Linear: values add up on the wire.
@@ -24,22 +25,20 @@ class RandomK(Sparsifier):
 
     compress_ratio: float = 0.01
     unbiased_scale: bool = False
-    combine = Combine.MEAN
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)
 
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        return self.unbiased_scale
-
-    @property
-    def mask(self) -> bool:  # type: ignore[override]
-        return not self.unbiased_scale
-
-    @property
-    def memory(self) -> str:  # type: ignore[override]
-        return "none" if self.unbiased_scale else "residual"
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(
+            family="sparsification",
+            combine=Combine.MEAN,
+            unbiased=self.unbiased_scale,
+            sends_exact_values=not self.unbiased_scale,
+            nonfinite_in_payload=True,
+            memory="none" if self.unbiased_scale else "residual",
+        )
 
     def contraction(self, n: int) -> float | None:
         return None if self.unbiased_scale else kept(self.compress_ratio, n) / max(n, 1)
@@ -50,21 +49,16 @@ class RandomK(Sparsifier):
     def count(self, n: int) -> int | None:
         return kept(self.compress_ratio, n)
 
+    def choose(self, x: Array, state: State, ctx: Context) -> tuple[Array, State]:
+        return self.positions(ctx), state
+
+    @property
+    def elements(self) -> Elements:
+        return Shared(self)
+
     def positions(self, ctx: Context) -> Array:
         """int32[k]: the positions of this step."""
         return ctx.shared_rng("positions").sample(ctx.size, kept(self.compress_ratio, ctx.size))
-
-    def select(self, x: Array, ctx: Context) -> Array:
-        return self.positions(ctx)
-
-    def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
-        return ()
-
-    def arrays(self, n: int) -> int:
-        return 0
-
-    def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
-        return self.positions(ctx)
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         return (self.sent(x, self.positions(ctx), ctx),), state
@@ -89,3 +83,19 @@ class RandomK(Sparsifier):
         for (values,) in payloads:
             total = xp.add_to(total, fitting(xp, values, "float32", k, "values"))
         return xp.divide_in(total, len(payloads))
+
+
+@dataclass(frozen=True)
+class Shared(Elements):
+    """Elements whose positions do not travel: every worker draws them."""
+
+    selector: RandomK
+
+    def arrays(self, n: int) -> int:
+        return 0
+
+    def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
+        return ()
+
+    def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
+        return self.selector.positions(ctx)

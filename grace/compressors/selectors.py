@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import NormalDist
 from typing import Any, ClassVar
 
 from grace.compressors.sidco import SIDCo
-from grace.compressors.sparse import CodedSparsifier, beyond, check_ratio, first, kept
-from grace.core import Array, Context, MaybeProgram, Payload, State
+from grace.compressors.sparse import EXACT, Elements, Selector, Sparsifier, beyond, check_ratio, first, kept
+from grace.core import Array, Context, State, Traits
 
 CHUNK = 4096
 """Elements of a chunk, of which the largest are chosen."""
@@ -25,23 +26,12 @@ SMALL = 100
 
 
 @dataclass(frozen=True)
-class Selector(ABC):
+class Largest(Selector):
     """Chooses about k = floor(compress_ratio * n) elements of largest magnitude, and all that are not finite."""
 
     compress_ratio: float
-    fixed: ClassVar[bool] = False
-    """It chooses exactly k."""
-
-    def contraction(self, n: int) -> float | None:
-        """As a compressor's."""
-        return None
-
-    def init(self, ctx: Context) -> State:
-        """The state before the first step."""
-        return {}
 
     def choose(self, x: Array, state: State, ctx: Context) -> tuple[Array, State]:
-        """float32[n] -> int32[K], their positions, ascending; and next state."""
         return self.select(x, kept(self.compress_ratio, ctx.size), ctx), state
 
     @abstractmethod
@@ -50,10 +40,11 @@ class Selector(ABC):
 
 
 @dataclass(frozen=True)
-class Exact(Selector):
+class Exact(Largest):
     """The k largest; of equals, the first."""
 
-    fixed = True
+    def count(self, n: int) -> int | None:
+        return kept(self.compress_ratio, n)
 
     def contraction(self, n: int) -> float | None:
         return kept(self.compress_ratio, n) / n if n else 1.0
@@ -63,10 +54,11 @@ class Exact(Selector):
 
 
 @dataclass(frozen=True)
-class Chunk(Selector):
+class Chunk(Largest):
     """The largest of each chunk, k in all: chunks of 4096 elements, or of n / k if there would be more than k."""
 
-    fixed = True
+    def count(self, n: int) -> int | None:
+        return kept(self.compress_ratio, n)
 
     def contraction(self, n: int) -> float | None:
         k = kept(self.compress_ratio, n)
@@ -95,7 +87,7 @@ class Chunk(Selector):
 
 
 @dataclass(frozen=True)
-class Sampled(Selector):
+class Sampled(Largest):
     """What is above a threshold that a sample suggests (`grace.compressors.dgc`); at most 1.3 k, and no zeros."""
 
     likely: ClassVar[int] = STEPS - 12
@@ -158,7 +150,7 @@ def _magnitudes(xp: Any, x: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Thresholded(Selector):
+class Thresholded(Largest):
     """What is above a threshold that is found by counting; the largest element where there is nothing."""
 
     def select(self, x: Array, k: int, ctx: Context) -> Array:
@@ -170,7 +162,7 @@ class Thresholded(Selector):
     def threshold(self, x: Array, k: int, xp: Any) -> Array:
         """float32[1], of more than `SMALL` elements."""
 
-    def count(self, x: Array, threshold: Array, xp: Any) -> Array:
+    def above(self, x: Array, threshold: Array, xp: Any) -> Array:
         """float64[1]: how many magnitudes exceed it."""
         return xp.excess(x, threshold)[:1]
 
@@ -194,10 +186,10 @@ class Gaussian(Thresholded):
 
         def corrected(i: Array, threshold: Array, count: Array) -> tuple[Array, ...]:
             threshold = threshold * xp.where(count < k, xp.full(1, 0.5), xp.full(1, 1.5))
-            return i + 1, threshold, self.count(x, threshold, xp)
+            return i + 1, threshold, self.above(x, threshold, xp)
 
         start = xp.cast(start, "float32")
-        return xp.loop(outside, corrected, (xp.zeros(1, "int32"), start, self.count(x, start, xp)))[1]
+        return xp.loop(outside, corrected, (xp.zeros(1, "int32"), start, self.above(x, start, xp)))[1]
 
 
 @dataclass(frozen=True)
@@ -229,7 +221,7 @@ class Bisect(Ranged):
         def halved(low: Array, high: Array, threshold: Array, count: Array) -> tuple[Array, ...]:
             middle = 0.5 * (low + high)
             threshold = at(middle)
-            count = self.count(x, threshold, xp)
+            count = self.above(x, threshold, xp)
             return xp.where(count > k, middle, low), xp.where(count > k, high, middle), threshold, count
 
         zero, one = xp.zeros(1, "float64"), xp.full(1, 1.0, "float64")
@@ -250,12 +242,12 @@ class Trim(Ranged):
         def lower(share: Array, threshold: Array, count: Array) -> tuple[Array, ...]:
             share = share - 0.2
             threshold = at(share)
-            return share, threshold, self.count(x, threshold, xp)
+            return share, threshold, self.above(x, threshold, xp)
 
         return xp.loop(few, lower, (xp.full(1, 1.0, "float64"), xp.zeros(1), xp.zeros(1, "float64")))[1]
 
 
-SELECTORS: dict[str, Callable[[float], Selector | SIDCo]] = {
+SELECTORS: dict[str, Callable[[float], Selector]] = {
     "exact": Exact,
     "sampled": Sampled,
     "sidco": SIDCo,
@@ -267,9 +259,10 @@ SELECTORS: dict[str, Callable[[float], Selector | SIDCo]] = {
 
 
 @dataclass(frozen=True)
-class SelectingSparsifier(CodedSparsifier):
+class SelectingSparsifier(Sparsifier):
     """A sparsifier of a given ratio that leaves it to a selector which elements it sends."""
 
+    index_coding: str = field(default="int32", kw_only=True)
     compress_ratio: float = 0.01
     selector: str = field(default="exact", kw_only=True)
 
@@ -277,34 +270,23 @@ class SelectingSparsifier(CodedSparsifier):
         check_ratio(self.compress_ratio)
         if self.selector not in SELECTORS:
             raise ValueError(f"selector={self.selector!r}: choose one of {', '.join(map(repr, SELECTORS))}")
-        if self.ragged and self.index_coding not in ("int32", "bitmap"):
+        if self.traits.variable_length and self.index_coding not in ("int32", "bitmap"):
             raise ValueError(
                 f"index_coding={self.index_coding!r} needs a number of positions that is known beforehand, and with "
                 f"selector={self.selector!r} it varies: use 'int32' or 'bitmap', or selector 'exact' or 'chunk'"
             )
-        super().__post_init__()
+        self.elements.check()
 
-    @property
-    def ragged(self) -> bool:  # type: ignore[override]
-        return not self.chooser.fixed
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(EXACT, variable_length=self.elements.count(1) is None)
 
-    @property
-    def chooser(self) -> Selector | SIDCo:
-        """The selector of this name and ratio."""
-        return SELECTORS[self.selector](self.compress_ratio)
-
-    def count(self, n: int) -> int | None:
-        return None if self.ragged else kept(self.compress_ratio, n)
+    @cached_property
+    def elements(self) -> Elements:
+        return Elements(SELECTORS[self.selector](self.compress_ratio), self.index_coding)
 
     def contraction(self, n: int) -> float | None:
-        return self.chooser.contraction(n)
+        return self.elements.selector.contraction(n)
 
     def init(self, ctx: Context) -> State:
-        return self.chooser.init(ctx)
-
-    def select(self, x: Array, ctx: Context) -> Array:
-        return self.chooser.choose(x, self.chooser.init(ctx), ctx)[0]
-
-    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
-        positions, state = self.chooser.choose(x, state, ctx)
-        return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state
+        return self.elements.selector.init(ctx)

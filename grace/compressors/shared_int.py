@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Combine, Context, Payload, Program, State
+from grace.core import Array, Combine, Context, Payload, Program, State, Traits
 from grace.core.collectives import Reduce
 from grace.core.registry import register
 from grace.core.sharding import spans
@@ -34,9 +35,6 @@ class SharedInt(Blockwise):
 
     dtype: str = "int8"
     levels: int = 0
-    combine = Combine.AGREED
-    unbiased = True
-    memory = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,9 +43,16 @@ class SharedInt(Blockwise):
         if not 0 <= self.levels <= 2**24:
             raise ValueError(f"levels={self.levels!r} must lie in 1 .. 2**24 (float32 has no more), or be 0")
 
-    @property
-    def summed(self) -> tuple[str, int] | None:
-        return self.dtype, self.levels or (WIDE if self.dtype == "int32" else 1)
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(
+            family="quantisation",
+            combine=Combine.AGREED,
+            block_size=self.block_size or None,
+            unbiased=True,
+            memory="none",
+            wire_sum=(self.dtype, self.levels or (WIDE if self.dtype == "int32" else 1)),
+        )
 
     def top(self, ctx: Context) -> int:
         """The largest integer that a worker sends."""
@@ -56,7 +61,7 @@ class SharedInt(Blockwise):
     def variance(self, n: int) -> float | None:
         # Of the mean, relative to the mean of the workers' |x|², which the common scale's square cannot exceed N times.
         # 127 workers have one level each, if that is left to them.
-        n, levels = min(n, self.block or n), self.levels or (WIDE if self.dtype == "int32" else 1)
+        n, levels = min(n, self.traits.block_size or n), self.levels or (WIDE if self.dtype == "int32" else 1)
         return min(n / (4 * levels**2), n**0.5 / levels)
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
@@ -75,8 +80,10 @@ class SharedInt(Blockwise):
     def scale(self, x: Array, ctx: Context) -> Program[Array]:
         """float32[m]: each block's largest magnitude on any worker."""
         xp, spans = ctx.xp, self._spans(ctx)
-        largest = xp.concat([xp.max_abs(blocks.rows(xp, x[start:stop], self.block)) for start, stop in spans])
-        if self.block is None and len(spans) > 1:
+        largest = xp.concat(
+            [xp.max_abs(blocks.rows(xp, x[start:stop], self.traits.block_size)) for start, stop in spans]
+        )
+        if self.traits.block_size is None and len(spans) > 1:
             largest = xp.reshape(xp.max(largest), (1,))
         return (yield from blocks.largest_of_all(xp, largest))
 
@@ -95,15 +102,19 @@ class SharedInt(Blockwise):
         return x if xp.mutable and xp.same_memory(found[0], x) else xp.concat(found)
 
     def _spans(self, ctx: Context) -> list[tuple[int, int]]:
-        return spans(ctx.xp, ctx.size, self.block or 8)
+        return spans(ctx.xp, ctx.size, self.traits.block_size or 8)
 
     def _scales(self, scale: Array, start: int, stop: int) -> Array:
         # Those of the blocks of a span.
-        return scale if self.block is None else scale[start // self.block : -(-stop // self.block)]
+        return (
+            scale
+            if self.traits.block_size is None
+            else scale[start // self.traits.block_size : -(-stop // self.traits.block_size)]
+        )
 
     def _integers(self, x: Array, scale: Array, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        rows = blocks.rows(xp, x, self.block)
+        rows = blocks.rows(xp, x, self.traits.block_size)
         steps = blocks.flat(xp, rows / blocks.divisor(xp, scale) * float(self.top(ctx)), n)
         return xp.cast(ctx.rng("round").rounded(steps, n), self.dtype)
 
@@ -116,10 +127,10 @@ class SharedInt(Blockwise):
 
     def checked(self, total: Array, scale: Array, ctx: Context) -> tuple[Array, Array]:
         """Sums and scales; ValueError for other dtypes or lengths."""
-        scale = fitting(ctx.xp, scale, "float32", blocks.block_count(ctx.size, self.block), "scales")
+        scale = fitting(ctx.xp, scale, "float32", blocks.block_count(ctx.size, self.traits.block_size), "scales")
         return fitting(ctx.xp, total, self.dtype, ctx.size, "sums"), scale
 
     def _values(self, total: Array, scale: Array, workers: int, ctx: Context) -> Array:
         total = fitting(ctx.xp, total, self.dtype, ctx.size, "sums")
         steps = ctx.xp.cast(total, "float32") / float(self.top(ctx) * workers)
-        return blocks.scaled(ctx.xp, steps, scale, self.block)
+        return blocks.scaled(ctx.xp, steps, scale, self.traits.block_size)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from grace.compressors.sparse import LARGEST, CodedSparsifier, beyond, check_ratio, first, kept
+from grace.compressors.sparse import EXACT, LARGEST, Elements, Selector, Sparsifier, beyond, check_ratio, first, kept
 from grace.core import Array, Context, MaybeProgram, Payload, Resize, State
 from grace.core.registry import register
 from grace.ops import distributions as tails
@@ -20,7 +19,7 @@ FRESH, FORGET = 0.5, 0.9
 
 @register("sidco")
 @dataclass(frozen=True)
-class SIDCo(CodedSparsifier):
+class SIDCo(Sparsifier, Selector):
     """Send about the largest elements: those above the threshold that a law fitted to all magnitudes suggests.
 
     Payload: values float32[K], positions int32[K], ascending; K is near k = floor(compress_ratio * n) and at least 1.
@@ -47,6 +46,7 @@ class SIDCo(CodedSparsifier):
     Distributed Training Systems", MLSys 2021, arXiv:2101.10761, algorithm 1.
     """
 
+    index_coding: str = field(default="int32", kw_only=True)
     compress_ratio: float = 0.01
     sid: str = "p"
     stage_rule: str = "robust"
@@ -57,14 +57,14 @@ class SIDCo(CodedSparsifier):
     max_stages: int = 0
     closed_form: bool = False
     cap_factor: float = 0.0
-    ragged = True
-    resize: ClassVar[Mapping[str, Resize]] = dict.fromkeys(("stages", "sum", "count", "errors"), Resize.OWN)
-    fixed: ClassVar[bool] = False
-    """As a selector it chooses about k."""
+
+    traits = replace(
+        EXACT, variable_length=True, reshard=dict.fromkeys(("stages", "sum", "count", "errors"), Resize.OWN)
+    )
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)
-        super().__post_init__()
+        self.elements.check()
         for key, choices in (("sid", ("e", "gp", "p")), ("stage_rule", ("robust", "paper"))):
             if getattr(self, key) not in choices:
                 raise ValueError(f"{key}={getattr(self, key)!r}: choose one of {', '.join(map(repr, choices))}")
@@ -103,15 +103,16 @@ class SIDCo(CodedSparsifier):
             "errors": xp.full(self.most, -1.0),
         }
 
-    def select(self, x: Array, ctx: Context) -> Array:
-        return self.choose(x, self.init(ctx), ctx)[0]
+    @property
+    def elements(self) -> Elements:
+        return Elements(self, self.index_coding)
 
     def compress(
         self, x: Array, state: State, ctx: Context, moments: Array | None = None
     ) -> MaybeProgram[tuple[Payload, State]]:
         """As of any compressor. ``moments``: ``xp.excess`` of x and 0, if that is known: a pass less."""
         positions, state = self.choose(x, state, ctx, moments)
-        return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state
+        return (ctx.xp.take(x, positions), *self.elements.write(positions, ctx)), state
 
     def choose(self, x: Array, state: State, ctx: Context, moments: Array | None = None) -> tuple[Array, State]:
         """float32[n] -> int32[K], the positions to send, ascending; and next state."""

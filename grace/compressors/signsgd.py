@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State
+from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops.blocks import block_count, rows
 from grace.ops.validate import fitting
@@ -26,18 +27,17 @@ class SignSGD(Compressor):
     """
 
     packed: bool = True
-    family = "quantisation"
-    vote = True
-    memory = "none"
-    block = CHECKED
 
-    @property
-    def combine(self) -> Combine:  # type: ignore[override]
-        return Combine.GATHER if self.packed else Combine.MEAN
-
-    @property
-    def summed(self) -> tuple[str, int] | None:
-        return None if self.packed else ("int8", 1)
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(
+            family="quantisation",
+            combine=Combine.GATHER if self.packed else Combine.MEAN,
+            block_size=CHECKED,
+            majority_vote=True,
+            memory="none",
+            wire_sum=None if self.packed else ("int8", 1),
+        )
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp = ctx.xp

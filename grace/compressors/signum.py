@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from grace.compressors.signsgd import SignSGD
+from grace.core import Traits
 from grace.core.registry import register
 
 
@@ -17,4 +19,6 @@ class Signum(SignSGD):
     Bernstein et al., ICML 2018, arXiv:1802.04434, algorithm 2.
     """
 
-    memory = "momentum"
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(super().traits, memory="momentum")

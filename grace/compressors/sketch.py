@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops.packing import pack, unpack
 from grace.ops.validate import fitting
@@ -22,8 +22,8 @@ class Sketch(Compressor):
     """
 
     quantiles: int = 64
-    family = "hybrid"
-    memory = "none"
+
+    traits = Traits(family="hybrid", memory="none")
 
     def __post_init__(self) -> None:
         if not 2 <= self.quantiles <= 256:

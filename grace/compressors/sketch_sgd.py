@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grace.compressors.sparse import AgreedSparsifier, kept
+from grace.compressors.agreed import AgreedSparsifier
+from grace.compressors.sparse import kept
 from grace.core import Array, Context, Payload, Program, State
 from grace.core.collectives import Reduce
 from grace.core.registry import register

@@ -1,39 +1,39 @@
-"""What all methods share that send some elements with their positions."""
+"""Methods that send some elements with their positions."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, State, Traits
 from grace.ops import index_coding as indices
 from grace.ops.validate import fitting, matching, placed
 
 LARGEST = 2.0**127 * (2 - 2.0**-23)
 """The largest number of float32."""
+EXACT = Traits(family="sparsification", sends_exact_values=True, nonfinite_in_payload=True)
+"""Traits of a method that sends some elements as they are, with their positions."""
 
 
 class Scattered(Compressor):
-    """Sends numbers for some elements, which are added up one payload after the other."""
+    """Sends numbers for some elements, with their positions."""
 
     @abstractmethod
-    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
-        """``total`` plus a decoded payload. total is donated."""
+    def _pairs(self, payload: Payload, ctx: Context) -> list[tuple[Array, Array]]:
+        """Numbers float32[K] with positions int32[K], ascending; one pair for each kind that a method sends."""
 
     def applies(self, ctx: Context) -> bool:
         return ctx.size < 2**31  # positions are int32
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
-        return self.add(ctx.xp.zeros(ctx.size), payload, ctx)
+        return scattered(ctx.xp, self._pairs(payload, ctx), ctx.size)
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        total = ctx.xp.zeros(ctx.size)
-        for payload in payloads:
-            total = self.add(total, payload, ctx)
-        return ctx.xp.divide_in(total, len(payloads))
+        pairs = (pair for payload in payloads for pair in self._pairs(payload, ctx))
+        return ctx.xp.divide_in(scattered(ctx.xp, pairs, ctx.size), len(payloads))
 
 
 class Placed(Scattered):
@@ -43,54 +43,76 @@ class Placed(Scattered):
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         """float32[K] and int32[K]: the numbers, and where they belong, ascending; that they do is not checked yet."""
 
-    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
-        values, positions = self.parts(payload, ctx)
-        return ctx.xp.scatter_add(total, placed(ctx.xp, positions, ctx.xp.shape(total)[0]), values)
-
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         values, positions = self.parts(payload, ctx)
         return ctx.xp.put(x, positions, ctx.xp.take(x, positions) - values)
 
+    def _pairs(self, payload: Payload, ctx: Context) -> list[tuple[Array, Array]]:
+        return [self.parts(payload, ctx)]
 
-class Sparsifier(Placed):
-    """Sends ``x[positions]`` and the positions. Subclasses choose them.
 
-    Payload: values float32[K], positions int32[K], ascending.
-    """
+class Selector(ABC):
+    """Chooses elements: of large magnitude, and all that are not finite, so that every worker sees those."""
 
-    family = "sparsification"
-    mask = True
-    marked = True
+    def count(self, n: int) -> int | None:
+        """How many of n elements it chooses; None if that depends on their values."""
+        return None
+
+    def contraction(self, n: int) -> float | None:
+        """As a compressor's."""
+        return None
+
+    def init(self, ctx: Context) -> State:
+        """The state before the first step."""
+        return {}
 
     @abstractmethod
-    def select(self, x: Array, ctx: Context) -> Array:
-        """int32[K]: the positions to send, ascending."""
+    def choose(self, x: Array, state: State, ctx: Context) -> tuple[Array, State]:
+        """float32[n] -> int32[K], their positions, ascending; and next state."""
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The elements that a sparsifier sends: which, and how their positions travel.
+
+    ``index_coding``: "int32", "bitmap", "elias_fano", or "auto", the smallest of them (`grace.ops.index_coding`).
+    """
+
+    selector: Selector
+    index_coding: str = "int32"
+
+    def check(self) -> None:
+        """Raise ValueError for an index coding that is unknown or does not fit the selector."""
+        fixed = self.count(1) is not None
+        known = (*indices.CODINGS, "auto") if fixed else indices.CODINGS[:2]
+        if self.index_coding not in known:
+            also = "" if fixed else ": the others need a number of positions that is known beforehand"
+            raise ValueError(f"index_coding={self.index_coding!r}: choose one of {', '.join(map(repr, known))}{also}")
 
     def count(self, n: int) -> int | None:
         """K for n elements; None if it depends on their values."""
-        return None
+        return self.selector.count(n)
 
-    def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
-        """Positions as they travel."""
-        return (positions,)
-
-    def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
-        """int32[K]: the inverse of `write`."""
-        return sent[0]
+    def coding(self, n: int) -> str:
+        """The index coding for a tensor of n elements."""
+        k = self.count(n)
+        return self.index_coding if k is None else indices.choose(self.index_coding, n, k)
 
     def arrays(self, n: int) -> int:
         """How many arrays `write` makes."""
-        return 1
+        k = self.count(n)
+        return 1 if k is None else indices.arrays(self.coding(n), n, k)
 
-    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
-        positions = self.select(x, ctx)
-        return (ctx.xp.take(x, positions), *self.write(positions, ctx)), state
+    def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
+        """int32[K] positions -> the arrays that travel."""
+        return indices.write(ctx.xp, self.coding(ctx.size), positions, ctx.size, self.count(ctx.size))
 
-    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        # Exact, bit for bit: what was not sent stays as it is.
-        return ctx.xp.put(x, self.read(payload[1:], ctx), 0.0)
+    def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
+        """int32[K]: the inverse of `write`."""
+        return indices.read(ctx.xp, self.coding(ctx.size), sent, ctx.size, self.count(ctx.size))
 
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        """Values float32[K] and positions int32[K] of a payload; that positions ascend is not checked yet."""
         return self.matched(payload[0], self.read(payload[1:], ctx), ctx)
 
     def matched(self, values: Array, positions: Array, ctx: Context) -> tuple[Array, Array]:
@@ -101,57 +123,40 @@ class Sparsifier(Placed):
         return matching(xp, values, "float32", positions, "values"), positions
 
 
-@dataclass(frozen=True)
-class CodedSparsifier(Sparsifier):
-    """A sparsifier whose positions may travel in fewer bits.
+class Sparsifier(Scattered):
+    """Sends elements as they are: those that a selector chooses, with their positions in an index coding.
 
-    ``index_coding``: "int32", "bitmap", "elias_fano", or "auto", the smallest of them (`grace.ops.index_coding`).
+    Payload: values float32[K], positions int32[K], ascending, or their coding.
     """
 
-    index_coding: str = field(default="int32", kw_only=True)
+    @property
+    @abstractmethod
+    def elements(self) -> Elements:
+        """Which elements are sent, and how their positions travel."""
 
-    def __post_init__(self) -> None:
-        fixed = self.count(1) is not None
-        known = (*indices.CODINGS, "auto") if fixed else indices.CODINGS[:2]
-        if self.index_coding not in known:
-            also = "" if fixed else ": the others need a number of positions that is known beforehand"
-            raise ValueError(f"index_coding={self.index_coding!r}: choose one of {', '.join(map(repr, known))}{also}")
+    @property
+    def traits(self) -> Traits:
+        return EXACT
 
-    def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
-        k = self.count(ctx.size)
-        return indices.write(ctx.xp, self._coding(ctx.size, k), positions, ctx.size, k)
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
+        elements = self.elements
+        positions, state = elements.selector.choose(x, state, ctx)
+        return (ctx.xp.take(x, positions), *elements.write(positions, ctx)), state
 
-    def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
-        k = self.count(ctx.size)
-        return indices.read(ctx.xp, self._coding(ctx.size, k), sent, ctx.size, k)
+    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
+        # Exact, bit for bit: what was not sent stays as it is.
+        return ctx.xp.put(x, self.elements.read(payload[1:], ctx), 0.0)
 
-    def arrays(self, n: int) -> int:
-        k = self.count(n)
-        return 1 if k is None else indices.arrays(self._coding(n, k), n, k)
-
-    def coding(self, n: int) -> str:
-        """The index coding for a tensor of n elements."""
-        return self._coding(n, self.count(n))
-
-    def _coding(self, n: int, k: int | None) -> str:
-        return self.index_coding if k is None else indices.choose(self.index_coding, n, k)
+    def _pairs(self, payload: Payload, ctx: Context) -> list[tuple[Array, Array]]:
+        return [self.elements.parts(payload, ctx)]
 
 
-@dataclass(frozen=True)
-class AgreedSparsifier(Sparsifier):
-    """A sparsifier whose workers agree, while they compress, on k elements and their mean."""
-
-    compress_ratio: float = 0.01
-    combine = Combine.AGREED
-
-    def __post_init__(self) -> None:
-        check_ratio(self.compress_ratio)
-
-    def count(self, n: int) -> int:
-        return kept(self.compress_ratio, n)
-
-    def select(self, x: Array, ctx: Context) -> Array:
-        return ctx.xp.topk_abs(x, self.count(ctx.size))
+def scattered(xp: Any, pairs: Iterable[tuple[Array, Array]], n: int) -> Array:
+    """float32[n]: the sum of numbers at their positions; ValueError unless positions ascend within 0 .. n-1."""
+    total = xp.zeros(n)
+    for values, positions in pairs:
+        total = xp.scatter_add(total, placed(xp, positions, n), values)
+    return total
 
 
 def poisoned(xp: Any, values: Array, x: Array) -> Array:

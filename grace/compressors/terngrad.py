@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Context, MaybeProgram, Payload, State
+from grace.core import Array, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.packing import pack, packed_size, unpack
@@ -25,27 +26,26 @@ class TernGrad(Blockwise):
     """
 
     clip: float = 0.0
-    memory = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.clip == 0 or self.clip >= 1):
             raise ValueError(f"clip={self.clip!r} must be 0 (off) or at least 1 root mean square, such as 2.5")
 
-    @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        return self.clip == 0
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(family="quantisation", block_size=self.block_size or None, unbiased=self.clip == 0, memory="none")
 
     def variance(self, n: int) -> float | None:
-        return (max(1, min(n, self.block or n)) ** 0.5 - 1) / 2 if self.unbiased else None
+        return (max(1, min(n, self.traits.block_size or n)) ** 0.5 - 1) / 2 if self.traits.unbiased else None
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
-        table = xp.abs(blocks.rows(xp, x, self.block))
+        table = xp.abs(blocks.rows(xp, x, self.traits.block_size))
         scale = xp.max(table, 1)
         share = table / blocks.divisor(xp, scale)
         if self.clip:
-            mean = xp.sum(share * share, 1) / blocks.counts(xp, n, self.block)
+            mean = xp.sum(share * share, 1) / blocks.counts(xp, n, self.traits.block_size)
             limit = xp.minimum(xp.sqrt(mean) * float(self.clip), 1.0)
             scale = scale * limit
             share = share / blocks.divisor(xp, limit)  # above 1 where it is cut
@@ -58,4 +58,4 @@ class TernGrad(Blockwise):
         size = packed_size(2, n)
         packed = fitting(xp, payload[0], "uint8", size, "codes")
         signs = xp.by_byte(lambda part, m: xp.cast(unpack(xp, 2, part, 4 * m), "float32") - 1.0, packed, size)
-        return blocks.scaled(xp, signs[:n], payload[1], self.block)
+        return blocks.scaled(xp, signs[:n], payload[1], self.traits.block_size)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Combine, Context, Payload, Program, State
+from grace.core import Array, Combine, Context, Payload, Program, State, Traits
 from grace.core.collectives import Reduce
 from grace.core.registry import register
 from grace.ops import blocks
@@ -32,13 +33,17 @@ class THC(Blockwise):
 
     bits: int = 4
     block_size: int = 4096
-    combine = Combine.AGREED
-    marked = True
 
     def __post_init__(self) -> None:
         check_width("block_size", self.block_size)
         if not 2 <= self.bits <= 8:
             raise ValueError(f"bits={self.bits!r} must lie in 2 .. 8")
+
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(
+            family="quantisation", combine=Combine.AGREED, block_size=self.block_size or None, nonfinite_in_payload=True
+        )
 
     @property
     def top(self) -> int:

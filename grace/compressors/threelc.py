@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from grace.compressors.blockwise import Blockwise
-from grace.core import Array, Context, MaybeProgram, Payload, State
+from grace.core import Array, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.packing import pack_trits, packed_trits, unpack_trits
@@ -33,8 +34,6 @@ class ThreeLC(Blockwise):
 
     sparsity: float = 1.0
     zero_run: bool = True
-    family = "hybrid"
-    marked = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.sparsity < 2:
@@ -47,17 +46,22 @@ class ThreeLC(Blockwise):
         if self.block_size and self.zero_run:
             raise ValueError("block_size needs zero_run=False: runs of zeros do not end where blocks do")
 
-    @property
-    def ragged(self) -> bool:  # type: ignore[override]
-        return self.zero_run
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(
+            family="hybrid",
+            block_size=self.block_size or None,
+            variable_length=self.zero_run,
+            nonfinite_in_payload=True,
+        )
 
     def contraction(self, n: int) -> float | None:
         # No error exceeds its element, and that of the largest is sparsity - 1 of it.
-        return self.sparsity * (2 - self.sparsity) / max(1, min(n, self.block or n))
+        return self.sparsity * (2 - self.sparsity) / max(1, min(n, self.traits.block_size or n))
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
-        rows = blocks.rows(xp, x, self.block)
+        rows = blocks.rows(xp, x, self.traits.block_size)
         scale = xp.max(xp.abs(rows), 1) * float(self.sparsity)
         share = blocks.flat(xp, rows / blocks.divisor(xp, scale), n)
         # Halves become zero. Comparisons, not a cast: whatever x holds, these are -1, 0 and 1.
@@ -70,7 +74,7 @@ class ThreeLC(Blockwise):
         sent = _lengthen(xp, sent, size) if self.zero_run and n else fitting(xp, sent, "uint8", size, "bytes")
         sent = xp.cast(sent, "uint8")
         trits = xp.by_byte(lambda part, m: xp.cast(unpack_trits(xp, part, 5 * m), "float32"), sent, size)
-        return blocks.scaled(xp, trits[:n], payload[1], self.block)
+        return blocks.scaled(xp, trits[:n], payload[1], self.traits.block_size)
 
 
 def _shorten(xp: Any, sent: Array) -> Array:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from grace.compressors.sparse import CodedSparsifier
-from grace.core import Array, Context
+from grace.compressors.sparse import EXACT, Elements, Selector, Sparsifier
+from grace.core import Array, Context, State
 from grace.core.registry import register
+
+
+@dataclass(frozen=True)
+class Reaching(Selector):
+    """Chooses magnitudes that reach a threshold."""
+
+    threshold: float
+
+    def choose(self, x: Array, state: State, ctx: Context) -> tuple[Array, State]:
+        magnitude = ctx.xp.abs(x)
+        return ctx.xp.nonzero((magnitude >= self.threshold) | ctx.xp.invert(ctx.xp.isfinite(x))), state
 
 
 @register("threshold")
 @dataclass(frozen=True)
-class Threshold(CodedSparsifier):
+class Threshold(Sparsifier):
     """Send every element whose magnitude reaches a fixed threshold.
 
     Payload: values float32[K], positions int32[K], ascending; K depends on the values and may be 0.
@@ -21,15 +33,16 @@ class Threshold(CodedSparsifier):
     Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021, arXiv:2108.00951.
     """
 
+    index_coding: str = field(default="int32", kw_only=True)
     threshold: float = 0.01
-    ragged = True
+
+    traits = replace(EXACT, variable_length=True)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.elements.check()
         if not (self.threshold > 0 and math.isfinite(self.threshold)):
             raise ValueError(f"threshold={self.threshold!r} must be a positive number; 'none' sends every element")
 
-    def select(self, x: Array, ctx: Context) -> Array:
-        magnitude = ctx.xp.abs(x)
-        # What is not finite is sent, and so is seen by every worker.
-        return ctx.xp.nonzero((magnitude >= self.threshold) | ctx.xp.invert(ctx.xp.isfinite(x)))
+    @cached_property
+    def elements(self) -> Elements:
+        return Elements(Reaching(self.threshold), self.index_coding)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.compressors.sparse import Scattered, check_ratio, signed, unsigned
-from grace.core import Array, Context, MaybeProgram, Payload, State
+from grace.core import Array, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
-from grace.ops.validate import fitting, matching, placed
+from grace.ops.validate import fitting, matching
 
 
 @register("wangni")
@@ -25,10 +25,8 @@ class Wangni(Scattered):
 
     compress_ratio: float = 0.05
     iterations: int = 2
-    family = "sparsification"
-    ragged = True
-    unbiased = True
-    memory = "none"
+
+    traits = Traits(family="sparsification", unbiased=True, variable_length=True, memory="none")
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)
@@ -58,12 +56,12 @@ class Wangni(Scattered):
         drawn = signed(xp, drawn, xp.take(x, drawn) < 0)
         return (certain, xp.take(x, certain), drawn, xp.reshape(largest * unit, (1,))), state
 
-    def add(self, total: Array, payload: Payload, ctx: Context) -> Array:
+    def _pairs(self, payload: Payload, ctx: Context) -> list[tuple[Array, Array]]:
         xp, (certain, values, drawn, magnitude) = ctx.xp, payload
         magnitude = fitting(xp, magnitude, "float32", 1, "magnitudes")
         drawn, negative = unsigned(xp, drawn)
-        total = xp.scatter_add(total, placed(xp, certain, ctx.size), matching(xp, values, "float32", certain, "values"))
-        return xp.scatter_add(total, placed(xp, drawn, ctx.size), xp.where(negative, -magnitude, magnitude))
+        values = matching(xp, values, "float32", certain, "values")
+        return [(values, certain), (xp.where(negative, -magnitude, magnitude), drawn)]
 
 
 TINY = 1e-30

@@ -4,11 +4,12 @@ A method is the pair (compressor, memory): pure functions with explicit state, w
 over a toolkit. Standard library only; importing this imports no toolkit.
 """
 
-from grace.core.compressor import Combine, Compressor
+from grace.core.compressor import Compressor
 from grace.core.context import Context
 from grace.core.memory import Memory
 from grace.core.program import MaybeProgram, Program, Steps, as_program, at_once, run, run_local
 from grace.core.state import Array, Payload, Resize, State, apart, join, name_of, scope
+from grace.core.traits import Combine, Traits
 from grace.core.transport import Transport
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Resize",
     "State",
     "Steps",
+    "Traits",
     "Transport",
     "apart",
     "as_program",

@@ -80,7 +80,7 @@ class Communicator(ABC):
 
 def refuse_agreed(name: str, method: Method) -> None:
     """Raise ValueError for a method whose workers have agreed on a payload already."""
-    if method.compressor.combine is Combine.AGREED:
+    if method.compressor.traits.combine is Combine.AGREED:
         raise ValueError(
             f"communicator {name!r} cannot carry {name_of(method.compressor)!r}, whose workers agree on one payload "
             "while they compress. Use communicator 'allreduce'"

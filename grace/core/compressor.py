@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from enum import Enum
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from grace.core.context import Context
 from grace.core.program import MaybeProgram
-from grace.core.state import Array, Payload, Resize, State, apart
-
-
-class Combine(Enum):
-    """How the payloads of all workers become one gradient."""
-
-    GATHER = "gather"
-    """All payloads are needed: each is decoded, then averaged (or voted on)."""
-    MEAN = "mean"
-    """Payloads are linear in the gradient: they may be averaged on the wire."""
-    AGREED = "agreed"
-    """The workers agreed on one payload inside ``compress``: nothing is left to exchange."""
+from grace.core.state import Array, Payload, State, apart
+from grace.core.traits import FORMER, Traits
 
 
 class Compressor(ABC):
@@ -30,44 +22,10 @@ class Compressor(ABC):
     Only ``compress`` and ``decompress`` must be written. Native kernels lie apart (`grace.engine.accelerators`).
     """
 
-    family: ClassVar[str] = ""
-    """The kind of method: "quantisation", "sparsification", "hybrid" or "low rank"."""
-    combine: ClassVar[Combine] = Combine.GATHER
-    ragged: ClassVar[bool] = False
-    """The payload's length depends on the values."""
-    unbiased: ClassVar[bool] = False
-    """The expectation of ``decompress(compress(x))`` is x."""
-    largest: ClassVar[float] = 1e30
-    """Largest magnitude whose result is certainly finite."""
-    shaped: ClassVar[bool] = False
-    """It sees the tensor's shape, not only its size."""
-    lossless: ClassVar[bool] = False
-    """The payload is x itself, in ``ctx.wire``: float64 stays float64."""
-    mask: ClassVar[bool] = False
-    """Exact values are sent: `residual` is x with zeros where elements were sent."""
-    vote: ClassVar[bool] = False
-    """The result is a majority vote, so there is no residual."""
-    feedback: ClassVar[bool] = False
-    """It has error feedback of its own, in its state."""
-    memory: ClassVar[str] = "residual"
-    """The default memory."""
-    resize: ClassVar[Mapping[str, Resize]] = {}
-    """How its state follows a change of the number of workers, by key; by default `Resize.SAME`."""
-    marked: ClassVar[bool] = False
-    """NaN and infinity in x appear in the payload's float32 arrays."""
-
     @property
-    def summed(self) -> tuple[str, int] | None:
-        """dtype and largest magnitude of integers that are summed on the wire; None for floats."""
-        return None
-
-    @property
-    def block(self) -> int | None:
-        """Elements per block, if statistics are per block; None: per tensor.
-
-        A promise: payloads of chunks, cut at whole blocks and bytes, concatenate to the payload of the whole.
-        """
-        return None
+    def traits(self) -> Traits:
+        """What the framework relies on: a class attribute, or a `cached_property` of the hyper-parameters."""
+        return _DEFAULT
 
     def applies(self, ctx: Context) -> bool:
         """False: the tensor goes dense, as the report says."""
@@ -107,3 +65,42 @@ class Compressor(ABC):
     def reduced(self, payload: Payload, ctx: Context) -> Array:
         """A payload reduced on the wire (combine MEAN) -> float32[n]. Floats are averaged, integers summed."""
         return self.decompress(payload, ctx)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Former class attributes and properties, such as ``unbiased = True``, become `traits`."""
+        super().__init_subclass__(**options)
+        declaring = (cls, *(base for base in cls.__bases__ if not hasattr(base, "traits")))
+        former = [name for name in FORMER if any(name in vars(each) for each in declaring)]
+        if not former or "traits" in vars(cls):
+            return
+        fields = ", ".join(f"{FORMER[name]}=..." for name in former)
+        warnings.warn(
+            f"{cls.__name__} declares {', '.join(former)}: declare traits = Traits({fields}) instead",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+
+        def folded(self: Any) -> Traits:
+            here: Any = next(each for each in type(self).__mro__ if vars(each).get("traits") is traits)
+            inherited: Any = super(here, self)
+            return replace(inherited.traits, **{FORMER[name]: getattr(self, name) for name in former})
+
+        traits = cached_property(folded)
+        traits.__set_name__(cls, "traits")
+        cls.traits = traits  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Hyper-parameters alone: cached properties are computed anew."""
+        cached = {key for key in vars(self) if isinstance(getattr(type(self), key, None), cached_property)}
+        return {key: value for key, value in vars(self).items() if key not in cached}
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in FORMER or hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # raises the error again
+            warnings.warn(f"{name} is now traits.{FORMER[name]}", DeprecationWarning, stacklevel=2)
+            return getattr(self.traits, FORMER[name])
+
+
+_DEFAULT = Traits()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from grace.core.compressor import Compressor
 from grace.core.context import Context
@@ -17,14 +18,17 @@ class Memory(ABC):
 
     feedback: ClassVar[bool] = False
     """It has error feedback."""
-    server: ClassVar[Memory | None] = None
+    second_stage: ClassVar[Memory | None] = None
     """The memory of a communicator's second compression; None: this one."""
-    momentum_inside: ClassVar[bool] = False
+    includes_momentum: ClassVar[bool] = False
     """Its results include momentum: the optimizer should have none."""
-    resize: ClassVar[Mapping[str, Resize]] = {}
-    """As `Compressor.resize`."""
-    plain: ClassVar[bool] = False
-    """Standard error feedback: compresses x plus its state "residual", if it has one, and stores the new residual."""
+    reshard: ClassVar[Mapping[str, Resize]] = {}
+    """As `Traits.reshard`."""
+
+    @property
+    def standard_feedback(self) -> bool:
+        """It compresses x plus its state "residual", if it has one, and stores the new residual."""
+        return False
 
     def check(self, compressor: Compressor) -> None:  # noqa: B027 - most fit every compressor
         """Raise ValueError, naming the remedy, for a compressor that does not fit."""
@@ -41,7 +45,7 @@ class Memory(ABC):
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         """Next state, from the compressed vector (``x``, donated) and its payload."""
 
-    def finish(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
+    def after_mean(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
         """float32[n], the mean of all workers' payloads -> the result, and next state. By default the mean."""
         return mean, state
 
@@ -49,6 +53,25 @@ class Memory(ABC):
         """The initial state of a tensor that goes dense, in ``ctx.dtype``."""
         return {}
 
-    def finish_dense(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
-        """As `finish`, for a tensor that goes dense."""
+    def after_dense_mean(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
+        """As `after_mean`, for a tensor that goes dense."""
         return mean, state
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Former names, such as ``def finish``, become those of today."""
+        super().__init_subclass__(**options)
+        for former, name in FORMER.items():
+            if former in vars(cls) and name not in vars(cls):
+                warnings.warn(f"{cls.__name__}.{former} is now {name}", DeprecationWarning, stacklevel=3)
+                setattr(cls, name, vars(cls)[former])
+
+
+FORMER = {
+    "finish": "after_mean",
+    "finish_dense": "after_dense_mean",
+    "momentum_inside": "includes_momentum",
+    "plain": "standard_feedback",
+    "resize": "reshard",
+    "server": "second_stage",
+}
+"""Former names of a memory's attributes and methods, deprecated, and those of today."""

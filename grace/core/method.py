@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from grace.core.compressor import Compressor
 from grace.core.context import Context
 from grace.core.memory import Memory
 from grace.core.program import Program, as_program
-from grace.core.state import Array, Payload, State, apart, join, name_of, scope
+from grace.core.state import Array, Payload, Resize, State, apart, join, name_of, scope
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Method:
 
     def check(self) -> None:
         """Raise ValueError for a pair that cannot work, and warn of one that loses gradients."""
-        compressor, large = self.compressor, 2**20
+        compressor, traits, large = self.compressor, self.compressor.traits, 2**20
         name = name_of(compressor)
-        if self.memory.feedback and compressor.vote:
+        if self.memory.feedback and traits.majority_vote:
             raise ValueError(
                 f"memory {name_of(self.memory)!r} cannot feed back what a vote lost: use memory 'none' with {name!r}, "
                 "or compressor 'efsignsgd', which sends a scale with its signs"
             )
-        if self.memory.feedback and compressor.feedback:
+        if self.memory.feedback and traits.internal_feedback:
             raise ValueError(
                 f"memory {name_of(self.memory)!r} would feed back twice: {name!r} keeps by itself what it did not "
                 "send. Use memory 'none'"
@@ -42,12 +42,16 @@ class Method:
                 "gradient. It is unbiased, so use memory 'none'"
             )
         self.memory.check(compressor)
-        lossy = not compressor.unbiased and not compressor.vote and compressor.memory != "none"
-        if lossy and not self.memory.feedback and compressor.memory != name_of(self.memory):
+        lossy = not traits.unbiased and not traits.majority_vote and traits.memory != "none"
+        if lossy and not self.memory.feedback and traits.memory != name_of(self.memory):
             warnings.warn(
-                f"{name!r} without error feedback loses what it does not send; use memory {compressor.memory!r}",
+                f"{name!r} without error feedback loses what it does not send; use memory {traits.memory!r}",
                 stacklevel=5,
             )
+
+    def reshard(self, part: str) -> Mapping[str, Resize]:
+        """How the state of a part, "memory" or "compressor", follows a change of the number of workers, by key."""
+        return self.memory.reshard if part == "memory" else self.compressor.traits.reshard
 
     def init(self, ctx: Context) -> State:
         return join(memory=self.memory.init(ctx), compressor=self.compressor.init(ctx))
@@ -65,9 +69,9 @@ class Method:
         return payload, join(memory=memory, compressor=kept)
 
     @property
-    def again(self) -> Method:
+    def for_second_stage(self) -> Method:
         """What compresses a mean: this method, with the memory that is for a second compression."""
-        return self if self.memory.server is None else replace(self, memory=self.memory.server)
+        return self if self.memory.second_stage is None else replace(self, memory=self.memory.second_stage)
 
     def like(self, other: Method) -> Method:
         """Another pair, carried out the way this one is."""
@@ -92,10 +96,10 @@ class Method:
 
     def finish(self, mean: Any, state: State, ctx: Context) -> tuple[Any, State]:
         """What the memory makes of the mean of all workers' payloads."""
-        if type(self.memory).finish is Memory.finish:
+        if type(self.memory).after_mean is Memory.after_mean:
             return mean, state
         mean = materialize(mean)
-        mean, memory = self.memory.finish(mean, self.compressor, scope(state, "memory"), ctx)
+        mean, memory = self.memory.after_mean(mean, self.compressor, scope(state, "memory"), ctx)
         return mean, join(memory=memory, compressor=scope(state, "compressor"))
 
 

@@ -147,7 +147,7 @@ def triple(params: str | Mapping[str, Any]) -> tuple[Method, Communicator]:
 def pair(rest: dict[str, Any]) -> tuple[Compressor, Memory]:
     """A compressor and its memory; their keys are taken out of ``rest``."""
     compressor = take(compressors, rest.pop("compressor", "none"), rest)
-    return compressor, take(memories, rest.pop("memory", compressor.memory), rest)
+    return compressor, take(memories, rest.pop("memory", compressor.traits.memory), rest)
 
 
 def three(rest: dict[str, Any]) -> tuple[Compressor, Memory, Communicator]:
@@ -158,7 +158,7 @@ def three(rest: dict[str, Any]) -> tuple[Compressor, Memory, Communicator]:
 
 def usual_communicator(compressor: Compressor) -> str:
     """The communicator that carries a compressor's payloads in one round."""
-    return "allgather" if compressor.combine is Combine.GATHER else "allreduce"
+    return "allgather" if compressor.traits.combine is Combine.GATHER else "allreduce"
 
 
 def take(registry: Registry, name: Any, rest: dict[str, Any]) -> Any:

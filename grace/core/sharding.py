@@ -9,10 +9,11 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from grace.core.compressor import Combine, Compressor
+from grace.core.compressor import Compressor
 from grace.core.context import Context
 from grace.core.program import run_local
 from grace.core.state import Payload
+from grace.core.traits import Combine
 
 
 def span(xp: Any, unit: int) -> int:
@@ -31,7 +32,7 @@ def spans(xp: Any, n: int, unit: int) -> list[tuple[int, int]]:
 
 def unit(compressor: Compressor) -> int:
     """Elements whose codes fill whole bytes and whole blocks."""
-    return math.lcm(8, compressor.block or 1)
+    return math.lcm(8, compressor.traits.block_size or 1)
 
 
 def piece(compressor: Compressor, xp: Any) -> int:
@@ -86,9 +87,9 @@ def shards(compressor: Compressor, ctx: Context, parts: int) -> list[Context]:
 
     All are of one size but for the last ones, which are shorter or empty.
     """
-    rows = compressor.shaped and len(ctx.shape) > 1
+    rows = compressor.traits.needs_shape and len(ctx.shape) > 1
     row = ctx.size // max(1, ctx.shape[0]) if rows else 1
-    whole = max(1, row) if compressor.shaped else unit(compressor)
+    whole = max(1, row) if compressor.traits.needs_shape else unit(compressor)
     full = -(-ctx.size // (whole * parts)) * whole
     ends = [min(part * full, ctx.size) for part in range(parts + 1)]
     found = [ctx.piece(start, stop - start) for start, stop in pairwise(ends)]
@@ -113,10 +114,11 @@ def in_chunks(compressor: Compressor, ctx: Context) -> bool:
 @cache
 def divisible(compressor: Compressor) -> bool:
     """Whether blocks may be compressed apart, by plain functions without state."""
+    traits = compressor.traits
     return (
-        compressor.block is not None
-        and not compressor.ragged
-        and compressor.combine is Combine.GATHER
+        traits.block_size is not None
+        and not traits.variable_length
+        and traits.combine is Combine.GATHER
         and type(compressor).init is Compressor.init
         and not inspect.isgeneratorfunction(type(compressor).compress)
     )

@@ -52,7 +52,7 @@ class Commit:
                 mean, state = self._flight.results.pop(unit.name)
             if unit.dense and (setup.store.any(unit, 0) or self._finishes_dense):
                 memory, ctx = setup.method.memory, setup.context(unit, setup.step.read())
-                mean, state = memory.finish_dense(mean, setup.store.state(unit, 0), ctx)
+                mean, state = memory.after_dense_mean(mean, setup.store.state(unit, 0), ctx)
             ok, in_place = None, False
             if self._judged(unit) and not self._absent(unit):
                 mean, ok = self._judge(unit, mean)
@@ -142,7 +142,7 @@ class Commit:
 
     @property
     def _finishes_dense(self) -> bool:
-        return type(self._setup.method.memory).finish_dense is not Memory.finish_dense
+        return type(self._setup.method.memory).after_dense_mean is not Memory.after_dense_mean
 
     # -- absent gradients ----------------------------------------------------------------------------------------------
     def _absent(self, unit: Unit) -> bool:

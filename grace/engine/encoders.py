@@ -38,10 +38,16 @@ class FastMethod(Method):
         accelerator, for_memory = accelerator_of(self.compressor), memory_accelerator_of(self.memory)
         memory, kept = scope(state, "memory"), scope(state, "compressor")
         compensated = None
-        if self.memory.plain and "residual" in memory and ctx.xp.mutable:
+        if self.memory.standard_feedback and "residual" in memory and ctx.xp.mutable:
             compensated = accelerator.compensated(self.compressor, x, memory["residual"], kept, ctx)
         # A mask changes its residual only where something was sent: nothing to defer.
-        defer = defer and not self.compressor.mask and self.memory.plain and "residual" in memory and bool(ctx.xp.piece)
+        defer = (
+            defer
+            and not self.compressor.traits.sends_exact_values
+            and self.memory.standard_feedback
+            and "residual" in memory
+            and bool(ctx.xp.piece)
+        )
         if compensated is None:
             # A deferred residual is computed in the last one's memory, so x must not lie there.
             here = without_rollback(ctx) if defer else ctx
@@ -75,7 +81,7 @@ def encode(
 
     The work may be left to the workspace's deferred kernels.
     """
-    if not memory.plain or ctx.size == 0:
+    if not memory.standard_feedback or ctx.size == 0:
         return None
     residual = state.get(RESIDUAL)
     done = accelerators.encode(compressor, x, residual, ctx)
@@ -93,7 +99,7 @@ def _encode_chunks(compressor: Compressor, x: Array, residual: Array | None, ctx
     # Arrays of the whole payload, a little too long: parts that are put together in the end would be copied once more.
     whole = [xp.empty(-(-ctx.size // units) * shape[0], dtype) for dtype, shape in each]
     ends: list[int] = []
-    forms = compiled(xp) if workspace(ctx).compile and not compressor.lossless else None
+    forms = compiled(xp) if workspace(ctx).compile and not compressor.traits.lossless else None
     for start, stop in pieces(compressor, ctx):
         here, part = ctx.piece(start, stop - start), x[start:stop]
         rest = None if residual is None else residual[start:stop]

@@ -47,7 +47,7 @@ def _payload(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[t
         found = template(compressor, xp, shape)
     except ValueError:
         return None
-    return tuple((dtype, (None, *sizes[1:])) for dtype, sizes in found) if compressor.ragged else found
+    return tuple((dtype, (None, *sizes[1:])) for dtype, sizes in found) if compressor.traits.variable_length else found
 
 
 def host_backend(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
@@ -55,7 +55,9 @@ def host_backend(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
 
     Other people's methods may know one toolkit only.
     """
-    if ctx.size < HOSTED or (host := ctx.xp.host) is None or ctx.xp.kernels.whole(compressor) or compressor.lossless:
+    if ctx.size < HOSTED or (host := ctx.xp.host) is None or compressor.traits.lossless:
+        return None
+    if ctx.xp.kernels.whole(compressor):
         return None
     return host if all(type(part).__module__.startswith("grace.") for part in (compressor, *memory)) else None
 

@@ -29,7 +29,7 @@ class LazyMean(Lazy):
     @property
     def marked(self) -> bool:
         """Whether `marks` tell if it is finite; otherwise only the decoded mean can."""
-        return self._compressor.marked
+        return self._compressor.traits.nonfinite_in_payload
 
     def marks(self) -> list[Array]:
         """float32 vectors, all finite if and only if the mean is."""
@@ -118,7 +118,7 @@ class LazyMean(Lazy):
             return out
         if not in_chunks(compressor, ctx):
             return self._decode_into(out, self._payloads, ctx)
-        forms: Any = compiled(xp) if workspace(ctx).compile and not compressor.lossless else None
+        forms: Any = compiled(xp) if workspace(ctx).compile and not compressor.traits.lossless else None
         size, payloads, steps = piece(compressor, xp), list(self._payloads), strides(compressor, xp)
         for start, stop in pieces(compressor, ctx):
             parts = [cut(payload, steps, start, stop, ctx.size) for payload in payloads]
@@ -156,7 +156,7 @@ class LazyShardedMean(LazyMean):
             yield LazyMean(self._compressor, [payload], ctx, agreed=True)
 
     def _whole(self) -> Array:
-        if self._compressor.block is None or self._compressor.ragged:
+        if self._compressor.traits.block_size is None or self._compressor.traits.variable_length:
             return self._ctx.xp.concat([part._whole() for part in self._parts()])
         # One decoding of all: a graph is smaller so.
         whole = tuple(map(self._ctx.xp.concat, zip(*self._payloads, strict=True)))

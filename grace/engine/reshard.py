@@ -293,8 +293,7 @@ def stage(point: str) -> str:
 def rule_of(method: Method, key: str) -> Resize:
     """The rule for an array of a method's state, by its key."""
     _, part, field = parsed(key)
-    rule: Resize = getattr(method, part).resize.get(field, Resize.SAME)
-    return rule
+    return method.reshard(part).get(field, Resize.SAME)
 
 
 def stages(points: Iterable[str]) -> set[str]:

@@ -227,7 +227,7 @@ class Setup:
 
     def _lossless(self, name: str) -> bool:
         methods = [way.communicator.method(way.method, name) for way in self.ways]
-        return all(each.compressor.lossless and name_of(each.memory) == "none" for each in methods)
+        return all(each.compressor.traits.lossless and name_of(each.memory) == "none" for each in methods)
 
     def _agree(self, tensors: Iterable[Tensor]) -> None:
         settings = {
@@ -286,7 +286,7 @@ class Setup:
 
     def wire_dtype(self, unit: Unit, level: int) -> str:
         """The dtype that a unit travels in where it is averaged as it is."""
-        lossless = unit.lossless or self.ways[level].method.compressor.lossless
+        lossless = unit.lossless or self.ways[level].method.compressor.traits.lossless
         return unit.wire if lossless else unit.dtype
 
     def context(self, unit: Unit, step: Any, workspace: Workspace | None = None) -> Context:

@@ -263,7 +263,7 @@ class StateStore:
         total = cells[CARRIED].read()
         for key, cell in cells.items():
             point, part, field = parsed(key)
-            if key == CARRIED or getattr(everybody[ctx.rank][point][0], part).resize.get(field) is not Resize.SUM:
+            if key == CARRIED or everybody[ctx.rank][point][0].reshard(part).get(field) is not Resize.SUM:
                 continue
             start, size = places[ctx.rank][point]
             share = ctx.world_size / sharing(point, (start, size), places)
@@ -390,4 +390,4 @@ def exported(array: Array, xp: Backend) -> Any:
 
 def _lasting(key: str, way: Way) -> bool:
     # State that a change of level leaves alone: the memory's, and what a compressor itself did not send.
-    return parsed(key)[1] == "memory" or way.method.compressor.feedback
+    return parsed(key)[1] == "memory" or way.method.compressor.traits.internal_feedback

@@ -20,5 +20,5 @@ class DecoupledMomentum(Residual):
     """
 
     beta: float = 0.999
-    momentum_inside = True
-    server = Residual()
+    includes_momentum = True
+    second_stage = Residual()

@@ -32,9 +32,9 @@ class DGC(Memory):
     nesterov: bool = False
     masking: bool = True
     feedback = True
-    momentum_inside = True
-    server = Residual()
-    resize: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN, "residual": Resize.SUM}
+    includes_momentum = True
+    second_stage = Residual()
+    reshard: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN, "residual": Resize.SUM}
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
@@ -43,10 +43,10 @@ class DGC(Memory):
             raise ValueError(f"gradient_clipping={self.gradient_clipping!r} must be a norm, or 0 for no clipping")
 
     def check(self, compressor: Compressor) -> None:
-        if not compressor.mask:
+        if not compressor.traits.sends_exact_values:
             raise ValueError(
                 f"memory 'dgc' works with methods that send elements as they are, such as 'topk' or 'dgc'; "
-                f"{name_of(compressor)!r} changes them. Use memory {compressor.memory!r}"
+                f"{name_of(compressor)!r} changes them. Use memory {compressor.traits.memory!r}"
             )
 
     def init(self, ctx: Context) -> State:
@@ -84,7 +84,7 @@ class DGC(Memory):
     def init_dense(self, ctx: Context) -> State:
         return {"momentum": ctx.xp.zeros(ctx.size, ctx.dtype)}
 
-    def finish_dense(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
+    def after_dense_mean(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
         u, step = self._momentum(mean, state["momentum"])
         return step, {"momentum": u}
 

@@ -24,17 +24,17 @@ class Diana(Memory):
     """
 
     alpha: float = 0.0
-    resize: ClassVar[Mapping[str, Resize]] = {"shift": Resize.TRACKED, "mean": Resize.MEAN}
+    reshard: ClassVar[Mapping[str, Resize]] = {"shift": Resize.TRACKED, "mean": Resize.MEAN}
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha={self.alpha!r} must lie in [0, 1]; 0 chooses by the method's variance")
 
     def check(self, compressor: Compressor) -> None:
-        if not compressor.unbiased or compressor.variance(2**20) is None:
+        if not compressor.traits.unbiased or compressor.variance(2**20) is None:
             raise ValueError(
                 f"memory 'diana' works with unbiased methods of known variance, such as 'qsgd' or 'natural'; "
-                f"{name_of(compressor)!r}, as it is set, is none. Use memory 'ef21' or {compressor.memory!r}"
+                f"{name_of(compressor)!r}, as it is set, is none. Use memory 'ef21' or {compressor.traits.memory!r}"
             )
 
     def init(self, ctx: Context) -> State:
@@ -47,7 +47,7 @@ class Diana(Memory):
         sent = x - compressor.residual(ctx.xp.copy(x), payload, ctx)
         return {**state, "shift": state["shift"] + sent * self.rate(compressor, ctx)}
 
-    def finish(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
+    def after_mean(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
         return state["mean"] + mean, {**state, "mean": state["mean"] + mean * self.rate(compressor, ctx)}
 
     def rate(self, compressor: Compressor, ctx: Context) -> float:

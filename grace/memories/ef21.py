@@ -23,7 +23,7 @@ class EF21(Memory):
     """
 
     feedback = True
-    resize: ClassVar[Mapping[str, Resize]] = {"estimate": Resize.TRACKED, "mean": Resize.MEAN}
+    reshard: ClassVar[Mapping[str, Resize]] = {"estimate": Resize.TRACKED, "mean": Resize.MEAN}
 
     def init(self, ctx: Context) -> State:
         return {"estimate": ctx.xp.zeros(ctx.size), "mean": ctx.xp.zeros(ctx.size)}
@@ -35,6 +35,6 @@ class EF21(Memory):
         sent = x - compressor.residual(ctx.xp.copy(x), payload, ctx)
         return {**state, "estimate": state["estimate"] + sent}
 
-    def finish(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
+    def after_mean(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
         mean = state["mean"] + mean
         return mean, {**state, "mean": mean}

@@ -25,7 +25,7 @@ class EFSignSGDMemory(Memory):
 
     lr: float = 0.1
     feedback = True
-    resize: ClassVar[Mapping[str, Resize]] = {"residual": Resize.SUM}
+    reshard: ClassVar[Mapping[str, Resize]] = {"residual": Resize.SUM}
 
     def __post_init__(self) -> None:
         if not self.lr > 0:

@@ -22,7 +22,7 @@ class LowPass(Residual):
     """
 
     rate: float = 0.3
-    plain = False
+    standard_feedback = False
 
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:

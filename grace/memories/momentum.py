@@ -23,8 +23,8 @@ class Momentum(Memory):
     """
 
     momentum: float = 0.9
-    server = NoMemory()
-    resize: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN}
+    second_stage = NoMemory()
+    reshard: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN}
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:

@@ -13,7 +13,7 @@ from grace.core.registry import register
 class NoMemory(Memory):
     """Keep nothing: what compression loses is lost. Right for unbiased methods and for votes."""
 
-    plain = True
+    standard_feedback = True
 
     def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         return x, state

@@ -42,9 +42,9 @@ class OneBitAdam(Memory):
     beta2: float = 0.999
     epsilon: float = 1e-8
     feedback = True
-    momentum_inside = True
-    server = Residual()
-    resize: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN, "residual": Resize.SUM}
+    includes_momentum = True
+    second_stage = Residual()
+    reshard: ClassVar[Mapping[str, Resize]] = {"momentum": Resize.MEAN, "residual": Resize.SUM}
 
     def __post_init__(self) -> None:
         if self.freeze_step < 1:
@@ -74,14 +74,14 @@ class OneBitAdam(Memory):
         kept = compressor.residual(x, payload, ctx)
         return {**state, "residual": ctx.xp.choose(self.warm(ctx), state["residual"], kept)}
 
-    def finish(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
+    def after_mean(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
         return ctx.xp.choose(self.warm(ctx), self._adam(state["momentum"], state, ctx), mean), state
 
     def init_dense(self, ctx: Context) -> State:
         zeros = ctx.xp.zeros(ctx.size, ctx.dtype)
         return {"momentum": zeros, "second": zeros, "decay": ctx.xp.full(2, 1.0)}
 
-    def finish_dense(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
+    def after_dense_mean(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
         # An exact mean needs no freezing, but one learning rate has to fit all tensors.
         xp = ctx.xp
         learned = self._learn(mean, state, ctx)

@@ -25,10 +25,10 @@ class Residual(Memory):
     beta: float = 1.0
     gamma: float = 1.0
     feedback = True
-    resize: ClassVar[Mapping[str, Resize]] = {"residual": Resize.SUM}
+    reshard: ClassVar[Mapping[str, Resize]] = {"residual": Resize.SUM}
 
     @property
-    def plain(self) -> bool:  # type: ignore[override]
+    def standard_feedback(self) -> bool:
         return self.beta == self.gamma == 1.0
 
     def init(self, ctx: Context) -> State:

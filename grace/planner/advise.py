@@ -117,8 +117,8 @@ def candidate(label: str, codec: Codec) -> Candidate:
     """A method as it travels by default: summed where payloads are linear or agreed on, else gathered."""
     compressor = triple(codec.params)[0].compressor
     # A method that agrees on its payload asks for its factors one after the other.
-    rounds = 2 if compressor.combine is Combine.AGREED else 1
-    return Candidate(label, codec, compressor.combine is not Combine.GATHER, rounds)
+    rounds = 2 if compressor.traits.combine is Combine.AGREED else 1
+    return Candidate(label, codec, compressor.traits.combine is not Combine.GATHER, rounds)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------

@@ -326,7 +326,7 @@ def refuse(params: Mapping[str, Any]) -> None:
     from grace.core import Combine, name_of
 
     compressor = triple(params)[0].compressor
-    if compressor.combine is Combine.AGREED:
+    if compressor.traits.combine is Combine.AGREED:
         raise ValueError(
             f"{name_of(compressor)!r} exchanges inside compress, so no strategy of the tree carries it: plan with "
             "another compressor, such as topk or efsignsgd; `grace advise` compares it with them"

@@ -43,15 +43,16 @@ def context(xp: Any, shape: Any, **fields: Any) -> Context:
 
 def shapes(compressor: Compressor, sizes: tuple[int, ...] = SIZES) -> list[tuple[int, ...]]:
     """Shapes to try a compressor with: edges of bytes and of its blocks, or matrices if it sees them."""
-    if compressor.shaped:
+    if compressor.traits.needs_shape:
         return [shape for shape in MATRICES if compressor.applies(Context(None, "w", shape))] or [(64, 48)]
-    edges = {compressor.block + i for i in (-1, 0, 1)} if compressor.block and compressor.block <= 5000 else set()
+    block = compressor.traits.block_size
+    edges = {block + i for i in (-1, 0, 1)} if block and block <= 5000 else set()
     return [(n,) for n in sorted({*sizes, *edges})]
 
 
 def shape_of(compressor: Compressor, n: int = 603) -> tuple[int, ...]:
     """One shape of about n elements that the compressor compresses."""
-    if not compressor.shaped:
+    if not compressor.traits.needs_shape:
         return (n,)
     for side in (8, 20, 32, 64, 128, 256):
         if side * side >= n // 2 and compressor.applies(Context(None, "w", (side, side + 10))):
@@ -139,7 +140,7 @@ def encode(method: Method, xp: Any, x: Any, state: Any, ctx: Context) -> Any:
 # -- exchanges -----------------------------------------------------------------------------------------------------
 def memory_of(compressor: Compressor) -> Memory:
     """The memory that a compressor names."""
-    return memories[compressor.memory]()
+    return memories[compressor.traits.memory]()
 
 
 def workers(
@@ -213,7 +214,7 @@ def poisoned(shape: tuple[int, ...], name: str, seed: int) -> Any:
 
 def carries(communicator: Communicator, compressor: Compressor) -> bool:
     """Whether a communicator accepts a compressor with the memory that it names, between two workers."""
-    method = Method(compressor, memories[compressor.memory]())
+    method = Method(compressor, memories[compressor.traits.memory]())
     try:
         communicator.resolve(method, LocalTransport(World(2))).check(method, 2)
     except ValueError:

@@ -52,12 +52,15 @@ def declarations_make_sense(compressor: Compressor, xp: Any) -> None:
     assert dataclasses.is_dataclass(compressor), "put @dataclass(frozen=True) above the class"
     assert dataclasses.replace(compressor) == compressor, "it must be made of its fields alone"
     assert hash(compressor) == hash(dataclasses.replace(compressor)), "@dataclass needs frozen=True"
-    assert (compressor.family or "hybrid") in FAMILIES, f"family {compressor.family!r} is none of {FAMILIES}"
+    family = compressor.traits.family
+    assert (family or "hybrid") in FAMILIES, f"family {family!r} is none of {FAMILIES}"
     assert (type(compressor).__doc__ or "").strip(), "a docstring must say what it does and what travels"
     for n in (1, 64, 100_000):
         d, w = compressor.contraction(n), compressor.variance(n)
         assert d is None or 0 < d <= 1, f"contraction({n}) is {d}, outside (0, 1]"
-        assert w is None or (w >= 0 and compressor.unbiased), f"variance({n}) is {w}; it belongs to unbiased methods"
+        assert w is None or (w >= 0 and compressor.traits.unbiased), (
+            f"variance({n}) is {w}; it belongs to unbiased methods"
+        )
     memory_of(compressor)
 
 
@@ -68,7 +71,7 @@ def payloads_can_travel(compressor: Compressor, xp: Any) -> None:
         ctx = context(xp, shape)
         payload, _ = send(compressor, xp, spread(*shape), ctx)
         wire = payload
-        if compressor.combine is Combine.AGREED:  # the exchange happens while it compresses
+        if compressor.traits.combine is Combine.AGREED:  # the exchange happens while it compresses
             state, x = compressor.init(ctx), xp.asarray(spread(*shape).reshape(-1), "float32")
             wire = handed_over(lambda ctx: compressor.compress(x, state, ctx), ctx)  # noqa: B023
             assert wire, "combine is AGREED, but compress asks for no collective"
@@ -92,7 +95,7 @@ def state_is_what_init_makes(compressor: Compressor, xp: Any) -> None:
 @LAWS.add
 def marks_show_what_is_not_finite(compressor: Compressor, xp: Any) -> None:
     """``marked`` promises that NaN and infinity show in the payload's numbers, and that nothing else does."""
-    if not compressor.marked:
+    if not compressor.traits.nonfinite_in_payload:
         return
     shape = shape_of(compressor, 1000)
     for name in (None, *BAD):
@@ -130,7 +133,7 @@ def arguments_are_left_alone_and_twice_is_the_same(compressor: Compressor, xp: A
         copied = host(xp, payload)
         found = [receive(compressor, xp, payload, ctx) for _ in range(2)]
         assert same(found[:1], found[1:]), "decompress gives another result the second time"
-        if compressor.combine is not Combine.AGREED:
+        if compressor.traits.combine is not Combine.AGREED:
             means = [host(xp, [compressor.aggregate([payload] * 3, ctx)]) for _ in range(2)]
             assert same(means[0], means[1]), "aggregate gives another result the second time"
         left = compressor.residual(xp.copy(array), payload, ctx)
@@ -149,7 +152,8 @@ def streams_are_keyed(compressor: Compressor, xp: Any) -> None:
         assert same(payload, host(xp, send(compressor, xp, x, ctx)[0])), "the same key gives another payload"
         sent[step, rank, seed] = payload
     assert generators(xp) == before, "a global random number generator was used: take ctx.rng(label)"
-    if compressor.combine is Combine.MEAN and compressor.summed is None and not compressor.unbiased:
+    traits = compressor.traits
+    if traits.combine is Combine.MEAN and traits.wire_sum is None and not traits.unbiased:
         assert same(sent[5, 1, 0], sent[5, 2, 0]), "payloads that are summed must choose alike on all workers"
 
 
@@ -172,15 +176,15 @@ def generators(xp: Any) -> Any:
 @LAWS.add
 def averaged_payloads_are_linear(compressor: Compressor, xp: Any) -> None:
     """Combine MEAN: the mean (of integers: the sum) of payloads decodes to the mean of what they decode to."""
-    if compressor.combine is not Combine.MEAN:
+    if compressor.traits.combine is not Combine.MEAN:
         return
     for shape in shapes(compressor):
         ctx = context(xp, shape)
         payloads = [send(compressor, xp, spread(*shape, seed=r), context(xp, shape, rank=r))[0] for r in range(4)]
         arrays = zip(*(host(xp, payload) for payload in payloads), strict=True)
         sums = [sum(array.astype(np.float64) for array in each) for each in arrays]
-        if compressor.summed:
-            dtype, magnitude = compressor.summed
+        if compressor.traits.wire_sum:
+            dtype, magnitude = compressor.traits.wire_sum
             assert {xp.dtype(array) for array in payloads[0]} == {dtype}, f"`summed` promises {dtype}"
             assert max(abs(array).max(initial=0) for array in sums) <= 4 * magnitude, f"larger than {magnitude}"
         else:
@@ -194,14 +198,14 @@ def averaged_payloads_are_linear(compressor: Compressor, xp: Any) -> None:
 @LAWS.add
 def what_is_sent_and_what_is_kept_add_up(compressor: Compressor, xp: Any) -> None:
     """Residual is x minus what this worker's payload carries; of a mask, bit for bit."""
-    if compressor.vote:
+    if compressor.traits.majority_vote:
         return
     for shape in shapes(compressor):
         ctx, x = context(xp, shape, world_size=1), spread(*shape).reshape(-1)
         payload, _ = send(compressor, xp, x, ctx)
         found = receive(compressor, xp, payload, ctx)
         kept = np.array(xp.to_numpy(compressor.residual(xp.asarray(x.copy(), "float32"), payload, ctx)))
-        if compressor.mask:
+        if compressor.traits.sends_exact_values:
             assert np.array_equal(found + kept, x), "a mask keeps or sends every element as it is"
             assert ((found == 0) | (kept == 0)).all(), "a mask sends an element or keeps it"
         else:
@@ -212,7 +216,8 @@ def what_is_sent_and_what_is_kept_add_up(compressor: Compressor, xp: Any) -> Non
 @LAWS.add
 def nothing_is_lost_in_fifty_steps(compressor: Compressor, xp: Any) -> None:
     """With error feedback, what was sent and the residual are all gradients so far."""
-    if compressor.vote or (compressor.variance(2**20) or 0) >= 1 or compressor.memory == "none":
+    traits = compressor.traits
+    if traits.majority_vote or (compressor.variance(2**20) or 0) >= 1 or traits.memory == "none":
         return
     shape = shape_of(compressor)
     method, ctx = FastMethod(compressor, Residual()), context(xp, shape, world_size=1)
@@ -234,9 +239,9 @@ def nothing_is_lost_in_fifty_steps(compressor: Compressor, xp: Any) -> None:
 def finite_in_finite_out(compressor: Compressor, xp: Any) -> None:
     """Zeros, spikes, constants and the ends of float32's range give finite results; zeros give zeros."""
     sizes = ((1,), (9,), (1000,)) if xp.name == "numpy" else ((1000,),)
-    for shape in sizes if not compressor.shaped else (shape_of(compressor),):
+    for shape in sizes if not compressor.traits.needs_shape else (shape_of(compressor),):
         for what, x in patterns(math.prod(shape)).items():
-            if abs(x).max() > compressor.largest:
+            if abs(x).max() > compressor.traits.max_magnitude:
                 continue
             state = compressor.init(context(xp, shape))
             for step in range(2):
@@ -245,7 +250,7 @@ def finite_in_finite_out(compressor: Compressor, xp: Any) -> None:
                 found = receive(compressor, xp, payload, ctx)
                 assert np.isfinite(found).all(), f"{what} gives {found[~np.isfinite(found)][:3]}"
                 assert all(np.isfinite(array).all() for array in host(xp, state.values())), f"{what} spoils the state"
-                if what == "zeros" and not compressor.vote:
+                if what == "zeros" and not compressor.traits.majority_vote:
                     assert (found == 0).all(), f"zeros give {found[found != 0][:3]}"
 
 
@@ -265,12 +270,12 @@ def toolkits_agree_with_numpy(compressor: Compressor, xp: Any) -> None:
             assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{a.dtype}{a.shape} became {b.dtype}{b.shape}"
             if a.dtype.kind in "iu":
                 assert np.array_equal(a, b), f"{(a != b).sum()} of {a.size} integers differ"
-            elif not compressor.shaped:
+            elif not compressor.traits.needs_shape:
                 np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6 * max(abs(a).max(initial=0), 1e-30))
         # The factors of a matrix are unique up to signs; their product is unique.
         found = receive(compressor, xp, other, context(xp, shape, step=3))
         expected = receive(compressor, one, payload, context(one, shape, step=3))
-        loose = 1e-4 if compressor.shaped else 1e-6
+        loose = 1e-4 if compressor.traits.needs_shape else 1e-6
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=loose * abs(x).max(initial=0))
 
 
@@ -278,7 +283,7 @@ def toolkits_agree_with_numpy(compressor: Compressor, xp: Any) -> None:
 @reference
 def contractions_contract(compressor: Compressor, xp: Any) -> None:
     """|x - x̂|² <= (1 - d)|x|² for heavy-tailed x; in expectation, where positions are drawn."""
-    shape = shape_of(compressor, 64) if compressor.shaped else (64,)
+    shape = shape_of(compressor, 64) if compressor.traits.needs_shape else (64,)
     n = math.prod(shape)
     d = compressor.contraction(n)
     if d is None:
@@ -297,7 +302,7 @@ def contractions_contract(compressor: Compressor, xp: Any) -> None:
 @reference
 def unbiased_methods_are_unbiased_with_the_stated_variance(compressor: Compressor, xp: Any) -> None:
     """The mean of 2000 draws is x, and their variance is at most w|x|²: for spiky, uniform and normal x."""
-    shape, draws = shape_of(compressor, 64) if compressor.shaped else (64,), 2000
+    shape, draws = shape_of(compressor, 64) if compressor.traits.needs_shape else (64,), 2000
     n = math.prod(shape)
     w = compressor.variance(n)
     if w is None:
@@ -323,9 +328,9 @@ def unbiased_methods_are_unbiased_with_the_stated_variance(compressor: Compresso
 @LAWS.add
 def pieces_of_whole_blocks_make_the_whole_payload(compressor: Compressor, xp: Any) -> None:
     """``block`` promises that blocks may be compressed apart."""
-    if compressor.block is None:
+    if compressor.traits.block_size is None:
         return
-    unit = math.lcm(8, compressor.block)
+    unit = math.lcm(8, compressor.traits.block_size)
     n = 4 * unit + 5 if unit > 1000 else 5000
     x = spread(n)
     whole = host(xp, send(compressor, xp, x, context(xp, n, step=2, rank=1))[0])

@@ -28,7 +28,7 @@ def declarations_make_sense(memory: Memory, compressor: Compressor, xp: Any) -> 
 @LAWS.add
 def steady_gradients_come_through(memory: Memory, compressor: Compressor, xp: Any) -> None:
     """Error feedback: of a gradient that stays, everything is applied in time, in its proportions."""
-    if not memory.feedback or memory.server is not None:
+    if not memory.feedback or memory.second_stage is not None:
         return
     shape = shape_of(compressor, 300)
     graces, fixed = workers(compressor, memory, size=2), [spread(*shape, seed=rank) for rank in range(2)]

@@ -143,7 +143,7 @@ class _Driver:
         try:
             grace.track_missing = grace.defer_commit = True
             grace.learning_rate = self._learning_rate
-            if grace.method.memory.momentum_inside and any(group.get("momentum") for group in optimizer.param_groups):
+            if grace.method.memory.includes_momentum and any(group.get("momentum") for group in optimizer.param_groups):
                 warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=3)
             self._adopt()
         except BaseException:

@@ -39,7 +39,7 @@ class Trainer:
         if task.optimizer == "adam":
             optimizer = keras.optimizers.Adam(scale.lr)
         else:
-            optimizer = keras.optimizers.SGD(scale.lr, 0.0 if self._grace.method.memory.momentum_inside else 0.9)
+            optimizer = keras.optimizers.SGD(scale.lr, 0.0 if self._grace.method.memory.includes_momentum else 0.9)
         self._optimizer = grace.tensorflow.DistributedOptimizer(optimizer, grace=self._grace)
         losses = keras.losses
         loss = (losses.BinaryCrossentropy if task.binary else losses.SparseCategoricalCrossentropy)(from_logits=True)

@@ -38,7 +38,7 @@ class Trainer:
             self._ddp.register_comm_hook(None, self._baseline(params))
         else:
             self._grace = grace_from_params(params)
-            if self._grace.method.memory.momentum_inside:
+            if self._grace.method.memory.includes_momentum:
                 momentum = 0.0
             grace.torch.name_parameters(self._grace, self._ddp)
             self._ddp.register_comm_hook(self._grace, grace.torch.ddp_hook)

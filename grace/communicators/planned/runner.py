@@ -141,12 +141,13 @@ def check(option: Option, method: Method) -> None:
         return
     compressor, name = method.compressor, name_of(method.compressor)
     refuse_agreed("planned", method)
-    if type(method.memory).finish is not Memory.finish:
+    if type(method.memory).after_mean is not Memory.after_mean:
         raise ValueError(
             f"communicator 'planned' cannot carry memory {name_of(method.memory)!r}, which tracks the mean of what the "
             "workers sent: strategies compress it again. Use communicator 'allgather', or memory 'residual'"
         )
-    if compressor.ragged and (odd := [a for a in option.actions if a.kind in ("alltoall", "gather") and a.compressed]):
+    odd = [a for a in option.actions if a.kind in ("alltoall", "gather") and a.compressed]
+    if compressor.traits.variable_length and odd:
         raise ValueError(
             f"{odd[0]} cannot carry payloads of {name!r}, whose lengths depend on the values: use strategies whose "
             f"payloads travel by allgather* and broadcast*, such as {GATHERED!r}"
@@ -187,7 +188,7 @@ class PlanStep:
 
     def method(self, method: Method) -> Method:
         """What compresses here: the first compression is of a gradient, later ones are of means."""
-        return method.again if self.stage else method
+        return method.for_second_stage if self.stage else method
 
 
 def expand_plan(option: Option, compressor: Compressor, ctx: Context, node_size: int) -> list[PlanStep]:
@@ -259,7 +260,7 @@ class _Worker:
         self.state = dict(state)
         self._payloads: list[list[Payload]] | None = None  # for each leaf all its pieces
         self._method, self._xp, self._dtype = method, ctx.xp, ctx.dtype
-        self._wire = ctx.wire if method.compressor.lossless else ctx.dtype
+        self._wire = ctx.wire if method.compressor.traits.lossless else ctx.dtype
 
     def go(self, leg: PlanStep) -> Program[None]:
         """Carry an action out."""
@@ -342,7 +343,7 @@ class _Worker:
 
     def _allgather_payloads(self, leg: PlanStep) -> Program[None]:
         assert self._payloads is not None
-        ragged, group = leg.compressor.ragged, GROUPS[leg.action.level]
+        ragged, group = leg.compressor.traits.variable_length, GROUPS[leg.action.level]
         if leg.parent is leg.region:  # everybody has payloads of the same
             received = yield Gather(_flat(self._payloads), ragged, group)
             self._merge(received, leg.leaves, leg)
@@ -368,7 +369,7 @@ class _Worker:
         else:
             layout = self._layout(leg.leaves, leg)
             mine = tuple(self._xp.zeros(tuple(n or 0 for n in shape), dtype) for dtype, shape in layout)
-        received = yield Broadcast(mine, 0, leg.compressor.ragged, GROUPS[leg.action.level])
+        received = yield Broadcast(mine, 0, leg.compressor.traits.variable_length, GROUPS[leg.action.level])
         self._payloads = _dealt(received, len(leg.leaves), leg.pieces)
 
     def _merge(self, received: Sequence[Sequence[Array]], leaves: Sequence[Context], leg: PlanStep) -> None:

@@ -227,7 +227,7 @@ def replan(text: str, workers: int, node_size: int, compressor: Compressor | Non
     if not moved and not level:
         return text
     basis = load(json.loads(text)).basis if "basis" in data else None
-    if basis is not None and own.memory.plain:
+    if basis is not None and own.memory.standard_feedback:
         if level and basis.codec(compressor) is None:
             _warn(f"{own.compressor}, without costs of {compressor}: the strategies stay. Add `grace plan --level ...`")
             compressor = None

@@ -12,11 +12,11 @@ from grace.compressors.sketch_sgd import SketchSGD
 from grace.core import Array, Context, MaybeProgram, Payload, Program, State
 from grace.core.collectives import Gather
 from grace.engine.accelerators.base import Accelerator, has
-from grace.engine.accelerators.sparsifiers import PlacedSums, ScatteredSums
+from grace.engine.accelerators.sparsifiers import SparseSums
 from grace.engine.workspace import kernels
 
 
-class LargestSums(PlacedSums[GTopK]):
+class LargestSums(SparseSums[GTopK]):
     """gtopk."""
 
     def compress(self, compressor: GTopK, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
@@ -33,7 +33,7 @@ class LargestSums(PlacedSums[GTopK]):
         return (sums / ctx.world_size, positions, own), state
 
 
-class RowSketches(ScatteredSums[ARCTopK]):
+class RowSketches(Accelerator[ARCTopK]):
     """arctopk."""
 
     def compress(
@@ -45,7 +45,7 @@ class RowSketches(ScatteredSums[ARCTopK]):
         return compressor.agree(x, sketch, state, ctx)
 
 
-class CountSketches(PlacedSums[SketchSGD]):
+class CountSketches(SparseSums[SketchSGD]):
     """sketch_sgd."""
 
     def compress(
@@ -66,5 +66,5 @@ ACCELERATORS: dict[type, Accelerator[Any]] = {
     GTopK: LargestSums(),
     ARCTopK: RowSketches(),
     SketchSGD: CountSketches(),
-    CLTopK: PlacedSums[CLTopK](),
+    CLTopK: SparseSums[CLTopK](),
 }

@@ -44,9 +44,11 @@ class Chains(DecodedSums[H]):
     def parts(self, compressor: H, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         first = compressor.sparsifier
         assert isinstance(first, Sparsifier)
-        count, accelerator = len(payload) - first.arrays(ctx.size), accelerator_of(first)
+        count, accelerator = len(payload) - first.elements.arrays(ctx.size), accelerator_of(first)
         sent = (self._decoded(compressor, payload[:count], ctx), *payload[count:])
-        return accelerator.parts(first, sent, ctx) if isinstance(accelerator, Selection) else first.parts(sent, ctx)
+        if isinstance(accelerator, Selection):
+            return accelerator.parts(first, sent, ctx)
+        return first.elements.parts(sent, ctx)
 
     def _decoded(self, compressor: H, found: Payload, ctx: Context) -> Array:
         return decode(compressor.quantizer, found, compressor.second(ctx)) * compressor.scale(

@@ -65,7 +65,7 @@ class UpperHalves(Coded[BF16]):
         return _BFLOAT16
 
     def rng(self, compressor: BF16, ctx: Context) -> Rng | None:
-        return ctx.rng("round") if compressor.unbiased else None
+        return ctx.rng("round") if compressor.traits.unbiased else None
 
     def block_size(self, compressor: BF16) -> int:
         return 0
@@ -78,7 +78,7 @@ class Float8(Coded[FP8]):
         return _FP8[compressor.format]
 
     def rng(self, compressor: FP8, ctx: Context) -> Rng | None:
-        return ctx.rng("round") if compressor.unbiased else None
+        return ctx.rng("round") if compressor.traits.unbiased else None
 
 
 class PowersOfTwo(Coded[Natural]):

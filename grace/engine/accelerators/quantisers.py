@@ -35,7 +35,9 @@ class ScaledSigns(Accelerator[EFSignSGD]):
 
     def add_decoded(self, compressor: EFSignSGD, total: Array, payload: Payload, ctx: Context) -> Array:
         # In one pass, where the toolkit has one.
-        return blocks.add_scaled(ctx.xp, total, compressor.signs(payload, ctx), payload[1], compressor.block)
+        return blocks.add_scaled(
+            ctx.xp, total, compressor.signs(payload, ctx), payload[1], compressor.traits.block_size
+        )
 
 
 class Halves(Accelerator[OneBit]):
@@ -61,7 +63,7 @@ class Integers(Accelerator[BlockInt]):
     def encode(
         self, compressor: BlockInt, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        rng = ctx.rng("round") if compressor.unbiased else None
+        rng = ctx.rng("round") if compressor.traits.unbiased else None
         codes, scales, left = kernels(ctx).ints_encode(x, residual, compressor.block_size, compressor.bits, rng)
         return (codes, scales), left
 

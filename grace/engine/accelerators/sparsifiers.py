@@ -14,35 +14,39 @@ from grace.compressors.dgc import DGC
 from grace.compressors.randomk import RandomK
 from grace.compressors.selectors import FACTORS, MISS, Sampled, SelectingSparsifier
 from grace.compressors.sidco import SIDCo
-from grace.compressors.sparse import CodedSparsifier, Placed, Scattered, Sparsifier, kept, poisoned
+from grace.compressors.sparse import Placed, Sparsifier, kept, poisoned
 from grace.compressors.threshold import Threshold
 from grace.compressors.topk import TopK
 from grace.compressors.wangni import Wangni
-from grace.core import Array, Context, MaybeProgram, Payload, Program, State, as_program, run_local
+from grace.core import Array, Compressor, Context, MaybeProgram, Payload, Program, State, as_program, run_local
 from grace.core.gathered import GatheredPayloads
 from grace.engine.accelerators.base import Accelerator, at_once_encoded, has
 from grace.engine.workspace import accumulated, deferring, kernels, workspace
 from grace.ops import index_coding
 from grace.ops.validate import placed
 
-S = TypeVar("S", bound=Scattered)
+C = TypeVar("C", bound=Compressor)
 P = TypeVar("P", bound=Placed)
 K = TypeVar("K", bound=Sparsifier)
-D = TypeVar("D", bound=CodedSparsifier)
 E = TypeVar("E", bound=SelectingSparsifier)
 
 
-class ScatteredSums(Accelerator[S]):
+class ScatteredSums(Accelerator[C]):
     """Payloads are added up one after the other, in place."""
 
-    def add(self, compressor: S, total: Array, payload: Payload, ctx: Context) -> Array:
-        """`Scattered.add`."""
-        return compressor.add(total, payload, ctx)
+    @abstractmethod
+    def parts(self, compressor: C, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        """float32[K] and int32[K]: numbers, and where they belong, ascending; that they do is not checked yet."""
 
-    def decode_into(self, compressor: S, out: Array, payload: Payload, ctx: Context) -> Array:
+    def add(self, compressor: C, total: Array, payload: Payload, ctx: Context) -> Array:
+        """``total`` plus a decoded payload. total is donated."""
+        values, positions = self.parts(compressor, payload, ctx)
+        return ctx.xp.scatter_add(total, placed(ctx.xp, positions, ctx.size), values)
+
+    def decode_into(self, compressor: C, out: Array, payload: Payload, ctx: Context) -> Array:
         return self.aggregate_into(compressor, out, [payload], ctx)
 
-    def aggregate_into(self, compressor: S, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
+    def aggregate_into(self, compressor: C, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
         ctx.xp.write(out, 0.0)
         total = out
         for payload in payloads:
@@ -54,25 +58,35 @@ class ScatteredSums(Accelerator[S]):
 
 
 class PlacedSums(ScatteredSums[P]):
-    """One number for each position."""
+    """Numbers with their positions."""
 
-    def mean(self, compressor: P, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+    def parts(self, compressor: P, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        return compressor.parts(payload, ctx)
+
+
+class ElementSums(ScatteredSums[K]):
+    """Elements as they are."""
+
+    def parts(self, compressor: K, payload: Payload, ctx: Context) -> tuple[Array, Array]:
+        return compressor.elements.parts(payload, ctx)
+
+
+class SparseMean(ScatteredSums[C]):
+    """A kernel adds up what a payload has for each position."""
+
+    def mean(self, compressor: C, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         if not kernels(ctx).sparse_mean:
             return None
         pairs = [self.parts(compressor, payload, ctx) for payload in payloads]  # the kernel checks positions
         return kernels(ctx).sparse_mean(pairs, out, ctx.size)
 
-    def parts(self, compressor: P, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        """`Placed.parts`."""
-        return compressor.parts(payload, ctx)
+
+class SparseSums(ElementSums[K], SparseMean[K]):
+    """Elements as they are, and a kernel that adds them up."""
 
 
-class DecodedSums(PlacedSums[P]):
+class DecodedSums(PlacedSums[P], SparseMean[P]):
     """Kernels decode `parts`; sums and residuals use them."""
-
-    def add(self, compressor: P, total: Array, payload: Payload, ctx: Context) -> Array:
-        values, positions = self.parts(compressor, payload, ctx)
-        return ctx.xp.scatter_add(total, placed(ctx.xp, positions, ctx.size), values)
 
     def decode(self, compressor: P, payload: Payload, ctx: Context) -> Array:
         return self.add(compressor, ctx.xp.zeros(ctx.size), payload, ctx)
@@ -88,21 +102,21 @@ class DecodedSums(PlacedSums[P]):
         return ctx.xp.put(x, positions, ctx.xp.take(x, positions) - values)
 
 
-class CodedSums(PlacedSums[D]):
+class CodedSums(SparseSums[K]):
     """sidco: elements as they are, at positions that may be coded."""
 
-    def uncoded(self, compressor: D, n: int) -> bool:
+    def uncoded(self, compressor: K, n: int) -> bool:
         """Whether positions travel as they are, as one array."""
-        return compressor.coding(n) == "int32"
+        return compressor.elements.coding(n) == "int32"
 
-    def mean(self, compressor: D, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        k, kernel = compressor.count(ctx.size), kernels(ctx).sparse_mean
+    def mean(self, compressor: K, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
+        k, kernel = compressor.elements.count(ctx.size), kernels(ctx).sparse_mean
         if kernel and k is not None and isinstance(payloads, GatheredPayloads) and self.uncoded(compressor, ctx.size):
             return kernel(payloads, out, ctx.size, k)  # which checks them
         return super().mean(compressor, payloads, out, ctx)
 
 
-class Selection(ScatteredSums[K]):
+class Selection(ElementSums[K]):
     """A kernel selects elements."""
 
     @abstractmethod
@@ -116,12 +130,8 @@ class Selection(ScatteredSums[K]):
         """Whether positions travel as they are, as one array."""
 
     def write(self, compressor: K, positions: Array, ctx: Context) -> tuple[Array, ...]:
-        """`Sparsifier.write`."""
-        return compressor.write(positions, ctx)
-
-    def parts(self, compressor: K, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        """`Sparsifier.parts`."""
-        return compressor.parts(payload, ctx)
+        """`Elements.write`."""
+        return compressor.elements.write(positions, ctx)
 
     def encode(self, compressor: K, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         if not self.uncoded(compressor, ctx.size):
@@ -171,7 +181,7 @@ class Selectors(CodedSums[E], Selection[E]):
     def compress(self, compressor: E, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "sampled"):
             return compressor.compress(x, state, ctx)
-        selector = compressor.chooser
+        selector = compressor.elements.selector
         if isinstance(selector, Sampled) and (sample := selector.sample(ctx.size)) < ctx.size:
             positions = _sampled(selector, x, sample, ctx)
         else:
@@ -180,23 +190,23 @@ class Selectors(CodedSums[E], Selection[E]):
 
     def write(self, compressor: E, positions: Array, ctx: Context) -> tuple[Array, ...]:
         if not _elias_fano(compressor, ctx):
-            return compressor.write(positions, ctx)
+            return compressor.elements.write(positions, ctx)
         widths = index_coding.widths(ctx.size, kept(compressor.compress_ratio, ctx.size))
         return tuple(ctx.xp.kernels.positions_write(positions, *widths))
 
     def read(self, compressor: E, sent: tuple[Array, ...], ctx: Context) -> Array:
-        """`Sparsifier.read`."""
+        """`Elements.read`."""
         if _elias_fano(compressor, ctx):
             k = kept(compressor.compress_ratio, ctx.size)
             found = ctx.xp.kernels.positions_read(sent, *index_coding.widths(ctx.size, k), k)
             if found is not None:  # otherwise the plain function says what is wrong
                 return found
-        return compressor.read(sent, ctx)
+        return compressor.elements.read(sent, ctx)
 
     def parts(self, compressor: E, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         if compressor.index_coding not in ELIAS_FANO:
-            return compressor.parts(payload, ctx)
-        return compressor.matched(payload[0], self.read(compressor, payload[1:], ctx), ctx)
+            return super().parts(compressor, payload, ctx)
+        return compressor.elements.matched(payload[0], self.read(compressor, payload[1:], ctx), ctx)
 
     def residual(self, compressor: E, x: Array, payload: Payload, ctx: Context) -> Array:
         return ctx.xp.put(x, self.read(compressor, payload[1:], ctx), 0.0)
@@ -210,7 +220,7 @@ ELIAS_FANO = ("elias_fano", "auto")
 
 
 def _elias_fano(compressor: SelectingSparsifier, ctx: Context) -> bool:
-    wanted = compressor.index_coding in ELIAS_FANO and compressor.coding(ctx.size) == "elias_fano"
+    wanted = compressor.index_coding in ELIAS_FANO and compressor.elements.coding(ctx.size) == "elias_fano"
     return wanted and has(ctx, "positions_write")
 
 
@@ -253,7 +263,7 @@ class SharedPositions(Selection[RandomK]):
         return (compressor.sent(x, self.positions(compressor, ctx), ctx),), state
 
     def parts(self, compressor: RandomK, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        return compressor.matched(payload[0], self.positions(compressor, ctx), ctx)
+        return compressor.elements.matched(payload[0], self.positions(compressor, ctx), ctx)
 
     def residual(self, compressor: RandomK, x: Array, payload: Payload, ctx: Context) -> Array:
         if compressor.unbiased_scale:
@@ -300,7 +310,7 @@ class Chunks(DecodedSums[ChunkTopK]):
         return compressor.parts(payload, ctx)
 
 
-class SignedMeans(ScatteredSums[AdaQ]):
+class SignedMeans(PlacedSums[AdaQ]):
     """adaq."""
 
     def encode(self, compressor: AdaQ, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
@@ -313,7 +323,7 @@ class SignedMeans(ScatteredSums[AdaQ]):
         return kernels(ctx).sparse_sums(payloads, out, ctx.size, (True,))
 
 
-class Bins(ScatteredSums[AdaComp]):
+class Bins(PlacedSums[AdaComp]):
     """adacomp."""
 
     def compress(
@@ -330,7 +340,7 @@ class Bins(ScatteredSums[AdaComp]):
         return kernels(ctx).bins_mean(payloads, out, ctx.size, compressor.bin_size)
 
 
-class Chances(ScatteredSums[Wangni]):
+class Chances(Accelerator[Wangni]):
     """wangni."""
 
     def encode(

@@ -1,0 +1,36 @@
+"""Sparsifiers whose workers agree on the elements while they compress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from grace.compressors.selectors import Exact
+from grace.compressors.sparse import EXACT, Elements, Sparsifier, check_ratio
+from grace.core import Array, Combine, Context
+
+
+@dataclass(frozen=True)
+class AgreedSparsifier(Sparsifier):
+    """A sparsifier whose workers agree, while they compress, on k elements and their mean."""
+
+    compress_ratio: float = 0.01
+
+    traits = replace(EXACT, combine=Combine.AGREED)
+
+    def __post_init__(self) -> None:
+        check_ratio(self.compress_ratio)
+
+    @cached_property
+    def elements(self) -> Elements:
+        return Elements(Exact(self.compress_ratio))
+
+    def count(self, n: int) -> int:
+        """k for n elements."""
+        k = self.elements.count(n)
+        assert k is not None
+        return k
+
+    def select(self, x: Array, ctx: Context) -> Array:
+        """int32[k]: the positions of the largest elements, ascending."""
+        return ctx.xp.topk_abs(x, self.count(ctx.size))

@@ -1,0 +1,79 @@
+"""What a compressor promises: the framework relies on it, and `grace.testing` holds methods to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from grace.core.state import Resize
+
+
+class Combine(Enum):
+    """How the payloads of all workers become one gradient."""
+
+    GATHER = "gather"
+    """All payloads are needed: each is decoded, then averaged (or voted on)."""
+    MEAN = "mean"
+    """Payloads are linear in the gradient: they may be averaged on the wire."""
+    AGREED = "agreed"
+    """The workers agreed on one payload inside ``compress``: nothing is left to exchange."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The promises of a compressor with its hyper-parameters."""
+
+    family: str = ""
+    """The kind of method: "quantisation", "sparsification", "hybrid" or "low rank"."""
+    combine: Combine = Combine.GATHER
+    """How the payloads of all workers become one gradient."""
+    block_size: int | None = None
+    """Elements per block, if statistics are per block; None: per tensor.
+
+    Payloads of chunks, cut at whole blocks and bytes, concatenate to the payload of the whole.
+    """
+    unbiased: bool = False
+    """The expectation of ``decompress(compress(x))`` is x."""
+    variable_length: bool = False
+    """The payload's length depends on the values."""
+    needs_shape: bool = False
+    """It sees the tensor's shape, not only its size."""
+    sends_exact_values: bool = False
+    """Elements are sent as they are or not at all: `residual` is x with zeros where elements were sent."""
+    majority_vote: bool = False
+    """The result is a majority vote, so there is no residual."""
+    nonfinite_in_payload: bool = False
+    """NaN and infinity in x appear in the payload's float32 arrays."""
+    internal_feedback: bool = False
+    """It has error feedback of its own, in its state."""
+    lossless: bool = False
+    """The payload is x itself, in ``ctx.wire``: float64 stays float64."""
+    max_magnitude: float = 1e30
+    """Largest magnitude whose result is certainly finite."""
+    memory: str = "residual"
+    """The default memory."""
+    wire_sum: tuple[str, int] | None = None
+    """dtype and largest magnitude of integers that are summed on the wire; None for floats."""
+    reshard: Mapping[str, Resize] = field(default_factory=dict, hash=False)
+    """How its state follows a change of the number of workers, by key; by default `Resize.SAME`."""
+
+
+FORMER = {
+    "block": "block_size",
+    "combine": "combine",
+    "family": "family",
+    "feedback": "internal_feedback",
+    "largest": "max_magnitude",
+    "lossless": "lossless",
+    "marked": "nonfinite_in_payload",
+    "mask": "sends_exact_values",
+    "memory": "memory",
+    "ragged": "variable_length",
+    "resize": "reshard",
+    "shaped": "needs_shape",
+    "summed": "wire_sum",
+    "unbiased": "unbiased",
+    "vote": "majority_vote",
+}
+"""Former attributes of `Compressor`, deprecated, and the fields of `Traits` that replaced them."""

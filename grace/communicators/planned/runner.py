@@ -171,6 +171,15 @@ def check(option: Option, method: Method) -> None:
         )
 
 
+def carries(option: Option, method: Method) -> bool:
+    """Whether a method can go along a strategy: `check` has nothing to say."""
+    try:
+        check(option, method)
+    except ValueError:
+        return False
+    return True
+
+
 def summable(compressor: Compressor) -> bool:
     """Whether ``allreduce*`` carries its payloads: their mean, as floats, is the payload of the mean."""
     floats = compressor.summed is None and type(compressor).reduced is Compressor.reduced

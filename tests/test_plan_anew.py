@@ -230,13 +230,13 @@ def test_a_cluster_of_another_size_is_said_not_to_be_measured():
 
 
 def test_where_nothing_may_go_to_one_worker_alone_no_plan_does():
-    rooted = {o for ratio in (0.1, 0.3, 0.5) for o in planned(16, 1, ratio).tensors.values() if o.rooted}
+    rooted = {o for ratio in (0.1, 0.3) for o in planned(64, 1, ratio).tensors.values() if o.rooted}
     assert rooted
-    for ratio in (0.1, 0.3, 0.5):
-        found = planned(8, 1, 0.01, levels=(0.1, 0.3, 0.5)).basis
+    for ratio in (0.1, 0.3):
+        found = planned(8, 1, 0.01, levels=(0.1, 0.3)).basis
         codec = next(each for each in found.codecs if each.params["compress_ratio"] == ratio)
         assert found.codec(TopK(ratio)) is codec
-        assert not any(option.rooted for option in found.plan(16, 0, TopK(ratio), rooted=False).tensors.values())
+        assert not any(option.rooted for option in found.plan(64, 0, TopK(ratio), rooted=False).tensors.values())
 
 
 def test_grace_plan_keeps_the_costs_of_levels(tmp_path):

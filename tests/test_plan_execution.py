@@ -138,6 +138,48 @@ def test_compressing_once_and_gathering_is_the_communicator_allgather():
         assert usual.report.bytes_sent == planned.report.bytes_sent
 
 
+SUMMED = sorted(set(options(devices=("gpu",), summable=True)) - set(GPU), key=str)
+"""Strategies that sum payloads on the wire."""
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_payloads_are_summed_to_the_exact_mean(name):
+    backend(name)
+    given = [gradients(SUMMED, rank) for rank in range(4)]
+    for params in ({"compressor": "none"}, {"compressor": "randomk", "compress_ratio": 1.0}):
+        means = exchanged(SUMMED, params, given, backend=name).means
+        for tensor, option in enumerate(SUMMED):
+            want = np.mean([g[f"{tensor}"] for g in given], 0, dtype=np.float64)
+            for mean in means:
+                np.testing.assert_allclose(mean[f"{tensor}"], want, atol=1e-6, err_msg=f"{params}, {option}")
+                assert np.array_equal(mean[f"{tensor}"], means[0][f"{tensor}"]), f"workers differ: {option}"
+
+
+def test_summing_payloads_is_the_communicator_allreduce():
+    given = [[{"w": spread(40, 36, seed=10 * step + rank)} for rank in range(4)] for step in range(3)]
+    flat, levels = "allreduce*(flat)", "allreduce*(inter)"
+    for method in ({"compressor": "randomk", "compress_ratio": 0.1}, {"compressor": "fp16", "memory": "residual"}):
+        for usual, text in (
+            ({"communicator": "allreduce"}, f"compress(gpu) {flat} decompress(gpu)"),
+            (
+                {"communicator": "hierarchical", "outer": "allreduce", "node_size": 2},
+                f"reduce_scatter(intra) compress(gpu) {levels} decompress(gpu) allgather(intra)",
+            ),
+        ):
+            one = simulate({**method, **usual, "min_numel": 0}, given)
+            planned = {"communicator": "planned", "option": text, "node_size": 2}
+            two = simulate({**method, **planned, "min_numel": 0}, given)
+            assert np.array_equal(one.means[0]["w"], two.means[0]["w"]), (method, text)
+            assert one.report.bytes_sent == two.report.bytes_sent
+
+
+@pytest.mark.parametrize("name", ["topk", "efsignsgd", "shared_int"])
+def test_payloads_that_must_not_be_averaged_are_refused(name):
+    method = {"compressor": name, "communicator": "planned", "option": str(SUMMED[0]), "node_size": 2, "min_numel": 0}
+    with pytest.raises(ValueError, match="allreduce"):
+        simulate(method, [{"w": spread(40, 36, seed=rank)} for rank in range(4)])
+
+
 def test_bytes_are_those_of_the_strategy():
     # 64 numbers, four workers, two machines; "identity" sends 4 bytes for each.
     expected = {  # what worker 0, a root, sends, and what worker 3 does

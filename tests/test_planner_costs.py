@@ -196,6 +196,8 @@ def test_wrong_clusters_and_devices_are_refused(tmp_path):
         ("vgg16", 32, 138_357_544),
         ("resnet50", 161, 25_557_032),
         ("resnet101", 314, 44_549_160),
+        ("gpt2", 148, 124_439_808),
+        ("ugatit", 148, 670_761_088),
         ("bert-base", 206, 110_106_428),
         ("lstm", 10, 85_974_278),
     ],

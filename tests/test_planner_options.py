@@ -19,11 +19,12 @@ def test_counts_are_the_papers():
     assert max(len(o.actions) for o in every) == 12
 
 
-def sequences():
+def sequences(summable=False):
     """The tree a second time, by its meaning alone: every sequence of useful actions that sums everything once.
 
     A level's sum is "own" (begun by nobody), "shard", "root" or "full"; gradients go intra, inter, intra. What was just
     compressed is not decompressed, nor compressed at the end; a collective for payloads alone finds payloads.
+    ``summable``: payloads may be summed, too, right after they were made.
     """
     begin = {"reduce_scatter": "shard", "reduce": "root", "allreduce": "full"}
     begin_star = {"alltoall": "shard", "gather": "root", "allgather": "full"}
@@ -53,6 +54,8 @@ def sequences():
                 continue
             moves = dict((begin_star if compressed else begin) if place == "own" else {})
             moves |= {kind: "full" for kind, needs in end.items() if needs == place}
+            if summable and place == "own" and compressed and path[-1].kind == "compress":
+                moves["allreduce"] = "full"
             for kind, to in moves.items():
                 if level == "intra" and place == "own" and to == "full":
                     continue  # every machine's workers would then do the same work again
@@ -63,19 +66,28 @@ def sequences():
     return go([], False, ("own", "own", "own"))
 
 
-def test_the_grammar_is_all_that_makes_sense():
-    assert {Option(path) for path in sequences()} == set(options())
+@pytest.mark.parametrize("summable", [False, True])
+def test_the_grammar_is_all_that_makes_sense(summable):
+    assert {Option(path) for path in sequences(summable)} == set(options(summable=summable))
+
+
+def test_what_may_be_summed_adds_strategies_only():
+    more = options(devices=("gpu",), summable=True)
+    assert len(more) == len(set(more)) == 174 + 13
+    added = set(more) - set(options(devices=("gpu",)))
+    assert all("compress(gpu) allreduce*(" in str(option) for option in added)
+    assert parse("compress(gpu) allreduce*(flat) decompress(gpu)") in added
 
 
 def test_every_strategy_is_sound_and_its_text_is_itself():
-    for option in options():
+    for option in options(summable=True):
         check(option)
         assert parse(str(option)) == option
         held = states(option)
         assert len(held) == len(option.actions) + 1
         assert {held[0].compressed, held[-1].compressed} == {False}
         assert option.on(option.devices) == option
-        assert option.on(["cpu"] * len(option.devices)) in set(options(devices=("cpu",)))
+        assert option.on(["cpu"] * len(option.devices)) in set(options(devices=("cpu",), summable=True))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +113,8 @@ def test_every_strategy_is_sound_and_its_text_is_itself():
         "allreduce(inter)",
         "reduce_scatter(intra) allreduce(flat) allgather(intra)",
         "compress(gpu) alltoall*(flat) allgather(flat) decompress(gpu)",
+        "compress(gpu) alltoall*(intra) allreduce*(inter) allgather*(intra) decompress(gpu)",
+        "compress(gpu) allreduce(flat) decompress(gpu)",
     ],
 )
 def test_what_is_no_strategy_is_refused(text):

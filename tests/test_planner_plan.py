@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from grace.communicators.planned.strategy import parse
-from grace.planner import advise, models, plan
+from grace.planner import advise, models, plan, ways
 from grace.planner.costs import Cluster, Codec, Costs, Curve, Link, Speed
 from grace.planner.profile import Profile, TensorProfile
 
@@ -180,11 +180,18 @@ def test_with_a_free_network_nothing_beats_dense(model):
 def test_advice_turns_where_it_says():
     profile = models.profile("resnet50")
     for verdict in advise.advise(profile, eight(), methods()).verdicts:
-        method = next(each for each in methods() if each.label == verdict.label)
+        costs = next(each for each in methods() if each.label == verdict.label).codec
         assert 0 < verdict.break_even < math.inf
+
+        def seconds(there, costs=costs, verdict=verdict):
+            if verdict.way == ways.PLAN:
+                tensors = plan.make(profile, Costs(eight(), costs)).plan.tensors
+                return plan.predict(profile, Costs(there, costs), tensors)
+            return profile.forward + ways.play(profile, there, costs, ways.WAYS[verdict.way]).seconds
+
         below, above = (eight(verdict.break_even * 8e-9 * factor) for factor in (0.99, 1.01))
-        assert advise.step(profile, below, method) < advise.step(profile, below)
-        assert advise.step(profile, above, method) >= advise.step(profile, above)
+        assert seconds(below) < advise.step(profile, below)
+        assert seconds(above) >= advise.step(profile, above)
 
 
 def test_advice_on_slow_and_fast_links():

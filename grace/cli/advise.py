@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -16,10 +17,23 @@ from rich.table import Table
 from grace.cli import inputs
 from grace.cli import plan as shared
 from grace.planner import advise as adviser
+from grace.planner import plan as planner
+from grace.planner import ways
 from grace.planner.costs import Cluster
 from grace.planner.profile import Profile
 
 MOST = 4096  # workers of the plot
+USUAL = ("allreduce", "allgather")  # ways that go without saying
+SHARED = {
+    **shared.LINKS,
+    "cluster_file": "--cluster",
+    "costs": "--costs",
+    "compress_speed": "--compress-speed",
+    "backend": "--backend",
+    "backward": "--backward",
+    "batch": "--batch",
+}
+"""Parameters that `grace plan` has, too, as they are written."""
 
 
 def advise(
@@ -58,7 +72,8 @@ def advise(
 ) -> None:
     """Predict each method's speed-up over dense gradients that overlap well, and say what limits it.
 
-    Nothing is sent: steps are simulated, for up to thousands of workers.
+    Every communicator that carries a method is tried, and a plan; the fastest counts. Nothing is sent: steps are
+    simulated, for up to thousands of workers.
     """
     found = shared.read_model(model, backward, batch)
     if cluster_file is not None:
@@ -67,7 +82,11 @@ def advise(
     there = shared.read_cluster(cluster_file, workers, per_node, rates, latencies)
     codecs = shared.read_codecs(methods or adviser.METHODS, costs, backend, compress_speed, save_costs)
     candidates = [adviser.candidate(label, codec) for label, codec in codecs.items()]
-    advice = adviser.advise(found, there, candidates, bucket_mb)
+    with Console(stderr=True).status("Comparing ..."):
+        try:
+            advice = adviser.advise(found, there, candidates, bucket_mb)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
     sources = list(dict.fromkeys(codec.source for codec in codecs.values()))
     if plot_file is not None:
         plot(found, there, candidates, bucket_mb, plot_file, model)
@@ -75,26 +94,42 @@ def advise(
         about = {"model": model, "cluster": there.to_dict(), "costs": sources}
         print(json.dumps({**about, **advice.to_dict()}, indent=2))
     else:
-        render(advice, there, sources, inputs.console())
+        best = advice.best if advice.best in codecs else next(iter(codecs), "topk")
+        render(advice, there, sources, _plan_command(context, model, best), inputs.console())
 
 
-def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], console: Console) -> None:
-    """Print the comparison, methods that lose included, and the advice."""
+def _plan_command(context: typer.Context, model: str, method: str) -> str:
+    # `grace plan` for the same question.
+    words = ["grace", "plan", model, "--compressor", method]
+    for name in inputs.given(context):
+        if name in SHARED:
+            words += [SHARED[name], str(context.params[name])]
+    return shlex.join([*words, "-o", "plan.json"])
+
+
+def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], plan_command: str, console: Console) -> None:
+    """Print the comparison, methods that lose included, and the advice.
+
+    ``plan_command``: what writes the plan of the best method.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2 if console.width > 80 else 1, 0, 0))
     table.add_column("method", overflow="fold")
     # In 80 columns there is room for methods of 27 characters.
     for head in ("step", "speed-up", "fewer\nbytes", "codec,\nms", "pays\nbelow,\nGbit/s"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("limited by", no_wrap=True)
-    rows = [(v.seconds, v) for v in advice.verdicts]
-    shown = False
-    for seconds, verdict in rows:
-        if not shown and seconds >= advice.dense:
-            shown = True
-            _dense(table, advice)
+    rows: list[tuple[float, tuple[str, ...]]] = [
+        (advice.dense, _dense_row("dense", advice.dense, advice, advice.dense_limit))
+    ]
+    for name, seconds in advice.dense_ways.items():
+        if name != ways.DENSE.name:
+            label = "dense, plan" if name == ways.PLAN else name
+            rows.append((seconds, _dense_row(label, seconds, advice)))
+    for verdict in advice.verdicts:
         colour = "green" if verdict.pays else "red"
-        table.add_row(
-            escape(verdict.label),
+        way = f"\n  by {verdict.way}" if verdict.way not in USUAL else ""
+        row = (
+            escape(f"{verdict.label}{way}"),
             f"{verdict.seconds * 1e3:.1f} ms",
             f"[{colour}]{verdict.speedup:.2f}x[/]",
             f"{verdict.ratio:.1f}x",
@@ -102,14 +137,25 @@ def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], conso
             _rate(verdict.break_even),
             verdict.limit,
         )
-    if not shown:
-        _dense(table, advice)
+        rows.append((verdict.seconds, row))
+    for _, cells in sorted(rows, key=lambda row: row[0]):
+        table.add_row(*cells, style="bold" if cells[0].startswith("dense") else None)
     console.print(table)
-    if advice.best == "dense":
-        answer = "Do not compress: no method is faster than dense gradients here"
-    else:
+    dense, speedup = advice.fastest_dense, advice.dense / min([advice.dense, *advice.dense_ways.values()])
+    if advice.best != "dense":
         best = advice.verdicts[0]
-        answer = f"Use {best.label}: {best.speedup:.2f} times as fast as dense gradients"
+        answer = f"Use {best.label} by {best.way}: {best.speedup:.2f} times as fast as dense gradients"
+        planned, exchange = best.way == ways.PLAN, best.exchange
+    elif dense == ways.DENSE.name:
+        answer = "Do not compress: no method is faster than dense gradients here"
+        planned, exchange = False, ways.exchange(dense, {})
+    else:
+        answer = (
+            f"Do not compress: no method is faster than dense gradients by {dense.removeprefix('dense, ')}, "
+            f"{speedup:.2f} times as fast as by one allreduce"
+        )
+        planned = dense == ways.PLAN
+        exchange = planner.exchange() if planned else ways.exchange(dense, {})
     hidden = {
         None: "Latency alone keeps dense messages from being hidden.",
         1.0: "Dense messages are hidden behind the backward pass as it is.",
@@ -120,6 +166,7 @@ def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], conso
     )
     console.print(
         escape(f"{answer}. This holds for compression times {'; and '.join(sources)}."),
+        escape(f"{plan_command}: then {exchange}" if planned else str(dict(exchange))),
         behind,
         f"{shared.describe(there)}. Backward pass {advice.backward * 1e3:.1f} ms, {advice.profile}.",
         sep="\n",
@@ -127,8 +174,8 @@ def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], conso
     )
 
 
-def _dense(table: Table, advice: adviser.Advice) -> None:
-    table.add_row("dense", f"{advice.dense * 1e3:.1f} ms", "1.00x", "1.0x", "", "", advice.dense_limit, style="bold")
+def _dense_row(label: str, seconds: float, advice: adviser.Advice, limit: str = "") -> tuple[str, ...]:
+    return label, f"{seconds * 1e3:.1f} ms", f"{advice.dense / seconds:.2f}x", "1.0x", "", "", limit
 
 
 def _rate(bytes_per_second: float | None) -> str:

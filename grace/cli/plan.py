@@ -18,7 +18,7 @@ from rich.table import Table
 
 from grace.bench.plan import parse
 from grace.cli import inputs
-from grace.planner import models, profile
+from grace.planner import models, profile, ways
 from grace.planner import plan as planner
 from grace.planner.costs import Cluster, Codec, Costs, Link, cluster, codec
 from grace.planner.profile import Profile, read_json
@@ -313,13 +313,21 @@ def plan(
         made.save_trace(trace)
     if as_json:
         search = {"simulations": made.selection.simulations, "seconds": seconds}
-        print(json.dumps({**made.plan.to_dict(), "search": search}, indent=2))
+        data = made.plan.to_dict()
+        print(json.dumps({**data, "exchange": made.plan.exchange(output or "plan.json"), "search": search}, indent=2))
     else:
-        render(made, found, there, seconds, inputs.console())
+        render(made, found, there, seconds, output, inputs.console())
 
 
-def render(made: planner.Planned, found: Profile, there: Cluster, seconds: dict[str, float], console: Console) -> None:
-    """Print a plan: a line for each strategy, then what is predicted."""
+def render(
+    made: planner.Planned,
+    found: Profile,
+    there: Cluster,
+    seconds: dict[str, float],
+    output: Path | None,
+    console: Console,
+) -> None:
+    """Print a plan: a line for each strategy, then what is predicted, and what does it."""
     result = made.plan
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("tensors", "elements", "strategy"):
@@ -334,12 +342,19 @@ def render(made: planner.Planned, found: Profile, there: Cluster, seconds: dict[
     console.print(table)
     now = result.predicted
     label = result.params["compressor"]
+    alone = f"{now.step * 1e3:.1f} ms" if result.way == ways.PLAN else f"{made.seconds[ways.PLAN] * 1e3:.1f} ms"
+    how = {
+        ways.PLAN: "A message for each tensor.",
+        ways.DENSE.name: f"Do not compress: dense gradients in buckets. Strategies by tensor take {alone}.",
+    }
+    by = f"The communicator does this in buckets: {result.way}. Strategies by tensor take {alone}."
     console.print(
         f"{escape(str(label))}: {len(result.compressed)} of {len(result.tensors)} tensors are compressed, on "
         f"{describe(there)}.",
         f"Predicted step {now.step * 1e3:.1f} ms, dense {now.dense * 1e3:.1f} ms: {now.dense / now.step:.2f}x. "
         f"Backward pass {now.backward * 1e3:.1f} ms, not hidden: messages {now.communication * 1e3:.1f} ms, "
         f"compression {now.compression * 1e3:.1f} ms.",
+        escape(f"{how.get(result.way, by)} Use {result.exchange(output or 'plan.json')}"),
         f"Backward times: {result.profile['source']}. Compression: {result.costs['compressor']}.",
         f"{result.mode} search: {made.selection.simulations} timelines, {seconds['elapsed'] * 1e3:.0f} ms (CPU "
         f"{seconds['cpu'] * 1e3:.0f} ms).",

@@ -1,8 +1,7 @@
 """Does compression pay here, and which method? Every method against dense gradients that overlap as well as they can.
 
-A step is played as GRACE carries it out: tensors in buckets, each bucket compressed when its gradients are there, its
-message under way while the backward pass goes on, and decoded at the end. Dense gradients travel the same way without
-compression; that is the rival, not a step without overlap.
+Each method is played in all `grace.planner.ways`, and with a plan of its own. Dense gradients travel the same way
+without compression; that is the rival, not a step without overlap.
 
 Agarwal et al., "On the Utility of Gradient Compression in Distributed Training Systems", MLSys 2022: compression pays
 when what it costs is less than the part of the communication that the backward pass does not hide.
@@ -12,24 +11,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from grace.communicators.planned.strategy import Action, Kind
 from grace.core import Combine
 from grace.core.registry import triple
-from grace.engine.buckets import grouped
-from grace.planner.costs import MIN_NUMEL, Cluster, Codec
-from grace.planner.profile import Profile, TensorProfile
-from grace.planner.timeline import DEVICE, INTER, INTRA, Chain, Timeline
+from grace.planner import plan as planner
+from grace.planner import ways
+from grace.planner.costs import MIN_NUMEL, Cluster, Codec, Costs
+from grace.planner.profile import Profile
+from grace.planner.search import GAIN
+from grace.planner.ways import BUCKET_MB, Way, buckets
 
-BUCKET_MB = 25.0
+__all__ = [
+    "BUCKET_MB",
+    "METHODS",
+    "MIN_NUMEL",
+    "TERMS",
+    "Advice",
+    "Candidate",
+    "Verdict",
+    "advise",
+    "against_bandwidth",
+    "against_nodes",
+    "buckets",
+    "candidate",
+    "step",
+]
+
 HIDDEN = 0.05
 """Communication counts as hidden when it prolongs the backward pass by no more than this share of it."""
 DECADES = 4
 """A break-even bandwidth is looked for within so many powers of ten of the given one, in both directions."""
-TREE: tuple[Kind, Kind] = ("reduce", "broadcast")
 TERMS = ("bytes", "latency", "compression", "computation")
 METHODS = (
     "fp16",
@@ -46,7 +59,7 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method that is compared: its costs, and how its payloads travel."""
+    """A method that is compared: its costs, and how its payloads travel by default."""
 
     label: str
     codec: Codec
@@ -58,7 +71,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is predicted of one method."""
+    """What is predicted of one method, in the way that is fastest for it."""
 
     label: str
     seconds: float
@@ -74,11 +87,17 @@ class Verdict:
     None: it loses everywhere there."""
     limit: str
     """What would help most if it cost nothing: one of `TERMS`."""
+    way: str = ""
+    """The fastest one, a name of `ways.NAMES`, of which all else is said."""
+    ways: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step by the name of each way, fastest first."""
+    exchange: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of `grace.grace_from_params` that do it; a plan is written by `grace plan -o plan.json`."""
 
     @property
     def pays(self) -> bool:
         """Faster than dense, by more than rounding."""
-        return self.speedup > 1 + 1e-9
+        return self.speedup > 1 + GAIN
 
 
 @dataclass(frozen=True)
@@ -98,11 +117,23 @@ class Advice:
     """Where the backward times come from."""
     simulated: bool
     """The cluster was given or scaled, not measured."""
+    dense_ways: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step without compression by the name of each way, fastest first; "plan": strategies by tensor."""
+
+    @property
+    def fastest_dense(self) -> str:
+        """Of `dense_ways`; a plain allreduce where no other one is faster by more than rounding."""
+        name = min(self.dense_ways, key=self.dense_ways.__getitem__, default=ways.DENSE.name)
+        return name if self.dense_ways.get(name, self.dense) < self.dense * (1 - GAIN) else ways.DENSE.name
 
     @property
     def best(self) -> str:
-        """The label of what to use; "dense" if nothing is faster."""
-        return self.verdicts[0].label if self.verdicts and self.verdicts[0].pays else "dense"
+        """The label of what to use; "dense" if nothing is faster than the fastest way without compression."""
+        if not self.verdicts or not self.verdicts[0].pays:
+            return "dense"
+        first = self.verdicts[0]
+        least = self.dense_ways.get(self.fastest_dense, self.dense)
+        return first.label if first.seconds < least * (1 - GAIN) else "dense"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; an infinite break-even bandwidth is "any"."""
@@ -116,18 +147,7 @@ class Advice:
 def candidate(label: str, codec: Codec) -> Candidate:
     """A method as it travels by default: summed where payloads are linear or agreed on, else gathered."""
     compressor = triple(codec.params)[0].compressor
-    # A method that agrees on its payload asks for its factors one after the other.
-    rounds = 2 if compressor.traits.combine is Combine.AGREED else 1
-    return Candidate(label, codec, compressor.traits.combine is not Combine.GATHER, rounds)
-
-
-# -- steps -----------------------------------------------------------------------------------------------------------
-Bucket = list[TensorProfile]
-
-
-def buckets(profile: Profile, bucket_mb: float = BUCKET_MB) -> list[Bucket]:
-    """The tensors as GRACE lays them into buckets."""
-    return grouped(profile.tensors, bucket_mb, MIN_NUMEL)
+    return Candidate(label, codec, compressor.traits.combine is not Combine.GATHER, ways.rounds_of(codec))
 
 
 def step(
@@ -137,65 +157,96 @@ def step(
     bucket_mb: float = BUCKET_MB,
     shrink: float = 1.0,
 ) -> float:
-    """Seconds of a step with a method, None: dense. ``shrink``: dense bytes are divided by it, for nothing."""
-    laid = buckets(profile, bucket_mb)
-    ends = dict(zip(profile.tensors, accumulate(tensor.backward for tensor in profile.tensors), strict=True))
-    ready = [max(ends[tensor] for tensor in bucket) for bucket in laid]  # of a backward pass, when it is complete
-    backward = [end - begin for begin, end in pairwise([0.0, *ready])]
-    chains = [_chain(bucket, cluster, method, shrink) for bucket in laid]
-    return profile.forward + Timeline(backward, chains, deferred=True).seconds
+    """Seconds of a step with a method as it comes; None: dense.
 
-
-def _chain(bucket: Bucket, cluster: Cluster, method: Candidate | None, shrink: float) -> Chain:
-    resource = INTER if cluster.between("flat") else INTRA
-
-    def send(kind: Kind, held: float) -> Chain:
-        seconds = cluster.seconds(Action(kind), held)
-        if kind == "allreduce":  # libraries go up and down a tree where a ring would take longer
-            seconds = min(seconds, sum(cluster.seconds(Action(half), held) for half in TREE))
-        handled = cluster.handling(held)
-        return ((DEVICE, handled), (resource, seconds)) if handled else ((resource, seconds),)
-
-    large = [tensor for tensor in bucket if tensor.size >= MIN_NUMEL] if method else []
-    dense = 4.0 * sum(tensor.size for tensor in bucket if method is None or tensor.size < MIN_NUMEL) / shrink
-    if method is None or not large:
-        return send("allreduce", dense)
-    codec, count = method.codec, 1 if method.summed else cluster.workers
-    wire = sum(codec.wire(tensor.size) for tensor in large)
-    encode = sum(codec.encode(tensor.size) for tensor in large)
-    decode = sum(codec.decode(tensor.size, count) for tensor in large)
-    kind: Kind = "allreduce" if method.summed else "allgather"
-    beside = send("allreduce", dense) if dense else ()
-    return ((DEVICE, encode), *beside, *send(kind, wire / method.rounds) * method.rounds, (DEVICE, decode))
+    ``shrink``: dense bytes are divided by it, for nothing.
+    """
+    way = ways.DENSE if method is None else ways.usual(triple(method.codec.params)[0], cluster)
+    codec = None if method is None else method.codec
+    return profile.forward + ways.play(profile, cluster, codec, way, bucket_mb, shrink=shrink).seconds
 
 
 # -- the comparison --------------------------------------------------------------------------------------------------
+Step = Callable[[Profile, Cluster, Codec | None], float]
+"""Seconds of a step with a method at these costs, in a way that is settled."""
+
+
 def advise(profile: Profile, cluster: Cluster, methods: Iterable[Candidate], bucket_mb: float = BUCKET_MB) -> Advice:
-    """Compare methods with dense gradients on a cluster.
+    """Compare methods with dense gradients on a cluster, each in every way that carries it, and with a plan.
 
     ``bucket_mb``: size of GRACE's buckets. Nothing is run: the costs of links and compressors are what was given or
     measured, and the result is as good as they are.
     """
-    dense = step(profile, cluster, None, bucket_mb)
-    verdicts = [_verdict(profile, cluster, method, bucket_mb, dense) for method in methods]
+    plain = _uniform(ways.DENSE, bucket_mb)
+    dense = plain(profile, cluster, None)
+    dense_ways = {way.name: _uniform(way, bucket_mb)(profile, cluster, None) for way in ways.dense(cluster)}
+    verdicts = []
+    for method in methods:
+        made = _planned(profile, cluster, method.codec, bucket_mb)
+        if made is not None and not made.plan.compressed:  # none of the method's: what tensors gain without it
+            own = made.seconds[ways.PLAN]
+            if made.plan.way == ways.PLAN:
+                dense_ways[ways.PLAN] = min(own, dense_ways.get(ways.PLAN, own))
+            made = None
+        verdicts.append(_verdict(profile, cluster, method, bucket_mb, dense, made))
     verdicts.sort(key=lambda verdict: verdict.seconds)
-    limit = _limit(lambda p, c, m: step(p, c, m, bucket_mb), profile, cluster, None)
+    limit = _limit(plain, profile, cluster, None)
     needed = _needed(profile, cluster, bucket_mb)
     simulated = cluster.source != "measured"
-    return Advice(dense, profile.backward, limit, needed, tuple(verdicts), profile.source, simulated)
+    dense_ways = dict(sorted(dense_ways.items(), key=lambda pair: pair[1]))
+    return Advice(dense, profile.backward, limit, needed, tuple(verdicts), profile.source, simulated, dense_ways)
 
 
-def _verdict(profile: Profile, cluster: Cluster, method: Candidate, bucket_mb: float, dense: float) -> Verdict:
-    seconds = step(profile, cluster, method, bucket_mb)
-    large = [tensor for tensor in profile.tensors if tensor.size >= MIN_NUMEL]
-    count = 1 if method.summed else cluster.workers
+def _planned(profile: Profile, cluster: Cluster, codec: Codec, bucket_mb: float) -> planner.Planned | None:
+    # None for a method that no strategy carries, or whose communicator is settled.
+    try:
+        planner.refuse(codec.params)
+    except ValueError:
+        return None
+    return planner.make(profile, Costs(cluster, codec, ("gpu",)), bucket_mb=bucket_mb)
+
+
+def _uniform(way: Way, bucket_mb: float) -> Step:
+    return lambda p, c, codec: p.forward + ways.play(p, c, codec, way, bucket_mb).seconds
+
+
+def _strategies(made: planner.Planned) -> Step:
+    def seconds(p: Profile, c: Cluster, codec: Codec | None) -> float:
+        assert codec is not None
+        return planner.predict(p, Costs(c, codec, ("gpu",)), made.plan.tensors)
+
+    return seconds
+
+
+def _verdict(
+    profile: Profile,
+    cluster: Cluster,
+    method: Candidate,
+    bucket_mb: float,
+    dense: float,
+    made: planner.Planned | None,
+) -> Verdict:
     codec = method.codec
-    small = 4.0 * (profile.size - sum(tensor.size for tensor in large))
-    sent = small + sum(codec.wire(tensor.size) for tensor in large)
-    spent = sum(codec.encode(tensor.size) + codec.decode(tensor.size, count) for tensor in large)
-    limit = _limit(lambda p, c, m: step(p, c, m, bucket_mb), profile, cluster, method)
-    break_even = _break_even(profile, cluster, method, bucket_mb)
-    return Verdict(method.label, seconds, dense / seconds, 4.0 * profile.size / sent, spent, break_even, limit)
+    found = {way.name: _uniform(way, bucket_mb) for way in ways.every(codec.params, cluster)}
+    if made is not None and made.plan.way == ways.PLAN:
+        found[ways.PLAN] = _strategies(made)
+    each = {name: step_(profile, cluster, codec) for name, step_ in found.items()}
+    each = dict(sorted(each.items(), key=lambda pair: pair[1]))
+    name, seconds = next(iter(each.items()))
+    if name == ways.PLAN and made is not None:
+        play, compressed, exchange = made.play, set(made.plan.compressed), made.plan.exchange()
+    else:
+        play = ways.play(profile, cluster, codec, ways.WAYS[name], bucket_mb)
+        compressed = {tensor.name for tensor in profile.tensors if tensor.size >= MIN_NUMEL}
+        exchange = ways.exchange(name, codec.params)
+        exchange |= {} if bucket_mb == BUCKET_MB else {"bucket_mb": bucket_mb}
+    sent = sum(codec.wire(t.size) if t.name in compressed else 4.0 * t.size for t in profile.tensors)
+    limit = _limit(found[name], profile, cluster, codec)
+    break_even = _break_even(found[name], profile, cluster, codec, bucket_mb)
+    ratio = 4.0 * profile.size / sent
+    return Verdict(
+        method.label, seconds, dense / seconds, ratio, play.codec_seconds, break_even, limit, name, each, exchange
+    )
 
 
 def faster(cluster: Cluster, factor: float) -> Cluster:
@@ -206,12 +257,12 @@ def faster(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, inter=cluster.inter.scaled(bandwidth=factor), flat=flat)
 
 
-def _break_even(profile: Profile, cluster: Cluster, method: Candidate, bucket_mb: float) -> float | None:
+def _break_even(step_: Step, profile: Profile, cluster: Cluster, codec: Codec, bucket_mb: float) -> float | None:
     # The least bandwidth above which dense is never slower. Gains shrink as bandwidth grows, so a bisection finds it.
     def gain(exponent: float) -> bool:
         there = faster(cluster, 10**exponent)
         dense = step(profile, there, None, bucket_mb)
-        return step(profile, there, method, bucket_mb) < dense * (1 - 1e-9)
+        return step_(profile, there, codec) < dense * (1 - GAIN)
 
     low, high = -float(DECADES), float(DECADES)
     if gain(high):
@@ -245,12 +296,9 @@ def _needed(profile: Profile, cluster: Cluster, bucket_mb: float) -> float | Non
     return float(10**high)
 
 
-Step = Callable[[Profile, Cluster, Candidate | None], float]
-
-
-def _limit(step_: Step, profile: Profile, cluster: Cluster, method: Candidate | None) -> str:
+def _limit(step_: Step, profile: Profile, cluster: Cluster, codec: Codec | None) -> str:
     # Each term is taken to cost nothing, in turn; that which then saves most limits the step.
-    now = step_(profile, cluster, method)
+    now = step_(profile, cluster, codec)
     no_latency = replace(
         cluster,
         inter=cluster.inter.scaled(latency=0.0),
@@ -260,12 +308,10 @@ def _limit(step_: Step, profile: Profile, cluster: Cluster, method: Candidate | 
     )
     idle = replace(profile, tensors=tuple(replace(t, backward=0.0) for t in profile.tensors), forward=0.0)
     without = {
-        "bytes": step_(profile, faster(cluster, math.inf), method),
-        "latency": step_(profile, no_latency, method),
-        "compression": now
-        if method is None
-        else step_(profile, cluster, replace(method, codec=method.codec.slowed(0.0))),
-        "computation": step_(idle, cluster, method),
+        "bytes": step_(profile, faster(cluster, math.inf), codec),
+        "latency": step_(profile, no_latency, codec),
+        "compression": now if codec is None else step_(profile, cluster, codec.slowed(0.0)),
+        "computation": step_(idle, cluster, codec),
     }
     return max(TERMS, key=lambda term: now - without[term])
 
@@ -278,14 +324,14 @@ def against_bandwidth(
     factors: Sequence[float],
     bucket_mb: float = BUCKET_MB,
 ) -> Mapping[str, list[float]]:
-    """Speed-ups of each method where links are so many times as fast."""
+    """Speed-ups of each method as it comes, by `step`, where links are so many times as fast."""
     return _curves(profile, [faster(cluster, factor) for factor in factors], methods, bucket_mb)
 
 
 def against_nodes(
     profile: Profile, cluster: Cluster, methods: Sequence[Candidate], nodes: Sequence[int], bucket_mb: float = BUCKET_MB
 ) -> Mapping[str, list[float]]:
-    """Speed-ups of each method on so many machines of this kind."""
+    """Speed-ups of each method as it comes, by `step`, on so many machines of this kind."""
     return _curves(profile, [replace(cluster, nodes=count, flat=None) for count in nodes], methods, bucket_mb)
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from grace.communicators.planned.runner import carries, summable
 from grace.communicators.planned.strategy import (
     DENSE_FLAT,
     DENSE_HIERARCHICAL,
@@ -31,6 +32,7 @@ from grace.communicators.planned.strategy import (
     parse,
     states,
 )
+from grace.core.registry import triple
 from grace.planner.profile import but
 from grace.planner.profile import seconds as checked
 from grace.planner.timeline import CPU, DEVICE, INTER, INTRA, Chain
@@ -56,6 +58,7 @@ COEFFICIENTS: dict[Kind, Callable[[int], tuple[float, float]]] = {
     "broadcast": lambda w: (_tree(w), float(w > 1)),
 }
 """Of each collective among w workers: how many latencies, and how often the bytes that a worker holds."""
+TREE: tuple[Kind, Kind] = ("reduce", "broadcast")
 LIKE: dict[Kind, Kind] = {
     "reduce_scatter": "alltoall",
     "gather": "allgather",
@@ -189,11 +192,18 @@ class Cluster:
     def seconds(self, action: Action, held: float, sharing: int = 1, joined: bool = False) -> float:
         """Time of a collective. ``held``: bytes of each worker; ``sharing``: how many of them use a machine's link.
 
-        ``joined``: it travels with another message, and has no latency of its own.
+        ``joined``: it travels with another message, and has no latency of its own. An allreduce that was not measured
+        goes by a ring or by a tree, whichever is faster.
         """
-        count = self.size(action.level)
-        latencies, bytes_ = COEFFICIENTS[action.kind](count)
-        rate = self.link(action.level).rate(action.kind)
+        link = self.link(action.level)
+        if action.kind == "allreduce" and "allreduce" not in link.fits:
+            tree = sum(self._seconds(half, action.level, held, sharing, joined) for half in TREE)
+            return min(self._seconds("allreduce", action.level, held, sharing, joined), tree)
+        return self._seconds(action.kind, action.level, held, sharing, joined)
+
+    def _seconds(self, kind: Kind, level: Level, held: float, sharing: int, joined: bool) -> float:
+        latencies, bytes_ = COEFFICIENTS[kind](self.size(level))
+        rate = self.link(level).rate(kind)
         return latencies * rate.latency * (not joined) + bytes_ * held * rate.per_byte * sharing
 
     def handling(self, held: float, joined: bool = False) -> float:
@@ -386,14 +396,75 @@ def codec(data: Any) -> Codec:
 
 
 # -- chains --------------------------------------------------------------------------------------------------------
-class _Term(NamedTuple):
-    # One operation of a strategy, whatever the tensor's size. Data held: `share` of the tensor, in `pieces` payloads.
-    # A collective on the device: the thread's part of it.
+class Term(NamedTuple):
+    """One operation of a strategy, whatever the tensors' sizes. A collective on the device: the thread's part of it."""
+
     resource: int
     action: Action
     share: float
+    """Of a tensor, which a worker holds."""
     pieces: int
+    """In so many payloads."""
     sharing: int
+    """Workers that use a machine's link."""
+
+    @property
+    def label(self) -> str:
+        """What it is, for timelines."""
+        return f"hand over {self.action}" if self.action.collective and self.resource == DEVICE else str(self.action)
+
+    def seconds(
+        self,
+        cluster: Cluster,
+        codec: Codec | None,
+        sizes: Sequence[float],
+        joined: bool = False,
+        messages: int = 1,
+    ) -> float:
+        """Time of it for tensors of so many elements, whose payloads travel as one message.
+
+        ``joined``: as of `Cluster.seconds`. ``codec``: None for strategies without compression. ``messages``: it is one
+        of so many with equal parts of the payloads.
+        """
+        action, device = self.action, self.action.device or "gpu"
+        if codec is not None and action.kind == "compress":
+            return sum(codec.encode(self.share * size, device) for size in sizes)
+        if codec is not None and action.kind == "decompress":
+            return sum(codec.decode(self.share * size, self.pieces, device) for size in sizes)
+        if codec is not None and action.compressed:
+            held = sum(self.pieces * codec.wire(self.share * size) for size in sizes) / messages
+        else:
+            held = sum(4.0 * self.share * size for size in sizes)
+        if self.resource == DEVICE:
+            return cluster.handling(held, joined)
+        return cluster.seconds(action, held, self.sharing, joined)
+
+
+def terms(cluster: Cluster, option: Option) -> Iterator[Term]:
+    """The operations of a strategy on a cluster, in order."""
+    share, pieces, shared = 1.0, 1, 1
+    for action, held in zip(option.actions, states(option), strict=False):
+        if not action.collective:
+            yield Term(DEVICE if action.device == "gpu" else CPU, action, share, pieces, 1)
+            pieces = 1
+            continue
+        count = cluster.size(action.level)
+        within = not cluster.between(action.level)
+        sharing = shared if action.level == "inter" else 1
+        if action.level == "flat" and action.kind == "alltoall" and not within:
+            sharing = cluster.per_node  # a ring crosses a machine's link once, everybody to everybody does not
+        if any(cluster.message):
+            yield Term(DEVICE, action, share, pieces, 1)
+        yield Term(INTRA if within else INTER, action, share, pieces, sharing)
+        if action.level == "intra":
+            shared = cluster.per_node if action.kind in ("reduce_scatter", "alltoall") else 1
+        place = held.at(action.level)
+        if action.kind in ("reduce_scatter", "alltoall"):
+            share /= count
+        elif place == "shard":
+            share *= count
+        if action.compressed and place == "own" and action.kind != "allreduce":
+            pieces *= count
 
 
 class Costs:
@@ -418,7 +489,7 @@ class Costs:
         self.devices: tuple[Device, ...] = codec.devices if devices is None else tuple(devices)
         if not self.devices or not set(self.devices) <= set(codec.devices):
             raise ValueError(f"devices={self.devices}: the compressor's costs are known for {', '.join(codec.devices)}")
-        self._terms: dict[_Term, int] = {}
+        self._terms: dict[Term, int] = {}
         self._walked: dict[Option, tuple[tuple[int, int], ...]] = {}
         self._seconds: dict[float, dict[int, float]] = {}
         self._found: dict[tuple[float, bool], list[tuple[Option, Chain]]] = {}
@@ -428,69 +499,38 @@ class Costs:
         """The plain strategies: an allreduce among all, and, on several machines, one of two levels."""
         return tuple(map(parse, (DENSE_FLAT, DENSE_HIERARCHICAL)[: 1 + self.cluster.levels]))
 
+    @cached_property
+    def _tree(self) -> list[Option]:
+        # What communicator "planned" carries of this method, all compressions on the first device.
+        method, _ = triple(self.codec.params)
+        summed = summable(method.compressor)
+        every = options(not self.cluster.levels, self.devices[:1], self.max_compressions, summed)
+        return [option for option in every if (self.rooted or not option.rooted) and carries(option, method)]
+
     def chain(self, option: Option, size: float) -> Chain:
         """The operations of a strategy for a tensor of so many elements: `labels` has their names."""
         return tuple((resource, self._of(number, size)) for resource, number in self._numbered(option))
 
     def labels(self, option: Option) -> list[str]:
         """What each operation of a strategy's chain is."""
-        return [
-            f"hand over {term.action}" if term.action.collective and term.resource == DEVICE else str(term.action)
-            for term in self._walk(option)
-        ]
+        return [term.label for term in terms(self.cluster, option)]
 
     def _numbered(self, option: Option) -> tuple[tuple[int, int], ...]:
         # Resource and number of each action's term: the same action on as much data is one term in all strategies.
         found = self._walked.get(option)
         if found is None:
-            terms = self._terms
-            found = tuple((term.resource, terms.setdefault(term, len(terms))) for term in self._walk(option))
+            known = self._terms
+            found = tuple((t.resource, known.setdefault(t, len(known))) for t in terms(self.cluster, option))
             self._walked[option] = found
-            self._known = list(terms)
+            self._known = list(known)
         return found
-
-    def _walk(self, option: Option) -> Iterable[_Term]:
-        share, pieces, shared = 1.0, 1, 1
-        for action, held in zip(option.actions, states(option), strict=False):
-            if not action.collective:
-                yield _Term(DEVICE if action.device == "gpu" else CPU, action, share, pieces, 1)
-                pieces = 1
-                continue
-            count = self.cluster.size(action.level)
-            within = not self.cluster.between(action.level)
-            sharing = shared if action.level == "inter" else 1
-            if action.level == "flat" and action.kind == "alltoall" and not within:
-                sharing = self.cluster.per_node  # a ring crosses a machine's link once, everybody to everybody does not
-            if any(self.cluster.message):
-                yield _Term(DEVICE, action, share, pieces, 1)
-            yield _Term(INTRA if within else INTER, action, share, pieces, sharing)
-            if action.level == "intra":
-                shared = self.cluster.per_node if action.kind in ("reduce_scatter", "alltoall") else 1
-            place = held.at(action.level)
-            if action.kind in ("reduce_scatter", "alltoall"):
-                share /= count
-            elif place == "shard":
-                share *= count
-            if action.compressed and place == "own":
-                pieces *= count
 
     def _of(self, number: int, size: float) -> float:
         known = self._seconds.setdefault(size, {})
         found = known.get(number)
         if found is None:
-            resource, action, share, pieces, sharing = self._known[number]
-            elements, joined = share * size, size < self.min_numel
-            if action.kind == "compress":
-                found = self.codec.encode(elements, action.device or "gpu")
-            elif action.kind == "decompress":
-                found = self.codec.decode(elements, pieces, action.device or "gpu")
-            else:
-                held = pieces * self.codec.wire(elements) if action.compressed else 4.0 * elements
-                if resource == DEVICE:
-                    found = self.cluster.handling(held, joined)
-                else:
-                    found = self.cluster.seconds(action, held, sharing, joined)
-            known[number] = found
+            joined = size < self.min_numel
+            found = known[number] = self._known[number].seconds(self.cluster, self.codec, (size,), joined)
         return found
 
     def candidates(self, size: float, offload: bool = True) -> list[tuple[Option, Chain]]:
@@ -509,8 +549,7 @@ class Costs:
     def _candidates(self, size: float, offload: bool) -> list[tuple[Option, Chain]]:
         if size < self.min_numel:
             return [(self.dense[0], self.chain(self.dense[0], size))]
-        every = options(not self.cluster.levels, self.devices[:1], self.max_compressions)
-        kept = self._pruned((option for option in every if self.rooted or not option.rooted), size)
+        kept = self._pruned(self._tree, size)
         if offload and len(self.devices) > 1:
             moved = [o.on(devices) for o in kept for devices in _placements(self.devices, len(o.devices))]
             kept = self._pruned(moved, size)

@@ -117,6 +117,80 @@ def bert_base(tokens: int = 128) -> list[Layer]:
     return [*found, _vector("words.bias", words, tokens)]
 
 
+def gpt2(tokens: int = 1024) -> list[Layer]:
+    """GPT-2 small, output tied to its embedding: 148 tensors, 124,439,808 elements. Radford et al., 2019, table 2.
+
+    A sample: 1024 tokens.
+    """
+    width, words = 768, 50257
+    found = [
+        Layer("embeddings.word", (words, width), 4.0 * words * width * tokens),  # the scores of all words
+        Layer("embeddings.position", (1024, width), 4.0 * width * tokens),
+    ]
+    for layer in range(12):
+        name = f"layer{layer}"
+        found += _norm(f"{name}.attention.norm", width, tokens)
+        found += _pair(f"{name}.attention.projections", 3 * width, width, tokens)
+        found += _pair(f"{name}.attention.output", width, width, tokens)
+        found += _norm(f"{name}.norm", width, tokens)
+        found += _pair(f"{name}.inner", 4 * width, width, tokens) + _pair(f"{name}.outer", width, 4 * width, tokens)
+    return found + _norm("norm", width, tokens)
+
+
+def ugatit(side: int = 256) -> list[Layer]:
+    """U-GAT-IT, two generators and four discriminators: 148 tensors, 670,761,088 elements. Kim et al., 2020, appendix.
+
+    A sample: an image of 256 x 256 in each direction. All are counted as if one loss passed through them once.
+    """
+    found: list[Layer] = []
+    for way in ("a_to_b", "b_to_a"):
+        found += _generator(f"generator.{way}", side)
+    for way in ("a", "b"):
+        for scale, widths in (("global", (64, 128, 256, 512, 1024, 2048)), ("local", (64, 128, 256, 512))):
+            found += _discriminator(f"discriminator.{scale}.{way}", side, widths)
+    return found
+
+
+def _generator(name: str, side: int) -> list[Layer]:
+    # Convolutions without biases, four residual blocks of width 256 on both sides of an attention map.
+    def convolution(part: str, out: int, into: int, kernel: int, pixels: int) -> Layer:
+        return _weight(f"{name}.{part}.weight", (out, into, kernel, kernel), pixels * pixels)
+
+    quarter, found = side // 4, [convolution("stem", 64, 3, 7, side)]
+    for number, width in enumerate((64, 128), 1):
+        found.append(convolution(f"down{number}", 2 * width, width, 3, side >> number))
+    for block in range(4):
+        found += [convolution(f"encoder{block}.{half}", 256, 256, 3, quarter) for half in (1, 2)]
+    found += [_weight(f"{name}.attention.{pool}.weight", (1, 256), 1) for pool in ("average", "maximum")]
+    found.append(convolution("attention.mix", 256, 512, 1, quarter))
+    found.append(_vector(f"{name}.attention.mix.bias", 256, quarter * quarter))
+    found.append(_weight(f"{name}.style.1.weight", (256, 256 * quarter * quarter), 1))
+    found += [_weight(f"{name}.style.{part}.weight", (256, 256), 1) for part in ("2", "gamma", "beta")]
+    for block in range(4):
+        for half in (1, 2):
+            found.append(convolution(f"decoder{block}.{half}", 256, 256, 3, quarter))
+            found.append(_vector(f"{name}.decoder{block}.norm{half}.rho", 256, quarter * quarter))
+    for number, width in enumerate((256, 128), 1):
+        pixels = quarter << number
+        found.append(convolution(f"up{number}", width // 2, width, 3, pixels))
+        found += [_vector(f"{name}.up{number}.norm.{v}", width // 2, pixels * pixels) for v in ("rho", "gamma", "beta")]
+    return [*found, convolution("image", 3, 64, 7, side)]
+
+
+def _discriminator(name: str, side: int, widths: tuple[int, ...]) -> list[Layer]:
+    # Convolutions of 4 x 4 with biases; all but the last of stride 2.
+    found, into = [], 3
+    for number, width in enumerate(widths):
+        side = side // 2 if number < len(widths) - 1 else side - 1
+        found.append(_weight(f"{name}.{number}.weight", (width, into, 4, 4), side * side))
+        found.append(_vector(f"{name}.{number}.bias", width, side * side))
+        into = width
+    found += [_weight(f"{name}.attention.{pool}.weight", (1, into), 1) for pool in ("average", "maximum")]
+    found += [_weight(f"{name}.attention.mix.weight", (into, 2 * into, 1, 1), side * side)]
+    found += [_vector(f"{name}.attention.mix.bias", into, side * side)]
+    return [*found, _weight(f"{name}.score.weight", (1, into, 4, 4), (side - 1) ** 2)]
+
+
 def lstm(steps: int = 35) -> list[Layer]:
     """A two-layer LSTM language model of width 1500 on WikiText-2, output tied to its embedding: 10 tensors,
     85,974,278 elements. Merity et al., 2017. A sample: 35 words.
@@ -134,6 +208,8 @@ MODELS: dict[str, tuple[Callable[[], list[Layer]], int]] = {
     "resnet50": (resnet50, 64),
     "resnet101": (resnet101, 32),
     "bert-base": (bert_base, 8),
+    "gpt2": (gpt2, 1),
+    "ugatit": (ugatit, 2),
     "lstm": (lstm, 20),
 }
 """Tensors of a model, and the samples of a step of one worker that are assumed where nothing is said."""

@@ -11,22 +11,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grace.communicators.planned.runner import GATHERED, check
 from grace.communicators.planned.strategy import DEVICES, Device, Option, parse
 from grace.core.registry import triple
-from grace.planner.advise import step
+from grace.planner import ways
 from grace.planner.costs import MIN_NUMEL, Cluster, Codec, Costs
 from grace.planner.costs import cluster as cluster_of
 from grace.planner.costs import codec as codec_of
 from grace.planner.profile import Profile, read_json
 from grace.planner.profile import from_dict as profile_of
 from grace.planner.profile import seconds as checked
-from grace.planner.search import MODES, Choice, Mode, Problem, Selection, select
-from grace.planner.timeline import Overheads, Span, Timeline, overheads, save_trace
+from grace.planner.search import GAIN, MODES, Mode, Problem, Selection, select
+from grace.planner.timeline import Timeline, overheads, save_trace
+from grace.planner.ways import Play, Way
 
 if TYPE_CHECKING:
     from grace.core import Compressor
 
 FORMAT = 1
+ONE_EACH_MB = 1e-6
+"""Size of buckets that gives each tensor a message of its own, as a search supposes."""
+
+PLAIN_GAIN = 0.01
+"""A plan that compresses nothing replaces a communicator for so much of a step."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,17 @@ class Plan:
     mode: str = "refined"
     basis: Basis | None = field(default=None, compare=False)
     """All that it was made from, to plan anew; None in plans of earlier versions."""
+    way: str = ways.PLAN
+    """One of `ways.NAMES`: which communicator does the same in buckets, as predicted."""
+
+    def exchange(self, file: str | os.PathLike[str] = "plan.json") -> dict[str, Any]:
+        """Keys of `grace.grace_from_params` for what is predicted. ``file``: where the plan is saved.
+
+        A plan with a strategy for each tensor needs the file and a message for each tensor, others a communicator.
+        """
+        if self.way != ways.PLAN:
+            return ways.exchange(self.way, self.params)
+        return exchange(file, MIN_NUMEL if self.basis is None else self.basis.min_numel)
 
     @property
     def strategies(self) -> dict[str, str]:
@@ -86,6 +104,7 @@ class Plan:
             "workers": self.workers,
             "workers_per_node": self.per_node,
             "mode": self.mode,
+            "way": self.way,
             "params": dict(self.params),
             "predicted": {name: getattr(self.predicted, name) for name in Prediction.__annotations__},
             "profile": dict(self.profile),
@@ -107,6 +126,11 @@ class Plan:
         if sizes is not None and set(sizes) != set(self.tensors):
             odd = sorted(set(sizes) ^ set(self.tensors))[:3]
             raise ValueError(f"plan and model differ in {odd}: plan again, from this model's profile")
+
+
+def exchange(file: str | os.PathLike[str] = "plan.json", min_numel: int = MIN_NUMEL) -> dict[str, Any]:
+    """Keys of `grace.grace_from_params` for a plan in a file as it is predicted: a message for each tensor."""
+    return {"plan": os.fspath(file), "bucket_mb": ONE_EACH_MB, "min_numel": min_numel}
 
 
 def from_dict(data: Any) -> Plan:
@@ -145,8 +169,11 @@ def from_dict(data: Any) -> Plan:
     mode = data.get("mode")
     if mode not in MODES:
         raise ValueError(f"the plan's mode is {mode!r}: it is one of {', '.join(MODES)}")
+    way = data.get("way", ways.PLAN)
+    if way not in ways.NAMES:
+        raise ValueError(f"the plan's way is {way!r}: it is one of {', '.join(ways.NAMES)}")
     basis = basis_of(data["basis"]) if "basis" in data else None
-    plan = Plan(options, params, workers, per_node, Prediction(**numbers), profile, costs, mode, basis)
+    plan = Plan(options, params, workers, per_node, Prediction(**numbers), profile, costs, mode, basis, way)
     if data.get("hash") != plan.hash:
         raise ValueError("the plan's hash does not fit its strategies: it was changed by hand. Plan again")
     return plan
@@ -244,18 +271,19 @@ class Planned:
 
     plan: Plan
     selection: Selection
-    problem: Problem
-    names: tuple[str, ...]
-    labels: tuple[list[str], ...]
-    """What each operation of each tensor is."""
+    """What the search found, even if a communicator is faster."""
+    play: Play
+    """The predicted step."""
+    seconds: Mapping[str, float]
+    """Of a step, by the name of each way that was compared."""
 
     @property
     def timeline(self) -> Timeline:
-        return self.problem.timeline(self.selection.choices)
+        return self.play.timeline
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the predicted timeline in Chrome's trace format."""
-        save_trace(path, self.timeline.spans(), self.names, self.labels)
+        save_trace(path, self.timeline.spans(), self.play.names, self.play.labels)
 
 
 def make(
@@ -265,37 +293,38 @@ def make(
     servers: int = 1,
     deferred: bool = True,
     others: Iterable[Codec] = (),
+    bucket_mb: float = ways.BUCKET_MB,
 ) -> Planned:
     """Plan a model: the strategies of all tensors, and what they are predicted to take.
 
     ``servers``: threads of the CPU pool. ``deferred``: what follows a tensor's first message waits for the end of the
     backward pass, as it does in GRACE; False: it comes as soon as it can, as in Espresso. ``others``: costs of the
-    compressor's other settings, kept with the plan for policies that change them. Where no strategies are
-    faster than dense gradients in buckets, the plan is that. ValueError for a compressor that no strategy of the tree
-    can carry.
+    compressor's other settings, kept with the plan for policies that change them. ``bucket_mb``: size of GRACE's
+    buckets. Where a communicator for all tensors in buckets (of them `Plan.way`) is at least as fast as all strategies
+    that the search finds, the plan is that. ValueError for a method that no strategy of the tree can carry.
     """
     refuse(costs.codec.params)
     problem = Problem.of(profile, costs, servers, deferred)
     selection = select(problem, mode)
-    dense = step(profile, costs.cluster) - profile.forward
-    if dense <= selection.seconds:
-        choices = tuple(each[0] for each in problem.candidates)
-        selection = Selection(choices, dense, selection.simulations)
+    uniform = _uniform(profile, costs, bucket_mb, deferred)
     names = tuple(tensor.name for tensor in profile.tensors)
-    spans: list[Span] = problem.timeline(selection.choices).spans()
-    parts: Overheads = overheads(spans)
-    predicted = Prediction(
-        profile.forward + selection.seconds,
-        profile.forward + dense,
-        parts.backward,
-        parts.communication,
-        parts.compression,
-    )
+    tensors = {name: choice.option for name, choice in zip(names, selection.choices, strict=True)}
+    own = Play(problem.timeline(selection.choices), names, tuple(map(costs.labels, tensors.values())))
+    # Dense ones stand first: another must be faster by more than rounding.
+    way: Way | None
+    way, play = uniform[0]
+    for other, each in (*uniform[1:], (None, own)):
+        compressing = other is not None or any(option.compressions for option in tensors.values())
+        if each.seconds < play.seconds * (1 - (GAIN if compressing else PLAIN_GAIN)):
+            way, play = other, each
+    if way is not None:
+        small = [tensor.name for tensor in profile.tensors if tensor.size < costs.min_numel]
+        tensors = dict.fromkeys(tensors, way.option) | dict.fromkeys(small, ways.DENSE.option)
+    seconds = {each.name: profile.forward + step.seconds for each, step in uniform}
+    seconds[ways.PLAN] = profile.forward + own.seconds
     about = {"source": profile.source, "tensors": len(names), "elements": profile.size}
     cluster = costs.cluster.to_dict()
     priced = {"cluster": cluster, "compressor": costs.codec.source, "devices": list(costs.devices)}
-    tensors = {name: choice.option for name, choice in zip(names, selection.choices, strict=True)}
-    workers, per_node = costs.cluster.workers, costs.cluster.per_node
     basis = Basis(
         profile,
         costs.cluster,
@@ -307,27 +336,65 @@ def make(
         servers,
         deferred,
     )
-    plan = Plan(tensors, dict(costs.codec.params), workers, per_node, predicted, about, priced, mode, basis)
-    labels = tuple(costs.labels(choice.option) for choice in selection.choices)
-    return Planned(plan, selection, problem, names, labels)
+    plan = Plan(
+        tensors,
+        dict(costs.codec.params),
+        costs.cluster.workers,
+        costs.cluster.per_node,
+        _prediction(profile, play, uniform[0][1]),
+        about,
+        priced,
+        mode,
+        basis,
+        ways.PLAN if way is None else way.name,
+    )
+    return Planned(plan, selection, play, seconds)
+
+
+def _uniform(profile: Profile, costs: Costs, bucket_mb: float, deferred: bool) -> list[tuple[Way, Play]]:
+    # Every communicator for all tensors; a plain allreduce first.
+    cluster, codec, least, most = costs.cluster, costs.codec, costs.min_numel, costs.max_compressions
+    found = ways.dense(cluster)
+    if "gpu" in costs.devices:
+        found += [way for way in ways.every(codec.params, cluster) if most is None or way.option.compressions <= most]
+    return [(way, ways.play(profile, cluster, codec, way, bucket_mb, least, deferred=deferred)) for way in found]
+
+
+def _prediction(profile: Profile, play: Play, dense: Play) -> Prediction:
+    parts = overheads(play.spans())
+    whole = parts.backward + parts.communication + parts.compression
+    assert abs(whole - play.seconds) <= 1e-9 * play.seconds, f"parts of {whole} s in a step of {play.seconds} s"
+    return Prediction(
+        profile.forward + play.seconds,
+        profile.forward + dense.seconds,
+        parts.backward,
+        parts.communication,
+        parts.compression,
+    )
 
 
 def predict(
     profile: Profile, costs: Costs, tensors: Mapping[str, Option], servers: int = 1, deferred: bool = True
 ) -> float:
-    """Seconds of a step under given strategies, forward pass included: to be compared with what is measured."""
-    chains = [Choice(tensors[t.name], costs.chain(tensors[t.name], t.size)) for t in profile.tensors]
+    """Seconds of a step under given strategies, forward pass included: to be compared with what is measured.
+
+    Each tensor is taken to have a message of its own.
+    """
     backward = [tensor.backward for tensor in profile.tensors]
-    return profile.forward + Timeline(backward, [c.chain for c in chains], servers, deferred).seconds
+    chains = [costs.chain(tensors[tensor.name], tensor.size) for tensor in profile.tensors]
+    return profile.forward + Timeline(backward, chains, servers, deferred).seconds
 
 
 def refuse(params: Mapping[str, Any]) -> None:
-    """Raise ValueError for a compressor that agrees on its payload while it compresses: no strategy moves that."""
+    """Raise ValueError for a method that no strategy of the tree can carry."""
     from grace.core import Combine, name_of
 
-    compressor = triple(params)[0].compressor
-    if compressor.traits.combine is Combine.AGREED:
+    method, _ = triple(params)
+    if method.compressor.traits.combine is Combine.AGREED:
         raise ValueError(
-            f"{name_of(compressor)!r} exchanges inside compress, so no strategy of the tree carries it: plan with "
-            "another compressor, such as topk or efsignsgd; `grace advise` compares it with them"
+            f"{name_of(method.compressor)!r} exchanges inside compress, so no strategy of the tree carries it: plan "
+            "with another compressor, such as topk or efsignsgd; `grace advise` compares it with them"
         )
+    if "communicator" in params:
+        raise ValueError("a plan says how tensors travel: leave communicator out")
+    check(parse(GATHERED), method)

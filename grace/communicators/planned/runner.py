@@ -9,7 +9,20 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from grace.communicators.planned.strategy import DENSE_FLAT, Action, Level, Option, parse
-from grace.core import Array, Compressor, Context, Memory, Payload, Program, State, Transport, join, name_of, scope
+from grace.core import (
+    Array,
+    Combine,
+    Compressor,
+    Context,
+    Memory,
+    Payload,
+    Program,
+    State,
+    Transport,
+    join,
+    name_of,
+    scope,
+)
 from grace.core.collectives import AllToAll, Broadcast, Gather, Group, Reduce
 from grace.core.communicator import Communicator, machine_size, refuse_agreed
 from grace.core.method import Method, materialize
@@ -152,6 +165,26 @@ def check(option: Option, method: Method) -> None:
             f"{odd[0]} cannot carry payloads of {name!r}, whose lengths depend on the values: use strategies whose "
             f"payloads travel by allgather* and broadcast*, such as {GATHERED!r}"
         )
+    if any(a.kind == "allreduce" and a.compressed for a in option.actions) and not summable(compressor):
+        raise ValueError(
+            f"allreduce* cannot carry payloads of {name!r}, which are not averaged as float numbers: use strategies "
+            f"with allgather*, such as {GATHERED!r}"
+        )
+
+
+def carries(option: Option, method: Method) -> bool:
+    """Whether a method can go along a strategy: `check` has nothing to say."""
+    try:
+        check(option, method)
+    except ValueError:
+        return False
+    return True
+
+
+def summable(compressor: Compressor) -> bool:
+    """Whether ``allreduce*`` carries its payloads: their mean, as floats, is the payload of the mean."""
+    floats = compressor.traits.wire_sum is None and type(compressor).reduced is Compressor.reduced
+    return compressor.traits.combine is Combine.MEAN and floats
 
 
 # -- where things are --------------------------------------------------------------------------------------------------
@@ -326,6 +359,11 @@ class _Worker:
         )  # workers of one process would share it, and it is donated next
 
     # -- payloads ------------------------------------------------------------------------------------------------------
+    def _allreduce_payloads(self, leg: PlanStep) -> Program[None]:
+        assert self._payloads is not None
+        mean = yield Reduce(_flat(self._payloads), "mean", GROUPS[leg.action.level])
+        self._payloads = _dealt(mean, len(leg.leaves), leg.pieces)
+
     def _alltoall_payloads(self, leg: PlanStep) -> Program[None]:
         assert self._payloads is not None
         count = len(self._payloads) // leg.size

@@ -5,6 +5,7 @@ A strategy (`Option`) is a sequence of actions that takes every worker's own den
 
 Wang et al., "Hi-Speed DNN Training with Espresso", EuroSys 2023, section 4.1. Its four dimensions (compress or not,
 device, collectives, where compression stands) are written here as a grammar; it yields the paper's 4341 strategies.
+For payloads that the wire may sum there is one more collective, ``allreduce*``, where the paper has ``allgather*``.
 """
 
 from __future__ import annotations
@@ -153,8 +154,11 @@ def states(option: Option) -> tuple[Held, ...]:
     """What a worker holds before each action and, last, at the end. ValueError as `check`."""
     held = [_BEGIN]
     for number, action in enumerate(option.actions):
-        if action.kind == "decompress" and option.actions[number - 1].kind == "compress":
+        before = option.actions[number - 1].kind
+        if action.kind == "decompress" and before == "compress":
             raise ValueError(f"{str(option)!r} decompresses what it has just compressed")
+        if action.kind == "allreduce" and action.compressed and before != "compress":
+            raise ValueError(f"{action} in {str(option)!r} needs compress just before: it sums one payload per worker")
         held.append(_after(held[-1], action, option))
     if held[-1] not in _ENDS:
         raise ValueError(f"{str(option)!r} does not end with the dense sum on every worker, but with {held[-1]}")
@@ -182,7 +186,8 @@ def _after(held: Held, action: Action, option: Option) -> Held:
     if level == "inter":
         need(held.intra in ("shard", "root"), "a first step at level intra")
     if kind in ("reduce_scatter", "reduce", "allreduce"):
-        need(place == "own" and not held.compressed, "dense data that was not summed yet")
+        dense = kind == "allreduce" or not held.compressed
+        need(place == "own" and dense, "dense data that was not summed yet")
         to: Place = {"reduce_scatter": "shard", "reduce": "root", "allreduce": "full"}[kind]  # type: ignore[assignment]
     elif kind in ("alltoall", "gather"):
         need(place == "own" and held.compressed, "payloads that were not collected yet")
@@ -205,26 +210,32 @@ _SUMS: tuple[Action, ...] = (Action("reduce_scatter"), Action("reduce"))
 _COLLECTS: tuple[Action, ...] = (Action("alltoall", compressed=True), Action("gather", compressed=True))
 _AR = Action("allreduce")
 _AG = Action("allgather", compressed=True)
+_AR_SUM = Action("allreduce", compressed=True)
 
 
 @cache
 def options(
-    flat_only: bool = False, devices: tuple[Device, ...] = DEVICES, max_compressions: int | None = None
+    flat_only: bool = False,
+    devices: tuple[Device, ...] = DEVICES,
+    max_compressions: int | None = None,
+    summable: bool = False,
 ) -> tuple[Option, ...]:
     """All strategies, flat ones first, plain allreduce before all.
 
     ``flat_only``: none of several levels (one machine, or one worker on each). ``devices``: where compressions may
-    run. ``max_compressions``: of one tensor on its way; a bound on what is lost.
+    run. ``max_compressions``: of one tensor on its way; a bound on what is lost. ``summable``: the wire may sum
+    payloads: with the strategies that have ``allreduce*``.
     """
-    tree = _Tree(devices)
+    tree = _Tree(devices, summable)
     paths = [*tree.flat(), *(() if flat_only else tree.hierarchical())]
     found = [Option(path) for path in paths]
     return tuple(o for o in found if max_compressions is None or o.compressions <= max_compressions)
 
 
 class _Tree:
-    def __init__(self, devices: Iterable[Device]):
+    def __init__(self, devices: Iterable[Device], summable: bool):
         devices = tuple(devices)
+        self.summable = summable
         if not devices or any(device not in DEVICES for device in devices):
             raise ValueError(f"devices={devices!r}: choose from {', '.join(DEVICES)}")
         self.encode = [Action("compress", device=device) for device in devices]
@@ -234,7 +245,8 @@ class _Tree:
         yield (_AR,)
         for first in _SUMS:
             yield from _then([first], self.last_dense(first))
-        yield from _then(self.encode, [(_AG,)], [(d,) for d in self.decode])
+        for whole in (_AG, _AR_SUM)[: 1 + self.summable]:
+            yield from _then(self.encode, [(whole,)], [(d,) for d in self.decode])
         for first in _COLLECTS:
             yield from _then(self.encode, [(first,)], list(self.last_payload(first)))
 
@@ -242,14 +254,14 @@ class _Tree:
         for first in _SUMS:
             first = replace(first, level="intra")
             yield from _then([first], self.inter_dense(first))
-            yield from _then([first], [(e,) for e in self.encode], list(self.inter_payload(first)))
+            yield from _then([first], self.inter_compressed(first))
         for first in _COLLECTS:
             first = replace(first, level="intra")
             begin = list(_then(self.encode, [(first,)]))
             yield from _then(begin, self.inter_payload(first))
             middle = list(_then(begin, [(d,) for d in self.decode]))
             yield from _then(middle, self.inter_dense(first))
-            yield from _then(middle, [(e,) for e in self.encode], list(self.inter_payload(first)))
+            yield from _then(middle, self.inter_compressed(first))
 
     def last_dense(self, first: Action) -> Iterator[Path]:
         yield (_second(first, False),)
@@ -268,6 +280,11 @@ class _Tree:
         for pair in _SUMS:
             pair = replace(pair, level="inter")
             yield from _then([pair], self.inter_second(pair, first))
+
+    def inter_compressed(self, first: Action) -> Iterator[Path]:
+        yield from _then(self.encode, list(self.inter_payload(first)))
+        if self.summable:
+            yield from _then(self.encode, [(replace(_AR_SUM, level="inter"),)], list(self.last_payload(first)))
 
     def inter_payload(self, first: Action) -> Iterator[Path]:
         yield from _then([replace(_AG, level="inter")], self.last_payload(first))

@@ -255,7 +255,7 @@ def test_every_memory_is_here():
 @pytest.mark.filterwarnings("ignore:.*without error feedback")
 @pytest.mark.parametrize("name, method, settings, formula", CASES, ids=lambda value: str(value)[:40])
 def test_memories_follow_their_formulas(xp, name, method, settings, formula):
-    graces = built(xp, {**method, "memory": name, **settings})
+    graces = built(xp, {"communicator": "allgather", **method, "memory": name, **settings})
     expected = [formula(**settings) for _ in range(SIZE)]
     for step, lr in enumerate(RATES):
         for grace in graces:

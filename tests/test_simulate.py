@@ -131,8 +131,8 @@ TRAFFIC = [
     ({"compressor": "qsgd"}, "broadcast", QSGD, 2 * QSGD),
     # Shards of ceil(4 blocks / 3) = 2 blocks: 1024, 976 and 0 elements. Worker 0 sends the shards of the others
     # (976 codes, 2 norms), then its own (1024 codes, 2 norms) to everybody; it receives its own shard from both, and
-    # theirs filled up to the length of its own.
-    ({"compressor": "qsgd"}, "twostage", 976 + 8 + 1024 + 8, 2 * (1024 + 8) + 2 * (1024 + 8)),
+    # theirs.
+    ({"compressor": "qsgd"}, "twostage", 976 + 8 + 1024 + 8, 2 * (1024 + 8) + 976 + 8),
 ]
 
 

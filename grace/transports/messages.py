@@ -68,6 +68,10 @@ class MessageTransport(Transport):
     def gather_ragged(self, buffer: Array, name: str) -> Wait:
         """As `gather`, for buffers of different sizes."""
 
+    def gather_sized(self, buffer: Array, sizes: list[int], name: str) -> Wait:
+        """As `gather`, for buffers whose ``sizes``, by worker, everybody knows."""
+        return self.all_to_all([buffer] * self.size, sizes, name)
+
     @abstractmethod
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
         """Wait gives the buffer of worker ``root``; all have the same size."""
@@ -222,21 +226,11 @@ class MessageTransport(Transport):
         return lambda: self._received(items, layout, wait())
 
     def _start_gather_shaped(self, items: list[Gather], tag: str) -> Wait:
-        # Every worker fills up to the largest message.
         buffer, own = self._pack(array for item in items for array in item.arrays)
-        dtypes = [dtype for dtype, _ in own]
-        shapes = ([shape for item in items for shape in (item.shapes or ())[worker]] for worker in range(self.size))
-        layouts = [tuple(zip(dtypes, each, strict=True)) for each in shapes]
-        sizes = [offsets(layout)[-1] for layout in layouts]
-        buffer = self.xp.pad(buffer, max(sizes))
-        wait = self._skip_empty(buffer, lambda: self.gather(buffer, tag), [buffer] * self.size)
-        return lambda: _deal(
-            items,
-            [
-                self._unpack(part[:size], layout, worker)
-                for worker, (part, size, layout) in enumerate(zip(wait(), sizes, layouts, strict=True))
-            ],
-        )
+        shapes = [[shape for item in items for shape in (item.shapes or ())[worker]] for worker in range(self.size)]
+        layouts = [tuple((dtype, shape) for (dtype, _), shape in zip(own, each, strict=True)) for each in shapes]
+        wait = self.gather_sized(buffer, [offsets(layout)[-1] for layout in layouts], tag)
+        return lambda: _deal(items, [self._unpack(part, layouts[worker], worker) for worker, part in enumerate(wait())])
 
     def _received(self, items: list[Gather], layout: Layout, buffers: list[Array]) -> list[Any]:
         # A graph may look at them in a branch of its own, which must not make what others use.

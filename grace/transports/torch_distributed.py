@@ -147,7 +147,7 @@ class TorchDistributedTransport(MessageTransport):
         buffer = buffer.contiguous()
         large = BETWEEN_TWO if self.size == 2 else LARGE
         if self.size > 1 and buffer.device.type == "cpu" and buffer.shape[0] > large:
-            return self._gather_around(buffer, name)
+            return self._gather_around(buffer, [buffer.shape[0]] * self.size, name)
         gathered = self.xp.empty(self.size * buffer.shape[0], "uint8")
         work = ALL_GATHER(gathered, buffer, self._group, async_op=True)
 
@@ -174,12 +174,17 @@ class TorchDistributedTransport(MessageTransport):
             return self.late(name)
         return ConnectionError(f"worker {self.rank} of {self.size} has lost another one at {name!r}: {error}")
 
-    def _gather_around(self, buffer: Array, name: str) -> Wait:
+    def gather_sized(self, buffer: Array, sizes: list[int], name: str) -> Wait:
+        if buffer.device.type == "cpu" and min(sizes) > LARGE:
+            return self._gather_around(buffer.contiguous(), sizes, name)
+        return super().gather_sized(buffer, sizes, name)
+
+    def _gather_around(self, buffer: Array, sizes: list[int], name: str) -> Wait:
         # Each worker hands on to the next one what came from the one before, as gloo's own gather does, which takes
         # about three times as long on a fast network. To send to everybody at once takes a seventh longer on a slow
         # one: streams that share a link leave some of it idle. Parts leave when somebody waits, which all workers do in
         # the same order.
-        parts = self._places(buffer, [buffer.shape[0]] * self.size)
+        parts = self._places(buffer, sizes)
         parts = [parts[(self.rank - step) % self.size] for step in range(self.size)]  # as they come
         tag = self._next_tag(name)
         coming = [self._receive(part, self.rank - 1, tag, name) for part in parts[1:]]

@@ -34,8 +34,9 @@ class Reporter:
         leading = next((setup.way(unit) for unit in units if not unit.dense), setup.ways[0])
         parts = (leading.method.compressor, leading.method.memory, leading.communicator)
         method = " + ".join(name_of(part) for part in parts)
+        exchange = setup.choice and f"{name_of(leading.communicator)}: {setup.choice}"
         if not setup.bound:
-            return Report(0, setup.rank, setup.world_size, method, 0, 0, 0)
+            return Report(0, setup.rank, setup.world_size, method, 0, 0, 0, exchange=exchange)
         traffic = setup.meter.read()
         levels = {} if setup.schedule is None else setup.schedule.decision.levels
         residuals = setup.store.norms(units, levels, setup.snapshot) if norms else {}
@@ -53,7 +54,7 @@ class Reporter:
             skipped=self.skipped,
             discarded=self.discarded,
             trials=self._trials(),
-            exchange=setup.choice and f"{name_of(leading.communicator)}: {setup.choice}",
+            exchange=exchange,
             plan=leading.communicator.origin,
         )
 

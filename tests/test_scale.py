@@ -140,7 +140,7 @@ def test_nothing_is_lost(params, size):
                 if (part, field) == ("memory", "residual"):
                     start, count = state["points"][name][point]
                     left[name][start : start + count] += array * (size if point == "server" else 1)
-    for name, shape in shapes.items():
+    for name in shapes:
         assert np.abs(left[name]).max() > 0
         np.testing.assert_allclose(applied[name].ravel() + left[name], given[name].ravel(), atol=2e-3, err_msg=name)
 

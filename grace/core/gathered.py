@@ -38,19 +38,12 @@ class GatheredBuffers:
         self._xp, self._buffers, self._cut = xp, [xp.contiguous(buffer) for buffer in buffers], cut
         self.layout, self.size = layout, len(buffers)
         self._arrays: dict[int, Payload] = {}
-        self._alone: dict[int, GatheredBuffers] = {}
 
     def arrays(self, worker: int) -> Payload:
         """All arrays of one worker."""
         if worker not in self._arrays:
             self._arrays[worker] = self._cut(self._buffers[worker], self.layout)
         return self._arrays[worker]
-
-    def alone(self, worker: int) -> GatheredBuffers:
-        """The message of one worker."""
-        if worker not in self._alone:
-            self._alone[worker] = GatheredBuffers(self._xp, [self._buffers[worker]], self.layout, self._cut)
-        return self._alone[worker]
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -83,10 +76,6 @@ class GatheredPayloads(Sequence[Payload]):
         if isinstance(workers, range):
             return [self[each] for each in workers]
         return self._messages.arrays(workers)[self._part]
-
-    def alone(self, worker: int) -> GatheredPayloads:
-        """The payload of one worker."""
-        return GatheredPayloads(self._messages.alone(worker), self._part)
 
     @property
     def layout(self) -> Layout:

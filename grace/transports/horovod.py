@@ -54,8 +54,8 @@ class HorovodTransport(Transport):
     def splits(self) -> bool:
         from grace.transports.launched import loaded_horovod
 
-        allowed = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1" and not self.elastic
-        return allowed and self._process_set is None and loaded_horovod()[0].is_homogeneous()
+        hvd, allowed = loaded_horovod()[0], os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1" and not self.elastic
+        return allowed and self._process_set is None and hvd.local_size() * hvd.cross_size() == self.size
 
     def bind(self, xp: Any) -> Transport:
         kinds = {"torch": TorchHorovod, "tensorflow": TensorflowHorovod}

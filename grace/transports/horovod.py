@@ -54,8 +54,8 @@ class HorovodTransport(Transport):
     def splits(self) -> bool:
         from grace.transports.launched import loaded_horovod
 
-        hvd, allowed = loaded_horovod()[0], os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1" and not self.elastic
-        return allowed and self._process_set is None and hvd.local_size() * hvd.cross_size() == self.size
+        allowed = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1" and not self.elastic
+        return bool(allowed and self._process_set is None and loaded_horovod()[0].mpi_ops.is_homogeneous())
 
     def bind(self, xp: Any) -> Transport:
         kinds = {"torch": TorchHorovod, "tensorflow": TensorflowHorovod}

@@ -164,7 +164,8 @@ def test_methods_lists_the_registry():
     (topk,) = [entry for entry in listed["compressors"] if entry["name"] == "topk"]
     assert topk["parameters"] == {"index_coding": "int32", "compress_ratio": 0.01, "selector": "exact"}
     assert (topk["family"], topk["memory"], topk["allreduce"]) == ("sparsification", "residual", False)
-    assert topk["communicators"] == ["allgather", "broadcast", "hierarchical", "planned", "reducescatter"]
+    two = ["reducescatter", "twostage"]
+    assert topk["communicators"] == ["allgather", "auto", "broadcast", "hierarchical", "planned", *two]
     assert "EMNLP 2017, arXiv:1704.05021" in topk["citation"]
     assert topk["bits_per_element"] == pytest.approx(0.64, rel=1e-4)
     assert (topk["unbiased"], topk["variance"]) == (False, None)
@@ -188,7 +189,13 @@ def test_methods_prints_tables_and_single_methods():
     assert re.search(r"topk +0.64 +residual +Send the elements of", done.stdout)
     one = grace_command("methods", "u8bit").stdout
     assert "dettmers8 (also u8bit)" in one
-    for part in ("block_size=4096", "8.008 (measured)", "contraction d =", "allgather, broadcast", "arXiv:1511.04561"):
+    for part in (
+        "block_size=4096",
+        "8.008 (measured)",
+        "contraction d =",
+        "allgather, auto, broadcast",
+        "arXiv:1511.04561",
+    ):
         assert part in one
     assert "memories" not in one
     unknown = grace_command("methods", "topkk")

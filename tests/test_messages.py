@@ -123,10 +123,16 @@ def test_a_graph_refuses_them_when_it_runs():
 
 # What worker 1's message becomes on the way: each time a number of it that addresses memory.
 SPOILT = {
-    "topk": {"compressor": "topk", "compress_ratio": 0.1},
-    "threshold": {"compressor": "threshold", "threshold": 1.0},
+    "topk": {"compressor": "topk", "communicator": "allgather", "compress_ratio": 0.1},
+    "threshold": {"compressor": "threshold", "communicator": "allgather", "threshold": 1.0},
     "gtopk": {"compressor": "gtopk", "compress_ratio": 0.1},
-    "hierarchical": {"compressor": "topk", "communicator": "hierarchical", "node_size": 1, "compress_ratio": 0.1},
+    "hierarchical": {
+        "compressor": "topk",
+        "communicator": "hierarchical",
+        "outer": "allgather",
+        "node_size": 1,
+        "compress_ratio": 0.1,
+    },
     "broadcast": {"compressor": "topk", "communicator": "broadcast", "compress_ratio": 0.1},
 }
 

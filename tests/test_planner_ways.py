@@ -93,10 +93,12 @@ def test_two_stages_worked_out_by_hand():
 def test_what_cannot_carry_a_method_is_not_tried():
     there = cluster((8, 8), 25)
     names = {name: [way.name for way in ways.every(priced.params, there)] for name, priced in METHODS.items()}
-    assert names["top-k"] == ["allgather", "hierarchical, outer allgather"]
+    both = ["allgather", "twostage"]
+    assert names["top-k"] == [*both, *(f"hierarchical, outer {name}" for name in both)]
+    assert [way.name for way in ways.every({"compressor": "topk", "memory": "ef21"}, cluster((1, 4), 1))] == both[:1]
     assert "twostage" in names["signs"]
     assert "allreduce" in names["shared positions"]
-    assert [way.name for way in ways.every({"compressor": "topk"}, cluster((1, 4), 1))] == ["allgather"]
+    assert [way.name for way in ways.every({"compressor": "topk"}, cluster((1, 4), 1))] == both
     only = ways.every({"compressor": "fp16", "communicator": "alltoall"}, there)
     assert [way.name for way in only] == ["twostage"]
     with pytest.raises(ValueError, match="leave it out"):

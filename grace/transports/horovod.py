@@ -255,7 +255,7 @@ class TensorflowHorovod(_BoundHorovod):
 
     def __init__(self, xp: Any, hvd: Any, process_set: Any, rank: int, size: int):
         super().__init__(xp, hvd, process_set, rank, size)
-        self._unseen: list[Any] = []  # nothing, received by a worker that only sent
+        self._unseen: list[Any] = []  # empty parts of messages that nobody here may look at
         self._caller: _Caller | None = None
 
     @property
@@ -291,25 +291,32 @@ class TensorflowHorovod(_BoundHorovod):
         import tensorflow as tf
 
         sizes = self._run(self._hvd.allgather, self.xp.lengths([buffer]), name=f"{name}.sizes")
-        result = self._run(self._hvd.allgather, buffer, name=name)
+        result = self._run(self._hvd.allgather, self._with_unseen(buffer), name=name)
         return lambda: tf.split(result, tf.reshape(sizes, (self.size,)), num=self.size)
 
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
         import tensorflow as tf
 
-        # A graph would drop what nobody here looks at, and the root would wait for it: control dependencies do not keep
-        # it. Who only sends to a root is given something back by a broadcast, which the nothing that came goes into.
-        unseen, self._unseen = self._unseen, []
-        if not tf.executing_eagerly():
-            here = tf.compat.v1.get_default_graph()
-            nothing = [x for x in unseen if tf.is_symbolic_tensor(x) and x.graph is here]
-            buffer = tf.reshape(tf.concat([buffer, *nothing], 0), buffer.shape) if nothing else buffer
+        # Who only sends to a root is given something back by a broadcast.
+        buffer = tf.reshape(self._with_unseen(buffer), buffer.shape)
         result = self._run(self._hvd.broadcast, buffer, self.root(root), name=name)
         return lambda: result
 
+    def _with_unseen(self, buffer: Array) -> Array:
+        # A graph drops messages whose result nobody here looks at, and the others wait for them; control dependencies
+        # do not keep them. So an empty part of these results goes into the next message.
+        import tensorflow as tf
+
+        unseen, self._unseen = self._unseen, []
+        if tf.executing_eagerly():
+            return buffer
+        here = tf.compat.v1.get_default_graph()
+        nothing = [x for x in unseen if tf.is_symbolic_tensor(x) and x.graph is here]
+        return tf.concat([buffer, *nothing], 0) if nothing else buffer
+
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         splits = self.xp.asarray([self.xp.shape(buffer)[0] for buffer in buffers], "int32")
-        received, _ = self._run(self._hvd.alltoall, self.xp.concat(buffers), splits, name=name)
+        received, _ = self._run(self._hvd.alltoall, self._with_unseen(self.xp.concat(buffers)), splits, name=name)
         if sum(sizes) == 0:
             self._unseen.append(received)
         ends = list(accumulate(sizes, initial=0))
@@ -319,7 +326,9 @@ class TensorflowHorovod(_BoundHorovod):
         import tensorflow as tf
 
         splits = self.xp.cast(self.xp.lengths(buffers), "int32")
-        received, sizes = self._run(self._hvd.alltoall, self.xp.concat(buffers), splits, name=name)
+        buffer = self._with_unseen(self.xp.concat(buffers))
+        received, sizes = self._run(self._hvd.alltoall, buffer, splits, name=name)
+        self._unseen.append(received[tf.size(received) :])  # this worker may have no shard
         return lambda: tf.split(received, tf.reshape(sizes, (self.size,)), num=self.size)
 
 

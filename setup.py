@@ -35,6 +35,10 @@ class BuildKernels(build_ext):
         shutil.rmtree(Path(self.build_lib, FOLDER), ignore_errors=True)  # those of older sources
         super().run()
 
+    def copy_extensions_to_source(self):
+        FOLDER.mkdir(exist_ok=True)  # a fresh checkout has none
+        super().copy_extensions_to_source()
+
     def get_ext_filename(self, fullname):
         return str(FOLDER / kernels.file_name(fullname.rpartition(".")[2], machine))
 

@@ -178,6 +178,19 @@ def test_an_editable_install_is_found_from_the_folder_that_holds_its_checkout(tr
     assert done.stdout.split()[:2] == [str(checkout / "grace" / "__init__.py"), str(build.find("kernels") is not None)]
 
 
+def test_an_editable_install_of_a_fresh_checkout_leaves_its_libraries_there(tree, tmp_path):
+    pytest.importorskip("setuptools", "77", reason="builds a wheel")
+    checkout = tmp_path / "checkout"
+    shutil.copytree(tree, checkout, ignore=shutil.ignore_patterns("build", "_lib", "tests", "docs"))
+    (tmp_path / "cxx.py").write_text("import sys; open(sys.argv[sys.argv.index('-o') + 1], 'w').close()")
+    env = os.environ | {"CXX": f"{sys.executable} {tmp_path / 'cxx.py'}"}
+    code = f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=checkout, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = {path.name for path in (checkout / "grace" / "kernels" / "_lib").iterdir()}
+    assert found == names(build.MACHINE)
+
+
 @pytest.fixture(scope="module")
 def sdist(tree, tmp_path_factory):
     pytest.importorskip("setuptools", "77", reason="builds a source distribution")

@@ -295,11 +295,7 @@ class TensorflowHorovod(_BoundHorovod):
         return lambda: tf.split(result, tf.reshape(sizes, (self.size,)), num=self.size)
 
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
-        import tensorflow as tf
-
-        # Who only sends to a root is given something back by a broadcast.
-        buffer = tf.reshape(self._with_unseen(buffer), buffer.shape)
-        result = self._run(self._hvd.broadcast, buffer, self.root(root), name=name)
+        result = self._run(self._hvd.broadcast, self._with_unseen(buffer), self.root(root), name=name)
         return lambda: result
 
     def _with_unseen(self, buffer: Array) -> Array:
@@ -312,7 +308,11 @@ class TensorflowHorovod(_BoundHorovod):
             return buffer
         here = tf.compat.v1.get_default_graph()
         nothing = [x for x in unseen if tf.is_symbolic_tensor(x) and x.graph is here]
-        return tf.concat([buffer, *nothing], 0) if nothing else buffer
+        if not nothing:
+            return buffer
+        found = tf.concat([buffer, *nothing], 0)
+        found.set_shape(buffer.shape)
+        return found
 
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         splits = self.xp.asarray([self.xp.shape(buffer)[0] for buffer in buffers], "int32")

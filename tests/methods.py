@@ -44,10 +44,11 @@ def built() -> None:
 
 VOTES = ("signsgd", "signum")
 EXCHANGES = [(row, communicator) for row in ROWS for communicator in row.communicators]
+BY_SHARDS = len(EXCHANGES)
 EXCHANGES += [
     (row, "twostage") for row in ROWS if "allgather" in row.communicators and "twostage" not in row.communicators
 ]
-"""Each method with what carries it; those that are not blockwise are cut by shards in two stages."""
+"""Each method with what carries it; from BY_SHARDS on those that are not blockwise, in two stages."""
 
 
 def rows(chosen: Callable[[Any], Any] = lambda row: True) -> Any:
@@ -58,8 +59,9 @@ def rows(chosen: Callable[[Any], Any] = lambda row: True) -> Any:
 def exchanges(chosen: Callable[[Any, str], Any] = lambda row, communicator: True, few: bool = False) -> Any:
     """Decorator: run a test, which uses the fixture ``xp``, for each row with each communicator that fits it.
 
-    NumPy sees them all. On the other toolkits a broadcast is left to the transports' tests, and a width of codes to
-    test_packing.py; with ``few``, where no toolkit is asked anything new, they see some rows only.
+    NumPy sees them all. On the other toolkits a broadcast is left to the transports' tests, a width of codes to
+    test_packing.py, and most shards to test_scale.py; with ``few``, where no toolkit is asked anything new, they see
+    some rows only.
     """
     some = [
         (row, communicator, name)
@@ -67,6 +69,7 @@ def exchanges(chosen: Callable[[Any, str], Any] = lambda row, communicator: True
         for index, (row, communicator) in enumerate(EXCHANGES)
         if chosen(row, communicator)
         and (name == "numpy" or (row.everywhere and communicator != "broadcast" and (index % 8 == 0 or not few)))
+        and (name == "numpy" or index < BY_SHARDS or index % 8 == 0)
     ]
     ids = [f"{name}-{row}-{communicator}" for row, communicator, name in some]
     return pytest.mark.parametrize("row, communicator, xp", some, ids=ids, indirect=["xp"])

@@ -145,6 +145,20 @@ def test_nothing_is_lost(params, size):
         np.testing.assert_allclose(applied[name].ravel() + left[name], given[name].ravel(), atol=2e-3, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in compressors if "twostage" in str(choose(method_of(name), 4, 1)).lower()]
+)
+def test_all_toolkits_find_the_same_in_two_stages(name, xp):
+    gradients = [{"w": normal(rank, 100, 90)} for rank in range(3)]
+    params = {"compressor": name, "communicator": "twostage", "min_shard": 4096}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, plain = (simulate(params, gradients, backend=toolkit, steps=2) for toolkit in (xp.name, "numpy"))
+    assert all(np.array_equal(found.means[0]["w"], other["w"]) for other in found.means)
+    wanted = plain.means[0]["w"]
+    np.testing.assert_allclose(found.means[0]["w"], wanted, atol=1e-4 * np.abs(wanted).max())
+
+
 def test_the_report_says_why():
     gradients = [{"w": normal(rank)} for rank in range(4)]
     report = simulate({"compressor": "topk"}, gradients).report

@@ -434,7 +434,6 @@ REFUSED = [
     ({"compressor": "topk", "policy": "warmup", "warmup_factor": 1.0}, "warmup_factor=1.0 must lie"),
     ({"compressor": "topk", "policy": "accordion_batch", "batch_growth": 1}, "batch_growth=1 must be at least 2"),
     ({"compressor": "qsgd", "policy": "accordion", "k_low": 1, "memory": "residual"}, "diverges with 'qsgd'"),
-    ({"compressor": "qsgd", **POLICY, "k_low": {"bucket_size": 0}, "communicator": "twostage"}, "set bucket_size"),
 ]  # fmt: skip
 
 

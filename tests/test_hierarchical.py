@@ -54,7 +54,7 @@ def shards(n, size, unit):
 @pytest.mark.parametrize("n", [1, 30, 1003])
 def test_shards_are_compressed_between_machines(xp, size, node_size, n):
     # Top-k with residual of each shard of each machine's mean, by hand.
-    graces = built(xp, {"compressor": "topk", "compress_ratio": 0.1}, n, size, node_size=node_size)
+    graces = built(xp, {"compressor": "topk", "compress_ratio": 0.1}, n, size, outer="allgather", node_size=node_size)
     machines = size // node_size
     residuals = np.zeros((machines, n), np.float32)
     for step in range(3):

@@ -36,7 +36,6 @@ REFUSED = [
     ({"compressor": "powersgd", "momentum_factor": 0.9}, "unknown key 'momentum_factor'"),
     ({"compressor": "dgc", "memory": "dgc", "gradient_clipping": True}, "of type float"),
     ({"compressor": "signum", "memory": "none", "momentum": 0.9}, "belongs to memory 'dgc' and memory 'momentum'"),
-    ({"compressor": "qsgd", "communicator": "alltoall", "bucket_size": 0}, "set bucket_size"),
     ({"compressor": "qsgd", "quantum_num": 256}, "1 .. 127"),
     ({"compressor": "topk", "memory": "residual", "communicator": "allreduce"}, "Use communicator 'allgather'"),
 ]

@@ -30,14 +30,18 @@ class Auto(Communicator):
     """
 
     def resolve(self, method: Method, transport: Transport) -> Communicator:
-        chosen, _ = choose(method, transport.size, transport.node_size if transport.splits else 1)
+        chosen, _ = _among(method, transport)
         return chosen.resolve(method, transport)
 
     def choice(self, method: Method, transport: Transport) -> str:
-        return choose(method, transport.size, transport.node_size if transport.splits else 1)[1]
+        return _among(method, transport)[1]
 
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         raise TypeError("communicator 'auto' is a choice among others: call resolve(method, transport) first")
+
+
+def _among(method: Method, transport: Transport) -> tuple[Communicator, str]:
+    return choose(method, transport.size, transport.node_size if transport.splits else 1)
 
 
 def choose(method: Method, workers: int, per_machine: int) -> tuple[Communicator, str]:

@@ -12,7 +12,7 @@ from grace.core.collectives import AllToAll, Gather
 from grace.core.communicator import Communicator, refuse_agreed
 from grace.core.method import Method
 from grace.core.registry import register
-from grace.core.sharding import cuts, shards
+from grace.core.sharding import cuts, cuttable, shards
 
 
 @register("twostage", "alltoall")
@@ -117,11 +117,6 @@ class TwoStage(Communicator):
         if "worker" in states:
             mean, states["worker"] = method.finish(mean, states["worker"], ctx)
         return mean, join(**states)
-
-
-def cuttable(compressor: Compressor) -> bool:
-    """Whether the payload of a tensor can be cut into those of its shards."""
-    return compressor.traits.block_size is not None and not compressor.traits.variable_length
 
 
 def _encode(

@@ -111,14 +111,17 @@ def in_chunks(compressor: Compressor, ctx: Context) -> bool:
     return 0 < ctx.xp.piece < ctx.size and divisible(compressor)
 
 
+def cuttable(compressor: Compressor) -> bool:
+    """Whether the payload of a tensor can be cut into those of its shards."""
+    return compressor.traits.block_size is not None and not compressor.traits.variable_length
+
+
 @cache
 def divisible(compressor: Compressor) -> bool:
     """Whether blocks may be compressed apart, by plain functions without state."""
-    traits = compressor.traits
     return (
-        traits.block_size is not None
-        and not traits.variable_length
-        and traits.combine is Combine.GATHER
+        cuttable(compressor)
+        and compressor.traits.combine is Combine.GATHER
         and type(compressor).init is Compressor.init
         and not inspect.isgeneratorfunction(type(compressor).compress)
     )

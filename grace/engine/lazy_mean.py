@@ -12,7 +12,7 @@ from grace.core import Array, Compressor, Context, Payload, Program
 from grace.core.errors import sent_by
 from grace.core.gathered import GatheredPayloads
 from grace.core.method import Lazy
-from grace.core.sharding import cut, in_chunks, piece, pieces, strides
+from grace.core.sharding import cut, cuttable, in_chunks, piece, pieces, strides
 from grace.engine import accelerators
 from grace.engine.accelerators import accelerator_of
 from grace.engine.compiled import compiled
@@ -156,7 +156,7 @@ class LazyShardedMean(LazyMean):
             yield LazyMean(self._compressor, [payload], ctx, agreed=True)
 
     def _whole(self) -> Array:
-        if self._compressor.traits.block_size is None or self._compressor.traits.variable_length:
+        if not cuttable(self._compressor):
             return self._ctx.xp.concat([part._whole() for part in self._parts()])
         # One decoding of all: a graph is smaller so.
         whole = tuple(map(self._ctx.xp.concat, zip(*self._payloads, strict=True)))

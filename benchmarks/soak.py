@@ -43,9 +43,10 @@ TIMEOUT = 20.0
 SHAPES = {"matrix": (48, 64), "vector": (3000,)}
 PLANNED = "reduce_scatter(intra) compress(gpu) allgather*(inter) decompress(gpu) allgather(intra)"
 CASES: dict[str, dict[str, Any]] = {
-    "allgather": {"compressor": "topk", "compress_ratio": 0.05},
+    "auto": {"compressor": "topk", "compress_ratio": 0.05},
+    "allgather": {"compressor": "topk", "compress_ratio": 0.05, "communicator": "allgather"},
     "broadcast": {"compressor": "threshold", "threshold": 20.0, "communicator": "broadcast"},
-    "allreduce": {"compressor": "randomk", "compress_ratio": 0.1},
+    "allreduce": {"compressor": "randomk", "compress_ratio": 0.1, "communicator": "allreduce"},
     "allreduce, agreed": {"compressor": "gtopk", "compress_ratio": 0.05},
     "hierarchical": {"compressor": "topk", "compress_ratio": 0.05, "communicator": "hierarchical", "node_size": 2},
     "planned": {"compressor": "topk", "communicator": "planned", "option": PLANNED, "node_size": 2},

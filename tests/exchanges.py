@@ -99,15 +99,15 @@ ROWS = [
     {"compressor": "sketch_sgd", "compress_ratio": 0.01},
     {"compressor": "chain", "sparsifier": "randomk", "compress_ratio": 0.1, "quantizer": "natural", **ALL},
     {"compressor": "qsparse", "compress_ratio": 0.05, **ALL},
-    # In two stages by shards: of a fixed length and not, on all workers and on few.
+    # In two stages by shards: of a fixed length and not, on all workers and on few. Without atomo: what it sends has
+    # equal singular values, so that rounding decides what the second stage draws.
     {"compressor": "topk", "compress_ratio": 0.05, "communicator": "twostage", **ALL},
     {"compressor": "sidco", "compress_ratio": 0.05, "communicator": "twostage", "min_shard": 256, **ALL},
     {"compressor": "3lc", "communicator": "twostage", **ALL},
-    {"compressor": "atomo", "communicator": "twostage", **ALL},
     {"compressor": "onebit", "communicator": "twostage", "min_shard": 256, **ALL},
 ]
 # Where four workers share few cores and every row is a graph of its own: each way that a payload can travel, once.
-FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24, 30, 33, -5, -4, -1]
+FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24, 30, 33, -4, -3, -1]
 
 
 def rows(toolkit: str, size: int) -> list[int]:

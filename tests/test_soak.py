@@ -28,7 +28,7 @@ pytestmark = pytest.mark.processes
 
 
 def test_every_communicator_takes_part():
-    assert {params.get("communicator", "allreduce") for params in CASES.values()} | {"allgather"} == set(communicators)
+    assert {params.get("communicator", "auto") for params in CASES.values()} == set(communicators)
 
 
 def test_workers_were_killed_and_begun_again(found):

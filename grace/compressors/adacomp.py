@@ -53,7 +53,9 @@ class AdaComp(Placed):
         bound = xp.reshape(largest, (-1, 1))
         # What is not finite is sent, and so is seen by every worker.
         chosen = blocks.flat(xp, (reach >= bound) & (bound > 0), n) | xp.invert(xp.isfinite(total))
-        scale = xp.sum(largest) / float(max(1, blocks.block_count(n, size)))
+        # In double precision: of equal magnitudes, as the second of two stages meets them, nothing is left.
+        sizes = xp.sum(xp.cast(largest, "float64"))
+        scale = xp.cast(sizes / float(max(1, blocks.block_count(n, size))), "float32")
         counts = xp.cast(xp.sum(blocks.rows(xp, xp.cast(chosen, "int32"), size), 1), "uint8")
         positions = xp.nonzero(chosen)
         negative, scale = xp.take(total, positions) < 0, xp.reshape(scale, (1,))

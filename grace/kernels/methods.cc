@@ -404,7 +404,7 @@ API int64_t grace_bins_encode(const Loops* loops, const float* x, const float* r
     memmove(places + kept, places + int64_t(i) * group, size_t(sizes[i]));
     kept += sizes[i];
   }
-  const float step = float(total) / float(std::max<int64_t>(1, bins));
+  const float step = float(total / double(std::max<int64_t>(1, bins)));
   set(scale, 0, step);
   const float both[2] = {-step, step};
   const uint8_t* next = places;

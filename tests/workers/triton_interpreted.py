@@ -177,7 +177,7 @@ def test_topk_encode(xp, plain, n, kind, ratio, fed_back):
     v = v if fed_back or kind == "ties" else x
     x, residual = (np.zeros(n, np.float32), v) if kind == "ties" else (x, residual)
     compressor, ctx = TopK(ratio), Context(plain, "w", (n,))
-    k = compressor.count(n)
+    k = compressor.elements.selector.count(n)
     payload, _ = compressor.compress(tensor(v), {}, ctx)
     rest = compressor.residual(tensor(v), payload, ctx)
     spent = tensor(x if fed_back else v)

@@ -58,7 +58,8 @@ ROUNDED = {"twostage": 1e-4, "allreduce, low rank": 1e-4}
 """Cases that round, and how far the sum may be off, relative to its largest element."""
 
 
-SETTLED = 2000  # steps in which libraries, and pages shared with the process that forked, find their size
+SETTLED = 1000  # steps in which libraries, and pages shared with the process that forked, find their size
+MEASURED = 300.0  # seconds of a run from which on its last life has to be long enough to measure memory
 
 
 @dataclass
@@ -100,6 +101,8 @@ class Found:
             bad.append(f"{self.different} digests differ")
         if self.hangs:
             bad.append(f"{self.hangs} workers hung")
+        if self.seconds > MEASURED and not self.longest:
+            bad.append(f"no life had {SETTLED + 20 * SAVE} steps: memory was not measured; run it for longer")
         if self.growth > 256:
             bad.append(f"memory grows by {self.growth:.0f} KiB in 1000 steps")
         return bad + self.unexpected

@@ -21,13 +21,8 @@ from typing import Any
 
 PREFIX = "grace-lab"
 NETNS = Path("/etc/netns")  # `ip netns exec NAME` shows what is in NETNS/NAME in place of what is in /etc
-PACKAGES = {
-    "ip": "iproute2",
-    "tc": "iproute2",
-    "sshd": "openssh-server",
-    "ssh": "openssh-client",
-    "ssh-keygen": "openssh-client",
-}
+PACKAGES = {"ip": "iproute2", "tc": "iproute2"}
+SSH_PACKAGES = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
 LATENCY = "100ms"  # what a full queue holds, as time at the link's rate
 UNSHAPED = "unshaped"
 UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -57,16 +52,19 @@ def burst_bytes(rate: str) -> int:
     return max(int(bits_per_second(rate) / 8 * 0.0042), 16 * 1024)
 
 
-def missing() -> list[str]:
-    """What this machine lacks for a lab, each with how to get it; empty if nothing."""
+def missing(ssh: bool = False) -> list[str]:
+    """What this machine lacks for a lab, each with how to get it; empty if nothing.
+
+    ``ssh``: for horovodrun, too, which reaches the other hosts by SSH.
+    """
     lacks = []
     if sys.platform != "linux":
         return ["network namespaces (Linux only)"]
     if os.geteuid():
         lacks.append("root: run it with sudo, or in a container with --privileged")
-    packages = sorted({package for tool, package in PACKAGES.items() if not find(tool)})
-    if packages:
-        tools = ", ".join(tool for tool in PACKAGES if not find(tool))
+    needed = PACKAGES | SSH_PACKAGES if ssh else PACKAGES
+    if packages := sorted({package for tool, package in needed.items() if not find(tool)}):
+        tools = ", ".join(tool for tool in needed if not find(tool))
         lacks.append(f"{tools}: apt-get install {' '.join(packages)}")
     return lacks
 
@@ -120,8 +118,8 @@ class Host:
 class Lab:
     """``hosts`` emulated hosts on one switch, each link shaped to ``rate`` in both directions.
 
-    A context manager. Every host has an interface eth0, a hosts file that knows its own address, and an sshd with keys
-    of this lab alone; nothing of the machine's own network or ssh is changed. ``rate``: as tc writes it, or "unshaped".
+    A context manager. Every host has an interface eth0, a hosts file that knows its own address, and for horovodrun an
+    sshd with keys of this lab alone; nothing of the machine's own network or ssh is changed. ``rate``: as tc writes it, or "unshaped".
     ``burst``: bytes that an idle link may send at once; None: `burst_bytes`.
     """
 
@@ -137,6 +135,7 @@ class Lab:
         self.switch = f"{self.name}-sw"
         self.hosts = [Host(self.name, index) for index in range(hosts)]
         self.folder = Path()
+        self._key: Path | None = None
 
     @property
     def size(self) -> int:
@@ -150,8 +149,13 @@ class Lab:
 
     @property
     def key(self) -> Path:
-        """The private key that every host accepts."""
-        return self.folder / "id"
+        """The private key that every host accepts; starts an sshd on each. Raises LabError where there is none."""
+        if self._key is None:
+            if lacks := missing(ssh=True):
+                raise LabError("horovodrun in the network lab needs " + "; and ".join(lacks))
+            self._start_sshd()
+            self._key = self.folder / "id"
+        return self._key
 
     def __enter__(self) -> Lab:
         lacks = missing()
@@ -216,7 +220,6 @@ class Lab:
             run(*here, "address", "add", f"{host.address}/24", "dev", "eth0")
             self._etc(host)
         self.shape(self.rate, self.burst)
-        self._start_sshd()
 
     def _etc(self, host: Host) -> None:
         # Horovod's gloo looks its own host name up: in the machine's file that is often 127.0.0.1.

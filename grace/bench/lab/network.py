@@ -119,8 +119,8 @@ class Lab:
     """``hosts`` emulated hosts on one switch, each link shaped to ``rate`` in both directions.
 
     A context manager. Every host has an interface eth0, a hosts file that knows its own address, and for horovodrun an
-    sshd with keys of this lab alone; nothing of the machine's own network or ssh is changed. ``rate``: as tc writes it, or "unshaped".
-    ``burst``: bytes that an idle link may send at once; None: `burst_bytes`.
+    sshd with keys of this lab alone; nothing of the machine's own network or ssh is changed. ``rate``: as tc writes
+    it, or "unshaped". ``burst``: bytes that an idle link may send at once; None: `burst_bytes`.
     """
 
     def __init__(

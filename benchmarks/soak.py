@@ -58,7 +58,7 @@ ROUNDED = {"twostage": 1e-4, "allreduce, low rank": 1e-4}
 """Cases that round, and how far the sum may be off, relative to its largest element."""
 
 
-SETTLED = 1000  # steps in which libraries, and pages shared with the process that forked, find their size
+SETTLED = 2000  # steps in which libraries, and pages shared with the process that forked, find their size
 MEASURED = 300.0  # seconds of a run from which on its last life has to be long enough to measure memory
 
 
@@ -263,7 +263,7 @@ def _child(folder: Path, rank: int, life: int, seed: int) -> None:
     os._exit(0)  # gloo's threads may abort a clean-up
 
 
-def soak(seconds: float, folder: Path, seed: int = 0, rest: float = 0.55) -> Found:
+def soak(seconds: float, folder: Path, seed: int = 0, rest: float = 0.6) -> Found:
     """Run for so many seconds, the last ``rest`` of them without kills."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch  # noqa: F401 - once, so that a restart is a fork; nothing is run here, so there are no threads

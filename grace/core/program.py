@@ -23,7 +23,7 @@ def as_program(value: MaybeProgram[T]) -> Program[T]:
 
 
 def run_local(value: MaybeProgram[T], whose: Any) -> T:
-    """The result of a program that requests no collective; else ValueError, naming the method."""
+    """Run a program that requests no collective and return its result; else ValueError, naming the method."""
     program = as_program(value)
     try:
         next(program)

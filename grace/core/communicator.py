@@ -16,7 +16,7 @@ class Communicator(ABC):
     """
 
     reduce_scatters: ClassVar[bool] = False
-    """It reduce-scatters: dimension 0 is the workers, and the result is the mean of this worker's row alone."""
+    """Whether it reduce-scatters: dimension 0 indexes the workers; the result is the mean of this worker's row."""
 
     def check(self, method: Method, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
         """Raise ValueError, naming the remedy, for a method that it cannot carry."""
@@ -30,7 +30,7 @@ class Communicator(ABC):
         return ""
 
     def adopt_local_plan(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
-        """Elastic jobs: before tensors are laid out, adopt what `create_groups` will compare, without messages."""
+        """Elastic jobs: adopt this worker's own plan before the layout, without messages; see `create_groups`."""
 
     def create_groups(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
         """Create the groups of workers. Called once on every worker, before the first exchange."""
@@ -52,7 +52,7 @@ class Communicator(ABC):
         return method
 
     def strategy(self, name: str) -> str:
-        """The strategy of a tensor as text, if tensors have strategies of their own."""
+        """The tensor's own strategy as text; empty if tensors have none."""
         return ""
 
     def threads(self, name: str) -> int:

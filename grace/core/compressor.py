@@ -24,7 +24,7 @@ class Compressor(ABC):
 
     @property
     def traits(self) -> Traits:
-        """What the framework relies on: a class attribute, or a `cached_property` of the hyper-parameters."""
+        """The method's promises: a class attribute, or a `cached_property` of the hyper-parameters."""
         return _DEFAULT
 
     def applies(self, ctx: Context) -> bool:

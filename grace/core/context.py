@@ -51,7 +51,7 @@ class Context:
         return self._with(shape=(size,), offset=self.offset + start)
 
     def stage(self, name: str) -> Context:
-        """The same elements at another compression point: other random streams, other state."""
+        """The same elements at another compression point, with separate random streams and state."""
         return self._with(name=f"{self.name}/{name}")
 
     def _with(self, **changes: Any) -> Context:

@@ -30,7 +30,7 @@ class Memory(ABC):
         """Whether it compresses x plus its state "residual", if there is one, and stores the new residual."""
         return False
 
-    def check(self, compressor: Compressor) -> None:  # most fit every compressor
+    def check(self, compressor: Compressor) -> None:  # noqa: B027 - most fit every compressor
         """Raise ValueError, naming the remedy, for a compressor that does not fit."""
 
     def init(self, ctx: Context) -> State:

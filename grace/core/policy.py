@@ -20,7 +20,7 @@ MAIN = ("compress_ratio", "compress_rank", "bits", "quantum_num", "chunk_k")
 
 @dataclass(frozen=True)
 class Decision:
-    """What holds until the next one, and all that a policy remembers: plain data, saved as JSON."""
+    """The settings until the next decision, and the policy's whole memory: plain data, saved as JSON."""
 
     levels: dict[str, int]
     """Level index by tensor."""
@@ -40,8 +40,8 @@ class Policy(ABC):
     """
 
     norm_source: str = ""
-    """Whose gradients add up over an epoch that is watched: "rank0" (worker 0's own), "mean" (every worker's own;
-    the mean of their squared norms), "aggregated" (the means that all got); empty: nobody's."""
+    """Which gradients to sum over a watched epoch: "rank0" (worker 0's own), "mean" (every worker's own; their squared
+    norms are averaged), "aggregated" (the means that all workers receive); empty: none."""
     batch: ClassVar[bool] = False
     """Whether it decides on ``micro_steps``."""
     switches_methods: ClassVar[bool] = False

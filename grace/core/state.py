@@ -29,8 +29,8 @@ class Resize(Enum):
     OWN = "own"
     """Private to a worker: each new worker takes over one old worker's array, in rank order."""
     TRACKED = "tracked"
-    """All workers keep the mean of it as "mean", beside it: every worker goes on from that. So the two stay true to
-    each other, also where what a worker had is lost."""
+    """An estimate whose mean over the workers is stored beside it, as "mean": every worker restarts from the mean. The
+    two stay consistent even if some workers' estimates are lost."""
 
 
 def apart(arrays: Payload, others: Payload, xp: Any) -> Payload:

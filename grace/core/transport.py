@@ -47,7 +47,7 @@ class Transport(ABC):
 
     @abstractmethod
     def start(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
-        """Begin one round of collectives as few messages; the returned function waits for the results."""
+        """Begin one round of collectives in as few messages as possible; returns a function that awaits the results."""
 
     def exchange(self, text: str) -> list[str]:
         """Every worker's text, in rank order. For start-up checks."""

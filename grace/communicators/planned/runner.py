@@ -39,15 +39,17 @@ GATHERED = "compress(gpu) allgather*(flat) decompress(gpu)"
 @register("planned")
 @dataclass(frozen=True)
 class Planned(Communicator):
-    """Take each tensor along a strategy of Espresso's tree: what is compressed where, and over which collectives.
+    """Carry each tensor by a strategy of Espresso's tree: where to compress, and which collectives to use.
 
-    Wherever a worker compresses, it has a memory of its own for what it did not send; where it compresses a mean, that
-    is the memory that the method has for a second compression. What is divided among workers afterwards is compressed
-    piece by piece. Each collective gives a mean, and a root is the first worker of its group; a reduction to a root, a
-    gathering and a reduce-scatter are an AllToAll to those who want the data, so bytes are what the strategy says.
+    Each compression has its own memory; where a worker compresses a mean, it uses the method's memory for a second
+    compression. Data that is later divided among workers is compressed shard by shard. Each collective returns a mean,
+    and
+    its root is the first worker of its group. A reduce, a gather and a reduce-scatter are an AllToAll to the workers
+    that
+    need the data, so the bytes are those of the strategy.
     ``option``: the strategy of all tensors, as text (`grace.communicators.planned.strategy`).
-    ``ways``: instead, a strategy and perhaps a method for each tensor.
-    ``node_size``: workers of a machine, consecutive ranks; 0: as they were launched. It must divide their number.
+    ``ways``: instead, a strategy and an optional method for each tensor.
+    ``node_size``: workers per machine, with consecutive ranks; 0: as launched. It must divide the number of workers.
     Wang et al., "Hi-Speed DNN Training with Espresso", EuroSys 2023, section 4.1.
     """
 
@@ -190,7 +192,7 @@ def summable(compressor: Compressor) -> bool:
 # -- the steps of a strategy -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PlanStep:
-    """One action of a strategy, for one worker: what it finds before the action."""
+    """One action of a strategy for one worker, with the worker's situation before it."""
 
     action: Action
     here: bool

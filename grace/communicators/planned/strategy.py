@@ -101,7 +101,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Held:
-    """What a worker holds between two actions."""
+    """A worker's data between two actions."""
 
     compressed: bool
     flat: Place
@@ -151,7 +151,7 @@ def check(option: Option) -> None:
 
 @cache
 def states(option: Option) -> tuple[Held, ...]:
-    """What a worker holds before each action and, last, at the end. ValueError as `check`."""
+    """A worker's data before each action and at the end. ValueError as in `check`."""
     held = [_BEGIN]
     for number, action in enumerate(option.actions):
         before = option.actions[number - 1].kind

@@ -1,4 +1,4 @@
-"""What all workers must have alike: settings and tensors, compared when they begin, and the step of each exchange."""
+"""Agreement among workers: their settings and tensors at the start, and the step of each exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grace.transports.launched import JOINED
 def agree(transport: Transport, settings: Mapping[str, Any], tensors: Iterable[Tensor], number: int = 0) -> int:
     """Compare settings and tensors with the other workers'. Raises ValueError on all of them, naming the difference.
 
-    Gives the largest of the workers' ``number``.
+    Returns the largest ``number`` of all workers.
     """
     if transport.size == 1:
         return number
@@ -51,27 +51,27 @@ def _difference(first: Any, other: Any) -> str:
 
 
 HEADER = 3
-"""Numbers that an exchange begins with, float32; they are summed over the workers."""
+"""Length of an exchange's float32 header, which is summed over the workers."""
 
 
 def header(step: int, attempt: int, failed: bool, workers: int) -> list[float]:
-    """A number that names this worker's step and exchange, its square, and whether the worker gave up.
+    """A tag of this worker's step and exchange, the tag's square, and a flag that the worker gave up.
 
-    Their sums over the workers tell whether all have the same number (`in_step`), exactly: they stay below 2^24. No
-    number is 0, which is what Horovod adds for a worker that has called hvd.join().
+    The sums over the workers show exactly whether all tags are equal (`in_step`), since they stay below 2^24. No
+    tag is 0, which Horovod adds for a worker that has called hvd.join().
     """
     tag = 1 + (step + 97 * attempt) % (min(252, math.isqrt(2**24 // workers)) - 1)
     return [float(tag), float(tag * tag), float(failed)]
 
 
 def in_step(sums: Sequence[float], workers: int) -> bool:
-    """Whether all workers are at the same step, and none gave up, from the sums of their headers."""
+    """Whether all workers are at the same step and none gave up, given the sums of their headers."""
     tags, squares, failed = (round(each) for each in sums)
     return failed == 0 and workers * squares == tags * tags
 
 
 def joined(sums: Sequence[float], own: Sequence[float], workers: int) -> bool:
-    """Whether some workers gave zeros and all others have this worker's step, from the sums of their headers."""
+    """Whether some workers sent zeros and all others have this worker's step, given the sums of their headers."""
     there = round(sums[0] / own[0])
     return there < workers and [round(each) for each in sums] == [there * round(each) for each in own]
 

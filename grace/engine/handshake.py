@@ -80,13 +80,13 @@ class OutOfStep(RuntimeError):
     """Workers are at different steps, or some gave up the step; raised on all of them."""
 
     everyone = False
-    """Whether all of them gave up, so that nothing but this exchange is lost."""
+    """Whether all workers gave up, so that only this exchange is lost."""
 
 
 def out_of_step(transport: Transport, step: int, attempt: int, failure: str, sums: Sequence[float]) -> OutOfStep:
-    """Ask all workers where they are; the error that each of them raises."""
+    """Ask all workers for their step; returns the error that each of them raises."""
     if joined(sums, header(step, attempt, bool(failure), transport.size), transport.size):
-        return OutOfStep(JOINED)  # who has joined does not answer
+        return OutOfStep(JOINED)  # workers that joined do not answer
     texts = [json.loads(text) for text in transport.exchange(json.dumps([step, attempt, failure]))]
     if failures := [f"worker {rank} gave up step {at}: {why}" for rank, (at, _, why) in enumerate(texts) if why]:
         error = OutOfStep("; ".join(failures) + ". No worker kept anything of this exchange")

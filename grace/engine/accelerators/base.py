@@ -34,10 +34,11 @@ class Accelerator(Generic[C]):
     def compensated(
         self, compressor: C, x: Array, residual: Array, state: State, ctx: Context
     ) -> tuple[Array, Program[tuple[Payload, State]]] | None:
-        """`Compressor.compress` of x + residual, whose first pass also adds them; None: it does not.
+        """`Compressor.compress` of x + residual, with the addition fused into its first pass; None: not supported.
 
-        Replaces `compress` where it is not None. Returns the array that holds the sum once the program has run, and the
-        program. x is donated.
+        Replaces `compress` if not None. Returns the array that holds the sum after the program has run, and the
+        program.
+        x is donated.
         """
         return None
 

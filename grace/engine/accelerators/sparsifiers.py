@@ -123,7 +123,7 @@ class Selection(ElementSums[K]):
     def chosen(
         self, compressor: K, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Array, Array, Array] | None:
-        """`encode` before positions are written: values float32[K], positions int32[K], residual; None: no kernel."""
+        """`encode` without index coding: values float32[K], positions int32[K], residual; None: no kernel."""
 
     @abstractmethod
     def uncoded(self, compressor: K, n: int) -> bool:

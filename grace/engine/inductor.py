@@ -143,7 +143,7 @@ class Watched(Context):
 
 
 def watched(ctx: Context, xp: Backend, draw: Callable[[str, bool, str, int], Array]) -> Watched:
-    """The part of a context that pieces of all tensors and steps have in common, and where its numbers come from."""
+    """A context without the parts that change between tensors and steps; ``draw`` supplies its random numbers."""
     return Watched(xp, "piece", ctx.shape, world_size=ctx.world_size, draw=draw)
 
 
@@ -160,7 +160,7 @@ class Forms:
         """Number of compiler runs."""
 
     def encode(self, compressor: Compressor, x: Array, residual: Array | None, payload: Payload, ctx: Context) -> bool:
-        """``payload`` takes that of x + residual, and x what it does not carry, if there is a residual. False: not."""
+        """Write the payload of x + residual to ``payload``, and a new residual to x. False: not compiled."""
         key = ("encode", compressor, ctx.shape, residual is None, ctx.world_size)
         form = self._form(key, compressor, lambda: self._encoding(compressor, ctx, residual is not None))
         if form is None:

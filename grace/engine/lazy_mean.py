@@ -51,7 +51,7 @@ class LazyMean(Lazy):
         ]
 
     def array(self, deferred: DeferredKernels | None = None) -> Array:
-        """float32[n], filled later if ``deferred`` has the kernel. ValueError names a worker whose payload is wrong."""
+        """float32[n], filled later if ``deferred`` has the kernel. ValueError names the sender of a bad payload."""
         xp, ctx = self._ctx.xp, self._ctx
         if xp.mutable and (xp.kernels or in_chunks(self._compressor, ctx)):
             return self.into(xp.empty(ctx.size, ctx.dtype), deferred)

@@ -17,8 +17,8 @@ class Options:
     """Bucket size in MiB: a bucket's gradients travel together, and it is closed once full. The first bucket has 1
     MiB."""
     nonfinite: str = "poison"
-    """When a mean is not finite, the tensor's state stays as it was, and the mean is handed on ("poison": every
-    worker's loss scaler sees it), replaced by zeros ("zero"), or FloatingPointError is raised on all workers ("raise").
+    """What happens if a mean is not finite. The tensor's state stays unchanged; "poison" returns the mean (every
+    worker's loss scaler sees it), "zero" returns zeros, "raise" raises FloatingPointError on all workers.
     """
     seed: int = 0
     """Seed of all random numbers. Must be equal on all workers."""

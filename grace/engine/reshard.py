@@ -259,7 +259,7 @@ def _moved(
 
 
 def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: int) -> Any:
-    # What the workers' residuals and what they carry make of these elements in the sum of all their gradients.
+    # The share of these elements that residuals and carried arrays contribute to the sum of all workers' gradients.
     import numpy as np
 
     workers, total = states[0]["world_size"], np.zeros(start + count)
@@ -272,7 +272,7 @@ def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: i
             elif field == RESIDUAL and point in places:
                 first, size = places[point]
                 holders = sharing(point, places[point], everybody)
-                share = workers / (workers if holders == len(states) else holders)  # what is gone held it too
+                share = workers / (workers if holders == len(states) else holders)  # lost workers held it too
             else:
                 continue
             part = _elements(array, size, unit, key)[: max(0, start + count - first)]
@@ -281,7 +281,7 @@ def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: i
 
 
 def sharing(point: str, place: Sequence[int], everybody: Iterable[Places]) -> int:
-    """How many workers hold the same elements at the same stage of their way, each as a part of one mean."""
+    """Number of workers that hold the same elements at the same stage, each as a part of one mean."""
     return sum(
         any(stage(name) == stage(point) and tuple(other) == tuple(place) for name, other in places.items())
         for places in everybody
@@ -289,7 +289,7 @@ def sharing(point: str, place: Sequence[int], everybody: Iterable[Places]) -> in
 
 
 def stage(point: str) -> str:
-    """What points of compression have in common that are pieces of one tensor: the name before the number."""
+    """The name of a compression point without its shard number: the same for all shards of one tensor."""
     return point.partition(".")[0]
 
 
@@ -300,7 +300,7 @@ def rule_of(method: Method, key: str) -> Resize:
 
 
 def stages(points: Iterable[str]) -> set[str]:
-    """`stage` of each."""
+    """The stages of several points."""
     return {stage(point) for point in points}
 
 
@@ -311,16 +311,16 @@ def _elements(array: Any, count: int, unit: str, key: str) -> Any:
 
 
 def host(array: Any) -> Any:
-    """An array of a state in NumPy; PyTorch's bfloat16, which NumPy lacks, as float32."""
+    """A state array in NumPy; PyTorch's bfloat16, which NumPy lacks, as float32."""
     import numpy as np
 
     return np.asarray(array.float() if str(getattr(array, "dtype", "")) == "torch.bfloat16" else array)
 
 
 def parsed(key: str) -> tuple[str, str, str]:
-    """A key of a state: the point of compression, "memory" or "compressor", and the array's name there.
+    """Split a state key into the compression point, "memory" or "compressor", and the array's name.
 
-    A dense tensor's state is the memory's.
+    A dense tensor's state belongs to its memory.
     """
     steps = key.split("/")
     for index, step in enumerate(steps):

@@ -15,8 +15,9 @@ class Workspace:
     """Rollback log, deferred kernels and draw cache of one unit in one step."""
 
     rollback_log: list[tuple[Array, Array]] | None = None
-    """A kernel may overwrite the last residual if it appends (residual, array that holds the last one: the donated x).
-    None: the last residual must stay intact."""
+    """Residuals that kernels have overwritten, with the arrays (donated x) that hold the previous values. A kernel may
+    overwrite a residual if it appends to this log. None: residuals must stay intact.
+    """
     deferred: DeferredKernels | None = None
     """Accelerators may return arrays that kernels fill later, and must not read them. None: call kernels
     immediately."""

@@ -311,10 +311,10 @@ class StateStore:
         ctx_of: Callable[[Unit], Context],
         among: tuple[int, int] | None,
     ) -> list[Fitted]:
-        """What `load` would set. ``states``: this worker's; or those of all workers of a run that was cut otherwise.
+        """The arrays that `load` would set. ``states``: this worker's, or those of all workers of another run.
 
-        ``among``: then which worker of how many this is. ``ctx_of``: a unit's context here. ValueError, naming the
-        difference, where states do not fit.
+        ``among``: in the latter case, this worker's rank and the number of workers. ``ctx_of``: a unit's context here.
+        ValueError, naming the difference, for states that do not fit.
         """
         xp = self.xp
         strategies = self.strategies(levels, units) if among else {}

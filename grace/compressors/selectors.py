@@ -55,7 +55,7 @@ class Exact(Largest):
 
 @dataclass(frozen=True)
 class Chunk(Largest):
-    """The largest of each chunk, k in all: chunks of 4096 elements, or of n / k if there would be more than k."""
+    """The largest of each chunk, k in all: chunks of 4096 elements, or of n / k if that is larger."""
 
     def count(self, n: int) -> int | None:
         return kept(self.compress_ratio, n)
@@ -137,7 +137,7 @@ class Sampled(Largest):
         below = xp.searchsorted(candidates, xp.concat([size, xp.zeros(1)]))[:-1]
         counts = xp.cast(xp.segment_sum(size * 0.0 + 1.0, below, many + 1), "int32")
         above = xp.cast(xp.sum(counts) - xp.cumsum(counts)[:-1], "float32")
-        # Nearest to k, where too many count as the most that will be sent; of equals, the highest threshold.
+        # The count nearest to k, after capping counts at the maximum to send; of ties, the highest threshold.
         miss = xp.abs(xp.minimum(above, float(most)) - float(k))
         best = xp.topk(-(miss + xp.asarray(MISS, "float32")), 1)
         # If there are too many, take the largest, and fill up with those between this candidate and the next.
@@ -205,7 +205,7 @@ class Ranged(Thresholded):
 
     @abstractmethod
     def search(self, k: int, at: Callable[[Array], Array], x: Array, xp: Any) -> Array:
-        """float32[1]; ``at`` gives the threshold for a share of the way from the mean to the largest, float64[1]."""
+        """float32[1]; ``at`` maps a fraction of the range from mean to largest, float64[1], to a threshold."""
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ class SIDCo(Sparsifier, Selector):
         return xp.cast(xp.loop(left, refined, (one + 1, start))[1], "float32")
 
     def share(self, xp: Any, stage: Array, stages: Array) -> Array:
-        """float64[1]: the logarithm of the share of what comes to a stage that it lets through. They add up."""
+        """float64[1]: the logarithm of the share that a stage lets through. The logarithms add up over stages."""
         whole = math.log(self.compress_ratio)
         begin = whole if self.compress_ratio >= self.delta1 else math.log(self.delta1)
         later = (whole - begin) / xp.cast(xp.maximum(stages - 1, 1), "float64")

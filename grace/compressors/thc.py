@@ -22,10 +22,11 @@ CUT = NormalDist().inv_cdf(1 - 1 / 64)  # 1 in 32 standard normal numbers exceed
 class THC(Blockwise):
     """Rotate each block at random, alike on all workers, round to equal steps at random, and sum on the wire.
 
-    Two rounds: each block's norms float32[m] are gathered, the largest counts; then the codes summed, one byte each
-    while N * (2**bits - 1) <= 255, else four. A block has d elements on the wire, filled up with zeros.
+    Two rounds: each block's norms float32[m] are gathered, and the largest is used; then the codes are summed, in one
+    byte
+    each while N * (2**bits - 1) <= 255, else in four. A block has d elements on the wire, padded with zeros.
     Payload: sums uint8[d * m] or int32[d * m]; norms float32[m]; this worker's own codes, which stay with it.
-    ``bits``: steps are 2**bits - 1, from -2.15 to 2.15 standard deviations; what lies beyond is cut. 2 .. 8.
+    ``bits``: there are 2**bits - 1 steps, from -2.15 to 2.15 standard deviations; larger values are clipped. 2 .. 8.
     ``block_size``: d, a power of two; tensors of fewer elements have the next power of two, at least 8.
     Li et al., "THC", NSDI 2024, arXiv:2302.08545, with its uniform table: the paper also fits tables to the
     normal distribution, and looks codes up in the switch or server, so that only ``bits`` travel.

@@ -212,7 +212,7 @@ def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """What `torch.load` reads without running code. Raises TypeError for other values, naming their place."""
+    """The value in a form that `torch.load` reads without running code. Raises TypeError, naming the place."""
     if isinstance(value, np.generic | np.ndarray) and not value.dtype.hasobject:
         return {NUMPY: [value.dtype.str, list(value.shape), value.tobytes().hex(), isinstance(value, np.ndarray)]}
     if isinstance(value, torch.Tensor):

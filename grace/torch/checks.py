@@ -31,7 +31,7 @@ def check_grace(grace: Any, call: str) -> None:
 
 
 def check_optimizer(optimizer: Any, call: str = "DistributedOptimizer(optimizer, grace=grc)") -> None:
-    """Raise TypeError unless it is an optimizer of PyTorch that has its own step. ``call``: the right one."""
+    """Raise TypeError unless it is a PyTorch optimizer with its own step. ``call``: the correct call."""
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(optimizer, type):
         raise TypeError(f"{optimizer.__name__} is a class: make an optimizer of it first, then {call}")
@@ -79,7 +79,7 @@ def entries(named: Any, what: str, remedy: str) -> list[tuple[str, Any]]:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-    """Raise TypeError or ValueError for an optimizer's parameters whose gradients cannot be averaged, with the name."""
+    """Raise TypeError or ValueError, with the name, for a parameter whose gradient cannot be averaged."""
     if named is not None and not named:
         raise ValueError(
             "named_parameters is empty: a generator can be used once, so call model.named_parameters() again"

@@ -83,7 +83,7 @@ def claim(grace: Grace, parameters: Iterable[torch.Tensor], kind: str, driver: A
 
 
 def extend(claim: Claim, parameters: Iterable[torch.Tensor]) -> None:
-    """Claim more parameters. Raises ValueError where another integration drives one of them."""
+    """Claim more parameters. Raises ValueError if another integration drives one of them."""
     parameters = list(parameters)
     if any(held is not None and held is not claim for held in map(claimed, parameters)):
         raise ValueError("another DistributedOptimizer or ddp_hook drives these parameters already")

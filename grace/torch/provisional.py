@@ -33,7 +33,7 @@ class Put(NamedTuple):
         return self.holds(gradient) and gradient is not None and gradient._version == self.version
 
     def thrown_away(self, gradient: torch.Tensor | None) -> bool:
-        """Whether it was removed or zeroed. If it was zero from the start, this is False."""
+        """Whether it was removed or zeroed. An unchanged gradient, even a zero one, was not."""
         if gradient is None or not self.holds(gradient):
             return True
         return not self.unchanged(gradient) and not nonzero(gradient)

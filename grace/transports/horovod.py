@@ -1,4 +1,4 @@
-"""Horovod, for PyTorch and for TensorFlow. Collectives are matched by name, so tensors cannot be mixed."""
+"""Horovod for PyTorch and TensorFlow. It matches collectives by name, so tensors of both cannot be mixed."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ CARRIED = 2**18
 
 
 class MessageTransport(Transport):
-    """Packs collectives into buffers. A subclass moves the buffers; every method begins and returns its wait."""
+    """Packs collectives into buffers. A subclass moves the buffers; its methods begin and return their waits."""
 
     _groups: dict[str, MessageTransport] = {}  # noqa: RUF012 - replaced, never changed
 
@@ -51,7 +51,7 @@ class MessageTransport(Transport):
 
     @abstractmethod
     def among(self, ranks: list[int]) -> MessageTransport:
-        """The transport of some workers, this one among them. All workers call it together, each for its own group."""
+        """The transport of a subgroup that includes this worker. All workers call it together, for their own groups."""
 
     def group_rank(self, group: str) -> int:
         return self.rank if group == "world" else self._groups[group].rank
@@ -90,7 +90,7 @@ class MessageTransport(Transport):
 
     @abstractmethod
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
-        """``buffers[d]`` goes to worker d. Wait gives a list of what came from each, ``sizes[w]`` bytes from w."""
+        """``buffers[d]`` goes to worker d. Wait returns a list of what arrived, ``sizes[w]`` bytes from worker w."""
 
     def all_to_all_ragged(self, buffers: list[Array], name: str) -> Wait:
         """As `all_to_all`, for buffers whose sizes only their senders know."""

@@ -326,14 +326,14 @@ def against_bandwidth(
     factors: Sequence[float],
     bucket_mb: float = BUCKET_MB,
 ) -> Mapping[str, list[float]]:
-    """Speed-ups of each method as it comes, by `step`, where links are so many times as fast."""
+    """Speed-ups of each method's default exchange, by `step`, with links faster by these factors."""
     return _curves(profile, [faster(cluster, factor) for factor in factors], methods, bucket_mb)
 
 
 def against_nodes(
     profile: Profile, cluster: Cluster, methods: Sequence[Candidate], nodes: Sequence[int], bucket_mb: float = BUCKET_MB
 ) -> Mapping[str, list[float]]:
-    """Speed-ups of each method as it comes, by `step`, on so many machines of this kind."""
+    """Speed-ups of each method's default exchange, by `step`, on these numbers of machines."""
     return _curves(profile, [replace(cluster, nodes=count, flat=None) for count in nodes], methods, bucket_mb)
 
 

@@ -397,7 +397,7 @@ def codec(data: Any) -> Codec:
     return Codec(dict(data["params"]), curve(data["wire"], "wire"), speeds, str(data.get("source", "given")))
 
 
-# -- chains --------------------------------------------------------------------------------------------------------
+# One operation of a strategy, for any tensor size; on the device also the thread's part of a collective.
 class Term(NamedTuple):
     """One operation of a strategy, whatever the tensors' sizes. A collective on the device: the thread's part of it."""
 

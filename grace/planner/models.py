@@ -124,7 +124,7 @@ def gpt2(tokens: int = 1024) -> list[Layer]:
     """
     width, words = 768, 50257
     found = [
-        Layer("embeddings.word", (words, width), 4.0 * words * width * tokens),  # of all words
+        Layer("embeddings.word", (words, width), 4.0 * words * width * tokens),  # scores of all words
         Layer("embeddings.position", (1024, width), 4.0 * width * tokens),
     ]
     for layer in range(12):

@@ -123,7 +123,7 @@ class Backend(ABC):
         return self.zeros(shape, dtype)
 
     def side_by_side(self, size: int) -> AbstractContextManager[None]:
-        """Inside, each `part` lies behind the last one, if they fit into ``size`` bytes: to join them is free."""
+        """A context whose `part` arrays are adjacent, if they fit into ``size`` bytes: joining them is free."""
         return nullcontext()
 
     def together(self, n: int) -> AbstractContextManager[None]:
@@ -381,7 +381,7 @@ class Backend(ABC):
 
     @abstractmethod
     def nonzero(self, mask: Array) -> Array:
-        """int32[K]: positions where a bool vector is true, ascending. Only here does a shape depend on values."""
+        """int32[K]: ascending positions where a bool vector is true. Only this function's shape depends on values."""
 
     def beyond(self, x: Array, bound: Array) -> Array:
         """int32[K]: ascending positions where the magnitude is not at or below ``bound``, float32[1]; includes NaN."""
@@ -536,9 +536,9 @@ class Backend(ABC):
     def loop(
         self, more: Callable[..., Array], body: Callable[..., tuple[Array, ...]], values: tuple[Array, ...]
     ) -> tuple[Array, ...]:
-        """``values = body(*values)`` for as long as ``more(*values)``, a bool of one element, is true.
+        """Repeat ``values = body(*values)`` while ``more(*values)``, a bool of one element, is true.
 
-        Shapes and dtypes stay. Each round waits for a device.
+        Shapes and dtypes are fixed. Each round waits for a device.
         """
         while more(*values):
             values = body(*values)

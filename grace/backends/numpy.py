@@ -577,7 +577,7 @@ def smallest(words: Array, k: int) -> Array:
 
 
 def largest_in_rows(x: Array, k: int) -> Array:
-    """int32[m, k]: of each row of [m, n] the positions of the k largest |x|, ascending; NaN as `largest_magnitudes`."""
+    """int32[m, k]: ascending positions of the k largest |x| per row of [m, n]; NaN as in `largest_magnitudes`."""
     m, n = x.shape
     found = np.empty((m, min(k, n)), np.int32)
     if k >= n or k == 0:

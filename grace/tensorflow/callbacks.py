@@ -201,9 +201,9 @@ class RecordCallback(_Callback):
 
 
 def gossip_variables(gossip: Gossip, variables: Sequence[Any]) -> None:
-    """Mix variables between neighbours, once; the first call builds their state. Eagerly, after an optimizer's step.
+    """Mix variables between neighbours, once; the first call builds their state. Call it eagerly, after a step.
 
-    RuntimeError inside a graph: which side of a matrix is next depends on the round.
+    RuntimeError inside a graph: the side of a matrix to send depends on the round.
     """
     if tf.inside_function():
         raise RuntimeError("gossip_variables is no part of a graph: call it after the tf.function that steps")

@@ -1,7 +1,9 @@
 """A test kit: checks your own compressor, memory or communicator against the laws of compression.
 
-  def test_my_compressor():
-      check_compressor(MyCompressor())
+    from grace.testing import check_compressor
+
+    def test_my_compressor():
+        check_compressor(MyCompressor())
 
 Every law runs on every installed toolkit, in this process, without a network. `compressor_laws` and its
 siblings return single checks, for `pytest.mark.parametrize`. GRACE's own methods obey the same laws.

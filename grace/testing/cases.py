@@ -146,7 +146,7 @@ def memory_of(compressor: Compressor) -> Memory:
 def workers(
     compressor: Compressor, memory: Memory | None = None, communicator: Any = None, size: int = 3, **options: Any
 ) -> list[Grace]:
-    """One Grace for each worker of a world in this process; small tensors are compressed too."""
+    """One Grace per worker of a world in this process; compresses small tensors, too."""
     world, method = World(size), Method(compressor, memory or memory_of(compressor))
     communicator = communicator or communicators[usual_communicator(compressor)]()
     with warnings.catch_warnings():

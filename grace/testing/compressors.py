@@ -94,7 +94,7 @@ def state_is_what_init_makes(compressor: Compressor, xp: Any) -> None:
 
 @LAWS.add
 def marks_show_what_is_not_finite(compressor: Compressor, xp: Any) -> None:
-    """``marked`` promises that NaN and infinity show in the payload's numbers, and that nothing else does."""
+    """``nonfinite_in_payload``: the payload's floats are finite if and only if the gradient is."""
     if not compressor.traits.nonfinite_in_payload:
         return
     shape = shape_of(compressor, 1000)

@@ -273,7 +273,7 @@ class Gossip:
 
     @property
     def built(self) -> bool:
-        """Whether `build` has seen the parameters."""
+        """Create the state of all parameters, once. If workers differ, all of them raise an error that says how."""
         return self._xp is not None
 
     def build(self, named_parameters: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:

@@ -82,7 +82,7 @@ class Codes:
         offsets: Address = None,
         start: int = 0,
     ) -> _Codec:
-        """For a kernel. ``keys``: rounds at random, by words of these; "fp8" by noise, which is as of `ints_encode`."""
+        """The C structure for a kernel. ``keys``: random rounding by words; "fp8" uses noise, as in `ints_encode`."""
         noise = _Noise(table or None, offsets or None, start // 65536, start)
         addresses = ctypes.addressof(self._table), ctypes.addressof(self._buckets)
         return _Codec(*self._numbers, keys is not None, self._factor, *(keys or (0, 0)), *addresses, noise)

@@ -264,7 +264,7 @@ class HostKernels:
         return values, positions, left
 
     def threshold_encode(self, x: Array, residual: Array | None, bound: float) -> tuple[Array, Array, Array]:
-        """float32[n] -> values and positions of all that reach the bound or are not finite, and what is left."""
+        """float32[n] -> values and positions of all that reach the bound or are not finite, and the new residual."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         room = min(n, max(1024, n // 16))
@@ -341,9 +341,9 @@ class HostKernels:
         return fresh, total
 
     def sparse_mean(self, payloads: Pairs, out: Array | None, n: int, k: int | None = None) -> Array:
-        """Each worker's values and ascending positions -> float32[n]; ValueError names a worker whose are wrong.
+        """Each worker's values and ascending positions -> float32[n]; ValueError names an invalid payload's worker.
 
-        ``k``: how many each must have; None: as many values as positions.
+        ``k``: required number of elements; None: as many values as positions.
         """
         if k is None:
             return self.sparse_sums(payloads, out, n, (False,))
@@ -546,7 +546,7 @@ class HostKernels:
         return self._mean("cosines", payloads, out, (*sizes, k), (senders, sign), now=True)
 
     def positions_write(self, positions: Array, widths: Sequence[int], marks: int) -> tuple[Array, ...]:
-        """int32[k] -> planes of lower bits, and the upper ones' code: "elias_fano" of `grace.ops.index_coding`."""
+        """int32[k] -> planes of lower bits, and the upper bits' code: "elias_fano" in `grace.ops.index_coding`."""
         xp, at, (positions,) = self._xp, self._xp.address, self._ready(positions)
         (k,) = xp.shape(positions)
         planes = [xp.part(packed_size(bits, k), "uint8") for bits in widths]

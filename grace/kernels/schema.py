@@ -1,7 +1,7 @@
-"""The kernels' C interface, a row each; ``python -m grace.kernels.schema`` writes the C header, `api.h`, from it.
+"""The kernels' C interface, one row each; ``python -m grace.kernels.schema`` writes the C header, `api.h`, from it.
 
-`grace.kernels.Library` takes its signatures from here, and `grace.kernels.host` the arrays of a payload. A new kernel
-is a row here and its loop in C++.
+`grace.kernels.Library` takes its signatures from here, and `grace.kernels.host` the payload arrays. To add a kernel,
+add a row here and its C++ loop.
 """
 
 from __future__ import annotations

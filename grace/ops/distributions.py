@@ -26,7 +26,7 @@ def exponential(xp: Any, mean: Array, share: Array) -> Array:
 
 
 def pareto(xp: Any, mean: Array, variance: Array, share: Array) -> Array:
-    """Numbers of a generalised Pareto law. Its shape is held in -5 .. 0.499: there are no such moments beyond."""
+    """Magnitudes with a generalised Pareto law. Its shape is clamped to -5 .. 0.499, where moments exist."""
     shape = pareto_shape(xp, mean, variance)
     scale = mean * (1.0 - shape)
     curved = (shape > 1e-6) | (shape < -1e-6)  # else the formula is 0 / 0

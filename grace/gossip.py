@@ -128,8 +128,7 @@ class PowerGossip(Mixing):
 
     Each edge owns factors P and Q. Alternately, one is orthonormalised, both ends send their matrix's product with it,
     the difference becomes the other factor, and both ends move by it: r (a or b) numbers for an a x b matrix. There is
-    no
-    step size to tune. Vectors are mixed uncompressed.
+    no step size to tune. Vectors are mixed uncompressed.
     State: for each neighbour P float32[a, r] and Q float32[r, b], equal at both ends.
     ``rank``: r; if it reaches min(a, b), a step is exact. ``steps``: power iterations per round. ``gamma``: scales each
     move. ``warm_start``: begin with the last step's factor instead of a random one. ``sign``: round the vector of

@@ -552,8 +552,7 @@ class TorchBackend(Backend):
         return torch.linalg.qr(x).Q
 
     # On the host NumPy computes low-rank products, up to a few threads. It always computes that of the mean: workers
-    # with
-    # different numbers of threads must get the same bits.
+    # with different numbers of threads must get the same bits.
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
         if self._native:
             return self._native.left_factor(matrix, q, residual)

@@ -83,7 +83,7 @@ class Bench:
         self._target, self._source = (self.out, self.staging) if xp.mutable else (np.empty_like(hosts[0]), hosts[1])
 
     def memcpy(self) -> None:
-        """Copy as many bytes as the gradient has, between arrays that are there. TensorFlow has none: NumPy's."""
+        """Copy as many bytes as the gradient has, between existing arrays. For TensorFlow, NumPy copies."""
         if self.xp.mutable:
             self.xp.write(self._target, self._source)
         else:

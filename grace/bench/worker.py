@@ -59,9 +59,9 @@ class Clock:
             operation()
 
     def warm_up(self, long: float) -> None:
-        """Two calls, of which the second decides how many make a sample. One longer than ``long`` is not repeated.
+        """Two calls, the second of which sets the number of calls per sample. Long calls are not repeated.
 
-        Before them one that counts for nothing, where a graph is made in it.
+        An extra call comes first if it traces a graph.
         """
         if self._traced:
             self.call()

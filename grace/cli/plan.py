@@ -140,7 +140,7 @@ def read_model(name: str, backward: float | None, batch: int | None) -> Profile:
 def read_cluster(
     file: Path | None, workers: int, per_node: int, rates: Sequence[float], latencies: Sequence[float]
 ) -> Cluster:
-    """The cluster of a file, or of the options. ``rates`` in Gbit/s and ``latencies`` in microseconds: inter, intra."""
+    """The cluster from a file, or from the options. ``rates``: Gbit/s; ``latencies``: microseconds (inter, intra)."""
     try:
         if file is not None:
             data = read_json(file)

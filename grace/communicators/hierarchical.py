@@ -24,9 +24,8 @@ class Hierarchical(Communicator):
 
     Worker i of a machine averages shard i of its machine's gradients, exchanges the compressed average with worker i of
     every other machine, and sends the result to the workers of its own machine. The network between machines carries
-    each
-    shard once. Error feedback and all other state belong to the shard. Tensors of methods that need the shape are cut
-    along their first axis, others anywhere.
+    each shard once. Error feedback and all other state belong to the shard. Tensors of methods that need the shape are
+    cut along their first axis, others anywhere.
     ``outer``: the communicator between machines; empty: the default (``auto``).
     ``node_size``: workers per machine, with consecutive ranks; 0: as launched. It must divide the number of workers.
     """

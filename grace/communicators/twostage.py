@@ -24,8 +24,7 @@ class TwoStage(Communicator):
     boundaries; other methods compress each shard separately, with its own scale, threshold or number of elements. The
     second compression has its own memory, the server's, so error feedback recovers its error, too.
     ``min_shard``: minimum elements per shard; a tensor of fewer than ``min_shard`` times N elements has fewer shards,
-    on
-    workers chosen by a hash of its name. 0: every worker has a shard, in rank order.
+    on workers chosen by a hash of its name. 0: every worker has a shard, in rank order.
     Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4. For sparse methods see Li and Hoefler,
     "Near-Optimal Sparse Allreduce", PPoPP 2022: its workers select over the whole tensor and move the bounds of shards
     so that all have equally many elements, for at most 6 k elements of traffic; here each shard gets its share of k.

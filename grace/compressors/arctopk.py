@@ -28,9 +28,8 @@ class ARCTopK(AgreedSparsifier):
     ``compress_ratio``: the share of rows to send, in (0, 1]. ``row_size``: elements per row.
     ``sketch_size``: number of random vectors; the sketch costs 4 sketch_size / row_size bytes per element.
     A row that cancels out over the workers is not selected, and a random product may miss a large row, so no single
-    step
-    is guaranteed to contract. Rows are cut from the flattened tensor; the paper's are those of its matrix. The paper
-    combines the method with momentum and EF21, here it works with any memory.
+    step is guaranteed to contract. Rows are cut from the flattened tensor; the paper's are those of its matrix. The
+    paper combines the method with momentum and EF21, here it works with any memory.
     Chen, Ma, Li, He, Dong and Yuan, "An All-Reduce Compatible Top-K Compressor for Communication-Efficient Distributed
     Learning", 2025, arXiv:2510.26709.
     """

@@ -30,8 +30,7 @@ class Atomo(LowRank):
     ``leading``: for a matrix with longer sides, only about this many of the largest singular values are computed, by a
     random projection, and the remainder is sampled row by row, along the shorter side. The variance is then up to four
     times as large if singular values decay slowly, and the time is far shorter. 0: all singular values of every matrix
-    in
-    every step, which takes seconds for large layers.
+    in every step, which takes seconds for large layers.
     Wang et al., "ATOMO", NeurIPS 2018, arXiv:1806.04090: section 3 (spectral ATOMO) if all are computed, and otherwise
     section 2, which covers any way to write x as a sum.
     Halko, Martinsson and Tropp, "Finding structure with randomness: Probabilistic algorithms for constructing
@@ -49,8 +48,7 @@ class Atomo(LowRank):
 
     def variance(self, n: int) -> float | None:
         # The optimal probabilities are at least as good as equal ones: r over the number of parts, whose squares sum to
-        # that
-        # of x. There are at most sqrt(n) singular values; or the computed ones, and as many rows.
+        # that of x. There are at most sqrt(n) singular values; or the computed ones, and as many rows.
         extra = self.leading if self.leading < n**0.5 else 0
         return max(0.0, (n**0.5 + extra) / self.compress_rank - 1)
 
@@ -68,16 +66,14 @@ class Atomo(LowRank):
 
     def _all(self, x: Array, ctx: Context) -> Parts:
         # Singular values float32[m], whether x is finite, and a function that returns the chosen vectors: unit vectors
-        # of the
-        # shorter side m, and their products with the matrix.
+        # of the shorter side m, and their products with the matrix.
         xp, (a, b, _) = ctx.xp, self.sizes(ctx)
         ok = xp.finite(x)
         # In double precision: near-equal singular values give vectors that differ between toolkits.
         matrix = xp.cast(xp.reshape(xp.where(ok, x, 0.0), (a, b)), "float64")
         matrix = matrix if a <= b else xp.transpose(matrix)
         # The eigenvectors of the shorter side's Gram matrix take a third of the time of an SVD. The vectors of the
-        # other
-        # side are their products with the matrix: the expectation is x even if the eigenvectors are inexact.
+        # other side are their products with the matrix: the expectation is x even if the eigenvectors are inexact.
         squares, vectors = xp.eigh(matrix @ xp.transpose(matrix))
 
         def of(chosen: Array) -> tuple[Array, Array]:
@@ -102,10 +98,8 @@ class Atomo(LowRank):
         squares, turned = xp.eigh(wide @ xp.transpose(wide))
         basis, inside = xp.cast(turn @ turned, "float32"), xp.cast(xp.transpose(turned) @ wide, "float32")
         # Estimate the lengths of the remaining rows with random numbers independent of the basis. The estimate need not
-        # be
-        # exact: it only changes how often a row is sampled, not the row itself. A nonzero row must not get a zero or
-        # tiny
-        # estimate, by which it would be divided.
+        # be exact: it only changes how often a row is sampled, not the row itself. A nonzero row must not get a zero or
+        # tiny estimate, by which it would be divided.
         probes = xp.cast(sketch[:, count:], "float64")
         rest = probes - turn @ (xp.transpose(turn) @ probes)
         left = xp.maximum(xp.sum(rest * rest, 1), 1e-8 * xp.sum(probes * probes, 1)) * (12 / PROBES)

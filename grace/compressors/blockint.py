@@ -20,8 +20,7 @@ class BlockInt(Rounded):
 
     Payload: codes uint8[ceil(bits * n / 8)], two's complement, -L .. L with L = 2**(bits - 1) - 1; scales float32[m]. A
     code stands for code * (scale / L). A block whose scale is the largest float32 decodes to infinity. TensorFlow
-    decodes
-    blocks with a scale below 1.5e-36 to zero, since it flushes numbers below 1.2e-38 to zero.
+    decodes blocks with a scale below 1.5e-36 to zero, since it flushes numbers below 1.2e-38 to zero.
     ``bits``: 8, 4 or 2 (which is -1, 0 and 1).
     ``rounding``: "nearest" (halves to even) or "stochastic" (unbiased, without a residual).
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
@@ -48,8 +47,7 @@ class BlockInt(Rounded):
 
     def variance(self, n: int) -> float | None:
         # The largest element is exact up to float rounding. The worst case for the others is the middle of the lowest
-        # step,
-        # each at L / (sqrt(L² + n - 1) + L) of it, which gives this bound; it is below (n - 1) / (4 L²).
+        # step, each at L / (sqrt(L² + n - 1) + L) of it, which gives this bound; it is below (n - 1) / (4 L²).
         n = max(1, min(n, self.traits.block_size or n))
         return ((1 + (n - 1) / self.top**2) ** 0.5 - 1) / 2 if self.traits.unbiased else None
 

@@ -32,8 +32,7 @@ class CLTopK(AgreedSparsifier):
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp = ctx.xp
         # A graph may not know the step when it is traced, so there is no root: the other workers add zeros to the
-        # leader's
-        # positions.
+        # leader's positions.
         leader = xp.zeros(1, "int64") + ctx.step % ctx.world_size
         if isinstance(ctx.step, int) and ctx.step % ctx.world_size != ctx.rank:
             own = xp.zeros(self.count(ctx.size), "int32")

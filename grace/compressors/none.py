@@ -15,8 +15,7 @@ class NoCompression(Compressor):
     """Send the gradient uncompressed.
 
     Payload: float16, bfloat16, float32 or float64[n], the gradient's own dtype; at most float32 with a policy, or with
-    a
-    memory that changes the gradient. 16-bit sums on the wire are of values already divided by the number of workers;
+    a memory that changes the gradient. 16-bit sums on the wire are of values already divided by the number of workers;
     gathered values are summed in float32.
     """
 

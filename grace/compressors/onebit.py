@@ -18,8 +18,7 @@ class OneBit(Blockwise):
     """Send the signs, and the mean of the negative and of the other elements, which preserves each block's sum.
 
     Payload: bits uint8[ceil(n/8)], 1 where x < 0; means float32[2m], for each block the mean of its negative elements
-    (0
-    if there are none), then that of the others.
+    (0 if there are none), then that of the others.
     ``block_size``: elements that share means, a multiple of 8; 0: the whole tensor.
     Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent", Interspeech 2014, section 3.
     """

@@ -35,10 +35,8 @@ class PowerSGD(WarmStarted):
         matrix = xp.reshape(x, (a, b))
         # One matrix at a time: on CPUs, stacking those of one shape saves nothing, neither in the products nor in the
         # QR (54 factors of ResNet-50: 0.09 of a memcpy of the gradient either way). The residual is computed
-        # immediately:
-        # to store P and Q instead costs a second product, more than the saved write (5.4 to 5.8 memcpys for both passes
-        # and
-        # the mean, instead of 4.5).
+        # immediately: to store P and Q instead costs a second product, more than the saved write (5.4 to 5.8 memcpys
+        # for both passes and the mean, instead of 4.5).
         # Only directions count: unit scale keeps the products in range.
         q = self.revived(state["q"], ctx, "q")
         (p,) = yield Reduce((xp.left_factor(matrix, q, residual),), "mean")

@@ -77,8 +77,7 @@ class Chunk(Largest):
 
     def _parts(self, n: int, k: int) -> list[tuple[int, int, int, int]]:
         # (start, chunks, elements per chunk, selected per chunk): chunks with one more, the others, the rest. Every
-        # chunk has at
-        # least one, since non-finite elements must be selected anywhere.
+        # chunk has at least one, since non-finite elements must be selected anywhere.
         size = max(CHUNK, -(-n // k)) if k else CHUNK
         full, rest = divmod(n, size)
         last = max(1, k * rest // n) if rest else 0
@@ -123,8 +122,7 @@ class Sampled(Largest):
 
     def _above(self, xp: Any, x: Array, candidates: Array, start: int, k: int) -> tuple[Array, Array]:
         # int32[K], and whether these are all: elements above the candidate exceeded by about k, if that candidate is at
-        # or
-        # above the one at ``start``.
+        # or above the one at ``start``.
         likely = xp.beyond(x, candidates[start : start + 1])
         values = xp.take(x, likely)
         chosen, enough = self._nearest(xp, _magnitudes(xp, values), candidates, start, k)

@@ -27,8 +27,7 @@ class SharedInt(Blockwise):
     Payload: sums n of ``dtype``; scales float32[m]; this worker's own integers, which stay with it.
     ``dtype``: "int8" or "int32".
     ``levels``: integers are -levels .. levels; 1 is TernGrad with a common scale. 0: the largest number whose sum over
-    all
-    workers fits int8, 127 / N; in int32 32768.
+    all workers fits int8, 127 / N; in int32 32768.
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
     Xin et al., "Global-QSGD", 2023, arXiv:2305.18627, with linear levels and the largest magnitude as the norm.
     Mishchenko et al., "IntSGD", ICLR 2022, arXiv:2102.08374, derives the scale from the length of the last step
@@ -62,8 +61,7 @@ class SharedInt(Blockwise):
 
     def variance(self, n: int) -> float | None:
         # The variance of the mean, relative to the mean of the workers' |x|²; the square of the common scale is at most
-        # N
-        # times that. The default levels leave one level each for 127 workers.
+        # N times that. The default levels leave one level each for 127 workers.
         n, levels = min(n, self.traits.block_size or n), self.levels or (WIDE if self.dtype == "int32" else 1)
         return min(n / (4 * levels**2), n**0.5 / levels)
 

@@ -55,13 +55,10 @@ class SketchSGD(AgreedSparsifier):
 
         The table is hashed by groups of neighbours, of which no two share a column: the low bits of a group's word are
         the column of its first element, and the others follow, modulo the number of columns. An element's sign is the
-        product
-        of two: the top bits of its group's word and of the word of its place in the group. So any two elements of
-        different
-        groups collide with probability 1 / columns and have independent signs, and at most one element of a group
-        collides
-        with a given element: everything that the variance of an estimate depends on is the same as if each element were
-        hashed.
+        product of two: the top bits of its group's word and of the word of its place in the group. So any two elements
+        of different groups collide with probability 1 / columns and have independent signs, and at most one element of
+        a group collides with a given element: everything that the variance of an estimate depends on is the same as if
+        each element were hashed.
         """
         group = self.group(ctx.size)
         count = group + blocks.block_count(ctx.size, group)
@@ -96,8 +93,7 @@ class SketchSGD(AgreedSparsifier):
             value = xp.take(table, columns + row * width)
             found.append(xp.where(negative, -value, value))
         # The elementwise median: bubble the largest remaining value to the end until the middle one is in place. This
-        # is
-        # much faster than n small sorts.
+        # is much faster than n small sorts.
         for end in range(self.rows - 1, self.rows // 2 - 1, -1):
             for i in range(end):
                 found[i], found[i + 1] = xp.minimum(found[i], found[i + 1]), xp.maximum(found[i], found[i + 1])

@@ -23,8 +23,7 @@ class THC(Blockwise):
     """Rotate each block at random, alike on all workers, round to equal steps at random, and sum on the wire.
 
     Two rounds: each block's norms float32[m] are gathered, and the largest is used; then the codes are summed, in one
-    byte
-    each while N * (2**bits - 1) <= 255, else in four. A block has d elements on the wire, padded with zeros.
+    byte each while N * (2**bits - 1) <= 255, else in four. A block has d elements on the wire, padded with zeros.
     Payload: sums uint8[d * m] or int32[d * m]; norms float32[m]; this worker's own codes, which stay with it.
     ``bits``: there are 2**bits - 1 steps, from -2.15 to 2.15 standard deviations; larger values are clipped. 2 .. 8.
     ``block_size``: d, a power of two; tensors of fewer elements have the next power of two, at least 8.

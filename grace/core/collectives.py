@@ -63,10 +63,8 @@ class AllToAll:
     """Send ``parts[d]`` to worker d. Result: a sequence with the part that each worker sent to this one.
 
     By default, all parts for one destination must have the same shapes. If ``mutual``, only the two parts that a pair
-    of
-    workers exchange must match, so a worker may pass ``()`` for all but its neighbours. If ``ragged``, all parts for
-    one
-    destination must have the same number of arrays, whose first dimensions may differ.
+    of workers exchange must match, so a worker may pass ``()`` for all but its neighbours. If ``ragged``, all parts for
+    one destination must have the same number of arrays, whose first dimensions may differ.
     """
 
     parts: tuple[Arrays, ...]

@@ -117,14 +117,10 @@ class Rng:
         """float32[n] in (0, 1), odd multiples of 2**-17: for rounding, at a fraction of the cost of `uniform`.
 
         Element j is a fraction of 16 bits: the upper 16 bits of word j mod 2**16 of a table that all tensors of a step
-        share,
-        plus those of word j // 2**16 of this stream. Any two elements are independent, so rounding errors add up as
-        those of
-        independent numbers do. A float32 of magnitude below 2**7 plus this number never carries over to the next
-        integer by
-        rounding. Probabilities are exact up to 2**-17, and so is the expectation of a rounded value, in units of a
-        level;
-        a smaller fraction always becomes 0.
+        share, plus those of word j // 2**16 of this stream. Any two elements are independent, so rounding errors add up
+        as those of independent numbers do. A float32 of magnitude below 2**7 plus this number never carries over to the
+        next integer by rounding. Probabilities are exact up to 2**-17, and so is the expectation of a rounded value, in
+        units of a level; a smaller fraction always becomes 0.
         """
         return self._xp.noise(self.table, self.keys, self.offset, n)
 
@@ -146,7 +142,6 @@ class Rng:
         """int32[k]: k different positions of 0..n-1, ascending; every set is equally likely.
 
         They are the positions with the k smallest words, as unsigned numbers. Ties cannot occur for n <= 2**32: the
-        hash
-        permutes the counters.
+        hash permutes the counters.
         """
         return self._xp.sample(*self.keys, self.offset, n, k)

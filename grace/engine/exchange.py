@@ -195,8 +195,7 @@ class Exchange:
 
     def _check_headers(self) -> None:
         # All workers see the same sums, so all of them raise. On a device, check the headers of the previous exchange,
-        # which
-        # have arrived: no synchronisation.
+        # which have arrived: no synchronisation.
         setup = self._setup
         if not setup.tagged:
             return

@@ -100,8 +100,7 @@ class Schedule:
 
         if self._xp.tracing:
             # On every worker, even without sums: Horovod matches messages by the names of graph nodes, and these names
-            # count
-            # the preceding switches.
+            # count the preceding switches.
             self._xp.switch(self._flag.read(), [lambda: self._xp.asarray(0, "int32"), add])
         elif self.watching:
             add()

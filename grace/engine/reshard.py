@@ -157,13 +157,10 @@ def resized(
     ``states`` of lost workers may be missing; their data is lost.
     ``fresh``: the initial state, by unit and key. ``points``: a unit's compression points on a worker. Each
     array follows the rule of its memory or compressor (`grace.core.Resize`). Arrays with rule SUM are added up over the
-    old
-    workers, element by element of the tensor, and divided evenly among the new workers that hold the element. Arrays
-    with
-    rule SAME are copied where the elements are cut alike, and start fresh where they are not.
+    old workers, element by element of the tensor, and divided evenly among the new workers that hold the element.
+    Arrays with rule SAME are copied where the elements are cut alike, and start fresh where they are not.
     ``changed``: units with another strategy now. All sums of the old strategy go to the first point of the new one, or
-    are
-    carried if it has none; the rest starts fresh.
+    are carried if it has none; the rest starts fresh.
     """
     return {
         unit: (

@@ -179,8 +179,7 @@ class Grace:
         """Lay out tensors and create their state. ``named_tensors``: parameters or gradients; only shapes count.
 
         A second call adds new tensors. If the workers' tensors or settings differ, every worker raises an error that
-        names the
-        difference; if workers may join a running job (Horovod's elastic launches), `settle` does so instead.
+        names the difference; if workers may join a running job (Horovod's elastic launches), `settle` does so instead.
         """
         setup, new = self._setup, {}
         named = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
@@ -225,8 +224,8 @@ class Grace:
         """Compare tensors with the other workers, and create the groups of workers.
 
         Needed if workers may join a running job, since `build` then exchanges no messages. The first gradient triggers
-        it, and
-        `grace.elastic` calls it when all workers meet. Before a graph, call it explicitly. Raises as `build` does.
+        it, and `grace.elastic` calls it when all workers meet. Before a graph, call it explicitly. Raises as `build`
+        does.
         """
         self._setup.settle()
 
@@ -263,11 +262,9 @@ class Grace:
         """Continue over another transport, with other workers. Drops an unfinished step and resets `report`.
 
         ``transport``: as in `grace_from_params`. ``states``: the `state_dict` of every remaining worker, the same on
-        all
-        workers; arrays follow their rules (`grace.core.Resize`), and the data of lost workers is lost. Without states
-        this
-        worker keeps its own state and rank. Every worker must make this call, including new ones. Raises as `build` and
-        `load_state_dict` do, in which case nothing has changed.
+        all workers; arrays follow their rules (`grace.core.Resize`), and the data of lost workers is lost. Without
+        states this worker keeps its own state and rank. Every worker must make this call, including new ones. Raises as
+        `build` and `load_state_dict` do, in which case nothing has changed.
         """
         own, setup = () if states else (self.state_dict(),), self._setup
         with warnings.catch_warnings():
@@ -305,8 +302,7 @@ class Grace:
         """The mean of a gradient, in its shape and dtype. The first call ends the step.
 
         A gradient that was not submitted is absent on this worker. With ``track_missing`` its mean is None if it is
-        absent on
-        all workers; otherwise zero takes its place.
+        absent on all workers; otherwise zero takes its place.
         """
         if job.name not in self._means:
             self.flush()
@@ -568,8 +564,7 @@ class Grace:
         some states may be missing, and their data is lost.
 
         Before `build`, the states wait until the tensors are known. With a policy every worker must make this call:
-        they
-        compare their levels. Raises ValueError, and changes nothing, if a state is another worker's, of another
+        they compare their levels. Raises ValueError, and changes nothing, if a state is another worker's, of another
         format, method or policy, or if names or shapes differ from the model's.
         """
         setup = self._setup

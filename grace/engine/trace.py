@@ -63,8 +63,7 @@ class Trace:
         """Write the events of the last steps in Chrome's trace format, for chrome://tracing or ui.perfetto.dev.
 
         Each worker is a process with the tracks "backward" and "worker" (compress, wait, decompress), one track per
-        pool
-        thread, and one for the messages of each bucket, which overlap with the others.
+        pool thread, and one for the messages of each bucket, which overlap with the others.
         """
         rows = []
         for event in [*chain.from_iterable(self._past), *self._events]:

@@ -31,8 +31,7 @@ def plan(model: Any, *, example: Any = None, **settings: Any) -> Plan:
     ``example``: an input (or a tuple of inputs) for a call of the model that counts multiply-adds.
 
     ValueError for a name that no layer has. Layers of other kinds, and frozen or shared weights, stay unchanged; the
-    plan
-    says why.
+    plan says why.
     """
     toolkit = toolkit_of(model)
     return decide(toolkit.survey(model), None if example is None else toolkit.positions(model, example), **settings)

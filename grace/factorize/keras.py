@@ -73,8 +73,7 @@ class LowRankLSTMCell(layers.LSTMCell):
 
     ``ranks``: of the input's and of the hidden state's matrices. Weights: instead of ``kernel``, ``kernel_u``
     [input, 4 rank] and ``kernel_v`` [rank, 4 units], gates concatenated; likewise for ``recurrent_kernel``; ``bias`` as
-    in
-    LSTMCell.
+    in LSTMCell.
     """
 
     def __init__(self, units: int, ranks: Sequence[int], **kwargs: Any):

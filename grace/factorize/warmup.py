@@ -76,12 +76,10 @@ class WarmUp:
         Worker 0 computes the SVD and the others receive its factors, since signs and rounding of an SVD differ between
         machines. ``make_optimizer(model)`` makes a plain optimizer of the new parameters, without the old momentum;
         it is distributed as ``optimizer`` was. The Grace drops the state of removed tensors, keeps that of the others,
-        and
-        its report starts again.
+        and its report starts again.
 
         ``grace``: for cases without a distributed optimizer (a tape, DistributedDataParallel's hook). Raises on all
-        workers,
-        before anything is sent, if one of them cannot factorise or if their plans differ.
+        workers, before anything is sent, if one of them cannot factorise or if their plans differ.
         """
         toolkit = toolkit_of(model)
         if self.switched:

@@ -53,8 +53,7 @@ class Codes:
     "fp8": ``first`` mantissa bits, the bias ``second``, codes up to ``top``. "natural": the scale is an exponent
     field, int32; ``second`` is the one of a fixed window, or 0. "dithered": ``first`` levels.
     "nearest": the entries of ``table``, ascending, with float32 ``middles`` between them. A scale is the largest
-    magnitude
-    times ``factor``. ``bits``: per code. ``table``: the value of each code, unless it is computed.
+    magnitude times ``factor``. ``bits``: per code. ``table``: the value of each code, unless it is computed.
     """
 
     def __init__(
@@ -90,10 +89,9 @@ class Codes:
 
 def _buckets(middles: list[float]) -> list[int]:
     # A bucket holds all floats of one sign with equal upper 16 bits; its entry is 65536 times the number of middles
-    # below.
-    # Magnitudes below 2**-24 share a bucket, and so do those from 1 on. To that is added a number that overflows when
-    # added
-    # to the lower 16 bits of a float (inverted if negative) with one more middle below; 0 if the bucket has no middle.
+    # below. Magnitudes below 2**-24 share a bucket, and so do those from 1 on. To that is added a number that overflows
+    # when added to the lower 16 bits of a float (inverted if negative) with one more middle below; 0 if the bucket has
+    # no middle.
     edges = [0.0, *(_float(LOWEST + place << 16) for place in range(1, BUCKETS + 1))]
     if any(not edges[1] <= abs(middle) < 1 for middle in middles):
         raise ValueError("entries of a table are too close to 0 to be found by their upper bits, or beyond 1")

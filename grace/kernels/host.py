@@ -213,7 +213,7 @@ class HostKernels:
     def steps_encode(
         self, x: Array, norms: Array, width: int, top: int, dtype: str, cut: float, factor: float, rng: Rng, draw: Rng
     ) -> Array:
-        """float32[n], float32[m] -> codes of ``dtype``, uint8 or int32. ``rng``: of the rotation; ``draw``: rounds."""
+        """float32[n], float32[m] -> codes of ``dtype``, uint8 or int32. ``rng``: to rotate; ``draw``: to round."""
         xp, at, (x, norms) = self._xp, self._xp.address, self._ready(x, norms)
         (n,) = xp.shape(x)
         codes = xp.empty(blocks(n, width) * width, dtype)
@@ -676,8 +676,7 @@ class HostKernels:
         now: bool = False,
     ) -> Any:
         # Encode with one of `schema.CODECS`: returns the payload and the new residual. ``how``: determines the array
-        # sizes;
-        # followed by ``more``. ``used``: arrays to keep alive. ``alone``: no residual. ``now``: do not defer.
+        # sizes; followed by ``more``. ``used``: arrays to keep alive. ``alone``: no residual. ``now``: do not defer.
         xp, codec = self._xp, CODECS[name]
         at, left = xp.address, x
         payload: list[Array] = []

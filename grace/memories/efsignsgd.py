@@ -16,8 +16,7 @@ class EFSignSGDMemory(Memory):
     """As residual, for changing learning rates: unsent gradients keep the learning rate of their step.
 
     x = gradient + (last rate / this rate) * residual; residual = x - sent. So an optimizer that multiplies by the
-    learning
-    rate applies every gradient with the rate of its own step, as the paper's algorithm does in units of
+    learning rate applies every gradient with the rate of its own step, as the paper's algorithm does in units of
     the parameters. With a constant rate it equals the memory "residual". At rate 0 the residual waits.
     State: residual float32[n], lr float32[1].
     ``lr``: the fallback rate; the integrations of PyTorch and Keras read the optimizer's own.

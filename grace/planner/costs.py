@@ -245,8 +245,8 @@ def fitted(kind: Kind, workers: int, measured: Iterable[tuple[float, float]]) ->
     """Latency and seconds per byte, both non-negative, from measured pairs (bytes held, seconds).
 
     Chooses, among lines through two of the pairs or with their slope, the one with the smallest sum of errors, as
-    ratios:
-    sizes span decades, and an outlier (a burst that a link passes at once, a disturbance) must not bend the line.
+    ratios: sizes span decades, and an outlier (a burst that a link passes at once, a disturbance) must not bend the
+    line.
     """
     latencies, bytes_ = COEFFICIENTS[kind](workers)
     points = [(bytes_ * held, t) for held, t in measured if t > 0]
@@ -540,8 +540,7 @@ class Costs:
 
         Dominated strategies are dropped: those that take at least as long as another one on every resource, in no fewer
         actions. Of the rest, the `KEPT` with the smallest total time stay. ``offload``: include compressions on the CPU
-        pool;
-        False: use the first device only.
+        pool; False: use the first device only.
         """
         key = (size, offload)
         found = self._found.get(key)

@@ -298,8 +298,7 @@ def make(
     """Plan a model: the strategies of all tensors, and their predicted time.
 
     ``servers``: threads of the CPU pool. ``deferred``: a tensor's operations after its first message wait for the end
-    of
-    the backward pass, as in GRACE; False: they start as early as possible, as in Espresso. ``others``: costs of the
+    of the backward pass, as in GRACE; False: they start as early as possible, as in Espresso. ``others``: costs of the
     compressor's other settings, stored with the plan for policies that change them. ``bucket_mb``: size of GRACE's
     buckets. If a communicator for all tensors in buckets (one of `ways.NAMES`) is at least as fast as the strategies
     that the search finds, the plan uses it. ValueError for a method that no strategy of the tree can carry.

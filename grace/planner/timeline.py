@@ -57,8 +57,7 @@ class Timeline:
     ``backward``: seconds of each tensor's part of the backward pass, in order. ``chains``: the operations after each
     part.
     ``servers``: threads of the CPU pool. ``deferred``: a chain's operations after its first message wait for the end of
-    the
-    backward pass, as with a single thread.
+    the backward pass, as with a single thread.
 
     A change is simulated from its tensor on, and aborted once it cannot be better. If
     `grace.kernels` are built, C++ runs the simulation, with the same results.

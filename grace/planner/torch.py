@@ -16,9 +16,8 @@ def profile(model: torch.nn.Module, loss: Callable[[], torch.Tensor], steps: int
     """Measure a model's backward pass, tensor by tensor; medians over ``steps``.
 
     ``loss``: a function that runs a forward pass on a typical batch and returns the loss. The model's gradients are
-    None
-    afterwards; its parameters are unchanged. Call it before the model is wrapped: hooks that exchange gradients would
-    be included in the times. Devices are timed by their own clock.
+    None afterwards; its parameters are unchanged. Call it before the model is wrapped: hooks that exchange gradients
+    would be included in the times. Devices are timed by their own clock.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:

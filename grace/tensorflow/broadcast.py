@@ -24,9 +24,8 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, grace: Gra
     ``variables``: of any shape and any numeric dtype or bool. ``root_rank``: the rank within the transport of
     ``grace``.
     All workers first compare names, shapes and dtypes: ValueError on all of them, naming the difference, or if no
-    worker
-    has a variable (a model has none before it is built). TypeError for variables of strings or resources. RuntimeError
-    inside a graph.
+    worker has a variable (a model has none before it is built). TypeError for variables of strings or resources.
+    RuntimeError inside a graph.
     """
     if isinstance(root_rank, Grace):
         raise TypeError("root_rank comes before the Grace: broadcast_variables(variables, 0, grace=grc)")

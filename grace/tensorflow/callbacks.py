@@ -59,8 +59,7 @@ class BroadcastCallback(_Callback):
 
     ``grace``: defines the workers, of which ``root_rank`` is one; by default those of the model's distributed
     optimizers, or else all. Optimizers are the model's own and those that are attributes of the model or of its layers.
-    A
-    model that its first batch builds is broadcast after that batch. ValueError on all workers, naming the difference,
+    A model that its first batch builds is broadcast after that batch. ValueError on all workers, naming the difference,
     if their variables differ.
 
     It warns after the first batch if no worker averaged gradients of the model, for example if a loaded or copied

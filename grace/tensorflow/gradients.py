@@ -31,8 +31,7 @@ def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequenc
 
     Eagerly, a None gradient counts as zero if another worker has one, and stays None otherwise. Inside a graph it
     stays None: all workers trace the same program, so they lack the same gradients. IndexedSlices (of embeddings)
-    become
-    dense. ValueError if the Grace drives an optimizer, which would average again; RuntimeError inside a
+    become dense. ValueError if the Grace drives an optimizer, which would average again; RuntimeError inside a
     tf.distribute strategy with several replicas.
     """
     check_grace(grace, "average_gradients")
@@ -99,8 +98,7 @@ class DistributedGradientTape:
         """As tf.GradientTape.gradient, then averaged; the structure of ``sources`` is kept.
 
         Sources that are not variables (watched tensors) are averaged, too. Their index in ``sources`` identifies them,
-        so one
-        index must always have the same shape.
+        so one index must always have the same shape.
         """
         gradients = self._tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(sources)

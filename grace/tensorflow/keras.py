@@ -28,8 +28,7 @@ def DistributedOptimizer(
 
     A Grace drives one optimizer until `release`. Saved models, configurations and copies hold a plain optimizer: wrap
     it, with its own Grace, to continue training. ``horovod``: arguments of Horovod's function of the same name,
-    accepted
-    if they match GRACE's behaviour.
+    accepted if they match GRACE's behaviour.
 
     Raises TypeError unless given a Keras 3 optimizer and a Grace, ValueError if either is already distributed and for
     other arguments of Horovod's, RuntimeError for Keras on another backend and for tf.distribute strategies with
@@ -121,8 +120,7 @@ class _Inner:
 
 def _judge_means() -> None:
     # Keras's scaler decides by its input whether to call the inner optimizer at all. With local gradients, workers
-    # would
-    # skip steps individually: so if the inner optimizer is distributed, pass the means to the scaler.
+    # would skip steps individually: so if the inner optimizer is distributed, pass the means to the scaler.
     scaler = keras.optimizers.LossScaleOptimizer
     if isinstance(vars(scaler).get("_grace"), _Inner):
         return

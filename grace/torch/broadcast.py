@@ -37,8 +37,7 @@ def broadcast_parameters(
     Every worker must make this call. The workers first compare names, shapes and dtypes; if these differ, or a
     tensor cannot be copied (sparse, quantised, shards, the meta device), all workers raise ValueError, and nothing has
     changed. Raises TypeError for anything but named tensors. Other values (a module's extra state) are not copied, and
-    a
-    warning names them.
+    a warning names them.
     """
     named, extra = _tensors(params)
     transport = transport_of(grace, next(iter(named.values()), None))

@@ -23,11 +23,9 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     goes through the discriminator; a loss scaler skips the step), residuals are rolled back.
 
     State is stored by parameter, so DDP may rebuild its buckets. A bucket's first round overlaps the backward pass;
-    later
-    rounds follow once the last bucket is ready, in the same order on all workers. In the first pass all buckets wait
-    for
-    the last one: only then are all tensors known. DDP tells a hook no names: call `name_parameters` first to save state
-    under the model's names. Within the model's ``join``, means are over all workers;
+    later rounds follow once the last bucket is ready, in the same order on all workers. In the first pass all buckets
+    wait for the last one: only then are all tensors known. DDP tells a hook no names: call `name_parameters` first to
+    save state under the model's names. Within the model's ``join``, means are over all workers;
     ``divide_by_initial_world_size=False`` raises ValueError.
     """
     check_grace(grace, "ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)")

@@ -30,14 +30,13 @@ def fsdp(model: nn.Module, grace: Grace | None = None, replicas: Grace | None = 
     pays here first: links are fast within machines and slow between them.
 
     Both of FSDP's reductions, mean and sum, are supported (as is its scaling for fp16); they are computed in float32.
-    Every
-    worker must make this call, after `fully_shard` and before the first backward pass. Raises TypeError for a model
-    without FSDP2 modules, ValueError for an unsuitable Grace.
+    Every worker must make this call, after `fully_shard` and before the first backward pass. Raises TypeError for a
+    model without FSDP2 modules, ValueError for an unsuitable Grace.
 
     Parameters may be unused in a step, on some or all workers: a missing gradient counts as zeros. If no worker has
-    one,
-    there is none, except with error feedback, where the residual of earlier steps may arrive. The workers compare which
-    parameters took part at the end of each backward pass, at 4 bytes per parameter, which the report does not count.
+    one, there is none, except with error feedback, where the residual of earlier steps may arrive. The workers compare
+    which parameters took part at the end of each backward pass, at 4 bytes per parameter, which the report does not
+    count.
     Parameters unfrozen later form another tensor, with a "+" in its name; before loading a checkpoint that has one,
     unfreeze them and run one backward pass. Raises RuntimeError, on all workers, if only some used a parameter and
     gradients are reduced in float16.

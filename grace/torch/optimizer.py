@@ -63,8 +63,7 @@ def DistributedOptimizer(
     ``grace.decision.micro_steps``, which a policy may change.
     The other arguments are Horovod's. Their defaults are accepted, even by Horovod's names (``op=hvd.Average``,
     ``compression=hvd.Compression.none``, ``process_set=hvd.global_process_set`` or that of the Grace's transport).
-    Other
-    values raise an error that names GRACE's own setting; none is ignored.
+    Other values raise an error that names GRACE's own setting; none is ignored.
 
     Every worker must make this call: the workers compare their parameters, and all raise ValueError if they differ.
     Raises TypeError for unsupported arguments and parameters (shards, subclasses, integers), naming the remedy.
@@ -110,8 +109,7 @@ class _Driver:
     """Drives a Grace from the hooks of an optimizer and its parameters.
 
     A pass ends with an exchange, which is provisional until the optimizer's step commits it. The exchange is rolled
-    back if
-    its means are gone when the next pass begins.
+    back if its means are gone when the next pass begins.
     """
 
     def __init__(self, optimizer: Any, grace: Grace, named: Any, passes_per_step: int):

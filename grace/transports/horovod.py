@@ -153,8 +153,7 @@ class _BoundHorovod(MessageTransport):
 
     def _reduce_in_two(self, buffer: Array, name: str) -> Wait:
         # Horovod has no bfloat16: each worker sums its share in float32 and sends it to all workers as bytes, with the
-        # volume
-        # of an allreduce.
+        # volume of an allreduce.
         xp, n = self.xp, self.xp.shape(buffer)[0]
         each = -(-n // self.size)
         shares = xp.split(xp.pad(buffer, each * self.size), [each] * self.size)
@@ -262,8 +261,7 @@ class TensorflowHorovod(_BoundHorovod):
     @property
     def _options(self) -> dict[str, Any]:
         # Horovod matches messages by node names. When a graph is optimised, nodes inside a switch get a prefix that may
-        # differ
-        # between workers; ignore_name_scope keeps the name given here.
+        # differ between workers; ignore_name_scope keeps the name given here.
         return {"process_set": self._process_set, "ignore_name_scope": self.xp.switching}
 
     def _run(self, operation: Any, *args: Any, name: str, **options: Any) -> Any:

@@ -138,8 +138,7 @@ class MessageTransport(Transport):
 
     def _carried(self, collectives: Sequence[Collective]) -> tuple[Sequence[Collective], dict[int, Reduce]]:
         # Small sums travel with the gathers of the same round, and every worker adds them up in rank order: this saves
-        # a
-        # message and its wait. Between two workers the volume is the same; between more it grows by at most a small
+        # a message and its wait. Between two workers the volume is the same; between more it grows by at most a small
         # part of the gathered bytes.
         xp = self.xp
         gathered = [each for each in collectives if isinstance(each, Gather) and not each.ragged and not each.shapes]

@@ -181,11 +181,9 @@ class TorchDistributedTransport(MessageTransport):
 
     def _gather_around(self, buffer: Array, sizes: list[int], name: str) -> Wait:
         # Each worker forwards to the next one what it received from the previous one, as in gloo's own gather, which
-        # takes
-        # about three times as long on a fast network. Sending to all workers at once takes a seventh longer on a slow
-        # one, since streams that share a link leave it partly idle. Parts are forwarded in the wait, which all workers
-        # enter in
-        # the same order.
+        # takes about three times as long on a fast network. Sending to all workers at once takes a seventh longer on a
+        # slow one, since streams that share a link leave it partly idle. Parts are forwarded in the wait, which all
+        # workers enter in the same order.
         parts = self._places(buffer, sizes)
         parts = [parts[(self.rank - step) % self.size] for step in range(self.size)]  # in order of arrival
         tag = self._next_tag(name)
@@ -204,9 +202,8 @@ class TorchDistributedTransport(MessageTransport):
 
     def _reduce_directly(self, buffer: Array, op: str, name: str) -> Wait:
         # gloo's own allreduce takes 2 (W - 1) successive messages around a ring, whose latency dominates for small
-        # buffers.
-        # Here each worker reduces its share, in rank order, and sends it to all workers: two messages. Between two
-        # workers, each reduces everything: one message of the same volume.
+        # buffers. Here each worker reduces its share, in rank order, and sends it to all workers: two messages. Between
+        # two workers, each reduces everything: one message of the same volume.
         shares = [buffer] * 2 if self.size == 2 else list(buffer.tensor_split(self.size))
         mine = shares[self.rank]
         places = [mine if w == self.rank else torch.empty_like(mine) for w in range(self.size)]
@@ -256,10 +253,8 @@ class TorchDistributedTransport(MessageTransport):
 
     def _next_tag(self, name: str) -> int:
         # One tag for all direct messages of a collective: several collectives are in flight together, and some parts
-        # are sent
-        # late. Workers that exchange different messages run into the timeout: gloo would abort the process if a message
-        # is
-        # larger than expected.
+        # are sent late. Workers that exchange different messages run into the timeout: gloo would abort the process if
+        # a message is larger than expected.
         return (next(self._passes) ^ zlib.crc32(name.encode())) % TAGS + 1
 
     def _places(self, own: Array, sizes: list[int]) -> list[Array]:

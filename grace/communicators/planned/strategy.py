@@ -223,9 +223,8 @@ def options(
     """All strategies: flat ones first, led by the plain allreduce.
 
     ``flat_only``: omit strategies of several levels (one machine, or one worker on each). ``devices``: allowed devices
-    for
-    compressions. ``max_compressions``: per tensor; bounds the loss. ``summable``: the wire may sum payloads, so include
-    strategies with ``allreduce*``.
+    for compressions. ``max_compressions``: per tensor; bounds the loss. ``summable``: the wire may sum payloads, so
+    include strategies with ``allreduce*``.
     """
     tree = _Tree(devices, summable)
     paths = [*tree.flat(), *(() if flat_only else tree.hierarchical())]

@@ -79,8 +79,7 @@ class PlanTable:
         """Adopt worker 0's plan. Every worker must make this call. ValueError if worker 0 has no valid plan.
 
         ``node_size``: workers per machine; 0: as the plan says, or else as launched. Warns if the plan was made for
-        other
-        workers, or another level, and cannot be replanned.
+        other workers, or another level, and cannot be replanned.
         """
         laid = None if self._key is None else self._text
         try:
@@ -168,10 +167,8 @@ def ways(text: str, leveled: bool = False, *, load: Loader) -> dict[str, TensorP
     """The tensors' entries in the JSON text of a plan: {"tensors": {name: {"option": ...}}}, with optional methods.
 
     A method is given by the keys of `grace.grace_from_params`: under "params" for all tensors, beside its option for
-    one
-    tensor; a tensor's own keys win. ``leveled``: the policy sets the method under "params". ValueError, naming the
-    tensor,
-    for an invalid plan.
+    one tensor; a tensor's own keys win. ``leveled``: the policy sets the method under "params". ValueError, naming the
+    tensor, for an invalid plan.
     """
     data = read(text)
     if "basis" in data:

@@ -38,8 +38,8 @@ def save(grace: Grace, folder: str | os.PathLike[str], keep: int = 2) -> Path:
     """Write this worker's state below ``folder`` and return its file. Every worker calls this at the same step.
 
     The file appears under its name, in a folder per step, once it is completely on disk. Then all but ``keep`` - 1 of
-    this worker's older files are removed (0: keep all): with 2 or more, there is a complete checkpoint of all
-    workers at any time. Raises ValueError for ``keep`` = 1, which cannot guarantee that, and OSError.
+    this worker's older files are removed (0: keep all): with 2 or more, there is a complete checkpoint of all workers
+    at any time. Raises ValueError for ``keep`` = 1, which cannot guarantee that, and OSError.
     """
     if keep == 1 or keep < 0:
         raise ValueError(f"keep={keep!r} must be 0 (keep all) or at least 2: the last one may be incomplete elsewhere")
@@ -66,11 +66,11 @@ def load(grace: Grace, folder: str | os.PathLike[str], step: int | None = None) 
     """Continue from files of `save` below ``folder``; returns the step. Every worker must make this call.
 
     Takes the last step that all workers have, or ``step``. With an unchanged number of workers, each reads only its own
-    file; otherwise each reads those of all previous workers, and every array follows its rule
-    (`grace.core.Resize`). Raises FileNotFoundError without a checkpoint, ValueError for files that are damaged, or
-    belong to other settings or another model: then nothing is changed, on any worker. Before the tensors are known (a
-    DDP hook learns them in its first pass), a worker takes the last step with files of all workers in ``folder``, or
-    else its own last one; if workers loaded different steps, all raise ValueError when the tensors are built.
+    file; otherwise each reads those of all previous workers, and every array follows its rule (`grace.core.Resize`).
+    Raises FileNotFoundError without a checkpoint, ValueError for files that are damaged, or belong to other settings or
+    another model: then nothing is changed, on any worker. Before the tensors are known (a DDP hook learns them in its
+    first pass), a worker takes the last step with files of all workers in ``folder``, or else its own last one; if
+    workers loaded different steps, all raise ValueError when the tensors are built.
     """
     found = _available(folder, grace.rank, grace.world_size)
     common = set(found).intersection(*map(json.loads, _exchange(grace, json.dumps(sorted(found)))))

@@ -8,8 +8,8 @@
         state.commit()
 
 A state commits, restores and syncs everything that Horovod's own states do, plus the state of a Grace. After a change
-of workers, every array follows its rule (`grace.core.Resize`): residuals of the remaining workers are added up
-and divided among all. Only the data of lost workers is lost.
+of workers, every array follows its rule (`grace.core.Resize`): residuals of the remaining workers are added up and
+divided among all. Only the data of lost workers is lost.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def KerasState(
 ) -> Any:
     """As horovod.tensorflow.elastic.TensorFlowKerasState, for Keras 3 and with a Grace.
 
-    ``model``: built. ``optimizer``: by default the compiled model's. ``grace``: by default that of a
-    distributed optimizer. ``folder``: as in `TorchState`. ``kwargs``: plain objects by name. Create your own
-    tf.functions that average gradients inside the function that `run` wraps: a graph is valid for
-    one number of workers, and raises InvalidArgumentError with another.
+    ``model``: built. ``optimizer``: by default the compiled model's. ``grace``: by default that of a distributed
+    optimizer. ``folder``: as in `TorchState`. ``kwargs``: plain objects by name. Create your own tf.functions that
+    average gradients inside the function that `run` wraps: a graph is valid for one number of workers, and raises
+    InvalidArgumentError with another.
     """
     return _keras_state()(model, optimizer, grace, folder, **kwargs)
 
@@ -67,8 +67,8 @@ def KerasState(
 def run(train: Callable[..., Any]) -> Callable[..., Any]:
     """Run ``train(state, ...)`` again from the last commit whenever workers were lost or have joined.
 
-    As horovod.torch.elastic.run and horovod.tensorflow.elastic.run, which miss some of TensorFlow's errors for
-    a lost worker. ``state``: a `TorchState` or `KerasState`.
+    As horovod.torch.elastic.run and horovod.tensorflow.elastic.run, which miss some of TensorFlow's errors for a lost
+    worker. ``state``: a `TorchState` or `KerasState`.
     """
 
     @functools.wraps(train)
@@ -200,9 +200,9 @@ class _Carrying:
 
 
 def _common(commits: list[list[list[int]]]) -> tuple[int, int]:
-    # From every worker's commits, (step, number of workers, rank), choose the valid step and number: worker 0's last
-    # step, matching the weights. Just after a sync, some workers may not know it yet: then choose what most of them
-    # have.
+    # From every worker's commits, (step, number of workers, rank), choose the valid step and number of workers: worker
+    # 0's last step, which matches the weights. Worker 0 may have committed it twice, before and after a change of
+    # workers: then choose the number that most workers have.
     step = commits[0][-1][0]
     worlds = [world for when, world, _ in commits[0] if when == step]
     return step, max(worlds, key=lambda world: sum([step, world] in [each[:2] for each in has] for has in commits))

@@ -37,8 +37,8 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
     `grace plan`, or its content. Worker 0's plan holds for all; only with a policy every worker needs it. If the plan
     includes its inputs, it is replanned for another number of workers and for the levels of a policy.
 
-    ``transport``: "horovod", "torch", "local" or a Transport; default: the initialised one. If there is none yet,
-    the Grace looks for its workers when it is built or its ``world_size`` is read, and then raises RuntimeError if the
+    ``transport``: "horovod", "torch", "local" or a Transport; default: the initialised one. If there is none yet, the
+    Grace looks for its workers when it is built or its ``world_size`` is read, and then raises RuntimeError if the
     launcher asks for several workers and there is still no group.
 
     Raises ValueError for an unknown name, key or value and for an invalid combination, naming a valid one.

@@ -220,8 +220,8 @@ class Gossip:
     """Mixes named parameters between neighbours; one `step` after each optimizer step.
 
     ``mixing``: default `PowerGossip()`. ``topology``: as for `edges`. ``transport``: "horovod", "torch", "local" or a
-    Transport; default: the one that is initialised by the time of `build`. ``seed``: of all random numbers,
-    equal on all workers.
+    Transport; default: the one that is initialised by the time of `build`. ``seed``: of all random numbers, equal on
+    all workers.
     Every worker must make the same calls. Messages of all tensors travel together, one per step of the mixing.
     """
 
@@ -272,11 +272,11 @@ class Gossip:
 
     @property
     def built(self) -> bool:
-        """Create the state of all parameters, once. If workers differ, all of them raise an error that says how."""
+        """Whether `build` has been called."""
         return self._xp is not None
 
     def build(self, named_parameters: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
-        """Make the state of all parameters, once. Raises on every worker, with the difference, when workers differ."""
+        """Create the state of all parameters, once. If workers differ, all raise ValueError, naming the difference."""
         named = dict(named_parameters)
         if self.built:
             raise RuntimeError("built already: make one Gossip for all parameters, and build it once")

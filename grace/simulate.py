@@ -39,8 +39,8 @@ def simulate(
 ) -> Simulation:
     """Exchange gradients between workers in this process, through the code of real workers.
 
-    ``params``: as for `grace.grace_from_params`. ``gradients``: one dictionary {name: array} per worker, or a list
-    of such lists, one per step. ``backend``: "numpy", "torch" or "tensorflow". ``steps``: number of exchanges; default:
+    ``params``: as for `grace.grace_from_params`. ``gradients``: one dictionary {name: array} per worker, or a list of
+    such lists, one per step. ``backend``: "numpy", "torch" or "tensorflow". ``steps``: number of exchanges; default:
     one, or one per element of the list of steps (which repeats if it is too short).
     ``steps_per_epoch``: steps after which a policy decides; 0: never.
 

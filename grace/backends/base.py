@@ -1,9 +1,9 @@
 """The definition of each array function. Methods use these and the operators + - * / // % @ == != < <= > >= and slices.
 
 dtypes are strings: "float16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool" (and "bfloat16"
-if the toolkit has it). There is no dtype promotion: cast first. No function changes its argument
-unless it says so. A function's body, if it has one, is its definition; a backend may override it with a
-faster version that gives the same bits.
+if the toolkit has it). There is no dtype promotion: cast first. No function changes its argument unless it says so. A
+function's body, if it has one, is its definition; a backend may override it with a faster version that gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -213,22 +213,22 @@ class Backend(ABC):
         return x - y
 
     def multiply_in(self, x: Array, y: Any) -> Array:
-        """x * y, but may reuse x's memory: x is donated, and no smaller than y."""
+        """x * y, but may reuse x's memory: x is donated, and y broadcasts to its shape."""
         return x * y
 
     def divide_in(self, x: Array, y: Any) -> Array:
-        """x / y, but may reuse x's memory: x is donated, and no smaller than y."""
+        """x / y, but may reuse x's memory: x is donated, and y broadcasts to its shape."""
         return x / y
 
     def divided(self, x: Array, y: Any, out: Array | None = None) -> Array:
-        """x / y, for a y no larger than x; written to ``out`` if `mutable`."""
+        """x / y, where y broadcasts to x's shape; written to ``out`` if `mutable`."""
         if out is None:
             return x / y
         self.write(out, x / y)
         return out
 
     def add_product(self, x: Array, y: Array, z: Array) -> Array:
-        """x + y * z, but may reuse x's memory: x is donated, and no smaller than y or z.
+        """x + y * z, but may reuse x's memory: x is donated, and y and z broadcast to its shape.
 
         Each product must be exact in float32: a toolkit may round once or twice.
         """
@@ -331,8 +331,8 @@ class Backend(ABC):
     def excess(self, x: Array, bound: Array) -> Array:
         """float64[3] of the excesses of magnitudes over a bound: their number, their sum, their sum of squares.
 
-        ``bound``: float32[1], >= 0. Accurate up to the last bits of float32; undefined for non-finite x. x
-        must not be empty.
+        ``bound``: float32[1], >= 0. Accurate up to the last bits of float32; undefined for non-finite x. x must not be
+        empty.
         """
         over = self.maximum(self.abs(x) - bound, 0.0)
         largest = self.max(over)

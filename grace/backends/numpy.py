@@ -406,8 +406,8 @@ def _upper_gamma(a: float, x: float) -> float:
 FEW_RANKS = 8
 """Number of ranks from which sorting is as fast as partitioning."""
 FEW = 2**17
-"""Elements per low-rank product: they fit a core's own cache, and on AVX-512 OpenBLAS multiplies
-small matrices two to three times as fast as OpenBLAS or MKL multiply large ones.
+"""Elements per low-rank product: they fit a core's own cache, and on AVX-512 OpenBLAS multiplies small matrices two to
+three times as fast as OpenBLAS or MKL multiply large ones.
 """
 
 

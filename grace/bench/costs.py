@@ -32,8 +32,8 @@ def compressor(
     """Bytes and seconds of a compressor on a single thread: the fastest of a few calls at each size.
 
     ``params``: as for `grace.grace_from_params`. ``sizes``: elements; a method that needs a matrix gets a nearly
-    square one. ``backend``: the toolkit, on this machine's CPU: times differ between toolkits. ``budget``:
-    seconds of measuring at each size, at least three calls. Encoding includes the method's memory.
+    square one. ``backend``: the toolkit, on this machine's CPU: times differ between toolkits. ``budget``: seconds of
+    measuring at each size, at least three calls. Encoding includes the method's memory.
     """
     from grace.backends import get_backend
     from grace.bench.kernels import machine
@@ -200,9 +200,9 @@ def _fastest(call: Callable[[], None], budget: float, before: Callable[[], None]
 def links(transport: Transport, node_size: int = 0, sizes: Iterable[int] = BYTES, repeats: int = 20) -> Cluster:
     """The cluster that a transport spans, its collectives timed and fitted. All workers call it together.
 
-    ``transport``: bound to a backend. ``node_size``: workers per machine, 0: as launched. ``sizes``: bytes;
-    each is timed ``repeats`` times. The time of a collective is that of the slowest worker (a late one finds its data
-    ready), and the median over repeats. Collectives are implemented as in communicator "planned".
+    ``transport``: bound to a backend. ``node_size``: workers per machine, 0: as launched. ``sizes``: bytes; each is
+    timed ``repeats`` times. The time of a collective is that of the slowest worker (a late one finds its data ready),
+    and the median over repeats. Collectives are implemented as in communicator "planned".
     """
     xp: Any = transport.xp  # type: ignore[attr-defined]
     per_node = node_size or transport.node_size

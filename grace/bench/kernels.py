@@ -102,7 +102,7 @@ def _configuration(
     progress: Progress,
 ) -> None:
     known = {case.label: case for case in cases}
-    # Slowest at another size first: if it is given up now, little must be repeated.
+    # Start with the case that was slowest at another size: if it is given up, little has to be repeated.
     mine = [r for r in results.records if r["backend"] == config.backend and r["encode"]]
     seen = {r["label"]: -r["encode"]["us"] / r["elements"] for r in mine}
     left, batch = sorted((case.label for case in cases), key=lambda label: seen.get(label, 0.0)), 0
@@ -204,7 +204,7 @@ def _compare(records: list[dict[str, Any]]) -> None:
 
 
 def seconds(record: Mapping[str, Any], operation: str) -> float:
-    """Microseconds of an operation; of encode, with its commit."""
+    """Microseconds of an operation; encode includes its commit."""
     found = record[operation]["us"]
     return found + record["commit"]["us"] if operation == "encode" and record["commit"] else found
 

@@ -1,7 +1,7 @@
 """Import one package and report its capabilities. Each probe runs in a separate process of `grace.cli.doctor`.
 
-A broken toolkit may print, hang or crash, but only in this process. The answer is the last
-line of the standard output, as JSON.
+A broken toolkit may print, hang or crash, but only in this process. The answer is the last line of the standard output,
+as JSON.
 """
 
 from __future__ import annotations

@@ -25,9 +25,8 @@ class Auto(Communicator):
     Payloads that can be summed, or that the workers agreed on, go by ``allreduce``. Other payloads are gathered between
     two workers, and go by ``twostage`` between more, with shards of at least 16,384 elements. If each of several
     machines has several workers, they go by ``hierarchical``, and this rule chooses the exchange between machines. A
-    method that
-    ``twostage`` cannot carry is gathered. The choice depends only on the method and the workers, so all workers make
-    the same one; `Grace.report` names it.
+    method that ``twostage`` cannot carry is gathered. The choice depends only on the method and the workers, so all
+    workers make the same one; `Grace.report` names it.
     """
 
     def resolve(self, method: Method, transport: Transport) -> Communicator:

@@ -17,9 +17,9 @@ class ReduceScatter(Communicator):
     """Send row i of every worker's tensor, compressed, to worker i, which averages the rows it receives.
 
     For sharded training: `grace.torch.fsdp`. The first dimension of a tensor is the number of workers, and the result
-    on a worker is the mean of its own row. Each row is compressed separately and has its own residual. A worker
-    sends N - 1 rows, each with a flag byte that says whether its whole gradient is finite. If any flag is unset, the
-    mean is NaN on all workers, so all of them keep their previous states.
+    on a worker is the mean of its own row. Each row is compressed separately and has its own residual. A worker sends N
+    - 1 rows, each with a flag byte that says whether its whole gradient is finite. If any flag is unset, the mean is
+    NaN on all workers, so all of them keep their previous states.
     """
 
     reduce_scatters = True

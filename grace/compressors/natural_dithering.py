@@ -54,8 +54,8 @@ class NaturalDithering(Blockwise):
         return _bits(self.s)
 
     def variance(self, n: int) -> float | None:
-        # Between powers of two it is at most x²/8. Below the lowest power it is that of equal steps (see `blockint`),
-        # which includes the exact largest element; in the worst case all elements are of one kind.
+        # Between powers of two the variance is at most x²/8. Below the lowest power it is that of equal steps (see
+        # `blockint`), which includes the exact largest element. In the worst case all elements are of one kind.
         n = max(1, min(n, self.traits.block_size or n))
         return max(1 / 8, ((1 + (n - 1) * 4.0 ** (1 - self.s)) ** 0.5 - 1) / 2)
 

@@ -76,8 +76,8 @@ class Chunk(Largest):
         return xp.concat(found) if found else xp.zeros(0, "int32")
 
     def _parts(self, n: int, k: int) -> list[tuple[int, int, int, int]]:
-        # (start, chunks, elements per chunk, selected per chunk): chunks with one more, the others, the rest. Every
-        # chunk has at least one, since non-finite elements must be selected anywhere.
+        # (start, chunks, elements per chunk, selected per chunk) of three groups: chunks that select one more element,
+        # the other chunks, and the short last chunk. No chunk is skipped, since it may hold a non-finite element.
         size = max(CHUNK, -(-n // k)) if k else CHUNK
         full, rest = divmod(n, size)
         last = max(1, k * rest // n) if rest else 0
@@ -121,15 +121,15 @@ class Sampled(Largest):
         return xp.reshape(-xp.max(-largest), (1,))
 
     def _above(self, xp: Any, x: Array, candidates: Array, start: int, k: int) -> tuple[Array, Array]:
-        # int32[K], and whether these are all: elements above the candidate exceeded by about k, if that candidate is at
-        # or above the one at ``start``.
+        # int32[K]: positions of the elements above the candidate that is exceeded by about k elements; and whether the
+        # list is complete, since only elements above the candidate at ``start`` are examined.
         likely = xp.beyond(x, candidates[start : start + 1])
         values = xp.take(x, likely)
         chosen, enough = self._nearest(xp, _magnitudes(xp, values), candidates, start, k)
         return xp.take(likely, xp.nonzero(chosen | xp.invert(xp.isfinite(values)))), enough
 
     def _nearest(self, xp: Any, size: Array, candidates: Array, start: int, k: int) -> tuple[Array, Array]:
-        # bool[K], the elements above the candidate exceeded by about k; and bool[1], as above.
+        # As `_above`, for the magnitudes ``size`` of the examined elements: bool[K] and bool[1].
         many, most = len(FACTORS), math.ceil(1.3 * k)
         # For each element, the number of candidates below it; an appended zero avoids an empty search.
         below = xp.searchsorted(candidates, xp.concat([size, xp.zeros(1)]))[:-1]

@@ -1,7 +1,7 @@
 """Collective requests, as data.
 
-A method or communicator yields one of these (or a tuple of them, to travel in one message) and is resumed
-with the result (or a tuple of results). The transports carry them out.
+A method or communicator yields one of these (or a tuple of them, to travel in one message) and is resumed with the
+result (or a tuple of results). The transports carry them out.
 
 ``group`` names the participants: "world", all workers; "node", the workers of this machine; "cross", the workers with
 the same place on every machine. Ranks and sizes are relative to the group.
@@ -20,10 +20,10 @@ Group = Literal["world", "node", "cross"]
 class Reduce:
     """Combine the workers' arrays elementwise.
 
-    Result: a tuple of arrays shaped as ``arrays``, bit-equal on all workers. ``mean`` is for floats; half
-    precision is divided before it is summed, so that many workers cannot overflow it. For sums of integers, the caller
-    must ensure that world_size times the largest magnitude fits the dtype. The length of a vector may depend on
-    the step, if it is the same on all workers.
+    Result: a tuple of arrays shaped as ``arrays``, bit-equal on all workers. ``mean`` is for floats; half precision is
+    divided before it is summed, so that many workers cannot overflow it. For sums of integers, the caller must ensure
+    that world_size times the largest magnitude fits the dtype. The length of a vector may depend on the step, if it is
+    the same on all workers.
     """
 
     arrays: Arrays

@@ -35,8 +35,8 @@ class Decision:
 class Policy(ABC):
     """Decides at the end of each epoch. Subclasses are frozen dataclasses of settings; training begins at level 0.
 
-    The functions are pure and take plain numbers, never arrays, so all toolkits decide alike. They run on
-    worker 0, and all workers adopt its decision.
+    The functions are pure and take plain numbers, never arrays, so all toolkits decide alike. They run on worker 0, and
+    all workers adopt its decision.
     """
 
     norm_source: str = ""

@@ -119,8 +119,7 @@ def grouped(tensors: Iterable[Any], bucket_mb: float, min_numel: int) -> list[li
     """Group tensors, given in the order of their gradients, into buckets: any objects with ``size`` and ``nbytes``.
 
     A bucket is closed once it is full, so only the last can be small: each bucket costs a message. Tensors of fewer
-    than
-    ``min_numel`` elements, which go dense, all travel with the last bucket and share one message per step.
+    than ``min_numel`` elements, which go dense, all travel with the last bucket and share one message per step.
     ``bucket_mb``: MiB; infinity: one bucket.
     """
     groups: list[list[Any]] = []

@@ -57,8 +57,8 @@ HEADER = 3
 def header(step: int, attempt: int, failed: bool, workers: int) -> list[float]:
     """A tag of this worker's step and exchange, the tag's square, and a flag that the worker gave up.
 
-    The sums over the workers show exactly whether all tags are equal (`in_step`), since they stay below 2^24. No
-    tag is 0, which Horovod adds for a worker that has called hvd.join().
+    The sums over the workers show exactly whether all tags are equal (`in_step`), since they stay below 2^24. No tag is
+    0, which Horovod adds for a worker that has called hvd.join().
     """
     tag = 1 + (step + 97 * attempt) % (min(252, math.isqrt(2**24 // workers)) - 1)
     return [float(tag), float(tag * tag), float(failed)]

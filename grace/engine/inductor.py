@@ -28,7 +28,7 @@ WORKERS = 32
 
 
 TOPS = (127, 7, 1)
-"""Largest codes of 8, 4 and 2-bit integers, for samples whose block steps end in one half."""
+"""Largest codes of 8, 4 and 2-bit integers, for samples with values halfway between two codes."""
 
 
 class Uncompiled(Exception):
@@ -71,7 +71,7 @@ class Traceable(TorchBackend):
         return values(packed, m)
 
     def _bits(self, packed: Array) -> Array:
-        # By 32-bit words, as many bits as two vectors have lanes: spreading bytes does not vectorise.
+        # Shift whole 32-bit words, whose bits fill two vectors: bytes do not vectorise.
         words = packed.view(torch.int32).view(-1, 1)
         return ((words >> torch.arange(32, dtype=torch.int32, device="cpu")) & 1).view(-1)
 

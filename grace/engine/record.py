@@ -24,8 +24,8 @@ GROWN = 1.5  # growth of a residual since the middle of a record that causes a w
 class Recorder:
     """Writes one worker's record: a first line of facts, then the changes since the previous line.
 
-    Each line opens the file and appends to it, so others may read it meanwhile. If a write fails during the
-    training, a warning says so and the training goes on without it.
+    Each line opens the file and appends to it, so others may read it meanwhile. If a write fails during the training, a
+    warning says so and the training goes on without it.
     """
 
     def __init__(self, path: str | os.PathLike[str], every: int):

@@ -38,8 +38,8 @@ class TensorReport:
 class Report:
     """Totals of one worker since it began. Bytes are those of the arrays that were passed to the library and received.
 
-    The library decides how often a byte crosses a link: a ring allreduce moves 2(N-1)/N times the bytes, an
-    allgather N-1 times.
+    The library decides how often a byte crosses a link: a ring allreduce moves 2(N-1)/N times the bytes, an allgather
+    N-1 times.
     """
 
     steps: int

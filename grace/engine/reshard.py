@@ -93,8 +93,8 @@ def matched(theirs: Mapping[str, int], mine: Mapping[str, int]) -> dict[str, str
     """Map each name of ``mine`` to one of ``theirs`` if Keras renamed the same variables; empty if they do not match.
 
     Names are paths, with numbers of elements. A model loaded from a file names its variables without the model
-    ('dense/kernel' for 'sequential/dense/kernel'), and another process numbers automatic names differently but in
-    the same order. Everything else must be equal. ``mine`` may have further names.
+    ('dense/kernel' for 'sequential/dense/kernel'), and another process numbers automatic names differently but in the
+    same order. Everything else must be equal. ``mine`` may have further names.
     """
     if theirs.keys() <= mine.keys():
         return {}
@@ -155,9 +155,9 @@ def resized(
     """The state of worker ``rank`` of ``size``, from the states of all workers of a run with another number.
 
     ``states`` of lost workers may be missing; their data is lost.
-    ``fresh``: the initial state, by unit and key. ``points``: a unit's compression points on a worker. Each
-    array follows the rule of its memory or compressor (`grace.core.Resize`). Arrays with rule SUM are added up over the
-    old workers, element by element of the tensor, and divided evenly among the new workers that hold the element.
+    ``fresh``: the initial state, by unit and key. ``points``: a unit's compression points on a worker. Each array
+    follows the rule of its memory or compressor (`grace.core.Resize`). Arrays with rule SUM are added up over the old
+    workers, element by element of the tensor, and divided evenly among the new workers that hold the element.
     Arrays with rule SAME are copied where the elements are cut alike, and start fresh where they are not.
     ``changed``: units with another strategy now. All sums of the old strategy go to the first point of the new one, or
     are carried if it has none; the rest starts fresh.

@@ -232,8 +232,8 @@ class Grace:
     def rebuild(self, named_tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
         """Replace the tensors, as after a change of the model. Call it between two steps.
 
-        An unchanged tensor keeps its state, all other state is dropped, and `report` starts again. Raises as
-        `build` does.
+        An unchanged tensor keeps its state, all other state is dropped, and `report` starts again. Raises as `build`
+        does.
         """
         self._refuse_begun("finish it before the tensors change")
         self.rollback()
@@ -337,8 +337,8 @@ class Grace:
         """Wait for all launched buckets, round by round, and commit the new state.
 
         ``last``: the step ends here; False: more of its tensors follow. With `defer_commit`, `commit` ends the step.
-        Raises RuntimeError on all workers, and keeps the previous state, if they are at different steps
-        or one of them gave up (`abort`).
+        Raises RuntimeError on all workers, and keeps the previous state, if they are at different steps or one of them
+        gave up (`abort`).
         """
         exchange = self._exchange
         with self._undone_on_error():
@@ -539,7 +539,7 @@ class Grace:
     def _entering(self, decided: Program[list[str]]) -> Program[None]:
         # Carry out a decision.
         assert self.schedule is not None
-        self._reporter.record()  # no line of the record spans a change of level
+        self._reporter.record()  # so that no line of the record spans a change of level
         before = dict(self.schedule.decision.levels)
         for name in (yield from decided):
             self._setup.switch_level(name, before[name])

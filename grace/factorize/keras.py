@@ -71,9 +71,9 @@ class LowRank(layers.Layer):
 class LowRankLSTMCell(layers.LSTMCell):
     """A low-rank LSTMCell: each gate's matrices are factorised separately.
 
-    ``ranks``: of the input's and of the hidden state's matrices. Weights: instead of ``kernel``, ``kernel_u``
-    [input, 4 rank] and ``kernel_v`` [rank, 4 units], gates concatenated; likewise for ``recurrent_kernel``; ``bias`` as
-    in LSTMCell.
+    ``ranks``: of the input's and of the hidden state's matrices. Weights: instead of ``kernel``, ``kernel_u`` [input, 4
+    rank] and ``kernel_v`` [rank, 4 units], gates concatenated; likewise for ``recurrent_kernel``; ``bias`` as in
+    LSTMCell.
     """
 
     def __init__(self, units: int, ranks: Sequence[int], **kwargs: Any):

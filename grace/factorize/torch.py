@@ -82,8 +82,8 @@ class LowRankLSTM(nn.Module):
     """A low-rank LSTM, called as nn.LSTM. Each gate's matrices are factorised separately.
 
     ``ranks``: two per layer and direction, of the input's and of the hidden state's matrices. Parameters: instead of
-    nn.LSTM's ``weight_ih_l0``, ``u_ih_l0`` [4 rank, input] and ``v_ih_l0`` [4 hidden, rank], gates stacked;
-    biases as in nn.LSTM. The steps are a Python loop, which `torch.compile` turns into one graph.
+    nn.LSTM's ``weight_ih_l0``, ``u_ih_l0`` [4 rank, input] and ``v_ih_l0`` [4 hidden, rank], gates stacked; biases as
+    in nn.LSTM. The steps are a Python loop, which `torch.compile` turns into one graph.
     """
 
     def __init__(

@@ -88,10 +88,10 @@ class Codes:
 
 
 def _buckets(middles: list[float]) -> list[int]:
-    # A bucket holds all floats of one sign with equal upper 16 bits; its entry is 65536 times the number of middles
-    # below. Magnitudes below 2**-24 share a bucket, and so do those from 1 on. To that is added a number that overflows
-    # when added to the lower 16 bits of a float (inverted if negative) with one more middle below; 0 if the bucket has
-    # no middle.
+    # A bucket holds all floats of one sign with equal upper 16 bits. Magnitudes below 2**-24 share a bucket, and so do
+    # those from 1 on. The upper 16 bits of an entry count the middles below the bucket. If the bucket contains a
+    # middle, adding a float's lower 16 bits (inverted if negative) to the entry carries into this count exactly if the
+    # float lies above the middle.
     edges = [0.0, *(_float(LOWEST + place << 16) for place in range(1, BUCKETS + 1))]
     if any(not edges[1] <= abs(middle) < 1 for middle in middles):
         raise ValueError("entries of a table are too close to 0 to be found by their upper bits, or beyond 1")

@@ -1,9 +1,9 @@
 """The kernels as TensorFlow CPU operations, eager and inside ``tf.function``; optional, built with the kernels.
 
 `grace.kernels.Library` defines them. x, residual and out are float32[n]; ``residual`` may be None.
-``out`` reuses the memory of x or of the residual if nothing else needs it. Invalid arguments, such as a payload
-of the wrong size, raise ``InvalidArgumentError``. In a graph, shapes are known if those of the arguments are. There are
-no gradients.
+``out`` reuses the memory of x or of the residual if nothing else needs it. Invalid arguments, such as a payload of the
+wrong size, raise ``InvalidArgumentError``. In a graph, shapes are known if those of the arguments are. There are no
+gradients.
 """
 
 from __future__ import annotations

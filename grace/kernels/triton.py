@@ -1,8 +1,8 @@
 """Triton kernels for PyTorch's CUDA tensors: signs, integers and the top-k selection.
 
 Each gives the same bits as the plain function on a host: divisions are rounded to nearest, there is no fused
-multiply-add, and workers are added in order. No call waits for the device. If TRITON_INTERPRET=1 is set
-on import, Triton's interpreter runs them on the host, element by element in NumPy.
+multiply-add, and workers are added in order. No call waits for the device. If TRITON_INTERPRET=1 is set on import,
+Triton's interpreter runs them on the host, element by element in NumPy.
 """
 
 from __future__ import annotations

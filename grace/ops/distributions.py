@@ -44,8 +44,8 @@ def pareto_shape(xp: Any, mean: Array, variance: Array) -> Array:
 def gamma(xp: Any, mean: Array, log: Array, share: Array, closed: bool = False) -> Array:
     """Magnitudes with a gamma law; ``log``: the mean of ln(x / mean + `SMALLEST`), at most about 0.
 
-    ``closed``: the paper's closed form, scale * -(share + lnGamma(shape)), which is too high for shapes
-    below 1: it drops the factor x ** (shape - 1).
+    ``closed``: the paper's closed form, scale * -(share + lnGamma(shape)), which is too high for shapes below 1: it
+    drops the factor x ** (shape - 1).
     """
     fits = (log < -1e-6) & (log > -1e6)
     shape = xp.where(fits, gamma_shape(xp, xp.where(fits, log, -1.0)), 1.0)

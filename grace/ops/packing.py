@@ -33,7 +33,7 @@ def pack(xp: Any, bits: int, codes: Array) -> Array:
         return xp.cast(codes, "uint8")
     if bits == 1:
         return xp.pack_bits(codes != 0)
-    if 8 % bits == 0:  # bytes hold whole codes: move the codes of a word of as many bytes into its first byte
+    if 8 % bits == 0:  # bytes hold whole codes: collect the codes of each word in its first byte
         each = 8 // bits
         words = xp.bitcast(xp.pad(xp.cast(codes, "uint8"), packed_size(bits, n) * each), WORDS[each])
         packed = words

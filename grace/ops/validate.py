@@ -1,8 +1,8 @@
 """Checks of payloads from other workers. They raise ValueError; `grace.core.errors.sent_by` adds the sender.
 
-dtypes and lengths are known without reading values, so checking them is nearly free; if a graph knows a
-length only at run time, the graph checks it. Values that address memory are checked on hosts and in graphs, but not on
-devices, which would need a synchronisation: a device checks the indices of its memory itself.
+dtypes and lengths are known without reading values, so checking them is nearly free; if a graph knows a length only at
+run time, the graph checks it. Values that address memory are checked on hosts and in graphs, but not on devices, which
+would need a synchronisation: a device checks the indices of its memory itself.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class Verdict:
     codec_seconds: float
     """Encoding and decoding per step, hidden or not."""
     break_even: float | None
-    """Bandwidth, in bytes per second, up to which it beats dense; infinity: above the whole search range;
-    None: nowhere in it.
+    """Bandwidth, in bytes per second, up to which it beats dense; infinity: above the whole search range; None: nowhere
+    in it.
     """
     limit: str
     """The term whose removal would help most: one of `TERMS`."""

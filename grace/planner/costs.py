@@ -178,8 +178,8 @@ class Cluster:
     def among(self, workers: int, per_node: int = 0) -> Cluster:
         """The same links with another number of workers, by the formulas of collectives instead of measurements.
 
-        ``per_node``: workers per machine; 0: unchanged if that divides them, else each worker counts as a
-        machine of its own (on one machine: all stay on it). ValueError for machines of unequal size.
+        ``per_node``: workers per machine; 0: unchanged if that divides them, else each worker counts as a machine of
+        its own (on one machine: all stay on it). ValueError for machines of unequal size.
         """
         size = per_node or (self.per_node if workers % self.per_node == 0 else workers if self.nodes == 1 else 1)
         if workers % size:
@@ -397,9 +397,8 @@ def codec(data: Any) -> Codec:
     return Codec(dict(data["params"]), curve(data["wire"], "wire"), speeds, str(data.get("source", "given")))
 
 
-# One operation of a strategy, for any tensor size; on the device also the thread's part of a collective.
 class Term(NamedTuple):
-    """One operation of a strategy, whatever the tensors' sizes. A collective on the device: the thread's part of it."""
+    """One operation of a strategy, for any tensor size; a collective on the device is the thread's part of it."""
 
     resource: int
     action: Action
@@ -472,8 +471,8 @@ def terms(cluster: Cluster, option: Option) -> Iterator[Term]:
 class Costs:
     """Strategies for tensors of any size, as chains of operations on one cluster with one compressor.
 
-    ``devices``: allowed devices for compressions; default: those with known costs. ``max_compressions``: per
-    tensor. ``min_numel``: smaller tensors have no choice: they join other tensors' dense messages.
+    ``devices``: allowed devices for compressions; default: those with known costs. ``max_compressions``: per tensor.
+    ``min_numel``: smaller tensors have no choice: they join other tensors' dense messages.
     ``rooted``: False if nothing may go to a single root (see `grace.core.Transport`).
     """
 

@@ -218,8 +218,8 @@ MODELS: dict[str, tuple[Callable[[], list[Layer]], int]] = {
 def profile(name: str, backward: float | None = None, batch: int | None = None) -> Profile:
     """A profile of one of `MODELS`; the forward pass is assumed to take half as long as the backward pass.
 
-    ``backward``: measured seconds of a backward pass. By default it is estimated: the FLOPs of ``batch`` samples
-    at `ASSUMED_FLOPS`. ValueError for an unknown name.
+    ``backward``: measured seconds of a backward pass. By default it is estimated: the FLOPs of ``batch`` samples at
+    `ASSUMED_FLOPS`. ValueError for an unknown name.
     """
     if name not in MODELS:
         raise ValueError(f"no model {name!r}: choose from {', '.join(MODELS)}, or give a file with a profile")

@@ -59,8 +59,8 @@ class Timeline:
     ``servers``: threads of the CPU pool. ``deferred``: a chain's operations after its first message wait for the end of
     the backward pass, as with a single thread.
 
-    A change is simulated from its tensor on, and aborted once it cannot be better. If
-    `grace.kernels` are built, C++ runs the simulation, with the same results.
+    A change is simulated from its tensor on, and aborted once it cannot be better. If `grace.kernels` are built, C++
+    runs the simulation, with the same results.
     """
 
     def __init__(self, backward: Sequence[float], chains: Sequence[Chain], servers: int = 1, deferred: bool = False):

@@ -217,8 +217,8 @@ def gossip_variables(gossip: Gossip, variables: Sequence[Any]) -> None:
 class GossipCallback(keras.callbacks.Callback):
     """Mix the model's trainable variables between neighbours after each training step in ``fit``.
 
-    Use a plain optimizer: gradients stay local. With ``steps_per_execution`` above 1, workers mix
-    once per execution. Begin with `BroadcastCallback`, so that all start from the same variables.
+    Use a plain optimizer: gradients stay local. With ``steps_per_execution`` above 1, workers mix once per execution.
+    Begin with `BroadcastCallback`, so that all start from the same variables.
     """
 
     def __init__(self, gossip: Gossip):

@@ -22,9 +22,9 @@ def DistributedOptimizer(
 ) -> keras.optimizers.Optimizer:
     """Let a Keras 3 optimizer apply gradients averaged over all workers: in custom loops, tf.function and model.fit.
 
-    Returns the same optimizer. Its clipping and weight decay act on the means. A LossScaleOptimizer, including
-    one that ``compile`` adds for the policy mixed_float16, also judges the means: all workers skip a step
-    together. Compile models with ``jit_compile=False``: Horovod's operations have no XLA form.
+    Returns the same optimizer. Its clipping and weight decay act on the means. A LossScaleOptimizer, including one that
+    ``compile`` adds for the policy mixed_float16, also judges the means: all workers skip a step together. Compile
+    models with ``jit_compile=False``: Horovod's operations have no XLA form.
 
     A Grace drives one optimizer until `release`. Saved models, configurations and copies hold a plain optimizer: wrap
     it, with its own Grace, to continue training. ``horovod``: arguments of Horovod's function of the same name,

@@ -19,9 +19,9 @@ EXCHANGED: set[Any] = set()
 def names_for(grace: Grace, variables: Sequence[Any]) -> list[str]:
     """The names of variables in a Grace: Keras paths or TensorFlow names, which reports and states use.
 
-    A variable keeps its first name; another one with the same path gets a numeric suffix. After a state was
-    loaded, and in `Grace.rebuild`, new variables take over the names of unused ones. Tensors that are
-    not variables are named by their index among the sources.
+    A variable keeps its first name; another one with the same path gets a numeric suffix. After a state was loaded, and
+    in `Grace.rebuild`, new variables take over the names of unused ones. Tensors that are not variables are named by
+    their index among the sources.
     """
     keys = _keys(variables)
     names = [grace.bindings.get(key) for key in keys]

@@ -5,8 +5,8 @@
     def test_my_compressor():
         check_compressor(MyCompressor())
 
-Every law runs on every installed toolkit, in this process, without a network. `compressor_laws` and its
-siblings return single checks, for `pytest.mark.parametrize`. GRACE's own methods obey the same laws.
+Every law runs on every installed toolkit, in this process, without a network. `compressor_laws` and its siblings return
+single checks, for `pytest.mark.parametrize`. GRACE's own methods obey the same laws.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def communicator_laws(
 def check_compressor(compressor: Compressor, backends: Sequence[str] | None = None) -> None:
     """Check a compressor against all laws: declarations, payloads, streams, bounds, exchanges, graphs, checkpoints.
 
-    ``backends``: "numpy", "torch", "tensorflow"; None: the installed ones. Raises AssertionError, naming the law,
-    the toolkit and the result, for the first violation.
+    ``backends``: "numpy", "torch", "tensorflow"; None: the installed ones. Raises AssertionError, naming the law, the
+    toolkit and the result, for the first violation.
     """
     _run(name_of(compressor), compressor_laws(compressor, backends))
 

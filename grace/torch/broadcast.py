@@ -34,8 +34,8 @@ def broadcast_parameters(
     ``params``: ``model.state_dict()`` or ``model.named_parameters()``; tensors of any dtype. ``grace``: the Grace whose
     transport to use; default: the initialised one.
 
-    Every worker must make this call. The workers first compare names, shapes and dtypes; if these differ, or a
-    tensor cannot be copied (sparse, quantised, shards, the meta device), all workers raise ValueError, and nothing has
+    Every worker must make this call. The workers first compare names, shapes and dtypes; if these differ, or a tensor
+    cannot be copied (sparse, quantised, shards, the meta device), all workers raise ValueError, and nothing has
     changed. Raises TypeError for anything but named tensors. Other values (a module's extra state) are not copied, and
     a warning names them.
     """

@@ -23,8 +23,8 @@ def fsdp(model: nn.Module, grace: Grace | None = None, replicas: Grace | None = 
     """Compress the gradient reductions of a model under `fully_shard`. Returns the model.
 
     ``grace``: for the reduce-scatter among the workers that share the parameters; it needs communicator "reducescatter"
-    and their transport. The parameters of one `fully_shard` call, which FSDP reduces together, form one
-    tensor, and each worker's row is compressed separately. Error feedback takes 4 bytes per unsharded element.
+    and their transport. The parameters of one `fully_shard` call, which FSDP reduces together, form one tensor, and
+    each worker's row is compressed separately. Error feedback takes 4 bytes per unsharded element.
     ``replicas``: for hybrid sharding, averages each shard over its copies: shard over a mesh of one dimension, and
     use the transport of the other dimension's group. It accepts any communicator except "reducescatter". Compression
     pays here first: links are fast within machines and slow between them.
@@ -211,7 +211,7 @@ class _Group:
         return torch.cat([means[i] for i in self.present])
 
     def _missing(self, i: int, lead: Any, x: torch.Tensor) -> torch.Tensor:
-        if i in self.late and not lead:  # the mean over the workers of other shards, to be averaged over copies
+        if i in self.late and not lead:  # the shard group's mean, still to be averaged over copies
             return self.late[i].to(x.dtype)
         return x.new_zeros((*lead, self.sizes[i]))
 

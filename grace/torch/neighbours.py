@@ -16,9 +16,9 @@ def gossip(
 ) -> torch.optim.Optimizer:
     """Mix parameters between neighbours after each step of an optimizer. Returns the same optimizer.
 
-    Gradients stay local. ``named_parameters``: as ``model.named_parameters()``; without them, parameters are
-    numbered in the optimizer's order. Every worker must make this call, and start from the same parameters. Raises
-    TypeError and ValueError for invalid arguments and parameters, as `DistributedOptimizer` does.
+    Gradients stay local. ``named_parameters``: as ``model.named_parameters()``; without them, parameters are numbered
+    in the optimizer's order. Every worker must make this call, and start from the same parameters. Raises TypeError and
+    ValueError for invalid arguments and parameters, as `DistributedOptimizer` does.
     """
     check_optimizer(optimizer, "grace.torch.gossip(optimizer, gossip)")
     if not isinstance(gossip, Gossip):

@@ -53,9 +53,9 @@ def DistributedOptimizer(
 
     An exchange is provisional until the optimizer steps. If its means are discarded instead (a GAN's generator loss
     goes through the discriminator; an attack; a loss scaler skips the step), residuals are rolled back.
-    ``optimizer.no_sync()``: a context whose backward passes and steps stay local, as in
-    DistributedDataParallel. ``optimizer.synchronize()``: exchange now, for an accumulation that ends early and whose
-    gradients are clipped or unscaled before the step.
+    ``optimizer.no_sync()``: a context whose backward passes and steps stay local, as in DistributedDataParallel.
+    ``optimizer.synchronize()``: exchange now, for an accumulation that ends early and whose gradients are clipped or
+    unscaled before the step.
 
     ``named_parameters``: as ``model.named_parameters()``; names key the state, also in checkpoints. Without them,
     parameters are numbered in the optimizer's order.
@@ -270,7 +270,7 @@ class _Driver:
             )
         self._put.pop(name, None)
         self._arrived.add(p)
-        # other parameters are built after the pass
+        # new parameters are built after the pass
         if self._passes + 1 == self._passes_per_step and name in self._parameters:
             self.grace.start(name, self._gradient(p), spent=True)
 
@@ -401,8 +401,8 @@ class _Driver:
         return put is not None and put.holds(p.grad)
 
     def _alike(self, parameters: Iterable[torch.Tensor]) -> bool:
-        # Whether gradients that replaced means by hand are equal on all workers: then they were computed from the means
-        # (p.grad = p.grad / 2). Otherwise they come from a batch.
+        # Whether gradients set by hand are equal on all workers. If so, they were computed from the means, as by
+        # p.grad = p.grad / 2; otherwise they come from each worker's batch.
         if self.grace.world_size == 1:
             return False
         sums = [checksum(p.grad) for p in parameters if p.grad is not None]

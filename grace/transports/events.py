@@ -21,8 +21,8 @@ def settle(polling: bool = False) -> int:
     """Make this process's threads that wait for events batch threads. Returns the number changed.
 
     On a shared core, such a thread preempts a compute thread when an event arrives. If the compute thread is about to
-    send, it holds the connection's lock, and gloo's thread polls for it until its time slice ends. A batch
-    thread (SCHED_BATCH) has the same share of the cores but preempts no other; on a core of its own nothing changes.
+    send, it holds the connection's lock, and gloo's thread polls for it until its time slice ends. A batch thread
+    (SCHED_BATCH) has the same share of the cores but preempts no other; on a core of its own nothing changes.
     ``polling``: include threads that wake up every millisecond to check for work, such as Horovod's.
     Linux only; GRACE_EVENTS=interrupt turns it off.
     """

@@ -260,8 +260,7 @@ class MessageTransport(Transport):
 
     def _start_alltoall(self, items: list[AllToAll], tag: str) -> Wait:
         xp, mutual = self.xp, items[0].mutual
-        # A received part has the shapes of the part that this worker keeps, or of the part that it sends to that
-        # worker.
+        # Received parts are shaped like the part that this worker keeps; if ``mutual``, like the part that it sends.
         like = [worker if mutual else self.rank for worker in range(self.size)]
         parts = [[array for item in items for array in item.parts[worker]] for worker in range(self.size)]
         layouts = {worker: self._layout(parts[worker]) for worker in set(like)}

@@ -120,8 +120,8 @@ class Host:
 class Lab:
     """``hosts`` emulated hosts on one switch, each link shaped to ``rate`` in both directions.
 
-    A context manager. Every host has an interface eth0, a hosts file with its own address, and an sshd with keys
-    of this lab alone; the machine's own network and ssh are not changed. ``rate``: in tc's form, or "unshaped".
+    A context manager. Every host has an interface eth0, a hosts file with its own address, and an sshd with keys of
+    this lab alone; the machine's own network and ssh are not changed. ``rate``: in tc's form, or "unshaped".
     ``burst``: bytes that an idle link may send at once; None: `burst_bytes`.
     """
 

@@ -1,4 +1,4 @@
-"""What is registered, as its source says it and as it is measured: for `grace methods` and the documentation."""
+"""Registered classes, as documented in the source and as measured: for `grace methods` and the documentation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from grace.testing.cases import carries
 SHAPE = (1024, 1024)
 N = 2**20
 SETTINGS: dict[str, dict[str, Any]] = {"threshold": {"threshold": 2.5758}}
-"""With what a method is measured, where its defaults make no sense for numbers of variance 1."""
+"""Settings for measurements if the defaults make no sense for numbers of variance 1."""
 KINDS = {"compressors": compressors, "memories": memories, "communicators": communicators}
 REQUIRED = "required"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered class, as a user sees it. What does not apply to its kind is None."""
+    """One registered class. Fields that do not apply to its kind are None."""
 
     name: str
     aliases: list[str]
@@ -39,31 +39,31 @@ class Entry:
     bits_per_element: float | None = None
     """Counted by `simulate` on a float32 matrix of 2^20 numbers of variance 1."""
     allreduce: bool | None = None
-    """Payloads may be summed on the wire, or are agreed on while compressing."""
+    """Whether payloads may be summed on the wire, or are agreed on while compressing."""
     unbiased: bool | None = None
     variance: float | None = None
-    """w with E|x - x̂|² <= w|x|² for every x of 2^20 elements, where the method is unbiased."""
+    """The w of E|x - x̂|² <= w|x|² for every x of 2^20 elements, if the method is unbiased."""
     contraction: float | None = None
-    """d with E|x - x̂|² <= (1 - d)|x|² for every x of 2^20 elements."""
+    """The d of E|x - x̂|² <= (1 - d)|x|² for every x of 2^20 elements."""
     vote: bool | None = None
     ragged: bool | None = None
     memory: str | None = None
     communicators: list[str] | None = None
-    """Those that carry it with its default parameters."""
+    """Communicators that can carry it with its default parameters."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. A compressor's entry has all fields, another one those that apply."""
+        """Plain data for JSON. A compressor's entry has all fields, other entries only those that apply."""
         found = dataclasses.asdict(self)
         return found if self.family is not None else {k: v for k, v in found.items() if v is not None}
 
 
 def collect() -> dict[str, list[Entry]]:
-    """All entries of the registry, by kind, in the order of their names. Measures each compressor."""
+    """All entries of the registry, by kind, sorted by name. Measures each compressor."""
     return {kind: [describe(name, registry) for name in registry] for kind, registry in KINDS.items()}
 
 
 def describe(name: str, registry: Registry) -> Entry:
-    """What a class says about itself, and of a compressor what was measured with its defaults."""
+    """A class's documentation, and for a compressor its measurements with the defaults."""
     cls = registry[name]
     summary, _, citation = docstring(cls)
     parameters = {f.name: _default(f) for f in dataclasses.fields(cls) if f.init}
@@ -114,7 +114,7 @@ def docstring(cls: type) -> tuple[str, list[str], str]:
     """First line, statements and citation of a docstring."""
     first, *rest = inspect.cleandoc(cls.__doc__ or "").replace("``", "`").split("\n")
     statements: list[str] = []
-    for line in filter(None, rest):  # a statement ends with the line that ends in a full stop
+    for line in filter(None, rest):  # a statement ends with a line that ends in a full stop
         if statements and not statements[-1].endswith("."):
             statements[-1] += f" {line}"
         else:
@@ -124,7 +124,7 @@ def docstring(cls: type) -> tuple[str, list[str], str]:
 
 
 def guarantee(entry: Entry) -> str:
-    """What a compressor declares of its error, in words."""
+    """A compressor's declared error bound, in words."""
     if entry.vote:
         return "a vote: the result has the majority's signs, not the mean's magnitudes"
     found = []

@@ -10,6 +10,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from launch import launcher, run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,6 +47,25 @@ def test_code_runs(code, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "block, how, toolkit", [(0, "torchrun", "torch"), (1, "horovodrun", "keras"), (2, "horovodrun", "torch")]
+)
+def test_the_scripts_of_the_readme_run_on_two_workers_and_one_of_them_speaks(block, how, toolkit, tmp_path):
+    pytest.importorskip(toolkit)
+    script = tmp_path / "train.py"
+    script.write_text(
+        re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[block]
+    )
+    printed = run(*launcher(how, 2), script, log=tmp_path / "log")
+    spoken = {0: r"worker \d of 2 \| 10 steps", 1: r"8/8 - .* - loss: ", 2: r"worker \d of 2 \| 1 steps"}[block]
+    assert len(re.findall(spoken, printed)) == 1, printed
+
+
+def test_the_readme_is_read_in_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def anchors(text):

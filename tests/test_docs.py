@@ -3,14 +3,13 @@
 import ast
 import os
 import re
-import socket
 import subprocess
 import sys
 import unicodedata
 from pathlib import Path
 
 import pytest
-from launch import launcher, run
+from launch import free_port, launcher, run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,10 +31,7 @@ def test_code_runs(code, tmp_path):
     for name in TOOLKITS:
         if re.search(rf"^\s*(import|from) {name}\b|\"{name}\"", code, re.MULTILINE):
             pytest.importorskip(name)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code],

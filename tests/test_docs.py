@@ -11,15 +11,24 @@ from pathlib import Path
 import pytest
 from launch import free_port, launcher, run
 
+import grace
+from grace.core import name_of
+from grace.core.registry import communicators, compressors, memories
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GENERATED = [
+    ROOT / "docs" / "memories.md",
+    ROOT / "docs" / "communicators.md",
+    *sorted((ROOT / "docs" / "methods").glob("*.md")),
+]
 GENERATOR = [sys.executable, str(ROOT / "docs" / "generate_methods.py")]
 TOOLKITS = ("horovod", "keras", "tensorflow", "torch")
 
 
 def scripts():
     """A page's Python blocks, joined; after the comment <!-- fresh --> a new process begins."""
-    for page in PAGES:
+    for page in (page for page in PAGES if page not in GENERATED):
         for number, part in enumerate(page.read_text().split("<!-- fresh -->")):
             code = "\n".join(re.findall(r"^```python\n(.*?)^```", part, re.DOTALL | re.MULTILINE))
             if code:
@@ -71,8 +80,13 @@ def anchors(text):
     return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in plain}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
-def test_relative_links_lead_somewhere(page):
+def test_relative_links_lead_somewhere():
+    for page in {*PAGES, *GENERATED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"}:
+        follow(page)
+
+
+def follow(page):
+    """Every link of a page leads to a file, and to one of its headings."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if re.match(r"https?://", target):
@@ -83,14 +97,24 @@ def test_relative_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(found.read_text()), f"{page.name} links to {target}"
 
 
-def test_methods_page_is_what_the_registry_says():
+def test_pages_of_methods_are_what_the_registry_says():
     done = subprocess.run([*GENERATOR, "--check"], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readme_names_every_method():
-    from grace.core.registry import communicators, compressors, memories
+@pytest.mark.filterwarnings("ignore")
+def test_dictionaries_of_the_pages_of_methods_are_taken():
+    shown = 0
+    for page in GENERATED:
+        for block in re.findall(r"^```python\nparams = (.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            params = ast.literal_eval(block)
+            grc = grace.grace_from_params(params, "local")
+            assert params["compressor"] == name_of(grc.method.compressor), page
+            shown += 1
+    assert shown == sum(map(len, (compressors, memories, communicators)))
 
+
+def test_the_readme_names_every_method():
     text = (ROOT / "README.md").read_text()
     classes = dict(re.findall(r"^\| (\w[\w ]+) \| (`[^|]+`) \|$", text, re.MULTILINE))
     found = {family: re.findall(r"`(\w+)`", names) for family, names in classes.items()}

@@ -24,6 +24,7 @@ from grace.cli.catalog import (
     example,
     guarantee,
     keys,
+    literal,
     meanings,
     sent,
     split,
@@ -235,11 +236,6 @@ def settings(name: str, kind: str) -> list[str]:
         lines += ["| parameter | default | meaning |", "|---|---|---|"]
         lines += [f"| `{key}` | `{literal(known[key])}` | {about.get(key, '')} |" for key in own] + [""]
     return lines
-
-
-def literal(value: Any) -> str:
-    """A value as Python writes it, with the quotes of this documentation."""
-    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def traits(name: str) -> list[str]:

@@ -69,15 +69,9 @@ def test_the_scripts_of_the_readme_run_on_two_workers_and_one_of_them_speaks(blo
     assert len(re.findall(spoken, printed)) == 1, printed
 
 
-NARROW = [
-    ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("quick-start", "guide", "clusters", "install")),
-]
-
-
 def test_code_fits_a_narrow_window():
-    for page in (*NARROW, *GENERATED):
-        for block in re.findall(r"^```\w+\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+    for page in {*PAGES, *GENERATED}:
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
             assert [line for line in block.splitlines() if len(line) > 88] == [], page
 
 

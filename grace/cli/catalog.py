@@ -56,6 +56,8 @@ class Entry:
     parameters: dict[str, Any]
     meanings: dict[str, str] = dataclasses.field(default_factory=dict)
     """What each parameter is, and which values it may have."""
+    example: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """A dictionary for `grace_from_params`."""
     family: str | None = None
     bits_per_element: float | None = None
     """Counted by `simulate` on a float32 matrix of 2^20 numbers of variance 1."""
@@ -78,17 +80,20 @@ class Entry:
         return found if self.family is not None else {k: v for k, v in found.items() if v is not None}
 
 
-def collect() -> dict[str, list[Entry]]:
-    """All entries of the registry, by kind, in the order of their names. Measures each compressor."""
-    return {kind: [describe(name, registry) for name in registry] for kind, registry in KINDS.items()}
+def collect(wanted: str = "") -> dict[str, list[Entry]]:
+    """Entries of the registry by kind, in the order of names: all, or those of one name. Measures compressors."""
+    return {
+        kind: [describe(name, registry) for name in registry if wanted in ("", name, *registry.aliases(name))]
+        for kind, registry in KINDS.items()
+    }
 
 
 def describe(name: str, registry: Registry) -> Entry:
     """What a class says about itself, and of a compressor what was measured with its defaults."""
     cls = registry[name]
     summary, _, citation = docstring(cls)
-    parameters = {f.name: _default(f) for f in dataclasses.fields(cls) if f.init}
-    entry = Entry(name, registry.aliases(name), summary, citation, parameters, meanings(cls))
+    parameters, kind = keys(cls), next(kind for kind, known in KINDS.items() if known is registry)
+    entry = Entry(name, registry.aliases(name), summary, citation, parameters, meanings(cls), example(name, kind))
     if not issubclass(cls, Compressor) or REQUIRED in parameters.values():
         return entry
     made = cls()
@@ -167,9 +172,10 @@ def keys(cls: Any) -> dict[str, Any]:
 
 
 def meanings(cls: Any) -> dict[str, str]:
-    """What a class, or a base of it, says about each of its keys, in the order of the text."""
+    """What a class, a base of it, or a part says about each of its keys, in the order of the text."""
     found: dict[str, str] = {}
-    for each in (base for base in cls.__mro__ if "__doc__" in vars(base)):
+    parts = [type(field.default) for field in dataclasses.fields(cls) if dataclasses.is_dataclass(field.default)]
+    for each in (base for known in (cls, *parts) for base in known.__mro__ if "__doc__" in vars(base)):
         for key, text in split(docstring(each)[1], keys(cls))[1].items():
             found.setdefault(key, text)
     return found
@@ -198,6 +204,11 @@ def guarantee(entry: Entry) -> str:
             "exact" if d == 1 else f"contraction d = {d:.3g}" if d < 0.9 else f"contraction 1 − d = {1 - d:.3g}"
         )
     return "; ".join(found) or "none declared"
+
+
+def literal(value: Any) -> str:
+    """A value as a dictionary of settings has it, with double quotes."""
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 VENV := .venv
+DOCS := .venv-docs
+DOCS_NEEDS = $(shell sed -n '/^docs =/,/^[^ ]/s/^    //p' setup.cfg)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := torch,tensorflow-cpu,cli,dev
@@ -62,11 +64,13 @@ format: install ## sort imports, fix what can be fixed, format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.docs ## build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs: $(DOCS)/.installed ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
-$(VENV)/.docs: $(VENV)/.installed
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[docs]'
+# An environment of its own: pages are made of sources that are read, not imported, so neither GRACE nor a toolkit is in it.
+$(DOCS)/.installed: setup.cfg constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt $(DOCS_NEEDS)
 	@touch $@
 
 dist: $(VENV)/.release ## build sdist and wheels, check their kernels, and try them on each Python that is here

@@ -21,8 +21,9 @@ class SignSGD(Compressor):
     """Send the signs; the result is the majority's sign, not a mean.
 
     Payload: bits uint8[ceil(n/8)], 1 where x >= 0, and uint8[ceil(n/8192)], which flags blocks that hold NaN or
-    infinity. With ``packed=False``: votes int8[n], -1 or 1, and the flags as int8, which an allreduce can sum for up to
-    127 workers. A tie and a zero count as plus. Use a learning rate about ten times smaller than SGD's.
+    infinity. A tie and a zero count as plus. Use a learning rate about ten times smaller than SGD's.
+    ``packed``: if False, votes int8[n], -1 or 1, and the flags as int8, which an allreduce can sum for up to 127
+    workers.
     Bernstein et al., "signSGD with majority vote", ICLR 2019, arXiv:1810.05291, algorithm 1.
     """
 

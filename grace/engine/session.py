@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,6 +31,16 @@ from grace.transports import get_transport
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MOMENTUM_TWICE = "memory {!r} has momentum of its own: set the optimizer's momentum to 0"
 SPARSE = "its sparse gradients are made dense first"
+
+
+def _shown(part: Any, all_fields: bool = False) -> str:
+    """A compressor or a memory by its name, with its settings, or with those that are not the default."""
+    settings = [
+        f"{field.name}={name_of(value) if is_dataclass(value) else repr(value)}"
+        for field in (fields(part) if is_dataclass(part) else ())
+        if field.init and ((value := getattr(part, field.name)) != field.default or all_fields)
+    ]
+    return f"{name_of(part)}({', '.join(settings)})" if settings else name_of(part)
 
 
 class Job(NamedTuple):
@@ -82,6 +93,16 @@ class Grace:
         # Pickle the settings only: each worker saves its own state (`state_dict`), and the loader finds its own group.
         setup = self._setup
         return Grace, (setup.method, setup.unresolved, None, setup.options, setup.policy)
+
+    def __repr__(self) -> str:
+        # Looks for no workers: `transport` would take those that there are now.
+        setup, transport = self._setup, self._setup.given_transport
+        communicator = setup.unresolved if transport is None else setup.communicator
+        compressor, memory = setup.method.compressor, setup.method.memory
+        parts = [_shown(compressor, all_fields=True), _shown(memory), name_of(communicator)]
+        where = "workers not known yet" if transport is None else f"worker {transport.rank} of {transport.size}"
+        policy = [] if setup.policy is None else [f"policy {name_of(setup.policy)}"]
+        return f"Grace({'; '.join([' + '.join(parts), *policy, where, f'{len(self.names)} tensors'])})"
 
     # -- settings ----------------------------------------------------------------------------------------------------
     @property

@@ -51,7 +51,7 @@ class Codes:
 
     ``kind``, from `KINDS`: "bfloat16" is the numbers themselves; all others have a 4-byte scale per block.
     "fp8": ``first`` mantissa bits, the bias ``second``, codes up to ``top``. "natural": the scale is an exponent
-    field, int32; ``second`` is the one of a fixed window, or 0. "dithered": ``first`` levels.
+    field, int32; ``second`` is a fixed window's field, or 0. "dithered": ``first`` levels.
     "nearest": the entries of ``table``, ascending, with float32 ``middles`` between them. A scale is the largest
     magnitude times ``factor``. ``bits``: per code. ``table``: the value of each code, unless it is computed.
     """

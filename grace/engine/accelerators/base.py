@@ -36,9 +36,8 @@ class Accelerator(Generic[C]):
     ) -> tuple[Array, Program[tuple[Payload, State]]] | None:
         """`Compressor.compress` of x + residual, with the addition fused into its first pass; None: not supported.
 
-        Replaces `compress` if not None. Returns the array that holds the sum after the program has run, and the
-        program.
-        x is donated.
+        Replaces `compress` if not None. Returns an array and the program, which writes the sum to the array. x is
+        donated.
         """
         return None
 

@@ -16,7 +16,7 @@ MODEL = "(model)"  # key of the norm over all tensors
 
 
 def critical(before: float | None, now: float, eta: float) -> bool:
-    """Whether the norm of an epoch's summed gradient changed by at least the factor ``eta`` since the last window.
+    """Whether the norm of an epoch's summed gradient changed by at least a fraction ``eta`` since the last window.
 
     Also True if unknown: before the first window, and after zero, NaN or infinity.
     """
@@ -54,7 +54,7 @@ class Accordion(Detector):
     """Compress lightly while gradients change fast, as early in training and after the learning rate falls.
 
     Every ``window`` epochs each tensor's gradients, summed over the epoch, are compared with those of the last window:
-    if the norm changed by a factor of at least ``eta``, the tensor gets level ``k_low``, else ``k_high``. When the
+    if the norm changed by a fraction of at least ``eta``, the tensor gets level ``k_low``, else ``k_high``. When the
     learning rate falls (``lr_rule``), all tensors get ``k_low`` until the next comparison. For a rate that falls in
     every epoch, set ``lr_rule=False``.
     ``k_low``, ``k_high``: the levels of low and of high compression: fields of the compressor, such as

@@ -1,8 +1,8 @@
-// The C interface (api.h): splits work over threads and blocks, and looks at single elements. The loops are in loops.cc,
-// and in libraries of their own.
+// The C interface (api.h): splits work over threads and blocks, and handles single elements. The loops are in loops.cc,
+// compiled into separate libraries.
 //
-// Results depend neither on the number of threads nor, except for NaN's bits and the last bits of left, right and the
-// coefficients that chunks send, on the instruction set.
+// Results do not depend on the number of threads. They do not depend on the instruction set, except for NaN's bits and the
+// last bits of left, right and the cosine coefficients.
 #include "kernels.h"
 
 #include "api.h"
@@ -34,14 +34,14 @@ using grace::Steps;
 namespace {
 
 constexpr int64_t PIECE = 65536;             // elements of a large block that are summed together
-constexpr int64_t ALONE = 262144;            // below this many elements threads cost more than they bring
-int64_t streamed = int64_t(4) << 20;         // from this many elements on, results do not stay in a cache
-thread_local int64_t gathered = 0;           // elements of all results that are written one after the other
-constexpr int64_t SMALL = 16384;             // below this many elements writing past the caches brings nothing
+constexpr int64_t ALONE = 262144;            // below this many elements, threads do not pay
+int64_t streamed = int64_t(4) << 20;         // from this many elements on, results exceed the caches
+thread_local int64_t gathered = 0;           // elements of all results of one series of calls
+constexpr int64_t SMALL = 16384;             // below this many elements, streaming stores do not pay
 constexpr int32_t INFINITE = 0x7f800000;     // the bits of infinity
 constexpr int32_t MAGNITUDE = 0x7fffffff;
 
-// work(begin, end, index) for parts of 0 .. n that begin at multiples of `unit`.
+// Calls work(begin, end, index) on threads, for parts of 0 .. n that begin at multiples of `unit`.
 template <class Work>
 void split(int64_t n, int64_t unit, int64_t threads, const Work& work) {
   const int64_t units = (n + unit - 1) / unit;
@@ -53,7 +53,7 @@ void split(int64_t n, int64_t unit, int64_t threads, const Work& work) {
   for (int64_t t = 1; t < threads; t++) {
     try {
       others.emplace_back([&work, begin, t] { work(begin(t), begin(t + 1), t); });
-    } catch (const std::system_error&) {  // no thread to be had
+    } catch (const std::system_error&) {  // cannot start a thread
       work(begin(t), begin(t + 1), t);
     }
   }
@@ -92,21 +92,21 @@ float float_of(int32_t bits) {
 
 int32_t key(float x) { return std::min(bits_of(x) & MAGNITUDE, INFINITE); }
 
-// Writing past the caches pays where the results are many and their lines have not just been read.
+// Streaming stores pay for large results whose cache lines have not just been read.
 bool streams(const float* x, const float* residual, const float* out, int64_t n) {
   const bool many = n >= streamed || (n >= SMALL && gathered >= streamed);
   return many && out && out != x && out != residual && reinterpret_cast<uintptr_t>(out) % 16 == 0;
 }
 
-// How what is left is written; ``swap``: as a residual that changes places with x.
+// How to write the residual; `swap`: in place of the old one, which is moved to x.
 Out form_of(const float* x, const float* residual, const float* out, int64_t n, int64_t swap) {
   if (!out) return grace::NONE;
   if (swap && residual) return grace::SWAPPED;
   return streams(x, residual, out, n) ? grace::STREAMED : grace::KEPT;
 }
 
-// Pieces of a block larger than one: statistic(begin, size) of all, then, with what `scale` makes of them,
-// emit(begin, size, scale) of all, the last piece first: it may still be in a cache.
+// Processes a large block in pieces: statistic(begin, size) of each, scale(statistics), then emit(begin, size, scale) of
+// each, the last piece first because it may still be cached.
 template <class Statistic, class Scale, class Emit>
 void in_pieces(int64_t n, int64_t threads, const Statistic& statistic, const Scale& scale, const Emit& emit) {
   using Value = decltype(statistic(int64_t(0), int64_t(0)));
@@ -120,7 +120,7 @@ void in_pieces(int64_t n, int64_t threads, const Statistic& statistic, const Sca
   });
 }
 
-// found[3]: what `piece` finds of each piece, one after the other: the same for any number of threads.
+// found[3]: the sums over all pieces, in order, so that they do not depend on the number of threads.
 template <class Piece>
 void excess_of(int64_t n, int64_t threads, double* found, const Piece& piece) {
   n = std::max<int64_t>(n, 0);
@@ -135,13 +135,13 @@ void excess_of(int64_t n, int64_t threads, double* found, const Piece& piece) {
 
 }  // namespace
 
-// CPUID is asked here: what __builtin_cpu_supports reads is zero where Zig links.
+// Uses CPUID directly: the data of __builtin_cpu_supports is zero if Zig links.
 API int64_t grace_supports(const char* isa) {
 #if defined(__x86_64__)
   unsigned a, b, c, d, system, upper;
   if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE)) {
     const bool fma = (c & bit_FMA) && (c & bit_POPCNT);
-    __asm__("xgetbv" : "=a"(system), "=d"(upper) : "c"(0));  // the registers that the operating system saves
+    __asm__("xgetbv" : "=a"(system), "=d"(upper) : "c"(0));  // registers that the operating system saves
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
       const bool avx2 = (system & 6) == 6 && fma && (b & bit_AVX2) && (b & bit_BMI) && (b & bit_BMI2);
       const bool avx512 = (system & 0xe6) == 0xe6 && avx2 && (b & bit_AVX512F) && (b & bit_AVX512BW) &&
@@ -156,7 +156,7 @@ API int64_t grace_supports(const char* isa) {
   return !strcmp(isa, "scalar");
 }
 
-// For tests: from how many elements on results are written past the caches. Returns what it was.
+// For tests: set the number of elements from which results use streaming stores. Returns the previous one.
 API int64_t grace_stream_from(int64_t n) {
   std::swap(n, streamed);
   return n;
@@ -251,7 +251,7 @@ API void grace_ints_mean(const Loops* loops, const uint8_t* const* codes, const 
 
 namespace {
 
-// Candidates in ascending order of position. Not a std::vector: growing must not write zeros first.
+// Candidates in ascending order of position. Not a std::vector, which would zero new elements.
 struct Candidates {
   float* values = nullptr;
   int32_t* positions = nullptr;
@@ -277,13 +277,13 @@ struct Candidates {
   }
 };
 
-constexpr int64_t MOST_KEPT = int64_t(4) << 20;  // candidates that a thread's scratch may hold between calls
+constexpr int64_t MOST_KEPT = int64_t(4) << 20;  // candidates that a thread's scratch may keep between calls
 
-// The k-th largest key of the candidates, 1 <= k <= count: bins of the keys' range, then of the bin it lies in.
+// The k-th largest key of the candidates, 1 <= k <= count. Bins the range of keys, then repeatedly the bin that holds it.
 int32_t kth_key(const Loops* loops, const Candidates& all, int64_t k) {
   constexpr int BINS = 2048, FEW = 512;
   int32_t low = INT32_MAX, high = 0;
-  if (all.count <= FEW) {  // bins would cost more than to go through the bits until just k are above
+  if (all.count <= FEW) {  // a bitwise search is faster than bins
     int32_t keys[FEW] = {};
     for (int64_t i = 0; i < all.count; i++) keys[i] = key(all.values[i]);
     const int32_t bound = loops->methods->bound_of(keys, (all.count + 15) / 16 * 16, k);
@@ -311,8 +311,8 @@ int32_t kth_key(const Loops* loops, const Candidates& all, int64_t k) {
   return low;
 }
 
-// Keeps the k largest, the lower positions of equal ones, and puts the others back to out, which may be null. Returns
-// the least key kept.
+// Keeps the k largest (at ties, the lower positions) and restores the others to out, which may be null. Returns the
+// smallest key kept.
 int32_t keep_largest(const Loops* loops, Candidates& all, int64_t k, float* out) {
   if (all.count == 0 || k == 0) return 0;
   k = std::min(k, all.count);
@@ -333,8 +333,8 @@ int32_t keep_largest(const Loops* loops, Candidates& all, int64_t k, float* out)
   return bound;
 }
 
-// out = x + residual with zeros where there are candidates: elements begin .. end whose key reaches the bound, but at
-// most those k that may belong to the k largest. False: no memory.
+// Collects candidates: elements begin .. end with key >= bound, reduced to the k largest if there are too many. out =
+// x + residual, with zeros in place of candidates. Returns false if memory runs out.
 bool collect(const Loops* loops, const float* x, const float* residual, float* out, int64_t begin, int64_t end,
              int32_t bound, int64_t k, int64_t expected, Out form, Candidates& all, int64_t& reached) {
   const int64_t limit = 2 * k + 4096;
@@ -349,14 +349,14 @@ bool collect(const Loops* loops, const float* x, const float* residual, float* o
     if (begin >= end) break;
     if (all.capacity < limit) {
       if (!all.reserve(std::min(limit, 2 * all.capacity))) return false;
-    } else {  // later elements must beat the least of these: among equals the first wins
+    } else {  // later elements must exceed the smallest of these: at ties, the first wins
       bound = keep_largest(loops, all, k, out) + 1;
     }
   }
   return true;
 }
 
-// Keys of a sample spread over x + residual, descending.
+// Keys of a stratified sample of x + residual.
 std::vector<int32_t> sample(const float* x, const float* residual, int64_t n) {
   const int64_t size = std::min<int64_t>(n, std::clamp<int64_t>(n / 256, 1024, 65536));
   std::vector<int32_t> keys;
@@ -382,7 +382,7 @@ API int64_t grace_topk_encode(const Loops* loops, const float* x, const float* r
   static thread_local Candidates kept_scratch;
   const bool swapped = form == grace::SWAPPED;
   const float* const spent = x;
-  int64_t begun[64] = {}, reached[64] = {};  // by the first pass of each thread
+  int64_t begun[64] = {}, reached[64] = {};  // in the first pass of each thread
   const auto fail = [&] {
     for (int64_t t = 0; swapped && t < 64; t++)
       memcpy(reinterpret_cast<char*>(out) + begun[t] * 4, reinterpret_cast<const char*>(spent) + begun[t] * 4,
@@ -434,7 +434,7 @@ API int64_t grace_topk_encode(const Loops* loops, const float* x, const float* r
         return 0;
       }
       if (!out) continue;
-      // Too few: everything goes back, and from now on out is what is read.
+      // Too few: restore all elements, and read from out from now on.
       for (int64_t t = 0; t < threads; t++)
         for (int64_t i = 0; i < scratch(t).count; i++) set(out, scratch(t).positions[i], scratch(t).values[i]);
       x = out, residual = nullptr, form = grace::KEPT;
@@ -451,7 +451,7 @@ API int64_t grace_topk_rows(const Loops* loops, const float* x, int64_t m, int64
   bool failed[64] = {};
   split(m * n, n, std::min<int64_t>(threads, 64), [&](int64_t begin, int64_t end, int64_t t) {
     Candidates found;
-    int32_t bound = 0;  // a guess: somewhat less than what was enough for the row before
+    int32_t bound = 0;  // a guess: slightly below the bound of the previous row
     for (int64_t row = begin / n; row < end / n; row++) {
       const float* from = x + row * n;
       int64_t reached = 0;
@@ -469,7 +469,7 @@ API int64_t grace_topk_rows(const Loops* loops, const float* x, int64_t m, int64
   return std::find(failed, failed + 64, true) == failed + 64 ? 0 : -2;
 }
 
-// ---- what is kept ----------------------------------------------------------------------------------------------------
+// ---- kept elements ---------------------------------------------------------------------------------------------------
 
 API int64_t grace_accumulate(const Loops* loops, float* x, float* last, float beta, float gamma, double* found, int64_t n,
                              int64_t threads) try {
@@ -490,7 +490,7 @@ API int64_t grace_accumulate(const Loops* loops, float* x, float* last, float be
 
 namespace {
 
-// How many of begin .. end are chosen. The first `capacity` are written; if there are more, out has them all back.
+// Returns how many of begin .. end are chosen. Writes the first `capacity` of them; restores the others to out.
 int64_t choose(const Loops* loops, const float* x, const float* residual, float* out, int64_t begin, int64_t end,
                int32_t bound, float* values, int32_t* positions, int64_t capacity, Out form) {
   constexpr int64_t CHUNK = 4096;
@@ -515,12 +515,12 @@ void put_back(float* out, const float* values, const int32_t* positions, int64_t
   for (int64_t i = 0; out && i < count; i++) set(out, get(positions, i), get(values, i));
 }
 
-// Elements whose magnitude's bits reach `least`.
+// Selects elements whose magnitude bits reach `least`.
 int64_t reaching(const Loops* loops, const float* x, const float* residual, float* out, int32_t least, float* values,
                  int32_t* positions, int64_t capacity, int64_t n, int64_t threads) {
   if (n <= 0) return 0;
   const Out form = form_of(x, residual, out, n, 0);
-  if (threads > 1 && n > ALONE && capacity >= 4096) {  // each thread fills its share of the capacity
+  if (threads > 1 && n > ALONE && capacity >= 4096) {  // each thread fills its share of the arrays
     threads = std::min<int64_t>(threads, 64);
     const int64_t share = capacity / threads;
     int64_t counts[64] = {};
@@ -540,7 +540,7 @@ int64_t reaching(const Loops* loops, const float* x, const float* residual, floa
       count += counts[t];
     }
     if (fits || count > capacity) return count;
-    if (out) x = out, residual = nullptr;  // they fit, but unevenly: once more, one after the other
+    if (out) x = out, residual = nullptr;  // the total fits, but not every share: repeat on one thread
   }
   const int64_t count = choose(loops, x, residual, out, 0, n, least, values, positions, capacity, form);
   if (count > capacity) put_back(out, values, positions, capacity);
@@ -557,7 +557,7 @@ API int64_t grace_threshold_encode(const Loops* loops, const float* x, const flo
 
 API int64_t grace_beyond(const Loops* loops, const float* x, float bound, float* values, int32_t* positions,
                          int64_t capacity, int64_t n, int64_t threads) {
-  const int32_t least = bound > 0 ? bits_of(bound) + 1 : bound == 0 ? 1 : 0;  // nothing is at or below NaN
+  const int32_t least = bound > 0 ? bits_of(bound) + 1 : bound == 0 ? 1 : 0;  // if NaN, all elements are above
   return reaching(loops, x, nullptr, nullptr, least, values, positions, capacity, n, threads);
 }
 
@@ -569,7 +569,7 @@ API int64_t grace_sparse_means(const Loops* loops, const float* const* values, c
   constexpr int64_t TILE = 4096;
   const bool stream = streams(nullptr, nullptr, out, n);
   threads = n > ALONE && threads > 1 ? std::min<int64_t>(threads, 64) : 1;
-  const auto position = [=](int64_t w, int64_t i) {  // negative: far too large
+  const auto position = [=](int64_t w, int64_t i) {  // negative positions become huge
     const int32_t sent = get(positions[w], i);
     return uint32_t(pairs && pairs[w] && sent < 0 ? ~sent : sent);
   };
@@ -580,7 +580,7 @@ API int64_t grace_sparse_means(const Loops* loops, const float* const* values, c
   }
   const int64_t tiles = (n + TILE - 1) / TILE;
   threads = std::min(threads, tiles);
-  std::vector<int64_t> cuts(size_t((threads + 1) * vectors));  // where the positions of each thread's part begin
+  std::vector<int64_t> cuts(size_t((threads + 1) * vectors));  // start of each thread's part in the positions
   for (int64_t t = 0; t <= threads; t++) {
     for (int64_t w = 0; w < vectors; w++) {
       int64_t low = t == threads ? counts[w] : 0, high = t == 0 ? 0 : counts[w];
@@ -609,7 +609,7 @@ API int64_t grace_sparse_means(const Loops* loops, const float* const* values, c
         for (const int64_t count = counts[w]; i < count; i++) {
           const int32_t sent = get(positions[w], i), negative = pair && sent < 0;
           const int64_t j = int64_t(uint32_t(sent ^ -negative)) - from;
-          if (j >= size || j <= previous) break;  // of a later tile; or not ascending, and then it stays here for good
+          if (j >= size || j <= previous) break;  // in a later tile; if positions do not ascend, it stops here for good
           tile[j] += pair ? both[negative] : get(values[w], i);
           previous = j;
         }
@@ -667,7 +667,7 @@ API int64_t grace_sampled(const Loops* loops, const float* x, int64_t n, int64_t
   for (;; first = 0) {
     const int64_t count = grace_beyond(loops, x, candidates[first], values, positions, capacity, n, threads);
     if (count > capacity) return -3 - count;
-    // How many candidates are below each element. What is not finite exceeds none.
+    // The number of candidates below an element. Non-finite elements exceed none.
     const auto below = [&](float value) {
       const int32_t each = key(value);
       if (each == INFINITE) return int64_t{0};
@@ -675,7 +675,7 @@ API int64_t grace_sampled(const Loops* loops, const float* x, int64_t n, int64_t
     };
     int64_t above[MANY + 1] = {};
     for (int64_t i = 0; i < count; i++) above[below(get(values, i))]++;
-    for (int64_t j = many, sum = 0; j >= 0; j--) {  // from how many lie between candidates to how many exceed each
+    for (int64_t j = many, sum = 0; j >= 0; j--) {  // from counts between candidates to counts above each
       const int64_t here = above[j];
       above[j] = sum, sum += here;
     }
@@ -726,7 +726,7 @@ API int64_t grace_smallest_words(const Loops* loops, int64_t key0, int64_t key1,
   if (n <= 0 || k <= 0) return 0;
   k = std::min(k, n);
   threads = n > ALONE && threads > 1 ? std::min<int64_t>(threads, 64) : 1;
-  // As many more as chance may keep away; if it keeps more, all are looked at.
+  // A margin for random deviation; if it does not suffice, examine all.
   const double wanted = double(k) + 6 * __builtin_sqrt(double(k)) + 16;
   for (double share = wanted / double(n);; share = 1) {
     const int32_t bound = share < 1 ? int32_t((1 - share) * 2147483647.0) : 0;
@@ -757,7 +757,7 @@ API int64_t grace_smallest_words(const Loops* loops, int64_t key0, int64_t key1,
       for (int64_t i = 0; i < each.count; i++) keys.push_back(bits_of(each.values[i]));
     std::nth_element(keys.begin(), keys.begin() + (k - 1), keys.end(), std::greater<int32_t>());
     const int32_t last = keys[size_t(k - 1)];
-    const bool both = std::find(keys.begin() + k, keys.end(), last) == keys.end();  // of words alike in these bits
+    const bool both = std::find(keys.begin() + k, keys.end(), last) == keys.end();  // all words that are equal in these bits
     const auto word = [&](int32_t position) {
       int32_t found;
       loops->words(uint32_t(key0), uint32_t(key1), start + position, 1, &found);
@@ -767,7 +767,7 @@ API int64_t grace_smallest_words(const Loops* loops, int64_t key0, int64_t key1,
     for (const auto& each : all)
       for (int64_t i = 0; i < each.count; i++) {
         const int32_t found = bits_of(each.values[i]);
-        // Of two that differ in the last bit alone, and room for one, it is the one that lacks it.
+        // If two words differ only in the last bit and one fits, take the one without it.
         if (found > last || (found == last && (both || !(word(each.positions[i]) & 1))))
           set(positions, written++, each.positions[i]);
       }
@@ -793,7 +793,7 @@ API void grace_noise_table(const Loops* loops, int64_t key0, int64_t key1, int64
 API void grace_product(const Loops* loops, const float* x, const float* p, const float* q, float* out, int64_t a,
                        int64_t b, int64_t r, int64_t threads) {
   if (a <= 0 || b <= 0) return;
-  if (r <= 0) {  // nothing is taken, and a product of nothing is 0
+  if (r <= 0) {  // an empty product is 0
     x ? memmove(out, x, size_t(a * b) * sizeof(float)) : memset(out, 0, size_t(a * b) * sizeof(float));
     return;
   }
@@ -805,7 +805,7 @@ API void grace_product(const Loops* loops, const float* x, const float* p, const
 API void grace_part(const Loops* loops, float* x, const float* p, const float* q, const float* taken_p,
                     const float* taken_q, float* rest, int64_t a, int64_t b, int64_t r, int64_t threads) {
   if (a <= 0 || b <= 0 || r <= 0) return;
-  const bool stream = b % 4 == 0 && streams(x, nullptr, rest, a * b);  // each row begins at 16 bytes
+  const bool stream = b % 4 == 0 && streams(x, nullptr, rest, a * b);  // every row is 16-byte aligned
   split(a * b, b, threads, [=](int64_t begin, int64_t end, int64_t) {
     const int64_t row = begin / b * r;
     loops->part(x + begin, p + row, q, taken_p + row, taken_q, rest + begin, (end - begin) / b, b, r, stream);
@@ -828,11 +828,11 @@ API void grace_right(const Loops* loops, float* m, const float* residual, const 
   });
 }
 
-// ---- codes of a few bits -----------------------------------------------------------------------------------------------
+// ---- codes of few bits -------------------------------------------------------------------------------------------------
 
 namespace {
 
-// The largest magnitude; NaN if there is one.
+// The largest magnitude, or NaN if any element is NaN.
 float largest_of(const Loops* loops, const float* x, const float* residual, int64_t n, int64_t threads) {
   std::vector<int32_t> found(size_t((n + PIECE - 1) / PIECE));
   split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
@@ -842,7 +842,7 @@ float largest_of(const Loops* loops, const float* x, const float* residual, int6
   return float_of(*std::max_element(found.begin(), found.end()));
 }
 
-// Bytes of the wire that `n` codes take, n a multiple of 8.
+// Bytes of n packed codes, n a multiple of 8.
 int64_t bytes_of(int64_t n, int bits) { return n / 8 * bits; }
 
 }  // namespace
@@ -963,22 +963,22 @@ API void grace_halves_mean(const Loops* loops, const uint8_t* const* bits, const
 
 namespace {
 
-constexpr uint8_t ZEROS = 121;    // the byte of five zeros
-constexpr int FIRST = 243;        // bytes from here on stand for runs of 2 .. 14 such bytes
+constexpr uint8_t ZEROS = 121;    // byte of five zeros
+constexpr int FIRST = 243;        // bytes from here on are runs of 2 .. 14 such bytes
 constexpr int LONGEST = 14;
-constexpr int64_t TRITS = 65280;  // elements that are worked on together: whole lines of a cache, and whole bytes
+constexpr int64_t TRITS = 65280;  // elements processed together: whole cache lines and whole bytes
 
-// How many bytes a byte stands for.
+// The number of bytes that a byte expands to.
 int64_t length(uint8_t byte) { return std::max<int>(byte, FIRST - 1) - (FIRST - 2); }
 
-// The bytes from that element on, a multiple of 5.
+// The bytes from an element on; its index is a multiple of 5.
 Runs runs_from(const uint8_t* next, int64_t element) {
   int64_t at = 0;
   while (at < element) at += 5 * length(*next++);
   return {next, at - element};
 }
 
-// Runs of ZEROS become one byte each, in place. Returns how many bytes are left.
+// Replaces runs of ZEROS by one byte each, in place. Returns the new number of bytes.
 int64_t shorten(uint8_t* bytes, int64_t size) {
   int64_t kept = 0, begin = 0;  // of the run
   const auto end = [&](int64_t stop) {
@@ -1030,7 +1030,7 @@ API int64_t grace_trits_encode(const Loops* loops, const float* x, const float* 
       const float scale = largest_of(loops, x + from, at(residual, from), size, threads) * sparsity;
       set(scales, b, scale);
       split(size, TRITS, threads, [=](int64_t begin, int64_t end, int64_t) {
-        for (int64_t i = (end - 1) / TRITS * TRITS; i >= begin; i -= TRITS)  // the last may still be in a cache
+        for (int64_t i = (end - 1) / TRITS * TRITS; i >= begin; i -= TRITS)  // last first: it may still be cached
           emit(from + i, std::min(TRITS, end - i), scale);
       });
     }
@@ -1057,7 +1057,7 @@ API int64_t grace_trits_mean(const Loops* loops, const uint8_t* const* bytes, co
   return -1;
 }
 
-// ---- floats of few bits ----------------------------------------------------------------------------------------------
+// ---- minifloats ------------------------------------------------------------------------------------------------------
 
 API void grace_codes_encode(const Loops* loops, const grace::Codec* codec, const float* x, const float* residual,
                             float* out, uint8_t* codes, int32_t* scales, int64_t n, int64_t block, int64_t start,
@@ -1107,11 +1107,11 @@ API void grace_codes_mean(const Loops* loops, const grace::Codec* codec, const u
   });
 }
 
-// ---- blocks that are rotated at random -------------------------------------------------------------------------------
+// ---- randomly rotated blocks -----------------------------------------------------------------------------------------
 
 namespace {
 
-// What loops work on a block in, from where a line of the cache begins.
+// Scratch for one block, aligned to a cache line.
 struct Room {
   std::vector<float> all;
   explicit Room(int64_t width) : all(size_t(5 * std::max<int64_t>(width, 16) + 16)) {}

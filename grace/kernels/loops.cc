@@ -1,7 +1,7 @@
-// The kernels' loops: a library for each instruction set, compiled with -DGRACE_AVX512 or -DGRACE_AVX2 or neither.
+// The kernels' loops, compiled into one library per instruction set: with -DGRACE_AVX512, -DGRACE_AVX2 or neither.
 //
-// Only what is inlined may be called here: all libraries are loaded into one process, and a function of the standard
-// library, compiled for AVX-512 in this file, could be bound by code that older processors run.
+// Call only inlined functions here. All libraries share one process, so code for older processors could otherwise bind to a
+// function of the standard library that this file compiled for AVX-512.
 #include "kernels.h"
 #include "vectors-inl.h"
 
@@ -36,7 +36,7 @@ INLINE F value_some(const float* x, const float* residual, int64_t i, int64_t co
   return load_some(x + i, count);
 }
 
-// Writes what is left, as OUT says.
+// Writes the new residual according to OUT.
 template <Out OUT>
 INLINE void leave(const float* x, const float* residual, float* out, int64_t i, F left) {
   if constexpr (OUT == SWAPPED) store(const_cast<float*>(x) + i, load(residual + i));
@@ -51,24 +51,23 @@ INLINE void leave_some(const float* x, const float* residual, float* out, int64_
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Asks for what is going to be read, into the second cache: where several arrays are read and written the processor does
-// not do so in time by itself.
+// Prefetches into the L2 cache: with several arrays, the hardware prefetcher is too late.
 template <bool RESIDUAL>
 INLINE void prefetch(const float* x, const float* residual, int64_t i) {
   __builtin_prefetch(x + i, 0, 2);
   if constexpr (RESIDUAL) __builtin_prefetch(residual + i, 0, 2);
 }
 
-constexpr int64_t AHEAD = 2048;  // elements that are asked for before they are read, at least
+constexpr int64_t AHEAD = 2048;  // minimum prefetch distance in elements
 
-// Of all elements, one after the other: the sum of the magnitudes, or the largest one.
+// Statistics of all elements, in order: the sum of magnitudes, or the largest magnitude.
 struct Total {
   D sum = zeros();
   INLINE_MEMBER void add(F v) { add_magnitude(sum, v); }
   INLINE_MEMBER double result() const { return total(sum); }
 };
 
-// Magnitudes compare as integers, and NaN is above infinity: the largest is NaN if any element is.
+// Magnitudes compare as integers, with NaN above infinity: the largest is NaN if any element is NaN.
 struct Largest {
   I most = fill_int(0);
   INLINE_MEMBER void add(F v) { most = larger(most, magnitude_bits(v)); }
@@ -84,8 +83,8 @@ INLINE auto statistic_of(const float* x, const float* residual, int64_t n) {
   return found.result();
 }
 
-// What is looked at while a block is written, vector by vector: the next one of the same size, `after` elements further
-// on, whose statistic is found so. Memory would wait between the two otherwise. after = 0: there is none.
+// Computes the statistic of the next block, `after` elements ahead, vector by vector while the current block is written, so
+// that memory is not idle in between. after == 0: no next block.
 template <class Statistic, bool RESIDUAL>
 struct Next {
   const float* x;
@@ -107,10 +106,10 @@ struct Next {
 #if defined(GRACE_AVX512) || defined(GRACE_AVX2)
 constexpr bool LOOKS = true;
 #else
-constexpr bool LOOKS = false;  // too few registers: what is looked at would take longer than memory
+constexpr bool LOOKS = false;  // too few registers: the lookahead would cost more than it saves
 #endif
 
-// emit(begin, size, statistic, after) for each block in turn, which returns the statistic of what is `after`, if anything.
+// Calls emit(begin, size, statistic, after) for each block in turn; it returns the statistic of the next block, if any.
 template <class Statistic, bool RESIDUAL, class Emit>
 INLINE void in_blocks(const float* x, const float* residual, int64_t n, int64_t block, const Emit& emit) {
   const auto statistic = [&](int64_t at) __attribute__((always_inline)) {
@@ -124,7 +123,7 @@ INLINE void in_blocks(const float* x, const float* residual, int64_t n, int64_t 
   }
 }
 
-// Calls f<RESIDUAL, OUT>(...) for what is given; nothing is swapped with a residual that is not there.
+// Calls f<RESIDUAL, OUT>(...) for the given arguments; without a residual there is no SWAPPED.
 #define FORMS(f, ...)                                               \
   (!residual ? (form == NONE       ? f<false, NONE>(__VA_ARGS__)    \
                 : form == STREAMED ? f<false, STREAMED>(__VA_ARGS__) \
@@ -136,7 +135,7 @@ INLINE void in_blocks(const float* x, const float* residual, int64_t n, int64_t 
 
 // ---- signs -----------------------------------------------------------------------------------------------------------
 
-// What a bit stands for in a block, and which elements have it set.
+// The value of a bit in a block, and the mask of elements whose bit is set.
 struct Signs {
   F plus, minus;
   INLINE_MEMBER explicit Signs(float scale) : plus(fill(scale)), minus(fill(-scale)) {}
@@ -197,7 +196,7 @@ void signs_blocks(const float* x, const float* residual, float* out, uint8_t* bi
   FORMS(signs_blocks_to, x, residual, out, bits, scales, n, block);
 }
 
-// The sum over workers of N vectors that lie in block b, divided by their number; `at` is a multiple of 8.
+// The mean over workers of N vectors in block b; `at` is a multiple of 8.
 template <class Pair, int N, bool STREAM>
 INLINE void bits_tile(const uint8_t* const* bits, const float* const* scales, int64_t workers, float* out, int64_t at,
                       int64_t b, const Divisor& divisor) {
@@ -218,7 +217,7 @@ INLINE void bits_sum_to(const uint8_t* const* bits, const float* const* scales, 
                         int64_t begin, int64_t end, int64_t block) {
   const Divisor divisor(workers);
   int64_t b = begin / block;
-  for (int64_t at = begin; at < end; at += block, b++) {  // begin is where a block begins, or all is one block
+  for (int64_t at = begin; at < end; at += block, b++) {  // begin starts a block, or there is one block
     const int64_t stop = least(at + block, end);
     int64_t i = at;
     for (; i + TILE * W <= stop; i += TILE * W) bits_tile<Pair, TILE, STREAM>(bits, scales, workers, out, i, b, divisor);
@@ -246,7 +245,7 @@ void bits_sum(const uint8_t* const* bits, const float* const* scales, int64_t wo
 
 // ---- integers --------------------------------------------------------------------------------------------------------
 
-// The upper halves of the words at `count` positions, as the noise has them: its table may begin anew among them.
+// Noise at `count` positions: upper halves of words. The range may wrap around the end of the table.
 INLINE void noise_at(uint16_t* out, const Noise& noise, int64_t position, int64_t count) {
   while (count > 0) {
     const int64_t index = position & 65535, run = least(count, 65536 - index);
@@ -277,7 +276,7 @@ OUTLINE int32_t ints_emit_as(const float* x, const float* residual, float* out, 
     leave<OUT>(x, residual, out, i, v - to_float(code) * step);
   };
   int64_t i = 0;
-  while (i + W <= n) {  // as far as one offset reaches
+  while (i + W <= n) {  // while one offset applies
     const int64_t index = (start + i) & 65535, whole = RANDOM ? least(n - i, 65536 - index) / W : (n - i) / W;
     if (RANDOM && !whole) {
       uint16_t mixed[W];
@@ -300,7 +299,7 @@ OUTLINE int32_t ints_emit_as(const float* x, const float* residual, float* out, 
     const I code = RANDOM ? down(steps + uniform(mixed, 0)) : nearest(steps);
     uint8_t bytes[W];
     to_codes<BITS>(bytes, code);
-    memcpy(codes + i * BITS / 8, bytes, size_t((count * BITS + 7) / 8));  // what is missing is 0 / scale, code 0
+    memcpy(codes + i * BITS / 8, bytes, size_t((count * BITS + 7) / 8));  // padding is 0 / scale, code 0
     leave_some<OUT>(x, residual, out, i, v - to_float(code) * step, count);
   }
   return next.found.result();
@@ -459,7 +458,7 @@ void accumulate(float* x, float* last, float beta, float gamma, int64_t n) {
   store_some(x + i, before, n - i);
 }
 
-// A fence is the caller's: one for each of many small parts takes longer than these do.
+// The caller adds the fence: a fence for every small part would take longer than the part.
 INLINE void divide_part(const float* x, float* out, int64_t n, int64_t divisor, bool stream) {
   stream ? divide_to<true>(x, out, n, divisor) : divide_to<false>(x, out, n, divisor);
 }
@@ -469,24 +468,23 @@ void divide(const float* x, float* out, int64_t n, int64_t divisor, bool stream)
   if (stream) fence();
 }
 
-// ---- products of low rank --------------------------------------------------------------------------------------------
+// ---- low-rank products -----------------------------------------------------------------------------------------------
 
-constexpr int64_t RANKS = 8;  // factors that are held in registers
+constexpr int64_t RANKS = 8;  // factors held in registers
 
-// Of what is added up, that stay in the innermost cache while rows go by.
+// Columns of sums that stay in the L1 cache for all rows.
 constexpr int64_t columns(int64_t count) { return count > 4 ? 512 : 1024; }
 
-// Rows that share what is loaded of q: as many as the registers hold the factors, or the sums, of.
+// Rows that share loads of q: as many as have their factors, or sums, in registers.
 constexpr int64_t together(int64_t count) {
   return count * 4 <= REGISTERS ? 4 : count * 2 <= REGISTERS ? 2 : 1;
 }
 
-// The same where rows are written as well. Few of them, and long, are what memory takes fastest; q is read from the second
-// cache then.
+// The same for loops that also write rows. Memory is fastest with few, long rows; q then comes from the L2 cache.
 constexpr int64_t WIDTH = 4096;
 constexpr int64_t written_together(int64_t count) { return together(count) > 2 ? 2 : together(count); }
 
-// Calls f<...>, the last argument of which is the number of factors, for 1 .. RANKS of them.
+// Calls CALL(number of factors), for 1 .. RANKS.
 #define RANKED(count, CALL) \
   switch (count) {          \
     case 1: CALL(1); break; \
@@ -499,16 +497,16 @@ constexpr int64_t written_together(int64_t count) { return together(count) > 2 ?
     default: CALL(8);       \
   }
 
-// Asks for the line of the rows that come next, in the second cache: all of theirs would drive q out of the innermost.
+// Prefetches lines of the next rows into L2; in L1 they would evict q.
 template <int64_t ROWS>
 INLINE void prefetch_rows(const float* m, int64_t b) {
   for (int64_t i = 0; i < ROWS; i++) __builtin_prefetch(m + (ROWS + i) * b, 0, 2);
 }
 
-// What becomes of a product: it is written to out; it is taken from x; that, and x becomes the product; x is added.
+// Uses of a product: out = product; out = x - product; the same, then x = product; out = x + product.
 enum Way { WRITTEN, TAKEN, PARTED, ADDED };
 
-// The product of p[COUNT] and q[COUNT, b] from the column j on.
+// The product of p[COUNT] and q[COUNT, b], from column j on.
 template <int64_t COUNT>
 INLINE F product_at(const float* p, const float* q, int64_t b, int64_t j) {
   F sum = fill(read(p, 0)) * load(q + j);
@@ -523,7 +521,7 @@ INLINE F product_at_some(const float* p, const float* q, int64_t b, int64_t j, i
   return sum;
 }
 
-// rest = x less one product, and x becomes the other: of p[ROWS, COUNT] and q[COUNT, b] each, in the columns begin .. end.
+// rest = x - taken product, then x = the other product, each p[ROWS, COUNT] times q[COUNT, b]; columns begin .. end.
 template <bool STREAM, int64_t ROWS, int64_t COUNT>
 INLINE void part_rows(float* x, const float* p, const float* q, const float* taken_p, const float* taken_q, float* rest,
                       int64_t b, int64_t begin, int64_t end) {
@@ -558,7 +556,7 @@ OUTLINE void part_some(float* x, const float* p, const float* q, const float* ta
   }
 }
 
-// The product of p[ROWS, COUNT] and q[COUNT, b], of their r factors, in the columns begin .. end.
+// The product of p[ROWS, COUNT] and q[COUNT, b], COUNT of r factors, in columns begin .. end.
 template <Way WAY, bool STREAM, int64_t ROWS, int64_t COUNT>
 INLINE void product_rows(float* x, const float* p, const float* q, float* out, int64_t b, int64_t r, int64_t begin,
                          int64_t end) {
@@ -615,7 +613,7 @@ INLINE void product_of(float* x, const float* p, const float* q, float* out, int
 #undef SOME
 }
 
-INLINE F accumulated(F x, F y, F sum) {  // rounded once where the machine can
+INLINE F accumulated(F x, F y, F sum) {  // with one rounding if the machine has FMA
 #if defined(GRACE_AVX512) || defined(GRACE_AVX2)
   return fused(x, y, sum);
 #else
@@ -623,7 +621,7 @@ INLINE F accumulated(F x, F y, F sum) {  // rounded once where the machine can
 #endif
 }
 
-// p[ROWS, r] = m[ROWS, b] times the transpose of q[r, b], for COUNT of the r. With RESIDUAL, m becomes m + residual first.
+// p[ROWS, r] = m[ROWS, b] times the transpose of q[r, b], for COUNT of r. With RESIDUAL, m += residual before.
 template <bool RESIDUAL, int64_t ROWS, int64_t COUNT>
 INLINE void left_rows(float* m, const float* residual, const float* q, float* p, int64_t b, int64_t r) {
   F sums[ROWS][COUNT];
@@ -675,8 +673,8 @@ void left(float* m, const float* residual, const float* q, float* p, int64_t row
   }
 }
 
-// Adds the transpose of p[ROWS, r] times m[ROWS, size] to sums[COUNT, columns(COUNT)], for COUNT of the r. With RESIDUAL,
-// m becomes m + residual first.
+// Adds the transpose of p[ROWS, r] times m[ROWS, size] to sums[COUNT, columns(COUNT)], for COUNT of r. With RESIDUAL,
+// m += residual before.
 template <bool RESIDUAL, int64_t ROWS, int64_t COUNT>
 INLINE void right_rows(float* m, const float* residual, const float* p, float* sums, int64_t b, int64_t r, int64_t size) {
   F factors[ROWS][COUNT];
@@ -700,7 +698,7 @@ INLINE void right_rows(float* m, const float* residual, const float* p, float* s
   }
 }
 
-// q[r, b], columns begin .. end = the transpose of p[rows, r] times m[rows, b], for COUNT of the r.
+// q[r, b], columns begin .. end = the transpose of p[rows, r] times m[rows, b], for COUNT of r.
 template <bool RESIDUAL, int64_t COUNT>
 OUTLINE void right_some(float* m, const float* residual, const float* p, float* q, int64_t rows, int64_t b, int64_t r,
                         int64_t begin, int64_t end) {
@@ -732,7 +730,7 @@ void right(float* m, const float* residual, const float* p, float* q, int64_t ro
   }
 }
 
-// What is left of the first factors is where the next ones begin.
+// Each group of RANKS factors continues from the result of the previous one.
 void product(const float* x, const float* p, const float* q, float* out, int64_t rows, int64_t b, int64_t r) {
   if (x)
     product_of<TAKEN, false>(const_cast<float*>(x), p, q, out, rows, b, r, r);
@@ -748,7 +746,7 @@ void product(const float* x, const float* p, const float* q, float* out, int64_t
 
 void part(float* x, const float* p, const float* q, const float* taken_p, const float* taken_q, float* rest, int64_t rows,
           int64_t b, int64_t r, bool stream) {
-  if (r > RANKS) {  // some rows after the other, so that they are still in a cache the second time
+  if (r > RANKS) {  // in groups of rows that are still cached in the second pass
     const int64_t height = 1 + 16384 / b;
     for (int64_t i = 0; i < rows; i += height) {
       const int64_t count = least(height, rows - i);
@@ -810,7 +808,7 @@ namespace {
 
 // ---- random bits -----------------------------------------------------------------------------------------------------
 
-INLINE uint32_t mix(uint32_t h) {  // MurmurHash3's finaliser, as in grace/rng.py
+INLINE uint32_t mix(uint32_t h) {  // MurmurHash3's finaliser, as in grace/core/rng.py
   h ^= h >> 16;
   h *= 0x85EBCA6B;
   h ^= h >> 13;
@@ -820,10 +818,10 @@ INLINE uint32_t mix(uint32_t h) {  // MurmurHash3's finaliser, as in grace/rng.p
 
 template <class T, int SHIFT, bool INVERSE = false>
 INLINE void words_as(uint32_t key0, uint32_t key1, int64_t start, int64_t n, T* out) {
-  while (n > 0) {  // where the upper half of the counter stays the same
+  while (n > 0) {  // while the upper half of the counter is constant
     const uint32_t low = uint32_t(start), high = uint32_t(uint64_t(start) >> 32) + key1;
     const int32_t size = int32_t(least(least(n, 1 << 30), (int64_t(1) << 32) - int64_t(low)));
-    for (int32_t j = 0; j < size; j++) {  // of 32 bits, as the words are, so that vectors hold as many of them
+    for (int32_t j = 0; j < size; j++) {  // 32 bits like the words, for equally wide vectors
       const uint32_t word = mix(mix(low + uint32_t(j) + key0) ^ high);
       out[j] = T((INVERSE ? ~word : word) >> SHIFT);
     }
@@ -831,17 +829,17 @@ INLINE void words_as(uint32_t key0, uint32_t key1, int64_t start, int64_t n, T* 
   }
 }
 
-// `mix`, but for the lower half of the words.
+// `mix` without its last step, which changes only the lower half.
 INLINE I upper_mixed(I h) { return folded<13>(folded<16>(h) * fill_int(int32_t(0x85EBCA6B))) * fill_int(int32_t(0xC2B2AE35)); }
 
-// The top bits of the words, sixteen in each.
+// The top bits of the words, sixteen per result.
 INLINE void top_bits_of_words(uint32_t key0, uint32_t key1, int64_t start, int64_t n, uint16_t* out) {
   const int32_t places[W] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const I place = read(reinterpret_cast<const I*>(places));
   for (int64_t j = 0; j < n; j += W, start += W) {
     const uint32_t low = uint32_t(start), high = uint32_t(uint64_t(start) >> 32) + key1;
     I word;
-    if (__builtin_expect(low > uint32_t(-W), 0)) {  // the upper half of the counter changes
+    if (__builtin_expect(low > uint32_t(-W), 0)) {  // the upper half of the counter changes in this vector
       int32_t some[W];
       words_as<int32_t, 0>(key0, key1, start, W, some);
       word = read(reinterpret_cast<const I*>(some));
@@ -862,15 +860,15 @@ void inverse(uint32_t key0, uint32_t key1, int64_t start, int64_t n, int32_t* ou
 
 void noise(uint32_t key0, uint32_t key1, int64_t n, uint16_t* out) { words_as<uint16_t, 16>(key0, key1, 0, n, out); }
 
-// ---- floats of few bits ----------------------------------------------------------------------------------------------
+// ---- minifloats ------------------------------------------------------------------------------------------------------
 
 #include "floats-inl.h"
 
-// ---- blocks that are rotated at random -------------------------------------------------------------------------------
+// ---- randomly rotated blocks -----------------------------------------------------------------------------------------
 
 #include "rotations-inl.h"
 
-// ---- chunks of a cosine transform ------------------------------------------------------------------------------------
+// ---- cosine transforms of chunks -------------------------------------------------------------------------------------
 
 #include "cosines-inl.h"
 

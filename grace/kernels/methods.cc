@@ -12,9 +12,9 @@ using grace::Unit;
 namespace {
 
 constexpr int64_t BINS = 65536;   // upper halves of keys
-constexpr int64_t MANY = 1 << 15;  // elements from which on it pays to count these
+constexpr int64_t MANY = 1 << 15;  // number of elements from which counting them pays
 
-// Puts what belongs at `ranks`, which ascend, to their places in keys[n]; the first of them is keys[-begin].
+// Partially sorts keys[n] so that the elements of the ascending `ranks` are in place; rank 0 is keys[-begin].
 void rank(int32_t* keys, int64_t n, int64_t begin, const int64_t* ranks, int64_t many) {
   if (many == 0) return;
   const int64_t half = many / 2, place = ranks[half] - begin;
@@ -25,17 +25,17 @@ void rank(int32_t* keys, int64_t n, int64_t begin, const int64_t* ranks, int64_t
 
 float of_key(int32_t key) { return key < 0 ? -float_of(-key) : float_of(key); }
 
-// Buckets of equal population of an array.
+// Equally populated buckets of an array.
 struct Buckets {
-  int64_t many, ranks[256], members[256] = {};  // how many; the ranks of the largest elements of all but the last
-  int32_t bounds[512];                          // keys of these elements; nothing is above those behind them
+  int64_t many, ranks[256], members[256] = {};  // number of buckets; ranks of their largest elements, except the last
+  int32_t bounds[512];                          // keys of these elements, padded with the largest key
   double sums[256] = {};
 
   Buckets(int64_t n, int64_t q) : many(q) {
     for (int64_t i = 1; i < q; i++) ranks[i - 1] = i * n / q - 1;
     std::fill(bounds, bounds + 512, INT32_MAX);
   }
-  static int step_for(int64_t most) {  // of a search among that many bounds
+  static int step_for(int64_t most) {  // first step of a binary search among `most` bounds
     int step = 1;
     while (2 * step - 1 < most) step *= 2;
     return step;
@@ -50,13 +50,13 @@ void few_quantiles(const Loops* loops, const float* x, int64_t n, int bits, uint
   loops->methods->quantile_emit(x, n, all.bounds, Buckets::step_for(all.many - 1), bits, codes, all.sums, all.members);
 }
 
-// Where a bin of keys has no bound, all its elements have one code, and their lower halves tell their sum. Only the others
-// are looked at one by one.
+// All elements of a bin without a bound have the same code, and their lower halves give their sum. Only elements of other
+// bins are examined individually.
 void many_quantiles(const Loops* loops, const float* x, int64_t n, int bits, uint8_t* codes, Buckets& all) {
   struct Mixed {
-    int64_t start, size, first;  // of such a bin: the rank of its first element, how many it has, the first bound in it
+    int64_t start, size, first;  // a bin with bounds: rank of its first element, number of elements, first bound
   };
-  constexpr int64_t TOGETHER = 1 << 23, LOWEST = 128;  // the bin of -infinity, and of what is not as far from it
+  constexpr int64_t TOGETHER = 1 << 23, LOWEST = 128;  // the bin of -infinity
   std::vector<uint64_t> bins(size_t(BINS), 0u), counts(bins), lows(bins);
   for (int64_t i = 0; i < n; i += TOGETHER) {
     loops->methods->order_bins(x + i, std::min(TOGETHER, n - i), bins.data());
@@ -104,7 +104,7 @@ void many_quantiles(const Loops* loops, const float* x, int64_t n, int bits, uin
     int code = place;
     for (int step = Buckets::step_for(most); step; step >>= 1) code += keys[size_t(i)] > all.bounds[code + step - 1] ? step : 0;
     all.sums[code] += double(values[size_t(i)]), all.members[code]++;
-    const int64_t at = positions[size_t(i)] * bits;  // codes so far are those of the places
+    const int64_t at = positions[size_t(i)] * bits;  // the code so far is the place
     const uint32_t more = uint32_t(code - place) << at % 8;
     uint8_t* const to = codes + at / 8;
     if (at / 8 + 1 < bytes)
@@ -116,7 +116,7 @@ void many_quantiles(const Loops* loops, const float* x, int64_t n, int bits, uin
 
 }  // namespace
 
-// ---- buckets of equal population, as in grace/compressors/sketch.py ------------------------------------------------------
+//-- equally populated buckets, as in grace/compressors/sketch.py ------------------------------------------------------
 
 API int64_t grace_quantiles_encode(const Loops* loops, const float* x, uint8_t* codes, float* means, int64_t n, int64_t q,
                                    int64_t bits, int64_t) try {
@@ -133,7 +133,7 @@ API int64_t grace_quantiles_encode(const Loops* loops, const float* x, uint8_t* 
 API void grace_quantiles_mean(const Loops* loops, const uint8_t* const* codes, const float* const* means, int64_t workers,
                               float* out, int64_t n, int64_t q, int64_t bits, int64_t threads) {
   if (n <= 0) return;
-  std::vector<float> tables(size_t(256 * workers), __builtin_nanf(""));  // no code stands for what is beyond
+  std::vector<float> tables(size_t(256 * workers), __builtin_nanf(""));  // invalid codes decode to NaN
   for (int64_t w = 0; w < workers; w++) memcpy(&tables[size_t(256 * w)], means[w], size_t(q) * 4);
   const bool stream = streams(nullptr, nullptr, out, n);
   split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
@@ -145,14 +145,14 @@ API void grace_quantiles_mean(const Loops* loops, const uint8_t* const* codes, c
 
 namespace {
 
-// Of one sign: the `count` largest candidates, of equal ones the first.
+// The `count` largest candidates of one sign; at ties, the first.
 struct Side {
   std::vector<int32_t> keys;
   int64_t count = 0, ties = 0;
   int32_t bound = INT32_MAX;  // of magnitudes
   double sum = 0;
 
-  // Of the first `many` keys, behind which there is room for a vector; whether there are enough of them.
+  // Chooses from the first `many` keys, which are followed by room for a vector. Returns whether there are enough.
   bool choose(const Loops* loops, int64_t many, int64_t wanted) {
     if (wanted <= 0) return true;
     if (many < wanted) return false;
@@ -214,8 +214,8 @@ API int64_t grace_largest_of_signs(const Loops* loops, const float* x, const int
                                     chosen.values + chosen.count, chosen.positions + chosen.count,
                                     chosen.capacity - chosen.count, int32_t(i), grace::NONE).count;
     }
-    // Without branches, which nobody could foretell: a sign is as likely as the other.
-    Side sides[2];  // above zero, and below
+    // Branch-free: both signs are equally likely, so branches would be mispredicted.
+    Side sides[2];  // above and below zero
     int64_t found[2] = {0, 0}, nans = 0;
     for (Side& side : sides) side.keys.resize(size_t(chosen.count + 16));
     for (int64_t i = 0; i < chosen.count; i++) {
@@ -225,7 +225,7 @@ API int64_t grace_largest_of_signs(const Loops* loops, const float* x, const int
       found[0] += value > 0, found[1] += value < 0, nans += value != value;
     }
     for (int64_t i = 0; i < 2; i++) sides[i].count = share(signs[i]);
-    // NaN is the largest above zero, but is not sent for that.
+    // NaN ranks above all positive elements, but does not count as sent.
     const bool enough = sides[0].choose(loops, found[0], sides[0].count - nans) &
                         sides[1].choose(loops, found[1], sides[1].count);
     if (!enough && bound > 1) continue;
@@ -268,7 +268,7 @@ API int64_t grace_count_sketch(const Loops* loops, const float* x, const int32_t
   std::vector<double> room(size_t(rows * width + 7), 0.0);
   double* const sums = reinterpret_cast<double*>((reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64);
   split(rows, 1, threads, [&](int64_t begin, int64_t end, int64_t) {
-    constexpr int64_t SOME = 4 * PIECE;  // elements that stay in the last cache until all rows have them
+    constexpr int64_t SOME = 4 * PIECE;  // elements that stay in the last-level cache for all rows
     for (int64_t i = 0; i < n; i += SOME)
       for (int64_t row = begin; row < end; row++)
         loops->methods->hashed_add(x, i, std::min(n, i + SOME), &how, words + row * how.count, sums + row * width);
@@ -346,7 +346,7 @@ API int64_t grace_tagged_mean(const Loops* loops, const uint8_t* const* tags, co
       if (found[k] != counts[3 * w + k]) return w;
   }
   const bool stream = streams(nullptr, nullptr, out, n);
-  const uint8_t nothing[64] = {};  // where none are: to look at what is no memory takes long, also if no lane is wanted
+  const uint8_t nothing[64] = {};  // stands in for empty arrays: masked loads from unmapped memory are slow
   split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
     std::vector<Streams> from;
     for (int64_t w = 0; w < workers; w++) {
@@ -368,15 +368,15 @@ API int64_t grace_tagged_mean(const Loops* loops, const uint8_t* const* tags, co
 namespace {
 
 constexpr int64_t TOGETHER = 4096;         // elements of whole bins, at most
-constexpr int64_t PLACES = TOGETHER + 16;  // that are sent of these, and what is spent behind them
+constexpr int64_t PLACES = TOGETHER + 16;  // sent elements of these, and padding
 
-// Where the bins of all that is sent of some bins begin. Returns how many these are.
+// where[i]: the start of the bin of sent element i. Returns the number of sent elements.
 int64_t spread(const uint8_t* counts, int64_t bins, int64_t size, uint16_t* where) {
   int64_t sent = 0;
   for (int64_t bin = 0; bin < bins; bin++) {
     uint16_t* const to = where + sent;
     int64_t done = 0;
-    do {  // mostly once
+    do {  // usually once
       for (int64_t i = 0; i < 16; i++) to[done + i] = uint16_t(bin * size);
       done += 16;
     } while (done < counts[bin]);
@@ -423,7 +423,7 @@ API int64_t grace_bins_mean(const Loops* loops, const uint8_t* const* counts, co
                             const float* const* scales, const int64_t* sizes, int64_t workers, float* out, int64_t n,
                             int64_t size, int64_t threads) {
   if (n <= 0) return -1;
-  // Whole vectors of four, which may be written past the caches.
+  // Whole vectors of four floats, as streaming stores need.
   const int64_t bins = (n + size - 1) / size, group = TOGETHER / size / 4 * 4 * size;
   for (int64_t w = 0; w < workers; w++) {
     int64_t total = 0;
@@ -434,7 +434,7 @@ API int64_t grace_bins_mean(const Loops* loops, const uint8_t* const* counts, co
   const bool stream = streams(nullptr, nullptr, out, n);
   std::vector<int64_t> wrong(64, workers);
   split(n, group, std::min<int64_t>(threads, 64), [&](int64_t begin, int64_t end, int64_t t) {
-    alignas(64) float sum[TOGETHER + 128];  // a place may be wrong
+    alignas(64) float sum[TOGETHER + 128];  // room for invalid places
     uint16_t where[PLACES];
     std::vector<const uint8_t*> next;
     for (int64_t w = 0; w < workers; w++) {
@@ -478,7 +478,7 @@ API int64_t grace_chances_encode(const Loops* loops, const float* x, double want
   const size_t pieces = size_t((n + PIECE - 1) / PIECE);
   std::vector<grace::Range> ranges(pieces);
   std::vector<Chances> found(pieces);
-  // Of all pieces, the last one first every other time: it may still be in a cache.
+  // Visits all pieces, alternating the direction: the last ones may still be cached.
   const auto each_piece = [&](bool backwards, const auto& work) {
     split(n, PIECE, threads, [&](int64_t begin, int64_t end, int64_t) {
       for (int64_t from = begin; from < end; from += PIECE) {
@@ -513,7 +513,7 @@ API int64_t grace_chances_encode(const Loops* loops, const float* x, double want
       const float missing = float(wanted) - float(now.count), chances = float(now.sum);
       const float factor = chances > 0 ? missing / chances : 1.0f, last = unit;
       unit = std::max(unit / std::max(factor, 1.0f), TINY);
-      if (unit == last) break;  // and so would all others be
+      if (unit == last) break;  // converged
     }
   }
   set(magnitude, 0, most * unit);
@@ -545,13 +545,13 @@ API int64_t grace_excess(const Loops* loops, const float* x, float bound, double
   return -2;
 }
 
-// ---- chunks of a cosine transform, as in grace/compressors/demo.py -------------------------------------------------------
+// ---- cosine transforms of chunks, as in grace/compressors/demo.py -------------------------------------------------------
 
 namespace {
 
 int64_t whole(int64_t n) { return (n + 15) / 16 * 16; }
 
-// The tables of a transform, and the memory that they lie in.
+// The tables of a transform, and their memory.
 class Basis {
   std::vector<float> odd, halves, matrix;
 
@@ -560,7 +560,7 @@ class Basis {
 
   explicit Basis(int64_t n) {
     const int64_t lanes = whole(n);
-    std::vector<double> cosines;  // of multiples of pi / 2n, all there are
+    std::vector<double> cosines;  // of all multiples of pi / 2n
     for (int64_t i = 0; i < 4 * n; i++)
       cosines.push_back(__builtin_cos(double(i) * 3.14159265358979323846 / double(2 * n)));
     matrix.resize(size_t(n * lanes));
@@ -590,13 +590,13 @@ class Basis {
   Basis& operator=(const Basis&) = delete;
 };
 
-// A matrix [a, b] that is cut into chunks [rows, columns], the last ones filled up with zeros. k coefficients are sent of
-// each. Of a vector, whose chunks have one row, some are transformed together.
+// A matrix [a, b] in chunks [rows, columns], the last ones padded with zeros; each sends k coefficients. Chunks of a vector
+// have one row, and several are transformed together.
 struct Chunks {
   int64_t a, b, rows, columns, k;
   int64_t across = (b + columns - 1) / columns, many = (a + rows - 1) / rows * across, width = rows * columns;
   int64_t together = rows == 1 ? std::min<int64_t>(64, many) : 1;
-  int64_t above = bits_above(width);  // bits of a place above the lower eight
+  int64_t above = bits_above(width);  // bits of a place above the low eight
   Basis down{rows}, side{columns};
 
   static int64_t bits_above(int64_t width) {
@@ -605,7 +605,7 @@ struct Chunks {
     return bits;
   }
   int64_t place(int64_t chunk) const { return chunk / across * rows * b + chunk % across * columns; }
-  // Of `count` chunks, which is 1 unless they have one row.
+  // The tile of `count` chunks; count is 1 unless they have one row.
   Tile tile(int64_t chunk, int64_t count) const {
     if (rows == 1) {
       const int64_t last = std::min(columns, b - (chunk + count - 1) * columns);
@@ -615,7 +615,7 @@ struct Chunks {
     const int64_t next = chunk + 1 < many ? place(chunk + 1) - place(chunk) : 0;
     return {&down.tables, &side.tables, rows, columns, b, height, wide, wide, next};
   }
-  // each(tile, chunk, count, first element, thread) for all, on several threads; the first three say which are in a tile.
+  // Calls each(tile, first chunk, number of chunks, first element, thread) for all tiles, on several threads.
   template <class Each>
   void tiles(int64_t threads, const Each& each) const {
     split(many * width, together * width, threads, [&](int64_t begin, int64_t end, int64_t t) {
@@ -625,27 +625,27 @@ struct Chunks {
       }
     });
   }
-  // Rows of a tile are whole lines of the cache: parts of lines that are written past it cost more than they save.
+  // Whether rows of a tile are whole cache lines: streaming stores of partial lines cost more than they save.
   bool in_lines(const float* out) const {
     return reinterpret_cast<uintptr_t>(out) % 64 == 0 && b % 16 == 0 && columns % 16 == 0;
   }
 };
 
-// In how many groups the k largest of so many elements are looked for: k groups have one that reaches the k-th of their
-// largest ones. 0: it would not pay.
+// Number of groups for the search of the k largest elements: the k-th largest of the groups' maxima is a lower bound of
+// the k-th largest element. 0: groups do not pay.
 int64_t groups_of(int64_t k, int64_t width) {
   int64_t groups = 64;
   while (groups < 2 * k) groups *= 2;
   return 2 * groups <= width ? groups : 0;
 }
 
-// What a thread works on a tile in.
+// A thread's scratch for a tile.
 struct Scratch {
   std::vector<float> room, values, total, senders;
   std::vector<int32_t> rows, columns, keys;
   std::vector<uint64_t> marks;
   Candidates found;
-  int64_t groups = 0;  // in which the largest coefficients are looked for; 0: in all
+  int64_t groups = 0;  // for the search of the largest coefficients; 0: none
 
   bool reserve(const Chunks& chunks) {
     room.resize(size_t(4 * whole(std::max(chunks.rows, chunks.together)) * whole(chunks.columns) + 16));
@@ -655,18 +655,17 @@ struct Scratch {
     values.reserve(all), rows.reserve(all), columns.reserve(all);
     return found.reserve(chunks.width + 16);
   }
-  // From where a line of the cache begins.
+  // The room, aligned to a cache line.
   float* begin() { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(room.data()) + 63) & ~uintptr_t(63)); }
   void clear() { values.clear(), rows.clear(), columns.clear(); }
-  // `each`: which of the chunks of a tile.
+  // `each`: index of the chunk in its tile.
   void add(const Chunks& chunks, int64_t each, int32_t place, float value) {
     rows.push_back(chunks.rows == 1 ? int32_t(each) : place / int32_t(chunks.columns));
     columns.push_back(chunks.rows == 1 ? place : place % int32_t(chunks.columns));
     values.push_back(value);
   }
   Terms terms() const { return {int64_t(values.size()), rows.data(), columns.data(), values.data()}; }
-  // The k largest of a chunk's coefficients, the lower places of equal ones. As many groups have one that reaches the
-  // k-th of their largest ones.
+  // Chooses the k largest of a chunk's coefficients; at ties, the lower places.
   void choose(const Loops* loops, const float* coefficients, int64_t width, int64_t k) {
     int32_t bound = 0;
     if (groups) {
@@ -680,7 +679,7 @@ struct Scratch {
     bound = loops->methods->bound_of(keys.data(), whole(found.count), k);
     int64_t ties = k, kept = 0;
     for (int64_t i = 0; i < found.count; i++) ties -= keys[size_t(i)] > bound;
-    for (int64_t i = 0; i < found.count; i++) {  // without a branch, which nobody could foretell
+    for (int64_t i = 0; i < found.count; i++) {  // branch-free: branches would be mispredicted
       const int32_t each = keys[size_t(i)];
       found.values[kept] = found.values[i], found.positions[kept] = found.positions[i];
       kept += int64_t(each > bound) | (int64_t(each == bound) & int64_t(ties > 0));
@@ -689,7 +688,7 @@ struct Scratch {
   }
 };
 
-// Of each thread.
+// One scratch per thread.
 std::vector<Scratch> scratches(const Chunks& chunks, int64_t threads) {
   std::vector<Scratch> all((size_t(threads)));
   for (Scratch& each : all)
@@ -697,7 +696,7 @@ std::vector<Scratch> scratches(const Chunks& chunks, int64_t threads) {
   return all;
 }
 
-// Codes of up to 8 bits, a byte each, as grace/packing.py writes them, to bytes; and back.
+// Packs codes of up to 8 bits, a byte each, as grace/ops/packing.py does; below, the inverse.
 void pack_bytes(const std::vector<uint8_t>& codes, int64_t bits, uint8_t* bytes) {
   const int64_t n = int64_t(codes.size());
   memset(bytes, 0, size_t(8 % bits ? (n + 7) / 8 * bits : (n * bits + 7) / 8));
@@ -715,7 +714,7 @@ uint8_t unpack_byte(const uint8_t* bytes, int64_t bits, int64_t i) {
   return uint8_t(code & ((1u << bits) - 1));
 }
 
-// The places of all coefficients in their chunks. False if those of one chunk do not ascend, or are not in it.
+// The places of all coefficients in their chunks. False if a chunk's places do not ascend or exceed it.
 bool places_of(const Chunks& chunks, const uint8_t* low, const uint8_t* high, std::vector<uint16_t>& places) {
   const int64_t n = chunks.many * chunks.k;
   places.resize(size_t(n));
@@ -836,11 +835,11 @@ API int64_t grace_cosines_mean(const Loops* loops, const float* const* values, c
   return -2;
 }
 
-// ---- integers that are summed, as in grace/compressors/shared_int.py ------------------------------------------------------
+// ---- integers summed on the wire, as in grace/compressors/shared_int.py ------------------------------------------------------
 
 namespace {
 
-// each(begin, size, block) for the parts of all blocks that lie in begin .. end; block = 0: all is one.
+// Calls each(begin, size, block) for the parts of all blocks in begin .. end; block == 0: a single block.
 template <class Each>
 void parts_of_blocks(int64_t begin, int64_t end, int64_t block, const Each& each) {
   for (int64_t i = begin; i < end;) {
@@ -903,7 +902,7 @@ API int64_t grace_largest_sums(const Loops* loops, const float* const* values, c
     if (wrong) return w;
   }
   constexpr int64_t SPAN = 4096;
-  // Of the sums that are not zero, and at first one more.
+  // Non-zero sums, and room for one more.
   std::vector<float> found(size_t(vectors * count + 1));
   std::vector<int32_t> places(found.size()), keys(size_t(whole(vectors * count)), 0);
   std::vector<int64_t> next(size_t(vectors), 0);
@@ -934,14 +933,14 @@ API int64_t grace_largest_sums(const Loops* loops, const float* const* values, c
     int64_t ties = k;
     for (int64_t i = 0; i < some; i++) ties -= keys[size_t(i)] > bound;
     kept = 0;
-    for (int64_t i = 0; i < some; i++) {  // without a branch, which nobody could foretell
+    for (int64_t i = 0; i < some; i++) {  // branch-free: branches would be mispredicted
       const int32_t each = keys[size_t(i)];
       found[size_t(kept)] = found[size_t(i)], places[size_t(kept)] = places[size_t(i)];
       kept += int64_t(each > bound) | (int64_t(each == bound) & int64_t(ties > 0));
       ties -= each == bound;
     }
   }
-  // Where there are fewer, zeros from the first on.
+  // If there are fewer than k, add zeros, from the first position on.
   for (int64_t i = 0, at = 0, place = 0; at < k; place++) {
     const bool is = i < kept && (places[size_t(i)] == place || k - at == kept - i);
     set(sums, at, is ? found[size_t(i)] : 0.0f), set(chosen, at++, is ? places[size_t(i)] : int32_t(place));
@@ -952,14 +951,14 @@ API int64_t grace_largest_sums(const Loops* loops, const float* const* values, c
   return -2;
 }
 
-// ---- positions in few bits, as in grace/indices.py ---------------------------------------------------------------------------------
+// ---- coded positions, as in grace/ops/index_coding.py ---------------------------------------------------------------------------------
 
 namespace {
 
-// Bytes of k codes, as grace/packing.py has them.
+// Bytes of k packed codes, as in grace/ops/packing.py.
 int64_t packed(int64_t bits, int64_t k) { return 8 % bits ? (k + 7) / 8 * bits : (k * bits + 7) / 8; }
 
-// So many bits of each of values[k], those above `shift`, as grace/packing.py packs them: eight of them are `bits` bytes.
+// Packs `bits` bits above `shift` of values[k], as grace/ops/packing.py does: eight values take `bits` bytes.
 void pack_plane(const int32_t* values, int64_t k, int64_t shift, int64_t bits, uint8_t* plane) {
   const int64_t bytes = packed(bits, k);
   for (int64_t j = 0, byte = 0; j < k; j += 8, byte += bits) {
@@ -970,7 +969,7 @@ void pack_plane(const int32_t* values, int64_t k, int64_t shift, int64_t bits, u
   }
 }
 
-// The inverse, put to the values' other bits.
+// The inverse; ORs the bits into values.
 void unpack_plane(const uint8_t* plane, int64_t k, int64_t shift, int64_t bits, int32_t* values) {
   const int64_t bytes = packed(bits, k);
   for (int64_t j = 0, byte = 0; j < k; j += 8, byte += bits) {
@@ -1018,7 +1017,7 @@ API int64_t grace_positions_read(const Loops*, const uint8_t* const* planes, con
 
 namespace {
 
-// Bits of a place in a chunk, a power of two, that its byte does not hold.
+// Bits of a place beyond one byte, for a chunk of a power of two.
 int64_t above_byte(int64_t chunk) { return std::max<int64_t>(0, 63 - __builtin_clzll(uint64_t(chunk)) - 8); }
 
 }  // namespace
@@ -1030,7 +1029,7 @@ API int64_t grace_chunks_encode(const Loops* loops, const float* x, const float*
   const int64_t above = above_byte(chunk);
   threads = std::clamp<int64_t>(threads, 1, 64);
   std::vector<Candidates> scratch{size_t(threads)};
-  for (auto& each : scratch)  // as many as there can be, before anything is written
+  for (auto& each : scratch)  // the maximum, reserved before anything is written
     if (!each.reserve(2 * k + 4096)) return -2;
   const int64_t groups = groups_of(k, chunk);
   std::vector<int32_t> keys(size_t(threads * groups));

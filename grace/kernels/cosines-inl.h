@@ -1,9 +1,9 @@
-// Chunks of a cosine transform, as in grace/compressors/demo.py. Included by loops.cc.
+// Cosine transforms of chunks, as in grace/compressors/demo.py. Included by loops.cc.
 //
-// A transform of h numbers, h even, is one of half as many, of the sums of number i and number h - 1 - i, and a product
-// of their differences with a symmetric matrix, which gives every other coefficient. What is left when h is odd is one
-// product. So nothing is divided by a small cosine, as in the fastest forms, and no size needs a form of its own.
-// A transform goes down the columns of a matrix; across them means to transpose it first, in a cache.
+// For even h, a transform of h numbers consists of a transform of h / 2 numbers, the sums of numbers i and h - 1 - i, and of
+// the product of their differences with a symmetric matrix, which gives every other coefficient. The remaining transform,
+// of odd size, is one matrix product. Unlike in the fastest algorithms, nothing is divided by a small cosine, and all sizes
+// use the same code. Transforms run along the columns of a matrix; for rows, the matrix is first transposed in the cache.
 #pragma once
 
 using grace::Cosines;
@@ -11,7 +11,7 @@ using grace::Terms;
 using grace::Tile;
 
 #if defined(GRACE_AVX512)
-constexpr int64_t WIDE = 4, SHARED = 4;  // vectors side by side, and rows of a product that share what is loaded of them
+constexpr int64_t WIDE = 4, SHARED = 4;  // adjacent vectors, and rows of a product that share their loads
 #elif defined(GRACE_AVX2)
 constexpr int64_t WIDE = 1, SHARED = 4;
 #else
@@ -20,9 +20,9 @@ constexpr int64_t WIDE = 1, SHARED = 1;
 
 INLINE int64_t whole(int64_t n) { return (n + W - 1) / W * W; }
 
-// What a tile is worked on in: four arrays of as many elements as it has when its sides are filled up to whole vectors.
+// Scratch for a tile: four arrays with as many elements as the tile padded to whole vectors on both sides.
 struct Workbench {
-  int64_t lanes;  // of a row of `v` and of what becomes of it
+  int64_t lanes;  // per row of `v` and of its transforms
   float *v, *one, *other, *scratch;
   INLINE_MEMBER Workbench(const Tile& tile, float* room) : lanes(whole(tile.columns)), v(room) {
     const int64_t size = lanes * whole(tile.rows);
@@ -34,7 +34,7 @@ INLINE int64_t length(const Tile& tile, int64_t row) { return row + 1 < tile.hei
 
 // ---- the transform and its inverse -----------------------------------------------------------------------------------
 
-// sum + x * y, with ONCE rounded once where the machine can. Without, it has the same bits on every machine.
+// sum + x * y. ONCE: with one rounding if the machine has FMA; otherwise the same bits on every machine.
 template <bool ONCE>
 INLINE F added(F sum, F x, F y) {
 #if defined(GRACE_AVX512) || defined(GRACE_AVX2)
@@ -43,7 +43,7 @@ INLINE F added(F sum, F x, F y) {
   return sum + x * y;
 }
 
-// Rows first .. first + ROWS of the product of a matrix, float32[.., n], with n rows of N vectors that are `apart`.
+// Rows first .. first + ROWS of the product of a matrix, float32[.., n], and n rows of N vectors at distance `apart`.
 template <bool ONCE, int64_t ROWS, int64_t N, class Emit>
 INLINE void some_products(const float* matrix, int64_t n, int64_t first, const float* x, int64_t apart,
                           const Emit& emit) {
@@ -65,7 +65,7 @@ INLINE void some_products(const float* matrix, int64_t n, int64_t first, const f
   for (int64_t i = 0; i < ROWS; i++) EACH_OF(N) emit(first + i, k * W, sums[i][k]);
 }
 
-// The n of them: emit(row, lane, vector).
+// All n rows; calls emit(row, lane, vector).
 template <bool ONCE, int64_t N, class Emit>
 INLINE void products(const float* matrix, int64_t n, const float* x, int64_t apart, const Emit& emit) {
   int64_t i = 0;
@@ -73,8 +73,8 @@ INLINE void products(const float* matrix, int64_t n, const float* x, int64_t apa
   for (; i < n; i++) some_products<ONCE, 1, N>(matrix, n, i, x, apart, emit);
 }
 
-// What is read next: asked for place by place, while the same places of something else are written. Rows that lie far
-// apart no processor foresees by itself.
+// Prefetches the next tile, position by position, while the same positions of the current one are written. Hardware
+// prefetchers do not follow distant rows.
 struct Coming {
   const float* x;  // or null
   int64_t stride;
@@ -83,7 +83,7 @@ struct Coming {
   }
 };
 
-// N vectors of each row of y = the transform of those of x. Rows are `lanes` apart; scratch has as many, of N vectors.
+// N vectors of each row of y = the transform of those of x. Rows are `lanes` apart; scratch: as many rows of N vectors.
 template <int64_t N>
 OUTLINE void transform_some(const Cosines& how, const float* x, float* y, int64_t lanes, float* scratch,
                             const Coming& coming) {
@@ -145,7 +145,7 @@ INLINE void restore_columns(const Cosines& how, const float* x, float* y, int64_
   for (; j < lanes; j += W) restore_some<1>(how, x + j, y + j, lanes);
 }
 
-// Four by four elements.
+// Transposes 4 x 4 elements.
 INLINE void turn(const float* x, int64_t apart, float* y, int64_t lanes) {
 #if defined(GRACE_AVX512) || defined(GRACE_AVX2)
   __m128 a = _mm_loadu_ps(x), b = _mm_loadu_ps(x + apart), c = _mm_loadu_ps(x + 2 * apart),
@@ -182,7 +182,7 @@ INLINE void tile_to(const Tile& tile, const float* x, const float* residual, con
   memset(bench.v + tile.height * bench.lanes, 0, size_t((tile.rows - tile.height) * bench.lanes) * sizeof(float));
 }
 
-// The coefficients of x + residual, float32[rows, columns]; the sum stays in the room.
+// The coefficients of x + residual, float32[rows, columns]; `room` keeps the sum.
 const float* cosines_of(const Tile* tile, const float* x, const float* residual, float* room) {
   const Workbench bench(*tile, room);
   const int64_t rows = tile->rows, columns = tile->columns, lanes = whole(rows);
@@ -198,7 +198,7 @@ const float* cosines_of(const Tile* tile, const float* x, const float* residual,
   return bench.other;
 }
 
-// N vectors of each row: the sum of its terms. The matrix begins at the first of these columns, and so does out.
+// N vectors of each row: the sum of its terms. `matrix` and `out` start at the first of these columns.
 template <int64_t N>
 INLINE void sum_terms(const Terms& terms, const float* matrix, int64_t rows, int64_t lanes, float* out) {
   for (int64_t row = 0, t = 0; row < rows; row++) {
@@ -213,7 +213,7 @@ INLINE void sum_terms(const Terms& terms, const float* matrix, int64_t rows, int
   }
 }
 
-// What the terms stand for, rows of bench.lanes: only few are not zero, so the way across the columns is short.
+// Decodes the terms, in rows of bench.lanes. Few are non-zero, so the transform along rows sums them directly.
 OUTLINE const float* restored(const Tile& tile, const Terms& terms, const Workbench& bench) {
   const float* const matrix = tile.across->matrix;
   int64_t j = 0;
@@ -239,7 +239,7 @@ INLINE void tile_left_to(const Tile& tile, const float* carried, const float* x,
   if (OUT == STREAMED) fence();
 }
 
-// What the terms do not carry of x, or, with a residual, of the sum that cosines_of has left in the room.
+// x minus the decoded terms; with a residual, the sum that cosines_of left in `room` minus these.
 void cosines_left(const Tile* tile, const Terms* terms, const float* x, const float* residual, float* out, float* room,
                   Out form) {
   const Workbench bench(*tile, room);
@@ -247,7 +247,7 @@ void cosines_left(const Tile* tile, const Terms* terms, const float* x, const fl
   FORMS(tile_left_to, *tile, carried, x, residual, out, bench);
 }
 
-INLINE F sign_of(F x) {  // of NaN itself
+INLINE F sign_of(F x) {  // NaN stays NaN
   return pick(below_zero(x), fill(-1), pick(below_zero(fill(0) - x), fill(1), x));
 }
 
@@ -270,8 +270,8 @@ void cosines_values(const Tile* tile, const Terms* terms, float* out, float* roo
   stream ? tile_values_to<true>(*tile, values, out, sign, bench) : tile_values_to<false>(*tile, values, out, sign, bench);
 }
 
-// The largest key of each of `groups` groups of elements of x + residual, 64 or a multiple of 128: those whose places are alike modulo their
-// number. Of the last few elements, less than one for each group, none counts.
+// The largest key of each of `groups` groups of x + residual, 64 or a multiple of 128. A group has the positions that are
+// equal modulo `groups`. The last n % groups elements are ignored.
 template <bool RESIDUAL, int64_t COUNT>
 INLINE void some_largest(const float* x, const float* residual, int64_t n, int64_t groups, int32_t* most) {
   const I cap = fill_int(0x7f800000);
@@ -295,8 +295,8 @@ void groups_largest(const float* x, const float* residual, int64_t n, int64_t gr
            : groups_largest_of<false>(x, nullptr, n, groups, most);
 }
 
-// A bound that k of the keys reach and no more, or, where equal ones do not allow that, the k-th largest of them. Bit by
-// bit: no branch depends on a single key. There are n keys, a multiple of W, 1 <= k <= n; those that are 0 count as none.
+// A bound that exactly k keys reach, or, if ties prevent that, the k-th largest key. Bitwise search, so that no branch
+// depends on a single key. n is a multiple of W, 1 <= k <= n; keys of 0 do not count.
 int32_t bound_of(const int32_t* keys, int64_t n, int64_t k) {
   int32_t bound = 0;
   for (int32_t bit = 1 << 30; bit; bit >>= 1) {

@@ -1,30 +1,29 @@
-// Codes of a few bits with a scale per block: levels and ternary numbers drawn at random, votes, two means, and five
-// trits in a byte. Part of loops.cc; what is not written in sixteens here the compiler turns into vectors itself, since
-// it works on arrays of a fixed size that stay in the nearest cache.
+// Codes of few bits with a scale per block: random levels and ternary numbers, votes, two means, and five trits per byte.
+// Part of loops.cc. The compiler vectorises plain loops here: they work on arrays of fixed size that stay in the L1 cache.
 #pragma once
 
 namespace {
 
-constexpr int64_t CHUNK = 1024;  // elements, whole bytes of codes of every width
+constexpr int64_t CHUNK = 1024;  // elements; whole bytes for codes of every width
 constexpr int64_t VOTERS = 8192;  // elements that share a flag, as in grace/compressors/signsgd.py
 
 using grace::Halves;
 using grace::Levels;
 
-// ---- codes of 1 .. 8 bits, as in grace/packing.py ----------------------------------------------------------------------
+// ---- codes of 1 .. 8 bits, as in grace/ops/packing.py ----------------------------------------------------------------------
 
 INLINE int64_t packed_size(int64_t n, int bits) { return 8 % bits ? (n + 7) / 8 * bits : (n * bits + 7) / 8; }
 
 INLINE uint64_t lanes(int bits) { return 0x0101010101010101ull * ((1u << bits) - 1); }
 
-// Some hundred bytes: compilers make of a memcpy what takes long to begin.
+// For some hundred bytes, where the start-up cost of a library memcpy matters.
 INLINE void copy_bytes(uint8_t* to, const uint8_t* from, int64_t n) {
   int64_t i = 0;
   for (; i + 64 <= n; i += 64) memcpy(to + i, from + i, 64);
   if (i < n) memcpy(to + i, from + i, size_t(n - i));
 }
 
-// Up to CHUNK codes, a byte each, to the wire.
+// Packs up to CHUNK codes, a byte each.
 INLINE void pack_codes(const uint8_t* codes, int64_t n, int bits, uint8_t* packed) {
   if (bits == 8) return copy_bytes(packed, codes, n);
   uint8_t bytes[CHUNK + 8];
@@ -45,7 +44,7 @@ INLINE void pack_codes(const uint8_t* codes, int64_t n, int bits, uint8_t* packe
   memcpy(packed, bytes, size_t(packed_size(n, bits)));
 }
 
-// The inverse; codes has room for whole eights.
+// The inverse; codes needs room for a multiple of 8.
 INLINE void unpack_codes(const uint8_t* packed, int64_t n, int bits, uint8_t* codes) {
   if (bits == 8) return copy_bytes(codes, packed, n);
   uint8_t bytes[CHUNK + 8];
@@ -66,7 +65,7 @@ INLINE void unpack_codes(const uint8_t* packed, int64_t n, int bits, uint8_t* co
   }
 }
 
-// v = x + residual, of up to CHUNK elements.
+// v = x + residual, for up to CHUNK elements.
 INLINE void values_of(const float* x, const float* residual, int64_t n, float* v) {
   if (!residual) {
     memcpy(v, x, size_t(n) * 4);
@@ -75,7 +74,7 @@ INLINE void values_of(const float* x, const float* residual, int64_t n, float* v
   for (int64_t i = 0; i < n; i++) v[i] = read(x, i) + read(residual, i);
 }
 
-// What is left, from v and what the payload carries of it, to where `form` says.
+// Writes the residual, v minus the decoded payload, according to `form`.
 INLINE void leave_values(const float* x, const float* residual, float* out, const float* v, const float* carried,
                          int64_t n, Out form) {
   float left[CHUNK];
@@ -112,7 +111,7 @@ double squares(const float* x, const float* residual, int64_t n, float largest) 
 
 INLINE float norm_of(float largest, double squares) { return largest * __builtin_sqrtf(float(squares)); }
 
-// code / levels, rounded as a division is: the quotient of whole numbers up to 127 is right after one correction.
+// code / levels, rounded as a division: for integers up to 127, one correction step suffices.
 struct Share {
   float by, inverse;
   INLINE_MEMBER explicit Share(int levels) : by(float(levels)), inverse(1.0f / float(levels)) {}
@@ -126,7 +125,7 @@ struct Share {
   }
 };
 
-// What codes stand for. `ADD`: added to what is there.
+// Decodes codes; with ADD, adds the values to out.
 template <bool ADD>
 INLINE void decode_levels(const uint8_t* codes, int64_t n, const Levels& how, float scale, float* out) {
   if (how.levels) {
@@ -161,7 +160,7 @@ void levels_emit(const float* x, const float* residual, float* out, uint8_t* cod
       for (int64_t j = 0; j < count; j++) u[j] = (float(int(noise[j])) + 0.5f) * 0x1p-16f;
       for (int64_t j = 0; j < count; j++) {
         const float raised = __builtin_fabsf(v[j]) / divisor * top + u[j];
-        const int level = int(raised < top + 1.0f ? raised : top);  // NaN, too, becomes a number that is in range
+        const int level = int(raised < top + 1.0f ? raised : top);  // also brings NaN into range
         all[j] = uint8_t((level < how->levels ? level : how->levels) + (v[j] < 0.0f ? sign : 0));
       }
     } else {
@@ -194,13 +193,13 @@ void levels_blocks(const float* x, const float* residual, float* out, uint8_t* c
   }
 }
 
-// The mean of chunks of up to CHUNK elements of each block: add<ADD>(worker, block, from, count, sum) for each worker.
+// The mean, in chunks of up to CHUNK elements of a block: calls add<ADD>(worker, block, from, count, sum) per worker.
 template <class Add>
 INLINE void mean_of_chunks(int64_t workers, float* out, int64_t begin, int64_t end, int64_t block, int64_t chunk,
                            bool stream, const Add& add) {
   alignas(64) float sum[CHUNK];
   int64_t b = begin / block;
-  for (int64_t at = begin; at < end; at += block, b++) {  // begin is where a block begins, or all is one block
+  for (int64_t at = begin; at < end; at += block, b++) {  // begin starts a block, or there is one block
     const int64_t stop = least(at + block, end);
     for (int64_t i = at; i < stop; i += chunk) {
       const int64_t count = least(chunk, stop - i);
@@ -316,7 +315,7 @@ Halves halves(const float* x, const float* residual, int64_t n) {
   return residual ? halves_of<true>(x, residual, n) : halves_of<false>(x, residual, n);
 }
 
-// What bits stand for: a mean that is not finite is seen in both.
+// The values of bits; if a mean is not finite, both are.
 struct Means {
   F below, rest;
   INLINE_MEMBER Means(float x, float y) {
@@ -334,14 +333,14 @@ void halves_emit(const float* x, const float* residual, float* out, uint8_t* bit
   if (form == STREAMED) fence();
 }
 
-// ---- five trits in a byte ----------------------------------------------------------------------------------------------
+// ---- five trits per byte -----------------------------------------------------------------------------------------------
 
 using grace::Runs;
 
-constexpr int64_t FIVES = 960;  // elements: whole bytes, and whole lines of a cache to write
-constexpr int RUN = 243;        // bytes from here on may stand for runs of 2 .. 14 bytes of zeros
+constexpr int64_t FIVES = 960;  // elements: whole bytes and whole cache lines
+constexpr int RUN = 243;        // bytes from here on may be runs of 2 .. 14 zero bytes
 
-// What bytes stand for, with zeros behind it, and how many elements that is.
+// The trits of each byte, padded with zeros, and its number of elements.
 template <bool RUNS>
 struct Trits {
   int8_t of[256][8];
@@ -357,14 +356,14 @@ struct Trits {
 template <bool RUNS>
 constexpr Trits<RUNS> TRITS;
 
-// The next n elements, up to FIVES and whole bytes, to `trits`, where 8 more are spent. Whether any is not zero.
+// Decodes the next n <= FIVES elements, whole bytes, to `trits`, which needs room for 8 more. Whether any is non-zero.
 template <bool RUNS>
 INLINE bool written_out(Runs& from, int64_t n, int8_t* trits) {
   const uint8_t* next = from.next;
   int64_t at = from.zeros;
   uint64_t any = 0;
   if (RUNS) memset(trits, 0, FIVES);
-  while (at < n) {  // what comes decides where the next one goes, and nothing else
+  while (at < n) {  // the value decides only where the next one goes
     const uint8_t byte = *next++;
     const uint64_t five = read(reinterpret_cast<const uint64_t*>(TRITS<RUNS>.of[byte]));
     write(reinterpret_cast<uint64_t*>(trits + at), 0, five);
@@ -375,7 +374,7 @@ INLINE bool written_out(Runs& from, int64_t n, int8_t* trits) {
   return any;
 }
 
-// What five bits each stand for as digits of a number to the base 3, a byte each.
+// Reads each five bits as base-3 digits; one byte per result.
 INLINE uint64_t to_the_base_three(uint64_t bits) {
   const uint64_t one = 0x0101010101010101;
 #if defined(__BMI2__)
@@ -392,7 +391,7 @@ INLINE uint64_t to_the_base_three(uint64_t bits) {
 template <bool RESIDUAL, Out OUT>
 INLINE void trits_emit_to(const float* x, const float* residual, float* out, uint8_t* bytes, float scale, int64_t n) {
   const float divisor = scale == 0.0f ? 1.0f : scale;
-  const F high = fill(divisor), low = fill(-divisor);  // 2 v is exact, and beyond these where v / divisor is beyond 1/2
+  const F high = fill(divisor), low = fill(-divisor);  // 2 v is exact, and |2 v| > divisor where |v / divisor| > 1/2
   const F plus = fill(scale), minus = fill(-scale), none = fill(0.0f * scale);
   for (int64_t i = 0; i < n; i += 5 * W) {
     uint64_t ups[5] = {}, downs[5] = {};

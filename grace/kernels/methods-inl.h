@@ -1,17 +1,17 @@
-// Loops of single methods whose elements are not all sent alike: buckets of equal population, count sketches, numbers of
-// a length of their own, bins, chances. Part of loops.cc; as in floats.h, plain loops over small arrays become vectors.
+// Loops of single methods: equally populated buckets, count sketches, numbers of variable length, bins, probabilities.
+// Part of loops.cc; as in floats-inl.h, compilers vectorise plain loops over small arrays.
 #pragma once
 
 // ---- order -------------------------------------------------------------------------------------------------------------
 
-// An integer that compares as the float does: -0 is 0, NaN is above all.
+// An integer in the order of the floats: -0 equals 0, NaN is the largest.
 INLINE int32_t ordered(float x) {
   const int32_t bits = as_bits(x), magnitude = bits & ABS;
   const int32_t key = bits < 0 ? -magnitude : magnitude;
   return magnitude > 0x7f800000 ? ABS : key;
 }
 
-// The keys of x, as many zeros behind them as fill up the last vector.
+// The keys of x, padded with zeros to a whole vector.
 INLINE void ordered_some(const float* x, int64_t count, float* v, int32_t* keys) {
   const int64_t all = load_all<false>(v, x, nullptr, 0, count);
   for (int64_t j = 0; j < all; j++) keys[j] = ordered(v[j]);
@@ -69,7 +69,7 @@ void quantile_emit(const float* x, int64_t n, const int32_t* bounds, int step, i
     const int64_t count = least(SOME, n - i);
     ordered_some(x + i, count, v, keys);
     for (int64_t j = 0; j < SOME; j++) places[j] = 0;
-    for (int s = step; s; s >>= 1)  // a search that has no branch
+    for (int s = step; s; s >>= 1)  // branch-free binary search
       for (int64_t j = 0; j < SOME; j++) places[j] += keys[j] > bounds[places[j] + s - 1] ? s : 0;
     for (int64_t j = 0; j < SOME; j++) chosen[j] = uint8_t(places[j]);
     for (int64_t j = 0; j < count; j++) sums[places[j]] += double(v[j]), members[places[j]]++;
@@ -125,7 +125,7 @@ int32_t signs_count(const float* x, const float* residual, float* out, int64_t n
 
 using grace::Groups;
 
-// An element of a group with its sign, as bits: that of its place, and the group's own.
+// An element of a group with its sign: the product of the place's sign and the group's.
 INLINE float with_sign(const float* x, const int32_t* places, int32_t own, int64_t j) {
   return float_of(as_bits(read(x, j)) ^ ((read(places, j) ^ own) & INT32_MIN));
 }
@@ -138,13 +138,13 @@ void hashed_add(const float* x, int64_t begin, int64_t end, const Groups* how, c
     const auto add = [=](int64_t from, int64_t to, double* sums) __attribute__((always_inline)) {
       for (int64_t j = from; j < to; j++) sums[j] += double(with_sign(x + i, words, own, j));
     };
-    for (int64_t j = 0; j < size; j += W) __builtin_prefetch(x + i + 8 * size + j);  // the table's lines come in between
-    const int64_t odd = least(ahead, -at & 7);  // so that no vector that is written lies in two lines of a cache
+    for (int64_t j = 0; j < size; j += W) __builtin_prefetch(x + i + 8 * size + j);  // accesses to the table defeat the hardware prefetcher
+    const int64_t odd = least(ahead, -at & 7);  // aligns the stores to cache lines
     add(0, odd, table + at), add(odd, ahead, table + at), add(ahead, count, table - ahead);
   }
 }
 
-// Two in order. With SPREAD both become NaN if one of them is.
+// Sorts two. With SPREAD, both become NaN if either is.
 template <bool SPREAD>
 INLINE void in_order(F& a, F& b) {
   const F x = a, y = b;
@@ -158,7 +158,7 @@ INLINE void in_order(F& a, F& b) {
   }
 }
 
-// The median of each column of found[rows, SOME]: the largest of those left goes to the end.
+// The median of each column of found[rows, SOME], by bubble sort down to the middle.
 template <bool SPREAD>
 OUTLINE void medians(const float* found, int64_t rows, int64_t count, float* out) {
   for (int64_t j = 0; j < count; j += W) {
@@ -190,7 +190,7 @@ void hashed_estimate(const float* table, int64_t rows, const Groups* how, const 
         whole &= at + count <= width;
         from[row] = table + row * width + at, own[row] = fill(word < 0 ? -1.0f : 1.0f);
       }
-      if (whole) {  // none goes on at the beginning of its row
+      if (whole) {  // no group wraps around its row
         for (int64_t j = 0; j < count; j += W) {
           F v[5];
           for (int64_t row = 0; row < 5; row++)
@@ -228,14 +228,14 @@ void tagged_count(const Tagged* how, const float* x, int64_t n, int64_t* counts)
   counts[0] = reached[2], counts[1] = reached[1] - reached[2], counts[2] = reached[0] - reached[1];
 }
 
-constexpr int64_t ROOM = SOME + W;  // of a chunk, and what is spent behind it
+constexpr int64_t ROOM = SOME + W;  // a chunk and padding
 
 template <class T>
-INLINE T* behind(T* p, int64_t count) {  // p need not be aligned
+INLINE T* behind(T* p, int64_t count) {  // p may be unaligned
   return reinterpret_cast<T*>(uintptr_t(p) + uintptr_t(count) * sizeof(T));
 }
 
-// The numbers of up to SOME elements, with their signs, by their tags; counts[tag]: how many these are, but for tag 0.
+// The signed numbers of up to SOME elements, by tag. counts[tag]: their number, except for tag 0.
 struct Parts {
   alignas(64) float three[ROOM];
   alignas(64) uint16_t two[ROOM];
@@ -289,10 +289,10 @@ INLINE void tagged_parts(const Tagged& how, const float* x, int64_t count, uint8
     const int32_t bits = as_bits(v[j]), m = bits & ABS, below = v[j] < 0.0f;
     const float small = float_of(m < how.three ? m : 0), tiny = float_of(m < how.two ? m : 0);
     const int32_t wide = int32_t(small * 0x1p15f) + (below << 15), narrow = int32_t(tiny * how.steps) + (below << 7);
-    const int32_t large = -(m >= how.three), more = -(m >= how.two);  // no choices, so that it becomes vectors
+    const int32_t large = -(m >= how.three), more = -(m >= how.two);  // branch-free, so that it vectorises
     words[j] = uint32_t((bits & large) | (wide & more & ~large) | (narrow & ~more));
   }
-  uint64_t next = 0;  // of four counts 16 bits each
+  uint64_t next = 0;  // four 16-bit counts
   for (int64_t j = 0; j < all; j++) {
     const int shift = 16 * tags[j];
     found[tags[j]][next >> shift & 0xffff] = words[j];
@@ -313,16 +313,16 @@ void tagged_emit(const Tagged* how, const float* x, int64_t n, uint8_t* packed, 
   for (int64_t i = 0; i < n; i += SOME) {
     tagged_parts(*how, x + i, least(SOME, n - i), packed + i / 4, parts);
     const int64_t* counts = parts.counts;
-    // Without numbers of a size its array may be null, which memcpy must not get.
+    // An empty array may be null, which memcpy does not allow.
     if (counts[3]) memcpy(three, parts.three, size_t(counts[3]) * 4), three = behind(three, counts[3]);
     if (counts[2]) memcpy(two, parts.two, size_t(counts[2]) * 2), two += 2 * counts[2];
     if (counts[1]) memcpy(one, parts.one, size_t(counts[1])), one += counts[1];
   }
 }
 
-// counts[3] += how many of `count` packed tags are 3, 2 and 1.
+// counts[3] += the numbers of tags 3, 2 and 1 among `count` packed tags.
 void tags_count(const uint8_t* packed, int64_t count, int64_t* counts) {
-  int64_t lows = 0, highs = 0, both = 0;  // bits of tags
+  int64_t lows = 0, highs = 0, both = 0;  // of the tags' bits
   const auto add = [&](uint64_t word) __attribute__((always_inline)) {
     const uint64_t odd = 0x5555555555555555;
     lows += __builtin_popcountll(word & odd), highs += __builtin_popcountll(word & ~odd);
@@ -338,7 +338,7 @@ void tags_count(const uint8_t* packed, int64_t count, int64_t* counts) {
   counts[0] += both, counts[1] += highs - both, counts[2] += lows - both;
 }
 
-// Sums of what stands for elements; `from` moves on.
+// Sums decoded elements, and advances `from`.
 #if defined(GRACE_AVX512)
 template <bool ADD>
 INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* packed, int64_t count, float* sum) {
@@ -348,7 +348,7 @@ INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* p
     const __m512i sign = _mm512_set1_epi32(1 << top), signs = _mm512_slli_epi32(codes, 31 - top);
     const __m512 some = _mm512_cvtepi32_ps(_mm512_andnot_si512(sign, codes));
     const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(some, _mm512_set1_ps(unit)));
-    const __m512i all = _mm512_ternarylogic_epi32(bits, signs, _mm512_set1_epi32(INT32_MIN), 0xf8);  // of the sign alone
+    const __m512i all = _mm512_ternarylogic_epi32(bits, signs, _mm512_set1_epi32(INT32_MIN), 0xf8);  // sign bit only
     return _mm512_castsi512_ps(all);
   };
   const auto lanes = [](int many) __attribute__((always_inline)) { return _bzhi_u32(0xffff, uint32_t(many)); };
@@ -360,7 +360,7 @@ INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* p
     else
       memcpy(&word, packed + j / 4, size_t(count - j + 3) / 4), word &= (1u << 2 * (count - j)) - 1;
     const uint32_t low = _pext_u32(word, 0x55555555), high = _pext_u32(word, 0xaaaaaaaa), ones = low & ~high;
-    // Nothing is looked at that is not there.
+    // Nothing beyond the arrays is read.
     const int many = __builtin_popcount(ones);
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(M(lanes(many)), one));
     F all = {_mm512_maskz_expand_ps(M(ones), number(bytes, 7, unit))};
@@ -397,7 +397,7 @@ INLINE void tagged_add(const Tagged& how, grace::Streams& from, const uint8_t* p
   from.two += 2 * counts[1], from.one += counts[2];
   alignas(64) uint8_t tags[SOME];
   unpack_codes(packed, count, 2, tags);
-  uint64_t next = 0;  // of four counts 16 bits each
+  uint64_t next = 0;  // four 16-bit counts
   for (int64_t j = 0; j < count; j++) {
     const int shift = 16 * tags[j];
     const float value = parts[tags[j]][next >> shift & 0xffff];
@@ -476,7 +476,7 @@ grace::Range range(const float* x, int64_t n) {
   I most = fill_int(0), least = fill_int(ABS);
   const M all = mask_of(0xffff);
   const auto look = [&](F v) __attribute__((always_inline)) {
-    const I bits = magnitude_bits(v), one_less = raised(all, bits, -1);  // of 0 the largest there is
+    const I bits = magnitude_bits(v), one_less = raised(all, bits, -1);  // for 0, the largest
     F as_float;
     memcpy(&as_float, &one_less, sizeof as_float);
     most = larger(most, bits), least = smaller(least, magnitude_bits(as_float));
@@ -531,7 +531,7 @@ INLINE void chances_emit_of(const float* x, int64_t n, float largest, float unit
                             int64_t start, int32_t first, int32_t* certain, float* values, int32_t* drawn, int64_t* kept) {
   alignas(64) uint32_t words[SOME];
   int32_t places[SOME + W];
-  uint32_t surely[SOME / W];  // a bit for each
+  uint32_t surely[SOME / W];  // one bit each
   const Quotients<NEAR> to_largest(largest), to_unit(unit);
   const F units = fill(unit), step = fill(0x1p-24f);
   const I infinite = fill_int(0x7f800000);
@@ -553,7 +553,7 @@ INLINE void chances_emit_of(const float* x, int64_t n, float largest, float unit
       surely[j / W] = always;
       found += compact(mask_of((always | sometimes) & there), int32_t(j), places + found);
     }
-    for (int64_t j = 0; j < found; j++) {  // without branches, which nobody could foretell
+    for (int64_t j = 0; j < found; j++) {  // branch-free: branches would be mispredicted
       const int32_t place = places[j], position = first + int32_t(i) + place;
       const float each = read(x, i + place);
       const int64_t is = surely[place / W] >> place % W & 1;
@@ -612,9 +612,9 @@ grace::Excess accumulate_tail(float* x, float* last, float beta, float gamma, in
   return tail.result();
 }
 
-// ---- integers that are summed, as in grace/compressors/shared_int.py ------------------------------------------------------
+// ---- integers summed on the wire, as in grace/compressors/shared_int.py ------------------------------------------------------
 
-// Of a block, `first`: the place of x[0] in the tensor.
+// For one block; `first`: position of x[0] in the tensor.
 template <bool WIDE>
 INLINE void shared_emit_as(const float* x, int64_t n, float scale, float top, const Noise& noise, int64_t first,
                            uint8_t* codes) {

@@ -1,13 +1,13 @@
-// Blocks that are rotated at random, as in grace/hadamard.py, and codes of a few bits for what that gives.
+// Randomly rotated blocks, as in grace/ops/hadamard.py, and their codes of few bits.
 //
-// Sums of two have the order that they have there, so that all bits agree. Included by loops.cc.
+// Additions have the same order as there, so that all bits agree. Included by loops.cc.
 #pragma once
 
 using grace::Normal;
 using grace::Rotation;
 using grace::Steps;
 
-// What a block is worked on in: arrays of as many elements as it has on the wire, but at least W.
+// Scratch for a block: arrays with as many elements as it has on the wire, at least W.
 struct Block {
   int64_t width;
   float *v, *rotated;
@@ -22,14 +22,14 @@ struct Block {
   void draw(const Rotation& rotation, int64_t position) const {
     words_as<int32_t, 0>(rotation.key0, rotation.key1, rotation.start + position, width, words);
   }
-  // Only their top bits, sixteen in each, to `words`.
+  // Only their top bits, sixteen per entry of `words`.
   void draw_signs(const Rotation& rotation, int64_t position) const {
     top_bits_of_words(rotation.key0, rotation.key1, rotation.start + position, width, reinterpret_cast<uint16_t*>(words));
   }
   INLINE_MEMBER F signed_(int64_t j, F x) const {
     return negated(read(reinterpret_cast<const uint16_t*>(words), int64_t(uint64_t(j) / W)), x);  // a shift
   }
-  // Where x + residual are, filled up with zeros.
+  // x + residual, padded with zeros.
   template <bool RESIDUAL>
   INLINE_MEMBER const float* values(const float* x, const float* residual, int64_t count) const {
     if (!RESIDUAL && count == width) return x;
@@ -49,7 +49,7 @@ struct Alternating {
 };
 constexpr Alternating ALTERNATING;
 
-// Sums and differences of the elements i and i ^ HALF of a vector, those of the first ones in order.
+// Sums (at the lower index) and differences of elements i and i ^ HALF of a vector.
 template <int HALF>
 INLINE F within(F x) {
   constexpr int k = HALF == 1 ? 0 : HALF == 2 ? 1 : HALF == 4 ? 2 : 3;
@@ -58,7 +58,7 @@ INLINE F within(F x) {
 
 #define EACH_OF(N) _Pragma("GCC unroll 16") for (int64_t k = 0; k < N; k++)
 
-// And of vectors.
+// The same for vectors.
 template <int64_t N, int64_t HALF = 1>
 INLINE void between(F* v) {
   if constexpr (HALF < N) {
@@ -71,7 +71,7 @@ INLINE void between(F* v) {
   }
 }
 
-// N vectors after the other, which get(place) gives.
+// N consecutive vectors, from get(place).
 template <int64_t N, class Get>
 INLINE void near_sums(float* out, int64_t width, bool whole, const Get& get) {
   for (int64_t i = 0; i < width; i += N * W) {
@@ -85,7 +85,7 @@ INLINE void near_sums(float* out, int64_t width, bool whole, const Get& get) {
   }
 }
 
-// N vectors that are `half` apart.
+// N vectors at a distance of `half`.
 template <int64_t N>
 INLINE void far_sums(float* x, int64_t width, int64_t half) {
   for (int64_t i = 0; i < width; i += N * half)
@@ -103,7 +103,7 @@ OUTLINE void far_sums_from(float* x, int64_t width, int64_t half) {
   for (; half < width; half *= 2) far_sums<2>(x, width, half);
 }
 
-// The transform of the vectors that get(place) gives, to block.rotated.
+// The transform of the vectors from get(place), to block.rotated.
 template <class Get>
 INLINE void transform(const Block& block, const Rotation& rotation, const Get& get) {
   const bool many = block.width >= REGISTERS * W;
@@ -116,7 +116,7 @@ INLINE void transform(const Block& block, const Rotation& rotation, const Get& g
 
 // ---- levels of a normal distribution, as in grace/compressors/eden.py ------------------------------------------------
 
-// Sixteen numbers that a table of 2^BITS has, over again where they are fewer.
+// A table of 2^BITS entries, repeated to sixteen.
 template <int BITS>
 INLINE F table_of(const float* levels) {
   float all[W];
@@ -124,7 +124,7 @@ INLINE F table_of(const float* levels) {
   return load(all);
 }
 
-// How many of the middles are below each: `tables` has what is looked up for each step of a search in halves.
+// The number of midpoints below each element; `tables`: the lookups of each step of a binary search.
 template <int BITS>
 struct Middles {
   F first, tables[3];
@@ -141,7 +141,7 @@ struct Middles {
   }
 };
 
-// The shares of `largest` in block.rotated, rotated; returns the sum of their squares. `next` is asked for meanwhile.
+// Rotates x / largest to block.rotated, and returns the sum of squares. Prefetches `next` meanwhile.
 OUTLINE double rotate(const Block& block, const Rotation& rotation, const float* v, float largest, int stream,
                       const float* next, const float* other) {
   const F divisor = fill(not_zero(largest));
@@ -159,10 +159,10 @@ OUTLINE void rotate_again(const Block& block, const Rotation& rotation) {
   transform(block, rotation, [&](int64_t j) __attribute__((always_inline)) { return load(block.rotated + j); });
 }
 
-// Codes of what is rotated to the wire; its levels take its place. Returns the sum of |rotated * level|.
+// Writes the codes of block.rotated, and replaces it by its levels. Returns the sum of |rotated * level|.
 template <int BITS>
 OUTLINE double normal_codes(const Block& block, const Normal& how, float root, int64_t width, uint8_t* codes) {
-  constexpr int WRITTEN_BITS = BITS == 3 ? 8 : BITS;  // before they are packed
+  constexpr int WRITTEN_BITS = BITS == 3 ? 8 : BITS;  // before packing
   const F divisor = fill(root), levels = table_of<BITS>(how.levels);
   const F low = fill(read(how.levels, 0)), high = fill(read(how.levels, 1));
   const Middles<BITS> middles(how.middles);
@@ -234,7 +234,7 @@ void normal_blocks(const Rotation* rotation, const Normal* how, const float* x, 
   if (form == STREAMED) fence();
 }
 
-// The transform of what codes stand for.
+// The transform of decoded codes.
 template <int BITS>
 OUTLINE void transform_levels(const Block& block, const Rotation& rotation, const Normal& how, const uint8_t* codes) {
   const F levels = table_of<BITS>(how.levels), low = fill(read(how.levels, 0)), high = fill(read(how.levels, 1));
@@ -289,7 +289,7 @@ void normal_sum(const Rotation* rotation, const Normal* how, const uint8_t* cons
          : normal_sum_to<false>(*rotation, *how, codes, scales, streams, workers, out, begin, end, room);
 }
 
-// ---- equal steps that are summed, as in grace/compressors/thc.py -----------------------------------------------------
+// ---- equal steps summed on the wire, as in grace/compressors/thc.py -----------------------------------------------------
 
 void steps_blocks(const Rotation* rotation, const Steps* how, const float* x, const float* norms, uint8_t* codes,
                   int64_t n, int64_t first, float* room) {
@@ -310,7 +310,7 @@ void steps_blocks(const Rotation* rotation, const Steps* how, const float* x, co
     });
     uint8_t* const to = width < W ? block.codes : codes + at * bytes;
     for (int64_t j = 0; j < block.width; j += W) {
-      const F normal = higher(low, lower(high, load(block.rotated + j)));  // in this order NaN stays
+      const F normal = higher(low, lower(high, load(block.rotated + j)));  // this order of operands keeps NaN
       const F steps = (normal + high) * factor;
       const I whole = down(steps);
       const M m = above((steps - to_float(whole)) + uniform(block.noise + j, 0), below_one);
@@ -324,7 +324,7 @@ void steps_blocks(const Rotation* rotation, const Steps* how, const float* x, co
   }
 }
 
-// The transform of what the codes of a block, or sums of such, stand for.
+// The transform of a block's decoded codes, or of decoded sums of codes.
 OUTLINE void transform_steps(const Block& block, const Rotation& rotation, const Steps& how, const uint8_t* codes,
                          float each) {
   const F factor = fill(each), cut = fill(how.cut);
@@ -340,7 +340,7 @@ OUTLINE void transform_steps(const Block& block, const Rotation& rotation, const
     });
 }
 
-// rest = x - what `own` stands for, and then mean = what the sums do; either may be absent. STREAM: of the first of them.
+// rest = x - decoded `own`, then mean = decoded sums; either may be absent. STREAM applies to the first of them.
 template <bool STREAM>
 INLINE void steps_values_to(const Rotation& rotation, const Steps& how, const uint8_t* sums, const uint8_t* own,
                             const float* norms, const float* x, float* mean, float* rest, int64_t n, int64_t first,

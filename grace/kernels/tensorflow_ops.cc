@@ -1,6 +1,6 @@
-// The kernels as TensorFlow operations on CPU. `out` takes the memory of x or of the residual where nobody else needs it.
+// The kernels as TensorFlow operations on CPU. `out` reuses the memory of x or of the residual if nothing else needs it.
 //
-// Sizes are checked here: a graph's mistake must be an error, and payloads come from the network.
+// Sizes are checked here: errors in graphs must be reported, and payloads come from the network.
 #include <dlfcn.h>
 
 #include <vector>
@@ -158,7 +158,7 @@ class GraceOp : public OpKernel {
 
   void Compute(OpKernelContext* c) override {
     OP_REQUIRES(c, kernels.loops, errors::FailedPrecondition("grace.kernels.tensorflow has not been loaded"));
-    // TensorFlow's threads may take subnormal numbers for zero; other toolkits would get other bits.
+    // TensorFlow's threads may flush subnormal numbers to zero, which would change the bits.
     const port::ScopedDontFlushDenormal subnormals_count;
     Run(c);
   }
@@ -166,7 +166,7 @@ class GraceOp : public OpKernel {
  protected:
   virtual void Run(OpKernelContext* c) = 0;
 
-  // x, the residual (null where it is empty), and out, which may be one of them; null if an error has been set.
+  // x, the residual (null if empty), and out, which may be one of them; null after an error.
   float* Open(OpKernelContext* c, int index) {
     const Tensor &x = c->input(0), &residual = c->input(1);
     const auto refuse = [c](const char* why) -> float* {
@@ -316,7 +316,7 @@ REGISTER_KERNEL_BUILDER(Name("GraceSparseMean").Device(DEVICE_CPU), SparseMean);
 
 }  // namespace
 
-// The library of the kernels, and which of them to use. 0, or 1 if it lacks one.
+// Sets the kernels' library and the instruction set. Returns 0, or 1 if the library lacks a kernel.
 extern "C" __attribute__((visibility("default"))) int grace_tensorflow_use(const char* path, const void* loops) {
   void* library = dlopen(path, RTLD_NOW);
   if (!library) return 1;

@@ -1,5 +1,5 @@
-// grace.planner.timeline.Timeline's play, for searches that play thousands: the same order of the same additions, so
-// the same bits. The words are those of the Python code, which defines it.
+// Timeline.play of grace.planner.timeline, for searches that call it thousands of times. Additions have the same order, so
+// results have the same bits. Names follow the Python code, which is the reference.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -30,8 +30,8 @@ struct Waiting {
   }
 };
 
-// What waits, in order. A resource ends its operations in the order in which it took them (the CPU pool: nearly), so what
-// follows them is pushed at the end.
+// Waiting operations, in order. A resource finishes operations in the order in which it started them (the CPU pool: almost),
+// so their successors are pushed near the end.
 struct Queue {
   std::vector<Waiting> items;
   size_t head = 0;
@@ -54,7 +54,7 @@ struct Moment {
   double idle[RESOURCES] = {0, 0, 0, 0};
   double gaps[RESOURCES] = {-NEVER, -NEVER, -NEVER, -NEVER};
   std::vector<double> pool;
-  Queue after[RESOURCES + 1];  // by the resource of the operation before; last: by the backward pass
+  Queue after[RESOURCES + 1];  // by the resource of the previous operation; the last: by the backward pass
   std::vector<Waiting> late;
 
   void assign(const Moment& other) {
@@ -165,7 +165,7 @@ struct Timeline {
 
 }  // namespace
 
-// backward: [n] seconds of tensors that have no chains yet.
+// backward: [n] seconds per tensor; no tensor has a chain yet.
 API void* grace_timeline_new(const double* backward, int64_t n, int64_t servers, int64_t deferred, int64_t stride) {
   auto* line = new Timeline();
   line->backward.assign(backward, backward + n), line->deferred = deferred != 0, line->stride = stride;
@@ -181,7 +181,7 @@ API void* grace_timeline_new(const double* backward, int64_t n, int64_t servers,
 
 API void grace_timeline_free(void* line) { delete static_cast<Timeline*>(line); }
 
-// Make a chain known; its number.
+// Registers a chain, and returns its number.
 API int64_t grace_timeline_chain(void* line, const int32_t* resources, const double* seconds, int64_t n) {
   Chain chain;
   for (int64_t i = 0; i < n; i++) {
@@ -193,14 +193,14 @@ API int64_t grace_timeline_chain(void* line, const int32_t* resources, const dou
   return int64_t(known.size()) - 1;
 }
 
-// Some tensors' chains from now on, in order; the time of all.
+// Sets the chains of some tensors, and returns the total time.
 API double grace_timeline_set(void* line, const int64_t* tensors, const int64_t* chains, int64_t n) {
   auto* it = static_cast<Timeline*>(line);
   for (int64_t i = 0; i < n; i++) it->put(tensors[i], chains[i]);
   return it->play(*std::min_element(tensors, tensors + n), NEVER, true);
 }
 
-// The time if some tensors had these chains; infinite once it must be `best` or more.
+// The time if some tensors had these chains, or infinity once it is at least `best`.
 API double grace_timeline_tried(void* line, const int64_t* tensors, int64_t* chains, int64_t n, double best) {
   auto* it = static_cast<Timeline*>(line);
   double kept[RESOURCES];
@@ -216,7 +216,7 @@ API double grace_timeline_tried(void* line, const int64_t* tensors, int64_t* cha
   return seconds;
 }
 
-// hidden: [n], set where a gap follows a tensor's messages on every link that it uses, as of the last play that was kept.
+// hidden: [n], set if a gap follows a tensor's messages on every link that it uses, in the last recorded play.
 API void grace_timeline_hide(void* line, uint8_t* hidden) {
   auto* it = static_cast<Timeline*>(line);
   for (size_t tensor = 0; tensor < it->backward.size(); tensor++) {

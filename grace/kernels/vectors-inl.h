@@ -1,14 +1,14 @@
-// Sixteen floats at a time, on AVX-512, AVX2, or whatever the compiler makes of its generic vectors (NEON, SSE2).
+// Vectors of sixteen floats, for AVX-512, AVX2, or the compiler's generic vectors (NEON, SSE2).
 //
-// All instruction sets work on sixteen, so that every kernel is written once and sums have the same order everywhere.
-// Everything here is in an unnamed namespace: the linker must not take one instruction set's copy for another's.
+// The width is the same on all instruction sets, so each kernel is written once and sums have the same order everywhere.
+// Everything is in an unnamed namespace: the linker must not merge the copies of different instruction sets.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 #if defined(GRACE_AVX512) || defined(GRACE_AVX2)
-// GCC before 13 warns of its own _mm512_undefined_ps(), which many intrinsics are made of (GCC bug 105593).
+// GCC before 13 warns about its own _mm512_undefined_ps(), which many intrinsics use (GCC bug 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -39,8 +39,8 @@ INLINE void write(T* p, int64_t i, T value) {
 
 #if defined(GRACE_AVX512)
 
-constexpr int TILE = 4;  // vectors that are summed over workers at once
-constexpr int64_t REGISTERS = 16;  // that hold sums or factors of a product
+constexpr int TILE = 4;  // vectors summed over workers at once
+constexpr int64_t REGISTERS = 16;  // for sums or factors of a product
 struct F { __m512 v; };
 struct I { __m512i v; };
 struct D { __m512d a, b; };
@@ -89,7 +89,7 @@ INLINE void add_square(D& sum, F x) {
   sum.a = _mm512_add_pd(sum.a, _mm512_mul_pd(a, a));
   sum.b = _mm512_add_pd(sum.b, _mm512_mul_pd(b, b));
 }
-INLINE double total(D sum) {  // halves onto each other, the order of all instruction sets
+INLINE double total(D sum) {  // adds halves pairwise, in the same order on all instruction sets
   const __m512d h = _mm512_add_pd(sum.a, sum.b);
   const __m256d q = _mm256_add_pd(_mm512_castpd512_pd256(h), _mm512_extractf64x4_pd(h, 1));
   const __m128d e = _mm_add_pd(_mm256_castpd256_pd128(q), _mm256_extractf128_pd(q, 1));
@@ -101,8 +101,8 @@ INLINE float total(F x) {  // likewise
   const __m128 e = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(e, _mm_movehdup_ps(e)));
 }
-// Likewise of what is not negative, and finite, times 2^-896: its bits are those of a double, but for where they begin. That
-// is faster than a conversion. Elements 2 i are in the first half, 2 i + 1 in the second.
+// Non-negative finite floats as doubles, times 2^-896: only the position of the bits differs, so a shift replaces the slower
+// conversion. Elements 2 i are in `even`, 2 i + 1 in `odd`.
 INLINE void put_apart(F x, __m512d& even, __m512d& odd) {
   const __m512i bits = _mm512_castps_si512(x.v);
   even = _mm512_castsi512_pd(_mm512_srli_epi64(_mm512_slli_epi64(bits, 32), 3));
@@ -118,7 +118,7 @@ INLINE D in_order(D sum) {
   return {_mm512_permutex2var_pd(sum.a, low, sum.b), _mm512_permutex2var_pd(sum.a, high, sum.b)};
 }
 INLINE double total_finite(D sum) { return total(in_order(sum)) * 0x1p896; }
-// A product that is exact may be added at once.
+// The products are exact, so fused addition gives the same bits.
 INLINE void add_finite(D& sum, D& squares, F x) {
   const __m512d unit = _mm512_set1_pd(0x1p896);
   __m512d even, odd;
@@ -138,7 +138,7 @@ INLINE I from_bytes(const uint8_t* p) {
 INLINE I from_octets(const uint8_t* p) {
   return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
-// Sixteen codes of 4 or 2 bits; of the bits above them some may be set.
+// Sixteen codes of 4 or 2 bits; higher bits are undefined.
 template <int BITS>
 INLINE I from_codes(const uint8_t* p) {
   const int32_t* words = reinterpret_cast<const int32_t*>(p);
@@ -152,7 +152,7 @@ INLINE I from_codes(const uint8_t* p) {
   }
   return {all};
 }
-INLINE F entries(F table, I codes) { return {_mm512_permutexvar_ps(codes.v, table.v)}; }  // by the lowest four bits
+INLINE F entries(F table, I codes) { return {_mm512_permutexvar_ps(codes.v, table.v)}; }  // indexed by the lowest four bits
 INLINE M above(F x, F y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_GT_OQ); }
 INLINE I raised(M m, I x, int32_t by) { return {_mm512_mask_add_epi32(x.v, m, x.v, _mm512_set1_epi32(by))}; }
 template <int HALF>
@@ -162,7 +162,7 @@ INLINE F swapped(F x) {  // elements i and i ^ HALF
   if constexpr (HALF == 4) return {_mm512_shuffle_f32x4(x.v, x.v, 0xb1)};
   return {_mm512_shuffle_f32x4(x.v, x.v, 0x4e)};
 }
-INLINE F flipped(F x, const int32_t* words, int shift) {  // the sign, where that bit below the top one is set
+INLINE F flipped(F x, const int32_t* words, int shift) {  // negates where bit 31 - shift is set
   const __m512i signs = _mm512_sll_epi32(_mm512_loadu_si512(words), _mm_cvtsi32_si128(shift));
   const __m512i top = _mm512_set1_epi32(INT32_MIN);
   return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(x.v), signs, top, 0x78))};  // x ^ (s & t)
@@ -178,10 +178,10 @@ INLINE I operator+(I x, I y) { return {_mm512_add_epi32(x.v, y.v)}; }
 INLINE I operator*(I x, I y) { return {_mm512_mullo_epi32(x.v, y.v)}; }
 INLINE I operator^(I x, I y) { return {_mm512_xor_si512(x.v, y.v)}; }
 template <int BY>
-INLINE I folded(I x) { return {_mm512_xor_si512(x.v, _mm512_srli_epi32(x.v, BY))}; }  // onto itself
+INLINE I folded(I x) { return {_mm512_xor_si512(x.v, _mm512_srli_epi32(x.v, BY))}; }  // x ^ x >> BY
 INLINE uint32_t top_bits(I x) { return _mm512_movepi32_mask(x.v); }
 INLINE F negated(uint32_t bits, F x) { return {_mm512_mask_xor_ps(x.v, M(bits), x.v, _mm512_set1_ps(-0.0f))}; }
-// Writes up to 16 of each from `values` and `positions` on; returns how many count.
+// Writes up to 16 elements to `values` and `positions`; returns how many are valid.
 INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* positions) {
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   _mm512_storeu_ps(values, _mm512_maskz_compress_ps(m, x.v));
@@ -537,7 +537,7 @@ template <int BY>
 INLINE I folded(I x) { EACH x.v[i] ^= (i4)((u4)x.v[i] >> BY); return x; }
 INLINE uint32_t top_bits(I x) { EACH x.v[i] >>= 31; return bits_of(x); }
 INLINE F negated(uint32_t bits, F x) {
-  const M set = mask_of(bits);  // not by shifts: SSE2 has none that differ
+  const M set = mask_of(bits);  // not by shifts: SSE2 has no per-lane shifts
   EACH x.v[i] = (f4)((i4)x.v[i] ^ (set.v[i] & INT32_MIN));
   return x;
 }
@@ -578,7 +578,7 @@ INLINE void to_codes(uint8_t* p, I x) {
 #endif
 
 #if !defined(GRACE_AVX512)
-// As above, where conversions are as fast.
+// As above, for machines where conversions are as fast.
 INLINE void add_finite(D& sum, F x) { add(sum, x); }
 INLINE void add_finite(D& sum, D& squares, F x) { add(sum, x), add_square(squares, x); }
 INLINE double total_finite(D sum) { return total(sum); }
@@ -604,12 +604,12 @@ INLINE int64_t compact(M m, F x, int32_t position, float* values, int32_t* posit
 }
 #endif
 
-// What codes stand for in a block of that scale.
+// Decoded codes of a block with a given scale.
 template <int BITS>
 struct Scaled {
   static constexpr int TOP = (1 << (BITS - 1)) - 1;
 #if defined(GRACE_AVX512)
-  F step;  // or, of few bits, what each code stands for, over again where there are but four
+  F step;  // or, for few bits, the value of each code, repeated to sixteen
   INLINE_MEMBER explicit Scaled(float scale) : step(fill(scale / float(TOP))) {
     if constexpr (BITS < 8) {
       float codes[16];
@@ -631,10 +631,10 @@ struct Scaled {
 #endif
 };
 
-// Division of many by one, rounded as `/` is.
+// Division of many numbers by one, rounded as `/`.
 struct Divisor {
   F by, inverse;
-  bool power;  // of two: a product with the inverse is the same
+  bool power;  // power of two: multiplication by the inverse is exact
   INLINE_MEMBER explicit Divisor(int64_t n)
       : by(fill(float(n))), inverse(fill(1.0f / float(n))), power((n & (n - 1)) == 0 && n < (1 << 24)) {}
   INLINE_MEMBER F divided(F x) const { return power ? x * inverse : x / by; }
@@ -646,10 +646,10 @@ INLINE F magnitude(F x) {
   return x;
 }
 
-// Division of many by one, rounded as `/` is, where that takes long. With NEAR, all are 0 or from 2^-100 on, and so are
-// the quotients; the divisor is not below that, and not above 2^20. Then a product with the inverse, and once more one of
-// what that misses, which is exact, give the same bits (Markstein, "Computation of elementary functions on the IBM RISC
-// System/6000 processor", 1990, theorem 7).
+// Fast division of many numbers by one, rounded as `/`. NEAR requires that all numbers and quotients are 0 or at least
+// 2^-100, and that the divisor is between 2^-100 and 2^20. Then multiplying by the inverse, and adding the exact remainder
+// times the inverse, gives the same bits (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+// processor", 1990, theorem 7).
 template <bool NEAR>
 struct Quotients {
   F by, inverse, minus;

@@ -26,7 +26,7 @@ from grace.bench.lab.probe import probe as probe_
 from grace.cli.inputs import as_tc
 
 app = typer.Typer(
-    help="Training across an emulated network on one machine: hosts are network namespaces, links are shaped.",
+    help="Training over an emulated network on one machine: hosts are network namespaces, links are rate-limited.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -62,20 +62,22 @@ def run(
     models: Annotated[str, typer.Option(help="mlp, cnn, lm.")] = "mlp",
     cases: Annotated[str, typer.Option(help=f"Names (with * and ?) or sets: {', '.join(SETS)}.")] = "quick",
     steps: Annotated[int, typer.Option(help="Timed steps of each job.")] = 20,
-    budget: Annotated[float, typer.Option(help="Seconds after which a job makes fewer steps; 0: never.")] = 8.0,
+    budget: Annotated[float, typer.Option(help="Seconds after which a job runs fewer steps; 0: never.")] = 8.0,
     repeats: Annotated[int, typer.Option(help="Repeats, interleaved; medians are shown.")] = 1,
-    losses: Annotated[int, typer.Option(help="Look at the held-out loss so many times on the way.")] = 0,
-    decay: Annotated[bool, typer.Option(help="The learning rate falls to zero over the steps.")] = False,
+    losses: Annotated[int, typer.Option(help="Number of evaluations of the held-out loss during training.")] = 0,
+    decay: Annotated[bool, typer.Option(help="Decay the learning rate to zero over the steps.")] = False,
     peer: Annotated[Path | None, typer.Option(help="A checkout of upstream GRACE, for the upstream-* cases.")] = None,
-    out: Annotated[Path, typer.Option("--json", help="Lines of JSON are added to this file.")] = Path("out/lab.jsonl"),
+    out: Annotated[Path, typer.Option("--json", help="Append results to this file, as lines of JSON.")] = Path(
+        "out/lab.jsonl"
+    ),
     plot: Annotated[Path | None, typer.Option(help="Draw seconds per step against rate.")] = None,
     burst: Burst = 0,
-    isolated: Annotated[bool, typer.Option(help="A launch of its own for every job.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds in which a job must end.")] = 240.0,
+    isolated: Annotated[bool, typer.Option(help="Launch every job separately.")] = False,
+    timeout: Annotated[float, typer.Option(help="Time limit per job in seconds.")] = 240.0,
     env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the workers; may be repeated.")] = None,
     seed: int = 0,
 ) -> None:
-    """Train by every case, and show seconds per step, bytes on the wire and loss."""
+    """Train every case, and show seconds per step, bytes on the wire and loss."""
     with _plain_errors():
         if unknown := set(_words(models)) - {"mlp", "cnn", "lm"}:
             raise LabError(f"no model is named {sorted(unknown)[0]!r}: choose of mlp, cnn, lm")
@@ -119,11 +121,11 @@ def run(
 
 @app.command()
 def show(
-    files: Annotated[list[Path], typer.Argument(help="What `run` wrote.")],
+    files: Annotated[list[Path], typer.Argument(help="Files written by `run`.")],
     plot: Annotated[Path | None, typer.Option(help="Draw seconds per step against rate.")] = None,
-    markdown: Annotated[bool, typer.Option(help="Print tables for a page.")] = False,
+    markdown: Annotated[bool, typer.Option(help="Print Markdown tables.")] = False,
 ) -> None:
-    """Show earlier measurements again, also of several files together."""
+    """Show earlier measurements, from one or several files."""
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     _show(rows, plot, markdown)
 
@@ -139,7 +141,7 @@ def cases() -> None:
 
 @app.command()
 def probe(rates: Rates = "50mbit,100mbit,200mbit,500mbit,1gbit", hosts: Hosts = "2", burst: Burst = 0) -> None:
-    """Measure what one TCP connection between two hosts carries at each rate."""
+    """Measure the throughput of one TCP connection between two hosts at each rate."""
     with _plain_errors(), Lab(network.parse_topology(hosts)[0], burst=burst or None) as lab:
         found = Table("rate", "Mbit/s", "share", title=table.EMULATED)
         for rate in _rates(rates):
@@ -155,10 +157,10 @@ def plans(
     rates: Rates = "50mbit,200mbit,1gbit",
     hosts: Hosts = "2",
     burst: Burst = 0,
-    out: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for each rate.")] = 600.0,
+    out: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None,
+    timeout: Annotated[float, typer.Option(help="Time limit per rate in seconds.")] = 600.0,
 ) -> None:
-    """Hold the planner's predictions against measured steps: strategies by chance, methods, and the plan itself."""
+    """Compare the planner's predictions with measured steps: random strategies, methods, and the plan itself."""
     found = {}
     with _plain_errors():
         for rate, read in _measured(_rates(rates), hosts, burst, timeout):
@@ -176,11 +178,11 @@ def auto(
     models: Annotated[str, typer.Option(help="mlp, cnn, lm.")] = "mlp,cnn",
     hosts: Hosts = "2",
     burst: Burst = 0,
-    seconds: Annotated[float, typer.Option(help="Of timed rounds, for each model and rate.")] = 30.0,
-    out: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for each model and rate.")] = 600.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of timed rounds per model and rate.")] = 30.0,
+    out: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None,
+    timeout: Annotated[float, typer.Option(help="Time limit per model and rate in seconds.")] = 600.0,
 ) -> None:
-    """Time the compressor "auto" beside every method that it could have chosen, step by step in turn."""
+    """Time the compressor "auto" against every method that it could choose, in alternating steps."""
     found = {}
     with _plain_errors():
         for rate, read in _measured(_rates(rates), hosts, burst, timeout):
@@ -196,7 +198,7 @@ def auto(
 def shell(
     rate: Annotated[str, typer.Option(help="Link rate.")] = "100mbit", hosts: Hosts = "2", burst: Burst = 0
 ) -> None:
-    """Open a shell on host 0 of a new lab; it is taken down when the shell ends."""
+    """Open a shell on host 0 of a new lab, which is removed when the shell ends."""
     with _plain_errors():
         count, workers = network.parse_topology(hosts)
         with Lab(count, rate, workers, burst or None) as lab:
@@ -213,9 +215,9 @@ def shell(
 
 @app.command()
 def clean(
-    everything: Annotated[bool, typer.Option("--all", help="Also labs that are in use.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also remove labs in use.")] = False,
 ) -> None:
-    """Remove labs whose process has gone."""
+    """Remove labs whose process has ended."""
     with _plain_errors():
         removed = network.clean(everything)
         print("removed " + ", ".join(removed) if removed else "nothing to remove")

@@ -41,7 +41,9 @@ def advise(
     model: shared.Model,
     methods: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[METHOD]...", help="Such as topk:compress_ratio=0.001; default: eight of them."),
+        typer.Argument(
+            metavar="[METHOD]...", help="Methods, such as topk:compress_ratio=0.001; default: eight common ones."
+        ),
     ] = None,
     workers: shared.Workers = 8,
     per_node: shared.PerNode = 1,
@@ -57,7 +59,7 @@ def advise(
     backward: shared.Backward = None,
     batch: shared.Batch = None,
     bucket_mb: Annotated[
-        float, typer.Option(callback=inputs.finite("of megabytes"), help="Size of GRACE's buckets, in MB.")
+        float, typer.Option(callback=inputs.finite("of megabytes"), help="Size of GRACE's buckets in MB.")
     ] = adviser.BUCKET_MB,
     plot_file: Annotated[
         Path | None,
@@ -65,12 +67,12 @@ def advise(
             "--plot",
             metavar="FILE",
             callback=inputs.chart_file,
-            help="Draw speed-ups against bandwidth and workers there.",
+            help="Write a chart of speed-ups against bandwidth and workers.",
         ),
     ] = None,
     as_json: shared.AsJson = False,
 ) -> None:
-    """Predict each method's speed-up over dense gradients that overlap well, and say what limits it.
+    """Predict each method's speed-up over well-overlapped dense gradients, and what limits it.
 
     Every communicator that carries a method is tried, and a plan; the fastest counts. Nothing is sent: steps are
     simulated, for up to thousands of workers.

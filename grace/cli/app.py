@@ -48,7 +48,7 @@ def options(
 
 @app.command()
 def doctor(as_json: inputs.AsJson = False) -> None:
-    """Check what is installed, whether it works, and how to get what is missing."""
+    """Check which packages are installed and work, and show how to install missing ones."""
     with Console(stderr=True).status("Importing what is installed ..."):
         report = doctor_.examine()
     if as_json:
@@ -61,7 +61,7 @@ def doctor(as_json: inputs.AsJson = False) -> None:
 
 @app.command()
 def methods(
-    name: Annotated[str, typer.Argument(help="Show this one alone, with its parameters, guarantee and paper.")] = "",
+    name: Annotated[str, typer.Argument(help="Show only this one, with its parameters, guarantee and paper.")] = "",
     as_json: inputs.AsJson = False,
 ) -> None:
     """List compressors, memories and communicators, with measured bits per element."""

@@ -1,4 +1,4 @@
-"""`grace bench kernels`, `sidco`, `tasks`: the time of methods, and their effect on trainings."""
+"""`grace bench kernels`, `sidco`, `tasks`: the time of methods, and their effect on training."""
 
 from __future__ import annotations
 
@@ -26,22 +26,18 @@ from grace.bench.tasks import show as task_show
 from grace.bench.tasks.tasks import TASKS
 from grace.cli import inputs
 
-app = typer.Typer(
-    name="bench", help="Measure how long methods take, and what they do to trainings.", no_args_is_help=True
-)
+app = typer.Typer(name="bench", help="Measure the time of methods and their effect on training.", no_args_is_help=True)
 
 
 Records = Annotated[
     Path | None,
-    typer.Option(
-        "--output", "-o", metavar="FILE", callback=inputs.output_file, help="Write all records there, as JSON."
-    ),
+    typer.Option("--output", "-o", metavar="FILE", callback=inputs.output_file, help="Write all records as JSON."),
 ]
 
 
 @app.callback()
 def options() -> None:
-    """Measure how long methods take, and what they do to trainings."""
+    """Measure the time of methods and their effect on training."""
 
 
 def _earlier(
@@ -82,43 +78,37 @@ def kernels(
     context: typer.Context,
     methods: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[METHOD]...", help="Such as topk or topk:compress_ratio=0.001; default: all."),
+        typer.Argument(metavar="[METHOD]...", help="Methods, such as topk or topk:compress_ratio=0.001; default: all."),
     ] = None,
     as_json: inputs.AsJson = False,
     output: Records = None,
     plot_file: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", callback=inputs.chart_file, help="Draw a chart there."),
+        typer.Option("--plot", metavar="FILE", callback=inputs.chart_file, help="Write a chart."),
     ] = None,
-    backend: Annotated[str, typer.Option(help="Toolkits; cuda: PyTorch's tensors on a CUDA device.")] = ",".join(
-        plan.BACKENDS
-    ),
-    sizes: Annotated[str, typer.Option(help="Elements of the gradient.")] = "1e4,1e6,25e6",
+    backend: Annotated[str, typer.Option(help="Toolkits; cuda: PyTorch on a CUDA device.")] = ",".join(plan.BACKENDS),
+    sizes: Annotated[str, typer.Option(help="Elements per gradient.")] = "1e4,1e6,25e6",
     threads: Annotated[str, typer.Option(help="Threads of the toolkit.")] = "1,2",
-    allocator: Annotated[str, typer.Option(help="malloc as it comes, and tuned.")] = ",".join(plan.ALLOCATORS),
-    tensors: Annotated[str, typer.Option(help="One flat tensor (flat), or those of ResNet-50 (resnet50).")] = "flat",
+    allocator: Annotated[str, typer.Option(help="malloc settings: default and tuned.")] = ",".join(plan.ALLOCATORS),
+    tensors: Annotated[str, typer.Option(help="flat: one vector; resnet50: the tensors of ResNet-50.")] = "flat",
     native: Annotated[str, typer.Option("--kernels", help="Native kernels: on, off or on,off.")] = "on",
     forms: Annotated[
-        str, typer.Option(help="Each method by native kernels, compiled, plain, in the same run; empty: as it comes.")
+        str, typer.Option(help="Compare native, compiled and plain code in the same run; empty: the default.")
     ] = "",
-    rounds: Annotated[int, typer.Option(min=0, help="At most so many rounds; 0: by size, 7 to 21.")] = 0,
+    rounds: Annotated[int, typer.Option(min=0, help="Maximum number of rounds; 0: 7 to 21, by size.")] = 0,
     budget: Annotated[
         float,
-        typer.Option(
-            callback=inputs.finite("of seconds", zero=True), help="Seconds for each case in each configuration."
-        ),
+        typer.Option(callback=inputs.finite("of seconds", zero=True), help="Seconds per case and configuration."),
     ] = 6.0,
     call_limit: Annotated[
         float,
-        typer.Option(min=0.1, callback=inputs.finite("of seconds"), help="Seconds after which a call is given up."),
+        typer.Option(min=0.1, callback=inputs.finite("of seconds"), help="Seconds after which a call is aborted."),
     ] = 60.0,
     peer: Annotated[
         Path | None, typer.Option(metavar="PATH", help="A checkout of upstream GRACE to measure in the same run.")
     ] = None,
-    memory: Annotated[bool, typer.Option(help="Also count the extra memory of a step.")] = True,
-    targets: Annotated[
-        bool, typer.Option("--targets", help="Check the project's own targets, and nothing else.")
-    ] = False,
+    memory: Annotated[bool, typer.Option(help="Also measure the extra memory of a step.")] = True,
+    targets: Annotated[bool, typer.Option("--targets", help="Only check the project's own targets.")] = False,
 ) -> None:
     """Time every method's encode, commit and decode as multiples of a memcpy, in interleaved runs."""
     as_json, output, methods = _earlier(context, as_json, output, methods or [])
@@ -205,18 +195,22 @@ def sidco(
     output: Records = None,
     plot_file: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", callback=inputs.chart_file, help="Draw K / k over the steps."),
+        typer.Option(
+            "--plot", metavar="FILE", callback=inputs.chart_file, help="Write a chart of K / k over the steps."
+        ),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=0, help="Of each training on handwritten digits; 0: none.")] = 30,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 3,
+    epochs: Annotated[int, typer.Option(min=0, help="Epochs per training on handwritten digits; 0: no training.")] = 30,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings per method.")] = 3,
     law_size: Annotated[
         float,
-        typer.Option(callback=inputs.finite("of elements", zero=True), help="Elements drawn from each law; 0: none."),
+        typer.Option(
+            callback=inputs.finite("of elements", zero=True), help="Elements drawn from each distribution; 0: none."
+        ),
     ] = 1e6,
     backend: Annotated[str, typer.Option(help="Toolkits to time; empty: none.")] = "torch,tensorflow",
-    sizes: Annotated[str, typer.Option(help="Elements that are timed.")] = "1e6,1e7",
+    sizes: Annotated[str, typer.Option(help="Elements to time.")] = "1e6,1e7",
 ) -> None:
-    """Compare estimated thresholds: on the gradients of a training, on laws, and in time. About ten minutes."""
+    """Compare estimated thresholds on gradients of a training, on known distributions, and in time (ten minutes)."""
     as_json, output, others = _earlier(context, as_json, output, files or [])
     if others:
         raise typer.BadParameter(f"{others[0]!r} is no option: `grace bench sidco` compares methods of its own")
@@ -244,42 +238,50 @@ def tasks(
     context: typer.Context,
     full: Annotated[
         bool,
-        typer.Option("--full/--quick", help="Scripts for a cluster, or half an hour on this machine with 2 cores."),
+        typer.Option(
+            "--full/--quick", help="Write scripts for a cluster, or run half an hour on this machine with 2 cores."
+        ),
     ] = False,
-    task: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}; may be repeated.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help=f"Task, one of {', '.join(TASKS)}; may be repeated.")] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(help="dense, fp16, or such as topk:compress_ratio=0.001; may be repeated."),
     ] = None,
-    bandwidth: Annotated[str, typer.Option(help=f"Of emulated links, with commas: {inputs.RATES}.")] = "100mbit,1gbit",
+    bandwidth: Annotated[
+        str, typer.Option(help=f"Rates of emulated links, separated by commas: {inputs.RATES}.")
+    ] = "100mbit,1gbit",
     workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "2",
     toolkit: Annotated[str, typer.Option(help="Toolkits.")] = ",".join(task_plan.TOOLKITS),
     out: Annotated[
         Path,
         typer.Option(
-            metavar="FOLDER", callback=inputs.output_folder, help="What is there already is not measured again."
+            metavar="FOLDER",
+            callback=inputs.output_folder,
+            help="Folder of results; existing ones are not measured again.",
         ),
     ] = Path("out/tasks"),
     data: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", exists=True, file_okay=False, help="Real data sets to use where it has them."),
+        typer.Option(metavar="FOLDER", exists=True, file_okay=False, help="Folder of real data sets, used if present."),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 1,
-    steps: Annotated[int, typer.Option(min=0, help="Of each training; 0: as the task says.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings per method.")] = 1,
+    steps: Annotated[int, typer.Option(min=0, help="Steps per training; 0: the task's default.")] = 0,
     minutes: Annotated[
         float,
-        typer.Option(callback=inputs.finite("of minutes", zero=True), help="No job is begun that would end later."),
+        typer.Option(callback=inputs.finite("of minutes", zero=True), help="Start no job that would end later."),
     ] = 28.0,
     limit: Annotated[
         float,
-        typer.Option(min=1, callback=inputs.finite("of seconds"), help="Seconds after which a job is ended."),
+        typer.Option(min=1, callback=inputs.finite("of seconds"), help="Seconds after which a job is killed."),
     ] = 240.0,
-    loopback: Annotated[
-        bool, typer.Option("--loopback", help="No emulated network, even if it could be made.")
+    loopback: Annotated[bool, typer.Option("--loopback", help="Use no emulated network, even if possible.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Repeat failed measurements.")] = False,
+    show_only: Annotated[
+        bool, typer.Option("--show", help="Measure nothing: only redraw tables, plots and page.")
     ] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Measure again what failed.")] = False,
-    show_only: Annotated[bool, typer.Option("--show", help="Measure nothing: tables, plots and page again.")] = False,
-    collect: Annotated[bool, typer.Option("--collect", help="Tables of what the cluster's scripts wrote.")] = False,
+    collect: Annotated[
+        bool, typer.Option("--collect", help="Show tables of the results of the cluster's scripts.")
+    ] = False,
     as_json: inputs.AsJson = False,
 ) -> None:
     """Train tasks with every method: time to a target quality, throughput, bytes, quality; plots and a page."""

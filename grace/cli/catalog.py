@@ -22,13 +22,13 @@ from grace.testing.cases import carries
 SHAPE = (1024, 1024)
 N = 2**20
 SETTINGS: dict[str, dict[str, Any]] = {"threshold": {"threshold": 2.5758}}
-"""Settings for measurements if the defaults make no sense for numbers of variance 1."""
+"""Settings for measurements of methods whose defaults do not suit numbers of variance 1."""
 EXAMPLES: dict[str, dict[str, Any]] = {
     "chain": {"sparsifier": "topk", "quantizer": "qsgd", "compress_ratio": 0.01, "quantum_num": 127},
     "qsparse": {"compress_ratio": 0.01, "quantum_num": 15},
     "stc": {"compress_ratio": 0.01},
 }
-"""Keys to show of methods that pass keys on to others."""
+"""Keys to show for methods that pass keys to their parts."""
 PARTNERS: dict[str, dict[str, Any]] = {
     "allreduce": {"compressor": "powersgd"},
     "decoupled_momentum": {"compressor": "demo"},
@@ -40,7 +40,7 @@ PARTNERS: dict[str, dict[str, Any]] = {
     "onebit_adam": {"compressor": "efsignsgd", "block_size": 512},
     "reducescatter": {"compressor": "blockint"},
 }
-"""What to show a memory or a communicator with, where that is not top-k."""
+"""Example compressors for memories and communicators; default: top-k."""
 KINDS = {"compressors": compressors, "memories": memories, "communicators": communicators}
 REQUIRED = "required"
 
@@ -55,14 +55,14 @@ class Entry:
     citation: str
     parameters: dict[str, Any]
     meanings: dict[str, str] = dataclasses.field(default_factory=dict)
-    """What each parameter is, and which values it may have."""
+    """The meaning and the valid values of each parameter."""
     example: dict[str, Any] = dataclasses.field(default_factory=dict)
     """A dictionary for `grace_from_params`."""
     family: str | None = None
     bits_per_element: float | None = None
     """Counted by `simulate` on a float32 matrix of 2^20 numbers of variance 1."""
     allreduce: bool | None = None
-    """Whether payloads may be summed on the wire, or are agreed on while compressing."""
+    """Whether payloads can be summed on the wire, or workers agree on them while compressing."""
     unbiased: bool | None = None
     variance: float | None = None
     """The w of E|x - x̂|² <= w|x|² for every x of 2^20 elements, if the method is unbiased."""
@@ -130,7 +130,7 @@ def sent(params: dict[str, Any], workers: int) -> tuple[float, float]:
 
 
 def usual(cls: Any) -> tuple[str, str]:
-    """Default memory of a compressor, and its communicators between two workers and between more."""
+    """A compressor's default memory, and its default communicators for two and for more workers."""
     made = cls()
     method = Method(made, memories[made.traits.memory]())
     return made.traits.memory, ", ".join(dict.fromkeys(name_of(choose(method, workers, 1)[0]) for workers in (2, 8)))
@@ -150,7 +150,7 @@ def docstring(cls: type) -> tuple[str, list[str], str]:
 
 
 def split(statements: list[str], names: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """Statements apart from what they say about parameters."""
+    """Separate statements about parameters from all others."""
     plain, about = [], {}
     one = f"`(?:{'|'.join(map(re.escape, names)) or '(?!)'})`"
     for text in statements:
@@ -163,7 +163,7 @@ def split(statements: list[str], names: Iterable[str]) -> tuple[list[str], dict[
 
 
 def keys(cls: Any) -> dict[str, Any]:
-    """All keys that a class takes, with their defaults: its own, and those of the parts that it is made of."""
+    """All keys that a class takes, its own and its parts', with their defaults."""
     fields = [field for field in dataclasses.fields(cls) if field.init]
     parts = [field.default for field in fields if dataclasses.is_dataclass(field.default)]
     passed = {field.name: getattr(part, field.name) for part in reversed(parts) for field in dataclasses.fields(part)}
@@ -172,7 +172,7 @@ def keys(cls: Any) -> dict[str, Any]:
 
 
 def meanings(cls: Any) -> dict[str, str]:
-    """What a class, a base of it, or a part says about each of its keys, in the order of the text."""
+    """The documentation of each key by a class, its bases and its parts, in the order of the text."""
     found: dict[str, str] = {}
     parts = [type(field.default) for field in dataclasses.fields(cls) if dataclasses.is_dataclass(field.default)]
     for each in (base for known in (cls, *parts) for base in known.__mro__ if "__doc__" in vars(base)):
@@ -207,7 +207,7 @@ def guarantee(entry: Entry) -> str:
 
 
 def literal(value: Any) -> str:
-    """A value as a dictionary of settings has it, with double quotes."""
+    """A value as a Python literal, with double quotes."""
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 

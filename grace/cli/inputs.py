@@ -208,7 +208,7 @@ def _note(context: typer.Context, path: Path, reads: bool) -> None:
 # -- other
 # ---------------------------------------------------------------------------------------------------------------
 def install(extra: str) -> str:
-    """How to install an extra. The package is on no index yet."""
+    """How to install an extra. The package is not on an index yet."""
     return f"pip install '.[{extra}]' in GRACE's source tree"
 
 

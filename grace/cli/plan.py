@@ -29,32 +29,35 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         callback=inputs.model_file,
-        help=f"{', '.join(models.MODELS)}, or a JSON file with tensors (docs/planner.md has the form).",
+        help=f"{', '.join(models.MODELS)}, or a JSON profile (see docs/planner.md).",
     ),
 ]
-Workers = Annotated[int, typer.Option(help="Workers in all.", min=1)]
-PerNode = Annotated[int, typer.Option(help="Workers of each machine.", min=1)]
+Workers = Annotated[int, typer.Option(help="Total number of workers.", min=1)]
+PerNode = Annotated[int, typer.Option(help="Workers per machine.", min=1)]
 Bandwidth = Annotated[
     float,
     typer.Option(
         parser=inputs.gbit,
         metavar="RATE",
-        help="Of a machine's link to the others: Gbit/s, or with a unit, such as 100Mbit/s.",
+        help="Bandwidth of a machine's link to others: Gbit/s, or with a unit, such as 100Mbit/s.",
     ),
 ]
 Latency = Annotated[
     float,
     typer.Option(
-        callback=inputs.finite("of microseconds", zero=True), help="Microseconds of a message between machines."
+        callback=inputs.finite("of microseconds", zero=True), help="Latency between machines in microseconds."
     ),
 ]
 IntraBandwidth = Annotated[
-    float, typer.Option(parser=inputs.gbit, metavar="RATE", help="Between the workers of a machine, written alike.")
+    float,
+    typer.Option(
+        parser=inputs.gbit, metavar="RATE", help="Bandwidth between workers of a machine, in the same format."
+    ),
 ]
 IntraLatency = Annotated[
     float,
     typer.Option(
-        callback=inputs.finite("of microseconds", zero=True), help="Microseconds of a message within a machine."
+        callback=inputs.finite("of microseconds", zero=True), help="Latency within a machine in microseconds."
     ),
 ]
 ClusterFile = Annotated[
@@ -63,7 +66,7 @@ ClusterFile = Annotated[
         "--cluster",
         metavar="FILE",
         callback=inputs.input_file,
-        help="A cluster in JSON, measured or not, instead of these.",
+        help="A cluster in JSON, instead of the options above.",
     ),
 ]
 CostsFile = Annotated[
@@ -72,18 +75,18 @@ CostsFile = Annotated[
         "--costs",
         metavar="FILE",
         callback=inputs.input_file,
-        help="Compression costs in JSON; default: they are measured here.",
+        help="Compression costs in JSON; default: measured on this machine.",
     ),
 ]
 SaveCosts = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", callback=inputs.output_file, help="Write the compression costs there, for --costs."),
+    typer.Option(metavar="FILE", callback=inputs.output_file, help="Write the compression costs for --costs."),
 ]
 Speed = Annotated[
     float,
     typer.Option(
         callback=inputs.finite("that says how many times as fast"),
-        help="The training device compresses so many times as fast as this machine was measured to.",
+        help="Speed of compression on the training device, relative to this machine.",
     ),
 ]
 Backend = Annotated[
@@ -91,7 +94,7 @@ Backend = Annotated[
     typer.Option(
         metavar="TOOLKIT",
         callback=inputs.toolkit,
-        help="On which compression is measured; default: the first that is installed of torch, tensorflow, numpy.",
+        help="Toolkit to measure compression; default: the first installed one of torch, tensorflow, numpy.",
     ),
 ]
 Backward = Annotated[
@@ -99,10 +102,10 @@ Backward = Annotated[
     typer.Option(
         metavar="SECONDS",
         callback=inputs.finite("of seconds"),
-        help="A backward pass as measured; default: assumed from FLOPs.",
+        help="Measured time of a backward pass; default: assumed from FLOPs.",
     ),
 ]
-Batch = Annotated[int | None, typer.Option(help="Samples of one worker's step, where times are assumed.", min=1)]
+Batch = Annotated[int | None, typer.Option(help="Samples per worker and step, for assumed times.", min=1)]
 AsJson = inputs.AsJson
 
 LINKS = {
@@ -159,7 +162,7 @@ def read_cluster(
 def read_codecs(
     specs: Sequence[str], costs: Path | None, backend: str | None, speed: float, save: Path | None = None
 ) -> dict[str, Codec]:
-    """The costs of these methods, by label: from a file if it includes them, else measured here."""
+    """The costs of these methods, by label: from a file if it has them, otherwise measured."""
     try:
         cases = [parse(spec) for spec in specs]
         data = read_json(costs) if costs is not None else []
@@ -240,7 +243,7 @@ def describe(cluster: Cluster) -> str:
 def plan(
     context: typer.Context,
     model: Model,
-    compressor: Annotated[str, typer.Option(help="Such as topk or topk:compress_ratio=0.001.")] = "topk",
+    compressor: Annotated[str, typer.Option(help="Method, such as topk or topk:compress_ratio=0.001.")] = "topk",
     workers: Workers = 8,
     per_node: PerNode = 1,
     bandwidth: Bandwidth = 10.0,
@@ -254,35 +257,35 @@ def plan(
     backend: Backend = None,
     backward: Backward = None,
     batch: Batch = None,
-    mode: Annotated[str, typer.Option(help="refined, paper, or for very few tensors exact.")] = "refined",
+    mode: Annotated[str, typer.Option(help="refined, paper, or (for very few tensors) exact.")] = "refined",
     offload: Annotated[
-        int, typer.Option(metavar="THREADS", help="Threads of a CPU pool that may compress beside the training.", min=0)
+        int, typer.Option(metavar="THREADS", help="Threads of a CPU pool for compression during training.", min=0)
     ] = 0,
     max_compressions: Annotated[
-        int | None, typer.Option(help="Of one tensor on its way: each loses something.", min=0)
+        int | None, typer.Option(help="Maximum compressions per tensor: each loses information.", min=0)
     ] = None,
     level: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="Another setting of the compressor, for a policy; as often as needed.",
+            help="Another setting of the compressor, for a policy; may be repeated.",
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", callback=inputs.output_file, help="Write the plan there."),
+        typer.Option("--output", "-o", metavar="FILE", callback=inputs.output_file, help="Write the plan."),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             callback=inputs.output_file,
-            help="Write the predicted timeline there, as a Chrome trace.",
+            help="Write the predicted timeline as a Chrome trace.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Choose for each tensor of a model whether, where and over which collectives it is compressed."""
+    """Choose a strategy for each tensor: whether and where to compress it, and which collectives to use."""
     if mode not in MODES:
         raise typer.BadParameter(f"--mode {mode!r}: choose from {', '.join(MODES)}")
     found = read_model(model, backward, batch)
@@ -327,7 +330,7 @@ def render(
     output: Path | None,
     console: Console,
 ) -> None:
-    """Print a plan: a line per strategy, the prediction, and the settings that carry it out."""
+    """Print a plan: a line per strategy, the prediction, and the settings to use."""
     result = made.plan
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("tensors", "elements", "strategy"):

@@ -36,17 +36,17 @@ def report(
         typer.Argument(
             metavar="FILE",
             callback=inputs.input_file,
-            help="What `record` named in grace_from_params, of a running training too.",
+            help="The file that `record` named in grace_from_params, even of a running training.",
         ),
     ],
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", callback=inputs.output_file, help="Write a page there, all in one file, instead."),
+        typer.Option(metavar="FILE", callback=inputs.output_file, help="Write a self-contained page instead."),
     ] = None,
-    follow: Annotated[bool, typer.Option(help="Show it anew whenever a line is added, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option(help="Update after each new line, until Ctrl-C.")] = False,
     as_json: inputs.AsJson = False,
 ) -> None:
-    """Show a training's record: bytes, ratio over time, residuals, levels, where the time goes, warnings."""
+    """Show a training's record: bytes, ratio over time, residuals, levels, times, warnings."""
     if as_json and (follow or html is not None):
         raise typer.BadParameter("--json prints the record once: leave out --follow and --html")
     console = inputs.console()

@@ -1,1 +1,1 @@
-"""Measurements that back what the documentation says."""
+"""Measurements behind the figures of the documentation."""

@@ -1,9 +1,9 @@
 """Does Accordion find the epochs in which compression hurts? `python -m benchmarks.accordion`.
 
 Four workers in this process learn from a teacher network: 32 Gaussian inputs, a tanh layer of 64, 10 classes. Samples
-come as a stream of chunks, each seen for two epochs, so that nothing can be learnt by heart. Accuracy and floats sent
-are compared for little compression, Accordion, much compression, and a placebo that compresses little in as many epochs
-of each layer as Accordion did, but in others, drawn at random.
+come as a stream of chunks, each used for two epochs, so that nothing can be memorised. Accuracy and floats sent
+are compared for low compression, Accordion, high compression, and a placebo: low compression in as many epochs of each
+layer as with Accordion, but in random other ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ARMS = ("low", "accordion", "high", "placebo")
 
 @dataclass(frozen=True)
 class Planned(Policy):
-    """Levels that were laid down beforehand: for each tensor the epochs of low compression; the first one is high."""
+    """A fixed schedule: the epochs of low compression of each tensor; all others are high."""
 
     k_low: Any
     k_high: Any
@@ -77,7 +77,7 @@ def network(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(1000 + seed)
     weights = {}
     for layer, (a, b) in enumerate(pairwise(SIZES)):
-        for name, shape in ((f"w{layer}", (a, b)), (f"b{layer}", b)):  # as PyTorch's linear layers begin
+        for name, shape in ((f"w{layer}", (a, b)), (f"b{layer}", b)):  # PyTorch's initialisation of linear layers
             weights[name] = rng.uniform(-(a**-0.5), a**-0.5, shape).astype(np.float32)
     return weights
 
@@ -126,7 +126,7 @@ def graces(params: Mapping[str, Any]) -> list[Grace]:
 
 
 def exchange(workers: Sequence[Grace], found: Mapping[str, Any]) -> dict[str, Any]:
-    """The means, over the code that real workers run."""
+    """The means, by the code that real workers run."""
     for rank, grace in enumerate(workers):
         grace.launch({name: each[rank] for name, each in found.items()})
     while [grace for grace in workers if not grace.advance()]:
@@ -209,7 +209,7 @@ def run(method: str, feedback: bool, seed: int, epochs: int, arms: Sequence[str]
 
 
 def share(levels: Mapping[str, Sequence[Any]], low: Any) -> float:
-    """Which share of all epochs of all layers was at the low level."""
+    """The share of layer-epochs at the low level."""
     return float(np.mean([level == low for each in levels.values() for level in each]))
 
 
@@ -232,9 +232,9 @@ def batches(seed: int, epochs: int) -> dict[str, dict[str, Any]]:
 
 
 def overhead(rounds: int = 15) -> dict[str, float]:
-    """Step time of a PyTorch network of a million parameters, every epoch looked at, over that of no policy.
+    """Relative step time of a PyTorch network of a million parameters with monitoring in every epoch.
 
-    Both networks take turns; the median of each.
+    Both networks alternate; the median of each.
     """
     import torch
 
@@ -248,7 +248,7 @@ def overhead(rounds: int = 15) -> dict[str, float]:
         optimizer = torch.optim.SGD(net.parameters(), 0.01)
         return net, grc, grace.torch.DistributedOptimizer(optimizer, grc, net.named_parameters())
 
-    # Both compress as much, so that only looking differs.
+    # Both compress equally, so only the monitoring differs.
     policy = {"policy": "accordion", "k_low": 0.01, "window": 1}
     subjects = {"without": made({}), "with": made(policy)}
     x, y = torch.randn(128, 512), torch.randint(64, (128,))
@@ -311,7 +311,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def plot(runs: Sequence[Mapping[str, Mapping[str, Any]]], low: Any, path: Path) -> None:
-    """How many of the runs had each layer at low compression in each epoch: the critical regimes."""
+    """The number of runs with low compression, by layer and epoch: the critical regimes."""
     import matplotlib
 
     matplotlib.use("Agg")

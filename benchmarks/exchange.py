@@ -51,7 +51,7 @@ PAIRS = {
 
 
 def plain(gradients: list[torch.Tensor]) -> Callable[[], None]:
-    """A flat gradient, averaged in buckets: what remains to be done when gradients are views of the buckets."""
+    """A flat gradient, averaged in buckets, as if gradients were views of the buckets."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
 
     def exchange() -> None:
@@ -64,7 +64,7 @@ def plain(gradients: list[torch.Tensor]) -> Callable[[], None]:
 
 
 def ours(gradients: list[torch.Tensor], params: dict[str, Any], kernels: str) -> Callable[[], None]:
-    """Grace, as the optimizer's door drives it: gradients are handed in back to front and hold the means at last."""
+    """Grace as the optimizer drives it: gradients arrive last to first and finally hold the means."""
     names = list(resnet50())
     os.environ["GRACE_KERNELS"] = kernels
     grc = grace_from_params(params, transport="torch")
@@ -133,7 +133,7 @@ def main() -> None:
             cases[name]()
             slowest = torch.tensor([time.perf_counter() - began])
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            if turn > 1:  # the first ones make state and connections
+            if turn > 1:  # the first steps create state and connections
                 seconds[name].append(slowest.item())
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     if rank == 0:
@@ -147,7 +147,7 @@ def main() -> None:
             options.json.write_text(json.dumps({"workers": size, "seconds": seconds}, indent=1))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads may abort while Python takes itself down
+    os._exit(0)  # gloo's threads may abort during Python's shutdown
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python -m benchmarks.fuzz [--inputs 100000] [--seconds S] [--only TEXT] [--json FILE]
 
-An input is a good one that was changed: cut, lengthened, other bytes, another dtype, indices out of range. Each
-must be refused by a ValueError, or come to something harmless: a gradient of the right shape with nothing written
-outside its memory, a state that fits. Counted apart, and failures: what cannot be right and is taken all the same
-(silent), another exception (odd), a process that dies (crash) or does not come back (hang). Targets run in processes
-of their own, which tell how far they have come: a crash costs one input, and the rest goes on.
+An input is a mutated valid one: truncated, extended, changed bytes, another dtype, indices out of range. It must
+raise ValueError, or be harmless: give a gradient of the right shape, without a write outside its memory, or a valid
+state. Failures are counted by kind: accepted although invalid (silent), another exception (odd), a process that dies
+(crash) or does not return (hang). Targets run in separate processes that report their progress: a crash costs one
+input, and the others continue.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))  # for the table of methods
 
 HANG = 30.0
-"""Seconds without an input done, after which a process counts as hanging."""
+"""Seconds without a finished input after which a process counts as hanging."""
 CANARY = 123.25
 MARGIN = 64
-"""Elements on both sides of a result that nobody may write to."""
+"""Guard elements on both sides of a result."""
 INT32 = (-(2**31), -(2**31) + 1, -1, 2**31 - 1, 2**30, 65536)
 
 Change = Callable[[random.Random], tuple[str, bool]]
 
 
 class Silent(Exception):
-    """Input that cannot be right was taken."""
+    """Invalid input was accepted."""
 
 
 @dataclass
 class Count:
-    """What became of a target's inputs."""
+    """The outcomes of a target's inputs."""
 
     target: str
     inputs: int = 0
@@ -62,14 +62,14 @@ class Count:
     hang: int = 0
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
-    """The first failures, each with what is needed to see it again."""
+    """The first failures, each with the data to reproduce it."""
 
     @property
     def failures(self) -> int:
         return self.silent + self.odd + self.crash + self.hang
 
     def add(self, other: Count) -> None:
-        """Count the other's inputs too."""
+        """Add the other's counts."""
         for name in ("inputs", "refused", "harmless", "silent", "odd", "crash", "hang", "seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.notes += other.notes[: max(0, 5 - len(self.notes))]
@@ -77,7 +77,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Target:
-    """Something that reads. ``make`` builds it, once in each process; what it gives takes one input after the other."""
+    """A reader under test. ``make`` builds it once per process, and returns a function of one input."""
 
     name: str
     make: Callable[[], Callable[[random.Random], None]]
@@ -119,7 +119,7 @@ CHANGES = {"shorter": shorter, "longer": longer, "flipped": flipped, "overwritte
 
 
 class Payloads:
-    """Payloads of one method, of which one is spoilt, on their way to a mean."""
+    """Payloads of one method, one of them mutated, decoded to a mean."""
 
     def __init__(self, row: Any, backend: str, n: int, by_message: bool = False):
         from grace import grace_from_params
@@ -146,11 +146,11 @@ class Payloads:
             ctx = replace(self.ctx, rank=rank)
             payload, _ = cases.send(compressor, self.xp, cases.spread(*shape, seed=rank), ctx)
             self.good.append([np.array(self.xp.to_numpy(array)) for array in payload])
-        # An agreed payload may end with arrays that its own worker alone looks at.
+        # An agreed payload may end with arrays that only its own worker reads.
         self.seen = 2 if self.agreed else len(self.good[0])
         self.limit = -(-self.ctx.size // getattr(compressor, "row_size", 1))
         name = row.name
-        # Of these arrays any beginning is a payload too.
+        # Any prefix of these arrays is also a valid payload.
         self.loose = {"adaq": (1,), "wangni": (2,)}.get(name, ())
         self.signed = {"adaq": (1,), "wangni": (2,)}.get(name, ())
         self.positions = [
@@ -179,7 +179,7 @@ class Payloads:
             raise Silent(f"{wrong} of payload {[array.shape for array in self.good[victim]]} was taken")
 
     def spoilt(self, payload: list[Any], rng: random.Random) -> tuple[list[Any], str]:
-        """A payload with one array changed; and how, if that cannot be right."""
+        """A payload with one changed array, and the change if it is invalid."""
         payload = list(payload)
         places = [place for place in range(self.seen) if payload[place].size]
         if not places:
@@ -202,7 +202,7 @@ class Payloads:
         return payload, f"{how} {place}" if how == "longer" else ""
 
     def misplaced(self, positions: Any, signed: bool, rng: random.Random) -> tuple[Any, str]:
-        """Positions of which one is out of range or order."""
+        """Positions, one of them out of range or order."""
         positions = positions.copy()
         at = rng.randrange(len(positions))
         if len(positions) > 1 and rng.random() < 0.4:
@@ -219,7 +219,7 @@ class Payloads:
         return positions, f"position {positions[at]}"
 
     def message(self, payload: list[Any], rng: random.Random) -> tuple[list[Any], str]:
-        """What a transport makes of a spoilt message."""
+        """A transport that receives a mutated message."""
         from grace.core.collectives import Gather
 
         xp, ragged = self.xp, self.compressor.traits.variable_length
@@ -238,7 +238,7 @@ class Payloads:
             heads = np.frombuffer(bytes(data[: 8 * len(layout)]), np.int64).copy()
             at, before = rng.randrange(len(heads)), heads.copy()
             heads[at] = rng.choice((0, -1, heads[at] - 1, heads[at] + 1, 2**62, 2**61, -(2**63), 2**63 - 1, 10**9))
-            if len(heads) > 1 and rng.random() < 0.5:  # the sum stays, if the items are of one size
+            if len(heads) > 1 and rng.random() < 0.5:  # keeps the sum if the items have the same size
                 other = rng.choice([each for each in range(len(heads)) if each != at])
                 with np.errstate(over="ignore"):
                     heads[other] += before[at] - heads[at]
@@ -253,7 +253,7 @@ class Payloads:
         return [*found, *payload[self.seen :]], wrong
 
     def decode(self, payloads: list[Any]) -> None:
-        """The mean, in the middle of memory that nobody may write to."""
+        """The mean, between guard elements."""
         xp, n = self.xp, self.ctx.size
         arrays = [tuple(xp.asarray(array.copy(), array.dtype.name) for array in payload) for payload in payloads]
         mean = self.method.mean(arrays, self.ctx, agreed=self.agreed)
@@ -332,7 +332,7 @@ def spoilt_text(text: str, rng: random.Random) -> str:
 
 
 class Checkpoints:
-    """Files of state, spoilt as bytes or inside, on their way into a Grace."""
+    """State files, with mutated bytes or content, loaded into a Grace."""
 
     PARAMS = (
         {"compressor": "topk", "memory": "dgc"},
@@ -392,7 +392,7 @@ class Checkpoints:
                     raise Silent(f"{key} of {unit} became {np.asarray(array).dtype}")
 
     def bytes(self, data: bytes, rng: random.Random) -> tuple[bytes, str]:
-        """A file's bytes, cut, changed, or not of a file at all; and how, if it cannot be right."""
+        """A file's bytes, truncated, changed or random, and the change if it is invalid."""
         how, at = rng.random(), rng.randrange(len(data))
         if how < 0.25:
             return data[:at], f"cut after {at} bytes"
@@ -404,7 +404,7 @@ class Checkpoints:
         return data[:at] + rng.randbytes(rng.randint(0, 200)) + data[at + count :], ""
 
     def inside(self, data: bytes, rng: random.Random) -> bytes:
-        """A file whose sums are right and whose content is not."""
+        """A file with correct checksums and wrong content."""
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
         text = members["state.json"].decode()
@@ -433,7 +433,7 @@ class Checkpoints:
 
 
 def _held(grace: Any) -> Any:
-    # All that a worker keeps, to be compared.
+    # All state of a worker, for comparison.
     state = grace.state_dict()
     arrays = {
         (unit, key): np.asarray(array).tobytes()
@@ -478,7 +478,7 @@ class Plans:
         if self.kind == "file":
             data = json.loads(text)
             found = plan.from_dict(data)
-            # What workers agree on is under a hash: all else may differ.
+            # Only the part under the hash must agree.
             for key in ("tensors", "params", "workers", "workers_per_node"):
                 if found.to_dict()[key] != self.good[key]:
                     raise Silent(f"a plan with other {key} was taken")
@@ -492,7 +492,7 @@ class Plans:
 
 
 class Settings:
-    """What users and files give to `grace_from_params`, and steps with what was taken."""
+    """Settings for `grace_from_params`, and a step with the accepted ones."""
 
     def __init__(self) -> None:
         from table import ROWS
@@ -568,7 +568,7 @@ def go(
         except Silent as error:
             done.silent += 1
             done.notes.append(f"input {number}: {error}")
-        except Exception as error:  # whatever it is, it is not what a user should see
+        except Exception as error:  # any other exception is a failure
             done.odd += 1
             last = traceback.extract_tb(error.__traceback__)[-1]
             done.notes.append(f"input {number}: {error!r} at {Path(last.filename).name}:{last.lineno}"[:400])
@@ -585,7 +585,7 @@ def _work(jobs: list[tuple[Target, int]], first: int, seed: int, pipe: Any) -> N
     last = 0.0
 
     def tell(number: int, done: Count) -> None:
-        # Every input is told: it may be the last.
+        # Report every input: it may be the last.
         nonlocal last
         pipe.send((number, None))
         if time.monotonic() - last > 1:
@@ -598,7 +598,7 @@ def _work(jobs: list[tuple[Target, int]], first: int, seed: int, pipe: Any) -> N
 
 
 def apart(jobs: list[tuple[Target, int]], seed: int = 0, hang: float = HANG) -> list[Count]:
-    """As `go` with each target's count, in a process that may die or hold still ``hang`` seconds: one input lost."""
+    """As `go`, in a process that may crash or stall for ``hang`` seconds: that costs one input."""
     done: list[Count] = []
     total, first = Count(jobs[0][0].name), 0
     while len(done) < len(jobs):
@@ -619,7 +619,7 @@ def apart(jobs: list[tuple[Target, int]], seed: int = 0, hang: float = HANG) -> 
                 break
             if counted is not None:
                 known = counted
-            if number == -1:  # the target is through
+            if number == -1:  # the target is done
                 total.add(known)
                 done.append(total)
                 if len(done) < len(jobs):
@@ -629,7 +629,7 @@ def apart(jobs: list[tuple[Target, int]], seed: int = 0, hang: float = HANG) -> 
             process.kill()
         process.join()
         if len(done) < len(jobs):
-            # Of inputs since the last count nothing is known but that they were survived.
+            # Inputs since the last report were survived; nothing else is known about them.
             known.harmless += number - first - known.inputs
             known.inputs = number - first + 1
             known.crash, known.hang = int(not late), int(late)
@@ -661,7 +661,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no target's name contains {args.only!r}")
     weights, begin = sum(each.weight for each in chosen), time.perf_counter()
     counts: list[Count] = []
-    # One process for each kind of target, which loads its toolkit once; here none is loaded, so that a fork is safe.
+    # One process per kind of target, which loads its toolkit once. This process loads none, so forks are safe.
     batches: dict[str, list[tuple[Target, int]]] = {}
     for target in chosen:
         count = math.ceil(args.inputs * target.weight / weights)

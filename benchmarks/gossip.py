@@ -1,7 +1,7 @@
-"""Consensus by gossip: how many bytes until eight workers agree, and against CHOCO with signs.
+"""Consensus by gossip: bytes until eight workers agree, compared with CHOCO with signs.
 
 ``python -m benchmarks.gossip`` prints the table of docs/gossip.md: workers on a ring, 100 x 100 matrices, until their
-distance from the mean is a thousandth of what it was.
+distance from the mean is a thousandth of the initial one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORKERS, SIDE = 8, 100
 
 @dataclass(frozen=True)
 class ChocoSign(Mixing):
-    """Each worker keeps a copy of its neighbours and itself, and sends signs of what its own copy lacks.
+    """Each worker keeps copies of its neighbours and itself, and sends the signs of its own copy's error.
 
     Koloskova, Stich and Jaggi, "Decentralized stochastic optimization and gossip algorithms with compressed
     communication", ICML 2019, arXiv:1902.00340, algorithm 1 (Choco-Gossip).
@@ -46,7 +46,7 @@ class ChocoSign(Mixing):
 
 
 def rounds(gossips: Sequence[Gossip], parameters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One round of all workers of a world; each one's new parameters."""
+    """One round of all workers; returns their new parameters."""
     for gossip, mine in zip(gossips, parameters, strict=True):
         gossip.launch(mine)
     while [gossip for gossip in gossips if not gossip.advance()]:
@@ -83,7 +83,7 @@ def consensus(mixing: Mixing, start: list[Any], most: int, to: float = 1e-3) -> 
 
 
 def tuned(start: list[Any], most: int = 200) -> tuple[float, int]:
-    """The rate with which CHOCO needs the fewest bytes, and those."""
+    """The rate at which CHOCO needs the fewest bytes, and that number."""
     found = {rate: consensus(ChocoSign(rate), start, most) for rate in RATES}
     return min(((rate, sent) for rate, (d, sent) in found.items() if d[-1] < 1e-3), key=lambda pair: pair[1])
 

@@ -2,15 +2,15 @@
 
     python -m benchmarks.loops [--steps 5000] [--json FILE] [--seed N]
 
-Each step is of one kind, drawn at random and the same for all workers: a plain one; one after a pass whose gradients
-are thrown away, as a GAN's generator leaves them in the discriminator; gradients set by hand after an attack; an
-accumulation that ends early; passes inside no_sync; a step that is skipped; a backward pass that fails on one worker,
-whose batch all drop. What must hold, or the program fails:
+Each step is of a random kind, the same on all workers: a plain one; one after a pass with discarded gradients, as a
+GAN's generator leaves them in the discriminator; gradients set by hand after an attack; an accumulation that ends
+early; passes inside no_sync; a skipped step; a backward pass that fails on one worker, whose batch all drop. The
+program fails unless:
 
-- Weights are the same bits on all workers.
-- Nothing is lost: the gradients that counted = the weights + what the residuals hold. They are whole numbers, which
-  methods that send elements as they are keep to the bit.
-- A pass that fails on one worker is an error on all within the time limit, and nothing else is.
+- Weights are bit-identical on all workers.
+- Nothing is lost: the gradients that counted = the weights + the residuals. Gradients are integers, so the sums are
+  exact for methods that do not round elements.
+- A pass that fails on one worker raises on all within the time limit, and there are no other errors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZE = 4
 TIMEOUT = 20.0
 """Seconds that a worker waits for the others."""
 KINDS = {"plain": 8, "thrown away": 3, "by hand": 2, "ends early": 2, "no_sync": 2, "skipped": 2, "failed": 1}
-"""How often a step is of a kind."""
+"""Relative frequency of each kind of step."""
 METHODS = {
     "topk": {"compressor": "topk", "compress_ratio": 0.05},
     "randomk": {"compressor": "randomk", "compress_ratio": 0.1},
@@ -45,11 +45,11 @@ CHECKED = 100
 
 
 class Failure(RuntimeError):
-    """What a backward pass raises on one worker."""
+    """The error of a failing backward pass."""
 
 
 def work(folder: Path, rank: int, steps: int, seed: int) -> None:
-    """One worker: trains, and writes what it found."""
+    """One worker: trains, and writes its results."""
     import torch
     import torch.distributed as dist
 
@@ -96,7 +96,7 @@ def work(folder: Path, rank: int, steps: int, seed: int) -> None:
             return [torch.randint(-8, 9, p.shape, generator=data).float() for p in net]  # noqa: B023
 
         def backward(whole: list[Any], fails: bool = False) -> None:
-            # The gradient of this loss is the batch. What is computed first has its gradient last.
+            # The gradient of this loss is the batch. The first computation gets its gradient last.
             leaves = [Fails.apply(net[0], fails), *net[1:]]  # noqa: B023
             sum((p * x).sum() for p, x in zip(leaves, whole, strict=True)).backward()
 
@@ -172,7 +172,7 @@ def differ(arrays: list[Any]) -> int:
 
 
 def lost(grace: Any, counted: list[Any], applied: list[Any]) -> float:
-    """The largest difference between the gradients that counted, and what was applied and is kept."""
+    """The largest difference between the gradients that counted and the sum of weights and residuals."""
     import torch
     import torch.distributed as dist
 
@@ -199,11 +199,11 @@ def _child(folder: Path, rank: int, steps: int, seed: int) -> None:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # gloo's threads may abort a clean-up
+    os._exit(0)  # gloo's threads may abort a regular shutdown
 
 
 def loops(folder: Path, steps: int, seed: int = 0) -> dict[str, Any]:
-    """Run so many steps; what the workers found, and what should not be as "failures"."""
+    """Run a number of steps. Returns the workers' results, with problems under "failures"."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=_child, args=(folder, rank, steps, seed)) for rank in range(SIZE)]

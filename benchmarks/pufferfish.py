@@ -2,7 +2,7 @@
 
     python -m benchmarks.pufferfish [--seeds 5] [--epochs 12] [--plot docs/pufferfish.png] [--json FILE]
 
-One process, one thread. Times are medians of rounds in which the forms take turns, given as ratios.
+One process, one thread. Times are ratios of medians over alternating rounds.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def train(arm: str, seed: int, epochs: int) -> dict[str, Any]:
 
 
 def teacher_student(seed: int, steps: int = 480, warm: int = 120) -> tuple[float, float]:
-    """Loss of a student of rank 1/16 on a stream of a teacher's answers: with warm-up, and from random factors."""
+    """Loss of a student of rank ratio 1/16 on a stream of a teacher's answers: with warm-up, or from random factors."""
 
     def student(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -131,7 +131,7 @@ def teacher_student(seed: int, steps: int = 480, warm: int = 120) -> tuple[float
 
 
 def step_times(rounds: int = 30) -> dict[str, dict[str, float]]:
-    """Seconds of a training step, dense and factorised, measured in turns."""
+    """Seconds of a training step, dense and factorised, in alternating runs."""
     mlp = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(1024, 1024), nn.ReLU())))
     convolution = nn.Sequential(nn.Conv2d(128, 128, 3, padding=1))
     found = {}
@@ -158,7 +158,7 @@ def step_times(rounds: int = 30) -> dict[str, dict[str, float]]:
 
 
 def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Accuracy over the epochs, one line for each form: mean of the seeds."""
+    """Accuracy over the epochs, one line per form: mean over seeds."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.2))

@@ -1,4 +1,4 @@
-"""What an exchange costs a worker as workers are added, with nothing but the compressor named.
+"""The cost of an exchange per worker against the number of workers, with the default communicator.
 
     python -m benchmarks.scale [--workers 2,4,8,16] [--compressors bf16,qsgd,...] [--elements 1048576]
 

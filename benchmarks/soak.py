@@ -1,15 +1,15 @@
-"""Thousands of steps on four workers over every communicator, with workers killed at random and begun again.
+"""Thousands of steps on four workers over every communicator, with randomly killed and restarted workers.
 
     python -m benchmarks.soak [--minutes 5] [--json FILE] [--seed N]
 
-Each worker exchanges the same gradients through one Grace for every communicator and adds the means up as its weights.
-It saves all of it every SAVE steps with `grace.checkpoint`. Now and then some workers get SIGKILL, at any point: in an
-exchange, in a checkpoint. The others have to end by themselves with an error; then all begin again from the last
-checkpoint that all have. What must hold, or the program fails:
+Each worker exchanges the same gradients through one Grace per communicator and accumulates the means as its weights. It
+saves everything every SAVE steps with `grace.checkpoint`. Some workers get SIGKILL at random points of an exchange or a
+checkpoint. The others have to end by themselves with an error; then all restart from the last common checkpoint. The
+program fails unless:
 
-- Weights are the same bits on all workers at every checkpoint, and so they are when steps are made again.
-- Nothing is lost: all gradients = the weights + what the residuals hold. Gradients are whole numbers, so for methods
-  that send elements as they are this holds to the bit; others round.
+- Weights are bit-identical on all workers at every checkpoint, also when steps are repeated.
+- Nothing is lost: all gradients = the weights + the residuals. Gradients are integers, so this is exact for methods
+  that do not round elements.
 - No worker waits for a dead one for longer than its time limit.
 - A worker's memory does not grow.
 """
@@ -55,46 +55,46 @@ CASES: dict[str, dict[str, Any]] = {
     "allreduce, low rank": {"compressor": "powersgd", "compress_rank": 2},
 }
 ROUNDED = {"twostage": 1e-4, "allreduce, low rank": 1e-4}
-"""Cases that round, and how far the sum may be off, relative to its largest element."""
+"""Cases that round, and the tolerance of the sum, relative to its largest element."""
 
 
-SETTLED = 2000  # steps in which libraries, and pages shared with the process that forked, find their size
-MEASURED = 300.0  # seconds of a run from which on its last life has to be long enough to measure memory
+SETTLED = 2000  # steps in which libraries, and pages shared with the parent process, reach their size
+MEASURED = 300.0  # length of a run in seconds from which memory must be measured
 
 
 @dataclass
 class Found:
-    """What a run has shown."""
+    """The results of a run."""
 
     seconds: float = 0.0
     steps: int = 0
-    """Of the training; each is one exchange in each case."""
+    """Training steps; each is one exchange per case."""
     executed: int = 0
-    """With those that were made again after a restart."""
+    """The same, including steps repeated after a restart."""
     checkpoints: int = 0
     compared: int = 0
-    """Digests of weights, of all workers and lives."""
+    """Digests of weights, over all workers and restarts."""
     different: int = 0
     kills: int = 0
     restarts: int = 0
     hangs: int = 0
-    """Workers that had to be ended."""
+    """Workers that had to be killed for hanging."""
     slowest_end: float = 0.0
     """Seconds from a kill until the last worker had ended."""
     unexpected: list[str] = field(default_factory=list)
-    """Workers that ended otherwise than they should have."""
+    """Workers that ended in an unexpected way."""
     lost: dict[str, float] = field(default_factory=dict)
-    """For each case the largest difference of the sums, relative to the largest element: 0 is none to the bit."""
+    """For each case, the largest error of the sums, relative to the largest element; 0: exact."""
     memory: float = 0.0
     """MiB of the largest worker."""
     growth: float = 0.0
-    """KiB per 1000 steps, the median over the workers of the longest life, after `SETTLED` steps."""
+    """Growth in KiB per 1000 steps after `SETTLED` steps, the median over workers, in the longest life."""
     longest: int = 0
     """Steps of that life."""
 
     @property
     def failures(self) -> list[str]:
-        """What should not be."""
+        """Problems found."""
         bad = [f"{name} has lost {off:g}" for name, off in self.lost.items() if off > ROUNDED.get(name, 0.0)]
         bad += [f"{name} was not compared" for name in CASES if name not in self.lost]
         if self.different:
@@ -137,7 +137,7 @@ def work(folder: Path, rank: int, life: int, seed: int) -> None:
     while True:
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * SIZE + rank)
         whole = {key: torch.randint(-8, 9, shape, generator=generator).float() for key, shape in SHAPES.items()}
-        # All cases' messages are under way at once.
+        # The messages of all cases are in flight at once.
         for name, grace in graces.items():
             grace.launch({key: whole[key].reshape(shape) for key, shape in shapes_of(name).items()})
         for name, grace in graces.items():
@@ -163,14 +163,14 @@ def work(folder: Path, rank: int, life: int, seed: int) -> None:
 
 
 def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of a case's tensors: rows for the workers where it scatters."""
+    """Shapes of a case's tensors: one row per worker for reduce-scatter."""
     if name != "reducescatter":
         return SHAPES
     return {key: (SIZE, shape[0] // SIZE, *shape[1:]) for key, shape in SHAPES.items()}
 
 
 def digest(weights: dict[str, Any], grace: Any) -> str:
-    """Of all weights, which every worker should have; of scattered ones, after they were gathered."""
+    """Digest of all weights, which should be equal on all workers; scattered ones are gathered first."""
     import torch
     import torch.distributed as dist
 
@@ -185,7 +185,7 @@ def digest(weights: dict[str, Any], grace: Any) -> str:
 
 
 def keep(folder: Path, step: int, weights: dict[str, Any], sums: dict[str, Any]) -> None:
-    """What a training would save beside grace's state; the last three."""
+    """Saves the weights, as a training would beside grace's state; keeps the last three."""
     from grace import checkpoint
 
     folder.mkdir(exist_ok=True)
@@ -197,7 +197,7 @@ def keep(folder: Path, step: int, weights: dict[str, Any], sums: dict[str, Any])
 
 
 def resume(folder: Path, rank: int, graces: dict[str, Any], weights: dict[str, Any], sums: dict[str, Any]) -> int:
-    """Go on from the last step that all cases have of all workers; 0: there is none yet."""
+    """Resume from the last step that all workers have for all cases; 0: none yet."""
     import torch
 
     from grace import checkpoint
@@ -216,7 +216,7 @@ def resume(folder: Path, rank: int, graces: dict[str, Any], weights: dict[str, A
 
 
 def missing(grace: Any, weights: dict[str, Any], sums: dict[str, Any]) -> float:
-    """How far all gradients are from what was applied and what is kept, relative to the largest element."""
+    """The difference between all gradients and weights plus residuals, relative to the largest element."""
     import torch
     import torch.distributed as dist
 
@@ -245,7 +245,7 @@ def missing(grace: Any, weights: dict[str, Any], sums: dict[str, Any]) -> float:
 
 
 def holders(grace: Any, point: str) -> int:
-    """Of how many workers' parts a mean is made where this residual arises: it weighs one of so many."""
+    """The number of workers averaged where this residual arises; its weight is the inverse."""
     if point == "server":  # of a mean already
         return 1
     return SIZE // (getattr(grace.communicator, "node_size", 0) or 1)
@@ -260,11 +260,11 @@ def _child(folder: Path, rank: int, life: int, seed: int) -> None:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # gloo's threads may abort a clean-up
+    os._exit(0)  # gloo's threads may abort a regular shutdown
 
 
 def soak(seconds: float, folder: Path, seed: int = 0, rest: float = 0.6) -> Found:
-    """Run for so many seconds, the last ``rest`` of them without kills."""
+    """Run for a number of seconds, the last ``rest`` of them without kills."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch  # noqa: F401 - once, so that a restart is a fork; nothing is run here, so there are no threads
 
@@ -320,7 +320,7 @@ def _read(folder: Path, lives: int, found: Found) -> None:
         slopes, reached = [], 0
         for rank in range(SIZE):
             path = folder / f"log-{life}-{rank}.jsonl"
-            # The last line may be half.
+            # The last line may be incomplete.
             rows = (
                 [json.loads(text) for text in path.read_text().splitlines(True) if text.endswith("\n")]
                 if path.exists()

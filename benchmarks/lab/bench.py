@@ -1,4 +1,4 @@
-"""Run cases in the lab, interleaved and repeated, and keep what every one of them gave as a line of JSON."""
+"""Run cases in the lab, interleaved and repeated, and store every result as a line of JSON."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What is common to all jobs."""
+    """Settings common to all jobs."""
 
     steps: int = 20
     budget: float = 8.0
-    """Seconds of timed steps per job, beyond which it makes fewer steps; 0: always all of them."""
+    """Maximum seconds of timed steps per job, which then runs fewer steps; 0: no limit."""
     repeats: int = 2
     seed: int = 0
     losses: int = 0
-    """How often the held-out loss is looked at on the way."""
+    """Number of evaluations of the held-out loss during training."""
     decay: bool = False
-    """The learning rate falls to zero over the steps, as in a training that is to end."""
+    """Decay the learning rate to zero over the steps, as in a complete training."""
     burst: int | None = None
     isolated: bool = False
-    """A launch of its own for every job."""
+    """Launch every job separately."""
     timeout: float = 240.0
-    """Seconds in which a job must end."""
+    """Time limit of a job in seconds."""
     peer: str = ""
     """A checkout of upstream GRACE."""
     env: dict[str, str] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def measure(
 
 
 def machine() -> Row:
-    """What the figures were measured on."""
+    """The machine of the measurement."""
     import torch
 
     info = Path("/proc/cpuinfo").read_text()
@@ -99,7 +99,7 @@ def machine() -> Row:
 
 
 def _batches(lab: Lab, jobs: list[tuple[Case, str]], options: Options, tell: Tell) -> Iterator[Row]:
-    # Jobs that one launch can run, for each launcher and environment.
+    # Jobs for one launch, by launcher and environment.
     def launch_of(job: tuple[Case, str]) -> tuple[Any, ...]:
         return job[0].launcher, tuple(sorted(job[0].env.items()))
 
@@ -112,13 +112,13 @@ def _batches(lab: Lab, jobs: list[tuple[Case, str]], options: Options, tell: Tel
                 if "error" in row:
                     tell(f"  {row['case']['name']} {row['model']}: {row['error']}")
                 yield row
-            if not rows:  # nothing began: what stops one job would stop them all
+            if not rows:  # nothing started: the cause would stop all jobs
                 raise RuntimeError(f"{key[0]} did not start: {reason}")
             todo = todo[len(rows) :]
 
 
 def _launch(lab: Lab, jobs: Sequence[tuple[Case, str]], options: Options, tell: Tell) -> tuple[list[Row], str]:
-    # The rows of the jobs that ended, the last of them perhaps with an error; and what went wrong.
+    # Rows of the finished jobs, the last one possibly with an error; and the error.
     with tempfile.TemporaryDirectory(prefix="jobs-", dir=lab.folder) as name:
         folder = Path(name)
         plan = {
@@ -165,7 +165,7 @@ def _launch(lab: Lab, jobs: Sequence[tuple[Case, str]], options: Options, tell: 
                     ranks.setdefault(found["job"], {})[found["rank"]] = found
     rows = []
     for index, (case, model) in enumerate(jobs):
-        # Losses of trainings that end are compared with each other only.
+        # Compare losses of complete trainings only with each other.
         head = {"case": case.to_dict(), "model": f"{model}, decay" if options.decay else model}
         if len(ranks.get(index, {})) == lab.size:
             rows.append({**head, **joined([ranks[index][rank] for rank in range(lab.size)])})
@@ -178,7 +178,7 @@ def _launch(lab: Lab, jobs: Sequence[tuple[Case, str]], options: Options, tell: 
 
 
 def joined(ranks: Sequence[Row]) -> Row:
-    """One row out of what every rank told: the slowest one's time, the busiest link's bytes."""
+    """One row from the reports of all ranks: the slowest one's time, the busiest link's bytes."""
     slowest = max(ranks, key=lambda found: found["seconds"])
     row = {key: ranks[0][key] for key in ("steps", "complete", "loss", "losses", "parameters")}
     row |= {
@@ -195,12 +195,12 @@ def joined(ranks: Sequence[Row]) -> Row:
 
 
 def bound(alone: float, wire: float, rate: str, rounds: int) -> float:
-    """What a step may take: 1.3 x (step without communication + bytes on the wire / link rate) + 15 ms per round."""
+    """The bound of a step: 1.3 x (step without communication + bytes on the wire / link rate) + 15 ms per round."""
     return 1.3 * (alone + 8 * wire / bits_per_second(rate)) + 0.015 * rounds
 
 
 def steps_to(losses: Sequence[tuple[int, float]], target: float) -> float | None:
-    """After how many steps the loss first was at the target, on straight lines between the looks; None: never."""
+    """The step at which the loss first reaches the target, interpolated between evaluations; None: never."""
     for (before, higher), (after, lower) in zip([*losses[:1], *losses], losses, strict=False):
         if lower <= target:
             return after if higher <= target else before + (after - before) * (higher - target) / (higher - lower)
@@ -208,7 +208,7 @@ def steps_to(losses: Sequence[tuple[int, float]], target: float) -> float | None
 
 
 def _curves(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[tuple[int, float]]]:
-    # Losses on the way, of each number of hosts, model and method; those of the longest training. They do not depend
+    # Losses during the longest training, by number of hosts, model and method. They do not depend
     # on the rate, and not on the door by which a method of ours is used.
     found: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
     for row in rows:
@@ -224,7 +224,7 @@ def _method(case: Row) -> str:
 
 
 def summary(rows: Iterable[Row]) -> list[Row]:
-    """Medians over repeats, in the order of the rows, with the bound where there is what it needs.
+    """Medians over repeats, in the order of the rows, with the bound if its inputs were measured.
 
     Where losses were looked at on the way (at any rate), ``steps_to`` is after how many steps a case was within 1 % of
     where dense training ended, None if it never was, and ``to_loss`` these steps' seconds at the line's rate.

@@ -1,4 +1,4 @@
-"""What is compared: one row for each way to average gradients. Add a row to measure another."""
+"""The cases: one row per way to average gradients. Add a row to measure another."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from grace.bench.lab.network import LabError
 
 TORCHRUN, HOROVODRUN = "torchrun", "horovodrun"
 DENSE = ("ddp-fp32", "hvd-fp32")
-"""Names of the cases with which all others are compared."""
+"""Names of the baselines."""
 ALONE = ("alone", "hvd-alone")
-"""Names of those that exchange nothing. The bound is that of the first."""
+"""Names of the cases without communication. The bound uses the first."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Case:
 
     name: str
     door: str
-    """Who exchanges the gradients: a function of doors.py."""
+    """The exchange of gradients: a function of doors.py."""
     launcher: str
     params: dict[str, Any] = field(default_factory=dict)
-    """What the door is told; for ours, the dictionary of ``grace_from_params``."""
+    """Its arguments; for ours, the dictionary of ``grace_from_params``."""
     rounds: int = 1
-    """Exchanges that must follow one another in a step; the bound allows 15 ms for each."""
+    """Dependent rounds per step; the bound allows 15 ms for each."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment of the launch."""
     nodes: bool = False
@@ -43,7 +43,7 @@ class Case:
         return asdict(self)
 
 
-# Name, parameters, rounds between three hosts and more.
+# Name, parameters, rounds with three or more hosts.
 METHODS: list[tuple[str, dict[str, Any], int]] = [
     ("none", {"compressor": "none"}, 1),
     ("fp16", {"compressor": "fp16"}, 1),
@@ -79,18 +79,18 @@ OTHERS: list[tuple[str, dict[str, Any], int]] = [
     *((name, {"compressor": name}, 2) for name in TWO_ROUNDS),
     ("threshold", {"compressor": "threshold", "threshold": 0.012}, 2),  # 1 % of the mlp's gradients exceed it
 ]
-"""The other compressors, as they come: over torch.distributed only."""
+"""The other compressors with their defaults: over torch.distributed only."""
 
 BASELINES = [
     Case(ALONE[0], "alone", TORCHRUN, rounds=0),
-    # Horovod's thread asks all workers, many times a second, what is ready: that takes its share of the cores.
+    # Horovod's thread polls all workers many times a second, which takes processor time.
     Case(ALONE[1], "alone", HOROVODRUN, rounds=0),
     Case("hvd-fp32", "horovod", HOROVODRUN),
     Case("hvd-fp16", "horovod", HOROVODRUN, {"compression": "fp16"}),
     Case("ddp-fp32", "ddp", TORCHRUN),
     Case("ddp-fp16", "ddp", TORCHRUN, {"hook": "fp16"}),
     Case("ddp-powersgd", "ddp", TORCHRUN, {"hook": "powersgd", "rank": 4}, rounds=3),
-    # With several buckets this hook was seen to abort in gloo (its callbacks begin collectives in different orders).
+    # With several buckets this hook aborted in gloo (its callbacks start collectives in different orders).
     Case("ddp-powersgd-1bucket", "ddp", TORCHRUN, {"hook": "powersgd", "rank": 4, "bucket_mb": 1000}, rounds=3),
 ]
 
@@ -146,7 +146,7 @@ SETS = {
 
 
 def select(patterns: Sequence[str], workers_per_host: int = 1, peer: bool = True) -> list[Case]:
-    """The cases that the patterns (names, with * and ?, or names of `SETS`) name, as far as they fit.
+    """The applicable cases that match the patterns: names, with * and ?, or names of `SETS`.
 
     ``alone`` is always among them: the bound needs it. Left out are those for several workers on a host where there is
     one, and upstream's where there is no checkout.

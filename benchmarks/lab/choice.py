@@ -1,4 +1,4 @@
-"""What the compressor "auto" chooses, and what it is worth beside every method that it could have been.
+"""The choice of the compressor "auto", compared with every method that it could choose.
 
 Every worker runs this file, by torchrun: MODEL SECONDS FOLDER. Worker 0 writes FOLDER/choice.json.
 """
@@ -34,7 +34,7 @@ BY_HAND = (DENSE, "fp16", "topk", "sign", "powersgd", "int8-2stage", "int4-2stag
 
 
 def training(model: str, params: Mapping[str, Any], carrier: Transport) -> tuple[Callable[[], float], Grace]:
-    """A model's training; each call makes a whole step and gives its seconds."""
+    """A model's training; each call runs a whole step and returns its seconds."""
     task = TASKS[model]()
     torch.manual_seed(0)
     made = task.model()
@@ -44,7 +44,7 @@ def training(model: str, params: Mapping[str, Any], carrier: Transport) -> tuple
     batch = task.batch(carrier.rank, 0, task.batch_size)
 
     def step() -> float:
-        carrier.exchange("")  # all begin together
+        carrier.exchange("")  # all start together
         began = time.perf_counter()
         joined.zero_grad()
         task.loss(made, batch).backward()
@@ -55,7 +55,7 @@ def training(model: str, params: Mapping[str, Any], carrier: Transport) -> tuple
 
 
 def run(model: str, seconds: float, folder: Path) -> None:
-    """Let it choose, then time all; all workers together."""
+    """Let it choose, then time all methods. Called by all workers together."""
     dist.init_process_group("gloo")
     carrier = get_transport("torch").bind(get_backend("torch"))
     settings = {name: params for name, params, _ in METHODS if name in (AUTO, *BY_HAND)}
@@ -81,7 +81,7 @@ def run(model: str, seconds: float, folder: Path) -> None:
     os._exit(0)  # gloo's threads may outlive the group
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------------
 def judged(seconds: Mapping[str, float]) -> tuple[str, float, float]:
     """The best method by hand, and auto's step as a multiple of that one's and of dense."""
     best = min((name for name in seconds if name != AUTO), key=lambda name: seconds[name])

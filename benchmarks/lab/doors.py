@@ -1,4 +1,4 @@
-"""The ways to exchange gradients that a case names. Each gives the model to train and what to do before every step."""
+"""The ways to exchange gradients, by name. Each returns the model to train and a hook to call before every step."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn
 
 
 class Joined(NamedTuple):
-    """A model that trains together with other workers'."""
+    """A model trained by several workers."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     exchange: Callable[[], None] | None = None
-    """To be called between backward and step, if that is this door's way."""
+    """Called between backward and step, if needed."""
     grc: Any = None
 
 
 def alone(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Any], peer: str) -> Joined:
-    """No communication: every worker for itself, side by side."""
+    """No communication: every worker trains alone, side by side."""
     return Joined(model, optimizer)
 
 
@@ -57,7 +57,7 @@ def ddp(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, An
 
 
 def upstream(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Any], peer: str) -> Joined:
-    """Upstream GRACE over torch.distributed, from a checkout: one parameter after the other, as its examples do."""
+    """Upstream GRACE over torch.distributed, from a checkout: parameter by parameter, as in its examples."""
     if peer not in sys.path:
         sys.path.insert(0, peer)
     from grace_dl.dist.helper import grace_from_params
@@ -79,7 +79,7 @@ def grace(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, 
     from grace import grace_from_params
 
     grc = grace_from_params(params)
-    if params.get("memory") == "dgc":  # it has momentum of its own
+    if params.get("memory") == "dgc":  # the method has momentum
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
     named = model.named_parameters()

@@ -1,4 +1,4 @@
-"""How true the planner's predictions are: strategies and methods, predicted and measured on shaped links.
+"""Accuracy of the planner's predictions: strategies and methods, predicted and measured on rate-limited links.
 
 Every worker runs this file, by torchrun: FOLDER. Worker 0 writes FOLDER/fidelity.json.
 """
@@ -66,7 +66,7 @@ def network() -> nn.Sequential:
 
 
 class Bench:
-    """What all measurements share."""
+    """The context of all measurements."""
 
     def __init__(self, carrier: Transport):
         self.carrier = carrier
@@ -80,14 +80,14 @@ class Bench:
         return self.carrier.exchange(text)[0]
 
     def step(self, params: Mapping[str, Any]) -> Callable[[], float]:
-        """A model's training; each call gives the seconds from a step's beginning until all means are there."""
+        """A model's training; each call returns the seconds from the start of a step until all means are available."""
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         grace.torch.DistributedOptimizer(optimizer, grace_from_params(params), model.named_parameters())
 
         def timed() -> float:
             optimizer.zero_grad()
-            self.carrier.exchange("")  # all begin together
+            self.carrier.exchange("")  # all start together
             began = time.perf_counter()
             self.loss(model).backward()
             found = time.perf_counter() - began
@@ -97,12 +97,12 @@ class Bench:
         return timed
 
     def profile(self, model: nn.Module, steps: int = 20) -> Profile:
-        """That of the slowest worker."""
+        """The slowest worker's seconds."""
         texts = self.carrier.exchange(json.dumps(profile(model, lambda: self.loss(model), steps, 1).to_dict()))
         return max((from_dict(json.loads(text)) for text in texts), key=_alone)
 
     def seconds(self, ways: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, float], Profile]:
-        """A step of each, and the model's profile from the same rounds."""
+        """Step times of all, and the model's profile from the same rounds."""
         model, trainings = network(), {label: self.step(params) for label, params in ways.items()}
         for train in trainings.values():
             for _ in range(WARM_UP):
@@ -118,7 +118,7 @@ def _alone(found: Profile) -> float:
 
 
 def strategies(found: Profile, costs: Costs) -> dict[str, dict[str, str]]:
-    """Named ways to send all tensors: by hand, by chance, and the planner's."""
+    """Named assignments of strategies to all tensors: manual, random, and the planner's."""
     large = [tensor.name for tensor in found.tensors if tensor.size >= WHOLE]
     dense = dict.fromkeys((tensor.name for tensor in found.tensors), DENSE)
     named = {"dense": dense}
@@ -172,9 +172,9 @@ def run(folder: Path) -> None:
     os._exit(0)  # gloo's threads may outlive the group
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------------
 def judged(found: Mapping[str, Any]) -> dict[str, float]:
-    """Figures of one link rate: errors of the predictions, their order, and what the plan was worth."""
+    """Figures of one link rate: prediction errors, rank correlation, and the plan's relative time."""
     rows = found["rows"]
     drawn = [row for row in rows if row["name"].startswith("random")]
     ways = {row["name"]: row["measured"] for row in rows if row["kind"] == "strategy"}
@@ -200,7 +200,7 @@ def signs(found: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """By rate of the links: every step predicted and measured, and what that says."""
+    """By link rate: predicted and measured steps, and a summary."""
     every = Table("", *(f"{rate}: predicted" if part else rate for rate in found for part in (1, 0)), title=EMULATED)
     rows = {rate: {row["name"]: row for row in figures["rows"]} for rate, figures in found.items()}
     for name in next(iter(rows.values())):

@@ -1,4 +1,4 @@
-"""Trainings side by side: a step of each in turn, so that whatever slows the machine slows all of them."""
+"""Trainings in alternating steps, so that other load on the machine affects all equally."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def medians(
 ) -> dict[str, float]:
     """The seconds that each training's step takes, as the slowest worker sees it; medians over rounds through all.
 
-    A training is called for a step and gives its seconds. In a round all are called twice, in an order that is drawn
-    anew; what the first step finds in the caches is another training's, and it is not counted. ``seconds``: after which
-    no round begins. ``beside``: called in every round. All workers make this call together.
+    A training is called for a step and returns its seconds. Each round calls all of them twice, in a new random order;
+    the first call only warms the caches and does not count. ``seconds``: after this time no round starts. ``beside``:
+    called in every round. All workers must call this together.
     """
     found: dict[str, list[float]] = {label: [] for label in trainings}
     draw, began, rounds = random.Random(0), time.perf_counter(), 0

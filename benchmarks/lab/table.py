@@ -1,4 +1,4 @@
-"""Show what was measured: a table, and a plot of seconds per step against the links' rate."""
+"""Show results: a table, and a plot of seconds per step against the link rate."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def dense_seconds(group: Sequence[Row]) -> float | None:
 
 
 def title(hosts: str, model: str, *rate: str) -> str:
-    """What a table or plot is of."""
+    """The title of a table or plot."""
     return ", ".join([model, f"{hosts} hosts", *rate, EMULATED])
 
 
@@ -99,7 +99,7 @@ def markdown(lines: Sequence[Row]) -> str:
 
 
 def _by_rate(of: str, by_rate: dict[str, list[Row]]) -> str:
-    # One table, with what it says of itself.
+    # One table and its notes.
     found = {(line["case"], rate): line for rate, group in by_rate.items() for line in group}
     dense = {rate: dense_seconds(group) for rate, group in by_rate.items()}
     head, rows = ["case", *by_rate, "MB on wire", "steps to"], []
@@ -178,11 +178,11 @@ DOORS = {
     "hvd-": {"linestyle": "--", "marker": "+"},
     "": {"linestyle": "-.", "marker": "d"},
 }
-"""How cases of each door are drawn, by how their names begin: lines of GRACE's are whole."""
+"""Line styles by prefix of a case's name: GRACE's are solid."""
 
 
 def _looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    # A colour for each method, which is that of all doors; lines and markers for each door.
+    # One colour per method for all integrations; line style and marker per integration.
     from matplotlib import colormaps
 
     parts = {name: _door_and_method(name) for name in _ordered(names)}
@@ -197,6 +197,6 @@ def _door_and_method(name: str) -> tuple[str, str]:
 
 
 def _ordered(names: Iterable[str]) -> list[str]:
-    # As CASES has them; an old file has cases that are gone.
+    # In the order of CASES; old files may have removed cases.
     order = {case.name: place for place, case in enumerate(CASES)}
     return sorted(set(names), key=lambda name: (order.get(name, len(order)), name))

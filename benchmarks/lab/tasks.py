@@ -1,4 +1,4 @@
-"""What is trained in the lab: models of at least 8 million parameters whose step is cheap, on data made on the spot.
+"""The lab's models, with at least 8 million parameters and cheap steps, and their generated data.
 
 Every worker draws its batches from (seed, rank, step) alone, so all cases see the same data from the same weights, and
 there is always more of it: the loss on the same held-out batch after as many steps can be compared between cases.
@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-HELD_OUT = -1  # the rank whose batches nobody trains on
+HELD_OUT = -1  # the rank of the held-out batches
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def generator(*key: int) -> torch.Generator:
-    """A generator of its own for every key."""
+    """A separate generator for every key."""
     number = 0
     for part in key:
         number = (number * 1_000_003 + part + 1) % 2**62
@@ -35,7 +35,7 @@ class Task(ABC):
     momentum: float = 0.9
 
     def falling_rate(self, done: float) -> float:
-        """The learning rate after this share of a training that is to end: half a cosine, down to zero."""
+        """The learning rate after this share of a complete training: half a cosine, down to zero."""
         return self.lr * 0.5 * (1 + math.cos(math.pi * done))
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What every worker of a launch runs: the jobs of a plan, one after the other; a line of JSON for each.
+"""The program of every worker of a launch: runs the jobs of a plan and writes a line of JSON for each.
 
 python -m benchmarks.lab.train PLAN FOLDER, by horovodrun or torchrun.
 """
@@ -27,7 +27,7 @@ LEAST = 3  # timed steps
 
 
 class World:
-    """The workers of this launch, whichever library joined them."""
+    """The workers of this launch, for either library."""
 
     def __init__(self) -> None:
         self.hvd: Any = None
@@ -41,7 +41,7 @@ class World:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def agree(self, number: int) -> int:
-        """Worker 0's number, on all workers; nobody goes on before all have come."""
+        """Worker 0's number, on all workers; also a barrier."""
         value = torch.tensor([number if self.rank == 0 else 0])
         if self.hvd is None:
             dist.all_reduce(value)
@@ -50,13 +50,13 @@ class World:
 
 
 def traffic() -> tuple[int, int]:
-    """Bytes that left and reached this host so far."""
+    """Bytes sent and received by this host so far."""
     folder = Path("/sys/class/net/eth0/statistics")
     return int((folder / "tx_bytes").read_text()), int((folder / "rx_bytes").read_text())
 
 
 def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
-    """Train one new model in one way, and tell what it took."""
+    """Train a new model in one case, and return the measurements."""
     task = TASKS[job["model"]]()
     torch.manual_seed(job["seed"])
     model = task.model()
@@ -81,7 +81,7 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
     while warm < WARM_UP or (joined.grc is not None and joined.grc.trying):
         step(warm)
         warm += 1
-    # Slow cases make fewer steps, if only their time is of interest.
+    # Slow cases run fewer steps if only their time matters.
     fit = int(job["budget"] / statistics.median(seconds[1:])) if job["budget"] else job["steps"]
     steps = world.agree(max(min(job["steps"], fit), LEAST))
     seconds.clear()
@@ -146,7 +146,7 @@ def main() -> None:
         dist.destroy_process_group()
     else:
         world.hvd.shutdown()
-    # gloo's threads may outlive the group and now and then abort in Python's clean-up: there is none.
+    # gloo's threads may outlive the group and abort during Python's shutdown, so skip it.
     sys.stderr.flush()
     os._exit(0)
 

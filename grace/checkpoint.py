@@ -81,7 +81,7 @@ def load(grace: Grace, folder: str | os.PathLike[str], step: int | None = None) 
         wanted = "" if step is None else f" of step {step} (but of {sorted(common)})"
         raise FileNotFoundError(
             f"{folder} has no checkpoint{wanted} that all {grace.world_size} workers can read: each needs its own "
-            "file, or those of all workers of a run with another number of them"
+            "file, or all files of a run with another number of workers"
         )
     problem = ""
     try:

@@ -162,8 +162,8 @@ class _Carrying:
         met = any(here for here, _ in told)
         if met and not told[0][0]:
             raise RuntimeError(
-                "worker 0 is new, so the weights are those that it began with: start again from a checkpoint. Horovod "
-                "gives rank 0 to a worker that stayed as long as its host is up"
+                "worker 0 is new, so its weights are the initial ones: restart from a checkpoint. Horovod gives rank 0 "
+                "to a surviving worker as long as that worker's host is up"
             )
         if not met and [has[-1][1:] for _, has in told] == [[len(told), rank] for rank in range(len(told))]:
             self._check_folder(places[-1][0])
@@ -184,9 +184,8 @@ class _Carrying:
         self.grace.settle()
         if len(states) < before and transport.rank == 0:
             warnings.warn(
-                f"{before - len(states)} of {before} workers are gone, and with them what they had not sent of their "
-                f"gradients; {transport.size} go on from step {step}. With folder=... only what they had not committed "
-                "is lost",
+                f"{before - len(states)} of {before} workers are lost, and so are their residuals; {transport.size} "
+                f"continue from step {step}. With folder=..., only uncommitted residuals are lost",
                 stacklevel=2,
             )
 
@@ -194,8 +193,8 @@ class _Carrying:
         later = [each for each in checkpoint.numbers(self._folder) if each > step] if self._folder is not None else []
         if later:
             raise ValueError(
-                f"{self._folder} has commits of steps {later}, and this job begins at {step}: what another job left "
-                "must not be taken for what a worker had. Give each job a folder of its own"
+                f"{self._folder} has commits of steps {later}, and this job starts at {step}: they belong to another "
+                "job. Give each job a separate folder"
             )
 
 

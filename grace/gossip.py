@@ -322,7 +322,7 @@ class Gossip:
         """Begin a round. Must name all built parameters."""
         if parameters.keys() != self._tensors.keys():
             odd = sorted(parameters.keys() ^ self._tensors.keys())[0]
-            raise KeyError(f"a round mixes all parameters that were built and no others, which {odd!r} breaks")
+            raise KeyError(f"a round must mix exactly the parameters that were built, but {odd!r} differs")
         xp, programs = self.xp, {}
         self._before = dict(parameters)
         for name, tensor in self._tensors.items():

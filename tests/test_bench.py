@@ -171,7 +171,7 @@ def test_all_methods_are_measured_by_default_and_those_that_cannot_be_are_named(
     labels, left = json.loads(done.stdout)
     assert {label.partition(":")[0] for label in labels} >= {*grace.registry.compressors, "nearest4"}
     assert list(left) == ["asks"]
-    assert "Give what is missing as asks:key=value" in left["asks"]
+    assert "Give the missing parameters as asks:key=value" in left["asks"]
 
 
 @pytest.mark.parametrize("case", plan.everything()[0], ids=lambda case: case.label)

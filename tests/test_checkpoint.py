@@ -149,7 +149,7 @@ def test_states_of_other_workers_that_wait_for_their_tensors_are_not_saved(tmp_p
     grace = unbuilt(0, 3)
     checkpoint.load(grace, tmp_path)
     assert grace.steps == 6
-    with pytest.raises(RuntimeError, match="make a step first"):
+    with pytest.raises(RuntimeError, match="run a step first"):
         checkpoint.save(grace, tmp_path)
 
 
@@ -437,7 +437,7 @@ def test_rows_of_sharded_training_do_not_follow():
     params, tensors = {"compressor": "topk", "communicator": "reducescatter"}, {"w": np.zeros((2, 300), np.float32)}
     states = [grace.state_dict() for grace in made(params, 2, tensors)]
     (alone,) = made(params, 1, {"w": np.zeros((1, 600), np.float32)})
-    with pytest.raises(ValueError, match="go on with as many"):
+    with pytest.raises(ValueError, match="resume with as many"):
         alone.load_state_dict(*states)
 
 

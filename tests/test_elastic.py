@@ -118,7 +118,7 @@ def test_a_folder_of_another_job_is_refused(tmp_path):
     checkpoint.save(grc, tmp_path)
     state = elastic.TorchState(grace=grc, folder=tmp_path)
     state._check_folder(3)
-    with pytest.raises(ValueError, match=r"has commits of steps \[3\], and this job begins at 2"):
+    with pytest.raises(ValueError, match=r"has commits of steps \[3\], and this job starts at 2"):
         state._check_folder(2)
 
 

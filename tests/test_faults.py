@@ -176,7 +176,7 @@ def test_training_goes_on_with_three_workers_and_with_four_again(joined):
     workers = [size for _, size, _ in found[0]["interrupted"][1]]
     assert sorted(set(pairwise(workers)) - {(4, 4), (3, 3)}) == [(3, 4), (4, 3)]
     # With a folder of commits what the dead one had is there, unless it died while it wrote; what is not there is said.
-    gone = "1 of 4 workers are gone, and with them what they had not sent" in printed
+    gone = "1 of 4 workers are lost, and so are their residuals" in printed
     assert sorted(worker["followed"] for worker in found)[1:] == [[(4, 3 if gone else 4), (3, 3)]] * 3
     assert gone or toolkit == "torch"
     assert {size for _, size, _ in found[0]["in peace"][1]} == {4}

@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_refused():
         gossip.build(starts(1)[0])
     with pytest.raises(RuntimeError, match="build it once"):
         gossips[0].build(starts(1)[0])
-    with pytest.raises(KeyError, match="'b' breaks"):
+    with pytest.raises(KeyError, match="'b' differs"):
         gossips[0].launch({"w": starts(1)[0]["w"]})
     with pytest.raises(ValueError, match=r"'w' has shape \(14, 9\)"):
         gossips[0].launch({"w": starts(1)[0]["w"].T, "b": starts(1)[0]["b"]})

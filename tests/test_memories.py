@@ -368,7 +368,7 @@ def test_a_changing_learning_rate_is_what_efsignsgd_is_for(xp):
         ),
         ({"compressor": "topk", "memory": "diana"}, r"memory 'diana' works with unbiased methods.*'topk'.*'ef21'"),
         ({"compressor": "terngrad", "clip": 2.5, "memory": "diana"}, r"'terngrad', as it is set, is none"),
-        ({"compressor": "signsgd", "memory": "ef21"}, r"memory 'ef21' cannot feed back what a vote lost"),
+        ({"compressor": "signsgd", "memory": "ef21"}, r"memory 'ef21' cannot feed back the error of a majority vote"),
         (
             {"compressor": "efsignsgd", "block_size": 64, "memory": "ef21", "communicator": "twostage"},
             r"'twostage' cannot carry memory 'ef21' with 'efsignsgd': it tracks the mean",

@@ -37,7 +37,10 @@ REFUSED = [
     ({"compressor": "dgc", "memory": "dgc", "gradient_clipping": True}, "of type float"),
     ({"compressor": "signum", "memory": "none", "momentum": 0.9}, "belongs to memory 'dgc' and memory 'momentum'"),
     ({"compressor": "qsgd", "quantum_num": 256}, "1 .. 127"),
-    ({"compressor": "topk", "memory": "residual", "communicator": "allreduce"}, "Use communicator 'allgather'"),
+    (
+        {"compressor": "topk", "memory": "residual", "communicator": "allreduce"},
+        "Leave communicator out, or use 'allgather'",
+    ),
 ]
 
 

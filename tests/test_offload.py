@@ -200,9 +200,7 @@ def test_a_pool_needs_cores_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "contention", lambda work, params: work() is None or 3.0)
     done = run(*words, 2)
     assert done.exit_code == 2
-    assert "of 2 cores here 1 are free for the pool of each of 1 worker" in " ".join(
-        done.output.replace("│", " ").split()
-    )
+    assert "2 cores leave 1 free for the pool of each of 1 worker" in " ".join(done.output.replace("│", " ").split())
     assert run(*words, 1, "--per-node", 2).exit_code == 2
     assert run(*words, 2, "--compress-speed", 0.2).exit_code == 0, "another device trains"
     done = run(*words, 1)

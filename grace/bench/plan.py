@@ -107,9 +107,9 @@ def parse(spec: str) -> Case:
     try:
         method = method_of(params)
     except TypeError as error:  # a third-party compressor with required fields
-        raise ValueError(f"{spec!r}: {error}. Give what is missing as {name}:key=value") from error
+        raise ValueError(f"{spec!r}: {error}. Give the missing parameters as {name}:key=value") from error
     except ValueError as error:
-        raise ValueError(f"{error}. `grace methods` lists what there is, and its parameters") from error
+        raise ValueError(f"{error}. `grace methods` lists all methods and their parameters") from error
     registered = name_of(method.compressor)
     return Case(registered + spec[len(name) :], {**params, "compressor": registered}, form=form_of(method))
 

@@ -68,7 +68,7 @@ def methods(
     with Console(stderr=True).status("Measuring bits per element ..."):
         found = catalog.collect(name)
     if not any(found.values()):
-        raise typer.BadParameter(f"nothing is registered under {name!r}; `grace methods` lists what there is")
+        raise typer.BadParameter(f"nothing is registered under {name!r}; `grace methods` lists all names")
     if as_json:
         print(json.dumps({kind: [entry.to_dict() for entry in entries] for kind, entries in found.items()}, indent=2))
     elif name:

@@ -155,7 +155,7 @@ def output_file(context: typer.Context, path: Path | None) -> Path | None:
             if new:
                 path.unlink()
     except FileNotFoundError as error:
-        raise typer.BadParameter(f"{str(path)!r} cannot be made there") from error
+        raise typer.BadParameter(f"{str(path)!r} cannot be created") from error
     except OSError as error:
         raise typer.BadParameter(refused(error, path)) from error
     _note(context, path, reads=False)
@@ -239,4 +239,4 @@ def given(context: typer.Context) -> Iterator[str]:
 def alone(context: typer.Context, option: str, others: dict[str, str]) -> None:
     """Reject other options that an option makes meaningless. ``others``: parameters and their spelling."""
     if wrong := [others[name] for name in given(context) if name in others]:
-        raise typer.BadParameter(f"{', '.join(wrong)} would change nothing beside {option}: leave one of them out")
+        raise typer.BadParameter(f"{', '.join(wrong)} has no effect with {option}: leave one of them out")

@@ -123,7 +123,7 @@ LINKS = {
 def read_model(name: str, backward: float | None, batch: int | None) -> Profile:
     """A model by name, or a profile by file; ``backward``: measured seconds of a backward pass."""
     if batch is not None and (backward is not None or name not in models.MODELS):
-        raise typer.BadParameter("--batch is for a model by name whose times are assumed: leave it out, or --backward")
+        raise typer.BadParameter("--batch is only for named models with assumed times: leave it out, or --backward")
     try:
         if name in models.MODELS:
             return models.profile(name, backward, batch)
@@ -206,8 +206,8 @@ def _enough_cores(threads: int, speed: float, workers: int) -> None:
     free = max(cores // workers - 1, 0)
     if speed == 1 and threads > free:
         raise typer.BadParameter(
-            f"--offload {threads}: of {cores} cores here {free} are free for the pool of each of {workers} workers. If "
-            "another device trains, --compress-speed says how fast it compresses"
+            f"--offload {threads}: {cores} cores leave {free} free for the pool of each of {workers} workers. If "
+            "another device trains, give its speed with --compress-speed"
         )
 
 

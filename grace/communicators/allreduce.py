@@ -24,8 +24,8 @@ class Allreduce(Communicator):
         if compressor.traits.combine is Combine.GATHER:
             other = "; or set packed=False to send votes that can be summed" if compressor.traits.majority_vote else ""
             raise ValueError(
-                f"communicator 'allreduce' cannot carry {name_of(compressor)!r}: payloads of different workers must "
-                f"not be summed. Use communicator 'allgather'{other}"
+                f"communicator 'allreduce' cannot carry {name_of(compressor)!r}, whose payloads cannot be summed. "
+                f"Leave communicator out, or use 'allgather'{other}"
             )
         dtype, largest = compressor.traits.wire_sum or ("float32", 0)
         if largest and largest * world_size > LIMITS[dtype]:

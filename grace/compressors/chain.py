@@ -53,8 +53,8 @@ class Chain(Placed):
         noisy = second.variance(2**20) is not None and self._share(2**20) is None
         if noisy and not self.traits.unbiased:
             raise ValueError(
-                f"quantizer={name_of(second)!r} as it is set can make an error larger than what it quantizes, which no "
-                "residual survives: use more levels or smaller buckets, or compressor 'qsparse', which scales it down"
+                f"quantizer={name_of(second)!r} with these settings can have an error larger than its input, so that a "
+                "residual diverges: use more levels or smaller buckets, or compressor 'qsparse', which scales it down"
             )
 
     @cached_property

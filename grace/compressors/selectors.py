@@ -272,7 +272,7 @@ class SelectingSparsifier(Sparsifier):
             raise ValueError(f"selector={self.selector!r}: choose one of {', '.join(map(repr, SELECTORS))}")
         if self.traits.variable_length and self.index_coding not in ("int32", "bitmap"):
             raise ValueError(
-                f"index_coding={self.index_coding!r} needs a number of positions that is known beforehand, and with "
+                f"index_coding={self.index_coding!r} needs a fixed number of positions, but with "
                 f"selector={self.selector!r} it varies: use 'int32' or 'bitmap', or selector 'exact' or 'chunk'"
             )
         self.elements.check()

@@ -74,8 +74,8 @@ class SIDCo(Sparsifier, Selector):
                 raise ValueError(f"{key}={getattr(self, key)!r} must lie in {least} .. {most}")
         if self.stages > 1 and self.compress_ratio >= self.delta1:
             raise ValueError(
-                f"stages={self.stages} cannot be: the first one alone lets delta1={self.delta1} through, and "
-                f"compress_ratio={self.compress_ratio} is no less. Use stages=1, or a larger delta1"
+                f"stages={self.stages} is impossible: the first stage passes a share of delta1={self.delta1}, and "
+                f"compress_ratio={self.compress_ratio} is not smaller. Use stages=1, or a larger delta1"
             )
         if self.closed_form and self.sid != "gp":
             raise ValueError(f"closed_form is the gamma law's, and sid={self.sid!r} has none: use sid='gp'")

@@ -86,7 +86,7 @@ class Elements:
         fixed = self.count(1) is not None
         known = (*indices.CODINGS, "auto") if fixed else indices.CODINGS[:2]
         if self.index_coding not in known:
-            also = "" if fixed else ": the others need a number of positions that is known beforehand"
+            also = "" if fixed else ": the others need a fixed number of positions"
             raise ValueError(f"index_coding={self.index_coding!r}: choose one of {', '.join(map(repr, known))}{also}")
 
     def count(self, n: int) -> int | None:

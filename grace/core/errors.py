@@ -27,5 +27,5 @@ def sent_by(worker: int | None, compressor: Compressor, ctx: Context) -> Iterato
         raise ValueError(
             f"{who} sent a payload for {ctx.name!r} that {name_of(compressor)!r} cannot have made: {error}. All "
             "workers must run the same version of GRACE; if they do, memory or the network has failed on that machine: "
-            "start again from the last checkpoint, without it"
+            "restart from the last checkpoint without that machine"
         ) from error

@@ -28,17 +28,17 @@ class Method:
         name = name_of(compressor)
         if self.memory.feedback and traits.majority_vote:
             raise ValueError(
-                f"memory {name_of(self.memory)!r} cannot feed back what a vote lost: use memory 'none' with {name!r}, "
-                "or compressor 'efsignsgd', which sends a scale with its signs"
+                f"memory {name_of(self.memory)!r} cannot feed back the error of a majority vote: use memory 'none' "
+                f"with {name!r}, or compressor 'efsignsgd', which sends a scale with its signs"
             )
         if self.memory.feedback and traits.internal_feedback:
             raise ValueError(
-                f"memory {name_of(self.memory)!r} would feed back twice: {name!r} keeps by itself what it did not "
-                "send. Use memory 'none'"
+                f"memory {name_of(self.memory)!r} would apply error feedback twice: {name!r} keeps its own residual. "
+                "Use memory 'none'"
             )
         if self.memory.feedback and (compressor.variance(large) or 0) >= 1:
             raise ValueError(
-                f"memory {name_of(self.memory)!r} diverges with {name!r} as it is set: its error can exceed the "
+                f"memory {name_of(self.memory)!r} diverges with {name!r} at these settings: its error can exceed the "
                 "gradient. It is unbiased, so use memory 'none'"
             )
         self.memory.check(compressor)

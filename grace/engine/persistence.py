@@ -66,8 +66,8 @@ def checked(setup: Setup, states: Sequence[State], lost: bool) -> tuple[list[Fit
             )
         if setup.communicator.reduce_scatters:
             raise ValueError(
-                f"communicator {name_of(setup.communicator)!r} cuts tensors into other rows for another number of "
-                f"workers: this is the state of {whose[0][1]}, so go on with as many"
+                f"communicator {name_of(setup.communicator)!r} cuts tensors differently for another number of "
+                f"workers: this is the state of {whose[0][1]} workers, so resume with as many"
             )
         states = tuple(complete(states, lost))
     step = states[0]["step"]

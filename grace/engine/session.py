@@ -230,8 +230,8 @@ class Grace:
         if self.communicator.reduce_scatters and tensor.shape[:1] != (self.world_size,):
             raise ValueError(
                 f"communicator {name_of(self.communicator)!r} hands each of {self.world_size} workers its own row "
-                f"of a tensor, but {tensor.name!r} has shape {list(tensor.shape)}. It is for grace.torch.fsdp: take "
-                "another one for whole gradients"
+                f"of a tensor, but {tensor.name!r} has shape {list(tensor.shape)}. It is for grace.torch.fsdp: use "
+                "another communicator for whole gradients"
             )
 
     def _add(self, new: Mapping[str, Tensor]) -> None:
@@ -575,7 +575,7 @@ class Grace:
         if self._waiting is not None:  # no step since it was loaded
             state, *others = self._waiting.args
             if others or (state["rank"], state["world_size"]) != (self.rank, self.world_size):
-                raise RuntimeError("states of other workers were loaded and are shared out by build: make a step first")
+                raise RuntimeError("build has yet to distribute the loaded states of other workers: run a step first")
             return dict(state)
         return persistence.export(self._setup)
 
@@ -621,7 +621,7 @@ class Grace:
                 raise ValueError("a graph runs by itself and cannot be traced from here: use tf.profiler.experimental")
             if not self.trace.steps:
                 raise ValueError(
-                    "no trace was kept: say of how many of the last steps, as grace_from_params({..., 'trace': 20})"
+                    "no trace was kept: give the number of steps to keep, as grace_from_params({..., 'trace': 20})"
                 )
             self.trace.save(trace, self.rank)
         return self._reporter.report()

@@ -139,8 +139,8 @@ class StateStore:
                 if old is None or xp.shape(old.read()) != xp.shape(value):
                     policy = self._schedule and name_of(self._schedule.policy)
                     raise ValueError(
-                        f"{key!r} of {unit.name!r} outlasts a change of level, but its shape is not the same at all "
-                        f"levels of policy {policy!r}: change fields that leave it alone"
+                        f"{key!r} of {unit.name!r} outlasts a change of level, but its shape differs between levels of "
+                        f"policy {policy!r}: use levels whose fields do not affect it"
                     )
                 cells[key] = old
             else:  # copied: it will be written to

@@ -52,11 +52,11 @@ class Auto(Policy):
     def _fits(self, settings: Any) -> None:
         method, communicator = _one_round(settings)
         if (kind := name_of(communicator)) not in ("allreduce", "allgather"):
-            raise ValueError(f"candidate {settings!r}: communicator {kind!r} has memories of its own, which would rest "
-                             "with what they hold; candidates use allreduce or allgather")  # fmt: skip
+            raise ValueError(f"candidate {settings!r}: communicator {kind!r} has its own memories, which other "
+                             "candidates would not send; candidates use allreduce or allgather")  # fmt: skip
         if (kind := name_of(method.memory)) not in ("none", "residual"):
-            raise ValueError(f"candidate {settings!r}: memory {kind!r} is not shared with other methods; candidates "
-                             "use residual or none")  # fmt: skip
+            raise ValueError(f"candidate {settings!r}: memory {kind!r} cannot be shared with other methods; "
+                             "candidates use residual or none")  # fmt: skip
 
     def levels(self, compressor: Compressor) -> tuple[Level, ...]:
         each = ({"compressor": c} if isinstance(c, str) else dict(c) for c in self.candidates)

@@ -44,8 +44,8 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, grace: Gra
         raise ValueError(f"root_rank={root_rank!r}: there are workers 0 to {transport.size - 1}")
     if compare(variables, transport, root_rank) == 0:
         raise ValueError(
-            "there are no variables to broadcast: a model that is built by its first batch has none before. Call it "
-            "on a batch (or build it) first; with model.fit, BroadcastCallback sees to it"
+            "there are no variables to broadcast: this model is built by its first batch. Call it on a batch or "
+            "build it first, or use BroadcastCallback with model.fit"
         )
     if transport.size > 1:
         assign_from(variables, transport, root_rank)

@@ -148,8 +148,8 @@ class _Book:
         models = [model() for model in self._models]
         if any(getattr(model, "_divide_by_initial_world_size", True) is False for model in models):
             raise ValueError(
-                "join(divide_by_initial_world_size=False) divides by the workers that are left, but DDP tells no hook "
-                "how many these are: leave it out, so that means are over all workers"
+                "join(divide_by_initial_world_size=False) divides by the number of remaining workers, which DDP does "
+                "not tell a hook: leave it out, so that means are over all workers"
             )
 
     def _before_accumulation(self) -> None:

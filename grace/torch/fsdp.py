@@ -227,8 +227,8 @@ class _Group:
             if sum(self.sizes[i] for i in places) == n:
                 return places
         raise RuntimeError(
-            f"FSDP reduces {n} elements for each worker of {self.name!r}, but not of parameters that are known: "
-            " call the module itself, not a method of it, and keep its parameters"
+            f"FSDP reduces {n} elements for each worker of {self.name!r}, but these are not those of known parameters: "
+            "call the module itself, not a method of it, and keep its parameters"
         )
 
     def _trained(self, i: int) -> bool:

@@ -331,8 +331,8 @@ class _Driver:
             if self.grace.world_size > 1 and not self._warned and not overflow:
                 self._warned = True
                 warnings.warn(
-                    "gradients were exchanged and then thrown away: residuals are as if they had never been, but their "
-                    "bytes were sent. Put backward passes that this optimizer does not apply (a generator's loss "
+                    "gradients were exchanged and then thrown away: residuals were restored, but the bytes were sent. "
+                    "Put backward passes that this optimizer does not apply (a generator's loss "
                     "through its discriminator, an attack) inside `with optimizer.no_sync()`",
                     stacklevel=4,
                 )

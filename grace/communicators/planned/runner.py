@@ -77,7 +77,7 @@ class Planned(Communicator):
         rooted = next((str(option) for option in options if option.rooted), "")
         if rooted and not transport.rooted:
             raise ValueError(
-                f"TensorFlow over Horovod cannot carry {rooted!r}: where some workers only give, a graph may hang. Use "
+                f"TensorFlow over Horovod cannot carry {rooted!r}: if some workers only send, a graph may hang. Use "
                 "strategies without reduce and gather*, such as " + repr(GATHERED)
             )
         if not all(option.flat for option in options):

@@ -19,7 +19,7 @@ from grace import grace_from_params
 
 def main() -> None:
     options = digits.arguments("Handwritten digits with Accelerate.").parse_args()
-    torch.set_num_threads(1)  # the model is too small to gain from more
+    torch.set_num_threads(1)  # more threads do not help so small a model
     torch.manual_seed(options.seed)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
 
@@ -31,7 +31,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    # Accelerate's own argument for hooks knows only PyTorch's, but what it prepared is a DistributedDataParallel.
+    # Accelerate's own argument accepts only PyTorch's hooks, but the prepared model is a DistributedDataParallel.
     grc = grace_from_params({"compressor": options.method, **options.params})
     grace.torch.name_parameters(grc, model)
     if accelerator.num_processes > 1:

@@ -1,10 +1,10 @@
-"""Train with and without compression, in PyTorch and in Keras, and show what was sent and what was learnt.
+"""Train with and without compression, in PyTorch and in Keras, and show bytes sent and accuracy.
 
     make demo
 
 Two workers on this machine train handwritten digits over Horovod, once for each method, from the same initial weights
-and on the same batches, with the same learning rate and number of epochs. All that is printed is measured. The demo
-fails if a compressed run falls short of what it claims. Results and a plot are left under out/demo/.
+and on the same batches, with the same learning rate and number of epochs. All figures are measured. The demo
+fails if a compressed run misses its targets. Results and a plot are written to out/demo/.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "PowerSGD": {"compressor": "powersgd", "compress_rank": 4, "memory": "residual"},
     "1-bit": {"compressor": "efsignsgd", "memory": "residual"},
 }
-# What the demo claims: accuracy at most so much below dense, and so many times fewer bytes.
+# Targets: the maximum loss of accuracy against dense, and the minimum factor of fewer bytes.
 POINTS = {"top-k 1%": 1.5, "PowerSGD": 1.5}
 RATIOS = {"top-k 1%": 20, "1-bit": 25}
 DENSE_ACCURACY = 0.97
@@ -79,7 +79,7 @@ def work(options: argparse.Namespace) -> int:
     return 0
 
 
-# -- in the process that was started ---------------------------------------------------------------------------------
+# -- in the parent process ------------------------------------------------------------------------------------------
 def compare(options: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -108,7 +108,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def run(console: Any, toolkit: str, options: argparse.Namespace) -> list[dict[str, Any]] | None:
-    """Run all methods with one toolkit, with a bar for each; their results, or None after a failure."""
+    """Run all methods with one toolkit, with a progress bar each. Returns results, or None after a failure."""
     with tempfile.TemporaryDirectory(prefix="grace-demo-") as folder:
         events, log = Path(folder, "events.jsonl"), Path(folder, "log")
         events.touch()
@@ -127,10 +127,10 @@ def run(console: Any, toolkit: str, options: argparse.Namespace) -> list[dict[st
 def watch(
     console: Any, toolkit: str, command: list[str], events: Path, log: Path
 ) -> tuple[list[dict[str, Any]], int | None]:
-    """Show what the workers tell while the command runs; the results, and the command's exit status."""
+    """Show the workers' progress while the command runs. Returns results and exit status."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    # One thread for each worker: they share the machine's cores.
+    # One thread per worker: they share the machine's cores.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
     results: list[dict[str, Any]] = []
     columns = (
@@ -145,7 +145,7 @@ def watch(
             for method in METHODS
         }
         bars.update(rows["dense"], note="starting the workers")
-        # In a session of its own: Ctrl-C reaches this process alone, which then stops the workers.
+        # In a separate session: only this process gets Ctrl-C, and then stops the workers.
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         try:
             for event in follow(events, process):
@@ -163,12 +163,12 @@ def watch(
 
 
 def follow(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-    """Objects of a file of JSON lines while it grows, until the process that makes it grow ends or takes too long."""
+    """Objects of a growing file of JSON lines, until its writer ends or takes too long."""
     deadline = time.monotonic() + TIMEOUT
     with path.open() as lines:
         rest = ""
         while True:
-            ended = process.poll() is not None or time.monotonic() > deadline  # before reading: nothing is missed
+            ended = process.poll() is not None or time.monotonic() > deadline  # before reading, to miss nothing
             *complete, rest = (rest + lines.read()).split("\n")
             yield from map(json.loads, complete)
             if ended:
@@ -177,7 +177,7 @@ def follow(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, A
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End horovodrun and the workers, which it puts into sessions of their own, so that none outlives the demo."""
+    """End horovodrun and its workers, which have separate sessions, so that none outlives the demo."""
     import psutil  # comes with Horovod
 
     if process.poll() is not None:
@@ -192,9 +192,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-# -- what came out ---------------------------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------------------------
 def failures(results: list[dict[str, Any]]) -> list[str]:
-    """What the demo claims and these results do not show."""
+    """The targets that these results miss."""
     lines = []
     for one in results:
         name = f"{one['toolkit']} {one['method']}"
@@ -233,7 +233,7 @@ def table(results: list[dict[str, Any]]) -> Any:
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Left: where each method ends. Right: how it gets there, by bytes sent."""
+    """Left: final accuracy of each method. Right: accuracy against bytes sent."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""What the examples share: the data, the command line, the progress display and the form of a result."""
+"""Shared parts of the examples: data, command line, progress display and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grace import Grace
 
 TEST_IMAGES = 500  # of 1797
 Tell = Callable[[int, int, "dict[str, Any] | None"], None]
-"""Called after every step with the steps done, the steps in all and, at the end of an epoch, what the epoch gave."""
+"""Called after every step with the number of finished steps, of all steps and, at the end of an epoch, its results."""
 
 
 def load(rank: int, size: int) -> tuple[np.ndarray, ...]:
@@ -26,12 +26,12 @@ def load(rank: int, size: int) -> tuple[np.ndarray, ...]:
     images, labels = (data.images / 16).astype(np.float32), data.target.astype(np.int64)
     order = np.random.default_rng(0).permutation(len(images))  # the same split on all workers and for every seed
     test, train = order[:TEST_IMAGES], order[TEST_IMAGES:]
-    shard = train[rank::size][: len(train) // size]  # equally many for each worker, so that all make as many steps
+    shard = train[rank::size][: len(train) // size]  # equally many per worker, so that all run equally many steps
     return images[shard], labels[shard], images[test], labels[test]
 
 
 def arguments(description: str, one_method: bool = True) -> argparse.ArgumentParser:
-    """The command line of the examples. The defaults suit every method: none of them is tuned by itself."""
+    """The command line of the examples. The defaults suit all methods; none is tuned."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
@@ -49,7 +49,7 @@ def arguments(description: str, one_method: bool = True) -> argparse.ArgumentPar
 
 @contextmanager
 def progress(title: str, rank: int) -> Iterator[Tell]:
-    """Show training on worker 0: as a bar on a terminal, else as one line per epoch."""
+    """Show training on worker 0: a bar on a terminal, otherwise one line per epoch."""
     if rank != 0:
         yield lambda *_: None
     elif not sys.stdout.isatty():
@@ -73,7 +73,7 @@ def summary(epoch: dict[str, Any]) -> str:
 
 
 def result(toolkit: str, grc: Grace, history: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """What a run gave, as measured."""
+    """The measured results of a run."""
     report = grc.report()
     return {
         "toolkit": toolkit,

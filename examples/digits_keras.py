@@ -1,4 +1,4 @@
-"""Handwritten digits with Keras on TensorFlow: each worker trains on its own images, and gradients travel compressed.
+"""Handwritten digits with Keras on TensorFlow: each worker trains on its own images, and gradients are compressed.
 
 python examples/digits_keras.py                                              # one worker
 horovodrun -np 2 --gloo python examples/digits_keras.py --method powersgd    # two, over Horovod
@@ -26,7 +26,7 @@ from grace import Grace, grace_from_params
 
 def start() -> None:
     """Join the other workers, if a launcher started some."""
-    tf.config.threading.set_intra_op_parallelism_threads(1)  # the model is too small to gain from more
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # more threads do not help so small a model
     tf.config.threading.set_inter_op_parallelism_threads(1)
     if {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
         import horovod.tensorflow as hvd
@@ -50,7 +50,7 @@ def make_model() -> keras.Model:
 
 
 class Watch(keras.callbacks.Callback):
-    """Keeps what each epoch gave, and tells how far training is."""
+    """Stores the results of each epoch, and reports progress."""
 
     def __init__(self, grc: Grace, epochs: int, steps: int, tell: digits.Tell):
         super().__init__()
@@ -68,7 +68,7 @@ class Watch(keras.callbacks.Callback):
 
 
 def train(grc: Grace, options: argparse.Namespace, tell: digits.Tell) -> dict[str, Any]:
-    """Train a new model; what it gave, as `digits.result` has it."""
+    """Train a new model; returns `digits.result`."""
     images, labels, test_images, test_labels = digits.load(grc.rank, grc.world_size)
     keras.utils.set_random_seed(options.seed)
     model = make_model()
@@ -90,7 +90,7 @@ def train(grc: Grace, options: argparse.Namespace, tell: digits.Tell) -> dict[st
     model.fit(
         batches,
         epochs=options.epochs,
-        validation_data=(test_images[..., None], test_labels),  # on every worker all test images: they are few
+        validation_data=(test_images[..., None], test_labels),  # all test images on every worker, since they are few
         validation_batch_size=len(test_images),
         callbacks=[grace.tensorflow.BroadcastCallback(0), grace.tensorflow.MetricAverageCallback(), watch],
         shuffle=False,  # the dataset shuffles

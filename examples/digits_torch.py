@@ -1,4 +1,4 @@
-"""Handwritten digits with PyTorch: each worker trains on its own images, and gradients travel compressed.
+"""Handwritten digits with PyTorch: each worker trains on its own images, and gradients are compressed.
 
 python examples/digits_torch.py                                              # one worker
 horovodrun -np 2 --gloo python examples/digits_torch.py --method powersgd    # two, over Horovod
@@ -22,8 +22,8 @@ from grace import Grace, grace_from_params
 
 
 def start() -> None:
-    """Join the other workers, by the library that belongs to the launcher."""
-    torch.set_num_threads(1)  # the model is too small to gain from more
+    """Join the other workers through the launcher's library."""
+    torch.set_num_threads(1)  # more threads do not help so small a model
     if torch.distributed.is_torchelastic_launched():
         torch.distributed.init_process_group("gloo")
     elif {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
@@ -48,7 +48,7 @@ def make_model() -> nn.Module:
 
 
 def train(grc: Grace, options: argparse.Namespace, tell: digits.Tell) -> dict[str, Any]:
-    """Train a new model; what it gave, as `digits.result` has it."""
+    """Train a new model; returns `digits.result`."""
     data = digits.load(grc.rank, grc.world_size)
     images, labels, test_images, test_labels = (torch.from_numpy(array) for array in data)
     torch.manual_seed(options.seed)
@@ -76,7 +76,7 @@ def train(grc: Grace, options: argparse.Namespace, tell: digits.Tell) -> dict[st
             losses += loss.item()
             if step < steps:
                 tell(epoch * steps + step, options.epochs * steps, None)
-        with torch.no_grad():  # every worker tests on all test images: they are few
+        with torch.no_grad():  # every worker tests on all test images, which are few
             accuracy = (model(test_images[:, None]).argmax(1) == test_labels).double().mean().item()
         sent = grc.report().bytes_sent
         history.append({"epoch": epoch + 1, "loss": losses / steps, "accuracy": accuracy, "bytes_sent": sent})

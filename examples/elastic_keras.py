@@ -1,9 +1,9 @@
-"""Handwritten digits with Keras on TensorFlow, on workers that may die and may join while it trains.
+"""Handwritten digits with Keras on TensorFlow, on workers that may die and join during training.
 
     horovodrun -np 4 --min-np 2 --max-np 4 --host-discovery-script ./hosts.sh python examples/elastic_keras.py
 
-hosts.sh prints the hosts that are there now, as "host:workers" lines; Horovod asks it again and again. A worker that
-dies takes its host's other workers with it. `--blacklist-cooldown-range 10 60` lets the host come back.
+hosts.sh prints the available hosts as "host:workers" lines; Horovod calls it repeatedly. If a worker dies, Horovod
+excludes its whole host. `--blacklist-cooldown-range 10 60` lets the host come back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grace import grace_from_params
 
 
 class Commit(keras.callbacks.Callback):
-    """After each epoch: what is done up to here is not done again."""
+    """Commit after each epoch, so that it is not repeated."""
 
     def __init__(self, state: Any):
         super().__init__()
@@ -44,9 +44,9 @@ class Commit(keras.callbacks.Callback):
 
 @grace.elastic.run
 def train(state: Any, options: argparse.Namespace) -> None:
-    """All that talks to other workers. Begins again from the last commit when workers are lost or have come."""
+    """All communication with other workers. Restarts from the last commit when workers are lost or join."""
     grc = state.grace
-    images, labels, test_images, test_labels = digits.load(grc.rank, grc.world_size)  # this worker's share, as of now
+    images, labels, test_images, test_labels = digits.load(grc.rank, grc.world_size)  # this worker's current share
     batches = tf.data.Dataset.from_tensor_slices((images[..., None], labels))
     batches = batches.shuffle(len(images), seed=options.seed).batch(options.batch_size, drop_remainder=True)
     decay = keras.optimizers.schedules.CosineDecay(options.lr, options.epochs)
@@ -68,7 +68,7 @@ def train(state: Any, options: argparse.Namespace) -> None:
 
 def main() -> None:
     options = digits.arguments("Handwritten digits with Keras, on workers that come and go.").parse_args()
-    tf.config.threading.set_intra_op_parallelism_threads(1)  # the model is too small to gain from more
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # more threads do not help so small a model
     tf.config.threading.set_inter_op_parallelism_threads(1)
     hvd.init()
     keras.utils.set_random_seed(options.seed)
@@ -81,7 +81,7 @@ def main() -> None:
         metrics=["accuracy"],
         jit_compile=False,  # Horovod's operations have no XLA form
     )
-    # From here to `train` nothing may wait for other workers: those that are there already would not come.
+    # Until `train`, nothing may wait for other workers: existing ones would not answer.
     state = grace.elastic.KerasState(model, epoch=0, history=[])
     train(state, options)
     digits.finish(options, grc, {"history": state.history})

@@ -1,9 +1,9 @@
-"""Handwritten digits with PyTorch, on workers that may die and may join while it trains.
+"""Handwritten digits with PyTorch, on workers that may die and join during training.
 
     horovodrun -np 4 --min-np 2 --max-np 4 --host-discovery-script ./hosts.sh python examples/elastic_torch.py
 
-hosts.sh prints the hosts that are there now, as "host:workers" lines; Horovod asks it again and again. A worker that
-dies takes its host's other workers with it. `--blacklist-cooldown-range 10 60` lets the host come back.
+hosts.sh prints the available hosts as "host:workers" lines; Horovod calls it repeatedly. If a worker dies, Horovod
+excludes its whole host. `--blacklist-cooldown-range 10 60` lets the host come back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grace import grace_from_params
 
 @grace.elastic.run
 def train(state: Any, options: argparse.Namespace) -> None:
-    """All that talks to other workers. Begins again from the last commit when workers are lost or have come."""
+    """All communication with other workers. Restarts from the last commit when workers are lost or join."""
     grc, model, optimizer = state.grace, state.model, state.optimizer
     data = digits.load(grc.rank, grc.world_size)  # another share for another number of workers
     images, labels, test_images, test_labels = (torch.from_numpy(array) for array in data)
@@ -49,19 +49,19 @@ def train(state: Any, options: argparse.Namespace) -> None:
         state.history = [*state.history, epoch]
         if grc.rank == 0:
             print(f"{digits.summary(epoch)}, {grc.world_size} workers", flush=True)
-        state.commit()  # what is done up to here is not done again
+        state.commit()  # finished epochs are not repeated
 
 
 def main() -> None:
     options = digits.arguments("Handwritten digits with PyTorch, on workers that come and go.").parse_args()
-    torch.set_num_threads(1)  # the model is too small to gain from more
+    torch.set_num_threads(1)  # more threads do not help so small a model
     hvd.init()
     torch.manual_seed(options.seed)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
     grc = grace_from_params({"compressor": options.method, **options.params})
     optimizer = grace.torch.DistributedOptimizer(optimizer, grace=grc, named_parameters=model.named_parameters())
-    # From here to `train` nothing may wait for other workers: those that are there already would not come.
+    # Until `train`, nothing may wait for other workers: existing ones would not answer.
     state = grace.elastic.TorchState(model=model, optimizer=optimizer, epoch=0, history=[])
     train(state, options)
     digits.finish(options, grc, {"history": state.history})

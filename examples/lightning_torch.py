@@ -21,7 +21,7 @@ from grace import Grace, grace_from_params
 
 
 class Digits(lightning.LightningModule):
-    """The model, and how it is trained and tested; nothing in it knows of GRACE."""
+    """The model, its training and its test, independent of GRACE."""
 
     def __init__(self, options: argparse.Namespace):
         super().__init__()
@@ -42,7 +42,7 @@ class Digits(lightning.LightningModule):
 
 
 class HookOnCPU(lightning.Callback):
-    """Lightning gives DDPStrategy's hook to models on GPUs only. Elsewhere this does it."""
+    """Registers the hook, which Lightning does only for models on GPUs."""
 
     def __init__(self, grc: Grace):
         self.grace = grc
@@ -54,7 +54,7 @@ class HookOnCPU(lightning.Callback):
 
 def main() -> None:
     options = digits.arguments("Handwritten digits with Lightning.").parse_args()
-    torch.set_num_threads(1)  # the model is too small to gain from more
+    torch.set_num_threads(1)  # more threads do not help so small a model
     lightning.seed_everything(options.seed, verbose=False)
     device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
     torch.distributed.init_process_group(backend)  # before Lightning does: the data is shared out below

@@ -1,4 +1,4 @@
-"""What the two Pufferfish examples share: the forms of a model, the command line and the table."""
+"""Shared parts of the Pufferfish examples: forms of a model, command line and table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import digits
 from grace import Grace
 
 WIDTHS = (64, 1024, 1024, 1024, 10)
-"""Of the examples' network, wide enough that arithmetic and gradients take most of a step: 2,176,010 numbers."""
+"""Width of the examples' network, so that arithmetic and gradients take most of a step: 2,176,010 parameters."""
 
 Form = tuple["dict[str, Any] | None", int]
 """Settings of `grace.factorize.plan` (None: dense) and epochs of full rank."""

@@ -43,7 +43,7 @@ def make_model() -> keras.Model:
 
 
 def train(form: str, grc: Grace, options: argparse.Namespace) -> dict[str, Any]:
-    """Train a new model in one of the forms, and say what it took."""
+    """Train a new model in one of the forms, and return the measurements."""
     images, labels, test_images, test_labels = digits.load(grc.rank, grc.world_size)
     keras.utils.set_random_seed(options.seed)
     model = make_model()

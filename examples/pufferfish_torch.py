@@ -33,7 +33,7 @@ def make_model() -> nn.Module:
 
 
 def train(form: str, grc: Grace, options: argparse.Namespace) -> dict[str, Any]:
-    """Train a new model in one of the forms, and say what it took."""
+    """Train a new model in one of the forms, and return the measurements."""
     data = digits.load(grc.rank, grc.world_size)
     images, labels, test_images, test_labels = (torch.from_numpy(array) for array in data)
     torch.manual_seed(options.seed)
@@ -65,7 +65,7 @@ def train(form: str, grc: Grace, options: argparse.Namespace) -> dict[str, Any]:
             nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
         seconds.append(time.perf_counter() - began)
-    with torch.no_grad():  # every worker tests on all test images: they are few
+    with torch.no_grad():  # every worker tests on all test images, which are few
         accuracy = (model(test_images).argmax(1) == test_labels).double().mean().item()
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return outcome(form, parameters, grc, statistics.median(seconds) / steps, accuracy)

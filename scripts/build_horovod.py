@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Build Horovod 0.28.1 for the PyTorch and TensorFlow of this environment, keep the wheel, install it.
 
-Horovod's last release does not compile against today's toolkits. Three small edits of its build files mend that (see
+Horovod's last release does not compile against current toolkits. Three small patches of its build files fix that (see
 MENDS). A build takes minutes, so the finished wheel is cached outside the tree, under a key of everything it was built
-with. Horovod's own switches in the environment win, such as HOROVOD_WITH_MPI=1 or HOROVOD_GPU_OPERATIONS=NCCL.
+with. Horovod's own environment variables take precedence, such as HOROVOD_WITH_MPI=1 or HOROVOD_GPU_OPERATIONS=NCCL.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ MENDS = (
 
 
 class BuildError(RuntimeError):
-    """Something the user has to know or do before Horovod can be built."""
+    """A problem that the user must solve before Horovod can be built."""
 
 
 def mend(text: str, rule: Mend) -> str:
-    """Return `text` edited by `rule`; a rule that finds nothing to edit is an error, never a silent no-op."""
+    """Return `text` edited by `rule`; a rule without a match is an error."""
     mended, count = re.subn(rule.pattern, rule.replacement, text)
     if not count:
         raise BuildError(f"{rule.file}: nothing matches {rule.pattern!r} ({rule.why}). Is this Horovod {VERSION}?")
@@ -84,7 +84,7 @@ def toolkits() -> dict[str, str]:
 
 
 def build_settings(found: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Horovod's build switches: what is installed, over Gloo; whatever `environ` says wins."""
+    """Horovod's build variables: the installed toolkits, over Gloo; `environ` takes precedence."""
     build_switch = re.compile(r"HOROVOD_(WITH|WITHOUT|GPU|CPU|CUDA|NCCL|MPI|ROCM)_")
     chosen = {key: value for key, value in environ.items() if build_switch.match(key)}
     wanted = {"PYTORCH": "torch" in found, "TENSORFLOW": "tensorflow" in found, "GLOO": True}
@@ -95,7 +95,7 @@ def build_settings(found: Mapping[str, str], environ: Mapping[str, str]) -> dict
 
 
 def compiler() -> str:
-    """Name and version of the C++ compiler that CMake will take."""
+    """Name and version of the C++ compiler that CMake will use."""
     command = os.environ.get("CXX", "c++")
     if not shutil.which(command):
         raise BuildError("no C++ compiler found: install g++ (Debian: apt install g++ make), or name one in CXX")
@@ -103,7 +103,7 @@ def compiler() -> str:
 
 
 def cache_key(found: Mapping[str, str], settings: Mapping[str, str], cxx: str) -> str:
-    """A folder name that differs whenever a wheel built before would not do: readable versions, then a digest."""
+    """A folder name that changes whenever an older wheel is unusable: readable versions, then a digest."""
     readable = [VERSION, f"cp{sys.version_info.major}{sys.version_info.minor}", platform.machine()]
     readable += [f"{name}{version}" for name, version in sorted(found.items())]
     everything = repr((readable, sorted(settings.items()), cxx, sys.platform, SHA256, MENDS))
@@ -111,7 +111,7 @@ def cache_key(found: Mapping[str, str], settings: Mapping[str, str], cxx: str) -
 
 
 def cache_folder() -> Path:
-    """Where sources and finished wheels are kept."""
+    """The cache of sources and finished wheels."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grace" / "horovod"
 
 
@@ -148,13 +148,13 @@ def sources(cache: Path, into: Path) -> Path:
 
 
 def move_whole(file: Path, target: Path) -> None:
-    """Move a file, perhaps from another disk, so that `target` is never seen half written."""
+    """Move a file, possibly between disks, so that `target` appears atomically."""
     arriving = shutil.move(file, target.with_name(f"{target.name}.{os.getpid()}"))
     os.replace(arriving, target)
 
 
 def run_logged(command: list[str], log: Path, cwd: Path, env: dict[str, str]) -> None:
-    """Run `command` with its output in `log`, and show how far it is and how long it has taken."""
+    """Run `command` with its output in `log`, and show its progress and time."""
     began, shown, live = time.monotonic(), 0.0, sys.stdout.isatty()
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=cwd, env=env)
@@ -178,7 +178,7 @@ def run_logged(command: list[str], log: Path, cwd: Path, env: dict[str, str]) ->
 
 
 def build(found: Mapping[str, str], settings: dict[str, str], wheels: Path, jobs: int) -> Path:
-    """Build the wheel and move it into `wheels`; an interrupted build leaves nothing there that looks finished."""
+    """Build the wheel and move it into `wheels`; an interrupted build leaves no wheel there."""
     wheels.mkdir(parents=True, exist_ok=True)
     built_for = " and ".join(f"{name} {version}" for name, version in found.items())
     print(f"Building Horovod {VERSION} for {built_for}. This takes minutes, once.", flush=True)

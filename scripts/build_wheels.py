@@ -3,7 +3,7 @@
     pip install build ziglang
     python scripts/build_wheels.py dist
 
-Minutes the first time, in which Zig compiles its C++ library.
+The first run takes minutes, in which Zig compiles its C++ library.
 """
 
 from __future__ import annotations

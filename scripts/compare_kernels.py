@@ -1,4 +1,4 @@
-"""Hold the kernels of wheels against those that this machine's own compiler made: results must have the same bits.
+"""Compare the kernels of wheels with those of this machine's compiler: results must have the same bits.
 
     pip install ziglang
     python scripts/compare_kernels.py dist/*.whl
@@ -25,7 +25,7 @@ SYSTEM = os.environ.setdefault("QEMU_LD_PREFIX", "/usr/aarch64-linux-gnu")  # it
 
 
 def results(cxx: list[str], kernels: Path, loops: Path, isa: str, run: list[str], folder: Path) -> list[str]:
-    """What the driver prints; nothing where the machine lacks the instruction set."""
+    """The driver's output; empty if the machine lacks the instruction set."""
     driver = str(folder / "driver")
     options = ["-std=c++17", "-O3", "-pthread", "-ffp-contract=off", "-I", str(HERE)]
     subprocess.run([*cxx, *options, str(DRIVER), str(kernels), str(loops), "-o", driver], check=True)
@@ -36,7 +36,7 @@ def results(cxx: list[str], kernels: Path, loops: Path, isa: str, run: list[str]
 
 
 def compare(wheel: str, wanted: list[str], cxx: list[str], folder: Path) -> bool:
-    """Whether the kernels of a wheel give the results that are wanted."""
+    """Whether a wheel's kernels give the expected results."""
     folder.mkdir()
     with zipfile.ZipFile(wheel) as archive:
         made = [archive.extract(each, folder) for each in archive.namelist() if each.endswith(".so")]
@@ -67,7 +67,7 @@ def compare(wheel: str, wanted: list[str], cxx: list[str], folder: Path) -> bool
 
 
 def main(wheels: list[str]) -> int:
-    """Compare all, and say how it went."""
+    """Compare all, and print the results."""
     build("kernels", "scalar")
     cxx, kernels, loops = compiler(), find("kernels"), find("scalar")
     if not (cxx and kernels and loops):

@@ -2,8 +2,8 @@
 
     python scripts/sanitize_kernels.py [ISA ...]
 
-By default on all instruction sets of this machine. Ends with 1 at the first finding, which it prints, and with 2 if
-there is no compiler, or it lacks the sanitizers.
+By default on all instruction sets of this machine. Prints the first finding and exits with 1; exits with 2 if there is
+no compiler, or it lacks the sanitizers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from grace.kernels.build import HERE, compiler, libraries
 
 DRIVER = Path(__file__).with_name("kernels_driver.cc")
-# At -O1, since sanitizers keep what they check apart: at -O3 the compiler takes many minutes.
+# At -O1: with sanitizers, -O3 takes many minutes to compile.
 SANITIZE = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 

@@ -4,7 +4,7 @@
 
 NumPy and the `cli` extra come from the package index; no compiler is on the path. Tried in each: import without NumPy,
 `grace doctor`, `grace methods`, `grace report` and `simulate` on NumPy, where the kernels of each instruction set give
-the bits of the plain functions. Ends with 1 if one of them fails; a Python that is not here is named.
+the bits of the plain functions. Exits with 1 if any fails; names missing Pythons.
 """
 
 from __future__ import annotations

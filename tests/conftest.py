@@ -1,4 +1,4 @@
-"""What all tests share: quiet toolkits, and the fixture that runs a test once for each backend."""
+"""Shared test setup: quiet toolkits, and the fixture that runs a test once per backend."""
 
 import ctypes
 import os
@@ -14,7 +14,7 @@ from grace.kernels import library
 
 @pytest.fixture(params=BACKENDS)
 def xp(request):
-    """Each backend; skips, with the reason, where its toolkit is not installed."""
+    """Each backend; skips with the reason if its toolkit is not installed."""
     return backend(request.param)
 
 
@@ -31,7 +31,7 @@ def lib(request):
 
 @pytest.fixture
 def streamed(request):
-    """Results are written past the caches from 4097 elements on, not from millions."""
+    """Results use streaming stores from 4097 elements on, instead of millions."""
     if "lib" not in request.fixturenames:
         yield
         return
@@ -52,7 +52,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
-    """With --quick: of each test the first item that every machine can run; none marked slow or processes."""
+    """With --quick, run the first item of each test that every machine can run; none marked slow or processes."""
     if not config.getoption("--quick"):
         return
     chosen = {}

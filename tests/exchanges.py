@@ -12,7 +12,7 @@ SHAPES = {
     "one": (1,),
     "wide": (20_000,),  # TensorFlow hands it over to NumPy
 }
-ALL = {"min_numel": 0}  # also the smallest tensors are compressed, unless a row says otherwise
+ALL = {"min_numel": 0}  # compress even the smallest tensors, unless a row says otherwise
 ROWS = [
     {"compressor": "none"},
     {"compressor": "none", "communicator": "allgather", **ALL},
@@ -99,14 +99,14 @@ ROWS = [
     {"compressor": "sketch_sgd", "compress_ratio": 0.01},
     {"compressor": "chain", "sparsifier": "randomk", "compress_ratio": 0.1, "quantizer": "natural", **ALL},
     {"compressor": "qsparse", "compress_ratio": 0.05, **ALL},
-    # In two stages by shards: of a fixed length and not, on all workers and on few. Without atomo: what it sends has
+    # Two stages with shards: of fixed and variable length, on all workers and on few. Without atomo: its payload has
     # equal singular values, so that rounding decides what the second stage draws.
     {"compressor": "topk", "compress_ratio": 0.05, "communicator": "twostage", **ALL},
     {"compressor": "sidco", "compress_ratio": 0.05, "communicator": "twostage", "min_shard": 256, **ALL},
     {"compressor": "3lc", "communicator": "twostage", **ALL},
     {"compressor": "onebit", "communicator": "twostage", "min_shard": 256, **ALL},
 ]
-# Where four workers share few cores and every row is a graph of its own: each way that a payload can travel, once.
+# For four workers on few cores with a graph per row: each way to exchange a payload, once.
 FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24, 30, 33, -4, -3, -1]
 
 

@@ -1,4 +1,4 @@
-"""Start several real workers with horovodrun or torchrun, and leave none of their processes behind."""
+"""Start real workers with horovodrun or torchrun, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def run(
     fails: bool = False,
     **environment: str,
 ) -> str:
-    """Run a command to its end and return what it printed; fails with that when it fails or takes too long.
+    """Run a command and return its output; fails with the output if the command fails or takes too long.
 
-    ``meanwhile`` is called once the command has begun. ``fails``: it has to fail. ``environment``: further variables.
+    ``meanwhile``: called once the command has started. ``fails``: it must fail. ``environment``: additional variables.
     """
     environment = {
         **os.environ,
@@ -76,7 +76,7 @@ def run(
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all that it started."""
+    """Kill a process and its descendants."""
     if process.poll() is not None:
         return
     # horovodrun puts its workers into sessions of their own, so a process group would not name them all.
@@ -88,15 +88,15 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def launch(name: str, size: int, script: str, out: Path, *args: str, timeout: float = 240) -> list[Any]:
-    """Run tests/workers/<script> on ``size`` workers; what each of them saved, in rank order."""
+    """Run tests/workers/<script> on ``size`` workers; returns what each saved, in rank order."""
     run(*launcher(name, size), TESTS / "workers" / script, out, *args, log=out / "output.txt", timeout=timeout)
     return [pickle.loads((out / f"{rank}.pickle").read_bytes()) for rank in range(size)]
 
 
 def elastic(*command: Any, log: Path, at: str, timeout: float = 240) -> str:
-    """Run a command on 4 elastic Horovod workers; one is killed once the log has ``at``, and another one comes later.
+    """Run a command on 4 elastic Horovod workers; one is killed once the log contains ``at``, and another joins later.
 
-    The one that dies, and its successor, are alone on their "host", so that the others stay.
+    The killed worker and its successor are alone on their "host", so that the others stay.
     """
     hosts = log.with_name("hosts.sh")
     hosts.write_text("#!/bin/sh\necho localhost:3\necho 127.0.0.1:1\n")
@@ -114,7 +114,7 @@ def elastic(*command: Any, log: Path, at: str, timeout: float = 240) -> str:
             if process.exe() == os.path.realpath(sys.executable)
             and process.environ().get("HOROVOD_HOSTNAME") == "127.0.0.1"
         ]
-        time.sleep(0.3)  # into the next epoch: what ``at`` tells of is being committed now
+        time.sleep(0.3)  # in the next epoch, while the one of ``at`` is being committed
         victim.kill()
 
     flags = ["--min-np", "2", "--max-np", "4", "--network-interface", "lo", "--blacklist-cooldown-range", "2", "4"]
@@ -125,7 +125,7 @@ def elastic(*command: Any, log: Path, at: str, timeout: float = 240) -> str:
 
 
 def save(out: str, rank: int, found: Any) -> None:
-    """What a worker calls at its end."""
+    """Called by a worker at its end."""
     Path(out, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 

@@ -1,4 +1,4 @@
-"""What the tests need to run the methods of the table (tests/table)."""
+"""Helpers to run the methods of the table (tests/table)."""
 
 import platform
 import warnings
@@ -36,7 +36,7 @@ PLAIN = "neon" if platform.machine() in ("aarch64", "arm64") else "scalar"
 
 
 def built() -> None:
-    """The kernels' library exists, or is built now; without a compiler these tests skip."""
+    """Builds the kernels' library if missing; skips without a compiler."""
     if build.compiler() is None and build.find("kernels") is None:
         pytest.skip("no C++ compiler on this machine")
     assert build.build()
@@ -106,7 +106,7 @@ def send(method: Any, xp: Any, x: Any, ctx: Context, state: Any = None) -> Any:
 
 
 def receive(method: Any, xp: Any, payload: Any, ctx: Context) -> Any:
-    """What a payload decodes to, in NumPy."""
+    """A decoded payload, in NumPy."""
     return cases.receive(method.compressor, xp, payload, ctx)
 
 

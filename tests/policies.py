@@ -1,4 +1,4 @@
-"""Gradients whose norms change from epoch to epoch, for tests of policies in one process and in several."""
+"""Gradients whose norms change between epochs, for tests of policies in one or several processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNS += [("topk", "layer", "mean"), ("topk", "layer", "aggregated")]
 
 @cache
 def sequence(size: int) -> list[list[dict[str, Any]]]:
-    """For each step each worker's gradients. "jumps" grows tenfold in epoch 4, "calm" stays as it is."""
+    """Each worker's gradients by step. "jumps" grows tenfold in epoch 4, "calm" stays constant."""
     found = []
     for step in range(STEPS * EPOCHS):
         scale = {"jumps": 10.0 if step // STEPS >= 4 else 1.0, "calm": 1.0}

@@ -1,4 +1,4 @@
-"""What the tests of planned exchanges share with their workers: a tensor for each strategy; a model to plan for."""
+"""Shared by tests of planned exchanges and their workers: a tensor per strategy, and a model to plan for."""
 
 from dataclasses import dataclass
 

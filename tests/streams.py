@@ -1,4 +1,4 @@
-"""The random numbers, written a second time from the specification, in 64-bit NumPy and Python integers."""
+"""A second implementation of the random numbers from the specification, in 64-bit NumPy and Python integers."""
 
 from typing import Any
 

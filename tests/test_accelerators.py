@@ -1,4 +1,4 @@
-"""Accelerators: the table names GRACE's methods, and what each entry takes over equals the plain functions."""
+"""Accelerators: the table names GRACE's methods, and each entry gives the results of the plain functions."""
 
 import warnings
 from collections import defaultdict
@@ -28,7 +28,7 @@ from grace.transports.local import LocalTransport
 PLAIN = {"none", "fp16"}
 """Compressors that are one cast, which every toolkit has."""
 ROUNDED = {"demo", "thc"}
-"""Their kernels add up in another order: tests/test_cosines.py and tests/test_kernels.py hold them to bounds."""
+"""Their kernels sum in another order: tests/test_cosines.py and tests/test_kernels.py check bounds."""
 HOOKS = {
     "encode",
     "compress",
@@ -87,7 +87,7 @@ def made(row):
 
 
 def fitting(compressor):
-    """Memories that the engine carries out in its own ways with a compressor."""
+    """Memories that the engine fuses with a compressor."""
     found = [NoMemory(), Momentum()]
     if not (compressor.traits.majority_vote or compressor.traits.internal_feedback):
         found += [Residual(), Residual(beta=0.5), DecoupledMomentum(), LowPass()]

@@ -32,7 +32,7 @@ def name(path):
 
 @cache
 def imports():
-    """For each module those that it imports, also inside functions and for type checkers alone."""
+    """The imports of each module, including those inside functions and for type checkers."""
     paths = {name(path): path for path in (ROOT / "grace").rglob("*.py")}
     found = {}
     for module, path in paths.items():

@@ -1,4 +1,4 @@
-"""What PyTorch's own tests of DistributedDataParallel and Horovod's of its optimizer ask of a hook and an optimizer."""
+"""Requirements from PyTorch's tests of DistributedDataParallel hooks and Horovod's tests of its optimizer."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The compressor "auto": what it tries, what it chooses, and that nothing is lost on the way."""
+"""The compressor "auto": its trials, its choice, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AUTO = {
     "trial_steps": 2,
     "candidates": ["topk", {"compressor": "efsignsgd", "block_size": 512}, "powersgd"],
 }
-TRIAL = 4  # steps: one in which the decision falls, one that warms up, two that are timed
+TRIAL = 4  # steps: the decision, a warm-up, two timed ones
 STEPS = 1 + 4 * TRIAL + 4
 
 
@@ -30,7 +30,7 @@ def gradients(steps: int = STEPS, workers: int = 2) -> list[Gradients]:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that a step takes at each level, told instead of measured."""
+    """Given, not measured, seconds of a step at each level."""
     taken: dict[int, float] = {}
 
     class Clock:
@@ -48,7 +48,7 @@ def clock(monkeypatch):
 
 # -- the choice --------------------------------------------------------------------------------------------------------
 def decide(policy: Auto, seconds: dict[int, float], decision: Decision | None = None, workers: int = 2) -> list[int]:
-    """The levels that hold, one after the other, when steps take so long at each."""
+    """The sequence of levels for given step times."""
     decision = decision or Decision({"w": 0})
     found = []
     while policy.trial(decision, workers) is not None:
@@ -62,7 +62,7 @@ def decide(policy: Auto, seconds: dict[int, float], decision: Decision | None = 
     [
         ({2: 0.5, 3: 0.7}, [2]),
         ({2: 0.7, 3: 0.5}, [3]),
-        ({2: 0.98, 3: 0.99}, [FLUSH, DENSE]),  # not so much faster that a loss is worth it
+        ({2: 0.98, 3: 0.99}, [FLUSH, DENSE]),  # too little faster to justify a loss
         ({2: 2.0, 3: 3.0}, [FLUSH, DENSE]),
     ],
 )
@@ -95,7 +95,7 @@ def test_steps_are_timed_and_the_report_says_what_was_tried(backend, clock):
     for (worker,) in given:
         grc.step({name: xp.asarray(value, "float32") for name, value in worker.items()})
         grc.tune()
-        grc.tune()  # told twice, counted once
+        grc.tune()  # reported twice, counted once
     report = grc.report()
     tried = {"none": 4.0, "topk": 3.0, "efsignsgd, block_size=512": 1.0, "powersgd": 2.0}
     assert {**report.trials} == tried

@@ -1,4 +1,4 @@
-"""Every array function of every backend, against its meaning in plain Python.
+"""Every array function of every backend, compared with plain Python.
 
 TensorFlow's run twice: eagerly, and inside tf.function.
 """
@@ -202,7 +202,7 @@ def test_a_pool_keeps_large_and_small_that_are_wanted_in_turn_and_drops_what_is_
         for size in (large, small):
             pool.empty((size,), torch.uint8)
     assert made == [large, small]
-    for size in (2**18, 2**19):  # other sizes from now on: at the second one neither was wanted since the first
+    for size in (2**18, 2**19):  # other sizes from now on: by the second step, neither was requested since the first
         pool.empty((size,), torch.uint8)
     pool.empty((large,), torch.uint8)
     assert made == [large, small, 2**18, 2**19, large]
@@ -272,7 +272,7 @@ def test_products_of_factors(ops, products, a, b, r):
     if not ops.xp.traced:
         found = ops(lambda xp, p, q: xp.product_into(xp.empty(a * b), p, q), p, q)
         np.testing.assert_allclose(found, product, atol=1e-5)
-        # What one worker decodes where it keeps a residual is what another one decodes alone.
+        # Decoding beside a residual gives the same result as decoding alone.
         given, rest = ops.xp.asarray(x.copy(), "float32"), ops.xp.zeros(a * b)
         ops.xp.part_product(given, ops.xp.asarray(p, "float32"), ops.xp.asarray(q, "float32"), rest)
         assert np.array_equal(ops.xp.to_numpy(given), found)
@@ -386,7 +386,7 @@ def test_topk_abs(ops, kind, n, k):
     x = mixed(n)
     if kind == "equal":
         x = np.full(n, -2.0, np.float32)
-    if kind == "one heavy place":  # the sample misses what is large, or sees nothing else
+    if kind == "one heavy place":  # the sample misses large elements, or has no others
         x = np.zeros(n, np.float32)
         x[:: max(1, n // 65536)] = 1 + np.arange(len(x[:: max(1, n // 65536)]))
     size = np.where(np.isnan(x), INF, abs(x))
@@ -622,7 +622,7 @@ def test_parts_of_a_message_lie_side_by_side():
         other[...] = 1
         assert not xp.overlap(xp.joined([parts[0], other]), parts[0])
     assert not xp.same_memory(xp.joined([parts[0], parts[2]]), parts[0]), "there is a gap"
-    # Neighbours by chance: of one larger array, seen as two.
+    # Adjacent by accident: two views of one larger array.
     whole = xp.asarray(range(200), "uint8")
     import torch
 
@@ -895,7 +895,7 @@ def large(kind):
         x = np.where(rng.random(LARGE) < 1e-3, x + 9, 0).astype(np.float32)
     elif kind == "sorted":
         x.sort()
-    elif kind == "periodic":  # what every third element says is not what the others are
+    elif kind == "periodic":  # every third element is unlike the others
         x[::3] += 50
     elif kind == "nan":
         x[rng.integers(0, LARGE, 50)] = NAN
@@ -929,7 +929,7 @@ def test_sort(ops):
     assert found.tolist() == [sorted(row) for row in x[:1000].reshape(50, 20).tolist()]
 
 
-@pytest.mark.parametrize("many", [0, 1, 7, 8, 300])  # few are looked for apart, many in what is sorted
+@pytest.mark.parametrize("many", [0, 1, 7, 8, 300])  # a few are searched individually, many in a sorted array
 def test_ranked(ops, many):
     x, ranks = mixed(special=False), np.sort(np.random.default_rng(2).permutation(N)[:many]).astype(np.int32)
     x[:2] = INF, -INF
@@ -977,7 +977,7 @@ def test_scatter(ops):
     cleared = ops(lambda xp, x, i: xp.scatter(x, i, 0.0), x, indices)
     assert cleared.tolist() == [0.0 if i in chosen else v for i, v in enumerate(x.tolist())]
     assert ops(lambda xp, x, i: xp.scatter(x, i, 0.0), x, some_positions(0)).tolist() == x.tolist()
-    # What was there does not matter, even if it is not finite.
+    # Previous contents do not matter, even if not finite.
     bad = x.copy()
     bad[indices] = NAN
     assert ops(lambda xp, x, i: xp.scatter(x, i, 0.0), bad, indices).tolist() == cleared.tolist()
@@ -989,7 +989,7 @@ def test_scatter_add(ops):
     expected = f32(x)
     for i, v in zip(indices.tolist(), values.tolist(), strict=True):
         expected[i] = nearest(float(expected[i]) + v)
-    # x is spent, so it is one that nobody else has.
+    # x is donated, so nothing else may use it.
     assert ops(lambda xp, x, i, v: xp.scatter_add(x + 0.0, i, v), x, indices, values).tolist() == expected.tolist()
     nothing = ops(lambda xp, x: xp.scatter_add(x + 0.0, xp.zeros(0, "int32"), xp.zeros(0)), x)
     assert nothing.tolist() == x.tolist()
@@ -1213,7 +1213,7 @@ def test_sound(ops):
 
 
 def test_a_device_is_not_waited_for():
-    # PyTorch's "meta" device has no values: whoever looks at one fails.
+    # PyTorch's "meta" device has no values: reading one fails.
     from grace.backends.torch import TorchBackend
 
     backend("torch")

@@ -1,4 +1,4 @@
-"""`grace bench kernels`: figures are noisy, so what is tested is that they are complete, consistent and honest."""
+"""`grace bench kernels`: figures are noisy, so the tests check that they are complete, consistent and honest."""
 
 import json
 import math
@@ -79,7 +79,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bench(site, tmp_path_factory):
-    """Runs the command as a user does; gives what it wrote as JSON, and the process."""
+    """Runs the command as a user does; returns its JSON output and the process."""
 
     def run(*arguments, check=True):
         file = tmp_path_factory.mktemp("out") / "records.json"
@@ -240,7 +240,7 @@ def test_a_call_for_which_three_rounds_do_not_fit_is_measured_once_and_marked(be
 
 @pytest.fixture
 def spend(monkeypatch):
-    """What the clock shows, whatever else this machine does: a function that lets so many seconds pass."""
+    """A fake clock: a function that advances it by a number of seconds."""
     now = [0.0]
     monkeypatch.setattr(worker.time, "perf_counter", lambda: now[0])
 

@@ -1,4 +1,4 @@
-"""Files of state: nothing lost, nothing half, nothing run; and runs that go on with another number of workers."""
+"""State files: complete, atomic, never executed; and runs that resume with another number of workers."""
 
 import io
 import json
@@ -182,7 +182,7 @@ def test_workers_that_loaded_different_steps_all_raise_when_they_are_built(tmp_p
 
 # -- another number of workers -----------------------------------------------------------------------------------------
 def sums(graces):
-    """What is kept of each tensor over all workers, by the rule of its key: what must not change."""
+    """The invariants of each tensor's state over all workers, by the rule of its key."""
     totals = {}
     for grace in graces:
         state = grace.state_dict()
@@ -204,7 +204,7 @@ def sums(graces):
 
 
 def check_kept(old, new, before, after):
-    """Nothing of ``old`` is lost in ``new``, also where the one exchanges in one round and the other in two."""
+    """Nothing of ``old`` is lost in ``new``, even if one uses one round and the other two."""
     cut = {unit for unit, _ in set(old) ^ set(new)}
     old, new = in_gradients(old, cut, before), in_gradients(new, cut, after)
     assert set(new) == set(old)
@@ -248,7 +248,7 @@ def test_nothing_is_lost_when_the_number_of_workers_changes(name, sizes, tmp_pat
 
 
 def reset(name, graces, size, gone):
-    """Graces of a world of another size: those of the old one that are not gone, then new ones."""
+    """Graces of a world of another size: surviving old ones, then new ones."""
     left = [grace for grace in graces if grace.rank not in gone]
     states, world = [grace.state_dict() for grace in left], World(size)
     left = [*left[:size], *made(METHODS[name], size)[len(left) :]]
@@ -380,7 +380,7 @@ def test_where_workers_join_nothing_is_said_before_they_meet():
 
 @pytest.mark.filterwarnings("ignore:.*without error feedback")
 def test_what_is_not_declared_is_the_same_on_all_workers():
-    """A law of memories and compressors, without which another number of workers would get one worker's own numbers."""
+    """A law of memories and compressors: without it, other workers would get one worker's own numbers."""
     tried = set()
     for name in [*compressors, *memories]:
         params = {"compressor": name} if name in compressors else {"compressor": "topk", "memory": name}

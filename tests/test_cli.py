@@ -1,4 +1,4 @@
-"""What commands refuse before they work, where and how they print, and how they end."""
+"""Commands: rejected arguments, output, and exit status."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def costs_of(label):
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """A folder with a file of each kind; the process is in it."""
+    """A working directory with a file of each kind."""
     labels = ("fp16", "topk", "topk:compress_ratio=0.001")
     (tmp_path / "costs.json").write_text(json.dumps([costs_of(label).to_dict() for label in labels]))
     (tmp_path / "model.json").write_text(json.dumps(PROFILE))
@@ -90,7 +90,7 @@ def files(tmp_path, monkeypatch):
 
 @pytest.fixture
 def idle(monkeypatch):
-    """Whatever measures or trains is an error."""
+    """Any measurement or training is an error."""
 
     def works(*_, **__):
         raise AssertionError("it works before it looks at what it was given")

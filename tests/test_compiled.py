@@ -1,4 +1,4 @@
-"""Compiled forms give what the plain functions give, are compiled once, and say so where there are none."""
+"""Compiled forms give the results of the plain functions, are compiled once, and warn if there are none."""
 
 import re
 import warnings

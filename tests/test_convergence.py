@@ -1,4 +1,4 @@
-"""Every method trains: four workers with different data, a badly conditioned quadratic, and handwritten digits."""
+"""Every method trains: four workers with different data, an ill-conditioned quadratic, and handwritten digits."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from grace.core.registry import compressors, memories
 
 SIZE = 4
 SMALL = {"min_numel": 0}
-# Settings that suit 200 parameters; what is not named here has its defaults.
+# Settings for 200 parameters; other methods use their defaults.
 SETTINGS = {
     **{
         name: {"compress_ratio": 0.1}

@@ -123,7 +123,7 @@ def test_payloads_are_those_of_the_compressor_but_for_rounding(lib, compressor, 
         if log is None:
             assert left is x.array
             equal(rest.check(), last)
-        else:  # they changed places
+        else:  # they swapped places
             assert left is rest.array
             assert log[0][0] is rest.array
             assert log[0][1] is x.array
@@ -322,7 +322,7 @@ def test_what_is_not_finite_poisons_its_chunk_and_no_other(lib, compressor, shap
         np.testing.assert_array_equal(np.isnan(signs), np.isnan(mean))
 
 
-# -- what others sent --------------------------------------------------------------------------------------------------
+# -- received payloads--------------------------------------------------------------------------------------------------
 @loop("chunk", [64, 20])
 @loop("wrong", ["order", "twice", "of another chunk", "beyond", "short", "long", "dtype", "high", "values"])
 def test_payloads_that_do_not_fit_are_refused(lib, wrong, chunk):

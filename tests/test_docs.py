@@ -1,4 +1,4 @@
-"""README and docs: their code runs, their links lead somewhere, their tables and commands are true."""
+"""README and docs: code runs, links resolve, tables and commands are correct."""
 
 import ast
 import os

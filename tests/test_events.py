@@ -1,4 +1,4 @@
-"""Threads that wait for events interrupt nobody."""
+"""Threads that wait for events do not preempt others."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""Native kernels and pieces give what the plain functions give; gradients that are spent hold residual and mean."""
+"""Native kernels and chunks give the results of the plain functions; donated gradients hold residual and mean."""
 
 import inspect
 import warnings

@@ -1,4 +1,4 @@
-"""Plans, and what every toolkit must give alike: the same numbers, the same refusals, nothing else touched."""
+"""Plans, and what all toolkits must share: the same numbers, the same errors, nothing else changed."""
 
 import subprocess
 import sys

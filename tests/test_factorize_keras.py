@@ -27,7 +27,7 @@ def close(found, expected, rel=1e-4):
 
 
 def full(model):
-    """Factors of full rank in the place of all that can have them."""
+    """Replace all supported layers by factors of full rank."""
     from grace.factorize.keras import survey
 
     ranks = {layer.name: max(min(m.rows, m.cols) for m in layer.matrices) for layer in survey(model) if layer.matrices}

@@ -19,7 +19,7 @@ def close(found, expected, rel=1e-4):
 
 
 def full(model):
-    """The model with factors of full rank in the place of everything that can have them."""
+    """The model with factors of full rank for all supported layers."""
     ranks = {}
     for layer in plan(model, keep_first=0, keep_last=False, min_numel=0).layers:
         if not layer.reason or "smaller" in layer.reason:

@@ -1,4 +1,4 @@
-"""Workers that differ, are slow, stop, raise, die and join: training goes on, or ends everywhere with a message."""
+"""Workers that differ, are slow, stop, raise, die and join: training continues, or ends everywhere with a message."""
 
 import os
 import pickle

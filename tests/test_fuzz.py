@@ -1,4 +1,4 @@
-"""Bad input: the short form of `python -m benchmarks.fuzz`, and that it counts what it is there to find."""
+"""Bad input: a short `python -m benchmarks.fuzz`, and that it detects removed checks."""
 
 import os
 import random
@@ -110,7 +110,7 @@ def test_what_is_written_outside_is_seen(monkeypatch):
 
 @pytest.mark.parametrize("broken", ["lengths", "positions", "messages"])
 def test_a_check_that_is_taken_away_is_missed(broken, monkeypatch):
-    """Each kind of check, made to pass everything: the fuzz fails."""
+    """Disables each kind of check: the fuzz then fails."""
     from grace.backends.numpy import NumpyBackend
     from grace.compressors import efsignsgd
     from grace.transports.messages import MessageTransport

@@ -1,4 +1,4 @@
-"""Gossip: who talks to whom, sums that stay, consensus, and training without a collective over all workers."""
+"""Gossip: topologies, preserved sums, consensus, and training without a global collective."""
 
 import functools
 import itertools

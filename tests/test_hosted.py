@@ -1,4 +1,4 @@
-"""Where TensorFlow has no kernels NumPy's carry methods out: the same to the bit, eagerly and in graphs."""
+"""Methods without TensorFlow kernels use NumPy's: bit-identical, eagerly and in graphs."""
 
 import warnings
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What importing GRACE imports, and what it offers."""
+"""Imports of `import grace`, and its public names."""
 
 import importlib
 import subprocess

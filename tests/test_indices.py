@@ -1,4 +1,4 @@
-"""Positions survive their way in every coding, and take the bytes that were promised."""
+"""Positions round-trip in every coding, with the promised number of bytes."""
 
 import math
 

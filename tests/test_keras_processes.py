@@ -1,4 +1,4 @@
-"""TensorFlow's and Keras's doors over two real workers."""
+"""TensorFlow's and Keras's integrations over two real workers."""
 
 import numpy as np
 import pytest

@@ -346,7 +346,7 @@ def test_a_residual_changes_places_with_x_also_where_codes_are_small(lib, n, kin
         equal(one, other)
     equal(residual.check(), out.check())
     equal(x.check(), last)
-    if kind != "special":  # nothing is left, where nobody asks
+    if kind != "special":  # no residual unless requested
         equal(
             coded(lib, compressor, ctx, out.address, None, None, threads)[0], plainly(compressor, out.array, ctx)[0][0]
         )
@@ -492,7 +492,7 @@ def test_a_residual_changes_places_with_x_also_where_blocks_are_rotated(lib, n, 
         equal(one, other)
     equal(residual.check(), out.check())
     equal(x.check(), last)
-    # Nothing is left, where nobody asks, and a piece is drawn what the whole would be.
+    # No residual unless requested, and a piece is drawn what the whole would be.
     d = width_of(ctx, compressor.block_size)
     whole = rotated(lib, compressor, ctx, out.address, None, None, threads)
     begin = n // d // 2 * d

@@ -1,4 +1,4 @@
-"""Kernels of floats of few bits, each instruction set of this machine, against the plain compressors."""
+"""Kernels of minifloats, each instruction set of this machine, against the plain compressors."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_codes_are_those_of_the_compressor(lib, compressor, n, kind, offset):
         elif log is None:
             assert left is x.array
             equal(rest.check(), last)
-        else:  # they changed places
+        else:  # they swapped places
             assert left is rest.array
             equal(x.check(), last)
         finite = np.isfinite(decoded)
@@ -97,7 +97,7 @@ def test_means_are_those_of_the_compressor(lib, compressor, n, kind, offset):
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_every_code_is_decoded_as_it_is_by_the_compressor(lib, compressor):
-    # Also codes that no worker makes.
+    # Also codes that no worker sends.
     native = Native(lib)
     wide = isinstance(compressor, BF16)
     every = np.arange(65536, dtype=np.uint16) if wide else np.arange(256, dtype=np.uint8)

@@ -180,7 +180,7 @@ def test_count_sketches(lib, n, kind, offset, rows):
         equal(array, expected)
 
 
-# -- what others sent --------------------------------------------------------------------------------------------------
+# -- received payloads--------------------------------------------------------------------------------------------------
 def refused(lib, compressor, n, good, bad, match):
     payloads = [tuple(np.asarray(each) for each in payload) for payload in (good, bad)]
     out, xp = Memory(n, np.float32, 4), Guarded(lib)

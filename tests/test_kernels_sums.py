@@ -1,4 +1,4 @@
-"""Kernels of methods that add up on the wire, each instruction set of this machine, against the plain compressors."""
+"""Kernels of methods summed on the wire, each instruction set of this machine, against the plain compressors."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The network lab: its links hold their rate, the launchers run across it, and nothing of it is left behind."""
+"""The network lab: links keep their rate, launchers run on it, and nothing is left behind."""
 
 # ruff: noqa: E402 - benchmarks is no installed package
 import json

@@ -1,4 +1,4 @@
-"""Which tensors a method sees, which travel together, and in which order they may be handed in."""
+"""Units, buckets, and the order in which gradients may arrive."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Every memory against its formula, written once more in NumPy, and what it promises."""
+"""Every memory against an independent NumPy implementation of its formula, and its guarantees."""
 
 import math
 

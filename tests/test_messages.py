@@ -1,4 +1,4 @@
-"""Messages that are not what they should be: refused on arrival, with the name of the worker that sent them."""
+"""Invalid messages: rejected on arrival, with the sender's name."""
 
 import ctypes
 import re

@@ -1,6 +1,6 @@
-"""What becomes of numbers: bad ones, scaled, narrow, clipped and summed ones, absent, sparse and shared gradients.
+"""Numbers: non-finite, scaled, half-precision, clipped and accumulated gradients; absent, sparse and shared ones.
 
-Over two real workers, by every door; as far as possible against one worker that has all batches.
+Over two real workers, in every integration; if possible, compared with one worker that has all batches.
 """
 
 import numpy as np

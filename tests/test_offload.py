@@ -1,4 +1,4 @@
-"""Compression on a pool of threads: the same bits, messages in one order, errors where they belong."""
+"""Compression on a thread pool: the same bits, ordered messages, errors in the right thread."""
 
 import json
 import threading

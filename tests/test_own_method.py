@@ -1,4 +1,4 @@
-"""Other people's methods: a package that is installed is found by name, listed, and held against the laws."""
+"""Third-party methods: an installed package is found by name, listed, and checked against the laws."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What is released: what wheel and sdist hold and ask for, on which Python they work, and whom GRACE cites."""
+"""Releases: contents and requirements of wheel and sdist, Python versions, and citations."""
 
 import email
 import importlib.util

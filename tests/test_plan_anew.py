@@ -1,4 +1,4 @@
-"""Plans made anew: for other workers and for the levels of a policy; nothing that residuals hold is lost."""
+"""Recomputed plans, for other numbers of workers and for a policy's levels; no residual is lost."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Every strategy of the tree carried out: means, bytes, a memory at every compression; plans as files."""
+"""Execution of every strategy of the tree: means, bytes, a memory at every compression; plan files."""
 
 import json
 import random

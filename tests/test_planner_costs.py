@@ -1,4 +1,4 @@
-"""Costs by hand, fits against what made the numbers, curves, files that are wrong, and what is measured."""
+"""Costs computed by hand, fits, curves, invalid files, and measurements."""
 
 import json
 import random

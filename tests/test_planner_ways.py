@@ -1,4 +1,4 @@
-"""`grace advise` and `grace plan` tell one truth: over models, methods, rates and machines."""
+"""`grace advise` and `grace plan` agree, over models, methods, rates and machines."""
 
 import itertools
 

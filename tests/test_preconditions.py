@@ -1,4 +1,4 @@
-"""What integrations refuse before anything is sent, in the user's words; and Graces made before the process group."""
+"""Arguments that integrations reject before they send anything; and Graces made before the process group."""
 
 import pickle
 import sys

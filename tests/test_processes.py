@@ -1,4 +1,4 @@
-"""Real workers find what `simulate` finds, and all of them the same bits."""
+"""Real workers give the results of `simulate`, all with the same bits."""
 
 from functools import cache
 from operator import attrgetter

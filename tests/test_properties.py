@@ -1,4 +1,4 @@
-"""Any gradient: drawn dtypes, shapes and values, through every method between three workers."""
+"""Property tests: random dtypes, shapes and values, through every method between three workers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What single quantisers promise: signs and votes, levels, powers of two, codebooks."""
+"""Properties of single quantisers: signs and votes, levels, powers of two, codebooks."""
 
 import numpy as np
 import pytest

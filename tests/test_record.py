@@ -1,4 +1,4 @@
-"""The record of a training: what is written and when, what is read from it, and what `grace report` shows."""
+"""The record of a training: writing, reading, and `grace report`."""
 
 import json
 import re

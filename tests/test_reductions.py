@@ -1,4 +1,4 @@
-"""What torch.distributed and Horovod carry between real workers: collectives made here, and gloo's."""
+"""Collectives over torch.distributed and Horovod between real workers: GRACE's own, and gloo's."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Building from names and numbers: what works, what is refused, and what the message says."""
+"""Building from names and numbers: valid and rejected settings, and their messages."""
 
 import ast
 import pkgutil

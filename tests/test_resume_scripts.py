@@ -1,4 +1,4 @@
-"""The quick start's scripts that save and resume: stopped and begun again, they end where an undisturbed run ends."""
+"""The quick start's scripts that save and resume: stopped and restarted, they end as an undisturbed run."""
 
 import re
 from pathlib import Path

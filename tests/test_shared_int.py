@@ -1,4 +1,4 @@
-"""Integers that are summed on the wire: what the laws of all methods do not see."""
+"""Integers summed on the wire: properties beyond the laws of all methods."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""SIDCo: its laws, its stages, whole exchanges, and a training; and the other selectors' thresholds."""
+"""SIDCo: distributions, stages, whole exchanges and a training; and the other selectors' thresholds."""
 
 import math
 from functools import cache, partial

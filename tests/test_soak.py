@@ -1,4 +1,4 @@
-"""Steps on four workers that are killed and begun again: the short form of `python -m benchmarks.soak`."""
+"""Four workers that are killed and restarted: a short `python -m benchmarks.soak`."""
 
 import json
 import subprocess

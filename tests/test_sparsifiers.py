@@ -1,4 +1,4 @@
-"""What single sparsifiers and chains promise."""
+"""Properties of single sparsifiers and chains."""
 
 import math
 import weakref

@@ -1,4 +1,4 @@
-"""`grace bench tasks`: data, models and metrics are what they are said to be, and nothing that was measured is lost."""
+"""`grace bench tasks`: data, models and metrics are correct, and no measurement is lost."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The kit: its laws hold for every memory and communicator, and each of them is broken by something that breaks it."""
+"""The test kit: its laws hold for every memory and communicator, and each law rejects a method that breaks it."""
 
 import inspect
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""PyTorch's doors with one worker: what needs no second process."""
+"""PyTorch's integrations with one worker."""
 
 import copy
 import gc

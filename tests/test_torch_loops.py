@@ -1,4 +1,4 @@
-"""Training loops as people write them, over two workers: nothing is lost, and nothing goes wrong silently."""
+"""Real-world training loops over two workers: nothing is lost, and nothing fails silently."""
 
 import numpy as np
 import pytest

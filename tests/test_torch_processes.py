@@ -1,4 +1,4 @@
-"""PyTorch's doors over two real workers, through Horovod and through torch.distributed."""
+"""PyTorch's integrations over two real workers, through Horovod and torch.distributed."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A step that raises, or whose means are thrown away, leaves a Grace as it was."""
+"""A step that raises, or whose means are discarded, leaves a Grace unchanged."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Triton's kernels: in its interpreter, compiled for devices that are not here, and where they are not to be had.
+"""Triton's kernels: in its interpreter, compiled for absent devices, and unavailable.
 
 Triton reads TRITON_INTERPRET when it is imported, so most tests are in files that a process of their own runs.
 """

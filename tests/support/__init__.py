@@ -1,1 +1,1 @@
-"""What several test modules share."""
+"""Shared helpers of test modules."""

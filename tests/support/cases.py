@@ -1,4 +1,4 @@
-"""Many cases of one law inside one test: all are tried, and those that fail are named."""
+"""Many cases of one law inside one test: all run, and failures are named."""
 
 import inspect
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""What tests of kernels share: memory between guard bytes, vectors that are hard, NumPy with and without kernels."""
+"""Shared by tests of kernels: guarded memory, difficult vectors, NumPy with and without kernels."""
 
 from functools import lru_cache
 

@@ -1,4 +1,4 @@
-"""The table of methods that the laws are held against: one module per kind of method, one row per way to set it.
+"""The table of methods for the laws: one module per kind of method, one row per setting.
 
 A new compressor needs one row here, and gets every law of test_methods.py.
 """

@@ -1,4 +1,4 @@
-"""What the laws need to know of a method, from the papers and not from the code under test."""
+"""Facts about a method for the laws, from the papers and not from the code under test."""
 
 import math
 from collections.abc import Callable

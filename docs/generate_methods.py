@@ -58,18 +58,16 @@ WHEN = {
     "chain": "When the values of a sparsifier should take fewer bits as well, and `qsparse` or `stc` is not the "
     "pair you want.",
     "chunktopk": "Large models that communicate seldom: a quarter of a bit per element, largest elements "
-    "found chunk by chunk, and `twostage` for many workers.",
-    "cltk": "Top-k for many workers whose gradients resemble each other: one of them chooses, so the traffic does "
-    "not grow with their number.",
+    "found chunk by chunk.",
+    "cltk": "Top-k for many workers whose gradients resemble each other: one of them chooses for all.",
     "demo": "Few bits for matrices whose neighbouring elements belong together. It transforms each chunk by two small "
     "matrix products.",
     "dettmers8": "Four times fewer bytes with small relative errors, also of elements far below the largest; with "
-    "`nf4` eight times fewer. Works in two stages.",
+    "`nf4` eight times fewer.",
     "dgc": "Ratios around 0.001 of large tensors: a sample finds the threshold, so that nothing large is sorted.",
     "eden": "The smallest error for 1 to 4 bits without a residual, however elements are distributed, for the price "
-    "of a transform of each block. Works in two stages.",
-    "efsignsgd": "32 times fewer bits. Set `block_size` (512, say) when a tensor holds parts of different magnitude, "
-    "and to be able to use `twostage`.",
+    "of a transform of each block.",
+    "efsignsgd": "32 times fewer bits. Set `block_size` (512, say) when a tensor holds parts of different magnitude.",
     "fp16": "Half the bytes through a plain allreduce, for any number of workers. Scale the loss if gradients are "
     "tiny or huge.",
     "fp8": "Eight bits with small relative errors over a wide range of magnitudes, in a format that accelerators have.",
@@ -111,7 +109,7 @@ WHEN = {
     "few large ones do not coarsen all steps.",
     "threshold": "When the scale of the gradients is known and steady. What it sends varies with the step: look at the "
     "report, since a low threshold sends more than the dense gradient.",
-    "topk": "Few, large elements carry most of the gradient, and workers are few: traffic grows with their number.",
+    "topk": "A few large elements carry most of the gradient. The simplest sparse method, and the usual baseline.",
     "wangni": "When sparse gradients must be unbiased, or no memory may be spent on a residual: large elements are "
     "always sent, small ones with a probability.",
     "decoupled_momentum": "With `demo`, whose default it is. Use an optimizer without momentum.",

@@ -1,4 +1,4 @@
-"""The commands and their options; what they do is in the module named like each."""
+"""The commands and their options; each is implemented in the module of its name."""
 
 from __future__ import annotations
 

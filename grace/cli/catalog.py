@@ -1,4 +1,4 @@
-"""What is registered, as its source says it and as it is measured: for `grace methods` and the documentation."""
+"""Registered classes, as documented in the source and as measured: for `grace methods` and the documentation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grace.testing.cases import carries
 SHAPE = (1024, 1024)
 N = 2**20
 SETTINGS: dict[str, dict[str, Any]] = {"threshold": {"threshold": 2.5758}}
-"""With what a method is measured, where its defaults make no sense for numbers of variance 1."""
+"""Settings for measurements if the defaults make no sense for numbers of variance 1."""
 EXAMPLES: dict[str, dict[str, Any]] = {
     "chain": {"sparsifier": "topk", "quantizer": "qsgd", "compress_ratio": 0.01, "quantum_num": 127},
     "qsparse": {"compress_ratio": 0.01, "quantum_num": 15},
@@ -47,7 +47,7 @@ REQUIRED = "required"
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered class, as a user sees it. What does not apply to its kind is None."""
+    """One registered class. Fields that do not apply to its kind are None."""
 
     name: str
     aliases: list[str]
@@ -62,26 +62,26 @@ class Entry:
     bits_per_element: float | None = None
     """Counted by `simulate` on a float32 matrix of 2^20 numbers of variance 1."""
     allreduce: bool | None = None
-    """Payloads may be summed on the wire, or are agreed on while compressing."""
+    """Whether payloads may be summed on the wire, or are agreed on while compressing."""
     unbiased: bool | None = None
     variance: float | None = None
-    """w with E|x - x̂|² <= w|x|² for every x of 2^20 elements, where the method is unbiased."""
+    """The w of E|x - x̂|² <= w|x|² for every x of 2^20 elements, if the method is unbiased."""
     contraction: float | None = None
-    """d with E|x - x̂|² <= (1 - d)|x|² for every x of 2^20 elements."""
+    """The d of E|x - x̂|² <= (1 - d)|x|² for every x of 2^20 elements."""
     vote: bool | None = None
     ragged: bool | None = None
     memory: str | None = None
     communicators: list[str] | None = None
-    """Those that carry it with its default parameters."""
+    """Communicators that can carry it with its default parameters."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. A compressor's entry has all fields, another one those that apply."""
+        """Plain data for JSON. A compressor's entry has all fields, other entries only those that apply."""
         found = dataclasses.asdict(self)
         return found if self.family is not None else {k: v for k, v in found.items() if v is not None}
 
 
 def collect(wanted: str = "") -> dict[str, list[Entry]]:
-    """Entries of the registry by kind, in the order of names: all, or those of one name. Measures compressors."""
+    """Entries of the registry by kind, sorted by name: all, or those of one name. Measures each compressor."""
     return {
         kind: [describe(name, registry) for name in registry if wanted in ("", name, *registry.aliases(name))]
         for kind, registry in KINDS.items()
@@ -89,7 +89,7 @@ def collect(wanted: str = "") -> dict[str, list[Entry]]:
 
 
 def describe(name: str, registry: Registry) -> Entry:
-    """What a class says about itself, and of a compressor what was measured with its defaults."""
+    """A class's documentation, and for a compressor its measurements with the defaults."""
     cls = registry[name]
     summary, _, citation = docstring(cls)
     parameters, kind = keys(cls), next(kind for kind, known in KINDS.items() if known is registry)
@@ -140,7 +140,7 @@ def docstring(cls: type) -> tuple[str, list[str], str]:
     """First line, statements and citation of a docstring."""
     first, *rest = inspect.cleandoc(cls.__doc__ or "").replace("``", "`").split("\n")
     statements: list[str] = []
-    for line in filter(None, rest):  # a statement ends with the line that ends in a full stop
+    for line in filter(None, rest):  # a statement ends with a line that ends in a full stop
         if statements and not statements[-1].endswith("."):
             statements[-1] += f" {line}"
         else:
@@ -193,7 +193,7 @@ def example(name: str, kind: str) -> dict[str, Any]:
 
 
 def guarantee(entry: Entry) -> str:
-    """What a compressor declares of its error, in words."""
+    """A compressor's declared error bound, in words."""
     if entry.vote:
         return "a vote: the result has the majority's signs, not the mean's magnitudes"
     found = []

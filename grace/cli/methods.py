@@ -1,4 +1,4 @@
-"""The registered compressors, memories and communicators: `grace methods`."""
+"""`grace methods`: lists the registered compressors, memories and communicators."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def render(found: dict[str, list[Entry]], console: Console) -> None:
 
 
 def render_one(kind: str, entry: Entry, console: Console) -> None:
-    """Print all about one entry."""
+    """Print all details of one entry."""
     from rich.table import Table
     from rich.text import Text
 

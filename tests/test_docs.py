@@ -23,7 +23,7 @@ GENERATED = [
     *sorted((ROOT / "docs" / "methods").glob("*.md")),
 ]
 GENERATOR = [sys.executable, str(ROOT / "docs" / "generate_methods.py")]
-TOOLKITS = ("horovod", "keras", "tensorflow", "torch")
+TOOLKITS = ("horovod", "keras", "ray", "tensorflow", "torch")
 
 
 def scripts():

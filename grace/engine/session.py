@@ -361,8 +361,10 @@ class Grace:
 
     def abandon(self) -> None:
         """Drop a step that was begun: wait for what is under way, and keep neither means nor state."""
-        self._exchange.abandon()
-        self._next_exchange()
+        try:
+            self._exchange.abandon()
+        finally:  # also where a message that is waited for is lost
+            self._next_exchange()
 
     def abort(self, reason: str) -> NoReturn:
         """Give up the step under way: all workers raise RuntimeError with the reason, and keep the state that was.

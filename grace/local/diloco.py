@@ -1,0 +1,635 @@
+"""DiLoCo: each worker trains by itself, and what its parameters moved is exchanged every H steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from grace.backends import Backend, backend_of
+from grace.core import Array, Transport, name_of
+from grace.core.collectives import Reduce
+from grace.engine.buckets import Tensor
+from grace.engine.options import Options
+from grace.engine.report import Report
+from grace.engine.reshard import host
+from grace.engine.session import FLOATS, Grace
+from grace.engine.state_store import exported
+from grace.local.settings import Settings
+
+FORMAT = 1
+"""Of `DiLoCo.state_dict`."""
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a toolkit's parameters are read and written. By default they are arrays that can be written to."""
+
+    read: Callable[[Any], Array] = lambda parameter: parameter
+    """The array of a parameter. It may change with it."""
+    write: Callable[[Any, Array], None] | None = None
+    """Put an array of its dtype and shape into a parameter."""
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """A context for all arithmetic."""
+
+
+@dataclass
+class _Flight:
+    """An exchange under way."""
+
+    fragments: tuple[int, ...]
+    deltas: dict[str, Array]
+    """The pseudo-gradients that were handed in, where a checkpoint may need them."""
+    side: tuple[Array, ...]
+    """What is averaged as it is beside them: this worker's weight, buffers."""
+    arrive: Callable[[], list[Any]] | None = None
+    """Waits for the means of ``side``."""
+    rounds: int = 0
+    """How many rounds have arrived."""
+    background: Future[None] | None = None
+    """The whole exchange, where a toolkit's own messages block."""
+    names: list[str] = field(default_factory=list)
+
+
+class DiLoCo:
+    """Local training: a worker steps its own optimizer; every H steps pseudo-gradients are averaged through a Grace.
+
+    The base is what all workers agreed on last. A fragment's pseudo-gradient is its base minus the worker's parameters.
+    Its mean, through any compressor, memory and communicator, goes to an outer optimizer, which moves the base; the
+    worker's parameters become the base, or a mixture with it. An exchange that fails changes nothing, and since the
+    next pseudo-gradient is relative to the same base, it contains what the lost one would have carried.
+
+    ``grace``: carries pseudo-gradients, in float32 (float64 for float64 parameters); bases and outer momentum have that
+    dtype, also for parameters of 16 bits. The settings are those of `Settings`. ``weights``: this worker's weight in
+    the mean, a positive number near 1, or a function that gives one at each exchange, such as the tokens since the last
+    one divided by those expected. ``on_host``: bases and momentum stay in the host's memory, as NumPy arrays.
+
+    The integrations (`grace.torch.local`, `grace.tensorflow.LocalCallback`) drive it; so may you: `build` once, `step`
+    after each step of the optimizer, `finish` before evaluation and export. Every worker must make the same calls.
+    Raises TypeError and ValueError, naming the remedy, for settings that cannot work.
+
+    Douillard et al., "DiLoCo", 2023, arXiv:2311.08105, algorithm 1; Douillard et al., "Streaming DiLoCo", 2025,
+    arXiv:2501.18512, section 2, for fragments, delay and mixture.
+    """
+
+    def __init__(
+        self,
+        grace: Grace,
+        sync_every: int,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        fragments: int | Sequence[Sequence[str]] = 1,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+        weights: float | Callable[[], float] | None = None,
+        on_host: bool = False,
+    ):
+        _check_grace(grace, outer_momentum)
+        schedule = (fragments, fragment_sync_delay, fragment_update_alpha)
+        self.settings = Settings(sync_every, outer_lr, outer_momentum, nesterov, *schedule)
+        self.grace = grace
+        """Carries the pseudo-gradients."""
+        self._weights, self._on_host = weights, on_host
+        self._access = Access()
+        self._parameters: dict[str, Any] = {}
+        self._buffers: dict[str, Any] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._fragments: list[tuple[str, ...]] = []
+        self._base: dict[str, Any] = {}
+        self._momentum: dict[str, Any] = {}
+        self._steps = self._first_step = 0  # inner steps in all, and when this object began
+        self._inner = 0  # k: inner steps since the last landing
+        self._landed = 0  # n
+        self._apart = False  # parameters may differ from the base
+        self._flight: _Flight | None = None
+        self._rounds = 0  # of an exchange, once it is known
+        self._side_bytes = self._skipped = 0
+        self._settled = False
+        self._waiting: tuple[State, ...] = ()  # states that were loaded before `build`
+        self._executor: ThreadPoolExecutor | None = None
+
+    # -- what a Grace has too, for checkpoints and elastic jobs ------------------------------------------------------
+    @property
+    def transport(self) -> Transport:
+        """Carries messages: the Grace's."""
+        return self.grace.transport
+
+    @property
+    def options(self) -> Options:
+        """The Grace's options."""
+        return self.grace.options
+
+    @property
+    def rank(self) -> int:
+        return self.grace.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.grace.world_size
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters, in the order in which they were built."""
+        return list(self._tensors)
+
+    # -- progress ----------------------------------------------------------------------------------------------------
+    @property
+    def steps(self) -> int:
+        """Inner steps in all, across resumed runs."""
+        return self._steps
+
+    @property
+    def landed(self) -> int:
+        """Exchanges of a fragment that have landed."""
+        return self._landed
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an exchange is under way."""
+        return self._flight is not None
+
+    @property
+    def fragments(self) -> list[tuple[str, ...]]:
+        """The names in each fragment, in the order of their turns."""
+        return list(self._fragments)
+
+    @property
+    def built(self) -> bool:
+        """Whether `build` has seen the parameters."""
+        return bool(self._tensors)
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+    def build(
+        self,
+        parameters: Mapping[str, Any] | Iterable[tuple[str, Any]],
+        buffers: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+        access: Access | None = None,
+    ) -> None:
+        """Take the parameters, once, before the first step; the base begins as their values, the same on all workers.
+
+        ``buffers``: arrays that are no parameters and are averaged once in H steps, such as the moving means of
+        BatchNorm; what is no float among them stays each worker's own. ``access``: how they are read and written.
+        """
+        named = dict(parameters)
+        if self.built:
+            raise RuntimeError("built already: make one DiLoCo for all parameters, and build it once")
+        if not named:
+            raise ValueError("there are no parameters: pass named_parameters")
+        access = access or Access()
+        with access.inside():
+            values = {name: access.read(parameter) for name, parameter in named.items()}
+            xp = backend_of(next(iter(values.values())))
+            if xp.tracing:
+                raise RuntimeError("local training is no part of a graph: call build outside of tf.function")
+            tensors = {name: Tensor(name, xp.shape(value), xp.dtype(value)) for name, value in values.items()}
+            if odd := [tensor for tensor in tensors.values() if tensor.dtype not in FLOATS]:
+                raise TypeError(f"{odd[0].name!r} has dtype {odd[0].dtype}: only {', '.join(FLOATS)} can be averaged")
+            fragments = self.settings.split({name: tensor.nbytes for name, tensor in tensors.items()})
+            base = {name: xp.copy(xp.cast(value, _wide(xp.dtype(value)))) for name, value in values.items()}
+            for names in fragments:  # each by itself, so that no message and no bucket spans two
+                self.grace.build({name: base[name] for name in names})
+            self._access, self._parameters, self._tensors, self._fragments = access, named, tensors, fragments
+            extra = {name: access.read(buffer) for name, buffer in dict(buffers).items()}
+            self._buffers = {n: buffer for n, buffer in dict(buffers).items() if xp.dtype(extra[n]) in FLOATS}
+            self._base = {name: self._stored(value) for name, value in base.items()}
+            if self.settings.outer_momentum:
+                zeros = {name: xp.zeros(xp.shape(value), xp.dtype(value)) for name, value in base.items()}
+                self._momentum = {name: self._stored(value) for name, value in zeros.items()}
+        if self._waiting:
+            states, self._waiting = self._waiting, ()
+            self.load_state_dict(*states)
+
+    @property
+    def _xp(self) -> Backend:
+        return self.grace.xp
+
+    def _stored(self, value: Array) -> Any:
+        return self._xp.to_numpy(value) if self._on_host else value
+
+    def _array(self, stored: Any) -> Array:
+        return self._xp.asarray(stored, str(stored.dtype)) if self._on_host else stored
+
+    def _theta(self, name: str) -> Array:
+        # A parameter as it is now, in the dtype of its base.
+        return self._xp.cast(self._access.read(self._parameters[name]), _wide(self._tensors[name].dtype))
+
+    def _put(self, handle: Any, value: Array, dtype: str) -> None:
+        value = self._xp.cast(value, dtype)
+        if self._access.write is None:
+            self._xp.write(handle, value)
+        else:
+            self._access.write(handle, value)
+
+    def settle(self) -> None:
+        """Compare settings, place and base with the other workers. Done before the first step, when all are there.
+
+        Raises ValueError on all of them, naming the difference.
+        """
+        self.grace.settle()
+        self._settled = True
+        if self.transport.size == 1 or self.transport.lockstep:
+            return
+        base = 0
+        for value in self._base.values():
+            base = zlib.crc32(self._xp.to_numpy(self._array(value)).tobytes(), base)
+        buffers = {name: self._xp.shape(self._access.read(buffer)) for name, buffer in self._buffers.items()}
+        mine = {
+            "settings": repr(self.settings) + ", with weights" * (self._weights is not None),
+            "buffers": str(buffers),
+            "inner steps": f"{self._steps}, {self._inner} since the last landing",
+            "parameters": f"values with sum {base:08x}",
+        }
+        remedies = {
+            "inner steps": "Load checkpoints of one step",
+            "parameters": "Begin from the same: grace.torch.broadcast_parameters or BroadcastCallback",
+        }
+        texts = [json.loads(text) for text in self.transport.exchange(json.dumps(mine))]
+        for worker, theirs in enumerate(texts):
+            for key, value in texts[0].items():
+                if theirs[key] != value:
+                    raise ValueError(
+                        f"worker 0 and worker {worker} differ in their {key}: {value} and {theirs[key]}. "
+                        + remedies.get(key, "Use the same on every worker")
+                    )
+
+    # -- an inner step -----------------------------------------------------------------------------------------------
+    def step(self) -> None:
+        """The worker's optimizer has stepped: count it, and start or land the exchange whose time has come.
+
+        Raises what the transport or the method raises. Then the exchange is dropped: parameters, base, momentum and
+        residuals are as before it, and H / P steps later the same fragment has its turn again.
+        """
+        for _ in self.stepping():
+            pass
+
+    def stepping(self) -> Iterator[None]:
+        """`step`, for several workers of one process: see `in_turn`."""
+        self._require_built()
+        if not self._settled:
+            self.settle()
+        settings = self.settings
+        self._steps += 1
+        self._inner += 1
+        self._apart = True
+        started = settings.slot - settings.fragment_sync_delay
+        if self._inner == started:
+            self._launch((self._landed % settings.parts,))
+            yield
+        if self._flight is None:
+            return
+        if self._inner < settings.slot:
+            # Later rounds leave when one before has been waited for: at equal distances, as far as rounds are known.
+            elapsed = self._inner - started
+            while self._flight.rounds < self._rounds * elapsed // settings.fragment_sync_delay:
+                self._advance()
+                yield
+            return
+        while not self._advance():
+            yield
+        self._land(settings.fragment_update_alpha)
+
+    def finish(self) -> None:
+        """Land what is under way and exchange everything once more: then all workers' parameters are the base.
+
+        Call it before evaluation and export; training may go on afterwards. Raises as `step`.
+        """
+        for _ in self.finishing():
+            pass
+
+    def finishing(self) -> Iterator[None]:
+        """`finish`, for several workers of one process: see `in_turn`."""
+        self._require_built()
+        if not self._settled:
+            self.settle()
+        if self._flight is not None:
+            while not self._advance():
+                yield
+            self._land(self.settings.fragment_update_alpha)
+        if self._apart:
+            self._launch(tuple(range(self.settings.parts)))
+            yield
+            while not self._advance():
+                yield
+            self._land(0.0)
+
+    def _require_built(self) -> None:
+        if not self.built:
+            raise RuntimeError("call build(named_parameters) first: nothing is known about the parameters yet")
+
+    # -- an exchange -------------------------------------------------------------------------------------------------
+    def _launch(self, fragments: tuple[int, ...]) -> None:
+        xp = self._xp
+        with self._dropped_on_error():
+            weight = self._weight()
+            deltas = {}
+            for name in (name for number in fragments for name in self._fragments[number]):
+                delta = self._array(self._base[name]) - self._theta(name)
+                deltas[name] = delta if weight is None else delta * weight
+            side = [] if weight is None else [xp.asarray([weight], "float32")]
+            if fragments[-1] == self.settings.parts - 1:
+                for buffer in self._buffers.values():
+                    value = self._access.read(buffer)
+                    value = xp.copy(xp.cast(value, _wide(xp.dtype(value))))
+                    side.append(value if weight is None else value * weight)
+            self._start(fragments, deltas, tuple(side))
+
+    def _start(self, fragments: tuple[int, ...], deltas: dict[str, Array], side: tuple[Array, ...]) -> None:
+        delayed = self.settings.fragment_sync_delay > 0
+        flight = _Flight(fragments, deltas if delayed else {}, side, names=list(deltas))
+        self._flight = flight
+
+        def leave() -> None:
+            if side:  # two objects may exchange at a time: the name is that of a tensor
+                flight.arrive = self.transport.start([Reduce(side, "mean")], f"local.{flight.names[0]}")
+            self.grace.launch(deltas, spent=not delayed)
+
+        def travel() -> None:
+            leave()
+            while not self.grace.advance():
+                pass
+
+        if delayed and self._xp.traced and not self.transport.lockstep:
+            # Horovod's operations in TensorFlow block. It matches messages by name, so another thread may wait.
+            self._executor = self._executor or ThreadPoolExecutor(1, "grace.local")
+            flight.background = self._executor.submit(travel)
+        else:
+            leave()
+
+    def _advance(self) -> bool:
+        # One round. True when nothing is left to exchange.
+        flight = self._flight
+        assert flight is not None
+        with self._dropped_on_error():
+            if flight.background is not None:
+                flight.background.result()
+                return True
+            flight.rounds += 1
+            done = self.grace.advance()
+        if done:
+            self._rounds = max(self._rounds, flight.rounds)
+        return done
+
+    def _land(self, alpha: float) -> None:
+        flight, xp, settings = self._flight, self._xp, self.settings
+        assert flight is not None
+        together = len(flight.fragments) > 1
+        last = together or flight.fragments[0] == settings.parts - 1
+        with self._dropped_on_error():
+            side: list[Array] = list(flight.arrive()[0]) if flight.arrive is not None else []
+            # A step of the Grace is a turn of all fragments, so that methods that alternate do so for each of them.
+            self.grace.land(last=last)
+        with self._access.inside(), xp.quiet():
+            weight = side.pop(0) if self._weights is not None else None
+            found = {}
+            for name in flight.names:
+                mean = self.grace.mean(name)
+                if not xp.finite(mean):  # on all workers alike, and the Grace has left its state as it was
+                    continue
+                mean = mean if weight is None else mean / xp.cast(weight, xp.dtype(mean))
+                momentum = self._array(self._momentum[name]) if name in self._momentum else None
+                base, momentum = settings.outer_step(self._array(self._base[name]), momentum, mean)
+                mixed = base if alpha == 0 else (1 - alpha) * base + alpha * self._theta(name)
+                found[name] = base, momentum, mixed
+            for name, (base, momentum, mixed) in found.items():
+                self._base[name] = self._stored(base)
+                if momentum is not None:
+                    self._momentum[name] = self._stored(momentum)
+                self._put(self._parameters[name], mixed, self._tensors[name].dtype)
+            for buffer, mean in zip(self._buffers.values(), side, strict=False):
+                mean = mean if weight is None else mean / xp.cast(weight, xp.dtype(mean))
+                self._put(buffer, mean, xp.dtype(self._access.read(buffer)))
+        self._side_bytes += sum(int(xp.nbytes(each)) for each in flight.side)
+        self._flight = None
+        self._inner = 0
+        self._landed += 0 if together else 1
+        self._apart = alpha > 0 or not (together or settings.parts == 1)
+        if skipped := [name for name in flight.names if name not in found]:
+            if not self._skipped:
+                warnings.warn(
+                    f"the mean of {skipped[0]!r} is not finite, so that its base stays as it was, here and on all "
+                    "workers: some worker's parameters are not finite. report().skipped counts such landings",
+                    stacklevel=4,
+                )
+            self._skipped += len(skipped)
+
+    def _weight(self) -> float | None:
+        weights = self._weights
+        weight = weights() if callable(weights) else weights
+        if weight is not None and not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"weights: {weight!r} must be a positive number, near 1")
+        return weight if weight is None else float(weight)
+
+    @contextmanager
+    def _dropped_on_error(self) -> Iterator[None]:
+        # What was not sent is in the next pseudo-gradient, which is relative to the same base.
+        try:
+            with self._access.inside(), self._xp.quiet():
+                yield
+        except BaseException:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        flight, self._flight = self._flight, None
+        self._inner = 0
+        if flight is None:
+            return
+        if flight.background is not None:
+            wait([flight.background])
+        with suppress(Exception):  # whoever is lost is lost for what was sent before, too
+            self.grace.abandon()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+    def global_state(self) -> dict[str, Any]:
+        """What all workers have alike: the base, which is the model they train, and the outer momentum, by name.
+
+        Arrays of the host (PyTorch: tensors on the CPU; else NumPy), float32, or float64 for float64 parameters.
+        """
+        return {"base": self._exported(self._base), "momentum": self._exported(self._momentum)}
+
+    def _exported(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: exported(self._array(array), self._xp) for name, array in arrays.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state of this worker but its parameters and its optimizer, which it saves itself: also between landings,
+        and of an exchange that is under way, which leaves again when it is loaded.
+
+        `grace.checkpoint.save` writes it to files. RuntimeError before `build`.
+        """
+        self._require_built()
+        flight = self._flight
+        if flight is not None and flight.background is not None:
+            wait([flight.background])
+        return {
+            "format": FORMAT,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "step": self._steps,
+            "settings": repr(self.settings),
+            "inner": self._inner,
+            "landed": self._landed,
+            "apart": self._apart,
+            "rounds": self._rounds,
+            **self.global_state(),
+            "sent": {} if flight is None else self._exported(flight.deltas),
+            "side": [] if flight is None else [exported(each, self._xp) for each in flight.side],
+            "grace": self.grace.state_dict(),
+        }
+
+    def check_state(self, *states: State, lost: bool = False) -> None:
+        """Raise ValueError, naming the difference, for states that `load_state_dict` cannot take."""
+        for state in states:
+            if state.get("format") != FORMAT or "base" not in state:
+                raise ValueError(
+                    f"this is no state of local training that this version of grace reads (format {state.get('format')!r})"
+                )
+            if state["settings"] != repr(self.settings):
+                raise ValueError(
+                    f"this state belongs to {state['settings']}, but this is {self.settings!r}: use the same settings"
+                )
+            if (state["step"], state["landed"]) != (states[0]["step"], states[0]["landed"]):
+                raise ValueError(
+                    f"states of steps {states[0]['step']} and {state['step']}: load states that were saved together"
+                )
+            if self.built:
+                mine = {name: tensor.shape for name, tensor in self._tensors.items()}
+                theirs = {name: tuple(array.shape) for name, array in state["base"].items()}
+                if mine != theirs:
+                    odd = sorted(mine.items() ^ theirs.items())[0]
+                    raise ValueError(f"this state belongs to another model: {odd} is in one of them only")
+        self.grace.check_state(*(state["grace"] for state in states), lost=lost)
+
+    def load_state_dict(self, *states: State) -> None:
+        """Continue from a `state_dict`: this worker's own, or, where the number of workers has changed, those of all
+        workers of the run before, on every worker, at any inner step.
+
+        Load the worker's parameters and its optimizer first. With another number of workers an interval begins anew,
+        parameters become the base, and residuals follow their rules (`grace.core.Resize`). Before `build` they are kept
+        until the parameters are known. Raises ValueError, and changes nothing, where a state does not fit.
+        """
+        self.check_state(*states)
+        if not self.built:
+            self._waiting = states
+            return
+        self._drop()
+        own = [(state["rank"], state["world_size"]) for state in states] == [(self.rank, self.world_size)]
+        self.grace.load_state_dict(*(state["grace"] for state in states))
+        self._take(states[0])
+        if not own:
+            self._begin_interval()
+            return
+        self._inner, self._apart = states[0]["inner"], states[0]["apart"]
+        if sent := states[0]["sent"]:
+            with self._dropped_on_error():
+                deltas = {name: self._loaded(array) for name, array in sent.items()}
+                side = tuple(map(self._loaded, states[0]["side"]))
+                self._start((self._landed % self.settings.parts,), deltas, side)
+
+    def reset(self, transport: str | Transport | None = None, states: Sequence[State] = ()) -> None:
+        """Go on over another transport, with other workers; an exchange that was begun is dropped. As `Grace.reset`.
+
+        ``states``: the `state_dict` of every worker that was there before and is left, the same on all workers. A
+        worker that has just come takes base and momentum from them, its parameters become the base, and its residuals
+        are zero or, by their rule, a share of the others'. Every worker must make this call, and all begin an interval.
+        """
+        if states:
+            self.check_state(*states, lost=True)
+        joins = bool(states) and self._steps == 0 and states[0]["step"] > 0
+        self._drop()
+        self.grace.reset(transport, [state["grace"] for state in states])
+        self._settled = False
+        if states:
+            self._take(states[0])
+        self._first_step = self._steps
+        if joins:
+            self._begin_interval()
+
+    def _take(self, state: State) -> None:
+        # What all workers have alike.
+        with self._access.inside():
+            for mine, theirs in ((self._base, state["base"]), (self._momentum, state["momentum"])):
+                for name in mine:
+                    mine[name] = self._stored(self._loaded(theirs[name]))
+        self._first_step += state["step"] - self._steps
+        self._steps, self._landed, self._rounds = state["step"], state["landed"], state["rounds"]
+        self._inner, self._apart = 0, True
+
+    def _begin_interval(self) -> None:
+        with self._access.inside():
+            for name, parameter in self._parameters.items():
+                self._put(parameter, self._array(self._base[name]), self._tensors[name].dtype)
+        self._inner, self._apart = 0, False
+
+    def _loaded(self, array: Any) -> Array:
+        array = host(array)
+        return self._xp.copy(self._xp.asarray(array, str(array.dtype)))
+
+    # -- report ------------------------------------------------------------------------------------------------------
+    def report(self) -> Report:
+        """What was sent since this object was made, for each inner step; ``bytes_dense`` is what averaging gradients in
+        every step would have taken. ``skipped`` counts means that were not finite.
+        """
+        found, steps = self.grace.report(), self._steps - self._first_step
+        dense = {name: steps * tensor.nbytes for name, tensor in self._tensors.items()}
+        tensors = [replace(tensor, bytes_dense=dense[tensor.name]) for tensor in found.tensors]
+        settings = self.settings
+        turns = f", {settings.parts} fragments" if settings.parts > 1 else ""
+        notes = [found.exchange]
+        if settings.fragment_sync_delay and self._rounds > 1:
+            notes.append(
+                f"an exchange has {self._rounds} rounds, each of which leaves when the one before has been waited for"
+            )
+        return replace(
+            found,
+            steps=steps,
+            method=f"{found.method} every {settings.sync_every} steps{turns}",
+            bytes_sent=found.bytes_sent + self._side_bytes,
+            bytes_received=found.bytes_received + self._side_bytes,
+            bytes_dense=sum(dense.values()),
+            tensors=tensors,
+            skipped=self._skipped,
+            exchange="; ".join(filter(None, notes)),
+        )
+
+
+def in_turn(runs: Iterable[Iterator[None]]) -> None:
+    """Run workers of one process round by round, as their messages would arrive: ``in_turn(w.stepping() for w in ws)``.
+
+    For a `grace.transports.local.World`, to try settings without a network.
+    """
+    left = list(runs)
+    while left:
+        left = [run for run in left if next(run, left) is not left]
+
+
+def _wide(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"
+
+
+def _check_grace(grace: Any, outer_momentum: float) -> None:
+    if not isinstance(grace, Grace):
+        raise TypeError(
+            f"a Grace is needed, not {type(grace).__name__}: DiLoCo(grace_from_params({{...}}), sync_every=100), or "
+            "grace.local.from_params for a dictionary"
+        )
+    if grace.options.fuse != "tensor" or grace.options.nonfinite != "poison":
+        raise ValueError(
+            "local training leaves a tensor alone whose mean is not finite, and for that it must see each mean as it "
+            "is: use fuse='tensor' and nonfinite='poison', the defaults"
+        )
+    if grace.schedule is not None and grace.schedule.policy.switches_methods:
+        raise ValueError("compressor 'auto' times training steps, of which few exchange here: name a method")
+    if grace.names:
+        raise ValueError("this Grace averages tensors already: make one for local training alone")
+    if outer_momentum and grace.method.memory.includes_momentum:
+        warnings.warn(
+            f"memory {name_of(grace.method.memory)!r} has momentum of its own: set outer_momentum to 0", stacklevel=3
+        )

@@ -43,8 +43,8 @@ def SlowMo(grace: Grace, sync_every: int, outer_momentum: float, **settings: Any
 def Streaming(grace: Grace, sync_every: int, fragments: Any, fragment_sync_delay: int = 1, **settings: Any) -> DiLoCo:
     """Exchange fragments in turn while training goes on: `DiLoCo` with delay and fragment_update_alpha=0.5.
 
-    Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, arXiv:2501.18512, section 2. Its fragments
-    are layers at equal distances: list their names; a number makes contiguous ones.
+    Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, arXiv:2501.18512, section 2. Its
+    fragments are layers at equal distances: list their names; a number makes contiguous ones.
     """
     preset = {"fragments": fragments, "fragment_sync_delay": fragment_sync_delay, "fragment_update_alpha": 0.5}
     return DiLoCo(grace, sync_every, **{**preset, **settings})

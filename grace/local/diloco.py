@@ -489,7 +489,8 @@ class DiLoCo:
         for state in states:
             if state.get("format") != FORMAT or "base" not in state:
                 raise ValueError(
-                    f"this is no state of local training that this version of grace reads (format {state.get('format')!r})"
+                    f"this state has format {state.get('format')!r} or is none of local training, of which this "
+                    f"version of grace reads format {FORMAT}"
                 )
             if state["settings"] != repr(self.settings):
                 raise ValueError(

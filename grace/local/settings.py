@@ -28,7 +28,7 @@ class Settings:
     fragment_sync_delay: int = 0
     """Inner steps between the start of an exchange and its landing, in which it travels."""
     fragment_update_alpha: float = 0.0
-    """How much of its own parameters a worker retains at a landing: 0: it takes the base; 1: it goes on with its own."""
+    """How much of its own parameters a worker retains at a landing. 0: it takes the base; 1: its own."""
 
     def __post_init__(self) -> None:
         for key in ("sync_every", "fragment_sync_delay"):
@@ -49,8 +49,8 @@ class Settings:
             )
         if not 0 <= self.fragment_sync_delay < self.slot:
             raise ValueError(
-                f"fragment_sync_delay={self.fragment_sync_delay} must be in 0 .. {self.slot - 1}: one exchange is under "
-                f"way at a time, and a fragment has its turn every {self.slot} steps"
+                f"fragment_sync_delay={self.fragment_sync_delay} must be in 0 .. {self.slot - 1}: one exchange is in "
+                f"flight at a time, and a fragment has its turn every {self.slot} steps"
             )
         if not 0 <= self.fragment_update_alpha <= 1:
             raise ValueError(f"fragment_update_alpha={self.fragment_update_alpha} must be in 0 .. 1")

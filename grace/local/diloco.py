@@ -228,11 +228,24 @@ class DiLoCo:
         else:
             self._access.write(handle, value)
 
-    def settle(self) -> None:
-        """Compare settings, place and base with the other workers. Done before the first step, when all are there.
+    @property
+    def settled(self) -> bool:
+        """Whether base and settings were compared with the other workers'."""
+        return self._settled
 
-        Raises ValueError on all of them, naming the difference.
+    def settle(self) -> None:
+        """Begin: unless a step was made or a state was loaded, the base is what the parameters are now. Then compare
+        settings, place and base with the other workers. The integrations call it before the first step.
+
+        Raises ValueError on all workers, naming the difference.
         """
+        self._require_built()
+        if not self._steps:
+            with self._access.inside():
+                self._base = {name: self._stored(self._xp.copy(self._theta(name))) for name in self._tensors}
+        self._compare()
+
+    def _compare(self) -> None:
         self.grace.settle()
         self._settled = True
         if self.transport.size == 1 or self.transport.lockstep:
@@ -274,7 +287,7 @@ class DiLoCo:
         """`step`, for several workers of one process: see `in_turn`."""
         self._require_built()
         if not self._settled:
-            self.settle()
+            self._compare()
         settings = self.settings
         self._steps += 1
         self._inner += 1
@@ -308,7 +321,7 @@ class DiLoCo:
         """`finish`, for several workers of one process: see `in_turn`."""
         self._require_built()
         if not self._settled:
-            self.settle()
+            self._compare()
         if self._flight is not None:
             while not self._advance():
                 yield

@@ -16,6 +16,8 @@ from grace.tensorflow.names import names_of
 def local_variables(local: DiLoCo, variables: Sequence[Any], others: Sequence[Any] = ()) -> None:
     """Have local training take variables, once, before the first step; then call ``local.step()`` after each one.
 
+    All workers begin from the same values.
+
     ``others``: variables that are not trained, of which floats (BatchNorm's moving means) are averaged once in H steps.
     Eagerly: RuntimeError inside a graph.
     """
@@ -55,6 +57,8 @@ class LocalCallback(keras.callbacks.Callback):
             raise ValueError("the model has no variables yet: give it an Input, or call it on a batch before fit")
         if not self._local.built:
             local_variables(self._local, trained, self.model.non_trainable_variables)
+        if not self._local.settled:
+            self._local.settle()
         if names_of(trained) != self._local.names:
             raise ValueError(
                 "the model has other trainable variables than local training began with: make a new DiLoCo"

@@ -22,10 +22,11 @@ def local(
 
     Gradients stay each worker's own. ``named_parameters``: as ``model.named_parameters()``; without them parameters are
     numbered in the optimizer's order. ``named_buffers``: as ``model.named_buffers()``: floats among them (BatchNorm's
-    moving means) are averaged once in H steps. ``hook``: False: call ``local.step()`` yourself after each batch, as
-    where a GradScaler skips the optimizer's step on some workers and not on others.
+    moving means) are averaged once in H steps. ``hook``: False: call ``local.settle()`` before the first batch and
+    ``local.step()`` after each one yourself, as where a GradScaler skips the optimizer's step on some workers only.
 
-    Every worker must make this call, and start from the same parameters. Raises TypeError and ValueError as
+    Every worker must make this call, and start from the same parameters: those of the first step count, so that they
+    may be broadcast after this call. Raises TypeError and ValueError as
     `DistributedOptimizer` for arguments and parameters of other kinds, and RuntimeError in a step whose optimizer has
     got other parameters.
     """
@@ -49,7 +50,12 @@ def local(
             )
         local.step()
 
+    def begin(*_: Any) -> None:
+        if not local.settled:
+            local.settle()
+
     if hook:
+        optimizer.register_step_pre_hook(begin)
         optimizer.register_step_post_hook(count)
     return optimizer
 

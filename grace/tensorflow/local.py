@@ -56,7 +56,7 @@ class LocalCallback(keras.callbacks.Callback):
         if not trained:
             raise ValueError("the model has no variables yet: give it an Input, or call it on a batch before fit")
         if not self._local.built:
-            local_variables(self._local, trained, self.model.non_trainable_variables)
+            local_variables(self._local, trained, self.model.non_trainable_weights)
         if not self._local.settled:
             self._local.settle()
         if names_of(trained) != self._local.names:

@@ -48,9 +48,9 @@ class _Flight:
     deltas: dict[str, Array]
     """The pseudo-gradients that were handed in, where a checkpoint may need them."""
     side: tuple[Array, ...]
-    """What is averaged as it is beside them: this worker's weight, buffers."""
+    """What is averaged as it is beside them: float32[3], a worker's landings, their square and its weight; buffers."""
     arrive: Callable[[], list[Any]] | None = None
-    """Waits for the means of ``side``."""
+    """Waits for the sums of ``side``."""
     rounds: int = 0
     """How many rounds have arrived."""
     background: Future[None] | None = None
@@ -106,7 +106,8 @@ class DiLoCo:
         self._base: dict[str, Any] = {}
         self._momentum: dict[str, Any] = {}
         self._steps = self._first_step = 0  # inner steps in all, and when this object began
-        self._inner = 0  # k: inner steps since the last landing
+        self._inner = 0  # k: inner steps of the slot under way
+        self._turns = 0  # slots that are over: fragments follow them, also where an exchange failed on some workers
         self._landed = 0  # n
         self._apart = False  # parameters may differ from the base
         self._flight: _Flight | None = None
@@ -257,7 +258,7 @@ class DiLoCo:
         mine = {
             "settings": repr(self.settings) + ", with weights" * (self._weights is not None),
             "buffers": str(buffers),
-            "inner steps": f"{self._steps}, {self._inner} since the last landing",
+            "inner steps": f"{self._steps}, {self._inner} of slot {self._turns}",
             "parameters": f"values with sum {base:08x}",
         }
         remedies = {
@@ -278,7 +279,7 @@ class DiLoCo:
         """The worker's optimizer has stepped: count it, and start or land the exchange whose time has come.
 
         Raises what the transport or the method raises. Then the exchange is dropped: parameters, base, momentum and
-        residuals are as before it, and H / P steps later the same fragment has its turn again.
+        residuals are as before it, and what it would have carried is in the fragment's next one, H steps later.
         """
         for _ in self.stepping():
             pass
@@ -292,22 +293,31 @@ class DiLoCo:
         self._steps += 1
         self._inner += 1
         self._apart = True
-        started = settings.slot - settings.fragment_sync_delay
-        if self._inner == started:
-            self._launch((self._landed % settings.parts,))
-            yield
-        if self._flight is None:
-            return
-        if self._inner < settings.slot:
-            # Later rounds leave when one before has been waited for: at equal distances, as far as rounds are known.
-            elapsed = self._inner - started
-            while self._flight.rounds < self._rounds * elapsed // settings.fragment_sync_delay:
-                self._advance()
+        started, ends = settings.slot - settings.fragment_sync_delay, self._inner == settings.slot
+        try:
+            if self._inner == started:
+                self._launch((self._turns % settings.parts,))
                 yield
-            return
-        while not self._advance():
-            yield
-        self._land(settings.fragment_update_alpha)
+            if self._flight is None:  # it is not time, or it failed
+                return
+            if not ends:
+                # Later rounds leave when one before has been waited for: at equal distances, as far as it is known how
+                # many there are.
+                elapsed = self._inner - started
+                while self._flight.rounds < self._rounds * elapsed // settings.fragment_sync_delay:
+                    self._advance()
+                    yield
+                return
+            while not self._advance():
+                yield
+            self._land(settings.fragment_update_alpha)
+        finally:
+            if ends:
+                self._end_slot()
+
+    def _end_slot(self) -> None:
+        self._inner = 0
+        self._turns += 1
 
     def finish(self) -> None:
         """Land what is under way and exchange everything once more: then all workers' parameters are the base.
@@ -326,12 +336,14 @@ class DiLoCo:
             while not self._advance():
                 yield
             self._land(self.settings.fragment_update_alpha)
+            self._end_slot()
         if self._apart:
             self._launch(tuple(range(self.settings.parts)))
             yield
             while not self._advance():
                 yield
             self._land(0.0)
+            self._inner = 0
 
     def _require_built(self) -> None:
         if not self.built:
@@ -346,7 +358,8 @@ class DiLoCo:
             for name in (name for number in fragments for name in self._fragments[number]):
                 delta = self._array(self._base[name]) - self._theta(name)
                 deltas[name] = delta if weight is None else delta * weight
-            side = [] if weight is None else [xp.asarray([weight], "float32")]
+            landed = float(self._landed % math.isqrt(2**24 // self.world_size))  # sums of squares are exact
+            side = [xp.asarray([landed, landed * landed, 1.0 if weight is None else weight], "float32")]
             if fragments[-1] == self.settings.parts - 1:
                 for buffer in self._buffers.values():
                     value = self._access.read(buffer)
@@ -360,8 +373,8 @@ class DiLoCo:
         self._flight = flight
 
         def leave() -> None:
-            if side:  # two objects may exchange at a time: the name is that of a tensor
-                flight.arrive = self.transport.start([Reduce(side, "mean")], f"local.{flight.names[0]}")
+            # Two objects may exchange at a time: the message has the name of a tensor.
+            flight.arrive = self.transport.start([Reduce(side, "sum")], f"local.{flight.names[0]}")
             self.grace.launch(deltas, spent=not delayed)
 
         def travel() -> None:
@@ -396,11 +409,13 @@ class DiLoCo:
         together = len(flight.fragments) > 1
         last = together or flight.fragments[0] == settings.parts - 1
         with self._dropped_on_error():
-            side: list[Array] = list(flight.arrive()[0]) if flight.arrive is not None else []
+            assert flight.arrive is not None
+            about, *side = flight.arrive()[0]
+            self._check_landings(about)
             # A step of the Grace is a turn of all fragments, so that methods that alternate do so for each of them.
             self.grace.land(last=last)
         with self._access.inside(), xp.quiet():
-            weight = side.pop(0) if self._weights is not None else None
+            weight = None if self._weights is None else about[2:] / self.world_size
             found = {}
             for name in flight.names:
                 mean = self.grace.mean(name)
@@ -416,13 +431,12 @@ class DiLoCo:
                 if momentum is not None:
                     self._momentum[name] = self._stored(momentum)
                 self._put(self._parameters[name], mixed, self._tensors[name].dtype)
-            for buffer, mean in zip(self._buffers.values(), side, strict=False):
-                mean = mean if weight is None else mean / xp.cast(weight, xp.dtype(mean))
-                self._put(buffer, mean, xp.dtype(self._access.read(buffer)))
+            for buffer, total in zip(self._buffers.values() if side else (), side, strict=True):
+                count = self.world_size if weight is None else xp.cast(about[2:], xp.dtype(total))
+                self._put(buffer, total / count, xp.dtype(self._access.read(buffer)))
         self._side_bytes += sum(int(xp.nbytes(each)) for each in flight.side)
         self._flight = None
-        self._inner = 0
-        self._landed += 0 if together else 1
+        self._landed += 1
         self._apart = alpha > 0 or not (together or settings.parts == 1)
         if skipped := [name for name in flight.names if name not in found]:
             if not self._skipped:
@@ -432,6 +446,16 @@ class DiLoCo:
                     stacklevel=4,
                 )
             self._skipped += len(skipped)
+
+    def _check_landings(self, about: Array) -> None:
+        # The same numbers on all workers, and exact: all of them raise.
+        landed, squares, _ = self._xp.to_numpy(about).tolist()
+        if landed * landed != self.world_size * squares:
+            raise RuntimeError(
+                f"the workers have landed different numbers of exchanges (this one {self._landed}): one failed on some "
+                "of them only, so that their bases differ. Load a checkpoint on all workers, or go on from the last "
+                "base by reset(transport, states)"
+            )
 
     def _weight(self) -> float | None:
         weights = self._weights
@@ -452,7 +476,6 @@ class DiLoCo:
 
     def _drop(self) -> None:
         flight, self._flight = self._flight, None
-        self._inner = 0
         if flight is None:
             return
         if flight.background is not None:
@@ -488,6 +511,7 @@ class DiLoCo:
             "step": self._steps,
             "settings": repr(self.settings),
             "inner": self._inner,
+            "turns": self._turns,
             "landed": self._landed,
             "apart": self._apart,
             "rounds": self._rounds,
@@ -509,7 +533,7 @@ class DiLoCo:
                 raise ValueError(
                     f"this state belongs to {state['settings']}, but this is {self.settings!r}: use the same settings"
                 )
-            if (state["step"], state["landed"]) != (states[0]["step"], states[0]["landed"]):
+            if state["step"] != states[0]["step"] or not (lost or state["landed"] == states[0]["landed"]):
                 raise ValueError(
                     f"states of steps {states[0]['step']} and {state['step']}: load states that were saved together"
                 )
@@ -525,7 +549,7 @@ class DiLoCo:
         """Continue from a `state_dict`: this worker's own, or, where the number of workers has changed, those of all
         workers of the run before, on every worker, at any inner step.
 
-        Load the worker's parameters and its optimizer first. With another number of workers an interval begins anew,
+        Load the worker's parameters and its optimizer first. With another number of workers a slot begins anew,
         parameters become the base, and residuals follow their rules (`grace.core.Resize`). Before `build` they are kept
         until the parameters are known. Raises ValueError, and changes nothing, where a state does not fit.
         """
@@ -538,33 +562,35 @@ class DiLoCo:
         self.grace.load_state_dict(*(state["grace"] for state in states))
         self._take(states[0])
         if not own:
-            self._begin_interval()
+            self._begin_slot()
             return
         self._inner, self._apart = states[0]["inner"], states[0]["apart"]
         if sent := states[0]["sent"]:
             with self._dropped_on_error():
                 deltas = {name: self._loaded(array) for name, array in sent.items()}
                 side = tuple(map(self._loaded, states[0]["side"]))
-                self._start((self._landed % self.settings.parts,), deltas, side)
+                self._start((self._turns % self.settings.parts,), deltas, side)
 
     def reset(self, transport: str | Transport | None = None, states: Sequence[State] = ()) -> None:
         """Go on over another transport, with other workers; an exchange that was begun is dropped. As `Grace.reset`.
 
         ``states``: the `state_dict` of every worker that was there before and is left, the same on all workers. A
-        worker that has just come takes base and momentum from them, its parameters become the base, and its residuals
-        are zero or, by their rule, a share of the others'. Every worker must make this call, and all begin an interval.
+        worker that has just come, or has not landed the last exchange, takes base and momentum from those that have,
+        and its parameters become the base. Residuals follow their rules: they are added up and divided among all. Every
+        worker must make this call, and all begin a slot.
         """
         if states:
             self.check_state(*states, lost=True)
-        joins = bool(states) and self._steps == 0 and states[0]["step"] > 0
+        newest = max(states, key=lambda state: state["landed"], default=None)
+        joins = newest is not None and (self._steps == 0 or self._landed != newest["landed"]) and newest["step"] > 0
         self._drop()
         self.grace.reset(transport, [state["grace"] for state in states])
-        self._settled = False
-        if states:
-            self._take(states[0])
+        self._settled, self._inner = False, 0
+        if newest is not None:
+            self._take(newest)
         self._first_step = self._steps
         if joins:
-            self._begin_interval()
+            self._begin_slot()
 
     def _take(self, state: State) -> None:
         # What all workers have alike.
@@ -573,10 +599,10 @@ class DiLoCo:
                 for name in mine:
                     mine[name] = self._stored(self._loaded(theirs[name]))
         self._first_step += state["step"] - self._steps
-        self._steps, self._landed, self._rounds = state["step"], state["landed"], state["rounds"]
-        self._inner, self._apart = 0, True
+        self._steps, self._turns, self._landed = state["step"], state["turns"], state["landed"]
+        self._rounds, self._inner, self._apart = state["rounds"], 0, True
 
-    def _begin_interval(self) -> None:
+    def _begin_slot(self) -> None:
         with self._access.inside():
             for name, parameter in self._parameters.items():
                 self._put(parameter, self._array(self._base[name]), self._tensors[name].dtype)

@@ -582,8 +582,11 @@ class DiLoCo:
         if states:
             self.check_state(*states, lost=True)
         newest = max(states, key=lambda state: state["landed"], default=None)
-        joins = newest is not None and (self._steps == 0 or self._landed != newest["landed"]) and newest["step"] > 0
-        self._drop()
+        own = [state for state in states if (state["rank"], state["world_size"]) == (self.rank, self.world_size)]
+        joins = newest is not None and (not self._steps or [s["landed"] for s in own] != [newest["landed"]])
+        flight, self._flight = self._flight, None  # nobody waits for messages of workers that are gone
+        if flight is not None and flight.background is not None:
+            wait([flight.background])
         self.grace.reset(transport, [state["grace"] for state in states])
         self._settled, self._inner = False, 0
         if newest is not None:

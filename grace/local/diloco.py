@@ -97,6 +97,7 @@ class DiLoCo:
         self.settings = Settings(sync_every, outer_lr, outer_momentum, nesterov, *schedule)
         self.grace = grace
         """Carries the pseudo-gradients."""
+        grace.learning_rate = lambda name: outer_lr  # for memories that ask for it
         self._weights, self._on_host = weights, on_host
         self._access = Access()
         self._parameters: dict[str, Any] = {}

@@ -511,7 +511,7 @@ def test_a_mean_that_is_not_finite_leaves_its_tensor_alone(xp):
 def resumable(transport, method="qsgd"):
     params = {**METHODS[method], "memory": "residual", "seed": 3}
     settings = {"fragments": 2, "fragment_sync_delay": 2, "fragment_update_alpha": 0.5, "weights": 1.0 + transport.rank}
-    return DiLoCo(grace_from_params(params, transport), 6, **settings)
+    return DiLoCo(grace_from_params(params, transport), 6, **settings, on_host=transport.rank == 1)
 
 
 def test_a_run_goes_on_from_any_inner_step_bit_for_bit(xp):
@@ -632,6 +632,8 @@ def test_pytorch_buffers_inference_mode_and_parameters_that_come_later():
     local = LocalSGD(grace_from_params(NONE), 2, fragments=2)
     grace.torch.local(optimizer, local, model.named_parameters(), model.named_buffers())
     assert list(local._buffers) == ["1.running_mean", "1.running_var"]
+    with torch.no_grad():
+        model[0].bias.fill_(7.0)  # as a broadcast does: the base is what the first step finds
 
     def batch():
         optimizer.zero_grad()
@@ -639,6 +641,7 @@ def test_pytorch_buffers_inference_mode_and_parameters_that_come_later():
         optimizer.step()
 
     batch()
+    assert torch.equal(local.global_state()["base"]["0.bias"], torch.full((3,), 7.0))
     with torch.inference_mode():
         local.finish()
     batch()  # what was made in inference mode could not be written to here

@@ -517,7 +517,7 @@ class DiLoCo:
             "apart": self._apart,
             "rounds": self._rounds,
             **self.global_state(),
-            "sent": {} if flight is None else self._exported(flight.deltas),
+            "sent": {} if flight is None else {n: exported(each, self._xp) for n, each in flight.deltas.items()},
             "side": [] if flight is None else [exported(each, self._xp) for each in flight.side],
             "grace": self.grace.state_dict(),
         }

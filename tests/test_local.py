@@ -716,7 +716,10 @@ def test_workers_in_other_processes(launcher, kind, size, tmp_path):
     assert found[0]["launch seconds"] < 0.25
     assert found[0]["step seconds"] < 0.25
     assert found[0]["land seconds"] > 0.2
+    if kind != "tensorflow":
+        assert found[0]["under way"] >= 0.1  # the trace has messages that travel for two steps of 0.05 s
     if kind == "torch":
-        assert found[0]["lost"] == "ConnectionError"
-        assert found[0]["unchanged"]
-        assert found[0]["goes on"]
+        for worker in found[:-1]:
+            assert re.search(r"has lost another one|has waited 5 s", worker["lost"])
+            assert worker["unchanged"]
+            assert worker["goes on"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from launch import launch
-from methods import backend, normal
+from methods import BACKENDS, backend, normal
 
 import grace
 from grace import checkpoint, grace_from_params
@@ -173,13 +173,17 @@ def test_exchanging_in_every_step_is_synchronous_sgd():
         assert np.abs(worker.numpy("w") - synchronous).max() <= 1e-15 * np.abs(synchronous).max()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_base_and_momentum_are_equal_everywhere_after_every_landing(method, xp):
+# TensorFlow is slow here, and its real workers run the others.
+@pytest.mark.parametrize(
+    "method, name",
+    [(method, name) for method in METHODS for name in BACKENDS if name != "tensorflow" or method == "topk"],
+)
+def test_base_and_momentum_are_equal_everywhere_after_every_landing(method, name):
     def make(transport):
         grc = grace_from_params(METHODS[method], transport)
         return DiLoCo(grc, 4, fragments=2, fragment_sync_delay=1, fragment_update_alpha=0.25)
 
-    workers = team(xp, 3, START, make)
+    workers = team(backend(name), 3, START, make)
     for t in range(8):
         step(workers, lambda rank, t=t: drift(t, rank, SHAPES))
         states = [worker.local.global_state() for worker in workers]
@@ -701,9 +705,7 @@ def test_workers_in_other_processes(launcher, kind, size, tmp_path):
         for key, (delay, alpha) in [(f"fixture {d} {a}", (d, a)) for d, a in worker["fixtures"]]:
             assert np.array_equal(worker[key], np.array(FIXTURES[delay, alpha])[:, : len(worker[key][0])]), key
         assert worker["finished"]
-        assert re.search(
-            r"differ in their parameters: values with sum \w+ and \w+. Begin from the same", worker["start"]
-        )
+        assert re.search(r"differ in their parameters: .* Begin from the same: .*broadcast", worker["start"])
     for group in {worker["group"] for worker in found}:
         mine = [worker for worker in found if worker["group"] == group]
         for name, history in mine[0]["pair"].items():

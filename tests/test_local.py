@@ -174,10 +174,10 @@ def test_exchanging_in_every_step_is_synchronous_sgd():
 
 
 # TensorFlow is slow here, and its real workers run the others.
-@pytest.mark.parametrize(
-    "method, name",
-    [(method, name) for method in METHODS for name in BACKENDS if name != "tensorflow" or method == "topk"],
-)
+LANDINGS = [(method, name) for method in METHODS for name in BACKENDS if name != "tensorflow" or method == "topk"]
+
+
+@pytest.mark.parametrize("method, name", LANDINGS)
 def test_base_and_momentum_are_equal_everywhere_after_every_landing(method, name):
     def make(transport):
         grc = grace_from_params(METHODS[method], transport)

@@ -223,4 +223,5 @@ if kind == "torch":
 save(out, rank, found)
 if kind == "torch":
     leave_gloo()
-hvd.barrier()
+elif kind == "horovod":
+    hvd.barrier()  # the first worker that ends would shut Horovod down for the other group

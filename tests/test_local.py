@@ -349,6 +349,9 @@ def test_fragments_are_runs_of_about_equal_bytes_or_as_listed():
         local = LocalSGD(grace_from_params(NONE), 4, fragments=fragments)
         local.build(START)
         assert local.fragments == wanted
+    local = LocalSGD(grace_from_params(NONE), 4, fragments=2)
+    local.build({"p": np.ones(5), "q": np.ones(5), "r": np.ones(10)})
+    assert local.fragments == [("p", "q"), ("r",)]
     for fragments, message in [
         ([["a", "b"], ["c"]], "lacks a parameter of the model, 'd'"),
         ([["a", "b", "c"], ["d", "e"]], "names a parameter that the model lacks, 'e'"),

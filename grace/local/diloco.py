@@ -499,7 +499,9 @@ class DiLoCo:
         """All state of this worker but its parameters and its optimizer, which it saves itself: also between landings,
         and of an exchange that is under way, which leaves again when it is loaded.
 
-        `grace.checkpoint.save` writes it to files. RuntimeError before `build`.
+        `grace.checkpoint.save` writes it to files: right after landings, or at least H / P + fragment_sync_delay steps
+        apart, since workers may be that far apart and their files must have a step in common. RuntimeError before
+        `build`.
         """
         self._require_built()
         flight = self._flight

@@ -59,6 +59,7 @@ ROUNDED = {"twostage": 1e-4, "allreduce, low rank": 1e-4}
 
 
 SETTLED = 2000  # steps in which libraries, and pages shared with the process that forked, find their size
+MEASURED = 300.0  # seconds of a run from which on its last life has to be long enough to measure memory
 
 
 @dataclass
@@ -100,6 +101,8 @@ class Found:
             bad.append(f"{self.different} digests differ")
         if self.hangs:
             bad.append(f"{self.hangs} workers hung")
+        if self.seconds > MEASURED and not self.longest:
+            bad.append(f"no life had {SETTLED + 20 * SAVE} steps: memory was not measured; run it for longer")
         if self.growth > 256:
             bad.append(f"memory grows by {self.growth:.0f} KiB in 1000 steps")
         return bad + self.unexpected
@@ -260,7 +263,7 @@ def _child(folder: Path, rank: int, life: int, seed: int) -> None:
     os._exit(0)  # gloo's threads may abort a clean-up
 
 
-def soak(seconds: float, folder: Path, seed: int = 0, rest: float = 0.55) -> Found:
+def soak(seconds: float, folder: Path, seed: int = 0, rest: float = 0.6) -> Found:
     """Run for so many seconds, the last ``rest`` of them without kills."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch  # noqa: F401 - once, so that a restart is a fork; nothing is run here, so there are no threads

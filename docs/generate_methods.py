@@ -1,7 +1,9 @@
-"""Writes docs/methods.md from the registry: docstrings, fields, declarations, and bits counted by `grace.simulate`.
+"""Writes docs/methods.md, docs/methods/*.md, docs/memories.md and docs/communicators.md from the registry.
 
-python docs/generate_methods.py            # write the page
-python docs/generate_methods.py --check    # fail if it is not what would be written
+python docs/generate_methods.py            # write the pages
+python docs/generate_methods.py --check    # fail if they are not what would be written
+
+From docstrings, fields and declarations; bits are counted by `grace.simulate`.
 """
 
 from __future__ import annotations
@@ -13,10 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from grace import Combine
-from grace.cli.catalog import SHAPE, bits, describe, docstring, guarantee, sent, usual
-from grace.core.registry import Registry, communicators, compressors, memories
+from grace.cli.catalog import (
+    KINDS,
+    SHAPE,
+    bits,
+    describe,
+    docstring,
+    example,
+    guarantee,
+    keys,
+    literal,
+    meanings,
+    sent,
+    split,
+    usual,
+)
+from grace.core.registry import communicators, compressors
 
-PAGE = Path(__file__).with_name("methods.md")
+DOCS = Path(__file__).parent
 NOTES = {
     "threshold": "measured with `threshold=2.5758`, which 1% of such numbers reach",
     "sidco": "of the first step, whose one stage lets more than 1% of such numbers through; later about 0.64",
@@ -42,18 +58,16 @@ WHEN = {
     "chain": "When the values of a sparsifier should take fewer bits as well, and `qsparse` or `stc` is not the "
     "pair you want.",
     "chunktopk": "Large models that communicate seldom: a quarter of a bit per element, largest elements "
-    "found chunk by chunk, and `twostage` for many workers.",
-    "cltk": "Top-k for many workers whose gradients resemble each other: one of them chooses, so the traffic does "
-    "not grow with their number.",
+    "found chunk by chunk.",
+    "cltk": "Top-k for many workers whose gradients resemble each other: one of them chooses for all.",
     "demo": "Few bits for matrices whose neighbouring elements belong together. It transforms each chunk by two small "
     "matrix products.",
     "dettmers8": "Four times fewer bytes with small relative errors, also of elements far below the largest; with "
-    "`nf4` eight times fewer. Works in two stages.",
+    "`nf4` eight times fewer.",
     "dgc": "Ratios around 0.001 of large tensors: a sample finds the threshold, so that nothing large is sorted.",
     "eden": "The smallest error for 1 to 4 bits without a residual, however elements are distributed, for the price "
-    "of a transform of each block. Works in two stages.",
-    "efsignsgd": "32 times fewer bits. Set `block_size` (512, say) when a tensor holds parts of different magnitude, "
-    "and to be able to use `twostage`.",
+    "of a transform of each block.",
+    "efsignsgd": "32 times fewer bits. Set `block_size` (512, say) when a tensor holds parts of different magnitude.",
     "fp16": "Half the bytes through a plain allreduce, for any number of workers. Scale the loss if gradients are "
     "tiny or huge.",
     "fp8": "Eight bits with small relative errors over a wide range of magnitudes, in a format that accelerators have.",
@@ -95,7 +109,7 @@ WHEN = {
     "few large ones do not coarsen all steps.",
     "threshold": "When the scale of the gradients is known and steady. What it sends varies with the step: look at the "
     "report, since a low threshold sends more than the dense gradient.",
-    "topk": "Few, large elements carry most of the gradient, and workers are few: traffic grows with their number.",
+    "topk": "A few large elements carry most of the gradient. The simplest sparse method, and the usual baseline.",
     "wangni": "When sparse gradients must be unbiased, or no memory may be spent on a residual: large elements are "
     "always sent, small ones with a probability.",
     "decoupled_momentum": "With `demo`, whose default it is. Use an optimizer without momentum.",
@@ -116,52 +130,66 @@ WHEN = {
 }
 """When to use what. A method that is not named here cannot be documented. Memory "none" needs no advice."""
 
-HEAD = f"""<!-- Written by docs/generate_methods.py: change the docstrings or that script, not this page. -->
-# Methods
+MEMORIES = {
+    "dgc": "With sparse methods, in the place of the optimizer's momentum, which should then be 0.",
+    "efsignsgd": "Where the learning rate changes: what was held back keeps the rate of its time.",
+    "none": "With methods that are unbiased, exact, or votes; it is their default.",
+}
+"""The same of memories whose names are those of compressors, too."""
 
-What is registered, as its source says it. `grace methods` prints the same names and parameters on your machine.
+
+WRITTEN = "<!-- Written by docs/generate_methods.py: change the docstrings or that script, not this page. -->\n"
+
+METHODS = f"""{WRITTEN}# Methods
+
+One page for each compressor; [memories](memories.md) and [communicators](communicators.md) have a page of their own.
+`grace methods` prints the same names on your machine, `grace methods topk` one of them with its parameters.
 
 A method is a compressor with a memory; a communicator carries it. All parameters are keys of the dictionary that
 `grace_from_params` takes. Everything here runs on NumPy, PyTorch and TensorFlow from one definition.
+[Choose a method](choose.md) says where to begin.
 
-**Bits per element** are counted, not claimed: the bytes that one worker hands to the network for a float32
-tensor of {SHAPE[0]} x {SHAPE[1]} = 2^20 numbers of variance 1, with default parameters, over the default communicator
+{{table}}
+**Bits per element** are counted: the bytes that one worker hands to the network for a float32 tensor of
+{SHAPE[0]} x {SHAPE[1]} = 2^20 numbers of variance 1, with default parameters, over the default communicator
 (`grace.simulate`, 2 workers). Dense is 32.
 
-**Guarantees** are the ones that the classes declare, for n = 2^20 elements x and what is decoded x̂, in the worst case:
+## Guarantees
+
+Pages show what the classes declare, for n = 2^20 elements x and what is decoded x̂, in the worst case:
 *contraction d* means E‖x − x̂‖² ≤ (1 − d)‖x‖²; *variance w* means that the expectation of x̂ is x and
 E‖x − x̂‖² ≤ w‖x‖². A small d does not mean a large error on real gradients: it is what no gradient exceeds.
 
 In payloads, n is the number of elements and m the number of blocks.
 """
 
-MOVED = """Bits per element that one worker hands to the library and gets from it (`efsignsgd` with `block_size=512`).
-How often a byte then crosses a link is the library's choice: a ring allreduce sends and receives 2(N−1)/N times the
-tensor.
+MEMORY = f"""{WRITTEN}# Memories
+
+A memory adds to each gradient what earlier payloads did not carry, or keeps other state beside a compressor. Leave
+`memory` out, and it is the one that the [compressor](methods.md) names.
+
 """
 
-LIMIT = """What allgather and broadcast receive grows with the number of workers N, so they move fewer bytes than a
-dense ring allreduce only for methods of fewer than 64/N bits per element. See the [guide](guide.md#which-communicator).
+COMMUNICATOR = f"""{WRITTEN}# Communicators
+
+A communicator takes a gradient to its mean over all workers. Leave `communicator` out, and
+[the choice](guide.md#which-communicator) follows from the method and the workers.
+
+Bits per element that one worker hands to the library and gets from it (`efsignsgd` with `block_size=512`).
+How often a byte then crosses a link is the library's choice: a ring allreduce sends and receives 2(N−1)/N times the
+tensor.
+
+{{traffic}}
+What allgather and broadcast receive grows with the number of workers N, so they move fewer bytes than a
+dense ring allreduce only for methods of fewer than 64/N bits per element.
+
 """
 
 COMBINE = {
     Combine.GATHER: "payloads of all workers are needed",
-    Combine.MEAN: "payloads may be summed on the wire",
-    Combine.AGREED: "the workers agree on one payload while they compress",
+    Combine.MEAN: "payloads may be summed",
+    Combine.AGREED: "the workers agree on one payload while they compress, so that it may be summed",
 }
-
-
-def split(statements: list[str], names: set[str]) -> tuple[list[str], dict[str, str]]:
-    """Statements apart from what is said about parameters."""
-    plain, about = [], {}
-    for text in statements:
-        for part in re.split(r"(?=`\w+`: )|(?=State: )", text):
-            found = re.match(r"`(\w+)`: (.*)", part.strip())
-            if found and found[1] in names:
-                about[found[1]] = found[2].strip()
-            elif part.strip():
-                plain.append(part.strip())
-    return plain, about
 
 
 def linked(citation: str) -> str:
@@ -169,56 +197,126 @@ def linked(citation: str) -> str:
     return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", citation)
 
 
-def section(name: str, registry: Registry) -> str:
-    """One class."""
-    cls: Any = registry[name]
-    first, statements, citation = docstring(cls)
-    plain, about = split(statements, {field.name for field in fields(cls)})
-    lines = [f"### {name}", ""]
-    if others := registry.aliases(name):
-        lines += ["Also known as " + ", ".join(f"`{other}`" for other in others) + ".", ""]
-    lines += [first, ""]
+def advice(name: str, kind: str) -> str:
+    """When to use it."""
+    found = (MEMORIES.get(name) if kind == "memories" else None) or WHEN.get(name)
+    if found is None:
+        raise SystemExit(f"say in WHEN, in {Path(__file__).name}, when {name!r} is the right choice")
+    return found
+
+
+def described(name: str, kind: str) -> tuple[str, list[str], str]:
+    """What it does, what it sends and keeps, and its paper."""
+    first, statements, citation = docstring(KINDS[kind][name])
+    plain, _ = split(statements, keys(KINDS[kind][name]))
+    said = []
     for text in plain:
         start, colon, rest = text.partition(": ")
-        lines += [f"**{start}**: {rest}" if colon and start in ("Payload", "State") else text, ""]
-    if about.keys() or fields(cls):
-        lines += ["| parameter | default | |", "|---|---|---|"]
-        lines += [f"| `{f.name}` | `{f.default!r}` | {about.get(f.name, 'see above')} |" for f in fields(cls)]
-        lines += [""]
-    if registry is compressors:
-        made, (memory, communicator) = cls(), usual(cls)
-        note = f" ({NOTES[name]})" if name in NOTES else ""
-        shown = "`, from 3 workers on `".join(communicator.split(", ")).join("``")
-        cut = made.traits.block_size and not made.traits.variable_length and made.traits.combine is not Combine.AGREED
-        block = f"blocks of {made.traits.block_size}" if made.traits.block_size else "the whole tensor"
-        lines += [
-            f"- **Bits per element**: {bits(name):.4g}{note}",
-            f"- **Guarantee**: {guarantee(describe(name, compressors))}",
-            f"- **Default memory and communicator**: `{memory}`, {shown} ({COMBINE[made.traits.combine]})",
-            f"- **Statistics per**: {'element' if made.traits.block_size == 1 else block}"
-            + ("; blockwise, so `twostage` cuts its payload" if cut else ""),
-        ]
+        said.append(f"**{start}**: {rest}" if colon and start in ("Payload", "State") else text)
+    return first, said, linked(citation)
+
+
+def settings(name: str, kind: str) -> list[str]:
+    """A dictionary to copy, and what its keys mean."""
+    cls = KINDS[kind][name]
+    shown, known, about = example(name, kind), keys(cls), meanings(cls)
+    lines = [
+        "```python",
+        "params = {",
+        *(f'    "{key}": {literal(value)},' for key, value in shown.items()),
+        "}",
+        "```",
+        "",
+    ]
+    own = [key for key in about if key in known]
+    own += [field.name for field in fields(cls) if field.init and field.name not in own]
+    if own:
+        lines += ["| parameter | default | meaning |", "|---|---|---|"]
+        lines += [f"| `{key}` | `{literal(known[key])}` | {about.get(key, '')} |" for key in own] + [""]
+    return lines
+
+
+def traits(name: str) -> list[str]:
+    """The table of what a compressor promises."""
+    cls: Any = compressors[name]
+    made, entry, (memory, communicator) = cls(), describe(name, compressors), usual(cls)
+    note = f" ({NOTES[name]})" if name in NOTES else ""
+    block = f"blocks of {made.traits.block_size}" if made.traits.block_size else "the whole tensor"
+    cut = made.traits.block_size and not made.traits.variable_length and made.traits.combine is not Combine.AGREED
+    rows = [
+        ("class", made.traits.family),
+        ("bits per element", f"{bits(name):.4g}{note}"),
+        ("[guarantee](../methods.md#guarantees)", guarantee(entry)),
+        ("on the wire", COMBINE[made.traits.combine]),
+        ("length of the payload", "depends on the values" if made.traits.variable_length else "known beforehand"),
+        (
+            "statistics per",
+            "element" if made.traits.block_size == 1 else block + "; `twostage` may cut the payload" * bool(cut),
+        ),
+        ("memory by default", f"[`{memory}`](../memories.md#{anchor(memory)})"),
+        (
+            "communicator by default",
+            ", from 3 workers on ".join(f"[`{c}`](../communicators.md#{c})" for c in communicator.split(", ")),
+        ),
+        ("communicators that carry it", ", ".join(f"`{each}`" for each in entry.communicators or [])),
+        ("measured", "[kernels](../benchmarks.md#all-methods), [network lab](../benchmarks.md#every-method)"),
+    ]
+    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows), ""]
+
+
+def anchor(memory: str) -> str:
+    """The name of a memory's heading in a link."""
+    return "no-memory-none" if memory == "none" else memory
+
+
+def method(name: str) -> str:
+    """The page of one compressor."""
+    first, said, citation = described(name, "compressors")
+    also = compressors.aliases(name)
+    lines = [f"{WRITTEN}# {name}", "", first, ""]
+    if also:
+        lines += ["Also known as " + ", ".join(f"`{each}`" for each in also) + ".", ""]
+    when = re.sub(r"\]\((\w+\.md)", r"](../\1", advice(name, "compressors"))
+    lines += [f"**When to use it.** {when}", "", "## What it sends", ""]
+    for text in said:
+        lines += [text, ""]
+    lines += ["## Settings", "", *settings(name, "compressors"), "## Traits", "", *traits(name)]
     if citation:
-        lines.append(f"- **Paper**: {linked(citation)}")
-    if (name, registry) == ("none", memories):
-        pass
-    elif name in WHEN:
-        lines.append(f"- **When to use**: {WHEN[name]}")
-    else:
-        raise SystemExit(f"say in WHEN, in {Path(__file__).name}, when {name!r} is the right choice")
+        lines += ["## Paper", "", citation, ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def section(name: str, kind: str) -> str:
+    """A memory or a communicator."""
+    first, said, citation = described(name, kind)
+    heading = "no memory (none)" if (name, kind) == ("none", "memories") else name
+    lines = [f"## {heading}", "", first, "", f"**When to use it.** {advice(name, kind)}", ""]
+    for text in said:
+        lines += [text, ""]
+    lines += settings(name, kind)
+    if citation:
+        lines += [f"**Paper**: {citation}", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def overview() -> str:
     """The table of all compressors."""
     lines = [
-        "| compressor | class | bits per element | allreduce | default memory | communicator: 2 workers, more |",
+        "| compressor | class | bits per element | unbiased | memory | communicator: 2 workers, more |",
         "|---|---|---|---|---|---|",
     ]
     for name, cls in compressors.items():
-        (memory, communicator), family = usual(cls), cls().traits.family
-        summed = "yes" if communicator == "allreduce" else "no"
-        lines.append(f"| [{name}](#{name}) | {family} | {bits(name):.4g} | {summed} | {memory} | {communicator} |")
+        (memory, communicator), made = usual(cls), cls()
+        unbiased = "yes" if made.traits.unbiased else "no"
+        cells = (
+            f"[{name}](methods/{name}.md)",
+            made.traits.family,
+            f"{bits(name):.4g}",
+            unbiased,
+            memory,
+            communicator,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -237,27 +335,24 @@ def traffic() -> str:
     return "\n".join(lines) + "\n"
 
 
-def page() -> str:
-    """All of docs/methods.md."""
-    parts = [HEAD, "## Compressors\n", overview()]
-    parts += [section(name, compressors) for name in compressors]
-    parts += [
-        "## Memories\n",
-        *[section(name, memories).replace("### none", "### no memory (none)") for name in memories],
-    ]
-    parts += [
-        "## Communicators\n",
-        MOVED,
-        traffic(),
-        LIMIT,
-        *[section(name, communicators) for name in communicators],
-    ]
-    return "\n".join(parts)
+def pages() -> dict[Path, str]:
+    """All pages."""
+    found = {DOCS / "methods" / f"{name}.md": method(name) for name in compressors}
+    found[DOCS / "methods.md"] = METHODS.format(table=overview())
+    found[DOCS / "memories.md"] = MEMORY + "\n".join(section(name, "memories") for name in KINDS["memories"])
+    parts = "\n".join(section(name, "communicators") for name in communicators)
+    found[DOCS / "communicators.md"] = COMMUNICATOR.format(traffic=traffic()) + parts
+    return found
 
 
 if __name__ == "__main__":
-    text = page()
+    wanted, there = pages(), set((DOCS / "methods").glob("*.md"))
+    stale = [page for page, text in wanted.items() if not page.exists() or page.read_text(encoding="utf-8") != text]
+    stale += sorted(there - wanted.keys())
     if "--check" not in sys.argv:
-        PAGE.write_text(text)
-    elif PAGE.read_text() != text:
-        sys.exit("docs/methods.md is out of date: run python docs/generate_methods.py")
+        (DOCS / "methods").mkdir(exist_ok=True)
+        for page in stale:
+            page.write_text(wanted[page], encoding="utf-8") if page in wanted else page.unlink()
+    elif stale:
+        names = ", ".join(str(page.relative_to(DOCS)) for page in stale)
+        sys.exit(f"out of date: {names}: run python docs/generate_methods.py")

@@ -39,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # `grace.torch` and `grace.tensorflow` import their toolkit when they are first used.
+    # `grace.torch` and `grace.tensorflow` import their toolkit on first use.
     if name in ("torch", "tensorflow", "checkpoint", "elastic", "local") or f"grace.{name}" in ALIASES:
         return importlib.import_module(f"grace.{name}")
     raise AttributeError(f"module 'grace' has no attribute {name!r}")

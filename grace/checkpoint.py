@@ -1,9 +1,9 @@
-"""Files for the state of a Grace: one for each worker, written whole or not at all, read without running anything.
+"""Checkpoint files of a Grace: one per worker, written atomically, read without executing anything.
 
     grace.checkpoint.save(grc, "checkpoints")           # every worker, as often as you like
     step = grace.checkpoint.load(grc, "checkpoints")    # also with another number of workers
 
-A file is a zip archive of NumPy arrays and one JSON text. Nothing in it is executed, and what is damaged is refused.
+A file is a zip archive of NumPy arrays and one JSON text. Nothing in it is executed, and damaged files are rejected.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["from_bytes", "load", "save", "steps", "to_bytes"]
 
 META = "state.json"
 ARRAY = "$array"
-DAMAGED = (zipfile.BadZipFile, SyntaxError, TokenError)  # the last two of headers of arrays, which NumPy parses
-KINDS = "fiub"  # floats, integers, bools: what a state's arrays may hold
+DAMAGED = (zipfile.BadZipFile, SyntaxError, TokenError)  # the last two come from NumPy's parser of array headers
+KINDS = "fiub"  # floats, integers, bools: the dtypes allowed in a state
 FILE = re.compile(r"worker-(\d{5,})-of-(\d{5,})\.grace")
 FOLDER = re.compile(r"step-(\d{9,})")
 
@@ -37,9 +37,9 @@ FOLDER = re.compile(r"step-(\d{9,})")
 def save(grace: Grace, folder: str | os.PathLike[str], keep: int = 2) -> Path:
     """Write this worker's state below ``folder`` and return its file. Every worker calls this at the same step.
 
-    The file appears under its name only when all of it is on the disk, in a folder for the step. This worker's files of
-    older steps are then removed but for ``keep`` - 1 (0: keep all): with 2 or more there is a whole checkpoint of all
-    workers at every moment. Raises ValueError for ``keep`` = 1, which cannot promise that, and OSError.
+    The file appears under its name, in a folder per step, once it is completely on disk. Then all but ``keep`` - 1 of
+    this worker's older files are removed (0: keep all): with 2 or more, there is a complete checkpoint of all workers
+    at any time. Raises ValueError for ``keep`` = 1, which cannot guarantee that, and OSError.
     """
     if keep == 1 or keep < 0:
         raise ValueError(f"keep={keep!r} must be 0 (keep all) or at least 2: the last one may be incomplete elsewhere")
@@ -63,18 +63,18 @@ def save(grace: Grace, folder: str | os.PathLike[str], keep: int = 2) -> Path:
 
 
 def load(grace: Grace, folder: str | os.PathLike[str], step: int | None = None) -> int:
-    """Continue from what `save` wrote below ``folder``; returns the step. Every worker must make this call.
+    """Continue from files of `save` below ``folder``; returns the step. Every worker must make this call.
 
-    Takes the last step that all workers have, or ``step``. With as many workers as before each needs its own file
-    alone; with another number each needs those of all the workers before, and every array follows its rule
-    (`grace.core.Resize`). Raises FileNotFoundError if there is nothing, ValueError for files that are damaged, belong
-    to other settings or to another model: then nothing is changed, on any worker. Before the tensors are known (a DDP
-    hook learns them in its first pass) a worker takes the last step of which ``folder`` has the files of all, or else
-    its own last one; workers that loaded different steps all raise ValueError when the tensors are built.
+    Takes the last step that all workers have, or ``step``. With an unchanged number of workers, each reads only its own
+    file; otherwise each reads those of all previous workers, and every array follows its rule (`grace.core.Resize`).
+    Raises FileNotFoundError without a checkpoint, ValueError for files that are damaged, or belong to other settings or
+    another model: then nothing is changed, on any worker. Before the tensors are known (a DDP hook learns them in its
+    first pass), a worker takes the last step with files of all workers in ``folder``, or else its own last one; if
+    workers loaded different steps, all raise ValueError when the tensors are built.
     """
     found = _available(folder, grace.rank, grace.world_size)
     common = set(found).intersection(*map(json.loads, _exchange(grace, json.dumps(sorted(found)))))
-    if not grace.names:  # the others cannot be asked yet
+    if not grace.names:  # the other workers cannot be asked yet
         common = common.intersection(steps(folder)) or common
     chosen = max(common, default=None) if step is None else step
     if chosen not in common:
@@ -99,19 +99,19 @@ def load(grace: Grace, folder: str | os.PathLike[str], step: int | None = None) 
 
 
 def steps(folder: str | os.PathLike[str]) -> list[int]:
-    """The steps of which ``folder`` has the files of all workers, ascending."""
+    """The steps with files of all workers in ``folder``, ascending."""
     return [number for number, here in _numbered(folder) if _whole(here)]
 
 
 def numbers(folder: str | os.PathLike[str]) -> list[int]:
-    """The steps of which ``folder`` has files, of all workers or of some, ascending."""
+    """The steps with files of any worker in ``folder``, ascending."""
     return [number for number, _ in _numbered(folder)]
 
 
 def left_behind(
     folder: str | os.PathLike[str], step: int, here: Sequence[int], world_size: int
 ) -> list[dict[str, Any]]:
-    """What `save` wrote at a step for those of ``world_size`` workers that are not ``here``, where it is whole."""
+    """Saved states at a step of those among ``world_size`` workers that are not ``here``; skips unreadable files."""
     found = []
     for rank in set(range(world_size)) - set(here):
         path = Path(folder) / f"step-{step:09}" / _name(rank, world_size)
@@ -128,7 +128,7 @@ def to_bytes(state: Mapping[str, Any]) -> bytes:
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
-    """The inverse of `to_bytes`. Raises ValueError for what is damaged."""
+    """The inverse of `to_bytes`. Raises ValueError for damaged data."""
     return _read(io.BytesIO(data))
 
 
@@ -138,7 +138,7 @@ def _name(rank: int, size: int) -> str:
 
 
 def _listed(here: Path) -> list[Path]:
-    # Nothing where there is no folder, or where another worker has just taken it away.
+    # Empty if there is no folder, or if another worker has just removed it.
     try:
         return list(here.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -151,19 +151,19 @@ def _numbered(folder: str | os.PathLike[str]) -> list[tuple[int, Path]]:
 
 
 def _prune(folder: str | os.PathLike[str], name: str, keep: int) -> None:
-    # Other workers do the same meanwhile: a folder goes with the last file in it, and nobody minds who takes it away.
+    # Other workers do the same concurrently: whoever removes the last file removes the folder.
     folders = [here for _, here in _numbered(folder)]
     mine = [here for here in folders if (here / name).exists()]
     for old in folders[: folders.index(mine[-keep])] if len(mine) > keep else []:
         for file in _listed(old):
-            if file.name.lstrip(".").startswith(name):  # or what was begun when this worker was killed
+            if file.name.lstrip(".").startswith(name):  # also the partial file of a killed worker
                 file.unlink(missing_ok=True)
-        with suppress(OSError):  # something is left in it, or it is gone
+        with suppress(OSError):  # not empty, or already removed
             old.rmdir()
 
 
 def _whole(here: Path) -> list[Path]:
-    # The files of all workers of a run, if they are there.
+    # The files of all workers of a run, if complete.
     for size in sorted({int(match[2]) for each in _listed(here) if (match := FILE.fullmatch(each.name))}):
         paths = [here / _name(rank, size) for rank in range(size)]
         if all(path.exists() for path in paths):
@@ -172,7 +172,7 @@ def _whole(here: Path) -> list[Path]:
 
 
 def _available(folder: str | os.PathLike[str], rank: int, size: int) -> dict[int, list[Path]]:
-    # By step, what this worker would read.
+    # By step, the files that this worker would read.
     found = {}
     for number, here in _numbered(folder):
         own = here / _name(rank, size)
@@ -182,7 +182,7 @@ def _available(folder: str | os.PathLike[str], rank: int, size: int) -> dict[int
 
 
 def _exchange(grace: Grace, text: str) -> list[str]:
-    # Before the tensors are known there is no way to ask the others; `Grace.build` compares the steps that were loaded.
+    # Before the tensors are known, workers cannot be asked; `Grace.build` compares the loaded steps.
     return grace.transport.exchange(text) if grace.names else [text]
 
 
@@ -231,7 +231,7 @@ def _read_file(path: Path, step: int) -> dict[str, Any]:
 
 
 def _read(file: Any) -> dict[str, Any]:
-    # Whatever is wrong with the bytes, it comes out as ValueError.
+    # All errors in the data become ValueError.
     try:
         with zipfile.ZipFile(file) as archive:
             if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
@@ -249,7 +249,7 @@ def _filled(value: dict[str, Any], archive: zipfile.ZipFile) -> Any:
 
     if list(value) != [ARRAY]:
         return value
-    data = archive.read(f"{value[ARRAY]}.npy")  # checks its sum
+    data = archive.read(f"{value[ARRAY]}.npy")  # verifies its checksum
     stream = io.BytesIO(data)
     version = np.lib.format.read_magic(stream)
     if version != (1, 0):

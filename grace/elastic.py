@@ -1,4 +1,4 @@
-"""Horovod elastic: training goes on while workers come and go, and what they had not sent yet goes with it.
+"""Horovod elastic: training continues while workers join and leave, including their residuals.
 
     state = grace.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)    # or KerasState(model, epoch=0)
 
@@ -7,9 +7,9 @@
         ...
         state.commit()
 
-A state commits, restores and syncs what Horovod's own do, and all that a Grace keeps of its tensors. When the workers
-have changed, every array follows its rule (`grace.core.Resize`): residuals of the workers that are left are added up
-and divided among all. What is lost is what a worker held that is gone.
+A state commits, restores and syncs everything that Horovod's own states do, plus the state of a Grace. After a change
+of workers, every array follows its rule (`grace.core.Resize`): residuals of the remaining workers are added up and
+divided among all. Only the data of lost workers is lost.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from grace.transports import get_transport
 __all__ = ["KerasState", "TorchState", "run"]
 
 Folder = str | os.PathLike[str] | None
-# How TensorFlow tells of a lost worker: in Horovod's words where an operation had not begun, else in gloo's (with its
-# source file) or NCCL's, and there only the name of the operation, if that is ours, says whose it was.
+# TensorFlow's errors for a lost worker: Horovod's text if an operation had not begun, else gloo's (with its
+# source file) or NCCL's, in which only the operation's name shows that the error is ours.
 _LOST = re.compile(r"Horovod|gloo/transport/|\{\{node (\S*/)?grace\.")
 
 
 def TorchState(
     model: Any = None, optimizer: Any = None, grace: Grace | None = None, folder: Folder = None, **kwargs: Any
 ) -> Any:
-    """A horovod.torch.elastic.TorchState with a Grace in it.
+    """A horovod.torch.elastic.TorchState that includes a Grace.
 
-    ``grace``: by default that of the optimizer, if it is distributed. ``folder``: where every commit is written too, as
-    by `grace.checkpoint.save`, so that what a worker had committed outlives it: a new one for each job, on a disk (or
-    /dev/shm) that another worker of the machine, or all, can see. All else is as Horovod has it: more models,
-    optimizers and samplers by name, and plain objects. Make it before `run`; nothing is sent to other workers.
+    ``grace``: by default that of a distributed optimizer. ``folder``: write every commit there, too, as with
+    `grace.checkpoint.save`, so that a worker's commits outlive it. Use a new folder for each job, on a disk (or
+    /dev/shm) that another worker of the machine, or all workers, can read. Everything else is Horovod's: more models,
+    optimizers and samplers by name, and plain objects. Create it before `run`; it sends no messages.
     """
     return _torch_state()(model, optimizer, grace, folder, **kwargs)
 
@@ -54,21 +54,21 @@ def TorchState(
 def KerasState(
     model: Any, optimizer: Any = None, grace: Grace | None = None, folder: Folder = None, **kwargs: Any
 ) -> Any:
-    """As horovod.tensorflow.elastic.TensorFlowKerasState, for Keras 3 and with a Grace in it.
+    """As horovod.tensorflow.elastic.TensorFlowKerasState, for Keras 3 and with a Grace.
 
-    ``model``: built. ``optimizer``: by default that which the model was compiled with. ``grace``: by default that of
-    the optimizer, if it is distributed. ``folder``: as of `TorchState`. ``kwargs``: plain objects by name. A
-    tf.function of your own that averages gradients has to be made inside the function that `run` wraps: a graph is for
-    one number of workers, and raises InvalidArgumentError where there are others.
+    ``model``: built. ``optimizer``: by default the compiled model's. ``grace``: by default that of a distributed
+    optimizer. ``folder``: as in `TorchState`. ``kwargs``: plain objects by name. Create your own tf.functions that
+    average gradients inside the function that `run` wraps: a graph is valid for one number of workers, and raises
+    InvalidArgumentError with another.
     """
     return _keras_state()(model, optimizer, grace, folder, **kwargs)
 
 
 def run(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Run ``train(state, ...)`` again from the last commit whenever workers were lost, or have come.
+    """Run ``train(state, ...)`` again from the last commit whenever workers were lost or have joined.
 
-    As horovod.torch.elastic.run and horovod.tensorflow.elastic.run, which miss some of the errors that TensorFlow makes
-    of a lost worker. ``state``: a `TorchState` or `KerasState`.
+    As horovod.torch.elastic.run and horovod.tensorflow.elastic.run, which miss some of TensorFlow's errors for a lost
+    worker. ``state``: a `TorchState` or `KerasState`.
     """
 
     @functools.wraps(train)
@@ -87,7 +87,7 @@ def run(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plainly(train: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
-    # TensorFlow makes errors of its own of Horovod's. Others are the user's: to begin again would not end.
+    # TensorFlow wraps Horovod's errors in its own. Other errors are the user's: a restart would loop forever.
     from horovod.common.exceptions import HorovodInternalError
 
     try:
@@ -101,12 +101,12 @@ def _plainly(train: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -
 
 
 class _Carrying:
-    """What a Grace adds to a state of Horovod's; comes before that among the bases."""
+    """Adds a Grace to one of Horovod's states; comes before it among the bases."""
 
     toolkit = ""
 
     def carry(self, grace: Grace | None, optimizer: Any, folder: Folder) -> None:
-        """Take a Grace up, by default that of an optimizer."""
+        """Set the Grace, by default that of an optimizer."""
         if grace is None:
             held = getattr(optimizer, "_grace", None)
             grace = held if isinstance(held, Grace) else getattr(held, "grace", None)
@@ -117,8 +117,8 @@ class _Carrying:
             )
         self.grace, self._folder = grace, folder
         self._commits = [grace.state_dict()]  # the last two: a worker may die while others commit
-        self._restored = False  # what counts is the commit, not what the Grace holds now
-        self._met = False  # this worker has been in step with others
+        self._restored = False  # the commit counts, not the present state of the Grace
+        self._met = False  # whether this worker has synced with others
 
     def save(self) -> None:
         super().save()  # type: ignore[misc]
@@ -134,7 +134,7 @@ class _Carrying:
         from grace.transports.horovod import SETS
 
         super().reset()  # type: ignore[misc]
-        SETS.clear()  # they went with the workers
+        SETS.clear()  # invalid without their workers
         if not self._restored:
             self._commits = [self.grace.state_dict()]
 
@@ -142,7 +142,7 @@ class _Carrying:
         super().sync()  # type: ignore[misc]
         self._follow()
         self._restored, self._met = False, True
-        self.save()  # from here on, all together
+        self.save()  # a common starting point
 
     def check_host_updates(self) -> None:
         from horovod.common.exceptions import HostsUpdatedInterrupt
@@ -150,11 +150,11 @@ class _Carrying:
         try:
             super().check_host_updates()  # type: ignore[misc]
         except HostsUpdatedInterrupt:
-            # Also where workers only go, those that stay have to meet.
+            # Even if workers only leave, the remaining ones must sync.
             raise HostsUpdatedInterrupt(skip_sync=False) from None
 
     def _follow(self) -> None:
-        # All workers are here, those that stay with their state: each says what it has, then what counts is sent.
+        # All workers are present, the remaining ones with their state: compare commits, then send the valid ones.
         transport: Any = get_transport("horovod").bind(get_backend(self.toolkit))
         transport.timeout = self.grace.options.timeout
         places = [[state[key] for key in ("step", "world_size", "rank")] for state in self._commits]
@@ -167,9 +167,9 @@ class _Carrying:
             )
         if not met and [has[-1][1:] for _, has in told] == [[len(told), rank] for rank in range(len(told))]:
             self._check_folder(places[-1][0])
-            self.grace.settle()  # a start: each has what it began with
+            self.grace.settle()  # a start: each keeps its initial state
             return
-        counting = [has if known or not met else [] for known, has in told]  # what a new worker has is no part of it
+        counting = [has if known or not met else [] for known, has in told]  # ignore the state of new workers
         step, before = _common(counting)
         sent = [state for state in self._commits if (state["step"], state["world_size"]) == (step, before)][-1:]
         sent = sent if counting[transport.rank] else []
@@ -200,8 +200,9 @@ class _Carrying:
 
 
 def _common(commits: list[list[list[int]]]) -> tuple[int, int]:
-    # Of every worker's commits as (step, number of workers, rank), step and number of those that count: worker 0's last
-    # step, as the weights are. If workers have just met again, some may not know yet: then what most of them have.
+    # From every worker's commits, (step, number of workers, rank), choose the valid step and number of workers: worker
+    # 0's last step, which matches the weights. Worker 0 may have committed it twice, before and after a change of
+    # workers: then choose the number that most workers have.
     step = commits[0][-1][0]
     worlds = [world for when, world, _ in commits[0] if when == step]
     return step, max(worlds, key=lambda world: sum([step, world] in [each[:2] for each in has] for has in commits))
@@ -217,11 +218,11 @@ def _torch_state() -> Any:
 
     class Model(ModelStateHandler):
         def sync(self) -> None:
-            broadcast_parameters(self.value.state_dict())  # Horovod's compares nothing, and lacks some dtypes
+            broadcast_parameters(self.value.state_dict())  # Horovod's does not compare, and lacks some dtypes
 
     class Optimizer(OptimizerStateHandler):
         def sync(self) -> None:
-            broadcast_optimizer_state(self.value)  # Horovod's steps an optimizer that has no state yet
+            broadcast_optimizer_state(self.value)  # Horovod's steps an optimizer without state
 
     class TorchState(_Carrying, Base):
         toolkit = "torch"
@@ -286,6 +287,6 @@ def _keras_state() -> Any:
 
         def reset(self) -> None:
             super().reset()
-            self.model.train_function = None  # its graph is for the workers before
+            self.model.train_function = None  # its graph belongs to the previous workers
 
     return KerasState

@@ -1,4 +1,4 @@
-"""`grace_from_params`: a Grace from a dictionary of names and numbers.
+"""`grace_from_params`: builds a Grace from a dictionary of names and numbers.
 
 Keys and defaults are the dataclass fields of the registered classes.
 """
@@ -27,27 +27,27 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
 
     ``params``: ``compressor``, ``memory``, ``communicator`` and ``policy`` (names, or instances); the fields of these
     classes (such as ``compress_ratio``); the fields of `grace.engine.options.Options` (such as ``min_numel``);
-    ``world_size``, which must be the transport's if given. Defaults: the memory that the method names; communicator
-    allreduce for payloads that can be summed on the wire, else allgather.
+    ``world_size``, which must be the transport's if given. Defaults: the compressor's default memory, and communicator
+    "auto", the exchange with the fewest bytes for the method and the workers.
 
-    ``compressor="auto"``: the first steps try dense gradients and several methods (``candidates``), and training goes
-    on with what was fastest; see `grace.policies.auto.Auto`.
+    ``compressor="auto"``: the first steps try dense gradients and several methods (``candidates``), and training
+    continues with the fastest; see `grace.policies.auto.Auto`.
 
-    ``plan``: a strategy for each tensor, and perhaps a method, instead of a communicator: the file that `grace plan`
-    wrote, or what it holds. Worker 0's holds for all; only with a policy every worker needs it. It is made anew for
-    other workers than it was made for, and for the levels of a policy, if it holds what it was made from.
+    ``plan``: a strategy, and optionally a method, for each tensor, instead of a communicator: a file written by
+    `grace plan`, or its content. Worker 0's plan holds for all; only with a policy every worker needs it. If the plan
+    includes its inputs, it is replanned for another number of workers and for the levels of a policy.
 
-    ``transport``: "horovod", "torch", "local" or a Transport; default: the one that is initialised. Where none is yet,
-    the Grace looks for its workers when it is built or its ``world_size`` is read, and raises RuntimeError then if the
-    launcher asks for several and there is still no group.
+    ``transport``: "horovod", "torch", "local" or a Transport; default: the initialised one. If there is none yet, the
+    Grace looks for its workers when it is built or its ``world_size`` is read, and then raises RuntimeError if the
+    launcher asks for several workers and there is still no group.
 
-    Raises ValueError for an unknown name, key or value and for a combination that cannot work, naming one that does.
+    Raises ValueError for an unknown name, key or value and for an invalid combination, naming a valid one.
     """
     _check_params(params)
     rest = dict(params)
     carrier = known_transport(transport)
     if "world_size" in rest:
-        carrier = carrier or get_transport()  # whoever says how many workers there are has made them
+        carrier = carrier or get_transport()  # a given world_size implies an existing group
     size = rest.pop("world_size", None)
     if carrier is not None and size not in (None, carrier.size):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Gossip: each worker mixes its parameters with its neighbours', instead of averaging gradients with everybody's.
+"""Gossip: each worker mixes its parameters with its neighbours' instead of averaging gradients over all workers.
 
-There is no collective over all workers. After its own optimizer step a worker moves towards its neighbours, so that
-the workers' parameters stay near each other, and their mean is what training moves. A `Mixing` says what neighbours
-tell each other; `Gossip` carries it out. Integrations: `grace.torch.gossip` and `grace.tensorflow.GossipCallback`.
+There is no collective over all workers. After its own optimizer step, a worker moves towards its neighbours, so that
+the workers' parameters stay close, and training moves their mean. A `Mixing` defines the messages between neighbours;
+`Gossip` exchanges them. Integrations: `grace.torch.gossip` and `grace.tensorflow.GossipCallback`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Topology = str | Iterable[tuple[int, int]]
 TOPOLOGIES = ("ring", "torus", "complete")
 
 
-# -- who talks to whom -------------------------------------------------------------------------------------------------
+# -- topologies --------------------------------------------------------------------------------------------------------
 def edges(topology: Topology, workers: int) -> list[tuple[int, int]]:
-    """The pairs (i, j), i < j, of workers that are neighbours, in order.
+    """The pairs (i, j), i < j, of neighbouring workers, sorted.
 
     ``topology``: "ring"; "torus", a grid as square as the number of workers allows, closed on both sides; "complete";
-    or the pairs themselves. Raises ValueError for pairs that are none, and for workers that no path joins.
+    or the pairs themselves. Raises ValueError for invalid pairs, and for a disconnected graph.
     """
     if not isinstance(topology, str):
         found = {(min(pair), max(pair)) for pair in topology}
@@ -72,7 +72,8 @@ class Edge:
 
     peer: int
     weight: float
-    """Metropolis: 1 / (1 + the larger number of neighbours of the two). Alike at both ends; their sum is below 1."""
+    """Metropolis: 1 / (1 + the larger degree of the two). Equal at both ends; a worker's weights add up to less than
+    1."""
 
 
 def neighbours(topology: Topology, workers: int, rank: int) -> tuple[Edge, ...]:
@@ -87,15 +88,15 @@ def _ordered(i: int, j: int) -> tuple[int, int]:
     return min(i, j), max(i, j)
 
 
-# -- what neighbours tell each other -----------------------------------------------------------------------------------
+# -- mixings -----------------------------------------------------------------------------------------------------------
 class Mixing(ABC):
     """How neighbours approach each other. A frozen dataclass, pure as a compressor; ``x`` is float32[n].
 
-    A law: the change at one end of an edge is the negative of that at the other, so that the workers' sum stays.
+    A law: the changes at both ends of an edge cancel out, so that the workers' sum is preserved.
     """
 
     def init(self, ctx: Context, near: Sequence[Edge]) -> State:
-        """The state of a tensor before the first round."""
+        """A tensor's initial state."""
         return {}
 
     @abstractmethod
@@ -104,14 +105,14 @@ class Mixing(ABC):
 
 
 def swap(parts: Mapping[int, Payload], ctx: Context) -> Program[list[Payload]]:
-    """Give each neighbour its part; what each of them gave, in the order of ``parts``. Shapes must be alike."""
+    """Exchange parts with each neighbour; returns the received ones, in the order of ``parts``. Shapes must agree."""
     received = yield AllToAll(tuple(parts.get(worker, ()) for worker in range(ctx.world_size)), mutual=True)
     return [received[peer] for peer in parts]
 
 
 @dataclass(frozen=True)
 class Full(Mixing):
-    """Neighbours tell each other all they have: X_i becomes sum_j w_ij X_j."""
+    """Neighbours exchange whole tensors: X_i becomes sum_j w_ij X_j."""
 
     def mix(self, x: Array, state: State, ctx: Context, near: Sequence[Edge]) -> Program[tuple[Array, State]]:
         received = yield from swap({edge.peer: (x,) for edge in near}, ctx)
@@ -125,14 +126,15 @@ class Full(Mixing):
 class PowerGossip(Mixing):
     """Neighbours move along the directions in which they differ most, found by power iteration on X_i - X_j.
 
-    Each edge owns factors P and Q. In turn, one is made orthonormal, both ends send their matrix's product with it, the
-    difference is the other factor, and both ends move by it: r (a or b) numbers where a matrix has a b. There is no
-    step size to tune. Vectors are mixed as they are.
+    Each edge owns factors P and Q. Alternately, one is orthonormalised, both ends send their matrix's product with it,
+    the difference becomes the other factor, and both ends move by it: r (a or b) numbers for an a x b matrix. There is
+    no step size to tune. Vectors are mixed uncompressed.
     State: for each neighbour P float32[a, r] and Q float32[r, b], equal at both ends.
-    ``rank``: r; from min(a, b) on a step is exact. ``steps``: power iterations in each round. ``gamma``: scales each
-    move. ``warm_start``: begin with the factor of the step before, not with a random one. ``sign``: round the vector of
+    ``rank``: r; if it reaches min(a, b), a step is exact. ``steps``: power iterations per round. ``gamma``: scales each
+    move. ``warm_start``: begin with the last step's factor instead of a random one. ``sign``: round the vector of
     rank 1 to its signs.
-    The authors' code leaves out the first round, since it mixes before the optimizer's first step; here it comes after.
+    The authors' code omits the first round, since it mixes before the optimizer's first step; here mixing comes after
+    it.
     Vogels, Karimireddy and Jaggi, "Practical low-rank communication compression in decentralized deep learning",
     NeurIPS 2020, arXiv:2008.01425, algorithm 1.
     """
@@ -167,7 +169,7 @@ class PowerGossip(Mixing):
         xp, (a, b, r) = ctx.xp, self._sizes(ctx)
         matrix, state = xp.reshape(x, (a, b)), dict(state)
         for step in range(ctx.step * self.steps, (ctx.step + 1) * self.steps):
-            # With full rank only the shorter side's basis spans all there is.
+            # At full rank only the basis of the shorter side spans the whole space.
             left = step % 2 == 0 if r < min(a, b) else a <= b
             bases = [self._basis(left, state, edge, ctx) for edge in near]
             mine = [xp.right_factor(basis, matrix) if left else xp.left_factor(matrix, basis) for basis in bases]
@@ -177,19 +179,19 @@ class PowerGossip(Mixing):
             for edge, basis, product, (other,) in zip(near, bases, mine, received, strict=True):
                 towards = other - product
                 change = change + (self.gamma * edge.weight) * (basis @ towards if left else towards @ basis)
-                if self.warm_start:  # one sign at both ends: the factor belongs to the edge
+                if self.warm_start:  # the same sign at both ends: the factor belongs to the edge
                     state[f"{edge.peer}/{'q' if left else 'p'}"] = towards if ctx.rank > edge.peer else -towards
             matrix = matrix + change
         return xp.reshape(matrix, (-1,)), state
 
     def _sizes(self, ctx: Context) -> tuple[int, int, int]:
-        # Rows, columns and rank, the shape being cut where rows and columns are fewest together.
+        # Rows, columns and rank; the shape is cut so that rows plus columns are fewest.
         cuts = [math.prod(ctx.shape[:cut]) for cut in range(1, len(ctx.shape))]
         a = min(cuts, key=lambda a: a + ctx.size // a)
         return a, ctx.size // a, min(self.rank, a, ctx.size // a)
 
     def _drawn(self, count: int, r: int, edge: Edge, ctx: Context) -> Array:
-        # float32[r, count]: random directions, the same at both ends of an edge.
+        # float32[r, count]: random directions, equal at both ends of an edge.
         low, high = _ordered(ctx.rank, edge.peer)
         return ctx.xp.reshape(ctx.stage(f"{low}-{high}").shared_rng("gossip").normal(r * count), (r, count))
 
@@ -199,7 +201,7 @@ class PowerGossip(Mixing):
         count = a if left else b
         if self.warm_start:
             rows = xp.transpose(state[f"{edge.peer}/p"]) if left else state[f"{edge.peer}/q"]
-            # Unit scale keeps products in range. A direction that became zero would stay so, and is drawn anew.
+            # Unit scale keeps products in range. A zero direction, which would stay zero, is replaced by a random one.
             largest = xp.max(xp.abs(rows), 1)
             rows = rows / blocks.divisor(xp, largest)
             alive = xp.reshape(largest, (-1, 1)) > 0
@@ -213,14 +215,14 @@ class PowerGossip(Mixing):
         return columns if left else xp.transpose(columns)
 
 
-# -- carried out -------------------------------------------------------------------------------------------------------
+# -- rounds ------------------------------------------------------------------------------------------------------------
 class Gossip:
-    """Mixes named parameters between neighbours; one `step` after each of the optimizer's.
+    """Mixes named parameters between neighbours; one `step` after each optimizer step.
 
     ``mixing``: default `PowerGossip()`. ``topology``: as for `edges`. ``transport``: "horovod", "torch", "local" or a
-    Transport; default: the one that is initialised, at the latest when it is built. ``seed``: of all random numbers,
-    the same on every worker.
-    Every worker must make the same calls. Messages of all tensors travel together, one for each step of the mixing.
+    Transport; default: the one that is initialised by the time of `build`. ``seed``: of all random numbers, equal on
+    all workers.
+    Every worker must make the same calls. Messages of all tensors travel together, one per step of the mixing.
     """
 
     def __init__(
@@ -249,7 +251,7 @@ class Gossip:
 
     @property
     def transport(self) -> Transport:
-        """Carries messages: as `grace.Grace.transport`."""
+        """The transport, as in `grace.Grace.transport`."""
         if self._transport is None:
             self._transport = get_transport()
         return self._transport
@@ -270,11 +272,11 @@ class Gossip:
 
     @property
     def built(self) -> bool:
-        """Whether `build` has seen the parameters."""
+        """Whether `build` has been called."""
         return self._xp is not None
 
     def build(self, named_parameters: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
-        """Make the state of all parameters, once. Raises on every worker, with the difference, when workers differ."""
+        """Create the state of all parameters, once. If workers differ, all raise ValueError, naming the difference."""
         named = dict(named_parameters)
         if self.built:
             raise RuntimeError("built already: make one Gossip for all parameters, and build it once")
@@ -310,14 +312,14 @@ class Gossip:
         )
 
     def step(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
-        """All parameters after one round of mixing, in their shapes and dtypes; the arrays passed stay as they are."""
+        """All parameters after one round of mixing, in their shapes and dtypes; does not change its arguments."""
         self.launch(parameters)
         while not self.advance():
             pass
         return self.land()
 
     def launch(self, parameters: Mapping[str, Array]) -> None:
-        """Begin a round. All parameters that were built must be named."""
+        """Begin a round. Must name all built parameters."""
         if parameters.keys() != self._tensors.keys():
             odd = sorted(parameters.keys() ^ self._tensors.keys())[0]
             raise KeyError(f"a round mixes all parameters that were built and no others, which {odd!r} breaks")
@@ -333,20 +335,20 @@ class Gossip:
             self._flight = RoundScheduler("gossip", programs, self.transport, Trace())
 
     def advance(self) -> bool:
-        """Wait for one message and begin the next. True when nothing is left to exchange."""
+        """Wait for one message and begin the next. True when the exchange is complete."""
         assert self._flight is not None
         with self.xp.quiet():
             return self._flight.advance()
 
     def land(self) -> dict[str, Array]:
-        """End the round: keep the new state, and give the new parameters."""
+        """End the round: store the new state, and return the new parameters."""
         xp, flight, mixed = self.xp, self._flight, {}
         assert flight is not None
         for name, tensor in self._tensors.items():
             before = mixed[name] = self._before[name]
             if name in flight.results:
                 x, self._state[name] = flight.results[name]
-                # As a change, so that float64 keeps the digits that float32 has not.
+                # Added as a change, so that float64 keeps the digits that float32 lacks.
                 change = x - xp.cast(xp.reshape(before, (-1,)), "float32")
                 mixed[name] = before + xp.cast(xp.reshape(change, tensor.shape), tensor.dtype)
         self._meter.add(self._meter.count(list(self._tensors), flight.asked, self.transport.group_rank, {}))
@@ -387,7 +389,7 @@ class Gossip:
         }
 
     def report(self) -> Report:
-        """Bytes sent since this object was made. ``bytes_dense``: what `Full` gossip would have sent."""
+        """Bytes sent since this object was made. ``bytes_dense``: bytes that `Full` gossip would have sent."""
         name = type(self.mixing).__name__.lower()
         topology = self.topology if isinstance(self.topology, str) else "listed edges"
         head = (self._round, self.transport.rank, self.transport.size, f"{name} on {topology}")

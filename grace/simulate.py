@@ -1,4 +1,4 @@
-"""W workers in one process: try a method without a network."""
+"""Simulates W workers in one process, to try a method without a network."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Gradients = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Simulation:
-    """What `simulate` found."""
+    """The result of `simulate`."""
 
     means: list[dict[str, Any]]
-    """For each worker the means of the last step, by name, as NumPy arrays."""
+    """The last step's means by name, as NumPy arrays, for each worker."""
     history: list[list[dict[str, Any]]]
-    """For each step what ``means`` is for the last one."""
+    """The ``means`` of each step."""
     report: Report
-    """Worker 0's."""
+    """Worker 0's report."""
     state: list[dict[str, Any]]
-    """For each worker its `Grace.state_dict`."""
+    """Each worker's `Grace.state_dict`."""
 
 
 def simulate(
@@ -37,14 +37,14 @@ def simulate(
     steps: int | None = None,
     steps_per_epoch: int = 0,
 ) -> Simulation:
-    """Exchange gradients between workers of this process, through the code that real workers run.
+    """Exchange gradients between workers in this process, through the code of real workers.
 
-    ``params``: as for `grace.grace_from_params`. ``gradients``: one dictionary {name: array} for each worker, or a list
-    over steps of such lists. ``backend``: "numpy", "torch" or "tensorflow". ``steps``: how often to exchange; default:
-    once, or once for each element of the list over steps (which is begun again if it is shorter).
-    ``steps_per_epoch``: after so many steps a policy decides; 0: never.
+    ``params``: as for `grace.grace_from_params`. ``gradients``: one dictionary {name: array} per worker, or a list of
+    such lists, one per step. ``backend``: "numpy", "torch" or "tensorflow". ``steps``: number of exchanges; default:
+    one, or one per element of the list of steps (which repeats if it is too short).
+    ``steps_per_epoch``: steps after which a policy decides; 0: never.
 
-    An absent gradient is left out of its worker's dictionary, or None.
+    An absent gradient is None, or missing from its worker's dictionary.
     """
     first = _first(gradients)
     sequence: list[Any] = [gradients] if isinstance(first, Mapping) else list(gradients)
@@ -72,7 +72,7 @@ def simulate(
 
 
 def _first(gradients: Any) -> Any:
-    # What is of the first worker, or of all workers in the first step.
+    # The first worker's gradients, or those of all workers in the first step.
     first = gradients[0] if isinstance(gradients, Sequence) and len(gradients) else None
     each = first[0] if isinstance(first, Sequence) and len(first) else first
     if not isinstance(each, Mapping):

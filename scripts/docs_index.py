@@ -1,4 +1,4 @@
-"""A hook of MkDocs: the first page is README.md, so that nothing is written twice."""
+"""Hooks of MkDocs: the first page is README.md, and the navigation has the page of every method."""
 
 from __future__ import annotations
 
@@ -17,6 +17,15 @@ def for_the_site(readme: str) -> str:
         return f"[{text}]({target.removeprefix('docs/')})" if target.startswith("docs/") else text
 
     return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)]*)\)", link, readme).replace("](docs/", "](")
+
+
+def on_config(config: Any) -> Any:
+    """Called by MkDocs first; the pages of methods follow the one that lists them."""
+    pages = sorted(Path(config.docs_dir, "methods").glob("*.md"))
+    for section in config.nav:
+        if "Methods" in section:
+            section["Methods"].append({"Compressors": [{page.stem: f"methods/{page.name}"} for page in pages]})
+    return config
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:

@@ -106,14 +106,14 @@ ROWS = [
     {"compressor": "3lc", "communicator": "twostage", **ALL},
     {"compressor": "onebit", "communicator": "twostage", "min_shard": 256, **ALL},
 ]
-# Where four workers share few cores and every row is a graph of its own: each way that a payload can travel, once.
+# Each way that a payload can travel, once: for four workers over Horovod, which share few cores.
 FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24, 30, 33, -4, -3, -1]
 
 
-def rows(toolkit: str, size: int) -> list[int]:
-    """Which rows a launch exchanges."""
+def rows(transport: str, size: int) -> list[int]:
+    """Which rows a launch exchanges: all by two workers of either transport, and by four of torch.distributed."""
     few = [index % len(ROWS) for index in FEW]
-    return few if toolkit == "tensorflow" and size > 2 else list(range(len(ROWS)))
+    return few if transport == "horovod" and size > 2 else list(range(len(ROWS)))
 
 
 def gradients(step: int, rank: int) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,13 @@ def launcher(name: str, size: int) -> list[str]:
     if name == "horovodrun":
         return [str(BIN / "horovodrun"), "-np", str(size), "--gloo", sys.executable]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def run(

@@ -3,23 +3,32 @@
 import ast
 import os
 import re
-import socket
 import subprocess
 import sys
 import unicodedata
 from pathlib import Path
 
 import pytest
+from launch import free_port, launcher, run
+
+import grace
+from grace.core import name_of
+from grace.core.registry import communicators, compressors, memories
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GENERATED = [
+    ROOT / "docs" / "memories.md",
+    ROOT / "docs" / "communicators.md",
+    *sorted((ROOT / "docs" / "methods").glob("*.md")),
+]
 GENERATOR = [sys.executable, str(ROOT / "docs" / "generate_methods.py")]
 TOOLKITS = ("horovod", "keras", "tensorflow", "torch")
 
 
 def scripts():
     """A page's Python blocks, joined; after the comment <!-- fresh --> a new process begins."""
-    for page in PAGES:
+    for page in (page for page in PAGES if page not in GENERATED):
         for number, part in enumerate(page.read_text().split("<!-- fresh -->")):
             code = "\n".join(re.findall(r"^```python\n(.*?)^```", part, re.DOTALL | re.MULTILINE))
             if code:
@@ -31,10 +40,7 @@ def test_code_runs(code, tmp_path):
     for name in TOOLKITS:
         if re.search(rf"^\s*(import|from) {name}\b|\"{name}\"", code, re.MULTILINE):
             pytest.importorskip(name)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -48,6 +54,31 @@ def test_code_runs(code, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "block, how, toolkit", [(0, "torchrun", "torch"), (1, "horovodrun", "keras"), (2, "horovodrun", "torch")]
+)
+def test_the_scripts_of_the_readme_run_on_two_workers_and_one_of_them_speaks(block, how, toolkit, tmp_path):
+    pytest.importorskip(toolkit)
+    script = tmp_path / "train.py"
+    script.write_text(
+        re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)[block]
+    )
+    printed = run(*launcher(how, 2), script, log=tmp_path / "log")
+    spoken = {0: r"worker \d of 2 \| 10 steps", 1: r"8/8 - .* - loss: ", 2: r"worker \d of 2 \| 1 steps"}[block]
+    assert len(re.findall(spoken, printed)) == 1, printed
+
+
+def test_code_fits_a_narrow_window():
+    for page in {*PAGES, *GENERATED}:
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            assert [line for line in block.splitlines() if len(line) > 88] == [], page
+
+
+def test_the_readme_is_read_in_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 def anchors(text):
     """The names under which a page's headings can be linked to."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
@@ -55,8 +86,13 @@ def anchors(text):
     return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip()) for heading in plain}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
-def test_relative_links_lead_somewhere(page):
+def test_relative_links_lead_somewhere():
+    for page in {*PAGES, *GENERATED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"}:
+        follow(page)
+
+
+def follow(page):
+    """Every link of a page leads to a file, and to one of its headings."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if re.match(r"https?://", target):
@@ -67,14 +103,24 @@ def test_relative_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(found.read_text()), f"{page.name} links to {target}"
 
 
-def test_methods_page_is_what_the_registry_says():
+def test_pages_of_methods_are_what_the_registry_says():
     done = subprocess.run([*GENERATOR, "--check"], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_readme_names_every_method():
-    from grace.core.registry import communicators, compressors, memories
+@pytest.mark.filterwarnings("ignore")
+def test_dictionaries_of_the_pages_of_methods_are_taken():
+    shown = 0
+    for page in GENERATED:
+        for block in re.findall(r"^```python\nparams = (.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            params = ast.literal_eval(block)
+            grc = grace.grace_from_params(params, "local")
+            assert params["compressor"] == name_of(grc.method.compressor), page
+            shown += 1
+    assert shown == sum(map(len, (compressors, memories, communicators)))
 
+
+def test_the_readme_names_every_method():
     text = (ROOT / "README.md").read_text()
     classes = dict(re.findall(r"^\| (\w[\w ]+) \| (`[^|]+`) \|$", text, re.MULTILINE))
     found = {family: re.findall(r"`(\w+)`", names) for family, names in classes.items()}

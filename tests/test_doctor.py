@@ -190,6 +190,8 @@ def test_methods_prints_tables_and_single_methods():
     one = grace_command("methods", "u8bit").stdout
     assert "dettmers8 (also u8bit)" in one
     for part in (
+        'grace_from_params({"compressor": "dettmers8", "table": "dynamic8", "block_size": 4096})',
+        "elements that share a scale, a multiple of 8;",
         "block_size=4096",
         "8.008 (measured)",
         "contraction d =",

@@ -87,9 +87,15 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(network, "find", lambda tool: None if tool in ("sshd", "tc") else f"/bin/{tool}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(sys, "platform", "linux")
-    with pytest.raises(LabError, match=r"root.*tc, sshd: apt-get install iproute2 openssh-server"), Lab(2):
+    with pytest.raises(LabError, match=r"root.*tc: apt-get install iproute2"), Lab(2):
         pass
     assert len(network.missing()) == 2
+    assert network.missing(ssh=True)[1] == "tc, sshd: apt-get install iproute2 openssh-server"
+    monkeypatch.setattr(network, "find", lambda tool: None if tool == "sshd" else f"/bin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert not network.missing()
+    with pytest.raises(LabError, match="horovodrun in the network lab needs sshd: apt-get install openssh-server"):
+        Lab(2).key  # noqa: B018
 
 
 def test_cases_have_names_of_their_own_and_ours_are_valid():
@@ -320,10 +326,14 @@ def test_tasks_are_the_same_for_every_case():
 # -- with a lab -------------------------------------------------------------------------------------------------------
 
 
+def needed(ssh=False):
+    if lacks := network.missing(ssh):
+        pytest.skip("the network lab needs " + "; and ".join(lacks))
+
+
 @pytest.fixture(scope="module")
 def lab():
-    if lacks := network.missing():
-        pytest.skip("the network lab needs " + "; and ".join(lacks))
+    needed()
     with Lab(2, "50mbit") as lab:
         yield lab
 
@@ -346,6 +356,7 @@ def test_a_link_holds_its_rate(lab, rate):
 @pytest.mark.processes
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launchers_run_across_hosts(lab, launcher):
+    needed(ssh=launcher == "horovodrun")
     outcome = LAUNCHERS[launcher](lab, sys.executable, "-c", SCRIPT, env={"CARRIED": "it is"}, timeout=120).check()
     assert outcome.codes == {0: 0, 1: 0}
     assert all("mean 0.5 it is" in text for text in outcome.outputs.values())
@@ -355,6 +366,7 @@ def test_launchers_run_across_hosts(lab, launcher):
 @pytest.mark.processes
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_fails_ends_the_launch(lab, launcher):
+    needed(ssh=launcher == "horovodrun")
     outcome = LAUNCHERS[launcher](lab, sys.executable, "-c", SCRIPT, env={"CARRIED": "fail"}, timeout=120)
     assert outcome.failed
     assert outcome.codes[1] == 7
@@ -401,8 +413,7 @@ def test_a_lab_whose_process_was_killed_is_cleaned_up(lab):
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_the_benchmark_runs(tmp_path):
-    if lacks := network.missing():
-        pytest.skip("the network lab needs " + "; and ".join(lacks))
+    needed(ssh=True)
     out, drawn = tmp_path / "rows.jsonl", tmp_path / "plot.png"
     command = [sys.executable, "-m", "benchmarks.lab", "run", "--hosts", "2", "--rates", "500mbit", "--steps", "3"]
     command += ["--cases", "grace-torch-powersgd,grace-hvd-topk,ddp-fp32", "--budget", "0", "--decay", "--json", out]

@@ -46,6 +46,16 @@ def test_the_dictionary_of_the_first_grace():
     assert params["world_size"] == 1, "the caller's dictionary was changed"
 
 
+def test_a_grace_says_what_it_is(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # a launcher, whose group of workers is not there yet
+    grc = grace_from_params({"compressor": "eden", "bits": 2, "memory": "residual", "beta": 0.9})
+    method = "eden(block_size=4096, bits=2, biased=False) + residual(beta=0.9) + auto"
+    assert repr(grc) == f"Grace({method}; workers not known yet; 0 tensors)"
+    grc = grace_from_params({"compressor": "none", "policy": "accordion_batch"}, "local")
+    grc.build({"w": np.ones((3, 4), "float32")})
+    assert str(grc) == "Grace(none + none + allreduce; policy accordion_batch; worker 0 of 1; 1 tensors)"
+
+
 def test_nothing_given_is_no_compression():
     found = build()
     names = [type(part).__name__ for part in (found.method.compressor, found.method.memory, found.communicator)]

@@ -66,6 +66,7 @@ def test_what_should_not_be_is_a_failure():
         ({"different": 1}, "digests differ"),
         ({"hangs": 1}, "hung"),
         ({"growth": 300.0}, "memory grows"),
+        ({"seconds": 600.0, "longest": 0}, "memory was not measured"),
         ({"unexpected": ["worker 1 ended"]}, "worker 1 ended"),
     ):
         assert any(said in text for text in Found(**{**fine, **bad}).failures)

@@ -201,11 +201,13 @@ def shell(
         count, workers = network.parse_topology(hosts)
         with Lab(count, rate, workers, burst or None) as lab:
             slots = ",".join(f"{host.address}:{workers}" for host in lab.hosts)
-            print(f"hosts: {' '.join(host.address for host in lab.hosts)}; ssh -i {lab.key} ADDRESS reaches the others")
-            print(
-                f"horovodrun --gloo -np {lab.size} -H {slots} --network-interface eth0 "
-                f"--ssh-identity-file {lab.key} python train.py"
-            )
+            print(f"hosts: {' '.join(host.address for host in lab.hosts)}")
+            if not network.missing(ssh=True):
+                print(f"ssh -i {lab.key} ADDRESS reaches the others")
+                print(
+                    f"horovodrun --gloo -np {lab.size} -H {slots} --network-interface eth0 "
+                    f"--ssh-identity-file {lab.key} python train.py"
+                )
             subprocess.run(lab.hosts[0].command(os.environ.get("SHELL", "/bin/sh")))
 
 

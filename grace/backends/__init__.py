@@ -1,4 +1,4 @@
-"""The array functions that methods are written over, one file per toolkit, `base` says what each means."""
+"""Array functions for methods, one file per toolkit; `base` defines them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ NAMES = ("numpy", "torch", "tensorflow")
 
 
 def get_backend(name: str, device: str = "cpu") -> Backend:
-    """The backend of that name: "numpy", "torch" or "tensorflow". Imports the toolkit, and only that one."""
-    return _backend(name, device)  # one object for each, however the device was given
+    """A backend by name: "numpy", "torch" or "tensorflow". Imports only that toolkit."""
+    return _backend(name, device)  # one object each, however the device is given
 
 
 @cache
@@ -35,7 +35,7 @@ def _backend(name: str, device: str) -> Backend:
 
 
 def backend_of(array: Any) -> Backend:
-    """The backend that an array belongs to."""
+    """The backend of an array."""
     module = type(array).__module__.split(".")[0]
     if module == "torch":
         return get_backend("torch", str(array.device))

@@ -1,9 +1,9 @@
-"""What each array function means. Methods use these and the operators + - * / // % @ == != < <= > >= and slices.
+"""The definition of each array function. Methods use these and the operators + - * / // % @ == != < <= > >= and slices.
 
 dtypes are strings: "float16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool" (and "bfloat16"
-where the toolkit has it). Nothing here promotes dtypes by itself: cast first. No function changes its argument
-unless it says so. A function with a body has that body as its definition; a backend may override it with something
-faster that gives the same bits.
+if the toolkit has it). There is no dtype promotion: cast first. No function changes its argument unless it says so. A
+function's body, if it has one, is its definition; a backend may override it with a faster version that gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from grace.core.rng import NOISE
 
 Array = Any
 PIECE = 2**19
-"""Elements that stay in a core's cache with a few temporaries: larger pieces leave it, smaller ones cost more calls."""
+"""Elements per chunk that fit a core's cache with a few temporaries; smaller chunks cost more calls."""
 
 LARGE = 2**14
-"""Elements from which on a whole table of noise is made for the tensors of a step to share."""
+"""Minimum elements for computing a whole noise table, which all tensors of a step share."""
 
 HOSTED = 2**14
-"""Elements from which on it pays to hand arrays over to another toolkit's kernels on the same host."""
+"""Minimum elements for passing arrays to another toolkit's kernels on the same host."""
 
 RECENT = 16
-"""Tables that are kept: those of the labels and workers of a step."""
+"""Number of cached tables: those of a step's labels and workers."""
 
 
 def recent(known: dict[Any, Array], key: Any, make: Callable[[], Array]) -> Array:
-    """What is known by that key, or made now; what came first is forgotten. Several threads may ask at a time."""
+    """The cached value of a key, computed if missing; evicts the oldest entries. Thread-safe."""
     found = known.get(key)
     if found is None:
         found = make()
@@ -47,34 +47,34 @@ class Backend(ABC):
 
     name: str
     traced: bool = False
-    """Values may be symbolic: the code runs once, when a graph is made."""
+    """Values may be symbolic: the code runs once, while a graph is traced."""
     mutable: bool = False
     """Arrays can be written to: `write`, `empty` and `same_memory` work."""
     piece: int = 0
-    """Elements that stay in a cache, so that long vectors are worked on piece by piece; 0: whole is best."""
+    """Elements per cache-sized chunk of a long vector; 0: do not cut."""
 
     @property
     def kernels(self) -> Any:
-        """Forms of whole methods (`grace.kernels.host`, `.triton`; one may turn out `Unavailable`), or None."""
+        """Kernels for whole methods (`grace.kernels.host`, `.triton`; one may raise `Unavailable`), or None."""
         return None
 
     @property
     def threads(self) -> int:
-        """How many threads a kernel may use."""
+        """Number of threads that a kernel may use."""
         return 1
 
     @property
     def host(self) -> Backend | None:
-        """NumPy's backend, if its kernels are to carry out what has none here: `hosted` hands arrays over."""
+        """NumPy's backend, if its kernels replace missing ones of this backend: `hosted` passes arrays to it."""
         return None
 
     def hosted(
         self, work: Callable[..., Sequence[Array]], arrays: Sequence[Array], made: Sequence[tuple[str, tuple[Any, ...]]]
     ) -> list[Array]:
-        """What ``work`` makes of these arrays, all of them NumPy's while it works; those it gets must stay as they are.
+        """The results of ``work``, which runs on NumPy arrays and must not change its arguments.
 
-        ``made``: dtypes and shapes, with None for what only ``work`` knows. ValueError comes as it is where nothing is
-        traced.
+        ``made``: dtypes and shapes of the results, with None for dimensions known only to ``work``. Outside of graphs,
+        ValueError propagates unchanged.
         """
         raise NotImplementedError(f"{self.name} has no other host")
 
@@ -105,41 +105,41 @@ class Backend(ABC):
 
     @abstractmethod
     def lengths(self, arrays: Sequence[Array]) -> Array:
-        """int64[len(arrays)]: the first dimension of each, also where it is known only when the graph runs."""
+        """int64[len(arrays)]: the first dimension of each, even if it is known only when the graph runs."""
 
     @abstractmethod
     def integers(self, x: Array) -> list[Any]:
         """The elements of an integer vector as numbers that may bound a slice (waits for a device)."""
 
     def nbytes(self, x: Array) -> Any:
-        """Bytes of an array: an int, or a scalar of a graph that knows its first dimension only when it runs."""
+        """Bytes of an array: an int, or a graph scalar if its first dimension is known only at run time."""
         size: Any = ITEMSIZE[self.dtype(x)]
         for length in self.shape(x):
             size = size * (self.integers(self.lengths([x]))[0] if length is None else length)
         return size
 
     def empty(self, shape: Any, dtype: str = "float32") -> Array:
-        """An array of any values, to be written to."""
+        """An uninitialised array, to be written to."""
         return self.zeros(shape, dtype)
 
     def side_by_side(self, size: int) -> AbstractContextManager[None]:
-        """Inside, each `part` lies behind the last one, if they fit into ``size`` bytes: to join them is free."""
+        """A context whose `part` arrays are adjacent, if they fit into ``size`` bytes: joining them is free."""
         return nullcontext()
 
     def together(self, n: int) -> AbstractContextManager[None]:
-        """Inside, results of n elements in all are written, none of which is read soon."""
+        """A context for writing n elements in total that are not read soon."""
         return nullcontext()
 
     def part(self, shape: Any, dtype: str = "float32") -> Array:
-        """As `empty`, for an array that is going to be part of a message."""
+        """As `empty`, for an array that will be part of a message."""
         return self.empty(shape, dtype)
 
     def joined(self, arrays: Sequence[Array]) -> Array:
-        """uint8[nbytes of all]: their memory, one after the other. Not copied where it lies so already."""
+        """uint8[nbytes of all]: their memory, concatenated. Not copied if the arrays are already adjacent."""
         return self.concat([self.to_bytes(array) for array in arrays])
 
     def copy(self, x: Array) -> Array:
-        """An array of its own with the values of x; x itself where arrays cannot be written to."""
+        """A separate array with the values of x; x itself if arrays are immutable."""
         if not self.mutable:
             return x
         out = self.empty(self.shape(x), self.dtype(x))
@@ -147,23 +147,23 @@ class Backend(ABC):
         return out
 
     def same_memory(self, x: Array, y: Array) -> bool:
-        """Both arrays begin at the same place in memory."""
+        """Whether both arrays begin at the same address."""
         return False
 
     def contiguous(self, x: Array) -> Array:
-        """The same values, one after the other in memory."""
+        """The same values, contiguous in memory."""
         return x
 
     def address(self, x: Array | None) -> int:
-        """Where an array of the host begins in memory; 0 for None."""
+        """Address of a host array; 0 for None."""
         raise TypeError(f"arrays of {self.name} have no address")
 
     def overlap(self, x: Array, y: Array) -> bool:
-        """Both arrays may have memory in common."""
+        """Whether the arrays may share memory."""
         return False
 
     def write(self, out: Array, x: Any) -> None:
-        """Put x, an array or a number, into an existing array of a backend that is `mutable`."""
+        """Copy x, an array or a number, into an existing array of a backend that is `mutable`."""
         raise TypeError(f"arrays of {self.name} cannot be written to")
 
     # -- shape ------------------------------------------------------------------------------------------------------
@@ -174,26 +174,26 @@ class Backend(ABC):
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array: ...
 
     def split(self, x: Array, sizes: Sequence[Any]) -> Sequence[Array]:
-        """A vector as consecutive ones of these sizes, which add up to its own."""
+        """Split a vector into consecutive ones of these sizes, which add up to its own."""
         ends = list(accumulate(sizes, initial=0))
         return [x[start:stop] for start, stop in pairwise(ends)]
 
     @abstractmethod
     def pad(self, x: Array, n: int) -> Array:
-        """A vector lengthened with zeros to n elements (itself, if it has n)."""
+        """A vector padded with zeros to n elements (unchanged if it has n)."""
 
     @abstractmethod
     def transpose(self, x: Array, axes: Sequence[int] = (1, 0)) -> Array:
-        """Axis i of the result is axis ``axes[i]`` of x; by default rows and columns of a matrix are exchanged."""
+        """Axis i of the result is axis ``axes[i]`` of x; the default transposes a matrix."""
 
     # -- dtype ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def cast(self, x: Array, dtype: str) -> Array:
-        """Nearest value, halves to even; float to integer truncates. Values outside the range: any, no warning."""
+        """Nearest value, halves to even; float to integer truncates. Out-of-range values: undefined, no warning."""
 
     @abstractmethod
     def bitcast(self, x: Array, dtype: str) -> Array:
-        """The same bytes of a vector as another dtype; the length changes with the item size."""
+        """Reinterpret a vector's bytes as another dtype; the length changes with the item size."""
 
     def to_bytes(self, x: Array) -> Array:
         """uint8[nbytes], the array's memory in C order."""
@@ -213,24 +213,24 @@ class Backend(ABC):
         return x - y
 
     def multiply_in(self, x: Array, y: Any) -> Array:
-        """x * y, but may reuse x's memory: x is donated, and no smaller than y."""
+        """x * y, but may reuse x's memory: x is donated, and y broadcasts to its shape."""
         return x * y
 
     def divide_in(self, x: Array, y: Any) -> Array:
-        """x / y, but may reuse x's memory: x is donated, and no smaller than y."""
+        """x / y, but may reuse x's memory: x is donated, and y broadcasts to its shape."""
         return x / y
 
     def divided(self, x: Array, y: Any, out: Array | None = None) -> Array:
-        """x / y, for a y no larger than x; written to ``out`` where `mutable`."""
+        """x / y, where y broadcasts to x's shape; written to ``out`` if `mutable`."""
         if out is None:
             return x / y
         self.write(out, x / y)
         return out
 
     def add_product(self, x: Array, y: Array, z: Array) -> Array:
-        """x + y * z, but may reuse x's memory: x is donated, and no smaller than y or z.
+        """x + y * z, but may reuse x's memory: x is donated, and y and z broadcast to its shape.
 
-        Each product must be a float32 exactly: a toolkit may round once or twice.
+        Each product must be exact in float32: a toolkit may round once or twice.
         """
         return self.add_to(x, y * z)
 
@@ -238,7 +238,7 @@ class Backend(ABC):
     def where(self, condition: Array, x: Any, y: Any) -> Array: ...
 
     def mended(self, ok: Array, x: Array, other: Callable[[], Array]) -> Array:
-        """``where(ok, x, other())``; other() is made only if it is wanted, where that is known without waiting."""
+        """``where(ok, x, other())``; skips other() if it is not needed, unless finding out requires a wait."""
         return self.where(ok, x, other())
 
     @abstractmethod
@@ -275,11 +275,11 @@ class Backend(ABC):
 
     @abstractmethod
     def lgamma(self, x: Array) -> Array:
-        """Logarithm of the gamma function, of a few positive float64 numbers."""
+        """Logarithm of the gamma function, for a few positive float64 numbers."""
 
     @abstractmethod
     def igammac(self, a: Array, x: Array) -> Array:
-        """Regularised upper incomplete gamma function Q(a, x), of a few float64 numbers; a > 0, x >= 0."""
+        """Regularised upper incomplete gamma function Q(a, x), for a few float64 numbers; a > 0, x >= 0."""
 
     @abstractmethod
     def minimum(self, x: Array, y: Any) -> Array: ...
@@ -289,7 +289,7 @@ class Backend(ABC):
 
     @abstractmethod
     def invert(self, mask: Array) -> Array:
-        """Not, of a bool array; of a comparison too, also where it met NaN."""
+        """Negation of a bool array, even of a comparison with NaN."""
 
     @abstractmethod
     def isfinite(self, x: Array) -> Array: ...
@@ -304,7 +304,7 @@ class Backend(ABC):
         """NaN if any element is NaN. x must not be empty along the axis."""
 
     def sum_abs(self, x: Array) -> Array:
-        """[m, n] -> [m]: each row's sum of magnitudes; right but for its last bits, however long the row is."""
+        """[m, n] -> [m]: each row's sum of magnitudes; accurate up to the last bits for rows of any length."""
         return self.sum(self.abs(x), 1)
 
     def max_abs(self, x: Array) -> Array:
@@ -312,7 +312,7 @@ class Backend(ABC):
         return self.max(self.abs(x), 1)
 
     def unit_rows(self, x: Array) -> tuple[Array, Array]:
-        """[m, n] -> each row over its largest magnitude, over 1 where that is 0; and if that is above 0, bool[m, 1]."""
+        """[m, n] -> each row divided by its largest magnitude (or 1 if that is 0), and bool[m, 1]: is it above 0."""
         largest = self.reshape(self.max_abs(x), (-1, 1))
         return x / self.where(largest == 0, 1.0, largest), largest > 0
 
@@ -329,10 +329,10 @@ class Backend(ABC):
         return self.all(self.isfinite(x))
 
     def excess(self, x: Array, bound: Array) -> Array:
-        """float64[3]: by how much magnitudes of a vector exceed a bound: their number, their sum, their sum of squares.
+        """float64[3] of the excesses of magnitudes over a bound: their number, their sum, their sum of squares.
 
-        ``bound``: float32[1], >= 0. Right but for the last bits of float32; of x that is not finite, any numbers. x
-        must not be empty.
+        ``bound``: float32[1], >= 0. Accurate up to the last bits of float32; undefined for non-finite x. x must not be
+        empty.
         """
         over = self.maximum(self.abs(x) - bound, 0.0)
         largest = self.max(over)
@@ -357,14 +357,14 @@ class Backend(ABC):
 
     @abstractmethod
     def shift_right(self, x: Array, bits: Any) -> Array:
-        """Arithmetic: the sign of a signed integer is kept."""
+        """Arithmetic: keeps the sign of a signed integer."""
 
     # -- selection --------------------------------------------------------------------------------------------------
     @abstractmethod
     def topk(self, x: Array, k: int) -> Array:
         """int32[k]: positions of the k largest elements of a vector, ascending. Ties: lowest position; NaN: largest.
 
-        Of a matrix [m, n]: int32[m, k], for each row by itself.
+        For a matrix [m, n]: int32[m, k], row by row.
         """
 
     def topk_abs(self, x: Array, k: int) -> Array:
@@ -376,24 +376,24 @@ class Backend(ABC):
         """Ascending along the last axis; NaN: anywhere."""
 
     def ranked(self, x: Array, ranks: Array) -> Array:
-        """float32[K]: what stands at these positions, int32[K], of the vector `sort` would give."""
+        """float32[K]: the elements at positions int32[K] of the sorted vector."""
         return self.take(self.sort(x), ranks)
 
     @abstractmethod
     def nonzero(self, mask: Array) -> Array:
-        """int32[K]: positions where a bool vector is true, ascending. Only here does a shape depend on values."""
+        """int32[K]: ascending positions where a bool vector is true. Only this function's shape depends on values."""
 
     def beyond(self, x: Array, bound: Array) -> Array:
-        """int32[K]: positions where the magnitude is not at or below ``bound``, float32[1], ascending; so NaN's too."""
+        """int32[K]: ascending positions where the magnitude is not at or below ``bound``, float32[1]; includes NaN."""
         return self.nonzero(self.invert(self.abs(x) <= bound))
 
     def ascending(self, x: Array, n: int) -> Array:
-        """bool scalar: the elements of an integer vector ascend, each occurs once, and all lie in 0 .. n-1."""
+        """bool scalar: whether an integer vector is strictly ascending within 0 .. n-1."""
         return self.all(x[1:] > x[:-1]) & self.all(x[:1] >= 0) & self.all(x[-1:] < n)
 
     @abstractmethod
     def searchsorted(self, bounds: Array, x: Array) -> Array:
-        """int32[n]: for each element of a vector, how many of the ascending ``bounds`` are below it; NaN: any."""
+        """int32[n]: for each element of a vector, the number of ascending ``bounds`` below it; NaN: undefined."""
 
     @abstractmethod
     def take(self, x: Array, indices: Array) -> Array:
@@ -401,7 +401,7 @@ class Backend(ABC):
 
     @abstractmethod
     def scatter(self, x: Array, indices: Array, values: Any) -> Array:
-        """A vector with ``values`` (an array or a number) put at ``indices``, which are distinct."""
+        """A copy of a vector with ``values`` (an array or a number) at the distinct ``indices``."""
 
     def put(self, x: Array, indices: Array, values: Any) -> Array:
         """As `scatter`, but may reuse x's memory: x is donated."""
@@ -409,7 +409,7 @@ class Backend(ABC):
 
     @abstractmethod
     def scatter_add(self, x: Array, indices: Array, values: Array) -> Array:
-        """A vector with ``values`` added at ``indices``, which are distinct. May reuse x's memory: x is donated."""
+        """A vector with ``values`` added at the distinct ``indices``. May reuse x's memory: x is donated."""
 
     @abstractmethod
     def segment_sum(self, values: Array, segments: Array, count: int) -> Array:
@@ -418,26 +418,25 @@ class Backend(ABC):
     # -- linear algebra ---------------------------------------------------------------------------------------------
     @abstractmethod
     def qr(self, x: Array) -> Array:
-        """The orthonormal factor Q[a, r] of a tall matrix x[a, r]; completed arbitrarily where x lacks rank."""
+        """The orthonormal factor Q[a, r] of a tall matrix x[a, r]; completed arbitrarily if x is rank-deficient."""
 
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
         """matrix[a, b] qᵀ for q[r, b]: float32[a, r].
 
-        ``residual``, float32[a * b], for a backend that is `mutable`: the matrix, whose elements lie one after the
-        other, becomes matrix + residual first.
+        ``residual``, float32[a * b], only if `mutable`: first added to the contiguous matrix in place.
         """
         if residual is not None:
             self.add_to(self.reshape(matrix, (-1,)), residual)
         return matrix @ self.transpose(q)
 
     def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
-        """pᵀ matrix[a, b] for p[a, r]: float32[r, b]. ``residual``: as of `left_factor`."""
+        """pᵀ matrix[a, b] for p[a, r]: float32[r, b]. ``residual``: as in `left_factor`."""
         if residual is not None:
             self.add_to(self.reshape(matrix, (-1,)), residual)
         return self.transpose(p) @ matrix
 
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
-        """Write the product p[a, r] q[r, b] to the vector ``out``, of a backend that is `mutable`; gives out."""
+        """Write the product p[a, r] q[r, b] to the vector ``out``, if `mutable`; returns out."""
         self.write(out, self.reshape(p @ q, (-1,)))
         return out
 
@@ -446,9 +445,9 @@ class Backend(ABC):
         return self.subtract_from(x, self.reshape(p @ q, (-1,)))
 
     def part_product(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
-        """Write to ``rest`` the vector x minus the product p[a, r] q[r, b], and to x the product; where `mutable`.
+        """Write x minus the product p[a, r] q[r, b] to ``rest``, and the product to the vector x; if `mutable`.
 
-        ``taken``: two others of these shapes, whose product is subtracted instead.
+        ``taken``: two factors of the same shapes, whose product is subtracted instead.
         """
         self.write(rest, x)
         self.subtract_product(rest, *(taken or (p, q)))
@@ -468,7 +467,7 @@ class Backend(ABC):
         """int32[n]: the bits of mix(mix(lo(j) + key0) ^ (hi(j) + key1)), j = start .. start+n-1 (`grace.core.rng`)."""
 
     def sample(self, key0: Any, key1: Any, start: int, n: int, k: int) -> Array:
-        """int32[k]: positions of the k smallest of the n `words`, as unsigned numbers, ascending; not to be changed."""
+        """int32[k]: ascending positions of the k smallest of the n `words`, as unsigned numbers; read-only."""
         return self.topk(self.bitwise_xor(self.words(key0, key1, start, n), 0x7FFFFFFF), k)
 
     def uniform(self, key0: Any, key1: Any, start: int, n: int) -> Array:
@@ -488,14 +487,14 @@ class Backend(ABC):
         return sums - self.floor(sums) + 2.0**-17
 
     def kept(self, keys: tuple[int, int], make: Callable[[], Array]) -> Array:
-        """``make()``, which depends on these keys alone; what it gave the first time, also where a graph is made."""
+        """The cached result of ``make()``, which depends on these keys alone; also valid while a graph is traced."""
         return recent(self.__dict__.setdefault("_kept", {}), keys, lambda: self._outside(make))
 
     def _outside(self, make: Callable[[], Array]) -> Array:
         return make()
 
     def _whole_table(self, keys: tuple[Any, Any]) -> Array:
-        # For toolkits that run eagerly: the table of a step serves all its tensors. In the middle of steps of 2**-16.
+        # For eager toolkits: one table per step serves all its tensors. Centred in steps of 2**-16.
         known = self.__dict__.setdefault("_tables", {})
         return recent(known, keys, lambda: self._upper(keys, 0, NOISE) + 2.0**-17)
 
@@ -506,25 +505,25 @@ class Backend(ABC):
 
     # -- bits -------------------------------------------------------------------------------------------------------
     def pack_bits(self, mask: Array) -> Array:
-        """bool[n] -> uint8[ceil(n/8)]; element j is bit j % 8 of byte j // 8, missing ones are 0."""
+        """bool[n] -> uint8[ceil(n/8)]; element j is bit j % 8 of byte j // 8, padded with 0."""
         n = self.shape(mask)[0]
         octets = self.bitcast(self.pad(self.cast(mask, "uint8"), -(-n // 8) * 8), "int64")
-        # Byte i of the word is moved to bit 56 + i by one multiplication: sum of 2**(56 - 7i).
+        # One multiplication moves byte i of the word to bit 56 + i: the sum of 2**(56 - 7i).
         gathered = self.shift_right(octets * 0x0102040810204080, 56)
         return self.cast(self.bitwise_and(gathered, 0xFF), "uint8")
 
     def pack_signs(self, x: Array) -> Array:
-        """float32[n] -> uint8[ceil(n/8)]: `pack_bits` of x >= 0, which NaN is not."""
+        """float32[n] -> uint8[ceil(n/8)]: `pack_bits` of x >= 0, which is false for NaN."""
         return self.pack_bits(x >= 0)
 
     def unpack_signs(self, packed: Array, n: int) -> Array:
-        """uint8[ceil(n/8)] -> float32[n]: 1 where a bit is set, else -1."""
+        """uint8[ceil(n/8)] -> float32[n]: 1 for a set bit, else -1."""
         return self.cast(self.unpack_bits(packed, n), "float32") * 2.0 - 1.0
 
     def by_byte(self, values: Callable[[Array, int], Array], packed: Array, m: int) -> Array:
-        """``values(packed, m)``: float32[m * k] of uint8[m], k numbers for each byte, whatever the others are.
+        """``values(packed, m)``: float32[m * k] from uint8[m], k numbers per byte, each byte independently.
 
-        A toolkit in which a table is faster asks for the values of all 256 bytes instead, and looks them up.
+        If a table is faster, a toolkit may compute the values of all 256 bytes once and look them up.
         """
         return values(packed, m)
 
@@ -537,9 +536,9 @@ class Backend(ABC):
     def loop(
         self, more: Callable[..., Array], body: Callable[..., tuple[Array, ...]], values: tuple[Array, ...]
     ) -> tuple[Array, ...]:
-        """``values = body(*values)`` for as long as ``more(*values)``, a bool of one element, is true.
+        """Repeat ``values = body(*values)`` while ``more(*values)``, a bool of one element, is true.
 
-        Shapes and dtypes stay. Each round waits for a device.
+        Shapes and dtypes are fixed. Each round waits for a device.
         """
         while more(*values):
             values = body(*values)
@@ -548,12 +547,12 @@ class Backend(ABC):
     # -- state ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def cell(self, value: Array) -> Any:
-        """A place that keeps an array between steps: ``read()``, ``assign(array)``, and ``add(array)``, in place."""
+        """Storage for an array between steps: ``read()``, ``assign(array)``, and ``add(array)``, in place."""
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """A context in which arithmetic with infinities and NaN makes no warning: they are answers, not accidents.
+        """A context without warnings on infinities and NaN, which are valid results here.
 
-        Steps run inside; `kernels` do not change meanwhile.
+        Steps run inside; `kernels` do not change during it.
         """
         return nullcontext()
 
@@ -563,30 +562,30 @@ class Backend(ABC):
 
     @property
     def tracing(self) -> bool:
-        """A graph is being made right now: values are symbols."""
+        """Whether a graph is being traced, so that values are symbolic."""
         return False
 
     def switch(self, index: Array, branches: Sequence[Callable[[], Any]]) -> Any:
-        """``branches[index]()``, inside a graph when it runs; index is an int32 scalar.
+        """``branches[index]()``, chosen at run time inside a graph; index is an int32 scalar.
 
-        Branches give the same structure of arrays, of the same shapes and dtypes. A graph holds them all.
+        Branches return the same structure of arrays, with equal shapes and dtypes. A graph contains them all.
         """
         return branches[int(index)]()
 
     @abstractmethod
     def sound(self, x: Array, ok: Callable[[], Array], message: str) -> Array:
-        """x itself, if the bool scalar ok() is true, else ValueError(message). A graph has an assertion in x's way.
+        """x itself if the bool scalar ok() is true, else ValueError(message). A graph gets an assertion on x.
 
-        Not asked on a device, which would have to be waited for.
+        Skipped on a device, to avoid a synchronisation.
         """
 
     @abstractmethod
     def require(self, ok: Array, message: str) -> None:
-        """Raise FloatingPointError(message) unless the bool scalar is true (inside a graph: when it runs)."""
+        """Raise FloatingPointError(message) unless the bool scalar is true (in a graph: at run time)."""
 
 
 class Cell:
-    """A cell of a toolkit whose code runs eagerly."""
+    """A cell of an eager toolkit."""
 
     def __init__(self, value: Array):
         self._value = value

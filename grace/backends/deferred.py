@@ -1,4 +1,4 @@
-"""Kernels that are called later, those of many tensors one after the other."""
+"""Deferred kernel calls, which run back to back for many tensors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class DeferredKernels:
-    """Calls of kernels, in the order in which they were added.
+    """A queue of kernel calls.
 
-    Python between two kernels finds the caches full of gradients, and takes several times as long.
+    Python code between two kernels runs several times slower, since gradients have filled the caches.
     """
 
     def __init__(self) -> None:
@@ -19,11 +19,11 @@ class DeferredKernels:
         return bool(self._waiting)
 
     def add(self, call: Callable[[], None], *used: Any) -> None:
-        """Defer a call. ``used``: arrays to keep alive until then, since a kernel holds addresses only."""
+        """Defer a call. ``used``: arrays to keep alive until then, since a kernel only holds addresses."""
         self._waiting.append((call, used))
 
     def run(self) -> None:
-        """Make all calls."""
+        """Run all calls."""
         waiting, self._waiting = self._waiting, []
         for call, _ in waiting:
             call()

@@ -15,7 +15,7 @@ from grace.core.rng import MASK32, noise_offset, noise_rows
 from grace.kernels.host import host_kernels, settled
 
 NAMES = {np.dtype(name): name for name in ITEMSIZE if name != "bfloat16"}
-"""NumPy makes a name anew each time it is asked, which takes longer than to look it up."""
+"""NumPy builds a dtype's name on each access, which is slower than a lookup."""
 
 
 class NumpyBackend(Backend):
@@ -171,7 +171,7 @@ class NumpyBackend(Backend):
 
     def sum(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
         wide = np.float64 if x.dtype.kind == "f" else x.dtype
-        with np.errstate(invalid="ignore", over="ignore"):  # inf - inf is NaN, and that is the answer
+        with np.errstate(invalid="ignore", over="ignore"):  # inf - inf = NaN is the right answer
             return np.asarray(np.sum(x, axis, dtype=wide, keepdims=keepdims)).astype(x.dtype)
 
     def max(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
@@ -330,7 +330,7 @@ class NumpyBackend(Backend):
     def by_byte(self, values: Callable[[Array, int], Array], packed: Array, m: int) -> Array:
         if m < 512:
             return values(packed, m)
-        table = values(np.arange(256, dtype=np.uint8), 256)  # no byte is out of range
+        table = values(np.arange(256, dtype=np.uint8), 256)  # a byte is always in range
         if len(table) == 256:
             return np.take(table, packed, mode="clip")
         return np.take(table.reshape(256, -1), packed, axis=0, mode="clip").reshape(-1)
@@ -364,7 +364,7 @@ class NumpyBackend(Backend):
 
 
 def _mix(h: Array) -> Array:
-    # grace.rng.mix on uint32 vectors, in place.
+    # grace.core.rng.mix on uint32 vectors, in place.
     h ^= h >> np.uint32(16)
     h *= np.uint32(0x85EBCA6B)
     h ^= h >> np.uint32(13)
@@ -374,7 +374,7 @@ def _mix(h: Array) -> Array:
 
 
 def _upper_gamma(a: float, x: float) -> float:
-    # Q(a, x): one minus the series of P where x is small, else the continued fraction by Lentz's algorithm.
+    # Q(a, x): one minus the series of P for small x, else the continued fraction by Lentz's algorithm.
     if not (0 < a < math.inf and x >= 0):
         return math.nan
     if x in (0.0, math.inf):
@@ -404,10 +404,11 @@ def _upper_gamma(a: float, x: float) -> float:
 
 
 FEW_RANKS = 8
-"""Positions from which on to sort takes no longer than to part a vector there."""
+"""Number of ranks from which sorting is as fast as partitioning."""
 FEW = 2**17
-"""Elements of a matrix in one product of low rank: they stay in a core's own cache, and on AVX-512 OpenBLAS multiplies
-small matrices two to three times as fast as it, or MKL, does large ones."""
+"""Elements per low-rank product: they fit a core's own cache, and on AVX-512 OpenBLAS multiplies small matrices two to
+three times as fast as OpenBLAS or MKL multiply large ones.
+"""
 
 
 @contextmanager
@@ -417,7 +418,7 @@ def _quiet() -> Iterator[None]:
 
 
 def unit_rows(x: Array) -> tuple[Array, Array]:
-    """`Backend.unit_rows`: for the few rows of a factor two calls of NumPy cost less than six of PyTorch."""
+    """`Backend.unit_rows`: for the few rows of a factor, two NumPy calls cost less than six PyTorch calls."""
     largest = np.abs(x).max(1, keepdims=True)
     alive = largest > 0
     largest[largest == 0] = 1
@@ -425,7 +426,7 @@ def unit_rows(x: Array) -> tuple[Array, Array]:
 
 
 def left_factor(matrix: Array, q: Array, residual: Array | None = None) -> Array:
-    """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; some rows after the other. m becomes m + residual first, if given."""
+    """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; in groups of rows. Adds the residual to m first, if given."""
     p = np.empty((matrix.shape[0], q.shape[0]), np.float32)
     b = matrix.shape[1]
     for rows in _rows(matrix.shape[0], b):
@@ -437,9 +438,9 @@ def left_factor(matrix: Array, q: Array, residual: Array | None = None) -> Array
 
 
 def right_factor(p: Array, matrix: Array, residual: Array | None = None) -> Array:
-    """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; some rows after the other, but enough to pay for adding them up.
+    """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; in groups of rows, large enough to amortise their summation.
 
-    m becomes m + residual first, if given.
+    Adds the residual to m first, if given.
     """
     q = np.zeros((p.shape[1], matrix.shape[1]), np.float32)
     b = matrix.shape[1]
@@ -452,14 +453,14 @@ def right_factor(p: Array, matrix: Array, residual: Array | None = None) -> Arra
 
 
 def room(p: Array, q: Array) -> int:
-    """How many elements `products` writes to."""
+    """Size of the buffer for `products`."""
     return min(p.shape[0], _height(q.shape[1])) * q.shape[1]
 
 
 def products(p: Array, q: Array, out: Array) -> Iterator[tuple[slice, Array]]:
-    """The product p[a, r] q[r, b] some rows after the other: where they are in it as a vector, and they as a vector.
+    """The product p[a, r] q[r, b] in groups of rows: the slice of the flattened product, and its values.
 
-    Each lies in ``out``, float32[`room`], and is overwritten by the next.
+    Each group is written to ``out``, float32[`room`], and overwritten by the next.
     """
     b = q.shape[1]
     for rows in _rows(p.shape[0], b):
@@ -469,14 +470,14 @@ def products(p: Array, q: Array, out: Array) -> Iterator[tuple[slice, Array]]:
 
 
 def write_product(out: Array, p: Array, q: Array) -> None:
-    """The product p[a, r] q[r, b] is written to the vector ``out``, the same bits as those of `products`."""
+    """Write the product p[a, r] q[r, b] to the vector ``out``, with the same bits as `products`."""
     b = q.shape[1]
     for rows in _rows(p.shape[0], b):
         np.matmul(p[rows], q, out=out[rows.start * b : rows.stop * b].reshape(-1, b))
 
 
 def part_product(x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
-    """`Backend.part_product`. Products are made in their place, so that two arrays stay in a cache and not three."""
+    """`Backend.part_product`. Computes products in place, so that only two arrays occupy the cache."""
     b, (taken_p, taken_q) = q.shape[1], taken or (p, q)
     for rows in _rows(p.shape[0], b):
         part = slice(rows.start * b, rows.stop * b)
@@ -498,7 +499,7 @@ def _rows(a: int, b: int, least: int = 1) -> list[slice]:
 
 
 def excess(x: Array, bound: float) -> tuple[float, float, float]:
-    """How many |x| exceed a bound, by how much in all, and the sum of those squares; piece by piece, in a cache."""
+    """The number of |x| above a bound, the sum of their excesses, and of their squares; in cache-sized chunks."""
     number, total, squares = 0, 0.0, 0.0
     over, mask = np.empty(min(len(x), PIECE), np.float32), np.empty(min(len(x), PIECE), bool)
     with np.errstate(all="ignore"):
@@ -512,7 +513,7 @@ def excess(x: Array, bound: float) -> tuple[float, float, float]:
             np.maximum(size, 0, out=size)
             total += float(np.sum(size))
             square = float(np.dot(size, size))
-            if not 1e-20 < square < 1e30:  # out of float32's range, or near its ends
+            if not 1e-20 < square < 1e30:  # at or beyond the ends of float32's range
                 wide = size.astype(np.float64)
                 square = float(np.dot(wide, wide))
             squares += square
@@ -520,7 +521,7 @@ def excess(x: Array, bound: float) -> tuple[float, float, float]:
 
 
 def beyond(x: Array, bound: float) -> Array:
-    """int32[K]: where |x| is not at or below a bound; piece by piece, in a cache."""
+    """int32[K]: positions where |x| is not at or below a bound; in cache-sized chunks."""
     magnitude, mask = np.empty(min(len(x), PIECE), np.float32), np.empty(min(len(x), PIECE), bool)
     found = [np.zeros(0, np.int32)]
     for start in range(0, len(x), PIECE):
@@ -535,17 +536,17 @@ def beyond(x: Array, bound: float) -> Array:
 
 
 def ranked(x: Array, ranks: Array) -> Array:
-    """`Backend.ranked`: few positions need no order of all."""
+    """`Backend.ranked`: a few ranks need no full sort."""
     return (np.partition(x, ranks) if len(ranks) < FEW_RANKS else np.sort(x))[ranks]
 
 
 def searchsorted(bounds: Array, x: Array) -> Array:
-    """`Backend.searchsorted`; among few bounds without a branch, which no processor could foretell: piece by piece."""
+    """`Backend.searchsorted`; for few bounds without unpredictable branches, in cache-sized chunks."""
     many = len(bounds)
     if not 0 < many < 2**12 or len(x) < 2**10 or bounds.dtype.kind != "f":
         return np.searchsorted(bounds, x).astype(np.int32)
     places, step = np.zeros(len(x), np.int32), 1 << (many.bit_length() - 1)
-    padded = np.full(2 * step, np.inf, bounds.dtype)  # no number is above
+    padded = np.full(2 * step, np.inf, bounds.dtype)  # no number exceeds it
     padded[:many] = bounds
     for start in range(0, len(x), PIECE):
         part, place = x[start : start + PIECE], places[start : start + PIECE]
@@ -560,11 +561,11 @@ def searchsorted(bounds: Array, x: Array) -> Array:
 
 
 def smallest(words: Array, k: int) -> Array:
-    """int32[k]: the positions of the k smallest of different int32 numbers taken as unsigned, ascending."""
+    """int32[k]: positions of the k smallest of distinct int32 numbers taken as unsigned, ascending."""
     n, words = len(words), words.view(np.uint32)
     if k >= n or k == 0:
         return np.arange(min(k, n), dtype=np.int32)
-    # Below a bound lie a few more than k, unless by chance, and the exact choice is made among them.
+    # With high probability slightly more than k lie below this bound; the exact selection is among them.
     bound = np.uint32(min((k + 6 * k**0.5 + 16) / n, 1.0) * MASK32)
     places = np.concatenate(
         [np.flatnonzero(words[start : start + PIECE] <= bound) + start for start in range(0, n, PIECE)]
@@ -576,19 +577,19 @@ def smallest(words: Array, k: int) -> Array:
 
 
 def largest_in_rows(x: Array, k: int) -> Array:
-    """int32[m, k]: of each row of [m, n] the positions of the k largest |x|, ascending; NaN as `largest_magnitudes`."""
+    """int32[m, k]: ascending positions of the k largest |x| per row of [m, n]; NaN as in `largest_magnitudes`."""
     m, n = x.shape
     found = np.empty((m, min(k, n)), np.int32)
     if k >= n or k == 0:
         found[:] = np.arange(min(k, n), dtype=np.int32)
         return found
-    height = max(1, PIECE // n)  # rows that stay in a cache
+    height = max(1, PIECE // n)  # rows that fit a cache
     for start in range(0, m, height):
         size = np.abs(x[start : start + height])
         size[np.isnan(size)] = np.inf
         least = np.partition(size, n - k, 1)[:, n - k : n - k + 1]
         chosen = size >= least
-        rows = np.flatnonzero(np.count_nonzero(chosen, 1) > k)  # these have more of the least than there is room for
+        rows = np.flatnonzero(np.count_nonzero(chosen, 1) > k)  # too many ties at the smallest value
         for row in rows:
             ties = np.flatnonzero(size[row] == least[row])
             chosen[row, ties[k - np.count_nonzero(size[row] > least[row]) :]] = False
@@ -597,13 +598,14 @@ def largest_in_rows(x: Array, k: int) -> Array:
 
 
 def largest_magnitudes(x: Array, k: int) -> Array:
-    """int32[k]: the positions of the k largest |x|, ascending; NaN is infinite, of equals the first. 0 < k < len(x).
+    """int32[k]: ascending positions of the k largest |x|; NaN counts as infinite, ties go to the first. 0 < k < len(x).
 
-    A bound from a sample leaves few candidates, and the exact choice is made among them. No array of x's size is made.
-    A bound that turns out wrong is dropped, so the answer is exact whatever the sample.
+    A bound from a sample leaves few candidates, from which the exact selection is made. No array of x's size is
+    allocated.
+    A wrong bound is discarded, so the result is exact for any sample.
     """
     n = len(x)
-    sample = np.abs(x[:: n // 65536 | 1])  # odd: a step that divides the length of rows would see few of the columns
+    sample = np.abs(x[:: n // 65536 | 1])  # odd: a stride that divides the row length would sample only a few columns
     sample[np.isnan(sample)] = np.inf
     want = k / n * len(sample)
     rank = min(len(sample), int(want + 4 * want**0.5) + 1)
@@ -614,7 +616,7 @@ def largest_magnitudes(x: Array, k: int) -> Array:
         part = x[start : start + PIECE]
         size, mask = magnitude[: len(part)], below[: len(part)]
         np.abs(part, out=size)
-        np.less(size, bound, out=mask)  # not "at least": NaN is a candidate
+        np.less(size, bound, out=mask)  # "not less" keeps NaN as a candidate
         places = np.flatnonzero(np.logical_not(mask, out=mask))
         places += start
         found.append(places)

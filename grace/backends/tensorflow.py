@@ -21,11 +21,11 @@ class TensorflowBackend(Backend):
     name = "tensorflow"
     traced = True
     switching = False
-    """A branch of a `switch` is being made."""
+    """Whether a branch of a `switch` is being traced."""
 
     @property
     def kernels(self) -> Any:
-        from grace.kernels import tensorflow  # looks for what is built, so not before it is asked for
+        from grace.kernels import tensorflow  # imported on demand: it looks for the compiled libraries
 
         return tensorflow.TensorflowKernels(self) if tensorflow.available() and not _on_device() else None
 
@@ -41,7 +41,7 @@ class TensorflowBackend(Backend):
         self, work: Callable[..., Sequence[Array]], arrays: Sequence[Array], made: Sequence[tuple[str, tuple[Any, ...]]]
     ) -> list[Array]:
         if tf.executing_eagerly():
-            # Arrays that come back as they went are the same ones here, too.
+            # Arrays that ``work`` returns unchanged stay the same tensors.
             given = [x.numpy() for x in arrays]
             known = {id(x): tensor for x, tensor in zip(given, arrays, strict=True)}
             return [known[id(x)] if id(x) in known else tf.convert_to_tensor(x) for x in work(*given)]
@@ -60,7 +60,8 @@ class TensorflowBackend(Backend):
         return tf.zeros(shape, dtype)
 
     def full(self, shape: Any, value: Any, dtype: str = "float32") -> Array:
-        value = tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)  # a cast is from float32
+        # a cast starts from float32
+        value = tf.cast(value, dtype) if tf.is_tensor(value) else tf.constant(value, dtype)
         return tf.fill((shape,) if isinstance(shape, int) else shape, value)
 
     def arange(self, n: int, dtype: str = "int32") -> Array:
@@ -99,7 +100,7 @@ class TensorflowBackend(Backend):
         if dtype == "bool":
             return self.bitcast(x, "uint8") != 0
         ratio, rest = divmod(ITEMSIZE[dtype], x.dtype.size)
-        if ratio > 1 and rest == 0:  # tf.bitcast takes a wider dtype's bytes from the last dimension
+        if ratio > 1 and rest == 0:  # tf.bitcast reads a wider dtype from the last dimension
             x = tf.reshape(x, (-1, ratio))
         return tf.reshape(tf.bitcast(x, dtype), (-1,))
 
@@ -146,7 +147,7 @@ class TensorflowBackend(Backend):
         return tf.maximum(x, y)
 
     def invert(self, mask: Array) -> Array:
-        # The graph optimiser turns not (x > 0) into x <= 0, which is another thing for NaN: so no logical_not.
+        # The graph optimiser turns not (x > 0) into x <= 0, which differs for NaN: so avoid logical_not.
         return tf.where(mask, False, True)
 
     def isfinite(self, x: Array) -> Array:
@@ -160,7 +161,7 @@ class TensorflowBackend(Backend):
         largest = tf.reduce_max(x, axis, keepdims=keepdims)
         if not x.dtype.is_floating:
             return largest
-        # The maximum may drop NaN; a sum cannot, and zeros keep the value else.
+        # The maximum may drop NaN; a sum does not, and adding zeros keeps other values.
         return largest + tf.reduce_sum(tf.where(tf.math.is_nan(x), x, 0), axis, keepdims=keepdims)
 
     def all(self, x: Array) -> Array:
@@ -170,7 +171,7 @@ class TensorflowBackend(Backend):
         return tf.cumsum(x)
 
     def excess(self, x: Array, bound: Array) -> Array:
-        # In pieces that stay in a cache: a temporary as large as x costs more than what is done with it.
+        # In cache-sized chunks: a temporary as large as x costs more than the computation.
         n = x.shape[0]
         full = n // PIECE * PIECE
         found = _excess(x[full:], bound) if full < n else tf.zeros(3, tf.float64)
@@ -206,7 +207,7 @@ class TensorflowBackend(Backend):
             return tf.zeros((*x.shape[:-1], k), tf.int32)
         if x.dtype.is_floating:
             x = tf.where(tf.math.is_nan(x), tf.constant(float("inf"), x.dtype), x)
-        # top_k puts the lower of two equal elements first, so its k are the ones wanted.
+        # top_k prefers the lower index among ties, as required.
         return tf.sort(tf.math.top_k(x, k, sorted=False).indices)
 
     def topk_abs(self, x: Array, k: int) -> Array:
@@ -222,7 +223,7 @@ class TensorflowBackend(Backend):
         return tf.cast(tf.reshape(tf.where(mask), (-1,)), tf.int32)
 
     def searchsorted(self, bounds: Array, x: Array) -> Array:
-        # TensorFlow's own cannot search for nothing inside a graph.
+        # TensorFlow's own fails on an empty array inside a graph.
         return tf.zeros(0, tf.int32) if x.shape[0] == 0 else tf.searchsorted(bounds, x)
 
     def take(self, x: Array, indices: Array) -> Array:
@@ -240,7 +241,7 @@ class TensorflowBackend(Backend):
         return tf.cast(tf.math.unsorted_segment_sum(tf.cast(values, tf.float64), segments, count), tf.float32)
 
     def qr(self, x: Array) -> Array:
-        # In float32 squares of very large or small numbers leave the range, and it does not scale by itself.
+        # float32 squares of very large or small numbers overflow, and TensorFlow's QR does not scale.
         return tf.cast(tf.linalg.qr(tf.cast(x, tf.float64)).q, x.dtype)
 
     def eigh(self, x: Array) -> tuple[Array, Array]:
@@ -252,7 +253,7 @@ class TensorflowBackend(Backend):
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         pieces = []
-        while n > 0:  # a piece ends where the upper half of the counter changes
+        while n > 0:  # a chunk ends where the upper half of the counter changes
             low, high = start & MASK32, start >> 32
             count = min(n, MASK32 + 1 - low)
             h = _mix(tf.bitcast(tf.range(count), tf.uint32) + _word(low + key0))
@@ -273,7 +274,7 @@ class TensorflowBackend(Backend):
         return VariableCell(value)
 
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
-        # For one condition this op hands one of the two on, on CPUs: tf.where would go through all elements.
+        # On CPUs Select passes one operand through for a scalar condition, while tf.where copies all elements.
         return tf.raw_ops.Select(condition=ok, x=new, y=old)
 
     @property
@@ -314,13 +315,13 @@ def _excess(x: Array, bound: Array) -> Array:
     squares = tf.cond(
         (half > 1e-20) & (half < 1e30),
         lambda: 2 * tf.cast(half, tf.float64),
-        lambda: tf.reduce_sum(tf.square(tf.cast(over, tf.float64))),  # out of float32's range, or near its ends
+        lambda: tf.reduce_sum(tf.square(tf.cast(over, tf.float64))),  # at or beyond the ends of float32's range
     )
     return tf.stack([tf.cast(number, tf.float64), tf.cast(total, tf.float64), squares])
 
 
 class VariableCell:
-    """A cell that a traced function reads and writes when it runs."""
+    """A cell that a traced function reads and writes at run time."""
 
     def __init__(self, value: Array):
         self.variable = tf.Variable(value, trainable=False)
@@ -336,7 +337,7 @@ class VariableCell:
 
 
 class _Host(NumpyBackend):
-    """NumPy's, with as many threads as TensorFlow has."""
+    """NumPy's backend with TensorFlow's number of threads."""
 
     @property
     def threads(self) -> int:
@@ -354,7 +355,7 @@ def _threads() -> int:
 
 @cache
 def _on_device() -> bool:
-    # The kernels are for CPUs.
+    # Kernels are for CPUs only.
     return bool(tf.config.list_physical_devices("GPU"))
 
 
@@ -365,7 +366,7 @@ def _word(word: Any) -> Array:
 
 
 def _mix(h: Array) -> Array:
-    # grace.rng.mix on uint32 vectors: products wrap.
+    # grace.core.rng.mix on uint32 vectors: products wrap.
     shift, xor = tf.bitwise.right_shift, tf.bitwise.bitwise_xor
     h = xor(h, shift(h, tf.constant(16, tf.uint32)))
     h = h * tf.constant(0x85EBCA6B, tf.uint32)

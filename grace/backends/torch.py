@@ -50,12 +50,12 @@ DTYPES = {
     "float64": torch.float64,
 }
 CPU = torch.device("cpu")
-"""Named wherever a tensor is made: torch.set_default_device does not change where the host's tensors lie."""
+"""Passed wherever a tensor is created, since torch.set_default_device must not move host tensors."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SIGNS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.float32) * 2 - 1
-"""float32[256, 8]: what each byte of bits stands for. To look signs up is faster than to work them out."""
+"""float32[256, 8]: the signs of each byte of bits. A lookup is faster than the computation."""
 MANY = 4
-"""Threads from which on PyTorch's products of low rank are left to it: one thread makes NumPy's."""
+"""Number of threads from which PyTorch computes low-rank products; below, NumPy does, with one thread."""
 
 
 def _octets(size: int) -> Any:
@@ -63,24 +63,24 @@ def _octets(size: int) -> Any:
 
 
 def _sparse_octets(size: int) -> Any:
-    # What is never written to takes no memory: NumPy would ask for large pages.
+    # Untouched pages take no memory here, whereas NumPy would request huge pages.
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 class Pool:
-    """Host memory that is used again as soon as nothing refers to it any more.
+    """Host memory that is reused as soon as no reference to it remains.
 
-    The C library gives a large array back to the system at once, and fresh pages cost several times what is then done
-    with them. Whether an array is free is read off its reference count, so nobody has to hand anything back.
+    The C library returns a large array to the system immediately, and fresh pages cost several times the work done on
+    them. An array's reference count tells whether it is free, so there is no explicit release.
     """
 
-    SMALL = 2**17  # bytes: what the C library keeps by itself
+    SMALL = 2**17  # bytes: smaller arrays are cached by the C library
 
     def __init__(self, made: Callable[[int], Any] = _octets) -> None:
         self._made = made
         self._lock = threading.Lock()
         self._arrays: list[Any] = []
-        self._used: set[int] = set()  # given out since memory was last found wasted
+        self._used: set[int] = set()  # arrays used since the last check for waste
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
         size = math.prod(shape) * dtype.itemsize
@@ -91,7 +91,7 @@ class Pool:
         return whole[:size].view(dtype).view(shape)
 
     def _find(self, size: int) -> Any:
-        # They lie in the order of their sizes, so that a few have to be looked at where a step asks for hundreds.
+        # Arrays are sorted by size, so that only a few need to be checked when a step requests hundreds.
         start = bisect_left(self._arrays, size, key=_size)
         for place in range(start, bisect_left(self._arrays, 2 * size + 1, start, key=_size)):
             if _references(self._arrays, place) <= FREE:
@@ -101,7 +101,8 @@ class Pool:
         free = [self._arrays[place] for place in places]
         wasted = sum(array.size for array in free)
         if wasted > sum(array.size for array in self._arrays) // 2:
-            # More lies idle than is in use: what was not wanted lately goes. Large and small may be wanted in turn.
+            # More memory is idle than in use: drop arrays not used recently. Large and small ones may be requested
+            # alternately.
             gone = {id(array) for array in free} - self._used
             self._arrays = [array for array in self._arrays if id(array) not in gone]
             self._used.clear()
@@ -120,14 +121,14 @@ def _references(arrays: list[Any], place: int) -> int:
 
 
 FREE = _references([np.empty(1)], 0)
-"""References to an array that only a list has: how many counting adds is the interpreter's affair."""
+"""Reference count of an array held only by a list; it depends on the interpreter."""
 POOL = Pool()
 SPARSE = Pool(_sparse_octets)
-"""Of arrays that are not going to be filled."""
+"""For arrays that will not be filled."""
 
 
 class Room(threading.local):
-    """Memory that is given out from front to back, one for each thread."""
+    """A thread-local arena: memory allocated from front to back."""
 
     memory: Array | None = None
     size = used = 0
@@ -141,7 +142,7 @@ class Room(threading.local):
             self.memory, self.size = None, 0
 
     def next(self, shape: Sequence[int], dtype: torch.dtype) -> Array | None:
-        """The next array; None if it does not fit, or its elements would not lie as PyTorch wants them."""
+        """The next array; None if it does not fit, or its elements would be misaligned."""
         start, stop = self.used, self.used + math.prod(shape) * dtype.itemsize
         if not self.size or stop > self.size or start % dtype.itemsize:
             return None
@@ -176,7 +177,7 @@ class TorchBackend(Backend):
 
     @property
     def _native(self) -> Any:
-        # What single functions are carried out by.
+        # Kernels for single functions.
         return host_kernels(self) if self.on_host else None
 
     @property
@@ -185,7 +186,7 @@ class TorchBackend(Backend):
 
     def asarray(self, values: Any, dtype: str) -> Array:
         flags = getattr(values, "flags", None)
-        if flags is not None and not flags.writeable:  # PyTorch knows no read-only memory
+        if flags is not None and not flags.writeable:  # PyTorch does not support read-only memory
             values = values.copy()
         return torch.as_tensor(values, dtype=DTYPES[dtype], device=self.device)
 
@@ -235,7 +236,7 @@ class TorchBackend(Backend):
         return self.empty(shape, dtype) if found is None else found
 
     def joined(self, arrays: Sequence[Array]) -> Array:
-        filled = [array for array in arrays if array.numel()]  # what is empty lies nowhere
+        filled = [array for array in arrays if array.numel()]  # empty arrays have no address
         if not filled:
             return super().joined(arrays)
         first, storage = filled[0], filled[0].untyped_storage()
@@ -244,7 +245,7 @@ class TorchBackend(Backend):
             if array.data_ptr() != end or not array.is_contiguous():
                 return self._copied(filled)
             end += array.nbytes
-        if end > storage.data_ptr() + storage.nbytes():  # others are neighbours by chance
+        if end > storage.data_ptr() + storage.nbytes():  # adjacent by chance, from different storages
             return self._copied(filled)
         return torch.empty(0, dtype=torch.uint8, device=first.device).set_(
             storage, begin - storage.data_ptr(), (end - begin,)
@@ -253,7 +254,7 @@ class TorchBackend(Backend):
     def _copied(self, arrays: Sequence[Array]) -> Array:
         if not self.on_host:
             return self.concat([self.to_bytes(array) for array in arrays])
-        # Hundreds of small ones: each to its place, without a view of its bytes.
+        # For hundreds of small arrays: copy each into place without creating a byte view.
         arrays = [array.contiguous() for array in arrays]
         out = POOL.empty((sum(array.nbytes for array in arrays),), torch.uint8)
         place = out.data_ptr()
@@ -307,7 +308,7 @@ class TorchBackend(Backend):
             return x.to(DTYPES[dtype])
         return POOL.empty(x.shape, DTYPES[dtype]).copy_(x)
 
-    # A message is put together and taken apart for each tensor's arrays: what is as it should be is left alone.
+    # Messages are packed and unpacked per array: return arrays of the right form unchanged.
     def to_bytes(self, x: Array) -> Array:
         return x if x.dtype == torch.uint8 and x.ndim == 1 else super().to_bytes(x)
 
@@ -318,11 +319,11 @@ class TorchBackend(Backend):
         x = x.contiguous()
         if x.dtype == DTYPES[dtype]:
             return x
-        if x.stride(-1) != 1:  # one element counts as contiguous with any stride, but a view wants it to be 1
+        if x.stride(-1) != 1:  # a single element is contiguous with any stride, but a view requires 1
             x = x.new_empty(x.shape).copy_(x)
         size = DTYPES[dtype].itemsize
         if size > x.element_size() and (x.data_ptr() % size or x.storage_offset() * x.element_size() % size):
-            x = x.clone()  # a view needs its bytes aligned
+            x = x.clone()  # a view requires alignment
         return x.view(DTYPES[dtype])
 
     def add_to(self, x: Array, y: Array) -> Array:
@@ -339,7 +340,8 @@ class TorchBackend(Backend):
 
     def divided(self, x: Array, y: Any, out: Array | None = None) -> Array:
         out = self._room(x) if out is None else out
-        if isinstance(y, int) and y & (y - 1) == 0 < y < 2**24:  # a product with its inverse is the same, and faster
+        # multiplying by the inverse gives the same result, faster
+        if isinstance(y, int) and y & (y - 1) == 0 < y < 2**24:
             return torch.mul(x, 1 / y, out=out)
         return torch.div(x, y, out=out)
 
@@ -368,7 +370,7 @@ class TorchBackend(Backend):
         return torch.round(x, out=self._room(x))
 
     def sqrt(self, x: Array) -> Array:
-        # PyTorch's vectorised float32 root is off by one bit at times; the other toolkits' are not.
+        # PyTorch's vectorised float32 square root is sometimes off by one bit; the other toolkits' are exact.
         return torch.sqrt(x.double()).to(x.dtype)
 
     def log(self, x: Array) -> Array:
@@ -401,17 +403,17 @@ class TorchBackend(Backend):
         return torch.isfinite(x)
 
     def sum_abs(self, x: Array) -> Array:
-        # Short rows need no float64: PyTorch adds up in a tree, and a wide copy costs more than the sum.
+        # Short rows need no float64: PyTorch adds in a tree, and a wide copy costs more than the sum.
         return torch.sum(self.abs(x), 1) if self.on_host and x.shape[1] <= 4096 else self.sum(self.abs(x), 1)
 
     def _room(self, x: Array) -> Array | None:
-        # For a result as large as x. None: PyTorch finds some itself.
+        # Memory for a result as large as x. None: let PyTorch allocate it.
         if not self.on_host or x.nbytes < POOL.SMALL or x.requires_grad:
             return None
         return POOL.empty(x.shape, x.dtype)
 
     def max_abs(self, x: Array) -> Array:
-        return torch.maximum(x.amax(1), x.amin(1).neg_())  # no temporary; NaN wins in all three
+        return torch.maximum(x.amax(1), x.amin(1).neg_())  # no temporary; all three functions propagate NaN
 
     def sum(self, x: Array, axis: int | None = None, keepdims: bool = False) -> Array:
         wide = torch.float64 if x.is_floating_point() else x.dtype
@@ -423,7 +425,7 @@ class TorchBackend(Backend):
         return torch.amax(x) if axis is None else torch.amax(x, axis, keepdim=keepdims)
 
     def unit_rows(self, x: Array) -> tuple[Array, Array]:
-        if not self.on_host:  # in few operations: each is a launch, for a few numbers
+        if not self.on_host:  # few operations: each is a kernel launch for a few numbers
             largest = torch.linalg.vector_norm(x, torch.inf, 1, keepdim=True)
             return x / (largest + (largest == 0)), largest > 0
         rows, alive = unit_rows(x.numpy())
@@ -440,7 +442,7 @@ class TorchBackend(Backend):
             return torch.ones((), dtype=torch.bool, device=x.device)
         if self.on_host and x.dtype == torch.float32 and x.numel() < PIECE:
             return torch.tensor(bool(np.isfinite(x.numpy()).all()), device=CPU)
-        low, high = torch.aminmax(x)  # NaN wins in both: one pass and no temporary
+        low, high = torch.aminmax(x)  # aminmax propagates NaN: one pass without a temporary
         return torch.isfinite(low) & torch.isfinite(high)
 
     def excess(self, x: Array, bound: Array) -> Array:
@@ -466,7 +468,7 @@ class TorchBackend(Backend):
         return torch.bitwise_right_shift(x, bits)
 
     def topk(self, x: Array, k: int) -> Array:
-        if x.ndim == 2:  # a stable sort has the lower of two equal elements first
+        if x.ndim == 2:  # a stable sort puts the lower index first among ties
             x = torch.where(torch.isnan(x), torch.inf, x)
             order = torch.sort(x, stable=True, descending=True).indices
             return order[:, :k].sort().values.to(torch.int32)
@@ -517,7 +519,7 @@ class TorchBackend(Backend):
     def ascending(self, x: Array, n: int) -> Array:
         if not self.on_host:
             return super().ascending(x, n)
-        places = x.numpy()  # compares faster than PyTorch
+        places = x.numpy()  # NumPy compares faster than PyTorch
         ascends = not len(x) or bool(places[0] >= 0 and places[-1] < n and (places[1:] > places[:-1]).all())
         return torch.tensor(ascends, device=CPU)
 
@@ -549,8 +551,8 @@ class TorchBackend(Backend):
     def qr(self, x: Array) -> Array:
         return torch.linalg.qr(x).Q
 
-    # Products of low rank are NumPy's on the host, up to a few threads. That of the mean always is: workers with other
-    # numbers of threads must get the same bits.
+    # On the host NumPy computes low-rank products, up to a few threads. It always computes that of the mean: workers
+    # with different numbers of threads must get the same bits.
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
         if self._native:
             return self._native.left_factor(matrix, q, residual)
@@ -613,7 +615,7 @@ class TorchBackend(Backend):
         if self._native:
             return self._native.words(key0, key1, start, n)
         pieces = []
-        while n > 0:  # a piece ends where the upper half of the counter changes
+        while n > 0:  # a chunk ends where the upper half of the counter changes
             low, high = start & MASK32, start >> 32
             count = min(n, MASK32 + 1 - low)
             h = torch.arange(count, dtype=torch.int32, device=self.device)
@@ -635,7 +637,7 @@ class TorchBackend(Backend):
         noise, row, first = self.empty(n), *divmod(start, NOISE)
         rows = 0 if first else n // NOISE
         whole, offsets = self._noise_parts(table, keys, row, rows)
-        if rows:  # at once
+        if rows:  # all whole rows at once
             torch.add(whole, offsets, out=noise[: rows * NOISE].view(rows, NOISE))
         for row, at, first, count in noise_rows(start + rows * NOISE, n - rows * NOISE):
             at += rows * NOISE
@@ -643,13 +645,13 @@ class TorchBackend(Backend):
         return noise.frac_()
 
     def _noise_parts(self, table: tuple[Any, Any], keys: tuple[Any, Any], row: int, rows: int) -> tuple[Array, Array]:
-        """float32[NOISE] and float32[rows, 1]: whole rows of the noise are the fractions of their sums."""
+        """float32[NOISE] and float32[rows, 1]: whole noise rows are the fractions of their sums."""
         offsets = torch.tensor(
             [[noise_offset(keys, row + i)] for i in range(rows)], dtype=torch.float32, device=self.device
         )
         return self._whole_table(table), offsets
 
-    # On the host NumPy works on the same memory, and turns numbers into bits many times faster than PyTorch.
+    # On the host NumPy shares the memory, and converts numbers to bits many times faster than PyTorch.
     def pack_bits(self, mask: Array) -> Array:
         if not self.on_host:
             return super().pack_bits(mask)
@@ -669,7 +671,8 @@ class TorchBackend(Backend):
         if not self.on_host:
             return super().unpack_signs(packed, n)
         signs = POOL.empty((packed.shape[0] * 8,), torch.float32)
-        np.take(SIGNS, packed.numpy(), axis=0, out=signs.numpy().reshape(-1, 8), mode="clip")  # no byte is out of range
+        # a byte is always in range
+        np.take(SIGNS, packed.numpy(), axis=0, out=signs.numpy().reshape(-1, 8), mode="clip")
         return signs[:n]
 
     def by_byte(self, values: Callable[[Array, int], Array], packed: Array, m: int) -> Array:
@@ -677,9 +680,9 @@ class TorchBackend(Backend):
             return values(packed, m)
         table = values(torch.arange(256, dtype=torch.uint8, device=CPU), 256).numpy()
         found = POOL.empty((m * len(table) // 256,), torch.float32)
-        row = () if len(table) == 256 else (len(table) // 256,)  # rows of one number are slower than numbers
+        row = () if len(table) == 256 else (len(table) // 256,)  # rows of one number are slower than scalars
         out = found.numpy().reshape(m, *row)
-        np.take(table.reshape(256, *row), packed.numpy(), axis=0, out=out, mode="clip")  # no byte is out of range
+        np.take(table.reshape(256, *row), packed.numpy(), axis=0, out=out, mode="clip")  # a byte is always in range
         return found
 
     def cell(self, value: Array) -> Any:
@@ -693,7 +696,7 @@ class TorchBackend(Backend):
 
     def choose(self, ok: Array, new: Array, old: Array) -> Array:
         if isinstance(ok, torch.Tensor) and ok.device.type != "cpu":
-            return torch.where(ok, new, old)  # does not wait for the device
+            return torch.where(ok, new, old)  # avoids waiting for the device
         return new if ok else old
 
     def sound(self, x: Array, ok: Callable[[], Array], message: str) -> Array:
@@ -707,13 +710,13 @@ class TorchBackend(Backend):
 
 
 def _signed(word: int) -> int:
-    # The 32-bit word as the int32 of the same bits.
+    # The int32 with the same bits as the 32-bit word.
     word = int(word) & MASK32
     return word - 2**32 if word >= 2**31 else word
 
 
 def _mix(h: Array) -> Array:
-    # grace.rng.mix on int32 vectors, in place: products wrap, and masks undo the arithmetic shift.
+    # grace.core.rng.mix on int32 vectors, in place: products wrap, and masks undo the arithmetic shift.
     h ^= (h >> 16) & 0xFFFF
     h *= _signed(0x85EBCA6B)
     h ^= (h >> 13) & 0x7FFFF

@@ -1,6 +1,6 @@
-"""How long methods take, `grace bench kernels`, and what they do to trainings, `grace bench tasks`.
+"""Benchmarks: `grace bench kernels` times methods, `grace bench tasks` trains with them.
 
-`plan` says what is measured, `kernels` starts the processes and joins what they find, `worker` is such a process,
-`subjects` and `peers` are what it measures, `memory` is a process that counts, `show` prints and plots. Importing this
+`plan` defines the measurements, `kernels` starts the processes and merges their results, `worker` is such a process,
+`subjects` and `peers` are the measured objects, `memory` measures memory, `show` prints and plots. Importing this
 imports no toolkit.
 """

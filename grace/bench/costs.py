@@ -1,4 +1,4 @@
-"""What compressors and links take on this machine, measured: the numbers that `grace.planner.costs` calculates with."""
+"""Measured costs of compressors and links on this machine: the inputs of `grace.planner.costs`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from grace.core.collectives import AllToAll, Broadcast, Collective, Gather, Grou
 from grace.planner.costs import COEFFICIENTS, Cluster, Codec, Curve, Link, Rate, Speed, fitted
 
 SIZES = (2**12, 2**15, 2**18, 2**21)
-"""Elements at which a compressor is measured where nothing else is asked for."""
+"""Default sizes, in elements, for measuring a compressor."""
 BYTES = tuple(int(2 ** (10 + 16 * i / 11)) // 64 * 64 for i in range(12))
 """12 sizes of messages from 1 KiB to 64 MiB."""
 EVICTED = 2**26
-"""Bytes that are written between two exchanges, more than caches hold."""
+"""Bytes written between two exchanges to evict the caches."""
 WARM_UP = 3
 GROUPS: dict[Level, Group] = {"flat": "world", "intra": "node", "inter": "cross"}
 
@@ -29,11 +29,11 @@ GROUPS: dict[Level, Group] = {"flat": "world", "intra": "node", "inter": "cross"
 def compressor(
     params: Mapping[str, Any], sizes: Sequence[int] = SIZES, backend: str = "numpy", budget: float = 0.2
 ) -> Codec:
-    """Bytes and seconds of a compressor, on one thread's own: the fastest of a few calls at each size.
+    """Bytes and seconds of a compressor on a single thread: the fastest of a few calls at each size.
 
-    ``params``: as for `grace.grace_from_params`. ``sizes``: elements; a method that wants a matrix gets one that is
-    nearly square. ``backend``: the toolkit, on this machine's CPU: methods take other times on each. ``budget``:
-    seconds of measuring at each size, at least three calls. The encoding is that of the whole method, with its memory.
+    ``params``: as for `grace.grace_from_params`. ``sizes``: elements; a method that needs a matrix gets a nearly
+    square one. ``backend``: the toolkit, on this machine's CPU: times differ between toolkits. ``budget``: seconds of
+    measuring at each size, at least three calls. Encoding includes the method's memory.
     """
     from grace.backends import get_backend
     from grace.bench.kernels import machine
@@ -56,7 +56,7 @@ def compressor(
             piece.append(max(all_ - one, 0.0) / more if more else 0.0)
     curves = (Curve(tuple(map(float, sizes)), tuple(values)) for values in (encode, decode, piece))
     speeds: dict[Device, Speed] = {"gpu": Speed(*curves)}
-    threads = "" if backend == "tensorflow" else ", one thread"  # its pools are made once
+    threads = "" if backend == "tensorflow" else ", one thread"  # its pools are created once
     source = f"measured with {backend} on a CPU ({machine()['cpu']}){threads}"
     return Codec(dict(params), Curve(tuple(map(float, sizes)), tuple(wire)), speeds, source)
 
@@ -77,7 +77,7 @@ def _one_thread(backend: str) -> Iterator[None]:
 
 
 def product(side: int = 256) -> Callable[[], None]:
-    """What a backward pass mostly is: a product of matrices, in NumPy."""
+    """A stand-in for a backward pass: a matrix product in NumPy."""
     import numpy as np
 
     matrix, out = np.ones((side, side), np.float32), np.empty((side, side), np.float32)
@@ -85,9 +85,9 @@ def product(side: int = 256) -> Callable[[], None]:
 
 
 def contention(work: Callable[[], None], params: Mapping[str, Any], size: int = 2**18, budget: float = 0.5) -> float:
-    """How much longer a compressor takes in a thread while ``work``, such as a backward pass, runs in this one.
+    """Slowdown of a compressor in a thread while ``work``, such as a backward pass, runs in this one.
 
-    At least 1. The factor of `grace.planner.costs.Codec.offloaded` for the pool, where device and pool are one CPU.
+    At least 1. It is the pool's factor for `grace.planner.costs.Codec.offloaded` if device and pool are the same CPU.
     """
     alone = compressor(params, (size,), budget=budget).encode(size)
     with ThreadPoolExecutor(1) as pool:
@@ -100,12 +100,13 @@ def contention(work: Callable[[], None], params: Mapping[str, Any], size: int = 
 def at_work(
     transport: Transport, codecs: Iterable[Codec], sizes: Sequence[int] = SIZES, steps: int = 15
 ) -> tuple[Rate, list[Codec]]:
-    """What messages and compressors take of the thread that computes, in exchanges of all workers at once.
+    """Time that messages and compressors take from the computing thread, in exchanges of all workers at once.
 
-    Costs measured on one idle machine are too low for a training: there caches hold other things, workers share the
-    memory's bandwidth, and each message is handed over. All workers make this call together, and get the same.
-    ``transport``: bound to a backend. ``sizes``: elements of one tensor, rising. ``steps``: exchanges of each; medians
-    count, and the mean of all workers. Gives `grace.planner.costs.Cluster.message`, and the codecs with these seconds.
+    Costs measured on one idle machine are too low for a training: there, caches hold other data, workers share the
+    memory bandwidth, and each message is submitted. All workers make this call together, and get the same result.
+    ``transport``: bound to a backend. ``sizes``: elements of one tensor, ascending. ``steps``: exchanges of each size;
+    takes the median, and the mean over all workers. Returns `grace.planner.costs.Cluster.message`, and the codecs with
+    these times.
     """
     xp: Any = transport.xp  # type: ignore[attr-defined]
     itself = {"compressor": "none"}
@@ -129,7 +130,7 @@ def _mean(pairs: Iterable[Sequence[float]]) -> tuple[float, float]:
 
 
 def _handled(transport: Transport, params: Mapping[str, Any], size: int, steps: int) -> tuple[float, float]:
-    # Seconds of this worker's thread until a tensor's first message has left, and for the rest; waiting is neither.
+    # Seconds of this worker's thread until a tensor's first message was sent, and for the rest, without waiting.
     import numpy as np
 
     from grace.bench.plan import SCALE
@@ -144,9 +145,9 @@ def _handled(transport: Transport, params: Mapping[str, Any], size: int, steps: 
     exchange.build({"tensor": given[0]})
     found = []
     for step in range(WARM_UP + steps):
-        others = others + 1  # what a step's other work does to the caches
+        others = others + 1  # evict the caches, as a step's other work does
         gradient = xp.copy(given[step % 2])
-        transport.exchange("")  # everybody begins together
+        transport.exchange("")  # all workers start together
         waited, began = exchange.trace.totals["wait"], time.perf_counter()
         job = exchange.start("tensor", gradient, spent=True)
         left = time.perf_counter()
@@ -160,7 +161,7 @@ def _handled(transport: Transport, params: Mapping[str, Any], size: int, steps: 
 def _scaled(
     codec: Codec, sizes: Sequence[int], found: Sequence[tuple[float, float]], message: Rate, workers: int, source: str
 ) -> Codec:
-    # The codec with measured seconds; how those of decoding depend on the number of payloads stays as it is.
+    # The codec with measured seconds; the dependence of decoding on the number of payloads is unchanged.
     count = 1 if _summed(codec) else workers
     encode, decode, piece = [], [], []
     for size, (before, after) in zip(sizes, found, strict=True):
@@ -193,16 +194,15 @@ def _fastest(call: Callable[[], None], budget: float, before: Callable[[], None]
         began = time.perf_counter()
         call()
         found.append(time.perf_counter() - began)
-    return min(found)  # other programs only add
+    return min(found)  # other programs can only add time
 
 
 def links(transport: Transport, node_size: int = 0, sizes: Iterable[int] = BYTES, repeats: int = 20) -> Cluster:
     """The cluster that a transport spans, its collectives timed and fitted. All workers call it together.
 
-    ``transport``: bound to a backend. ``node_size``: workers of a machine, 0: as they were launched. ``sizes``: bytes;
-    each is timed ``repeats`` times. Of each time the slowest worker counts (one that comes late finds its data there
-    already), and of those the median. What a collective of the tree is made of is what communicator "planned" makes it
-    of.
+    ``transport``: bound to a backend. ``node_size``: workers per machine, 0: as launched. ``sizes``: bytes; each is
+    timed ``repeats`` times. The time of a collective is that of the slowest worker (a late one finds its data ready),
+    and the median over repeats. Collectives are implemented as in communicator "planned".
     """
     xp: Any = transport.xp  # type: ignore[attr-defined]
     per_node = node_size or transport.node_size
@@ -240,7 +240,7 @@ def _timed(transport: Transport, level: Level, kind: Kind, x: Array, count: int,
     found = []
     for _ in range(repeats):
         asked = _collective(transport, level, kind, x, count)
-        transport.exchange("")  # everybody begins together
+        transport.exchange("")  # all workers start together
         began = time.perf_counter()
         transport.start([asked], f"measure.{kind}")()
         found.append(time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""Starts one process for each configuration, watches it, and joins what the processes found."""
+"""Starts a process per configuration, watches it, and merges the results."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from grace.bench.plan import DEVICES, MODES, Case, Config, Limits, method_of, to
 from grace.core import name_of
 
 FORMAT = 1  # of the JSON
-VISIBLE = 10**6  # elements from which a step's memory stands out from that of the process
-START = 120.0  # seconds that a toolkit may take to be imported, and gradients to be drawn
+VISIBLE = 10**6  # elements from which a step's memory stands out from the process's
+START = 120.0  # seconds to import a toolkit and draw gradients
 REMEDIES = {
     "torch": "pip install '.[torch]' in GRACE's source tree",
     "tensorflow": "pip install '.[tensorflow]' in GRACE's source tree",
@@ -36,7 +36,7 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Results:
-    """What was measured, and what was not."""
+    """The measurements, and the omissions."""
 
     machine: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Results:
     left_out: list[dict[str, Any]] = field(default_factory=list)
 
     def omit(self, label: str, reason: str, config: Config | None = None, mode: str = "") -> None:
-        """Say what was left out and why."""
+        """Record an omission and its reason."""
         settings = {} if config is None else to_dict(config)
         self.left_out.append({"label": label, "reason": reason, "mode": mode, **settings})
 
@@ -63,10 +63,10 @@ def measure(
     progress: Progress = lambda text: None,
     save: Callable[[Results], None] = lambda results: None,
 ) -> None:
-    """Measure ``cases`` (by kind of tensors) in all configurations, and add to ``results`` what is found.
+    """Measure ``cases`` (by kind of tensors) in all configurations, and add the records to ``results``.
 
-    ``peer``: a checkout of upstream GRACE, for the cases that need one. ``memory``: also count the memory of a step.
-    ``save``: called after each configuration with what there is, since all of it may take hours.
+    ``peer``: a checkout of upstream GRACE, for the cases that need one. ``memory``: also measure the memory of a step.
+    ``save``: called after each configuration, since a full run may take hours.
     """
     hopeless: dict[tuple[Any, ...], str] = {}
     configs = list(configs)
@@ -102,7 +102,7 @@ def _configuration(
     progress: Progress,
 ) -> None:
     known = {case.label: case for case in cases}
-    # What took longest at another size comes first: if it is given up now, little has to be made anew.
+    # Start with the case that was slowest at another size: if it is given up, little has to be repeated.
     mine = [r for r in results.records if r["backend"] == config.backend and r["encode"]]
     seen = {r["label"]: -r["encode"]["us"] / r["elements"] for r in mine}
     left, batch = sorted((case.label for case in cases), key=lambda label: seen.get(label, 0.0)), 0
@@ -138,14 +138,14 @@ def _configuration(
             results.omit(at, str(end), config)
             if end.slow:
                 hopeless[(at, *_kind(config))] = f"{end} (seen before, not tried again)"
-            left.remove(at)  # the others are measured anew, with one another
+            left.remove(at)  # the others are measured again, together
             continue
         for label, reason, mode in omitted:
             results.omit(label, reason, config, mode)
         found = [_record(known[each["label"]], config, batch, each, done) for each in done["records"]]
         _compare(found)
         results.records += found
-        if len(postponed) == len(left):  # not even one fits
+        if len(postponed) == len(left):  # none fits, not even alone
             for label in postponed:
                 results.omit(label, "too little memory is free", config)
             return
@@ -189,7 +189,7 @@ def repr_of(value: Any) -> Any:
 
 
 def _compare(records: list[dict[str, Any]]) -> None:
-    # Peers keep what they lost inside encode, so ours is held against it with its commit.
+    # Peers update their residual inside encode, so compare with our encode plus commit.
     by_label = {record["label"]: record for record in records}
     for record in records:
         for label in record["against"]:
@@ -204,7 +204,7 @@ def _compare(records: list[dict[str, Any]]) -> None:
 
 
 def seconds(record: Mapping[str, Any], operation: str) -> float:
-    """Microseconds of an operation; of encode, with its commit."""
+    """Microseconds of an operation; encode includes its commit."""
     found = record[operation]["us"]
     return found + record["commit"]["us"] if operation == "encode" and record["commit"] else found
 
@@ -222,7 +222,7 @@ def _memory(
     hopeless: dict[tuple[Any, ...], str],
     progress: Progress,
 ) -> None:
-    # Once for each backend, with the allocator as it comes, at the largest size: it is a share of the model.
+    # Once per backend, with the default allocator, at the largest size: memory scales with the model.
     largest: dict[tuple[str, str], Config] = {}
     for config in configs:
         key = (config.backend, config.tensors)
@@ -256,7 +256,7 @@ def _memory(
 
 # -- processes ----------------------------------------------------------------------------------------------------
 class Ended(Exception):
-    """A process ended, or was ended, before it was done."""
+    """A process ended, or was killed, before it was done."""
 
     def __init__(self, reason: str, slow: bool = False):
         super().__init__(reason)
@@ -264,8 +264,8 @@ class Ended(Exception):
 
 
 def messages(job: dict[str, Any], config: Config, limits: Limits, patience: float = 0.0) -> Iterable[dict[str, Any]]:
-    """What a process says, line by line. Raises Ended where it says nothing for too long, or ends."""
-    home = str(Path(grace.__file__).parents[1])  # last on the path: it must not come before anything of the user's
+    """A process's messages, line by line. Raises Ended after too long a silence, or when it ends."""
+    home = str(Path(grace.__file__).parents[1])  # last on the path, so that it shadows no package of the user's
     code = f"import sys; sys.path.append({home!r}); from grace.bench.worker import main; main()"
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -286,7 +286,7 @@ def messages(job: dict[str, Any], config: Config, limits: Limits, patience: floa
                 process.stdin.write(json.dumps(job))
                 process.stdin.close()
             except BrokenPipeError:
-                pass  # its last words say why
+                pass  # its last output explains it
             wait, done = patience or START, False
             while not done:
                 try:
@@ -319,7 +319,7 @@ MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_",
 
 
 def environment(config: Config, environ: Mapping[str, str]) -> dict[str, str]:
-    """What must be set before a process starts: threads, allocator, kernels."""
+    """Environment of a process: threads, allocator, kernels."""
     found = {key: value for key, value in environ.items() if key not in MALLOC}
     tunables = [each for each in found.pop("GLIBC_TUNABLES", "").split(":") if each and "malloc" not in each]
     if config.allocator == "tuned":
@@ -338,7 +338,7 @@ def environment(config: Config, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def native() -> str:
-    """The instruction set of the native kernels, if they are built for this machine; else nothing."""
+    """The instruction set of the native kernels if they are built for this machine; else empty."""
     try:
         from grace.kernels import library  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
@@ -348,7 +348,7 @@ def native() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on. Nothing that names the machine."""
+    """Facts about the machine that the figures depend on, without its name."""
     versions = {}
     for name in ("numpy", "torch", "tensorflow", "tensorflow-cpu", "horovod"):
         try:

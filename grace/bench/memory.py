@@ -1,4 +1,4 @@
-"""One process that counts: the largest size that it reaches in a few whole steps of one worker."""
+"""A process that measures peak memory in a few whole steps of one worker."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ STEPS = 3
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Bytes beyond parameters and gradients that a step takes at most, and those of the state that it keeps."""
+    """Peak bytes of a step beyond parameters and gradients, and bytes of the state."""
     config, case = Config(**job["config"]), Case(**job["case"])
     xp = backend(config)
     if not cuda_of(xp) and not Path("/proc/self/clear_refs").exists():
         return {"left_out": "a process's largest size is only told, and reset, in Linux's /proc"}
     tensors = shapes(config, method_of(case.params).compressor.traits.needs_shape)
     n = sum(math.prod(shape) for shape in tensors.values())
-    # What is loaded and started by a first step is no memory of the method.
+    # Libraries loaded and threads started by a first step are not the method's memory.
     small = {"w": xp.reshape(own(xp, gradient(128 * 128, 0)), (128, 128))}
     run(xp, case, [small], job["mode"])
     parameters = own(xp, gradient(n, 9))
@@ -53,19 +53,19 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(xp: Any, case: Case, models: list[dict[str, Any]], mode: str) -> tuple[int, int]:
-    """A few steps: the process's largest size since `forgotten`, and bytes of the state that is kept between them."""
+    """Run a few steps: the process's peak size since `forgotten`, and bytes of the state."""
     grace = grace_from_params({**case.params, "min_numel": 1024}, "local")
     grace.learning_rate = lambda name: 0.1
     grace.build(models[0])
     step = stepper(grace, mode)
     for number in range(STEPS):
         step(models[number % len(models)])
-    largest = size(xp, "VmHWM", "max_memory_allocated")  # before the state is asked for, which makes a copy
+    largest = size(xp, "VmHWM", "max_memory_allocated")  # before the state is read, which copies it
     return largest, sum(array.nbytes for arrays in grace.state_dict()["tensors"].values() for array in arrays.values())
 
 
 def forgotten(xp: Any) -> int:
-    """The present size, which becomes the largest so far."""
+    """Reset the peak to the present size."""
     if cuda := cuda_of(xp):
         cuda.reset_peak_memory_stats()
     else:
@@ -75,7 +75,7 @@ def forgotten(xp: Any) -> int:
 
 
 def size(xp: Any, host: str, device: str) -> int:
-    """Bytes: from the system's page about this process, or of a device's tensors, as torch.cuda has it."""
+    """Bytes: from the system's file on this process, or of a device's tensors, from torch.cuda."""
     if cuda := cuda_of(xp):
         return int(getattr(cuda, device)())
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -83,7 +83,7 @@ def size(xp: Any, host: str, device: str) -> int:
 
 
 def trim() -> None:
-    """Give back to the system what was freed, so that it is not taken again unseen."""
+    """Return freed memory to the system, so that reusing it shows."""
     if os.name == "posix":
         release = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if release is not None:

@@ -1,4 +1,4 @@
-"""Other implementations as things to time: a checkout of upstream GRACE, and torch's PowerSGD hook. PyTorch only."""
+"""Other implementations to time: a checkout of upstream GRACE, and torch's PowerSGD hook. PyTorch only."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from grace.engine.options import Options
 
 
 def subject(case: Case, bench: Bench, peer: str) -> Subject:
-    """What measures another implementation. ``peer``: the checkout of upstream GRACE."""
-    if not distributed.is_initialized():  # PowerSGD reduces inside compress, here and there
+    """The measured object for another implementation. ``peer``: the checkout of upstream GRACE."""
+    if not distributed.is_initialized():  # PowerSGD reduces inside compress in both
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     return Upstream(case, bench, peer) if case.source == "upstream" else Hook(case, bench)
 
 
 class Upstream:
-    """A compressor and memory of upstream GRACE, `grace_dl.dist`, called as its communicator calls them."""
+    """A compressor and memory of upstream GRACE, `grace_dl.dist`, called as by its communicator."""
 
     state_bytes = 0
 
@@ -46,7 +46,7 @@ class Upstream:
         for tensor, shape in shapes(bench.config, agreed).items():
             part = Part(tensor, shape, start)
             start += part.size
-            # Upstream has no least size; vectors of a model go as they are with PowerSGD.
+            # Upstream has no minimum size; with PowerSGD, a model's vectors are sent uncompressed.
             if bench.config.tensors == "flat" or part.size >= Options().min_numel:
                 self.parts.append(part)
             else:
@@ -57,7 +57,7 @@ class Upstream:
         self.bytes = 0
 
     def several(self, repeated: bool) -> None:
-        """The payloads of all workers."""
+        """All workers' payloads."""
         for rank in range(self.workers):
             if rank == 0 or not repeated:
                 self.bench.refill(rank)
@@ -87,12 +87,12 @@ class Upstream:
             self._results.append((payload, ctx))
 
     def release(self) -> None:
-        pass  # what it made is what it keeps, and `several` takes the payload
+        pass  # encode updates its memory, and `several` takes the payload
 
     def look(self) -> None:
         pass
 
-    commit = look  # its memory keeps by itself
+    commit = look  # its memory commits by itself
 
     def decode(self) -> None:
         for kept in self._decoded:
@@ -109,7 +109,7 @@ class Upstream:
 
 
 class Hook:
-    """torch's PowerSGD with error feedback and warm start. Compressing and decoding are one: only `step` is timed."""
+    """torch's PowerSGD with error feedback and warm start. Compression and decoding are fused: only `step` is timed."""
 
     workers, state_bytes, note = 1, 0, "compresses and decodes in one call"
 
@@ -124,7 +124,7 @@ class Hook:
         self.bytes = 0
 
     def several(self, repeated: bool) -> None:
-        """Past the steps that it sends uncompressed; bytes as it counts them."""
+        """Skip the steps that it sends uncompressed; bytes as it counts them."""
         for _ in range(4):
             self.refill()
             self.step()
@@ -144,7 +144,7 @@ class Hook:
 
 
 class Bucket:
-    """What a hook asks of DDP's bucket: here the whole model in one."""
+    """The part of DDP's bucket that a hook uses: here one bucket for the whole model."""
 
     def __init__(self, flat: torch.Tensor, shapes: list[tuple[int, ...]]):
         self._flat, self._shapes = flat, shapes

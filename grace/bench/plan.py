@@ -1,4 +1,4 @@
-"""What is measured: cases (a method with its parameters) in configurations (a process with its settings)."""
+"""Defines the measurements: cases (a method with its parameters) in configurations (a process with its settings)."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from grace.engine.encoders import FastMethod
 from grace.factory import grace_from_params
 from grace.planner import models
 
-WORKERS = 4  # whose payloads are decoded
-SCALE = 1e-3  # of the Laplace distribution that gradients are drawn from
-SEVERAL = 4  # different gradients, so that error feedback meets fresh ones
+WORKERS = 4  # number of payloads to decode
+SCALE = 1e-3  # of the Laplace distribution of the gradients
+SEVERAL = 4  # different gradients, so that error feedback sees new ones
 SETTINGS = {"threshold": "threshold:threshold=0.0046"}
-"""With what a method is measured where its default makes no sense for these gradients: 1% of them exceed this one."""
+"""Settings for measurements if the default makes no sense for these gradients: 1% of them exceed this threshold."""
 
 HOWS = ("native", "compiled", "plain")
-"""How a method is carried out: by native kernels, by forms that `torch.compile` made, or by neither."""
+"""How to run a method: with native kernels, compiled by `torch.compile`, or with neither."""
 BACKENDS = ("torch", "numpy", "tensorflow")
 ALLOCATORS = ("asis", "tuned")
 DEVICES = {"cuda": "cuda"}
-"""More backends: PyTorch on these devices. They are not measured unless they are asked for."""
+"""Optional backends: PyTorch on these devices."""
 MODES = {"torch": ("eager",), "numpy": ("eager",), "tensorflow": ("eager", "graph"), "cuda": ("eager",)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure in every configuration."""
+    """A case to measure in every configuration."""
 
     label: str
     params: dict[str, Any] = field(default_factory=dict)
-    """For `grace_from_params`; of a peer, its name and its memory."""
+    """For `grace_from_params`; for a peer, its name and its memory."""
     source: str = "grace"
     """"grace", "upstream", or "torch" for torch's PowerSGD hook."""
     form: str = ""
-    """What its statistics are of: "per tensor" or "blockwise"; empty where that tells nothing."""
+    """Scope of its statistics: "per tensor" or "blockwise"; empty if irrelevant."""
     against: tuple[str, ...] = ()
-    """Labels of the peers it is compared with."""
+    """Labels of peers to compare with."""
     how: str = ""
-    """One of `HOWS`; empty: as the process has it."""
+    """One of `HOWS`; empty: the process's default."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """One process: what must be settled before it starts."""
+    """One process, with its start-up settings."""
 
     backend: str
     threads: int
@@ -62,7 +62,7 @@ class Config:
 
     @property
     def toolkit(self) -> str:
-        """What is imported for the backend."""
+        """The backend's toolkit."""
         return "torch" if self.backend in DEVICES else self.backend
 
     def __str__(self) -> str:
@@ -73,30 +73,30 @@ class Config:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long measuring may take."""
+    """Time limits of a measurement."""
 
     rounds: int = 0
-    """At most so many interleaved rounds; 0: by size."""
+    """Maximum number of interleaved rounds; 0: by size."""
     budget: float = 6.0
-    """Seconds of measuring for each case in each configuration."""
+    """Seconds per case and configuration."""
     call: float = 60.0
     """Seconds after which a single call is given up, with its process."""
 
     def rounds_of(self, config: Config) -> int:
-        """Rounds where the budget allows them: more where calls are short."""
+        """Rounds if the budget allows: more for short calls."""
         return self.rounds or (7 if config.size >= 10**7 else 15 if config.size >= 10**6 else 21)
 
     @property
     def long(self) -> float:
-        """Seconds of a call that is not repeated: three rounds of it would exceed the budget."""
+        """Seconds from which a call is not repeated: three rounds of it would exceed the budget."""
         return self.budget / LEAST
 
 
-LEAST = 3  # rounds of every case that is not marked
+LEAST = 3  # rounds of every unmarked case
 
 
 def parse(spec: str) -> Case:
-    """``topk:compress_ratio=0.001,memory=none`` as a case. Raises ValueError, naming the remedy."""
+    """Parse ``topk:compress_ratio=0.001,memory=none`` as a case. Raises ValueError, naming the remedy."""
     name, _, rest = spec.partition(":")
     params: dict[str, Any] = {"compressor": name}
     for pair in filter(None, rest.split(",")):
@@ -106,7 +106,7 @@ def parse(spec: str) -> Case:
         params[key] = _value(value)
     try:
         method = method_of(params)
-    except TypeError as error:  # a compressor of somebody's own, with fields that have no default
+    except TypeError as error:  # a third-party compressor with required fields
         raise ValueError(f"{spec!r}: {error}. Give what is missing as {name}:key=value") from error
     except ValueError as error:
         raise ValueError(f"{error}. `grace methods` lists what there is, and its parameters") from error
@@ -122,27 +122,27 @@ def _value(text: str) -> Any:
 
 
 def method_of(params: dict[str, Any]) -> FastMethod:
-    """The compressor and memory of a dictionary of parameters, as the engine carries them out."""
+    """The compressor and memory for a dictionary of parameters, as the engine runs them."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a method without its memory may be what one wants to time
+        warnings.simplefilter("ignore")  # timing a method without its memory is legitimate
         method = grace_from_params(params, "local").method
     return FastMethod(method.compressor, method.memory)
 
 
 def form_of(method: Method) -> str:
-    """Whether a quantiser's statistics are of the tensor or of blocks."""
+    """Whether a quantiser's statistics are per tensor or per block."""
     if method.compressor.traits.family != "quantisation" or method.compressor.traits.block_size == 1:
         return ""
     return "blockwise" if method.compressor.traits.block_size else "per tensor"
 
 
 def everything() -> tuple[list[Case], dict[str, str]]:
-    """A case for every registered compressor, with its default memory; and why some have none."""
+    """A case for every registered compressor, with its default memory; and the reasons for omissions."""
     cases, left_out = [], {}
     for name in compressors:
         try:
             cases.append(parse(SETTINGS.get(name, name)))
-        except Exception as error:  # other people's methods: the rest is still measured
+        except Exception as error:  # third-party methods: measure the rest
             left_out[name] = str(error)
     return cases, left_out
 
@@ -182,7 +182,7 @@ PAIRS: dict[str, tuple[str, ...]] = {
     "fp16": ("fp16", "fp16:memory=residual"),
     "powersgd": ("powersgd:compress_rank=4",),
 }
-"""Ours beside upstream's: the same algorithm first, then blockwise forms of it."""
+"""Our methods for each of upstream's: the same algorithm first, then blockwise variants."""
 
 
 def upstream(name: str, memory: str) -> Case:
@@ -191,9 +191,9 @@ def upstream(name: str, memory: str) -> Case:
 
 
 def pairs(names: Iterable[str]) -> tuple[list[Case], dict[str, str]]:
-    """Upstream's methods with residual memory, and ours that do the same; where ours has no memory, upstream's without.
+    """Upstream's methods with residual memory, and our equivalents; without memory, if ours has none.
 
-    Also why some of ours cannot be set that way.
+    Also returns why some of ours cannot be configured that way.
     """
     cases: dict[str, Case] = {}
     left_out = {}
@@ -217,7 +217,7 @@ def pairs(names: Iterable[str]) -> tuple[list[Case], dict[str, str]]:
 
 
 def merged(*lists: Sequence[Case]) -> list[Case]:
-    """Cases, each once however it is written; what a later list says of one counts."""
+    """Deduplicated cases; a later list takes precedence."""
     cases: dict[Any, Case] = {}
     for case in (case for each in lists for case in each):
         cases[method_of(case.params) if case.source == "grace" else case.label] = case
@@ -225,7 +225,7 @@ def merged(*lists: Sequence[Case]) -> list[Case]:
 
 
 def in_forms(cases: Iterable[Case], hows: Sequence[str]) -> list[Case]:
-    """Our cases, each carried out in all of these ways; peers as they are."""
+    """Our cases, once for each of these ways; peers unchanged."""
     found = []
     for case in cases:
         ours = case.source == "grace"
@@ -233,10 +233,10 @@ def in_forms(cases: Iterable[Case], hows: Sequence[str]) -> list[Case]:
     return found
 
 
-# -- what the issue asks for ------------------------------------------------------------------------------------
+# -- targets ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Target:
-    """A line of the table of targets. Times are multiples of a memcpy of the gradient."""
+    """A row of the table of targets. Times are multiples of a memcpy of the gradient."""
 
     what: str
     spec: str
@@ -246,7 +246,7 @@ class Target:
     native: float | None
     peer: str
     speedup: tuple[float, float]
-    """Least ratio of the peer's time to ours, with the allocator as it comes and tuned."""
+    """Minimum ratio of the peer's time to ours, with the default allocator and a tuned one."""
     tensors: str = "flat"
 
 
@@ -268,7 +268,7 @@ TARGETS = [
 
 
 def target_cases(tensors: str, with_peers: bool) -> list[Case]:
-    """What the targets on these tensors need."""
+    """The cases of the targets for these tensors."""
     cases: dict[str, Case] = {}
     for target in TARGETS:
         if target.tensors != tensors:
@@ -289,7 +289,7 @@ def target_cases(tensors: str, with_peers: bool) -> list[Case]:
 
 # -- shapes ------------------------------------------------------------------------------------------------------
 def shapes(config: Config, shaped: bool) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a configuration; ``shaped``: the method wants a matrix."""
+    """Names and shapes of a configuration's tensors; ``shaped``: the method needs a matrix."""
     if config.tensors == "resnet50":
         return resnet50()
     if not shaped:

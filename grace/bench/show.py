@@ -19,7 +19,7 @@ NAMES = {"asis": "as it comes", "tuned": "tuned"}
 
 
 def render(results: Results, console: Console) -> None:
-    """One table for each backend, number of threads and size, and what was left out."""
+    """One table per backend, number of threads and size, and the omissions."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -71,7 +71,7 @@ def render(results: Results, console: Console) -> None:
 
 
 def omissions(results: Results) -> list[str]:
-    """What was left out, and why: one line for each reason."""
+    """Omissions, one line per reason."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for each in results.left_out:
         where = ""
@@ -121,7 +121,7 @@ def _speedups(record: Record) -> str:
 
 # -- targets -------------------------------------------------------------------------------------------------------
 def check(results: Results) -> list[dict[str, Any]]:
-    """The lines of the table of targets: measured, limit, met (None: not measured)."""
+    """The rows of the table of targets: measured, limit, met (None: not measured)."""
     lines = []
     for target in TARGETS:
         label = parse(target.spec).label
@@ -159,12 +159,12 @@ def _find(results: Results, target: Target, label: str, kernels: str, allocator:
     for record in results.records:
         key = (record["label"], record["kernels"], record["allocator"], record["tensors"])
         if key == (label, kernels, allocator, target.tensors) and (kernels == "off" or record["native"]):
-            return record  # what ran with kernels on but had none says nothing of them
+            return record  # a run without kernels says nothing about them
     return None
 
 
 def render_check(lines: list[dict[str, Any]], console: Console) -> None:
-    """Print measured against wanted."""
+    """Print measurements against targets."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -189,7 +189,7 @@ def plot(results: Results, path: str) -> None:
     from matplotlib import pyplot
 
     threads = min(r["threads"] for r in results.records)
-    tensors = min(r["tensors"] for r in results.records)  # flat, if there is a choice
+    tensors = min(r["tensors"] for r in results.records)  # flat, if available
     size = max(r["size"] for r in results.records if r["tensors"] == tensors)
     shown = [r for r in results.records if (r["threads"], r["tensors"], r["size"]) == (threads, tensors, size)]
     panels = sorted({(r["backend"], r["mode"], r["kernels"]) for r in shown})
@@ -226,7 +226,7 @@ def plot(results: Results, path: str) -> None:
 
 
 def plot_levels(report: Report, epochs: int, path: str) -> None:
-    """Which level each tensor had in each of so many epochs, as coloured rows; the first level is the darkest."""
+    """Each tensor's level over the epochs, as coloured rows; the first level is the darkest."""
     import matplotlib
 
     matplotlib.use("Agg")

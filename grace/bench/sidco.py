@@ -1,4 +1,4 @@
-"""How well thresholds are estimated: on laws, on the gradients of a training, and against the clock."""
+"""Quality of threshold estimates: on laws, on the gradients of a training, and in time."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ RATIOS = (0.1, 0.01, 0.001)
 LAYERS = (64, 256, 256, 10)
 BATCH, RATE, MOMENTUM = 32, 0.05, 0.9
 WARM = 100
-"""Steps of a training that do not count: stages are still being found."""
+"""Steps of a training to ignore: the number of stages is still settling."""
 Record = dict[str, Any]
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class OneSample(Sparsifier, Selector):
-    """What SIDCo's paper compares with as DGC: the threshold of a sample of 1%, uncorrected."""
+    """The baseline called DGC in SIDCo's paper: the uncorrected threshold of a 1% sample."""
 
     compress_ratio: float = 0.01
 
@@ -59,7 +59,7 @@ class OneSample(Sparsifier, Selector):
 
 
 def methods(ratio: float) -> dict[str, Compressor]:
-    """What is compared: top-k by every selector, and SIDCo by law and rule."""
+    """The methods to compare: top-k by every selector, and SIDCo by law and rule."""
     names = {"DGC sampling": "sampled", "GaussianKSGD": "gaussian", "RedSync bisection": "bisect"}
     names |= {"RedSync trim": "trim", "chunks": "chunk"}
     found: dict[str, Compressor] = {"exact top-k": TopK(ratio), "one sample of 1%": OneSample(ratio)}
@@ -88,22 +88,22 @@ class Worker:
 
     @property
     def stages(self) -> int | None:
-        """Of SIDCo: how many there are now."""
+        """SIDCo's present number of stages."""
         found = self._state.get("compressor/stages")
         return None if found is None else int(found[0])
 
     @property
     def residual(self) -> Any:
-        """float32[n]: what was not sent yet."""
+        """float32[n]: the unsent part."""
         return self._state["memory/residual"]
 
     def encode(self, g: Any) -> tuple[Any, Any]:
-        """float32[n], donated -> values and positions of what is sent."""
+        """float32[n], donated -> values and positions to send."""
         payload, self._state = _driven(self._method.encode(g, self._state, self._next()))
         return payload
 
     def choose(self, x: Any) -> int:
-        """How many elements of float32[n] are sent, without a memory."""
+        """Number of elements sent from float32[n], without a memory."""
         compressor = self._method.compressor
         state: State = {k.removeprefix("compressor/"): v for k, v in self._state.items() if k.startswith("compressor/")}
         payload, state = _driven(as_program(accelerator_of(compressor).compress(compressor, x, state, self._next())))
@@ -131,13 +131,13 @@ LAWS: dict[str, Callable[[Any, int], Any]] = {
     "normal": lambda rng, n: abs(rng.standard_normal(n)),
     "Student, 4 degrees": lambda rng, n: abs(rng.standard_t(4, n)),
 }
-"""Magnitudes of gradients that do not change from step to step."""
+"""Distributions of gradients that do not change over time."""
 
 
 def settled(
     compressor: SIDCo, draws: Sequence[Any], steps: int = 100, skip: int = 40
 ) -> tuple[list[float], int | None]:
-    """K / k of steps ``skip`` .. ``steps`` on draws of one law that take turns, and the last number of stages."""
+    """K / k of steps ``skip`` .. ``steps`` on alternating draws from one law, and the final number of stages."""
     worker, n = Worker(compressor, len(draws[0])), len(draws[0])
     k = math.floor(compressor.compress_ratio * n)
     found = [worker.choose(draws[step % len(draws)]) / k for step in range(steps)]
@@ -145,7 +145,7 @@ def settled(
 
 
 def laws(n: int, progress: Progress = lambda text: None) -> list[Record]:
-    """SIDCo by every law of its own on every law of gradients."""
+    """SIDCo with each of its laws, on each law of gradients."""
     records = []
     for name, draw in LAWS.items():
         draws = [draw(np.random.default_rng(seed), n).astype(np.float32) for seed in range(8)]
@@ -163,16 +163,16 @@ def laws(n: int, progress: Progress = lambda text: None) -> list[Record]:
 # -- a training --------------------------------------------------------------------------------------------------------
 @dataclass
 class Training:
-    """What a training on handwritten digits found."""
+    """Results of a training on handwritten digits."""
 
     accuracy: float
-    """Of the images that it did not see."""
+    """On held-out images."""
     kept: list[float] = field(default_factory=list)
     """K / k of each step."""
 
 
 class Digits:
-    """A network of 64, 256, 256 and 10 units and scikit-learn's digits: 1347 to learn from, 450 to judge by.
+    """A network of 64, 256, 256 and 10 units on scikit-learn's digits: 1347 for training, 450 held out.
 
     Its 85,002 parameters are one vector, and so are its gradients.
     """
@@ -205,13 +205,13 @@ class Digits:
         return found
 
     def batches(self, epochs: int) -> Iterator[Any]:
-        """Rows of each step's images."""
+        """Row indices of each step's images."""
         for _ in range(epochs):
             order = self._rng.permutation(1347)
             yield from (order[start : start + BATCH] for start in range(0, 1347, BATCH))
 
     def gradient(self, rows: Any) -> Any:
-        """float32[n], of the mean cross-entropy."""
+        """float32[n]: gradient of the mean cross-entropy."""
         *units, scores = self._forward(self._images[rows])
         chances = np.exp(scores - scores.max(1, keepdims=True))
         back = chances / chances.sum(1, keepdims=True)
@@ -232,14 +232,14 @@ class Digits:
         self._vector -= RATE * self._velocity
 
     def accuracy(self) -> float:
-        """Share of right answers on the images that are not learnt from."""
+        """Accuracy on the held-out images."""
         return float((self._forward(self._images[1347:])[-1].argmax(1) == self._labels[1347:]).mean())
 
 
 def train(
     compressor: Compressor | None, ratio: float, seed: int, epochs: int, watch: Callable[[Any], None] | None = None
 ) -> Training:
-    """Train with error feedback; None: without compression. ``watch`` sees what is compressed at each step."""
+    """Train with error feedback; None: without compression. ``watch`` receives the compressed vector in each step."""
     with np.errstate(over="ignore", invalid="ignore"):
         return _trained(compressor, ratio, seed, epochs, watch)
 
@@ -252,7 +252,7 @@ def _trained(
     worker = None if compressor is None else Worker(compressor, task.size, seed)
     for rows in task.batches(epochs):
         g = task.gradient(rows)
-        if not np.isfinite(g).all():  # it diverged, as with one stage it may
+        if not np.isfinite(g).all():  # diverged, as is possible with one stage
             break
         if worker is not None:
             if watch is not None:
@@ -267,7 +267,7 @@ def _trained(
 
 
 def training(epochs: int, seeds: int, progress: Progress = lambda text: None) -> list[Record]:
-    """Every method in a training of its own, and all of them on the gradients of the training with exact top-k."""
+    """Each method in its own training, and all of them on the gradients of the training with exact top-k."""
     records: list[Record] = []
     dense = [train(None, 1.0, seed, epochs).accuracy for seed in range(seeds)]
     records.append({"method": "dense", "ratio": None, "accuracy": float(np.mean(dense))})
@@ -292,7 +292,7 @@ def training(epochs: int, seeds: int, progress: Progress = lambda text: None) ->
 
 
 def _same_gradients(ratio: float, epochs: int, progress: Progress) -> dict[str, tuple[list[float], list[float]]]:
-    # Of each method: K / k and seconds, step by step. Whose turn it is first changes.
+    # For each method, K / k and seconds by step. The order rotates.
     progress(f"{ratio}, all on the same gradients")
     found: dict[str, tuple[list[float], list[float]]] = {label: ([], []) for label in methods(ratio)}
     workers: dict[str, Worker] = {}
@@ -329,7 +329,7 @@ def speed(backend: str, sizes: Sequence[int], rounds: int = 7, progress: Progres
             calls |= {f"GRACE's {label}": _compress(xp, compressor, ctx) for label, compressor in kept.items()}
             times: dict[str, list[float]] = {label: [] for label in calls}
             turn = random.Random(0)
-            for call in calls.values():  # a graph is traced
+            for call in calls.values():  # trace the graph
                 call(x)
             for _ in range(rounds):
                 for label in turn.sample(list(calls), len(calls)):
@@ -361,7 +361,7 @@ def _own_topk(backend: str) -> Callable[[int, Any], Any]:
     if backend == "tensorflow":
         import tensorflow as tf
 
-        tf.get_logger().setLevel("ERROR")  # each method is traced for each ratio, as is meant
+        tf.get_logger().setLevel("ERROR")  # each method is traced once per ratio, as intended
         tf.config.threading.set_intra_op_parallelism_threads(1)
         tf.config.threading.set_inter_op_parallelism_threads(1)
         return lambda k, x: tf.math.top_k(tf.abs(x), k, sorted=False)
@@ -369,7 +369,7 @@ def _own_topk(backend: str) -> Callable[[int, Any], Any]:
 
 
 def _compress(xp: Any, compressor: Compressor, ctx: Context) -> Callable[[Any], Any]:
-    # Without a state, so with a fixed number of stages.
+    # Without state, hence with a fixed number of stages.
     return _call(xp, lambda x: _driven(as_program(accelerator_of(compressor).compress(compressor, x, {}, ctx)))[0])
 
 
@@ -381,10 +381,10 @@ def _call(xp: Any, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return tf.function(function, autograph=False)
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------
+# -- results -----------------------------------------------------------------------------------------------------------
 @dataclass
 class Results:
-    """What was measured."""
+    """The measurements."""
 
     machine: dict[str, Any] = field(default_factory=machine)
     options: dict[str, Any] = field(default_factory=dict)
@@ -422,7 +422,7 @@ def measure(
 
 
 def render(results: Results, console: Console) -> None:
-    """Three tables, and what was left out."""
+    """Print three tables, and the omissions."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -488,7 +488,7 @@ PLOTTED = {
 
 
 def plot(results: Results, path: str) -> None:
-    """K / k over the steps of each method's own training: running means of 20 steps, one panel for each ratio."""
+    """Plot K / k over each method's own training: running means of 20 steps, one panel per ratio."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""GRACE's methods as things to time: refill, encode, commit, decode; one small function for each."""
+"""GRACE's methods as measured objects: refill, encode, commit, decode; one small function each."""
 
 from __future__ import annotations
 
@@ -29,48 +29,48 @@ from grace.factory import grace_from_params
 from grace.transports.local import LocalTransport, World
 
 KERNELS = os.environ.get("GRACE_KERNELS", "on")
-"""As the process was started."""
+"""The setting at process start."""
 NATIVE = "triton" if KERNELS == "triton" else "on"
 
 
 class Subject(Protocol):
-    """What the clock is held against. Each is called outside the clock unless it says that it is timed."""
+    """A measured object. Its methods run outside the clock unless they are marked as timed."""
 
     label: str
     bytes: int
-    """Of the payload that one worker sends, dense tensors of the model included."""
+    """Payload bytes of one worker, including the model's dense tensors."""
     workers: int
-    """How many payloads are decoded."""
+    """Number of payloads to decode."""
     state_bytes: int
     note: str
 
     def several(self, repeated: bool) -> None:
-        """Make the payloads of all workers; ``repeated``: one stands for all, encoding takes too long."""
+        """Make all workers' payloads; ``repeated``: reuse one payload, since encoding is slow."""
 
     def refill(self) -> None:
         """Put the next gradient where the method expects it."""
 
     def encode(self) -> None:
-        """Timed: memory compensate, compress, memory update, of all tensors."""
+        """Timed: memory compensate, compress, memory update, for all tensors."""
 
     def look(self) -> None:
-        """Where the new state lies."""
+        """The arrays of the new state."""
 
     def commit(self) -> None:
-        """Timed: keep the new state."""
+        """Timed: store the new state."""
 
     def decode(self) -> None:
-        """Timed: the payloads of several workers to their mean, of all tensors."""
+        """Timed: several workers' payloads to their mean, for all tensors."""
 
     def step(self) -> None:
-        """Timed: from gradients to means in their place, one worker."""
+        """Timed: from gradients to means in place, on one worker."""
 
     def release(self) -> None:
-        """Let go of what a call made."""
+        """Release a call's results."""
 
 
 class Bench:
-    """What all subjects of a process share: gradients, which are read only, and buffers."""
+    """Shared data of a process's measured objects: read-only gradients, and buffers."""
 
     def __init__(self, xp: Backend, config: Config):
         self.xp, self.config = xp, config
@@ -78,39 +78,39 @@ class Bench:
         hosts = [gradient(self.n, seed) for seed in range(SEVERAL)]
         self.gradients = [own(xp, host) for host in hosts]
         self.staging = own(xp, hosts[0])
-        """Refilled before each call: methods may spend it."""
+        """Refilled before each call: methods may overwrite it."""
         self.out = own(xp, hosts[0])
         self._target, self._source = (self.out, self.staging) if xp.mutable else (np.empty_like(hosts[0]), hosts[1])
 
     def memcpy(self) -> None:
-        """Copy as many bytes as the gradient has, between arrays that are there. TensorFlow has none: NumPy's."""
+        """Copy as many bytes as the gradient has, between existing arrays. For TensorFlow, NumPy copies."""
         if self.xp.mutable:
             self.xp.write(self._target, self._source)
         else:
             np.copyto(self._target, self._source)
 
     def refill(self, turn: int) -> None:
-        """The staging buffer becomes one of the gradients."""
+        """Copy one of the gradients to the staging buffer."""
         if self.xp.mutable:
             self.xp.write(self.staging, self.gradients[turn % SEVERAL])
 
     def x(self, turn: int) -> Array:
-        """The vector to encode: the staging buffer, or where arrays cannot change, the gradient."""
+        """The vector to encode: the staging buffer, or the gradient if arrays are immutable."""
         return self.staging if self.xp.mutable else self.gradients[turn % SEVERAL]
 
     def wait(self) -> None:
-        """Until the device has done what it was asked to."""
+        """Wait until the device has finished."""
         if cuda := cuda_of(self.xp):
             cuda.synchronize()
 
     @property
     def device(self) -> str:
-        """The device's name, where it is not the host."""
+        """The device's name, unless it is the host."""
         cuda = cuda_of(self.xp)
         return str(cuda.get_device_name()) if cuda else ""
 
     def free_bytes(self) -> float:
-        """Memory that the process may still take where gradients lie, if the system tells."""
+        """Free memory for gradients, if the system reports it."""
         if cuda := cuda_of(self.xp):
             return float(cuda.mem_get_info()[0])
         try:
@@ -121,7 +121,7 @@ class Bench:
 
 
 def cuda_of(xp: Any) -> Any:
-    """torch.cuda for a backend whose arrays lie on its current device; None for all others."""
+    """torch.cuda for a backend on its current device; None for others."""
     device = getattr(xp, "device", None)
     if device is None or device.type != "cuda":
         return None
@@ -131,7 +131,7 @@ def cuda_of(xp: Any) -> Any:
 
 
 def backend(config: Config) -> Any:
-    """The backend, with its number of threads. RuntimeError if PyTorch has not the device."""
+    """The backend, with its number of threads. RuntimeError if PyTorch lacks the device."""
     if config.toolkit == "torch":
         import torch
 
@@ -149,7 +149,7 @@ def backend(config: Config) -> Any:
 
 
 def gradient(n: int, seed: int) -> Any:
-    """float32[n] of a Laplace distribution, on the host."""
+    """float32[n] from a Laplace distribution, on the host."""
     rng = np.random.default_rng(seed)
     size = rng.standard_exponential(n, dtype=np.float32)
     signs = np.unpackbits(rng.integers(0, 256, -(-n // 8), np.uint8), count=n).astype(np.float32)
@@ -160,22 +160,22 @@ def gradient(n: int, seed: int) -> Any:
 
 
 def own(xp: Backend, host: Any) -> Array:
-    """A copy of a NumPy array in memory of the backend's own."""
+    """A backend copy of a NumPy array."""
     return xp.asarray(host.copy(), "float32")
 
 
 class Part:
-    """One tensor of a model on its way: where it lies in the flat vector, its state, the payloads of all workers."""
+    """One tensor of a model: its slice of the flat vector, its state, and all workers' payloads."""
 
     def __init__(self, name: str, shape: tuple[int, ...], start: int):
         self.name, self.shape, self.start, self.size = name, shape, start, math.prod(shape)
         self.answers: list[list[Any]] = []
-        """What the collectives inside encode gave the first worker, in an even step and in an odd one."""
+        """Results of the collectives inside the first worker's encode, in an even and an odd step."""
         self.cells: dict[str, Any] = {}
         self.payloads: list[Payload] = []
 
     def of(self, x: Array) -> Array:
-        """This tensor's elements of the flat vector; the vector itself, if it has no others."""
+        """This tensor's slice of the flat vector; the vector itself if it is the only tensor."""
         return x if self.size == x.shape[0] else x[self.start : self.start + self.size]
 
 
@@ -218,7 +218,7 @@ class Ours:
         self._moves: list[tuple[Any, Array, Array, bool]] = []
 
     def _settle(self) -> None:
-        # The cases of a process are carried out in ways of their own; kernels are looked for at each call.
+        # Cases of a process may use kernels differently; the setting is read at each call.
         os.environ["GRACE_KERNELS"] = {"": KERNELS, "native": NATIVE}.get(self._how, "off")
 
     def _refuse(self) -> None:
@@ -242,11 +242,11 @@ class Ours:
         return self.bench.xp.asarray(step, "int64") if self.bench.xp.traced else step
 
     def _heard(self, part: Part) -> list[Any]:
-        # What the collectives give in this turn.
+        # The results of this turn's collectives.
         return list(copied(self.bench.xp, part.answers[self.turn % 2]))
 
     def _begin(self, part: Part) -> None:
-        # All workers once, in lockstep where they exchange: what the first one heard is what it hears when it is timed.
+        # Run all workers once, in lockstep if they exchange; the timed calls replay the first worker's results.
         xp = self.bench.xp
         part.answers = [[], []]
         if exchanges(self._program(part, 0, 0)):
@@ -269,7 +269,7 @@ class Ours:
         return as_program(self.method.encode(x, self.method.init(ctx), ctx))
 
     def _exchanged(self, part: Part, step: int) -> tuple[Payload, State, list[Any]]:
-        # The first worker's payload and state, and what it asked for.
+        # The first worker's payload, state and requests.
         xp, world = self.bench.xp, World(WORKERS)
         programs = [self._program(part, rank, step) for rank in range(WORKERS)]
         programs[0] = listening(programs[0], part.answers[step], xp)
@@ -293,7 +293,7 @@ class Ours:
         if repeated and self.workers > 1:
             self.note = "one payload stands for those of all workers"
 
-    # -- what is timed ----------------------------------------------------------------------------------------------
+    # -- timed operations -------------------------------------------------------------------------------------------
     def refill(self) -> None:
         self._settle()
         self.turn += 1
@@ -334,7 +334,7 @@ class Ours:
         return not isinstance(new, DeferredResidual) and self.bench.xp.same_memory(new, x)
 
     def commit(self) -> None:
-        with self.bench.xp.together(self.bench.n):  # as `Grace.land` does
+        with self.bench.xp.together(self.bench.n):  # as in `Grace.land`
             for cell, old, new, spent in self._moves:
                 commit(self.bench.xp, cell, old, new, spent, self._ok)
 
@@ -368,7 +368,7 @@ class Ours:
         self._results, self._inputs, self._moves = [], [], []
 
     def _trace(self) -> None:
-        # All tensors in one graph, as the integrations do; what collectives gave is in it from the start.
+        # All tensors in one graph, as in the integrations; results of collectives are constants in it.
         if self.mode != "graph":
             return
         fixed, answers = [self._context(part) for part in self.parts], [part.answers[0] for part in self.parts]
@@ -379,13 +379,13 @@ class Ours:
 
 
 def mean(method: Method, payloads: Sequence[Payload], ctx: Context, out: Array | None) -> Array:
-    """All workers' payloads, or the one that they agreed on -> float32[n], their mean; in ``out``, if there is one."""
+    """All workers' payloads, or the agreed one -> float32[n], their mean; in ``out`` if given."""
     found = method.mean(payloads, ctx, agreed=method.compressor.traits.combine is Combine.AGREED)
     return found.array() if out is None else found.into(out)
 
 
 def stepper(grace: Grace, mode: str) -> Callable[[dict[str, Array]], Any]:
-    """Whole steps, as an integration makes them: means replace gradients in place, where arrays are mutable."""
+    """Whole steps, as in an integration: means replace gradients in place if arrays are mutable."""
     if mode == "graph":
         return _graph(grace.step)
 
@@ -401,7 +401,7 @@ def stepper(grace: Grace, mode: str) -> Callable[[dict[str, Array]], Any]:
 
 
 def commit(xp: Backend, cell: Any, old: Array, new: Array, spent: bool, ok: Array) -> None:
-    """Keep new state as `Grace` does: what lies in the donated gradient's memory moves to the state's own."""
+    """Store new state as `Grace` does: copy what lies in the donated gradient's memory."""
     if new is old:
         return
     if isinstance(new, DeferredResidual):
@@ -413,7 +413,7 @@ def commit(xp: Backend, cell: Any, old: Array, new: Array, spent: bool, ok: Arra
 
 
 def drive(program: Generator[Any, Any, Any], answers: Iterable[Any]) -> Any:
-    """What a program returns when its collectives give these answers."""
+    """A program's result, given its collectives' results."""
     answer = None
     try:
         program.send(None)
@@ -425,7 +425,7 @@ def drive(program: Generator[Any, Any, Any], answers: Iterable[Any]) -> Any:
 
 
 def exchanges(program: Generator[Any, Any, Any]) -> bool:
-    """Whether a program asks for a collective before it returns."""
+    """Whether a program requests a collective before it returns."""
     try:
         program.send(None)
     except StopIteration:
@@ -435,7 +435,7 @@ def exchanges(program: Generator[Any, Any, Any]) -> bool:
 
 
 def listening(program: Generator[Any, Any, Any], answers: list[Any], xp: Backend) -> Generator[Any, Any, Any]:
-    """The program, with what it hears written down."""
+    """The program, with its received results recorded."""
     answer = None
     while True:
         try:
@@ -447,14 +447,14 @@ def listening(program: Generator[Any, Any, Any], answers: list[Any], xp: Backend
 
 
 def copied(xp: Backend, arrays: Any) -> Any:
-    """Arrays, and sequences of them, in memory of their own."""
+    """Arrays, and sequences of arrays, copied."""
     if isinstance(arrays, Sequence):
         return (tuple if isinstance(arrays, tuple) else list)(copied(xp, each) for each in arrays)
     return xp.copy(arrays)
 
 
 def nbytes(xp: Backend, array: Array) -> int:
-    """Of one array."""
+    """Bytes of one array."""
     return int(math.prod(int(length) for length in xp.shape(array))) * ITEMSIZE[xp.dtype(array)]
 
 

@@ -1,7 +1,7 @@
-"""One process that measures: every case of one configuration in interleaved, shuffled rounds.
+"""A measuring process: every case of one configuration in interleaved, shuffled rounds.
 
-Reads a job as JSON from standard input and writes one JSON object per line: "begin" before anything that may take long
-or end the process (the parent watches), "left_out", "postponed" and at last "records".
+Reads a job as JSON from standard input and writes one JSON object per line: "begin" before anything that may be slow
+or kill the process (the parent watches), "left_out", "postponed" and finally "records".
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any
 from grace.bench.plan import LEAST, MODES, Case, Config, Limits
 from grace.bench.subjects import Bench, Ours, backend, cuda_of
 
-SHORTEST = 2e-3  # seconds of one sample: shorter calls are repeated
-FIRST = 3  # times what a call may take, a first one may, which also starts and loads things
-ROOM = 6  # gradients' worth of memory that stays free
+SHORTEST = 2e-3  # minimum seconds per sample: shorter calls are repeated
+FIRST = 3  # time factor allowed for a first call, which also loads code
+ROOM = 6  # free memory to leave, in gradient sizes
 Operation = tuple[str, Callable[[], None]]
 
 
 class Clock:
-    """Samples of one group of operations that follow each other, such as encode and commit."""
+    """Samples of one sequence of operations, such as encode and commit."""
 
     def __init__(self, subject: Any, operations: list[Operation], wait: Callable[[], None], traced: bool = False):
         self.seconds, self.once = 0.0, False
         self._traced = traced
         self.samples: dict[str, list[float]] = {name: [] for name, _ in operations if name}
         self.calls = 1
-        """Of each sample: so many make one last long enough."""
+        """Calls per sample, so that a sample is long enough."""
         self._subject, self._operations, self._wait = subject, operations, wait
 
     def call(self) -> dict[str, float]:
@@ -43,7 +43,7 @@ class Clock:
         self._wait()
         found = {}
         for name, operation in self._operations:
-            if not name:  # what the clock must not see
+            if not name:  # untimed
                 operation()
                 continue
             began = time.perf_counter()
@@ -54,19 +54,19 @@ class Clock:
         return found
 
     def run(self) -> None:
-        """One call of each operation that counts for nothing."""
+        """Run each operation once, without recording it."""
         for _, operation in self._operations:
             operation()
 
     def warm_up(self, long: float) -> None:
-        """Two calls, of which the second decides how many make a sample. One longer than ``long`` is not repeated.
+        """Two calls, the second of which sets the number of calls per sample. Long calls are not repeated.
 
-        Before them one that counts for nothing, where a graph is made in it.
+        An extra call comes first if it traces a graph.
         """
         if self._traced:
             self.call()
         first = self.call()
-        if sum(first.values()) > FIRST * long:  # a second one, without what only a first costs, would take too long
+        if sum(first.values()) > FIRST * long:  # a second call, even without the one-time costs, would take too long
             self._keep(first)
             self.once = True
             return
@@ -99,7 +99,7 @@ class Clock:
 
 
 class Loop:
-    """memcpy: copies in a loop of their own, so that the clock is not what is timed."""
+    """memcpy: copies in a loop, to amortise the clock."""
 
     def __init__(self, copy: Callable[[], None], wait: Callable[[], None], least: float = SHORTEST):
         self.copy, self._wait, self.samples = copy, wait, [0.0]
@@ -128,7 +128,7 @@ def spread(samples: list[float]) -> dict[str, Any]:
 
 
 def measure(job: dict[str, Any], say: Callable[..., None]) -> None:
-    """Measure a job's cases; ``say`` tells the parent."""
+    """Measure a job's cases; ``say`` reports to the parent."""
     config, limits = Config(**job["config"]), Limits(**job["limits"])
     xp = backend(config)
     say(begin="gradients")
@@ -152,7 +152,7 @@ def measure(job: dict[str, Any], say: Callable[..., None]) -> None:
 def prepared(
     case: Case, mode: str, bench: Any, limits: Limits, peer: str, say: Callable[..., None]
 ) -> tuple[Any, str, str, list[Clock]]:
-    """A case, made and warmed up, with its clocks."""
+    """A case, built and warmed up, with its clocks."""
     if case.source == "grace":
         subject: Any = Ours(case, bench, mode)
     else:
@@ -167,7 +167,7 @@ def prepared(
     if case.source == "torch":
         groups = groups[2:]
     if case.source == "upstream":
-        groups[0] = groups[0][:1]  # its memory keeps by itself
+        groups[0] = groups[0][:1]  # its memory commits by itself
     if case.source != "torch" and bench.config.tensors == "flat":
         groups = groups[:2]
     clocks = [Clock(subject, operations, bench.wait, mode == "graph") for operations in groups]
@@ -183,10 +183,10 @@ def prepared(
 
 
 def rounds(config: Config, limits: Limits, clocks: list[Any], bench: Any, say: Callable[..., None]) -> None:
-    """All cases in every round in a new order, with memcpy among them, until the rounds or the budgets are spent."""
+    """Run all cases in shuffled rounds, with memcpy among them, until the rounds or the budgets are used up."""
     copy = Loop(bench.memcpy, bench.wait)
     gc.collect()
-    gc.disable()  # its pauses would fall on whoever is next
+    gc.disable()  # a collection would hit a random case
     try:
         for number in range(limits.rounds_of(config)):
             turn: list[Any] = []
@@ -228,7 +228,7 @@ def rounds(config: Config, limits: Limits, clocks: list[Any], bench: Any, say: C
 
 
 def host_waits(subject: Any, clocks: list[Clock], bench: Any) -> int | None:
-    """How often the host waits for the device in one call of each operation; None where there is no device."""
+    """Number of host synchronisations in one call of each operation; None without a device."""
     cuda = cuda_of(bench.xp)
     if not cuda:
         return None
@@ -246,9 +246,9 @@ def host_waits(subject: Any, clocks: list[Clock], bench: Any) -> int | None:
 
 
 def main() -> None:
-    """Read a job, do it, tell about it."""
+    """Read a job, run it, and report."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a toolkit prints must not come between
+    os.dup2(2, 1)  # keep toolkit output out of the results
 
     def say(**message: Any) -> None:
         channel.write(json.dumps(message) + "\n")
@@ -261,7 +261,7 @@ def main() -> None:
     else:
         measure(job, say)
     channel.flush()
-    os._exit(0)  # a toolkit's threads have nothing to finish
+    os._exit(0)  # skip the toolkit's thread clean-up
 
 
 if __name__ == "__main__":

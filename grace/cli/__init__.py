@@ -1,4 +1,4 @@
-"""The `grace` command: what is installed, which methods there are."""
+"""The `grace` command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main() -> None:
         finally:
             if sys.stdout is not None:  # `>&-` closes it
                 sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has had enough, as `head` has
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except OSError as error:

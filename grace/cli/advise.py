@@ -1,4 +1,4 @@
-"""`grace advise`: does compression pay on a cluster, and which method?"""
+"""`grace advise`: does compression pay off on a cluster, and which method?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from grace.planner.costs import Cluster
 from grace.planner.profile import Profile
 
 MOST = 4096  # workers of the plot
-USUAL = ("allreduce", "allgather")  # ways that go without saying
+USUAL = ("allreduce", "allgather")  # ways not shown, since they are the default
 SHARED = {
     **shared.LINKS,
     "cluster_file": "--cluster",
@@ -33,7 +33,7 @@ SHARED = {
     "backward": "--backward",
     "batch": "--batch",
 }
-"""Parameters that `grace plan` has, too, as they are written."""
+"""Options shared with `grace plan`, with their spelling."""
 
 
 def advise(
@@ -99,7 +99,7 @@ def advise(
 
 
 def _plan_command(context: typer.Context, model: str, method: str) -> str:
-    # `grace plan` for the same question.
+    # The `grace plan` command for the same question.
     words = ["grace", "plan", model, "--compressor", method]
     for name in inputs.given(context):
         if name in SHARED:
@@ -108,13 +108,13 @@ def _plan_command(context: typer.Context, model: str, method: str) -> str:
 
 
 def render(advice: adviser.Advice, there: Cluster, sources: Sequence[str], plan_command: str, console: Console) -> None:
-    """Print the comparison, methods that lose included, and the advice.
+    """Print the comparison, including losing methods, and the advice.
 
-    ``plan_command``: what writes the plan of the best method.
+    ``plan_command``: the command that writes the best method's plan.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2 if console.width > 80 else 1, 0, 0))
     table.add_column("method", overflow="fold")
-    # In 80 columns there is room for methods of 27 characters.
+    # 80 columns leave room for method names of 27 characters.
     for head in ("step", "speed-up", "fewer\nbytes", "codec,\nms", "pays\nbelow,\nGbit/s"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("limited by", no_wrap=True)

@@ -1,4 +1,4 @@
-"""The commands and their options; what they do is in the module named like each."""
+"""The commands and their options; each is implemented in the module of its name."""
 
 from __future__ import annotations
 
@@ -66,11 +66,9 @@ def methods(
 ) -> None:
     """List compressors, memories and communicators, with measured bits per element."""
     with Console(stderr=True).status("Measuring bits per element ..."):
-        found = catalog.collect()
-    if name:
-        found = {kind: [e for e in entries if name in (e.name, *e.aliases)] for kind, entries in found.items()}
-        if not any(found.values()):
-            raise typer.BadParameter(f"nothing is registered under {name!r}; `grace methods` lists what there is")
+        found = catalog.collect(name)
+    if not any(found.values()):
+        raise typer.BadParameter(f"nothing is registered under {name!r}; `grace methods` lists what there is")
     if as_json:
         print(json.dumps({kind: [entry.to_dict() for entry in entries] for kind, entries in found.items()}, indent=2))
     elif name:

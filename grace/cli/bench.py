@@ -1,4 +1,4 @@
-"""How long methods take, and what they do to trainings: `grace bench kernels`, `sidco`, `tasks`."""
+"""`grace bench kernels`, `sidco`, `tasks`: the time of methods, and their effect on trainings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def options() -> None:
 def _earlier(
     context: typer.Context, as_json: bool, output: Path | None, words: list[str]
 ) -> tuple[bool, Path | None, list[str]]:
-    # `--json FILE` was what --output is now. It still works, and says so.
+    # `--json FILE` is the former form of --output. It still works, with a notice.
     files = [word for word in words if word.endswith(".json")]
     if not as_json or output is not None or len(files) != 1:
         return as_json, output, words
@@ -148,7 +148,7 @@ def kernels(
             for kind in kinds
             for size in ([whole] if kind == "resnet50" else numbers(sizes, "--sizes"))
             for on in listed(native, ("on", "off"), "--kernels")
-            for how in (hows[:1] if name in plan.DEVICES else hows)  # of the host
+            for how in (hows[:1] if name in plan.DEVICES else hows)  # allocator settings concern the host
         ]
     console = Console(stderr=True)
     total = sum(len(cases[config.tensors]) for config in configs)
@@ -161,7 +161,7 @@ def kernels(
         return found
 
     results = bench.Results(bench.machine())
-    # The path of a peer is the user's own business.
+    # A peer's path is private to the user.
     results.options = {**plan.to_dict(limits), "peer": peer is not None}
     for label, reason in left_out.items():
         results.omit(label, reason)
@@ -174,7 +174,7 @@ def kernels(
         def progress(text: str) -> None:
             status.update(text)
             config = text.partition(": ")[0]
-            if config != said[0] and not console.is_terminal:  # a log has one line for each process
+            if config != said[0] and not console.is_terminal:  # a log has one line per process
                 console.print(config)
             said[0] = config
 
@@ -343,7 +343,7 @@ def tasks(
 
 
 def _present(toolkits: list[str]) -> list[str]:
-    # Those that are installed with what carries their gradients.
+    # Toolkits that are installed, with the transport for their gradients.
     found = []
     for toolkit in toolkits:
         needed = {"torch": ("torch",), "keras": ("tensorflow", "keras", "horovod")}[toolkit]
@@ -358,7 +358,7 @@ def _present(toolkits: list[str]) -> list[str]:
 
 
 def _methods(specs: list[str], full: bool) -> dict[str, Sequence[str]]:
-    # The methods of each toolkit.
+    # Methods by toolkit.
     try:
         given = list(dict.fromkeys(map(task_plan.known, specs or (task_plan.FULL if full else ()))))
     except ValueError as error:
@@ -379,12 +379,12 @@ def _train(
     retry: bool,
     console: Console,
 ) -> list[str]:
-    # Run what is left of the jobs, with a bar; what was not begun, in words.
+    # Run the remaining jobs, with a progress bar; returns descriptions of the jobs not started.
     todo = task_run.remaining(jobs, store.rows, retry)
     expected = task_plan.estimate(todo) / 60
     said = f"{len(todo)} launches" + (f", {len(jobs) - len(todo)} are done already" if len(todo) < len(jobs) else "")
     console.print(f"{said}; about {expected:.0f} minutes on 2 cores, {budget / 60:.0f} at most")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the network is taken down then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the network is removed, too
     with Progress(
         *(TextColumn("{task.completed}/{task.total}"), BarColumn(), TimeElapsedColumn()),
         TextColumn("{task.description}", markup=False),

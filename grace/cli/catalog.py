@@ -1,4 +1,4 @@
-"""What is registered, as its source says it and as it is measured: for `grace methods` and the documentation."""
+"""Registered classes, as documented in the source and as measured: for `grace methods` and the documentation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -21,53 +22,78 @@ from grace.testing.cases import carries
 SHAPE = (1024, 1024)
 N = 2**20
 SETTINGS: dict[str, dict[str, Any]] = {"threshold": {"threshold": 2.5758}}
-"""With what a method is measured, where its defaults make no sense for numbers of variance 1."""
+"""Settings for measurements if the defaults make no sense for numbers of variance 1."""
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "chain": {"sparsifier": "topk", "quantizer": "qsgd", "compress_ratio": 0.01, "quantum_num": 127},
+    "qsparse": {"compress_ratio": 0.01, "quantum_num": 15},
+    "stc": {"compress_ratio": 0.01},
+}
+"""Keys to show of methods that pass keys on to others."""
+PARTNERS: dict[str, dict[str, Any]] = {
+    "allreduce": {"compressor": "powersgd"},
+    "decoupled_momentum": {"compressor": "demo"},
+    "diana": {"compressor": "qsgd"},
+    "efsignsgd": {"compressor": "efsignsgd"},
+    "lowpass": {"compressor": "cltk"},
+    "momentum": {"compressor": "signum"},
+    "none": {"compressor": "qsgd"},
+    "onebit_adam": {"compressor": "efsignsgd", "block_size": 512},
+    "reducescatter": {"compressor": "blockint"},
+}
+"""What to show a memory or a communicator with, where that is not top-k."""
 KINDS = {"compressors": compressors, "memories": memories, "communicators": communicators}
 REQUIRED = "required"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered class, as a user sees it. What does not apply to its kind is None."""
+    """One registered class. Fields that do not apply to its kind are None."""
 
     name: str
     aliases: list[str]
     summary: str
     citation: str
     parameters: dict[str, Any]
+    meanings: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What each parameter is, and which values it may have."""
+    example: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """A dictionary for `grace_from_params`."""
     family: str | None = None
     bits_per_element: float | None = None
     """Counted by `simulate` on a float32 matrix of 2^20 numbers of variance 1."""
     allreduce: bool | None = None
-    """Payloads may be summed on the wire, or are agreed on while compressing."""
+    """Whether payloads may be summed on the wire, or are agreed on while compressing."""
     unbiased: bool | None = None
     variance: float | None = None
-    """w with E|x - x̂|² <= w|x|² for every x of 2^20 elements, where the method is unbiased."""
+    """The w of E|x - x̂|² <= w|x|² for every x of 2^20 elements, if the method is unbiased."""
     contraction: float | None = None
-    """d with E|x - x̂|² <= (1 - d)|x|² for every x of 2^20 elements."""
+    """The d of E|x - x̂|² <= (1 - d)|x|² for every x of 2^20 elements."""
     vote: bool | None = None
     ragged: bool | None = None
     memory: str | None = None
     communicators: list[str] | None = None
-    """Those that carry it with its default parameters."""
+    """Communicators that can carry it with its default parameters."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. A compressor's entry has all fields, another one those that apply."""
+        """Plain data for JSON. A compressor's entry has all fields, other entries only those that apply."""
         found = dataclasses.asdict(self)
         return found if self.family is not None else {k: v for k, v in found.items() if v is not None}
 
 
-def collect() -> dict[str, list[Entry]]:
-    """All entries of the registry, by kind, in the order of their names. Measures each compressor."""
-    return {kind: [describe(name, registry) for name in registry] for kind, registry in KINDS.items()}
+def collect(wanted: str = "") -> dict[str, list[Entry]]:
+    """Entries of the registry by kind, sorted by name: all, or those of one name. Measures each compressor."""
+    return {
+        kind: [describe(name, registry) for name in registry if wanted in ("", name, *registry.aliases(name))]
+        for kind, registry in KINDS.items()
+    }
 
 
 def describe(name: str, registry: Registry) -> Entry:
-    """What a class says about itself, and of a compressor what was measured with its defaults."""
+    """A class's documentation, and for a compressor its measurements with the defaults."""
     cls = registry[name]
     summary, _, citation = docstring(cls)
-    parameters = {f.name: _default(f) for f in dataclasses.fields(cls) if f.init}
-    entry = Entry(name, registry.aliases(name), summary, citation, parameters)
+    parameters, kind = keys(cls), next(kind for kind, known in KINDS.items() if known is registry)
+    entry = Entry(name, registry.aliases(name), summary, citation, parameters, meanings(cls), example(name, kind))
     if not issubclass(cls, Compressor) or REQUIRED in parameters.values():
         return entry
     made = cls()
@@ -114,7 +140,7 @@ def docstring(cls: type) -> tuple[str, list[str], str]:
     """First line, statements and citation of a docstring."""
     first, *rest = inspect.cleandoc(cls.__doc__ or "").replace("``", "`").split("\n")
     statements: list[str] = []
-    for line in filter(None, rest):  # a statement ends with the line that ends in a full stop
+    for line in filter(None, rest):  # a statement ends with a line that ends in a full stop
         if statements and not statements[-1].endswith("."):
             statements[-1] += f" {line}"
         else:
@@ -123,8 +149,51 @@ def docstring(cls: type) -> tuple[str, list[str], str]:
     return first, [text for text in statements if text not in cited], " ".join(cited)
 
 
+def split(statements: list[str], names: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """Statements apart from what they say about parameters."""
+    plain, about = [], {}
+    one = f"`(?:{'|'.join(map(re.escape, names)) or '(?!)'})`"
+    for text in statements:
+        for part in re.split(rf"(?<!, )(?={one}(?:, {one})*: )|(?=State: )", text):
+            if found := re.match(rf"({one}(?:, {one})*): (.*)", part.strip()):
+                about.update(dict.fromkeys(re.findall(r"\w+", found[1]), found[2].strip()))
+            elif part.strip():
+                plain.append(part.strip())
+    return plain, about
+
+
+def keys(cls: Any) -> dict[str, Any]:
+    """All keys that a class takes, with their defaults: its own, and those of the parts that it is made of."""
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    parts = [field.default for field in fields if dataclasses.is_dataclass(field.default)]
+    passed = {field.name: getattr(part, field.name) for part in reversed(parts) for field in dataclasses.fields(part)}
+    own = {f.name: name_of(f.default) if f.default in parts else _default(f) for f in fields}
+    return {**passed, **own}
+
+
+def meanings(cls: Any) -> dict[str, str]:
+    """What a class, a base of it, or a part says about each of its keys, in the order of the text."""
+    found: dict[str, str] = {}
+    parts = [type(field.default) for field in dataclasses.fields(cls) if dataclasses.is_dataclass(field.default)]
+    for each in (base for known in (cls, *parts) for base in known.__mro__ if "__doc__" in vars(base)):
+        for key, text in split(docstring(each)[1], keys(cls))[1].items():
+            found.setdefault(key, text)
+    return found
+
+
+def example(name: str, kind: str) -> dict[str, Any]:
+    """A dictionary for `grace_from_params` that names a class and its parameters."""
+    registry = KINDS[kind]
+    known = keys(registry[name])
+    order = [*(key for key in meanings(registry[name]) if key in known), *known]
+    usual = {key: known[key] for key in dict.fromkeys(order) if known[key] not in (REQUIRED, None)}
+    if kind == "compressors":
+        return {"compressor": name, **EXAMPLES.get(name, usual)}
+    return {**PARTNERS.get(name, {"compressor": "topk"}), registry.kind: name, **usual}
+
+
 def guarantee(entry: Entry) -> str:
-    """What a compressor declares of its error, in words."""
+    """A compressor's declared error bound, in words."""
     if entry.vote:
         return "a vote: the result has the majority's signs, not the mean's magnitudes"
     found = []
@@ -135,6 +204,11 @@ def guarantee(entry: Entry) -> str:
             "exact" if d == 1 else f"contraction d = {d:.3g}" if d < 0.9 else f"contraction 1 − d = {1 - d:.3g}"
         )
     return "; ".join(found) or "none declared"
+
+
+def literal(value: Any) -> str:
+    """A value as a dictionary of settings has it, with double quotes."""
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What is installed, whether it works, how to get what is missing: `grace doctor`."""
+"""`grace doctor`: checks which packages are installed and work, and how to get missing ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OLDEST = {
     "horovod": "0.28.1",
     "triton": "3.3",
 }
-"""The oldest versions that will do; setup.cfg asks for the same."""
+"""The oldest supported versions, as in setup.cfg."""
 
 REMEDIES = {
     "python": "use Python 3.10 or later",
@@ -46,7 +46,7 @@ REMEDIES = {
 
 
 class Status(str, Enum):
-    """How a package is."""
+    """Condition of a package."""
 
     OK = "ok"
     MISSING = "missing"
@@ -68,16 +68,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Allocator:
-    """Whether memory for large temporary arrays is kept or comes page by page from the system each time."""
+    """Whether memory for large temporary arrays is cached, or requested from the system page by page each time."""
 
-    tuned: bool | None  # None: not glibc, nothing is known
+    tuned: bool | None  # None: not glibc, unknown
     detail: str
     remedy: str = ""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything `grace doctor` knows."""
+    """The results of `grace doctor`."""
 
     grace: str
     findings: list[Finding]
@@ -88,7 +88,7 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """NumPy works, and so does everything else that is installed."""
+        """Whether NumPy and everything else that is installed work."""
         optional = ("torch", "tensorflow", "keras", "horovod", "triton", "kernels")
         return all(f.status is Status.OK or (f.status is Status.MISSING and f.name in optional) for f in self.findings)
 
@@ -98,7 +98,7 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at everything, the packages side by side."""
+    """Check everything, the packages in parallel."""
     with ThreadPoolExecutor(max_workers=_cores()) as pool:
         packages = list(pool.map(lambda name: judge(name, probe(name)), PROBES))
     return Report(
@@ -122,7 +122,7 @@ def native_kernels() -> Finding:
 
 def probe(name: str, timeout: float = 120) -> dict[str, Any]:
     """Import `name` in another process and return its answer; see grace/cli/probes.py."""
-    home = str(Path(grace.__file__).parents[1])  # last on the path: it must not come before anything of the user's
+    home = str(Path(grace.__file__).parents[1])  # last on the path, so that it shadows no package of the user's
     code = f"import sys; sys.path.append({home!r}); from grace.cli.probes import main; main()"
     quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     try:
@@ -152,11 +152,11 @@ def judge(name: str, answer: Mapping[str, Any]) -> Finding:
 
 
 def allocator(environ: Mapping[str, str], libc: tuple[str, str], huge_pages: str) -> Allocator:
-    """Judge the settings that decide what a fresh 100 MB array costs on a CPU.
+    """Judge the settings that determine the cost of a fresh 100 MB array on a CPU.
 
-    glibc returns such an array to the system when it is freed, and the next one is paid for again, one page fault per
-    4 KB: several times the arithmetic. Transparent huge pages mend that reliably. Thresholds alone mostly do, but a run
-    now and then trims and grows the heap at every step and is slower than with no setting at all.
+    glibc returns a freed array of this size to the system, so the next one costs one page fault per 4 KB again: several
+    times the arithmetic. Transparent huge pages fix that reliably. Thresholds alone usually do, but an occasional run
+    trims and grows the heap at every step and is slower than without any setting.
     """
     tunables = dict(part.partition("=")[::2] for part in environ.get("GLIBC_TUNABLES", "").split(":"))
     if re.search("jemalloc|tcmalloc|mimalloc", environ.get("LD_PRELOAD", "")):

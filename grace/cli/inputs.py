@@ -1,4 +1,4 @@
-"""What commands take and where they print: files, numbers and rates, checked before a command works."""
+"""Inputs and output of the commands: files, numbers and rates, checked before a command runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.console import Console
 
 from grace.bench.lab.network import UNSHAPED
 
-WIDE = 160  # columns where nobody says how many there are
+WIDE = 160  # columns if unknown
 PLAIN = {"→": "->", "←": "<-", "µ": "u", "×": "x", "…": "...", "≤": "<=", "≥": ">=", "–": "-", "—": "-"}
 PLAIN |= dict(zip("▁▂▃▄▅▆▇█", "_.-:=+*#", strict=True))  # from low to high
 RATE = re.compile(
@@ -34,7 +34,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard out
 
 # -- printing ----------------------------------------------------------------------------------------------------------
 def plain(error: UnicodeError) -> tuple[str, int]:
-    """Characters that the output's encoding lacks, in others that it has: the handler "grace-plain" of encoders."""
+    """Replaces characters that the output's encoding lacks: the encoder error handler "grace-plain"."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     found = ""
@@ -48,15 +48,15 @@ def plain(error: UnicodeError) -> tuple[str, int]:
 
 
 def readable_output() -> None:
-    """Let the standard streams write everything, whatever their encoding."""
+    """Let the standard streams write any text, whatever their encoding."""
     codecs.register_error("grace-plain", plain)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError):  # replaced by something else, or closed
+        with contextlib.suppress(AttributeError, ValueError):  # the stream was replaced, or closed
             stream.reconfigure(errors="grace-plain")  # type: ignore[union-attr]
 
 
 def console() -> Console:
-    """Where results are printed: as wide as the terminal or COLUMNS; 160 columns where there is neither."""
+    """The output console: as wide as the terminal or COLUMNS, else 160 columns."""
     made = Console()
     if made.is_terminal or os.environ.get("COLUMNS", "").isdigit() or any(map(_is_terminal, (0, 1, 2))):
         return made
@@ -72,7 +72,7 @@ def _is_terminal(number: int) -> bool:
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 def finite(unit: str, zero: bool = False) -> Callable[[float | None], float | None]:
-    """The callback of an option: a finite number above 0; ``zero``: or 0."""
+    """An option's callback: a finite number above 0; with ``zero``, 0 is allowed."""
 
     def check(value: float | None) -> float | None:
         if value is not None and not (0 < value < math.inf or (zero and value == 0)):
@@ -83,7 +83,7 @@ def finite(unit: str, zero: bool = False) -> Callable[[float | None], float | No
 
 
 def gbit(value: str | float) -> float:
-    """Gbit/s of a rate: a number of Gbit/s, or with a unit, such as 10Gbit or 100Mbit/s. The parser of an option."""
+    """An option's parser: Gbit/s from a number of Gbit/s, or with a unit, such as 10Gbit or 100Mbit/s."""
     text = str(value).strip()
     found = RATE.fullmatch(text)
     try:
@@ -102,7 +102,7 @@ def gbit(value: str | float) -> float:
 
 
 def as_tc(value: str) -> str:
-    """A rate as Linux's tc writes it: 0.1 or 100Mbit/s -> "100mbit"; "unshaped" as it is."""
+    """A rate in the form of Linux's tc: 0.1 or 100Mbit/s -> "100mbit"; "unshaped" is unchanged."""
     if value == UNSHAPED:
         return value
     rate = gbit(value)
@@ -114,7 +114,7 @@ def as_tc(value: str) -> str:
 
 # -- files -------------------------------------------------------------------------------------------------------------
 def input_file(context: typer.Context, path: Path | None) -> Path | None:
-    """The callback of an option that names a file to read."""
+    """An option's callback: a file to read."""
     if path is not None:
         if why := unreadable(path):
             raise typer.BadParameter(why)
@@ -123,7 +123,7 @@ def input_file(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def model_file(context: typer.Context, name: str) -> str:
-    """The callback of an argument that is a name or a file to read."""
+    """An argument's callback: a name or a file to read."""
     if Path(name).is_file():
         _note(context, Path(name), reads=True)
     return name
@@ -139,7 +139,7 @@ def unreadable(path: Path) -> str:
 
 
 def output_file(context: typer.Context, path: Path | None) -> Path | None:
-    """The callback of an option that names a file to write: tried before the command works; what is there stays."""
+    """An option's callback: a file to write, tested before the command runs, without changing its content."""
     if path is None:
         return None
     folder = path.parent
@@ -148,7 +148,7 @@ def output_file(context: typer.Context, path: Path | None) -> Path | None:
     if not folder.exists():
         raise typer.BadParameter(f"No such folder: {str(folder)!r}; make it first")
     try:
-        if path.is_dir() or not path.exists() or path.is_file():  # a device or a pipe is left alone
+        if path.is_dir() or not path.exists() or path.is_file():  # leave devices and pipes alone
             new = not path.exists() and not path.is_symlink()
             with path.open("ab"):
                 pass
@@ -163,7 +163,7 @@ def output_file(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def chart_file(context: typer.Context, path: Path | None) -> Path | None:
-    """The callback of an option that names a picture: also matplotlib and the format are there."""
+    """An option's callback: a picture to write; also checks for matplotlib and the format."""
     if path is None:
         return None
     try:
@@ -177,7 +177,7 @@ def chart_file(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def output_folder(path: Path) -> Path:
-    """The callback of an option that names a folder to write to; it need not exist yet."""
+    """An option's callback: a folder to write to, which need not exist yet."""
     there = next((each for each in (path, *path.absolute().parents) if each.exists()), path)
     if not there.is_dir():
         raise typer.BadParameter(f"{str(there)!r} is a file, not a folder")
@@ -187,7 +187,7 @@ def output_folder(path: Path) -> Path:
 
 
 def refused(error: OSError, path: Path) -> str:
-    """What an error of the system says of a file, in plain words."""
+    """A system error about a file, in plain words."""
     if isinstance(error, FileNotFoundError):
         return f"No such file: {str(path)!r}"
     if isinstance(error, IsADirectoryError):
@@ -196,7 +196,7 @@ def refused(error: OSError, path: Path) -> str:
 
 
 def _note(context: typer.Context, path: Path, reads: bool) -> None:
-    # One file in two places: the second would overwrite the first, or what is read.
+    # If two options name one file, the second would overwrite the first, or the input.
     seen: list[tuple[Path, bool]] = context.meta.setdefault(_SEEN, [])
     if any(path.resolve() == other and not (reads and read) for other, read in seen) and path.name != os.devnull:
         both = any(path.resolve() == other and (reads or read) for other, read in seen)
@@ -205,19 +205,20 @@ def _note(context: typer.Context, path: Path, reads: bool) -> None:
         seen.append((path.resolve(), reads))
 
 
-# -- the rest ----------------------------------------------------------------------------------------------------------
+# -- other
+# ---------------------------------------------------------------------------------------------------------------
 def install(extra: str) -> str:
-    """How to get an extra. The package is on no index yet."""
+    """How to install an extra. The package is on no index yet."""
     return f"pip install '.[{extra}]' in GRACE's source tree"
 
 
 def installed() -> str:
-    """The toolkit whose costs count where nothing is said: the first of `TOOLKITS` that is here."""
+    """The default toolkit for costs: the first installed one of `TOOLKITS`."""
     return next(name for name in TOOLKITS if importlib.util.find_spec(name) is not None)
 
 
 def toolkit(name: str | None) -> str | None:
-    """The callback of an option that names a toolkit to measure on."""
+    """An option's callback: a toolkit to measure on."""
     if name is None or name == "numpy":
         return name
     if name not in TOOLKITS:
@@ -228,7 +229,7 @@ def toolkit(name: str | None) -> str | None:
 
 
 def given(context: typer.Context) -> Iterator[str]:
-    """Names of the parameters that the command line has, not those at their defaults."""
+    """Names of the parameters given on the command line."""
     for name in context.params:
         source: Any = context.get_parameter_source(name)
         if source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP"):
@@ -236,6 +237,6 @@ def given(context: typer.Context) -> Iterator[str]:
 
 
 def alone(context: typer.Context, option: str, others: dict[str, str]) -> None:
-    """Refuse others beside an option that makes them meaningless. ``others``: parameters and how they are written."""
+    """Reject other options that an option makes meaningless. ``others``: parameters and their spelling."""
     if wrong := [others[name] for name in given(context) if name in others]:
         raise typer.BadParameter(f"{', '.join(wrong)} would change nothing beside {option}: leave one of them out")

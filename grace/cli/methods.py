@@ -1,10 +1,10 @@
-"""The registered compressors, memories and communicators: `grace methods`."""
+"""`grace methods`: lists the registered compressors, memories and communicators."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grace.cli.catalog import Entry, guarantee
+from grace.cli.catalog import Entry, guarantee, literal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,14 +34,21 @@ def render(found: dict[str, list[Entry]], console: Console) -> None:
 
 
 def render_one(kind: str, entry: Entry, console: Console) -> None:
-    """Print all about one entry."""
+    """Print all details of one entry."""
     from rich.table import Table
     from rich.text import Text
 
     also = f" (also {', '.join(entry.aliases)})" if entry.aliases else ""
     console.print(Text(f"{entry.name}{also}: {entry.summary}", style="bold"))
+    example = ", ".join(f'"{key}": {literal(value)}' for key, value in entry.example.items())
+    console.print(Text(f"  grace_from_params({{{example}}})"), soft_wrap=True)
+    parameters = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+    for key in dict.fromkeys([*entry.meanings, *entry.parameters]):
+        parameters.add_row(Text(f"{key}={literal(entry.parameters[key])}"), Text(entry.meanings.get(key, "")))
+    if parameters.rows:
+        console.print("", parameters, "")
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-    rows = [("parameters", "\n".join(f"{key}={value!r}" for key, value in entry.parameters.items()) or "none")]
+    rows: list[tuple[str, str]] = []
     if kind == "compressors":
         rows += [
             ("class", entry.family or ""),

@@ -1,4 +1,4 @@
-"""A record as one HTML page: pictures are SVG inside it, and nothing is fetched from elsewhere."""
+"""A record as one HTML page: pictures are inline SVG, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from html import escape
 from grace.cli.show import COLOURS, size, spans
 from grace.engine.record import Line, Run, warnings_of
 
-POINTS = 300  # of a curve
-ROWS = 60  # tensors in the picture of levels
-LINES = 6  # tensors in the picture of residuals
+POINTS = 300  # per curve
+ROWS = 60  # tensors in the chart of levels
+LINES = 6  # tensors in the chart of residuals
 WIDTH, HEIGHT = 520, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 30
 
@@ -45,7 +45,7 @@ td:first-child { font-family: ui-monospace, monospace; }
 
 
 def page(run: Run, title: str) -> str:
-    """The page of a run; ``title``: what it is called, such as its file's name."""
+    """The page of a run; ``title``: its name, such as the file's."""
     about = run.about
     workers = f"{about['world_size']} worker{'s' * (about['world_size'] > 1)}"
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(about["when"]))
@@ -139,7 +139,7 @@ def _residuals(run: Run, lines: Sequence[Line]) -> list[Series]:
     ]
 
 
-# -- pictures ---------------------------------------------------------------------------------------------------------
+# -- charts ------------------------------------------------------------------------------------------------------------
 def _figure(
     title: str,
     series: Sequence[Series],
@@ -175,7 +175,7 @@ def _figure(
         shown = [place(x, y) for x, y in points]
         if len(shown) == 1:
             shown = [shown[0], (shown[0][0] + 0.1, shown[0][1])]
-        wide = 5 if name == "received" else 2  # or it could not be seen below what is sent
+        wide = 5 if name == "received" else 2  # wider, to stay visible below the bytes sent
         way = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
         parts.append(
             f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="{wide}" stroke-linejoin="round" '
@@ -191,7 +191,7 @@ def _figure(
 
 def _bars(title: str, series: Sequence[Series]) -> str:
     tops = [sum(points[place][1] for _, points in series) for place in range(len(series[0][1]))]
-    ticks = _ticks(0.0, sorted(tops)[-1 - len(tops) // 50])  # a first step that compiles would hide the others
+    ticks = _ticks(0.0, sorted(tops)[-1 - len(tops) // 50])  # exclude outliers, such as a first step that compiles
     steps = [x for x, _ in series[0][1]]
     wide = (WIDTH - LEFT - RIGHT) / len(steps)
     high = (HEIGHT - TOP - BOTTOM) / ticks[-1]
@@ -318,7 +318,7 @@ def _range(series: Sequence[Series]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers from about ``low`` to about ``high``, which they enclose."""
+    """Round numbers that enclose ``low`` to ``high``."""
     high = high if high > low else low + (abs(low) or 1.0)
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))

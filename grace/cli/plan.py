@@ -113,12 +113,12 @@ LINKS = {
     "intra_bandwidth": "--intra-bandwidth",
     "intra_latency": "--intra-latency",
 }
-"""Parameters that a file with a cluster replaces, as they are written."""
+"""Options that a cluster file replaces, with their spelling."""
 
 
-# -- what `grace plan` and `grace advise` read ------------------------------------------------------------------------
+# -- inputs of `grace plan` and `grace advise` -----------------------------------------------------------------------
 def read_model(name: str, backward: float | None, batch: int | None) -> Profile:
-    """A model of that name, or the profile in that file; with ``backward`` seconds for a backward pass, if given."""
+    """A model by name, or a profile by file; ``backward``: measured seconds of a backward pass."""
     if batch is not None and (backward is not None or name not in models.MODELS):
         raise typer.BadParameter("--batch is for a model by name whose times are assumed: leave it out, or --backward")
     try:
@@ -140,7 +140,7 @@ def read_model(name: str, backward: float | None, batch: int | None) -> Profile:
 def read_cluster(
     file: Path | None, workers: int, per_node: int, rates: Sequence[float], latencies: Sequence[float]
 ) -> Cluster:
-    """The cluster of a file, or of the options. ``rates`` in Gbit/s and ``latencies`` in microseconds: inter, intra."""
+    """The cluster from a file, or from the options. ``rates``: Gbit/s; ``latencies``: microseconds (inter, intra)."""
     try:
         if file is not None:
             data = read_json(file)
@@ -159,7 +159,7 @@ def read_cluster(
 def read_codecs(
     specs: Sequence[str], costs: Path | None, backend: str | None, speed: float, save: Path | None = None
 ) -> dict[str, Codec]:
-    """The costs of these methods, by label: from a file if it has them, else measured here."""
+    """The costs of these methods, by label: from a file if it includes them, else measured here."""
     try:
         cases = [parse(spec) for spec in specs]
         data = read_json(costs) if costs is not None else []
@@ -209,8 +209,8 @@ def _enough_cores(threads: int, speed: float, workers: int) -> None:
 
 
 def _offloaded(codecs: list[Codec], speed: float) -> list[Codec]:
-    # With the costs of a pool, where they are not known. If the training device is this CPU, every worker's pool needs
-    # cores of its own, and is as much slower as it is measured to be beside a matrix product.
+    # Adds the costs of a pool, if unknown. If the training device is this CPU, every worker's pool needs its own cores,
+    # and is slower by the factor measured beside a matrix product.
     from grace.bench import costs as measure
 
     here = speed == 1
@@ -327,7 +327,7 @@ def render(
     output: Path | None,
     console: Console,
 ) -> None:
-    """Print a plan: a line for each strategy, then what is predicted, and what does it."""
+    """Print a plan: a line per strategy, the prediction, and the settings that carry it out."""
     result = made.plan
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("tensors", "elements", "strategy"):

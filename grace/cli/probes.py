@@ -1,7 +1,7 @@
-"""Import one package and say what it can do. Each probe runs in a process of its own, started by `grace.cli.doctor`.
+"""Import one package and report its capabilities. Each probe runs in a separate process of `grace.cli.doctor`.
 
-A broken toolkit may print, hang or crash; whatever it does, it does it to this process only. The answer is the last
-line of the standard output, as JSON.
+A broken toolkit may print, hang or crash, but only in this process. The answer is the last line of the standard output,
+as JSON.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Probe the package that the last argument names."""
+    """Probe the package named by the last argument."""
     name = sys.argv[-1]
     if importlib.util.find_spec(name) is None:
         answer: dict[str, Any] = {"missing": True}
     else:
         try:
             answer = PROBES[name]()
-        except BaseException as error:  # a package may raise anything while it is imported, SystemExit too
+        except BaseException as error:  # an import may raise anything, even SystemExit
             answer = {"error": f"{type(error).__name__}: {error}"}
     print(f"\n{json.dumps(answer)}", flush=True)

@@ -25,9 +25,9 @@ from grace.engine.record import Run, read, warnings_of
 from grace.planner.profile import but
 
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 48  # of the small curves, in characters
+WIDTH = 48  # of the sparklines, in characters
 COURSE = 12  # of a tensor's levels, in characters
-SHOWN = 40  # tensors in the terminal; the page has all of them
+SHOWN = 40  # tensors in the terminal; the page has all
 
 
 def report(
@@ -70,7 +70,7 @@ def report(
                 return
             try:
                 now = path.stat().st_size
-            except FileNotFoundError:  # moved away; a new one may come in its place
+            except FileNotFoundError:  # moved away; a new file may replace it
                 continue
             if now != seen:
                 seen, run = now, _read(path)
@@ -93,7 +93,7 @@ def _read(path: Path) -> Run:
 
 
 def view(run: Run) -> RenderableType:
-    """The terminal's picture of a run."""
+    """The terminal view of a run."""
     about = run.about
     steps, seconds = run.total("steps"), run.total("seconds")
     last = run.lines[-1].step if run.lines else about["step"]
@@ -134,7 +134,7 @@ def _curves(run: Run) -> Table:
 
 
 def spark(values: Sequence[float]) -> str:
-    """A curve of block characters, from the smallest value to the largest."""
+    """A sparkline of block characters, from the smallest value to the largest."""
     low, high = min(values), max(values)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((value - low) * scale)] for value in values)
@@ -160,7 +160,7 @@ def _tensors(run: Run) -> Table:
     heads = ["tensor", "shape", "method", "a step", "ratio", "residual"]
     for head in [*heads, *["over time", "level"] * leveled, *["strategy"] * planned]:
         right = head in ("a step", "ratio", "residual")
-        folds = head in ("tensor", "strategy", "level")  # where the terminal is narrow
+        folds = head in ("tensor", "strategy", "level")  # if the terminal is narrow
         table.add_column(head, justify="right" if right else "left", no_wrap=not folds, overflow="fold")
     order = sorted(range(len(line.tensors)), key=lambda place: -line.sent[place])
     for place in order[:SHOWN]:
@@ -182,7 +182,7 @@ def _tensors(run: Run) -> Table:
 
 
 def _course(run: Run, name: str) -> str:
-    # A tensor's levels over time: a height for each, in the order in which they came up.
+    # A tensor's levels over time, with one height per level in order of appearance.
     held = spans(run, name)
     known = list(dict.fromkeys(level for _, _, level in held))
     first, last = held[0][0], held[-1][1]

@@ -1,4 +1,4 @@
-"""What the terminal's and the page's picture of a record share."""
+"""Shared parts of a record's terminal view and page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import groupby
 from grace.engine.record import Run
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#8a8f98", "#cc79a7", "#56b4e9", "#d55e00")
-"""Told apart by readers who see few colours (Okabe and Ito); the fourth is for what is not GRACE's."""
+"""A palette for colour-blind readers (Okabe and Ito); the fourth colour is for time outside GRACE."""
 
 
 def size(count: float) -> str:
@@ -20,7 +20,7 @@ def size(count: float) -> str:
 
 
 def spans(run: Run, name: str) -> list[tuple[int, int, str]]:
-    """A tensor's levels over time: from which step on, up to which, what."""
+    """A tensor's levels over time: (first step, last step, level)."""
     held = [(line.step - line.steps, line.step, line.tensors[place]["level"]) for line, place in run.of_tensor(name)]
     groups = [list(group) for _, group in groupby(held, key=lambda span: span[2])]
     return [(group[0][0], group[-1][1], group[0][2]) for group in groups]

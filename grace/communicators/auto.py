@@ -1,4 +1,4 @@
-"""The exchange that a method gets where none is named."""
+"""The default exchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grace.core.method import Method
 from grace.core.registry import register
 
 MIN_SHARD = 2**14
-"""Elements of a shard: fewer cost more time to handle than to send."""
+"""Minimum elements per shard: smaller shards take longer to handle than to send."""
 
 
 @register("auto")
@@ -22,11 +22,11 @@ MIN_SHARD = 2**14
 class Auto(Communicator):
     """The exchange with the fewest bytes on the busiest link for this method and these workers; the default.
 
-    Payloads that can be summed, or that the workers agreed on, go by ``allreduce``. Others are gathered between two
-    workers, and go by ``twostage`` between more, with shards of at least 16,384 elements. Where several workers share
-    each of several machines, they go by ``hierarchical``, with this choice between the machines. A method that
-    ``twostage`` cannot carry is gathered. The choice is a function of the method and the workers alone, so it is the
-    same on all of them; `Grace.report` names it.
+    Payloads that can be summed, or that the workers agreed on, go by ``allreduce``. Other payloads are gathered between
+    two workers, and go by ``twostage`` between more, with shards of at least 16,384 elements. If each of several
+    machines has several workers, they go by ``hierarchical``, and this rule chooses the exchange between machines. A
+    method that ``twostage`` cannot carry is gathered. The choice depends only on the method and the workers, so all
+    workers make the same one; `Grace.report` names it.
     """
 
     def resolve(self, method: Method, transport: Transport) -> Communicator:
@@ -45,7 +45,7 @@ def _among(method: Method, transport: Transport) -> tuple[Communicator, str]:
 
 
 def choose(method: Method, workers: int, per_machine: int) -> tuple[Communicator, str]:
-    """The communicator of a method where none is named, and why; for so many workers, so many of them per machine."""
+    """The default communicator of a method, and the reason, for so many workers in all and per machine."""
     name = name_of(method.compressor)
     if method.compressor.traits.combine is not Combine.GATHER:
         return Allreduce(), f"payloads of {name!r} are summed on the wire, or agreed on"

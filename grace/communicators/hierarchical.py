@@ -22,12 +22,12 @@ T = TypeVar("T")
 class Hierarchical(Communicator):
     """Average exactly on each machine, a shard on each worker, and compress only what leaves the machine.
 
-    Worker i of a machine averages shard i of its machine's gradients, exchanges it, compressed, with the workers i of
-    the other machines, and gives the result to its machine. The network between machines carries each shard once; error
-    feedback and all other state is that of the shard. Tensors whose shape a method needs are cut along their first
-    axis, others anywhere.
-    ``outer``: the communicator between machines; empty: as where none is named (``auto``).
-    ``node_size``: workers of a machine, consecutive ranks; 0: as they were launched. It must divide their number.
+    Worker i of a machine averages shard i of its machine's gradients, exchanges the compressed average with worker i of
+    every other machine, and sends the result to the workers of its own machine. The network between machines carries
+    each shard once. Error feedback and all other state belong to the shard. Tensors of methods that need the shape are
+    cut along their first axis, others anywhere.
+    ``outer``: the communicator between machines; empty: the default (``auto``).
+    ``node_size``: workers per machine, with consecutive ranks; 0: as launched. It must divide the number of workers.
     """
 
     outer: Any = ""
@@ -66,7 +66,7 @@ class Hierarchical(Communicator):
     def reduce(self, x: Array, method: Method, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, sizes = ctx.xp, [shard.size for shard in shards(method.compressor, ctx, self.node_size)]
         bounds = pairwise(accumulate(sizes, initial=0))
-        # Within a machine a gradient that is sent as it is travels in its own dtype, too.
+        # A gradient that is sent uncompressed keeps its own dtype within a machine, too.
         wire = ctx.wire if method.compressor.traits.lossless else ctx.dtype
         x = xp.cast(x, wire)
         received = yield AllToAll(tuple((x[start:stop],) for start, stop in bounds), "node")
@@ -83,13 +83,13 @@ class Hierarchical(Communicator):
         return xp.cast(mean, ctx.dtype), state
 
     def _cross(self, method: Method, ctx: Context, place: int) -> Context:
-        # The shard of one worker of a machine, as the workers see it that exchange it.
+        # The context of one local worker's shard for the exchange between machines.
         shard = shards(method.compressor, ctx, self.node_size)[place]
         return replace(shard, rank=ctx.rank // self.node_size, world_size=ctx.world_size // self.node_size)
 
 
 def _across(program: Program[T]) -> Program[T]:
-    # The same program among the workers with this one's place on their machines.
+    # The same program, run in the group "cross".
     answer = None
     while True:
         try:

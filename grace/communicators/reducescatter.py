@@ -1,4 +1,4 @@
-"""Compressed reduce-scatter: each worker gets the mean of its own part."""
+"""Compressed reduce-scatter: each worker receives the mean of its own row."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from grace.core.registry import register
 @register("reducescatter")
 @dataclass(frozen=True)
 class ReduceScatter(Communicator):
-    """Row i of everybody's tensor goes, compressed, to worker i, which averages what it gets.
+    """Send row i of every worker's tensor, compressed, to worker i, which averages the rows it receives.
 
-    For sharded training: `grace.torch.fsdp`. A tensor has one row for each worker, its first dimension is their number,
-    and its mean is this worker's row alone. Each row is compressed by itself and has a residual of its own. A worker
-    sends N - 1 rows, and one byte with each, which says whether all of its gradient is finite: if it is not, the mean
-    is NaN on all workers, which so keep their states together.
+    For sharded training: `grace.torch.fsdp`. The first dimension of a tensor is the number of workers, and the result
+    on a worker is the mean of its own row. Each row is compressed separately and has its own residual. A worker sends N
+    - 1 rows, each with a flag byte that says whether its whole gradient is finite. If any flag is unset, the mean is
+    NaN on all workers, so all of them keep their previous states.
     """
 
     reduce_scatters = True

@@ -18,16 +18,16 @@ from grace.core.sharding import cuts, cuttable, shards
 @register("twostage", "alltoall")
 @dataclass(frozen=True)
 class TwoStage(Communicator):
-    """Each worker averages its shard of everybody's gradient, compresses the mean again and sends it to all.
+    """Each worker averages its shard of all workers' gradients, compresses the mean again and sends it to all.
 
     A worker receives 2 (N - 1) / N payloads, whatever the number of workers N. Blockwise payloads are cut at block
-    boundaries; other methods compress each shard by itself, with a scale, a threshold or a number of elements of its
-    own. The second compression has its own memory, the server's, so with error feedback its error is not lost either.
-    ``min_shard``: elements of a shard, at least; a tensor of fewer than ``min_shard`` times N has fewer shards, on
-    workers that its name decides. 0: every worker has a shard, in the order of ranks.
+    boundaries; other methods compress each shard separately, with its own scale, threshold or number of elements. The
+    second compression has its own memory, the server's, so error feedback recovers its error, too.
+    ``min_shard``: minimum elements per shard; a tensor of fewer than ``min_shard`` times N elements has fewer shards,
+    on workers chosen by a hash of its name. 0: every worker has a shard, in rank order.
     Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4. For sparse methods see Li and Hoefler,
     "Near-Optimal Sparse Allreduce", PPoPP 2022: its workers select over the whole tensor and move the bounds of shards
-    so that all have equally many elements, which brings 6 k elements at most; here each shard has its part of k.
+    so that all have equally many elements, for at most 6 k elements of traffic; here each shard gets its share of k.
     """
 
     min_shard: int = 0
@@ -67,7 +67,7 @@ class TwoStage(Communicator):
         return f"{ctx.world_size} workers cannot have a shard each of shape {list(ctx.shape)}"
 
     def owned(self, compressor: Compressor, ctx: Context) -> dict[int, Context]:
-        """The shards of a tensor, in order, by the ranks of the workers that average them."""
+        """A tensor's shards, in order, by the ranks of the workers that average them."""
         size = ctx.world_size
         if not self.min_shard:
             return dict(enumerate(shards(compressor, ctx, size)))
@@ -100,7 +100,7 @@ class TwoStage(Communicator):
             payload, server = yield from method.for_second_stage.encode(mean, scope(state, "server"), again[rank])
             states["server"] = server
         if compressor.traits.variable_length:
-            # Rows are as long as those of this worker's payload for the same shard.
+            # This worker's payload for the same shard has rows of the same length.
             gathered = yield Gather(tuple(xp.reshape(array, (-1,)) for array in payload), ragged=True)
             each = [
                 tuple(

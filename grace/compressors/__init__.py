@@ -1,1 +1,1 @@
-"""One file per method. The registry imports them all when it is first asked."""
+"""One file per method. The registry imports them all on first access."""

@@ -1,4 +1,4 @@
-"""Low-rank approximation with one factor in each step."""
+"""Low-rank approximation with one factor per step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from grace.core.registry import register
 @register("acpsgd")
 @dataclass(frozen=True)
 class ACPSGD(Agreed):
-    """Send one factor of a low-rank approximation in each step: P in even steps, Q in odd ones.
+    """Send one factor of a low-rank approximation per step: P in even steps, Q in odd ones.
 
-    Each is taken on an orthonormal basis of the other: one round where PowerSGD has two, and half of its bytes.
-    Payload: P float32[a, r], Q float32[r, b] as the workers agreed on them, then this worker's own. State: P and Q,
+    Each factor is computed with an orthonormal basis of the other: one round instead of PowerSGD's two, and half the
+    bytes.
+    Payload: P float32[a, r], Q float32[r, b] as agreed on by the workers, then this worker's own. State: P and Q,
     equal on all workers.
     ``compress_rank``: r. ``min_rate``: tensors that would not shrink by this factor go dense, as do vectors.
     Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", ICDCS 2023,
@@ -34,7 +35,7 @@ class ACPSGD(Agreed):
     def agree(
         self, x: Array, state: State, ctx: Context, residual: Array | None = None
     ) -> Program[tuple[Payload, State]]:
-        """`compress` of x + ``residual``, where there is one: x becomes the sum."""
+        """`compress` of x + ``residual``, if given: x becomes the sum."""
         xp, (a, b, _) = ctx.xp, self.sizes(ctx)
         matrix, even = xp.reshape(x, (a, b)), ctx.step % 2 == 0
         if xp.traced:
@@ -50,17 +51,17 @@ class ACPSGD(Agreed):
         return pairs, {"p": pairs[0], "q": pairs[1]}
 
     def _rows(self, state: State, ctx: Context) -> Array:
-        # float32[a, r], orthonormal: what Q is taken on.
+        # float32[a, r], orthonormal: the basis for Q.
         xp = ctx.xp
         return xp.qr(xp.transpose(self.revived(xp.transpose(state["p"]), ctx, "p")))
 
     def _columns(self, state: State, ctx: Context) -> Array:
-        # float32[r, b], orthonormal: what P is taken on.
+        # float32[r, b], orthonormal: the basis for P.
         xp = ctx.xp
         return xp.transpose(xp.qr(xp.transpose(self.revived(state["q"], ctx, "q"))))
 
     def _either(self, matrix: Array, state: State, ctx: Context, even: Any) -> Program[tuple[Payload, State]]:
-        # One graph serves both kinds of steps: it makes both factors, as long as the longer one, and sends one.
+        # One graph serves both kinds of steps: it computes both factors, padded to the longer one, and sends one.
         xp, (a, b, r) = ctx.xp, self.sizes(ctx)
         p, q, room = self._rows(state, ctx), self._columns(state, ctx), max(a, b) * r
 
@@ -78,5 +79,5 @@ class ACPSGD(Agreed):
         return tuple(pairs), {"p": pairs[0], "q": pairs[1]}
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        # Against what this worker put in, not against the mean.
+        # Relative to this worker's own factors, not to the mean.
         return ctx.xp.subtract_product(x, payload[2], payload[3])

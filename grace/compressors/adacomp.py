@@ -14,15 +14,15 @@ from grace.ops.validate import fitting
 @register("adacomp")
 @dataclass(frozen=True)
 class AdaComp(Placed):
-    """In each bin, send what would exceed the bin's largest element if the last gradient were added once more.
+    """In each bin, send the elements that would exceed the bin's maximum if the last gradient were added again.
 
     With residual e, gradient g and G = e + g: an element is sent if the magnitude of G + g reaches the largest
-    magnitude of G in its bin. It is sent as the sign of G times the mean of the bins' largest magnitudes. How many are
-    sent adapts itself to the gradient.
-    Payload: counts uint8[m], one for each bin; uint8[K], the place in the bin and in the top bit the sign; scale
-    float32[1]. State: "residual", e; so use memory "none", which is its default.
-    ``bin_size``: elements of a bin, 2 .. 128, so that a place takes seven bits; the paper has 500 for fully connected
-    layers, with two bytes for each element.
+    magnitude of G in its bin. It is sent as the sign of G times the mean of the bins' largest magnitudes. The number of
+    sent elements adapts to the gradient.
+    Payload: counts uint8[m], one for each bin; uint8[K], the place in the bin with the sign in the top bit; scale
+    float32[1]. State: "residual", e; so use memory "none", the default.
+    ``bin_size``: elements per bin, 2 .. 128, so that a place takes seven bits; the paper uses 500 for fully connected
+    layers, with two bytes per element.
     Chen et al., "AdaComp: Adaptive Residual Gradient Compression for Data-Parallel Distributed Training", AAAI 2018,
     arXiv:1712.02679, algorithm 2.
     """
@@ -51,9 +51,9 @@ class AdaComp(Placed):
         largest = xp.max(xp.abs(blocks.rows(xp, total, size)), 1)
         reach = blocks.rows(xp, xp.abs(total + x), size)
         bound = xp.reshape(largest, (-1, 1))
-        # What is not finite is sent, and so is seen by every worker.
+        # Non-finite elements are always sent, so that every worker sees them.
         chosen = blocks.flat(xp, (reach >= bound) & (bound > 0), n) | xp.invert(xp.isfinite(total))
-        # In double precision: of equal magnitudes, as the second of two stages meets them, nothing is left.
+        # In double precision: equal magnitudes, as in the second of two stages, then leave no residual.
         sizes = xp.sum(xp.cast(largest, "float64"))
         scale = xp.cast(sizes / float(max(1, blocks.block_count(n, size))), "float32")
         counts = xp.cast(xp.sum(blocks.rows(xp, xp.cast(chosen, "int32"), size), 1), "uint8")
@@ -70,8 +70,8 @@ class AdaComp(Placed):
         scale = fitting(xp, scale, "float32", 1, "scales")
         many, counts = xp.lengths([sent]), xp.cast(counts, "int32")
         sent = xp.sound(sent, lambda: xp.all(xp.cast(xp.sum(counts), "int64") == many), "its counts do not add up")
-        # The r-th element sent lies in the first bin up to which r have been sent. One more ends in none, so that there
-        # is always one to look for.
+        # The r-th sent element lies in the first bin whose cumulative count reaches r. A dummy element avoids an empty
+        # search.
         sent = xp.cast(xp.concat([sent, xp.zeros(1, "uint8")]), "int32")
         bins = xp.searchsorted(xp.cumsum(counts), xp.cumsum(sent * 0 + 1))[:-1]
         sent = sent[:-1]

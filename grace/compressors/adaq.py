@@ -14,12 +14,12 @@ from grace.ops.validate import fitting
 @register("adaq", "adaptive_threshold")
 @dataclass(frozen=True)
 class AdaQ(Placed):
-    """Send the positions of the largest positive and of the largest negative elements, and the mean of each kind.
+    """Send the positions of the largest positive and the largest negative elements, and the mean of each group.
 
-    Payload: means float32[2], of the positive and the negative ones; positions int32[K], ascending, those of negative
+    Payload: means float32[2], of the positive and the negative group; positions int32[K], ascending, those of negative
     elements as -1 - position. K = ceil(ratio * positives) + ceil(ratio * negatives).
     ``compress_ratio``: the share of the elements of each sign to send, in (0, 1].
-    The paper finds the thresholds from a sample; here they are exact.
+    The paper estimates the thresholds from a sample; here they are exact.
     Dryden, Jacobs, Moon and Van Essen, "Communication Quantization for Data-parallel Training of Deep Neural Networks",
     MLHPC 2016, doi:10.1109/MLHPC.2016.4, section III.
     """
@@ -32,12 +32,12 @@ class AdaQ(Placed):
         check_ratio(self.compress_ratio)
 
     def contraction(self, n: int) -> float | None:
-        # Of a sign's p elements the means keep at least 1 / p of the squares.
+        # For p elements of one sign, the mean carries at least 1 / p of the squares.
         return 1 / max(n, 1)
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
-        # One zero more, so that there is an element to look at where x has none.
+        # Append a zero so that even an empty x has an element to rank.
         k, m = self._share(xp, x > 0), self._share(xp, x < 0)
         ranks = [xp.reshape(rank, (1,)) for rank in (xp.maximum(m - 1, 0), xp.minimum(n + 1 - k, n))]
         bounds = xp.ranked(xp.concat([x, xp.zeros(1)]), xp.concat(ranks))
@@ -47,13 +47,13 @@ class AdaQ(Placed):
             xp.reshape(xp.sum(xp.where(chosen, x, 0.0)) / xp.cast(xp.maximum(count, 1), "float32"), (1,))
             for chosen, count in ((positive, k), (negative, m))
         ]
-        # What is not finite is sent, and so is seen by every worker.
+        # Non-finite elements are always sent, so that every worker sees them.
         positions = xp.nonzero(positive | negative | xp.invert(xp.isfinite(x)))
         sent = signed(xp, positions, xp.take(x, positions) < 0)
         return (poisoned(xp, xp.concat(means), x), sent), state
 
     def _share(self, xp: Any, mask: Array) -> Array:
-        # ceil(ratio * how many are true), in float64 as Python would.
+        # ceil(ratio * number of true elements), in float64 as in Python.
         found = xp.cast(xp.sum(xp.cast(mask, "int32")), "float64")
         return xp.cast(-xp.floor(-self.compress_ratio * found), "int32")
 

@@ -19,17 +19,17 @@ from grace.ops.validate import placed
 @register("arctopk")
 @dataclass(frozen=True)
 class ARCTopK(AgreedSparsifier):
-    """Send the rows of the gradient that a small averaged sketch shows to be the largest in the mean.
+    """Send the rows of the gradient that are largest in the mean, according to a small averaged sketch.
 
-    Two rounds, both averaged on the wire: the products of each row with a few random vectors of signs, which all
-    workers draw alike; and the values of the rows for which these are largest. Each worker finds the same rows.
+    Two rounds, both averaged on the wire: first the products of each row with a few random sign vectors, equal on all
+    workers; then the values of the rows with the largest products. All workers select the same rows.
     Payload: values of the mean float32[k * row_size], rows int32[k], ascending, agreed on by all workers; the last row
-    is filled up with zeros.
-    ``compress_ratio``: the share of rows to send, in (0, 1]. ``row_size``: elements of a row.
-    ``sketch_size``: random vectors; 4 sketch_size / row_size bytes per element are sent to make the choice.
-    A row that cancels out over the workers is not chosen, and a random product may miss a large row: no step is bound
-    to contract. Rows are cut from the flattened tensor; the paper's are those of its matrix. The paper combines the
-    method with momentum and EF21, here it works with any memory.
+    is padded with zeros.
+    ``compress_ratio``: the share of rows to send, in (0, 1]. ``row_size``: elements per row.
+    ``sketch_size``: number of random vectors; the sketch costs 4 sketch_size / row_size bytes per element.
+    A row that cancels out over the workers is not selected, and a random product may miss a large row, so no single
+    step is guaranteed to contract. Rows are cut from the flattened tensor; the paper's are those of its matrix. The
+    paper combines the method with momentum and EF21, here it works with any memory.
     Chen, Ma, Li, He, Dong and Yuan, "An All-Reduce Compatible Top-K Compressor for Communication-Efficient Distributed
     Learning", 2025, arXiv:2510.26709.
     """
@@ -52,11 +52,11 @@ class ARCTopK(AgreedSparsifier):
         return self.agree(x, self._sketch(x, ctx), state, ctx)
 
     def agree(self, x: Array, own: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
-        """`compress`, by the products float32[m, sketch_size] of rows with vectors of signs."""
+        """`compress`, given the products float32[m, sketch_size] of rows with sign vectors."""
         xp, k = ctx.xp, self.count(ctx.size) // self.row_size
-        sound = xp.finite(xp.reshape(own, (-1,)))  # as x is: each element is in a sum
+        sound = xp.finite(xp.reshape(own, (-1,)))  # the sketch is finite only if x is: it sums all elements
         (sketch,) = yield Reduce((own,), "mean")
-        # Squares are taken relative to the largest: neither 1e30 nor 1e-30 leaves float32's range.
+        # Squares relative to the largest: neither 1e30 nor 1e-30 leaves float32's range.
         largest = xp.max(xp.abs(xp.concat([xp.reshape(sketch, (-1,)), xp.zeros(1)])))
         relative = sketch / blocks.divisor(xp, largest)
         chosen = xp.topk(xp.sum(relative * relative, 1), k)
@@ -66,14 +66,14 @@ class ARCTopK(AgreedSparsifier):
         return (values, chosen), state
 
     def words(self, ctx: Context) -> Array:
-        """int32[sketch_size * row_size]: random words, the same on every worker, whose signs are the vectors."""
+        """int32[sketch_size * row_size]: random words, equal on all workers, whose signs are the sign vectors."""
         return ctx.shared_rng("signs").bits(self.sketch_size * self.row_size)
 
     def _sketch(self, x: Array, ctx: Context) -> Array:
-        # float32[m, sketch_size]: the products of each row with vectors of signs.
+        # float32[m, sketch_size]: the products of each row with the sign vectors.
         xp, size, many = ctx.xp, self.row_size, self.sketch_size
         signs = xp.reshape(xp.where(self.words(ctx) < 0, -1.0, xp.full(many * size, 1.0)), (many, size))
-        # Sums rather than a product of matrices: the same on every toolkit and device, so that ties fall alike.
+        # Sums instead of a matrix product: equal on every toolkit and device, so ties resolve alike.
         parts = []
         for start, stop in spans(xp, ctx.size, size):
             rows = blocks.rows(xp, x[start:stop], size)
@@ -93,7 +93,7 @@ class ARCTopK(AgreedSparsifier):
 
 @dataclass(frozen=True)
 class Rows(Elements):
-    """Whole rows, of which a number travels for each. Positions of the last one may lie beyond the tensor's end."""
+    """Whole rows, each sent as its row number. Positions in the last row may lie beyond the tensor's end."""
 
     row_size: int = 128
 

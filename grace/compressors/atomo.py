@@ -12,10 +12,10 @@ from grace.core.registry import register
 from grace.ops.validate import matching
 
 TINY = 1e-37
-"""What is divided by, where that would be less."""
+"""Lower bound of divisors (avoids division by zero)."""
 
 PROBES = 8
-"""Random numbers of each row that tell how long it is."""
+"""Random projections that estimate the length of each row."""
 
 Parts = tuple[Array, Array, Callable[[Array], tuple[Array, Array]]]
 
@@ -23,16 +23,16 @@ Parts = tuple[Array, Array, Callable[[Array], tuple[Array, Array]]]
 @register("atomo")
 @dataclass(frozen=True)
 class Atomo(LowRank):
-    """Send matrices of rank one drawn at random, larger ones more often, so that the expectation is x.
+    """Send random matrices of rank one, larger ones with a higher probability, so that the expectation is x.
 
     Payload: values float32[K], left vectors float32[K, a], right vectors float32[K, b]; K is random, r on average.
     ``compress_rank``: r. ``min_rate``: tensors that would not shrink by this factor go dense, as do vectors.
-    ``leading``: of a matrix whose sides are longer, about so many of the largest singular values are found, by a random
-    projection, and what they leave is drawn row by row, along the shorter side. The variance is then up to four times
-    as large where singular values fall off slowly, and the time a small part. 0: all singular values of every matrix in
-    every step, which takes seconds for large layers.
-    Wang et al., "ATOMO", NeurIPS 2018, arXiv:1806.04090: section 3 (spectral ATOMO) where all are found, and else
-    section 2, which is for any way to write x as a sum.
+    ``leading``: for a matrix with longer sides, only about this many of the largest singular values are computed, by a
+    random projection, and the remainder is sampled row by row, along the shorter side. The variance is then up to four
+    times as large if singular values decay slowly, and the time is far shorter. 0: all singular values of every matrix
+    in every step, which takes seconds for large layers.
+    Wang et al., "ATOMO", NeurIPS 2018, arXiv:1806.04090: section 3 (spectral ATOMO) if all are computed, and otherwise
+    section 2, which covers any way to write x as a sum.
     Halko, Martinsson and Tropp, "Finding structure with randomness: Probabilistic algorithms for constructing
     approximate matrix decompositions", SIAM Review 2011, arXiv:0909.4061, algorithm 4.1.
     """
@@ -47,8 +47,8 @@ class Atomo(LowRank):
             raise ValueError(f"leading={self.leading!r} must not be negative; 0 finds all singular values")
 
     def variance(self, n: int) -> float | None:
-        # The best probabilities are at least as good as equal ones: r of all parts, whose squares sum up to that of x.
-        # There are at most sqrt(n) singular values; or those that are found, and as many rows.
+        # The optimal probabilities are at least as good as equal ones: r over the number of parts, whose squares sum to
+        # that of x. There are at most sqrt(n) singular values; or the computed ones, and as many rows.
         extra = self.leading if self.leading < n**0.5 else 0
         return max(0.0, (n**0.5 + extra) / self.compress_rank - 1)
 
@@ -57,7 +57,7 @@ class Atomo(LowRank):
         s, ok, vectors = self._some(x, ctx) if 0 < self.leading < min(a, b) else self._all(x, ctx)
         n = xp.shape(s)[0]
         chance = xp.where(ok, self._chances(xp, s, r), 0.0)
-        first = xp.arange(n) < xp.cast(xp.invert(ok), "int32")  # something must say what is wrong
+        first = xp.arange(n) < xp.cast(xp.invert(ok), "int32")  # send one element anyway, to carry the NaN
         chosen = xp.nonzero((ctx.rng("draw").uniform(n) < chance) | first)
         values = xp.where(ok, s / xp.where(chance > 0, chance, 1.0), float("nan"))
         short, long = vectors(chosen)
@@ -65,15 +65,15 @@ class Atomo(LowRank):
         return (xp.take(values, chosen), *((short, long) if a <= b else (long, short))), state
 
     def _all(self, x: Array, ctx: Context) -> Parts:
-        # Singular values float32[m], whether x is finite, and what gives vectors of those chosen: unit ones of the
-        # shorter side m, and what the matrix makes of them.
+        # Singular values float32[m], whether x is finite, and a function that returns the chosen vectors: unit vectors
+        # of the shorter side m, and their products with the matrix.
         xp, (a, b, _) = ctx.xp, self.sizes(ctx)
         ok = xp.finite(x)
-        # In double precision: near-equal singular values make vectors that differ between toolkits.
+        # In double precision: near-equal singular values give vectors that differ between toolkits.
         matrix = xp.cast(xp.reshape(xp.where(ok, x, 0.0), (a, b)), "float64")
         matrix = matrix if a <= b else xp.transpose(matrix)
-        # Vectors of the shorter side, from the product with itself, take a third of the time of a decomposition. Those
-        # of the other side are what they make of the matrix: the expectation is x however exact they are.
+        # The eigenvectors of the shorter side's Gram matrix take a third of the time of an SVD. The vectors of the
+        # other side are their products with the matrix: the expectation is x even if the eigenvectors are inexact.
         squares, vectors = xp.eigh(matrix @ xp.transpose(matrix))
 
         def of(chosen: Array) -> tuple[Array, Array]:
@@ -83,23 +83,23 @@ class Atomo(LowRank):
         return xp.cast(xp.sqrt(xp.maximum(squares, 0.0)), "float32"), ok, of
 
     def _some(self, x: Array, ctx: Context) -> Parts:
-        # As `_all`: of the largest singular values, and then of the rows of what these leave.
+        # As `_all`: the largest singular values first, then the rows of the remainder.
         xp, (a, b, _), count = ctx.xp, self.sizes(ctx), self.leading
         m, matrix = min(a, b), xp.reshape(x, (a, b))
         matrix = matrix if a <= b else xp.transpose(matrix)
         random = ctx.rng("sketch").uniform((count + PROBES) * max(a, b)) - 0.5
         sketch = matrix @ xp.transpose(xp.reshape(random, (count + PROBES, max(a, b))))
-        ok = xp.finite(sketch)  # as the matrix is, all of which went into it
+        ok = xp.finite(sketch)  # the sketch is finite only if the matrix is: it sums all elements
         sketch = xp.where(ok, sketch, 0.0)
         basis = xp.qr(sketch[:, :count])
         inside = xp.where(ok, xp.transpose(basis) @ matrix, 0.0)
-        # Both turned so that the parts are as unequal as can be; in double precision as above.
+        # Rotate both so that the parts are as unequal as possible; in double precision as above.
         turn, wide = xp.cast(basis, "float64"), xp.cast(inside, "float64")
         squares, turned = xp.eigh(wide @ xp.transpose(wide))
         basis, inside = xp.cast(turn @ turned, "float32"), xp.cast(xp.transpose(turned) @ wide, "float32")
-        # How long the rows are that are left, from random numbers that the basis does not know of. It need not be
-        # exact: a row is drawn more or less often, and sent as it is. None may be 0 that is not, nor nearly so, or what
-        # is drawn would be divided by it.
+        # Estimate the lengths of the remaining rows with random numbers independent of the basis. The estimate need not
+        # be exact: it only changes how often a row is sampled, not the row itself. A nonzero row must not get a zero or
+        # tiny estimate, by which it would be divided.
         probes = xp.cast(sketch[:, count:], "float64")
         rest = probes - turn @ (xp.transpose(turn) @ probes)
         left = xp.maximum(xp.sum(rest * rest, 1), 1e-8 * xp.sum(probes * probes, 1)) * (12 / PROBES)
@@ -123,7 +123,7 @@ class Atomo(LowRank):
         return ctx.xp.reshape(left @ right, (-1,))
 
     def side_by_side(self, payloads: Sequence[Payload], ctx: Context) -> tuple[Array, Array]:
-        """Two matrices whose product is the mean: all vectors of all workers side by side."""
+        """Two matrices whose product is the mean: all workers' vectors, concatenated."""
         xp, (a, b, _), lefts, rights = ctx.xp, self.sizes(ctx), [], []
         for values, left, right in payloads:
             values = matching(xp, values, "float32", values, "values") / len(payloads)
@@ -132,10 +132,10 @@ class Atomo(LowRank):
         return xp.transpose(xp.concat(lefts)), xp.concat(rights)
 
     def _chances(self, xp: Any, s: Array, r: int) -> Array:
-        # Proportional to the values; those that would exceed 1 are sent for certain, and leave the rest of r to others.
+        # Proportional to the values, capped at 1; the capped ones are always sent, and the others share the rest of r.
         n, s = xp.shape(s)[0], s / xp.maximum(xp.max(s), TINY)
         falling = xp.take(xp.sort(s), n - 1 - xp.arange(n))
-        rest = xp.sum(falling) - xp.cumsum(falling) + falling  # of this value and all smaller ones
+        rest = xp.sum(falling) - xp.cumsum(falling) + falling  # sum of this value and all smaller ones
         certain = falling * xp.cast(r - xp.arange(n), "float32") > rest * (1 + 1e-6)
         certain = xp.cumsum(xp.cast(xp.invert(certain), "int32")) == 0
         count = xp.sum(xp.cast(certain, "int32"))

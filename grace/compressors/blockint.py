@@ -16,11 +16,11 @@ from grace.ops.validate import fitting
 @register("blockint")
 @dataclass(frozen=True)
 class BlockInt(Rounded):
-    """Round each element, relative to the largest magnitude of its block, to an integer of few bits.
+    """Round each element, relative to the largest magnitude of its block, to a low-bit integer.
 
     Payload: codes uint8[ceil(bits * n / 8)], two's complement, -L .. L with L = 2**(bits - 1) - 1; scales float32[m]. A
-    code stands for code * (scale / L). A block whose scale is the largest float32 decodes to infinity, and TensorFlow
-    decodes blocks of a scale below 1.5e-36 to zero, since it takes numbers below 1.2e-38 for zero.
+    code stands for code * (scale / L). A block whose scale is the largest float32 decodes to infinity. TensorFlow
+    decodes blocks with a scale below 1.5e-36 to zero, since it flushes numbers below 1.2e-38 to zero.
     ``bits``: 8, 4 or 2 (which is -1, 0 and 1).
     ``rounding``: "nearest" (halves to even) or "stochastic" (unbiased, without a residual).
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
@@ -46,13 +46,13 @@ class BlockInt(Rounded):
         return (1 << (self.bits - 1)) - 1
 
     def variance(self, n: int) -> float | None:
-        # The largest element has none but rounding. The rest does most harm in the middle of the lowest step, each
-        # element at L / (sqrt(L² + n - 1) + L) of it, which gives this; it is below (n - 1) / (4 L²).
+        # The largest element is exact up to float rounding. The worst case for the others is the middle of the lowest
+        # step, each at L / (sqrt(L² + n - 1) + L) of it, which gives this bound; it is below (n - 1) / (4 L²).
         n = max(1, min(n, self.traits.block_size or n))
         return ((1 + (n - 1) / self.top**2) ** 0.5 - 1) / 2 if self.traits.unbiased else None
 
     def contraction(self, n: int) -> float | None:
-        # No error exceeds its element, nor half a step, and the largest element has none but rounding.
+        # No error exceeds its element or half a step, and the largest element is exact up to float rounding.
         n = max(1, min(n, self.traits.block_size or n))
         return None if self.traits.unbiased else max(1 / n, 1 - (n - 1) / (4 * self.top**2))
 
@@ -68,7 +68,7 @@ class BlockInt(Rounded):
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
         codes = xp.bitcast(unpack(xp, self.bits, payload[0], n), "int8")
-        if self.bits < 8:  # the upper half is negative
+        if self.bits < 8:  # codes of the upper half are negative
             half = 1 << (self.bits - 1)
             codes = xp.bitwise_xor(codes, half) - half
         scale = fitting(xp, payload[1], "float32", blocks.block_count(n, self.traits.block_size), "scales")

@@ -1,4 +1,4 @@
-"""What all methods share that keep statistics of blocks."""
+"""Base classes of methods with statistics per block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grace.ops.blocks import check_block
 
 @dataclass(frozen=True)
 class Blockwise(Compressor):
-    """Has statistics per block of ``block_size`` elements, a multiple of 8; 0: of the whole tensor."""
+    """Computes statistics per block of ``block_size`` elements, a multiple of 8; 0: over the whole tensor."""
 
     block_size: int = 0
 
@@ -25,7 +25,7 @@ class Blockwise(Compressor):
 
 @dataclass(frozen=True)
 class Rounded(Blockwise):
-    """Rounds to the "nearest" of its values, with a residual, or at random ("stochastic"), without bias."""
+    """Rounds to the "nearest" value, with a residual, or at random ("stochastic"), without bias."""
 
     rounding: str = "nearest"
 

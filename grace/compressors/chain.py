@@ -1,4 +1,4 @@
-"""A quantiser on what a sparsifier keeps."""
+"""A quantiser applied to the values that a sparsifier selects."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from grace.core.registry import register
 class Chain(Placed):
     """Send some elements with their positions, and their values in fewer bits.
 
-    Payload: the quantiser's arrays for the k values, then the positions as the sparsifier writes them.
+    Payload: the quantiser's arrays for the k values, then the positions as the sparsifier encodes them.
     ``sparsifier``: a method that sends a known number of elements, such as "topk" (selector "exact" or "chunk") or
     "randomk".
     ``quantizer``: a method without state for the values, such as "qsgd", "natural" or "efsignsgd".
-    Keys of the two (``compress_ratio``, ``selector``, ``quantum_num``) are keys of this one. Both may be instances: a
-    chain is a quantiser too, so that there may be three stages.
+    The keys of both (``compress_ratio``, ``selector``, ``quantum_num``) are keys of the chain. Both may be instances: a
+    chain is also a valid quantiser, so three stages are possible.
     Basu, Data, Karakus and Diggavi, "Qsparse-local-SGD", NeurIPS 2019, arXiv:1906.02367, section 2, for top-k with
     random rounding; any two methods compose in the same way.
     """
@@ -38,7 +38,7 @@ class Chain(Placed):
             if isinstance(first, SelectingSparsifier):
                 remedy = f"with selector={first.selector!r} it varies; use selector 'exact' or 'chunk'"
             raise ValueError(f"sparsifier={name_of(first)!r} does not send a known number of elements: {remedy}")
-        has_state = type(second).init not in (Compressor.init, SelectingSparsifier.init)  # of a fixed number: none
+        has_state = type(second).init not in (Compressor.init, SelectingSparsifier.init)  # exact selectors have none
         traits = second.traits
         if traits.variable_length or traits.majority_vote or has_state or traits.combine is Combine.AGREED:
             raise ValueError(
@@ -93,22 +93,22 @@ class Chain(Placed):
         return self.quantizer.decompress(found, self.second(ctx)) * self.scale(self.count(ctx.size))
 
     def scale(self, k: int) -> float:
-        """What k decoded values are multiplied by."""
+        """Factor for k decoded values."""
         return 1.0
 
     def _share(self, k: int) -> float | None:
-        # The quantiser's contraction: its own, or that of a variance below 1.
+        # The quantiser's contraction: its own, or one derived from a variance below 1.
         w = self.quantizer.variance(k)
         return self.quantizer.contraction(k) if w is None else 1 - w if w < 1 else None
 
     def count(self, n: int) -> int:
-        """How many of n elements are sent."""
+        """Number of sent elements of n."""
         assert isinstance(self.sparsifier, Sparsifier)
         k = self.sparsifier.elements.count(n)
         assert k is not None
         return k
 
     def second(self, ctx: Context) -> Context:
-        """The context of the k values: a vector of their own, with random numbers of its own."""
+        """The context of the k values: a separate vector with its own random streams."""
         k = self.count(ctx.size)
         return replace(ctx.stage("values"), shape=(k,))

@@ -1,4 +1,4 @@
-"""Top-k in chunks, in two bits each."""
+"""Top-k per chunk, two bits per value."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class ChunkTopK(Placed):
 
     Payload: places in the chunk, ascending: the low eight bits uint8[K] and, for chunks of more than 256, the other
     bits packed; codes uint8[ceil(K/4)], bit 0 the larger magnitude, bit 1 the sign; magnitudes float32[2 m].
-    The magnitudes are the means of what lies below, and of what reaches, the mean magnitude of a chunk's kept elements.
-    K = chunk_k for each chunk; of a short last chunk, no more than its elements.
-    ``chunk_size``: elements of a chunk, a power of two, 8 .. 65536. ``chunk_k``: how many of them to send, a multiple
-    of 8. Chunks are compressed apart, so it works in two stages.
-    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv:2508.15706, after whose manner
-    it is; its outer optimizer, error decay and quantiser are others.
+    The magnitudes are two means: of the selected elements below the chunk's mean magnitude, and of those at or above
+    it.
+    K = chunk_k per chunk; a short last chunk sends at most all its elements.
+    ``chunk_size``: elements per chunk, a power of two, 8 .. 65536. ``chunk_k``: number of elements to send per chunk, a
+    multiple of 8. Chunks are compressed independently, so it works in two stages.
+    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv:2508.15706, after which this
+    method is modelled; its outer optimizer, error decay and quantiser differ.
     """
 
     chunk_size: int = 4096
@@ -42,7 +43,7 @@ class ChunkTopK(Placed):
         return Traits(family="hybrid", block_size=self.chunk_size, nonfinite_in_payload=True)
 
     def contraction(self, n: int) -> float | None:
-        # The k kept of a chunk of s have k / s of its squares, and one mean already keeps 1 / k of those.
+        # The k elements sent of a chunk of s have k / s of its squares, and one mean already carries 1 / k of those.
         return 1 / max(1, min(n, self.chunk_size))
 
     def count(self, n: int) -> int:
@@ -52,7 +53,7 @@ class ChunkTopK(Placed):
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, k = ctx.xp, self.count(ctx.size)
-        # The zeros that fill up the last chunk are the last of equals: their places are the highest, and are cut off.
+        # Zeros that pad the last chunk come last among ties: they have the highest places and are cut off.
         table = blocks.rows(xp, x, self.chunk_size)
         places = xp.reshape(xp.topk_abs(table, self.chunk_k), (-1,))[:k]
         values = xp.take(x, self._positions(places, ctx))
@@ -80,7 +81,7 @@ class ChunkTopK(Placed):
         return xp.where(codes >= 2, -size, size), self._positions(places, ctx)
 
     def _positions(self, places: Array, ctx: Context) -> Array:
-        # Where elements lie whose places in their chunks these are.
+        # Positions in the tensor of places in chunks.
         xp, k = ctx.xp, self.count(ctx.size)
         starts = xp.arange(blocks.block_count(k, self.chunk_k)) * self.chunk_size
         return blocks.flat(xp, blocks.rows(xp, places, self.chunk_k) + xp.reshape(starts, (-1, 1)), k)

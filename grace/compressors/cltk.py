@@ -15,14 +15,14 @@ from grace.ops.validate import placed
 @register("cltk", "scalecom")
 @dataclass(frozen=True)
 class CLTopK(AgreedSparsifier):
-    """Send the elements that are largest on one worker, another one at every step.
+    """Send the elements that are largest on one worker, a different worker in each step.
 
-    Two rounds: the positions, to which only the leader, worker step modulo N, contributes; and all workers' values
+    Two rounds: first the positions, which only the leader, worker step modulo N, contributes; then all workers' values
     there, averaged on the wire. Traffic does not grow with the number of workers.
     Payload: values of the mean float32[k], positions int32[k], ascending, agreed on by all workers.
     ``compress_ratio``: the share of elements to send, in (0, 1].
-    Works as far as the workers' residuals resemble each other; the paper filters them with a low-pass for that. The
-    paper looks for the largest in chunks, here it is in the whole tensor.
+    It relies on similar residuals on all workers; the paper low-pass filters them for that purpose. The
+    paper searches the largest in chunks; here the search covers the whole tensor.
     Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed Training",
     NeurIPS 2020, arXiv:2104.11125, section 2.
     """
@@ -31,7 +31,8 @@ class CLTopK(AgreedSparsifier):
 
     def compress(self, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         xp = ctx.xp
-        # The step may be known only when a graph runs, so the leader is no root: the others add zeros to its positions.
+        # A graph may not know the step when it is traced, so there is no root: the other workers add zeros to the
+        # leader's positions.
         leader = xp.zeros(1, "int64") + ctx.step % ctx.world_size
         if isinstance(ctx.step, int) and ctx.step % ctx.world_size != ctx.rank:
             own = xp.zeros(self.count(ctx.size), "int32")

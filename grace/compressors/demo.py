@@ -17,12 +17,12 @@ from grace.ops.validate import fitting, placed
 @register("demo")
 @dataclass(frozen=True)
 class DeMo(Compressor):
-    """Cut a tensor into square chunks and send the largest coefficients of the cosine transform of each.
+    """Cut a tensor into square chunks and send the largest cosine transform coefficients of each.
 
     Payload: values float32[m k], positions in the chunk: lower bytes uint8[m k], the bits above packed.
-    ``chunk``: side of a chunk; the matrix shape[0] x rest is filled up with zeros to whole chunks, and a vector has
-    chunks of one row. ``chunk_k``: coefficients of each chunk.
-    ``average``: over all "workers", or at each coefficient over its "senders" as in the paper. ``sign``: True gives the
+    ``chunk``: side of a chunk; the matrix shape[0] x rest is padded with zeros to whole chunks, and a vector has
+    chunks of one row. ``chunk_k``: coefficients per chunk.
+    ``average``: over all "workers", or per coefficient over its "senders" as in the paper. ``sign``: True returns the
     signs of the result, as in the paper, for an optimizer without momentum or scale.
     The paper compresses a momentum: memory "decoupled_momentum".
     Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", 2024, arXiv:2411.19870, algorithm 1.
@@ -100,7 +100,7 @@ class DeMo(Compressor):
         return xp.sign(x) if final and self.sign else x
 
     def _absolute(self, xp: Any, places: Array, k: int, width: int) -> Array:
-        # int32[m k]: positions among all coefficients, chunk after chunk.
+        # int32[m k]: positions among the coefficients of all chunks.
         return places + xp.arange(xp.shape(places)[0]) // k * width
 
 

@@ -18,7 +18,7 @@ def _both_signs(magnitudes: list[float], *others: float) -> tuple[float, ...]:
 
 
 TABLES = {
-    # Seven decades, each with twice the values of the one below it.
+    # Seven decades, each with twice as many values as the one below it.
     "dynamic8": _both_signs(
         [10.0**-i * (0.1 + 0.9 * (j + 0.5) / 2 ** (6 - i)) for i in range(7) for j in range(2 ** (6 - i))], 0.0, 1.0
     ),
@@ -38,7 +38,7 @@ def code_bits(table: str) -> int:
 
 
 def code_values(table: str) -> list[float]:
-    """The value of each code; NaN for those that do not occur."""
+    """The value of each code; NaN for unused codes."""
     return [*TABLES[table], *[float("nan")] * ((1 << code_bits(table)) - len(TABLES[table]))]
 
 
@@ -53,7 +53,7 @@ class Dettmers8(Blockwise):
     """Replace each element, relative to the largest magnitude of its block, by the nearest entry of a table.
 
     Payload: codes uint8[ceil(b * n / 8)], b = 8 or 4; scales float32[m].
-    ``table``: "dynamic8" (dense near zero), "linear8", or of 4 bits "nf4" and "fp4". All hold 0.
+    ``table``: of 8 bits "dynamic8" (dense near zero) and "linear8", of 4 bits "nf4" and "fp4". All include 0.
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
     Dettmers, "8-bit approximations for parallelism in deep learning", ICLR 2016, arXiv:1511.04561, section 2; for NF4
     Dettmers et al., "QLoRA", NeurIPS 2023, arXiv:2305.14314, section 3.
@@ -77,7 +77,7 @@ class Dettmers8(Blockwise):
         return code_bits(self.table)
 
     def contraction(self, n: int) -> float | None:
-        # No error exceeds its element, and that of the largest is at most its distance to the table's ends.
+        # No error exceeds its element, and the largest element's error is at most its distance to the table's ends.
         worst = 1 - min(abs(TABLES[self.table][0]), TABLES[self.table][-1])
         return (1 - worst**2) / max(1, min(n, self.traits.block_size or n))
 

@@ -1,4 +1,4 @@
-"""Rotate at random, then few bits for each element: DRIVE and EDEN."""
+"""Random rotation, then low-bit codes: DRIVE and EDEN."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grace.ops.packing import pack, unpack
 from grace.ops.validate import fitting
 
 CENTROIDS = {  # positive levels of the best quantiser of a normal distribution (Lloyd and Max)
-    1: (1.0,),  # any would do: the scale makes up for it
+    1: (1.0,),  # any would do: the scale compensates
     2: (0.4527800, 1.5104176),
     3: (0.2450942, 0.7560052, 1.3439093, 2.1519457),
     4: (0.1283950, 0.3880482, 0.6567590, 0.9423403, 1.2562309, 1.6180461, 2.0690167, 2.7325888),
@@ -64,7 +64,7 @@ class Eden(Blockwise):
         return 1 / min(self.block_size, max(8, 1 << max(n - 1, 0).bit_length())) if self.biased else None
 
     def levels(self) -> list[float]:
-        """What codes stand for, in standard deviations."""
+        """The value of each code, in standard deviations."""
         return [*(-level for level in reversed(CENTROIDS[self.bits])), *CENTROIDS[self.bits]]
 
     def middles(self) -> list[float]:
@@ -72,7 +72,7 @@ class Eden(Blockwise):
         return [(a + b) / 2 for a, b in pairwise(self.levels())]
 
     def divisor(self, d: int) -> float:
-        """A biased scale is the sum of magnitudes over this."""
+        """A biased scale is the sum of magnitudes divided by this."""
         return CENTROIDS[self.bits][-1] * d**1.5
 
     def _signs(self, streams: Array, ctx: Context) -> Any:
@@ -88,7 +88,7 @@ class Eden(Blockwise):
         largest = xp.max(xp.abs(rows), 1)
         rows = rows / blocks.divisor(xp, largest)
         square = xp.sum(rows * rows, 1)
-        rotated = hadamard(xp, rows * self._signs(streams, ctx))  # longer than x by sqrt(d)
+        rotated = hadamard(xp, rows * self._signs(streams, ctx))  # its norm is sqrt(d) times that of x
         levels = self.levels()
         if self.bits == 1:
             codes = xp.reshape(xp.cast(rotated >= 0, "int32"), (-1,))

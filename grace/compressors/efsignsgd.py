@@ -15,7 +15,7 @@ from grace.ops.validate import fitting
 @register("efsignsgd", "scaled_sign")
 @dataclass(frozen=True)
 class EFSignSGD(Blockwise):
-    """Send the signs and the mean magnitude; what is lost comes back through the residual.
+    """Send the signs and the mean magnitude; the residual recovers the error.
 
     Payload: bits uint8[ceil(n/8)], 1 where x >= 0; scales float32[m].
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor, as in the paper.

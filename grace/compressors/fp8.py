@@ -1,4 +1,4 @@
-"""Floats of 8 bits."""
+"""8-bit floats."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Format(NamedTuple):
     """The code of the largest finite value."""
 
     def value(self, code: int) -> float:
-        """The value of a code; the few that are not finite never occur."""
+        """The value of a code; the few non-finite codes are never used."""
         exponent, mantissa = divmod(code & 127, 1 << self.mantissa)
         implicit = 1 << self.mantissa if exponent else 0
         return (-1.0 if code > 127 else 1.0) * (mantissa + implicit) * 2.0 ** (self.first + max(exponent, 1) - 1)
 
     @property
     def first(self) -> int:
-        """Exponent of the distance between subnormal numbers, and between the smallest normal ones."""
+        """Exponent of the spacing between subnormal numbers, and between the smallest normal ones."""
         return 1 - self.bias - self.mantissa
 
     @property
@@ -43,14 +43,14 @@ FORMATS = {"e4m3": Format(3, 7, 0x7E), "e5m2": Format(2, 15, 0x7B)}
 @register("fp8", "float8")
 @dataclass(frozen=True)
 class FP8(Rounded):
-    """Divide each block by a scale that takes its largest magnitude to the largest float of 8 bits, and round to those.
+    """Scale each block so that its largest magnitude becomes the largest 8-bit float, and round to 8-bit floats.
 
     Payload: uint8[n], the floats' bits; scales float32[m].
     ``format``: "e4m3" (4 bits of exponent, 3 of mantissa, up to 448) or "e5m2" (up to 57344: coarser, wider range).
     ``rounding``: "nearest" (halves to even) or "stochastic" (unbiased, without a residual).
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
     Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433, section 3. The paper's scales are per
-    tensor; its infinities and NaN are not used, a block that is not finite has such a scale.
+    tensor; its infinities and NaN are not used: a non-finite block has a non-finite scale.
     """
 
     format: str = "e4m3"
@@ -66,8 +66,8 @@ class FP8(Rounded):
         return replace(super().traits, nonfinite_in_payload=True)
 
     def _error(self, n: int) -> float:
-        # Normal numbers lie at most 2**-mantissa of their own size apart; the subnormal ones by a fixed share of the
-        # block's largest element. The error is at most half of that, the variance a quarter of its square.
+        # Normal numbers are spaced by at most 2**-mantissa of their own size, subnormal ones by a fixed share of the
+        # block's largest element. The error is at most half of the spacing, the variance a quarter of its square.
         chosen = FORMATS[self.format]
         smallest = 2.0**chosen.first / chosen.largest
         return (4.0**-chosen.mantissa + min(n, self.traits.block_size or n) * smallest**2) / 4
@@ -81,14 +81,14 @@ class FP8(Rounded):
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n, chosen = ctx.xp, ctx.size, FORMATS[self.format]
         rows = blocks.rows(xp, x, self.traits.block_size)
-        # Times the reciprocal, which is what graphs make of a division by a constant.
+        # Multiply by the reciprocal, as graphs do for a division by a constant.
         scale = xp.max(xp.abs(rows), 1) * (1.0 / chosen.largest)
         magnitude = xp.abs(blocks.flat(xp, rows / blocks.divisor(xp, scale), n))
-        # How many doublings above the first distance between neighbours the one at this magnitude is.
+        # Number of doublings from the smallest spacing of neighbours to the spacing at this magnitude.
         doublings = xp.maximum(xp.shift_right(xp.bitcast(magnitude, "int32"), 23) - (128 - chosen.bias), 0)
         steps = magnitude / xp.bitcast(xp.shift_left(doublings + (127 + chosen.first), 23), "float32")
         steps = xp.round(steps) if self.rounding == "nearest" else ctx.rng("round").rounded(steps, n)
-        # Codes count the magnitudes upwards; a carry into the exponent comes out by itself.
+        # Codes number the magnitudes in ascending order, so a carry into the exponent needs no special case.
         code = xp.minimum(xp.cast(steps, "int32") + xp.shift_left(doublings, chosen.mantissa), chosen.top)
         return (xp.cast(code + xp.cast(x < 0, "int32") * 128, "uint8"), scale), state
 

@@ -14,10 +14,10 @@ from grace.core.registry import register
 @register("gradzip")
 @dataclass(frozen=True)
 class GradZip(WarmStarted):
-    """Send the factors that regularised least squares finds, first for Q fixed, then for P; warm-started.
+    """Send the factors of a regularised least squares fit, first P for fixed Q, then Q for fixed P; warm-started.
 
     P = M Qᵀ (Q Qᵀ + c I)⁻¹ and Q = (Pᵀ P + c I)⁻¹ Pᵀ M, each averaged over the workers. As PowerSGD, with small
-    solves in the place of an orthogonalisation.
+    linear solves instead of an orthogonalisation.
     Payload: P float32[a, r], Q float32[r, b], agreed on by all workers. State: Q float32[r, b], equal on all workers.
     ``compress_rank``: r. ``min_rate``: tensors that would not shrink by this factor go dense, as do vectors.
     ``ridge``: c, relative to the mean square of a direction, > 0.
@@ -37,7 +37,7 @@ class GradZip(WarmStarted):
     def agree(
         self, x: Array, state: State, ctx: Context, residual: Array | None = None
     ) -> Program[tuple[Payload, State]]:
-        """`compress` of x + ``residual``, where there is one: x becomes the sum."""
+        """`compress` of x + ``residual``, if given: x becomes the sum."""
         xp = ctx.xp
         a, b, _ = self.sizes(ctx)
         matrix = xp.reshape(x, (a, b))
@@ -53,9 +53,9 @@ class GradZip(WarmStarted):
         return (xp.transpose(p), q), {"q": q}
 
     def _fit(self, product: Callable[[Array], Array], rows: Array, ctx: Context) -> Array:
-        # float32[r, k]: the combination of ``rows`` for each column of a matrix whose ``product`` with rows is given.
-        # Rows at unit scale stay in range, and the small system is solved in double precision: near-equal directions
-        # would cost half of the digits.
+        # float32[r, k]: the least squares fit of ``rows`` to a matrix, given the matrix's ``product`` with rows.
+        # Rows are scaled to stay in range. The small system is solved in double precision: near-equal directions
+        # would cost half of the digits in single precision.
         xp = ctx.xp
         r = xp.shape(rows)[0]
         largest = xp.max(xp.abs(rows))
@@ -67,5 +67,5 @@ class GradZip(WarmStarted):
         system = double @ xp.transpose(double) + identity * size
         system = xp.where(
             xp.isfinite(system), system, identity
-        )  # NaN comes through the other side, and solvers refuse it
+        )  # solvers reject NaN, which reaches the result by the other operand
         return xp.cast(xp.solve(system, xp.cast(product(unit), "float64")), "float32") / scale

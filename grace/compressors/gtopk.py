@@ -16,14 +16,14 @@ from grace.ops.validate import placed
 @register("gtopk")
 @dataclass(frozen=True)
 class GTopK(AgreedSparsifier):
-    """Of the sum of all workers' largest elements, use the k largest: the mean has k elements, however many workers.
+    """Use the k largest elements of the sum of all workers' top k: the mean has k elements for any number of workers.
 
     Payload: values of the mean float32[k], positions int32[k], ascending, agreed on by all workers; and this worker's
-    own positions int32[k]. What a worker sent that is not in the mean goes back to its residual.
+    own positions int32[k]. Sent elements that are not in the mean return to the worker's residual.
     ``compress_ratio``: the share of elements to send and to use, in (0, 1].
     The paper merges pairs of workers in a tree and drops elements on the way; here all contributions are gathered and
-    merged at once, so that none is dropped that belongs to the result. Each worker therefore receives N k elements,
-    as with "topk", and not k log N.
+    merged at once, so no element of the result is lost. Each worker therefore receives N k elements, as with "topk",
+    instead of k log N.
     Shi, Wang, Zhao, Tang, Wang, Huang and Chu, "A Distributed Synchronous SGD Algorithm with Global Top-k
     Sparsification for Low Bandwidth Networks", ICDCS 2019, arXiv:1901.04359, algorithm 4.
     """

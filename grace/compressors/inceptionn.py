@@ -16,15 +16,15 @@ from grace.ops.validate import matching
 @register("inceptionn")
 @dataclass(frozen=True)
 class Inceptionn(Compressor):
-    """Send 32, 16, 8 or 0 bits of each element, by the power of two below its magnitude; all but the first are cut.
+    """Send 32, 16, 8 or 0 bits of each element, depending on its exponent; all but the 32-bit ones are truncated.
 
     Payload: tags uint8[ceil(n/4)], 3 .. 0 for 32 .. 0 bits; magnitudes from 1: float32[n3]; sign and 15 bits:
     uint8[2 * n2], little-endian; sign and 7 bits: uint8[n1].
-    ``error_bound``: no error reaches this power of two (the next one, if it is none), 2**-14 .. 2**-1; smaller elements
-    become zero. It is absolute: scale gradients to about 1. GRACE's first release had 2e-10, which is read as 2**-10.
+    ``error_bound``: an upper bound of the error, rounded up to a power of two, 2**-14 .. 2**-1; smaller elements
+    become zero. It is absolute: scale gradients to about 1. GRACE's first release used 2e-10, which is read as 2**-10.
     Li et al., "A Network-Centric Hardware/Algorithm Co-Design to Accelerate Distributed Training of Deep Neural
     Networks", MICRO 2018, doi:10.1109/MICRO.2018.00023, on lossy compression. Its 8-bit numbers, as we know it, are
-    fractions of 1 and miss the bound; here they are fractions of the power that 16 bits begin with.
+    fractions of 1 and miss the bound; here they are fractions of the power at which 16-bit numbers begin.
     """
 
     error_bound: float = 2**-10
@@ -41,7 +41,7 @@ class Inceptionn(Compressor):
 
     @property
     def powers(self) -> tuple[int, int]:
-        """Exponents of the smallest magnitudes that have 8 and 16 bits."""
+        """Exponents of the smallest magnitudes sent with 8 and with 16 bits."""
         lowest = -10 if self.error_bound == 2e-10 else math.ceil(math.log2(self.error_bound))
         return lowest, lowest + math.ceil(-lowest / 2)
 
@@ -49,7 +49,7 @@ class Inceptionn(Compressor):
         xp = ctx.xp
         lowest, middle = self.powers
         magnitude = xp.abs(x)
-        exponent = xp.shift_right(xp.bitcast(magnitude, "int32"), 23) - 127  # 128 for what is not finite
+        exponent = xp.shift_right(xp.bitcast(magnitude, "int32"), 23) - 127  # 128 for non-finite elements
         tags = sum((xp.cast(exponent >= power, "int32") for power in (lowest, middle)), xp.cast(exponent >= 0, "int32"))
         three, two, one = (xp.nonzero(tags == tag) for tag in (3, 2, 1))
         sign = xp.cast(x < 0, "int32")

@@ -1,4 +1,4 @@
-"""What all methods share that see a tensor as a matrix of low rank."""
+"""Base classes of methods that treat a tensor as a low-rank matrix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grace.core.rng import NOISE, Rng
 from grace.ops.validate import fitting
 
 STRIDE = 7919
-"""Places in the table of spare directions between those of two steps."""
+"""Offset between two steps in the table of spare directions."""
 
 
 @cache
@@ -27,7 +27,7 @@ class LowRank(Compressor):
     """Sends factors of rank ``compress_rank``.
 
     Tensors that would not shrink by the factor ``min_rate`` go dense, as do vectors. The shape is cut into rows and
-    columns where their sum is smallest: shape[0] x rest for PyTorch's convolutions, and the right place for Keras's,
+    columns so that their sum is smallest: shape[0] x rest for PyTorch's convolutions, and also right for Keras's,
     whose output channels come last.
     """
 
@@ -43,7 +43,7 @@ class LowRank(Compressor):
             raise ValueError(f"min_rate={self.min_rate!r} must be positive")
 
     def sizes(self, ctx: Context) -> tuple[int, int, int]:
-        """Rows a, columns b and rank r of the matrix that a tensor is seen as."""
+        """Rows a, columns b and rank r of the tensor's matrix."""
         a, b = _cut(ctx.shape)
         return a, b, min(self.compress_rank, a, b)
 
@@ -52,23 +52,23 @@ class LowRank(Compressor):
         return len(ctx.shape) >= 2 and ctx.size > 0 and r * (a + b) * self.min_rate <= a * b
 
     def factors(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        """P float32[a, r] and Q float32[r, b], with which a payload begins. ValueError for other shapes."""
+        """P float32[a, r] and Q float32[r, b], the first arrays of a payload. ValueError for other shapes."""
         xp, (a, b, r) = ctx.xp, self.sizes(ctx)
         return fitting(xp, payload[0], "float32", (a, r), "rows"), fitting(xp, payload[1], "float32", (r, b), "columns")
 
     def directions(self, ctx: Context, label: str, count: int) -> Array:
-        """float32[r, count]: random directions, the same on every worker."""
+        """float32[r, count]: random directions, equal on all workers."""
         r = self.sizes(ctx)[2]
         return ctx.xp.reshape(ctx.shared_rng(label).normal(r * count), (r, count))
 
     def revived(self, rows: Array, ctx: Context, label: str) -> Array:
-        """Directions at unit scale; one that became zero would stay so for ever, and is drawn anew."""
+        """Directions at unit scale; a zero direction, which would stay zero forever, is replaced by a random one."""
         scaled, alive = ctx.xp.unit_rows(rows)
         return ctx.xp.mended(alive, scaled, lambda: self._spare(ctx, label, ctx.xp.shape(rows)[1]))
 
     def _spare(self, ctx: Context, label: str, count: int) -> Array:
-        # As `directions`, but cut from a table that all tensors share, at another place in each step: devices and
-        # graphs make these in every step for every tensor, and to draw takes some forty operations.
+        # As `directions`, but cut from a table that all tensors share, at a different offset in each step: devices and
+        # graphs compute them in every step for every tensor, and a fresh draw takes some forty operations.
         r = self.sizes(ctx)[2]
         if r * count > NOISE // 2:
             return self.directions(ctx, label, count)
@@ -80,7 +80,7 @@ class LowRank(Compressor):
 
 @dataclass(frozen=True)
 class Agreed(LowRank):
-    """Agrees on the factors of the mean. Payload: P float32[a, r], Q float32[r, b], and what a method adds."""
+    """Agrees on the factors of the mean. Payload: P float32[a, r], Q float32[r, b], and the method's own arrays."""
 
     traits = replace(LowRank.traits, combine=Combine.AGREED, nonfinite_in_payload=True)
 
@@ -91,7 +91,7 @@ class Agreed(LowRank):
 
 @dataclass(frozen=True)
 class WarmStarted(Agreed):
-    """Agrees on both factors in each step, starting from the last Q.
+    """Agrees on both factors in each step, warm-started with the last Q.
 
     Payload: P float32[a, r], Q float32[r, b]. State: Q.
     """

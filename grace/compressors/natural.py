@@ -11,7 +11,7 @@ from grace.core.registry import register
 from grace.ops import blocks
 from grace.ops.validate import fitting
 
-GRACE_TOP = 127 + 18  # exponent field of 2**18, which code 127 stands for in GRACE's first release
+GRACE_TOP = 127 + 18  # exponent field of 2**18, the value of code 127 in GRACE's first release
 
 
 @register("natural")
@@ -19,11 +19,11 @@ GRACE_TOP = 127 + 18  # exponent field of 2**18, which code 127 stands for in GR
 class Natural(Blockwise):
     """Round each magnitude to a neighbouring power of two, at random so that the expectation is x.
 
-    Payload: codes uint8[n], sign in the top bit, then 7 bits for the exponent, 0 for zero; top int32[m], the exponent
-    field of float32 that code 127 stands for in each block.
+    Payload: codes uint8[n], sign in the top bit, then 7 bits for the exponent, 0 for zero; top int32[m], the float32
+    exponent field of code 127 in each block.
     ``stochastic``: round at random; False: to the nearer power, which is biased but contracts.
-    ``window``: "auto" sets code 127 to the largest power that occurs; magnitudes reach 126 powers below it. "grace" is
-    the window of GRACE's first release, 2**-108 .. 2**18: larger magnitudes are cut, smaller ones become zero.
+    ``window``: "auto" sets code 127 to the block's largest power; magnitudes reach 126 powers below it. "grace" is
+    the window of GRACE's first release, 2**-108 .. 2**18: larger magnitudes are clipped, smaller ones become zero.
     ``block_size``: elements that share a window, a multiple of 8; 0: the whole tensor.
     Horvath et al., "Natural Compression for Distributed Deep Learning", 2019, arXiv:1905.10988, section 2.
     """
@@ -55,7 +55,7 @@ class Natural(Blockwise):
         xp, n = ctx.xp, ctx.size
         bits = xp.bitwise_and(xp.bitcast(x, "int32"), 0x7FFFFFFF)
         mantissa = xp.bitwise_and(bits, 0x7FFFFF)
-        if self.stochastic:  # up with a chance of mantissa / 2**23, exactly
+        if self.stochastic:  # round up with probability mantissa / 2**23, exactly
             up = mantissa > xp.bitwise_and(xp.shift_right(ctx.rng("round").bits(n), 9), 0x7FFFFF)
         else:
             up = mantissa >= 0x400000
@@ -67,7 +67,7 @@ class Natural(Blockwise):
         top = xp.max(fields, 1) if self.window == "auto" else xp.full(m, GRACE_TOP, "int32")
         code = xp.where(fields > 0, xp.minimum(xp.maximum(fields - xp.reshape(top, (-1, 1)) + 127, 0), 127), 0)
         code = xp.bitwise_or(blocks.flat(xp, code, n), xp.cast(x < 0, "int32") * 128)
-        # No power of two has field 255: it says that an element was not finite.
+        # Exponent field 255 marks a block with a non-finite element; no power of two uses it.
         largest = xp.max(blocks.rows(xp, bits, self.traits.block_size), 1)
         return (xp.cast(code, "uint8"), xp.where(largest >= 0x7F800000, xp.full(m, 255, "int32"), top)), state
 
@@ -75,7 +75,7 @@ class Natural(Blockwise):
         xp, n = ctx.xp, ctx.size
         codes = blocks.rows(xp, xp.cast(fitting(xp, payload[0], "uint8", n, "codes"), "int32"), self.traits.block_size)
         top = fitting(xp, payload[1], "int32", blocks.block_count(n, self.traits.block_size), "tops")
-        top = xp.reshape(xp.where((top >= 0) & (top < 255), top, 255), (-1, 1))  # others do not occur
+        top = xp.reshape(xp.where((top >= 0) & (top < 255), top, 255), (-1, 1))  # other values are invalid
         magnitude = xp.bitwise_and(codes, 127)
         field = xp.maximum(magnitude + top - 127, 0)
         value = xp.bitcast(xp.reshape(xp.shift_left(field, 23), (-1,)), "float32")

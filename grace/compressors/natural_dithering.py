@@ -17,9 +17,9 @@ def _bits(s: int) -> int:
 
 
 def _values(s: int) -> list[float]:
-    # Of the codes of s levels, the sign in the top bit.
+    # The values of the codes of s levels, the sign in the top bit.
     levels = [0.0, *(2.0 ** (level - s) for level in range(1, s + 1))]
-    levels += [float("nan")] * ((1 << (_bits(s) - 1)) - len(levels))  # codes that do not occur
+    levels += [float("nan")] * ((1 << (_bits(s) - 1)) - len(levels))  # unused codes
     return [*levels, *(-level for level in levels)]
 
 
@@ -30,7 +30,7 @@ class NaturalDithering(Blockwise):
 
     Payload: codes uint8[ceil(b * n / 8)], b = 1 + bits of s, the level's number and the sign in the top bit; scales
     float32[m].
-    ``s``: levels but zero, 1 .. 127; 1, 3, 7 and so on leave no code unused.
+    ``s``: number of non-zero levels, 1 .. 127; 1, 3, 7 and so on leave no code unused.
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
     Horvath et al., "Natural Compression for Distributed Deep Learning", 2019, arXiv:1905.10988, on natural dithering,
     where the norm may be chosen; this is the infinity norm.
@@ -54,8 +54,8 @@ class NaturalDithering(Blockwise):
         return _bits(self.s)
 
     def variance(self, n: int) -> float | None:
-        # Between powers of two it is at most x²/8. Below the lowest it is that of equal steps (see `blockint`), where
-        # the largest element, exact, is counted in; the worst vector has elements of one kind only.
+        # Between powers of two the variance is at most x²/8. Below the lowest power it is that of equal steps (see
+        # `blockint`), which includes the exact largest element. In the worst case all elements are of one kind.
         n = max(1, min(n, self.traits.block_size or n))
         return max(1 / 8, ((1 + (n - 1) * 4.0 ** (1 - self.s)) ** 0.5 - 1) / 2)
 
@@ -65,7 +65,7 @@ class NaturalDithering(Blockwise):
         scale = xp.max(rows, 1)
         share = blocks.flat(xp, rows / blocks.divisor(xp, scale), n)
         bits = xp.bitcast(share, "int32")
-        # The level below: by the exponent, or 0. And how far from it to the next, exactly.
+        # The level below, by the exponent, or 0; and the exact distance from it to the next.
         level = xp.maximum(xp.shift_right(bits, 23) + (self.s - 127), 0)
         mantissa = xp.cast(xp.bitwise_and(bits, 0x7FFFFF), "float32") * 2.0**-23
         fraction = xp.where(level > 0, mantissa, share * 2.0 ** (self.s - 1))

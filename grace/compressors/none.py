@@ -12,11 +12,11 @@ from grace.ops.validate import fitting
 @register("none", "nocompression")
 @dataclass(frozen=True)
 class NoCompression(Compressor):
-    """Send the gradient as it is.
+    """Send the gradient uncompressed.
 
-    Payload: float16, bfloat16, float32 or float64[n], the gradient's own dtype; with a memory that changes it, or a
-    policy, at most float32. Sums of 16 bits on the wire are of values already divided by the number of workers; what is
-    gathered is summed in float32.
+    Payload: float16, bfloat16, float32 or float64[n], the gradient's own dtype; at most float32 with a policy, or with
+    a memory that changes the gradient. 16-bit sums on the wire are of values already divided by the number of workers;
+    gathered values are summed in float32.
     """
 
     traits = Traits(

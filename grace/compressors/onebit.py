@@ -15,10 +15,10 @@ from grace.ops.validate import fitting
 @register("onebit")
 @dataclass(frozen=True)
 class OneBit(Blockwise):
-    """Send the signs, and the mean of the negative and of the other elements; the sum of each block is kept.
+    """Send the signs, and the mean of the negative and of the other elements, which preserves each block's sum.
 
-    Payload: bits uint8[ceil(n/8)], 1 where x < 0; means float32[2m], for each block that of its negative elements (0 if
-    there are none), then that of the rest.
+    Payload: bits uint8[ceil(n/8)], 1 where x < 0; means float32[2m], for each block the mean of its negative elements
+    (0 if there are none), then that of the others.
     ``block_size``: elements that share means, a multiple of 8; 0: the whole tensor.
     Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent", Interspeech 2014, section 3.
     """
@@ -50,6 +50,6 @@ class OneBit(Blockwise):
         negative = blocks.rows(xp, xp.unpack_bits(bits, n), self.traits.block_size)
         means = fitting(xp, payload[1], "float32", 2 * blocks.block_count(n, self.traits.block_size), "means")
         means = xp.reshape(means, (-1, 2))
-        # A mean that is not finite is seen in both classes: one of them may be empty.
+        # A non-finite mean must show in both classes, since one of them may be empty.
         means = means + (means[:, :1] - means[:, :1]) + (means[:, 1:] - means[:, 1:])
         return blocks.flat(xp, xp.where(negative, means[:, :1], means[:, 1:]), n)

@@ -18,7 +18,7 @@ class PowerSGD(WarmStarted):
     Two rounds: P = M Q and Q = Mᵀ orth(P), each averaged over the workers.
     Payload: P float32[a, r], Q float32[r, b], agreed on by all workers. State: Q float32[r, b], equal on all workers.
     ``compress_rank``: r. ``min_rate``: tensors that would not shrink by this factor go dense, as do vectors.
-    The paper makes the matrix shape[0] x rest; here the shape is cut where a + b is smallest, which is the same for
+    The paper's matrix is shape[0] x rest; here the shape is cut where a + b is smallest, which is the same for
     PyTorch's convolutions and also right for Keras's, whose output channels come last.
     Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, arXiv:1905.13727, algorithm 1.
     """
@@ -29,18 +29,18 @@ class PowerSGD(WarmStarted):
     def agree(
         self, x: Array, state: State, ctx: Context, residual: Array | None = None
     ) -> Program[tuple[Payload, State]]:
-        """`compress` of x + ``residual``, where there is one: x becomes the sum."""
+        """`compress` of x + ``residual``, if given: x becomes the sum."""
         xp = ctx.xp
         a, b, _ = self.sizes(ctx)
         matrix = xp.reshape(x, (a, b))
-        # Each matrix by itself: on CPUs stacks of those of one shape take as long, of the products of small ones and of
-        # the factors too (54 factors of ResNet-50: 0.09 of a memcpy of the gradient to orthogonalise, either way). And
-        # the residual is worked out at once: P and Q kept in its place are multiplied once more, which costs more than
-        # the array that is not written (5.4 to 5.8 memcpys for both passes and the mean, not 4.5).
+        # One matrix at a time: on CPUs, stacking those of one shape saves nothing, neither in the products nor in the
+        # QR (54 factors of ResNet-50: 0.09 of a memcpy of the gradient either way). The residual is computed
+        # immediately: to store P and Q instead costs a second product, more than the saved write (5.4 to 5.8 memcpys
+        # for both passes and the mean, instead of 4.5).
         # Only directions count: unit scale keeps the products in range.
         q = self.revived(state["q"], ctx, "q")
         (p,) = yield Reduce((xp.left_factor(matrix, q, residual),), "mean")
         p = xp.qr(p)
-        # (Pᵀ M) rather than Mᵀ P: the same numbers, without a strided pass over M.
+        # (Pᵀ M) rather than Mᵀ P: the same numbers without a strided pass over M.
         (q,) = yield Reduce((xp.right_factor(p, matrix),), "mean")
         return (p, q), {"q": q}

@@ -18,7 +18,7 @@ from grace.ops.validate import fitting
 class QSGD(Compressor):
     """Round |x| / ||x|| to one of ``quantum_num`` levels at random, so that the expectation is x.
 
-    The expectation is right up to 2**-17 of a level (`grace.core.rng.Rng.noise`): an element below norm / (2**17 *
+    The expectation is exact up to 2**-17 of a level (`grace.core.rng.Rng.noise`): an element below norm / (2**17 *
     quantum_num) always becomes zero.
     Payload: codes uint8[ceil(b * n / 8)], b = 1 + bits of quantum_num, sign in the top bit; norms float32[m].
     ``quantum_num``: levels s, 1 .. 127. ``bucket_size``: elements that share a norm; 0: the whole tensor.
@@ -64,7 +64,7 @@ class QSGD(Compressor):
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        if 8 % self.bits:  # bytes hold parts of codes
+        if 8 % self.bits:  # codes cross byte boundaries
             codes = unpack(xp, self.bits, payload[0], n)
             level = xp.by_byte(lambda codes, m: self._levels(xp, codes), codes, n)
         else:
@@ -75,7 +75,7 @@ class QSGD(Compressor):
         return blocks.scaled(xp, level[:n], payload[1], self.traits.block_size)
 
     def _levels(self, xp: Any, codes: Array) -> Array:
-        # What codes stand for, relative to the norm.
+        # The values of codes, relative to the norm.
         codes, top = xp.cast(codes, "int32"), 1 << (self.bits - 1)
         level = xp.cast(xp.bitwise_and(codes, top - 1), "float32") / float(self.quantum_num)
         return xp.where(codes >= top, -level, level)

@@ -15,7 +15,7 @@ from grace.ops.validate import fitting
 @register("randomk")
 @dataclass(frozen=True)
 class RandomK(Sparsifier, Selector):
-    """Send the elements at random positions that all workers draw alike, so that no position travels.
+    """Send the elements at random positions, which all workers draw alike, so that no position travels.
 
     Payload: values float32[k]; k = floor(compress_ratio * n), at least 1. Linear: values add up on the wire.
     ``compress_ratio``: the share of elements to send, in (0, 1].
@@ -57,14 +57,14 @@ class RandomK(Sparsifier, Selector):
         return Shared(self)
 
     def positions(self, ctx: Context) -> Array:
-        """int32[k]: the positions of this step."""
+        """int32[k]: this step's positions."""
         return ctx.shared_rng("positions").sample(ctx.size, kept(self.compress_ratio, ctx.size))
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         return (self.sent(x, self.positions(ctx), ctx),), state
 
     def sent(self, x: Array, positions: Array, ctx: Context) -> Array:
-        """float32[k]: the values at these positions as they travel."""
+        """float32[k]: the wire values of these positions."""
         values = ctx.xp.take(x, positions)
         if self.unbiased_scale:
             values = values * (ctx.size / max(1, kept(self.compress_ratio, ctx.size)))
@@ -77,7 +77,7 @@ class RandomK(Sparsifier, Selector):
         return ctx.xp.put(ctx.xp.zeros(ctx.size), self.positions(ctx), self.values(payloads, ctx))
 
     def values(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        """float32[k]: the mean of what all workers sent."""
+        """float32[k]: the mean of all workers' values."""
         xp, k = ctx.xp, kept(self.compress_ratio, ctx.size)
         total = xp.zeros(k)
         for (values,) in payloads:

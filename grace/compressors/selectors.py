@@ -1,4 +1,4 @@
-"""Which elements are the largest, exactly or about: selectors that methods may use in place of one another."""
+"""Interchangeable selectors of the largest elements, exact or approximate."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from grace.compressors.sparse import EXACT, Elements, Selector, Sparsifier, beyo
 from grace.core import Array, Context, State, Traits
 
 CHUNK = 4096
-"""Elements of a chunk, of which the largest are chosen."""
+"""Elements per chunk, of which the largest are selected."""
 STEP, STEPS = 1.03, 32
-"""Thresholds that are tried after a sample: its own times 1.03 ** -32 .. 1.03 ** 32, that is 0.39 .. 2.6."""
+"""Candidate thresholds around the sample's estimate: factors 1.03 ** -32 .. 1.03 ** 32, that is 0.39 .. 2.6."""
 FACTORS = [STEP**j for j in range(-STEPS, STEPS + 1)]
 MISS = [1e-3 * (len(FACTORS) - j) for j in range(len(FACTORS))]
-"""What is added to how far the number of elements above each is from k: of equals, the highest is taken."""
+"""Tie-breaking penalties on the distance to k: of equal distances, the highest threshold wins."""
 SMALL = 100
-"""Of up to so many elements an estimate is worth nothing: the largest are chosen exactly."""
+"""Up to this size a tensor is too small for estimates: the largest elements are selected exactly."""
 
 
 @dataclass(frozen=True)
 class Largest(Selector):
-    """Chooses about k = floor(compress_ratio * n) elements of largest magnitude, and all that are not finite."""
+    """Selects about k = floor(compress_ratio * n) elements of largest magnitude, and all non-finite ones."""
 
     compress_ratio: float
 
@@ -41,7 +41,7 @@ class Largest(Selector):
 
 @dataclass(frozen=True)
 class Exact(Largest):
-    """The k largest; of equals, the first."""
+    """The k largest; among ties, the first."""
 
     def count(self, n: int) -> int | None:
         return kept(self.compress_ratio, n)
@@ -55,7 +55,7 @@ class Exact(Largest):
 
 @dataclass(frozen=True)
 class Chunk(Largest):
-    """The largest of each chunk, k in all: chunks of 4096 elements, or of n / k if there would be more than k."""
+    """The largest of each chunk, k in all: chunks of 4096 elements, or of n / k if that is larger."""
 
     def count(self, n: int) -> int | None:
         return kept(self.compress_ratio, n)
@@ -76,8 +76,8 @@ class Chunk(Largest):
         return xp.concat(found) if found else xp.zeros(0, "int32")
 
     def _parts(self, n: int, k: int) -> list[tuple[int, int, int, int]]:
-        # (start, chunks, elements of a chunk, chosen of each): some with one more, the others, the rest. None has none,
-        # since what is not finite must be chosen wherever it is.
+        # (start, chunks, elements per chunk, selected per chunk) of three groups: chunks that select one more element,
+        # the other chunks, and the short last chunk. No chunk is skipped, since it may hold a non-finite element.
         size = max(CHUNK, -(-n // k)) if k else CHUNK
         full, rest = divmod(n, size)
         last = max(1, k * rest // n) if rest else 0
@@ -88,10 +88,10 @@ class Chunk(Largest):
 
 @dataclass(frozen=True)
 class Sampled(Largest):
-    """What is above a threshold that a sample suggests (`grace.compressors.dgc`); at most 1.3 k, and no zeros."""
+    """Elements above a threshold estimated from a sample (`grace.compressors.dgc`); at most 1.3 k, and no zeros."""
 
     likely: ClassVar[int] = STEPS - 12
-    """The candidate, 0.70 times the sample's, above which there are mostly more than 1.3 k elements, but not many."""
+    """The candidate, 0.70 times the sample's, that usually lets slightly more than 1.3 k elements through."""
 
     def select(self, x: Array, k: int, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
@@ -102,18 +102,18 @@ class Sampled(Largest):
             largest = xp.scatter(xp.zeros(n, "uint8"), xp.topk(size, k), 1) != 0
             return xp.nonzero(largest & (size > 0) | xp.invert(finite))
         candidates = self._threshold(x, sample, ctx) * xp.asarray(FACTORS, "float32")
-        if xp.piece and self.likely:  # looking costs no wait, and above a higher candidate there are often enough
+        if xp.piece and self.likely:  # on a host the check costs no wait, and a higher candidate often has enough
             found, enough = self._above(xp, x, candidates, self.likely, k)
             if enough:
                 return found
         return self._above(xp, x, candidates, 0, k)[0]
 
     def sample(self, n: int) -> int:
-        """How many of n elements are drawn; if that is all of them, the largest are chosen instead."""
+        """Number of elements to draw of n; if it reaches n, the largest are selected exactly."""
         return max(100, math.ceil(32 / self.compress_ratio), math.ceil(n / 100))
 
     def _threshold(self, x: Array, sample: int, ctx: Context) -> Array:
-        # float32[1]: what the wanted share of the sample reaches.
+        # float32[1]: the threshold that the wanted share of the sample reaches.
         xp = ctx.xp
         drawn = xp.bitwise_and(ctx.rng("sample").bits(sample), 0x7FFFFFFF) % ctx.size
         size = _magnitudes(xp, xp.take(x, drawn))
@@ -121,37 +121,37 @@ class Sampled(Largest):
         return xp.reshape(-xp.max(-largest), (1,))
 
     def _above(self, xp: Any, x: Array, candidates: Array, start: int, k: int) -> tuple[Array, Array]:
-        # int32[K], and whether there are no others: elements above the candidate that about k exceed, if that is at or
-        # above the one at ``start``.
+        # int32[K]: positions of the elements above the candidate that is exceeded by about k elements; and whether the
+        # list is complete, since only elements above the candidate at ``start`` are examined.
         likely = xp.beyond(x, candidates[start : start + 1])
         values = xp.take(x, likely)
         chosen, enough = self._nearest(xp, _magnitudes(xp, values), candidates, start, k)
         return xp.take(likely, xp.nonzero(chosen | xp.invert(xp.isfinite(values)))), enough
 
     def _nearest(self, xp: Any, size: Array, candidates: Array, start: int, k: int) -> tuple[Array, Array]:
-        # bool[K], the elements above the candidate that about k elements exceed; and bool[1], as above.
+        # As `_above`, for the magnitudes ``size`` of the examined elements: bool[K] and bool[1].
         many, most = len(FACTORS), math.ceil(1.3 * k)
-        # For each element, how many candidates are below it; one zero more, so that there is always one to look for.
+        # For each element, the number of candidates below it; an appended zero avoids an empty search.
         below = xp.searchsorted(candidates, xp.concat([size, xp.zeros(1)]))[:-1]
         counts = xp.cast(xp.segment_sum(size * 0.0 + 1.0, below, many + 1), "int32")
         above = xp.cast(xp.sum(counts) - xp.cumsum(counts)[:-1], "float32")
-        # Nearest to k, where too many count as the most that will be sent; of equals, the highest threshold.
+        # The count nearest to k, after capping counts at the maximum to send; of ties, the highest threshold.
         miss = xp.abs(xp.minimum(above, float(most)) - float(k))
         best = xp.topk(-(miss + xp.asarray(MISS, "float32")), 1)
-        # Of too many, the largest, and as many of those between this candidate and the next as there is room for.
-        # Where at least so many exceed the first candidate looked at, those before it are all alike.
+        # If there are too many, take the largest, and fill up with those between this candidate and the next.
+        # If at least that many exceed the first candidate examined, all candidates below it are equivalent.
         enough = (above[start : start + 1] >= most) & (best >= start)
         return first(xp, below > best + 1, below == best + 1, most), enough
 
 
 def _magnitudes(xp: Any, x: Array) -> Array:
-    # What is not finite is left out.
+    # Non-finite elements count as zero.
     return xp.where(xp.isfinite(x), xp.abs(x), 0.0)
 
 
 @dataclass(frozen=True)
 class Thresholded(Largest):
-    """What is above a threshold that is found by counting; the largest element where there is nothing."""
+    """Elements above a threshold found by counting; the largest element if there are none."""
 
     def select(self, x: Array, k: int, ctx: Context) -> Array:
         if k == ctx.size or ctx.size <= SMALL:
@@ -160,16 +160,16 @@ class Thresholded(Largest):
 
     @abstractmethod
     def threshold(self, x: Array, k: int, xp: Any) -> Array:
-        """float32[1], of more than `SMALL` elements."""
+        """float32[1], for more than `SMALL` elements."""
 
     def above(self, x: Array, threshold: Array, xp: Any) -> Array:
-        """float64[1]: how many magnitudes exceed it."""
+        """float64[1]: the number of magnitudes above it."""
         return xp.excess(x, threshold)[:1]
 
 
 @dataclass(frozen=True)
 class Gaussian(Thresholded):
-    """The quantile of a normal law, times 0.5 or 1.5 up to three times while it chooses less than 2k/3 or over 4k/3.
+    """A normal law's quantile, multiplied by 0.5 or 1.5 up to three times until 2k/3 to 4k/3 elements exceed it.
 
     Shi, Chu, Cheung and See, "Understanding Top-k Sparsification in Distributed Deep Learning" (GaussianK-SGD), 2019,
     arXiv:1911.08772.
@@ -194,7 +194,7 @@ class Gaussian(Thresholded):
 
 @dataclass(frozen=True)
 class Ranged(Thresholded):
-    """A threshold between the mean of magnitudes and the largest, found by trying."""
+    """Searches a threshold between the mean and the largest magnitude."""
 
     def threshold(self, x: Array, k: int, xp: Any) -> Array:
         mean = xp.excess(x, xp.zeros(1))[1:2] / float(xp.shape(x)[0])
@@ -203,12 +203,12 @@ class Ranged(Thresholded):
 
     @abstractmethod
     def search(self, k: int, at: Callable[[Array], Array], x: Array, xp: Any) -> Array:
-        """float32[1]; ``at`` gives the threshold for a share of the way from the mean to the largest, float64[1]."""
+        """float32[1]; ``at`` maps a fraction of the range from mean to largest, float64[1], to a threshold."""
 
 
 @dataclass(frozen=True)
 class Bisect(Ranged):
-    """Halves the range while it is wider than 0.2 and not between k and 2 k elements are chosen: three thresholds.
+    """Halves the range until it is at most 0.2 wide or k to 2 k elements are selected: three thresholds.
 
     Fang, Fu, Yang and Hsieh, "RedSync: Reducing Synchronization Bandwidth for Distributed Deep Learning Training
     System", JPDC 2019, arXiv:1808.04357: threshold binary search.
@@ -230,9 +230,9 @@ class Bisect(Ranged):
 
 @dataclass(frozen=True)
 class Trim(Ranged):
-    """Comes down from 0.8 of the range in steps of 0.2 until k elements are chosen.
+    """Lowers the threshold from 0.8 of the range in steps of 0.2 until k elements are selected.
 
-    As `Bisect`: trimmed top-k, with the threshold alone.
+    Source: as `Bisect`; trimmed top-k, using only the threshold.
     """
 
     def search(self, k: int, at: Callable[[Array], Array], x: Array, xp: Any) -> Array:
@@ -260,7 +260,7 @@ SELECTORS: dict[str, Callable[[float], Selector]] = {
 
 @dataclass(frozen=True)
 class SelectingSparsifier(Sparsifier):
-    """A sparsifier of a given ratio that leaves it to a selector which elements it sends."""
+    """A sparsifier with a ratio, whose elements a selector chooses."""
 
     index_coding: str = field(default="int32", kw_only=True)
     compress_ratio: float = 0.01

@@ -1,4 +1,4 @@
-"""Integers that all workers scale alike, so that they can be summed on the wire."""
+"""Integers with a scale shared by all workers, so that they can be summed on the wire."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class SharedInt(Blockwise):
     """Round x / s * levels at random to integers, s the largest magnitude on any worker, and sum those on the wire.
 
     Two rounds: each block's largest magnitudes float32[m] are gathered, then the integers summed; unbiased.
-    The variance declared for ``levels=0`` in int8 is that of 127 workers, who have one level each.
+    The declared variance for ``levels=0`` in int8 assumes 127 workers, each with one level.
     Payload: sums n of ``dtype``; scales float32[m]; this worker's own integers, which stay with it.
     ``dtype``: "int8" or "int32".
-    ``levels``: integers are -levels .. levels; 1 is TernGrad with a common scale. 0: as many as the sum of all workers
-    has room for in int8, 127 / N; in int32 32768.
+    ``levels``: integers are -levels .. levels; 1 is TernGrad with a common scale. 0: the largest number whose sum over
+    all workers fits int8, 127 / N; in int32 32768.
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
-    Xin et al., "Global-QSGD", 2023, arXiv:2305.18627, with linear levels and the largest magnitude for a norm.
-    Mishchenko et al., "IntSGD", ICLR 2022, arXiv:2102.08374, takes the scale from the length of the last step instead.
+    Xin et al., "Global-QSGD", 2023, arXiv:2305.18627, with linear levels and the largest magnitude as the norm.
+    Mishchenko et al., "IntSGD", ICLR 2022, arXiv:2102.08374, derives the scale from the length of the last step
+    instead.
     """
 
     dtype: str = "int8"
@@ -59,8 +60,8 @@ class SharedInt(Blockwise):
         return self.levels or (WIDE if self.dtype == "int32" else max(1, 127 // ctx.world_size))
 
     def variance(self, n: int) -> float | None:
-        # Of the mean, relative to the mean of the workers' |x|², which the common scale's square cannot exceed N times.
-        # 127 workers have one level each, if that is left to them.
+        # The variance of the mean, relative to the mean of the workers' |x|²; the square of the common scale is at most
+        # N times that. The default levels leave one level each for 127 workers.
         n, levels = min(n, self.traits.block_size or n), self.levels or (WIDE if self.dtype == "int32" else 1)
         return min(n / (4 * levels**2), n**0.5 / levels)
 
@@ -105,7 +106,7 @@ class SharedInt(Blockwise):
         return spans(ctx.xp, ctx.size, self.traits.block_size or 8)
 
     def _scales(self, scale: Array, start: int, stop: int) -> Array:
-        # Those of the blocks of a span.
+        # The scales of a span's blocks.
         return (
             scale
             if self.traits.block_size is None
@@ -119,7 +120,7 @@ class SharedInt(Blockwise):
         return xp.cast(ctx.rng("round").rounded(steps, n), self.dtype)
 
     def decoded(self, total: Array, scale: Array, workers: int, ctx: Context) -> Iterator[tuple[int, int, Array]]:
-        """The mean of so many workers' sums, span by span: where each begins and ends, and its values."""
+        """The mean of all workers' sums, span by span: start, end, and values."""
         self.checked(total, scale, ctx)
         for start, stop in self._spans(ctx):
             here = ctx.piece(start, stop - start)

@@ -12,36 +12,37 @@ from grace.core.registry import register
 from grace.ops import distributions as tails
 
 LEAST, FEWEST = 4096, 32
-"""Of fewer elements, or where fewer are wanted, moments say too little: the largest are chosen exactly."""
+"""Below this many elements, or wanted elements, moments are unreliable: the largest are selected exactly."""
 FRESH, FORGET = 0.5, 0.9
-"""Weight of a window's error in the mean of its number of stages, and what all errors are multiplied by after it."""
+"""Weight of a window's error in the running mean of its number of stages, and the decay of all errors after it."""
 
 
 @register("sidco")
 @dataclass(frozen=True)
 class SIDCo(Sparsifier, Selector):
-    """Send about the largest elements: those above the threshold that a law fitted to all magnitudes suggests.
+    """Send approximately the largest elements: those above a threshold from a law fitted to all magnitudes.
 
     Payload: values float32[K], positions int32[K], ascending; K is near k = floor(compress_ratio * n) and at least 1.
-    Tensors of fewer than 4096 elements, or of which fewer than 32 are wanted, have the k largest.
+    Tensors of fewer than 4096 elements, or with fewer than 32 wanted ones, send the k largest.
     State: stages int32[1], their number; sum float32[1] and count int32[1], of K / k in this window; errors float32[m],
-    of each number of stages, -1 where it was not tried. None with a fixed number, and where the k largest are sent.
+    for each number of stages, -1 if untried. None with a fixed number of stages, or if the k largest are sent.
     ``compress_ratio``: the share of elements to send, in (0, 1].
-    ``sid``: the law of magnitudes, "e": exponential, "gp": gamma and beyond the first stage generalised Pareto,
+    ``sid``: the law of magnitudes, "e": exponential, "gp": gamma, then generalised Pareto after the first stage,
     "p": generalised Pareto.
-    ``stage_rule``: "robust": another number of stages is taken where it is not known to be worse; "paper": one more
-    where too few are chosen, one less where too many are.
-    ``stages``: a fixed number of stages; 0: as the rule says, one at first.
-    ``q``: steps in a window, after each of which the rule is asked.
-    ``eps``: K / k may be off by so much on average.
-    ``delta1``: the share that the first of several stages lets through.
-    ``max_stages``: at most so many; 0: ceil(log2(1 / compress_ratio)).
-    ``closed_form``: the gamma law's threshold by the paper's formula, which is too high, and not by its true quantile.
-    ``cap_factor``: where K exceeds so many times k, the k largest of these are sent; 0: all of them.
+    ``stage_rule``: "robust": changes the number of stages unless the new one is known to be worse; "paper": adds one
+    if too few elements are selected, removes one if too many are.
+    ``stages``: a fixed number of stages; 0: set by the rule, initially one.
+    ``q``: steps per window; the rule is applied after each window.
+    ``eps``: tolerated mean deviation of K / k from 1.
+    ``delta1``: the share that passes the first of several stages.
+    ``max_stages``: maximum number of stages; 0: ceil(log2(1 / compress_ratio)).
+    ``closed_form``: use the paper's formula for the gamma law's threshold, which is too high, instead of its true
+    quantile.
+    ``cap_factor``: if K exceeds this many times k, send only the k largest of these; 0: no cap.
     ``index_coding``: of the positions; "int32", or "bitmap" (n bits).
-    Each stage fits the law to what exceeds the threshold before it, from their number, sum and sum of squares, so that
-    nothing is sorted or gathered. The paper's rule stays at one stage where that lets too many through, as of
-    heavy-tailed gradients: the default is ours.
+    Each stage fits the law to the elements above the previous threshold, from their number, sum and sum of squares, so
+    nothing is sorted or gathered. The paper's rule stays at one stage even if that lets too many through, as with
+    heavy-tailed gradients; the default rule is ours.
     Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression Technique for
     Distributed Training Systems", MLSys 2021, arXiv:2101.10761, algorithm 1.
     """
@@ -110,7 +111,7 @@ class SIDCo(Sparsifier, Selector):
     def compress(
         self, x: Array, state: State, ctx: Context, moments: Array | None = None
     ) -> MaybeProgram[tuple[Payload, State]]:
-        """As of any compressor. ``moments``: ``xp.excess`` of x and 0, if that is known: a pass less."""
+        """As in any compressor. ``moments``: ``xp.excess`` of x and 0, if known; saves a pass."""
         positions, state = self.choose(x, state, ctx, moments)
         return (ctx.xp.take(x, positions), *self.elements.write(positions, ctx)), state
 
@@ -131,9 +132,9 @@ class SIDCo(Sparsifier, Selector):
 
     # -- the threshold ----------------------------------------------------------------------------------------------
     def threshold(self, xp: Any, x: Array, stages: Array, whole: Array | None = None) -> Array:
-        """float32[1], from one pass over x for each of int32[1] ``stages``, and of "gp" one more.
+        """float32[1], from one pass over x for each of int32[1] ``stages``, plus one for "gp".
 
-        ``whole``: ``xp.excess`` of x and 0, if that is known: a pass less.
+        ``whole``: ``xp.excess`` of x and 0, if known; saves a pass.
         """
         n = float(xp.shape(x)[0])
 
@@ -154,7 +155,7 @@ class SIDCo(Sparsifier, Selector):
         return xp.cast(xp.loop(left, refined, (one + 1, start))[1], "float32")
 
     def share(self, xp: Any, stage: Array, stages: Array) -> Array:
-        """float64[1]: the logarithm of the share of what comes to a stage that it lets through. They add up."""
+        """float64[1]: the logarithm of the share that a stage lets through. The logarithms add up over stages."""
         whole = math.log(self.compress_ratio)
         begin = whole if self.compress_ratio >= self.delta1 else math.log(self.delta1)
         later = (whole - begin) / xp.cast(xp.maximum(stages - 1, 1), "float64")
@@ -168,7 +169,7 @@ class SIDCo(Sparsifier, Selector):
         return tails.pareto(xp, mean, tail[2:] / number - mean * mean, share)
 
     def _log(self, xp: Any, x: Array, mean: Array) -> Array:
-        # The mean of ln(|x| / mean), in pieces that stay in a cache.
+        # The mean of ln(|x| / mean), in chunks that fit a cache.
         n = xp.shape(x)[0]
         unit = xp.cast(xp.where(mean > 0, mean, 1.0), "float32")
         total = xp.zeros(1, "float64")
@@ -178,7 +179,7 @@ class SIDCo(Sparsifier, Selector):
         return total / float(n)
 
     def _capped(self, xp: Any, x: Array, found: Array, many: Array, k: int) -> Array:
-        # Of more than cap_factor * k the k largest, of equals the first.
+        # If there are more than cap_factor * k, the k largest; among ties, the first.
         values = xp.take(x, found)
         size = xp.where(xp.isfinite(values), xp.abs(values), LARGEST)
         room = xp.where(many > math.ceil(self.cap_factor * k), xp.full(1, k, "int64"), many)
@@ -187,7 +188,7 @@ class SIDCo(Sparsifier, Selector):
 
     # -- the number of stages ---------------------------------------------------------------------------------------
     def _observed(self, xp: Any, ratio: Array, state: State) -> State:
-        # The state after a step that chose ``ratio`` times as many as wanted.
+        # The state after a step that selected ``ratio`` times the wanted number.
         total, count = state["sum"] + ratio, state["count"] + 1
         full = count >= self.q
         stages, errors = self._judged(xp, total / float(self.q), state["stages"], state["errors"])
@@ -199,7 +200,7 @@ class SIDCo(Sparsifier, Selector):
         }
 
     def _judged(self, xp: Any, ratio: Array, stages: Array, errors: Array) -> tuple[Array, Array]:
-        # The next number of stages after a window of this mean ratio, and what is known of each number.
+        # The next number of stages after a window with this mean ratio, and the errors by number of stages.
         step = xp.cast(ratio < 1 - self.eps, "int32") - xp.cast(ratio > 1 + self.eps, "int32")
         if self.stage_rule == "paper":
             return xp.minimum(xp.maximum(stages + step, 1), self.most), errors
@@ -209,7 +210,7 @@ class SIDCo(Sparsifier, Selector):
         errors = xp.where(errors < 0, errors, FORGET * errors)
         mine = xp.sum(xp.where(numbers == stages, errors, 0.0))
 
-        def better(other: Array) -> Array:  # what is unknown is -1
+        def better(other: Array) -> Array:  # unknown errors are -1
             known = xp.sum(xp.where(numbers == other, errors, 0.0))
             return (other >= 1) & (other <= self.most) & (known < mine)
 

@@ -18,11 +18,12 @@ CHECKED = 8192  # elements that share one flag byte: 0.1% on top of one bit each
 @register("signsgd")
 @dataclass(frozen=True)
 class SignSGD(Compressor):
-    """Send the signs; the result is the sign that most workers saw, not a mean.
+    """Send the signs; the result is the majority's sign, not a mean.
 
     Payload: bits uint8[ceil(n/8)], 1 where x >= 0, and uint8[ceil(n/8192)], which flags blocks that hold NaN or
-    infinity. With ``packed=False``: votes int8[n], -1 or 1, and the flags as int8, which an allreduce can sum for up to
-    127 workers. A tie and a zero count as plus. Use a learning rate about ten times smaller than SGD's.
+    infinity. A tie and a zero count as plus. Use a learning rate about ten times smaller than SGD's.
+    ``packed``: if False, votes int8[n], -1 or 1, and the flags as int8, which an allreduce can sum for up to 127
+    workers.
     Bernstein et al., "signSGD with majority vote", ICLR 2019, arXiv:1810.05291, algorithm 1.
     """
 
@@ -63,7 +64,7 @@ class SignSGD(Compressor):
 
 
 def _majority(xp: Any, total: Array) -> Array:
-    # Of the votes' sum or mean. total - total is 0, or NaN where a worker's block was not finite.
+    # From the votes' sum or mean. total - total is 0, or NaN if a worker's block was not finite.
     return xp.cast(total >= 0, "float32") * 2.0 - 1.0 + (total - total)
 
 

@@ -13,7 +13,7 @@ from grace.core.registry import register
 @register("signum")
 @dataclass(frozen=True)
 class Signum(SignSGD):
-    """As signsgd, of each worker's momentum: signsgd with the memory "momentum".
+    """Apply signsgd to each worker's momentum: signsgd with the memory "momentum".
 
     Payload: as signsgd's.
     Bernstein et al., ICML 2018, arXiv:1802.04434, algorithm 2.

@@ -1,4 +1,4 @@
-"""Buckets of equal population: SketchML."""
+"""Equally populated buckets: SketchML."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from grace.ops.validate import fitting
 @register("sketch", "sketchml")
 @dataclass(frozen=True)
 class Sketch(Compressor):
-    """Sort the elements into buckets of as many elements each, and send each element's bucket and each bucket's mean.
+    """Sort the elements into equally populated buckets, and send each element's bucket and each bucket's mean.
 
     Payload: codes uint8[ceil(b * n / 8)], b bits that number q buckets; means float32[q], q = min(quantiles, n).
-    ``quantiles``: buckets, 2 .. 256. Equal elements share one, so some may be empty. The sum of all elements is kept.
+    ``quantiles``: number of buckets, 2 .. 256. Equal elements share a bucket, so some may be empty. The sum of all
+    elements is preserved.
     Jiang, Fu, Yang and Cui, "SketchML", SIGMOD 2018, doi:10.1145/3183713.3196894, on quantile-bucket
-    quantification. Its quantiles are estimated and these are exact; its sketch of sparse gradients is not here.
+    quantification. Its quantiles are estimates, these are exact; its sketch of sparse gradients is omitted.
     """
 
     quantiles: int = 64
@@ -30,7 +31,7 @@ class Sketch(Compressor):
             raise ValueError(f"quantiles={self.quantiles!r} must lie in 2 .. 256 (codes of at most 8 bits)")
 
     def sizes(self, ctx: Context) -> tuple[int, int]:
-        """Buckets, and bits of a code."""
+        """Number of buckets, and bits per code."""
         q = min(self.quantiles, ctx.size)
         return q, max(1, (q - 1).bit_length())
 
@@ -41,13 +42,13 @@ class Sketch(Compressor):
         last = xp.asarray([i * n // q - 1 for i in range(1, q)], "int32")
         codes = xp.searchsorted(xp.ranked(x, last), x) if q > 1 else xp.zeros(n, "int32")
         members = xp.segment_sum(xp.full(n, 1.0), codes, q)
-        # What is not finite falls into some bucket, whose mean says so.
+        # A non-finite element makes its bucket's mean non-finite.
         means = xp.segment_sum(x, codes, q) / xp.maximum(members, 1.0)
         return (pack(xp, bits, codes), means), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, (q, bits) = ctx.xp, self.sizes(ctx)
         means = fitting(xp, payload[1], "float32", q, "means")
-        # Codes beyond the buckets do not occur; should one come, its element is no number.
+        # Codes beyond the buckets are invalid and decode to NaN.
         table = xp.concat([means, xp.full((1 << bits) - q, float("nan"))])
         return xp.take(table, xp.cast(unpack(xp, bits, payload[0], ctx.size), "int32"))

@@ -13,21 +13,21 @@ from grace.core.registry import register
 from grace.ops import blocks
 
 GROUP = 256
-"""Neighbours that are hashed together, where the table has as many columns: what a processor adds in one go."""
+"""Neighbours that are hashed together, if the table has as many columns: one vectorised addition."""
 
 
 @register("sketch_sgd", "countsketch")
 @dataclass(frozen=True)
 class SketchSGD(AgreedSparsifier):
-    """Send the elements that are largest in the mean, which a small table of hashed sums tells to all workers.
+    """Send the elements that are largest in the mean, which an averaged count sketch identifies on all workers.
 
     Two rounds, both averaged on the wire: the count sketch float32[rows * columns], which is linear in the gradient;
-    and the values float32[candidates * k] of the elements that it estimates to be the largest, of which the k largest
+    then the values float32[candidates * k] of the elements that it estimates to be the largest, of which the k largest
     are used.
     Payload: values of the mean float32[k], positions int32[k], ascending, agreed on by all workers.
     ``compress_ratio``: the share of elements to use, in (0, 1]. ``rows``: of the table, an odd number; an estimate is
-    the median over them. ``columns``: a power of two; 0: the smallest one that is at least 10 k. ``candidates``: how
-    many times k elements are sent exactly.
+    the median over them. ``columns``: a power of two; 0: the smallest one that is at least 10 k. ``candidates``: send
+    this many times k elements exactly.
     The table has 4 rows * columns bytes: with its defaults it is no smaller than the gradient for ratios above 0.01.
     Ivkin et al., "Communication-efficient Distributed SGD with Sketching", NeurIPS 2019, arXiv:1903.04488, algorithm 2.
     """
@@ -51,24 +51,25 @@ class SketchSGD(AgreedSparsifier):
         return self.columns or 1 << max(0, 10 * kept(self.compress_ratio, n) - 1).bit_length()
 
     def hashes(self, ctx: Context) -> list[Array]:
-        """int32[group + groups] for each row: random words, the same on every worker.
+        """int32[group + groups] for each row: random words, equal on all workers.
 
         The table is hashed by groups of neighbours, of which no two share a column: the low bits of a group's word are
-        the column of its first element, and its others follow, around the end. An element's sign is the product of two:
-        the top bits of its group's word and of the word of its place in the group. So any two elements of different
-        groups meet with probability 1 / columns and have independent signs, and of a group at most one element meets a
-        given one: all that the variance of an estimate rests on is as it is with a hash of each element.
+        the column of its first element, and the others follow, modulo the number of columns. An element's sign is the
+        product of two: the top bits of its group's word and of the word of its place in the group. So any two elements
+        of different groups collide with probability 1 / columns and have independent signs, and at most one element of
+        a group collides with a given element: everything that the variance of an estimate depends on is the same as if
+        each element were hashed.
         """
         group = self.group(ctx.size)
         count = group + blocks.block_count(ctx.size, group)
         return [ctx.shared_rng(f"hash{row}").bits(count) for row in range(self.rows)]
 
     def group(self, n: int) -> int:
-        """How many neighbours are hashed together."""
+        """Number of neighbours that are hashed together."""
         return min(GROUP, self.width(n))
 
     def _places(self, word: Array, ctx: Context) -> tuple[Array, Array]:
-        # Of all elements, in one row: columns int32[n], and where the sign is negative.
+        # For all elements, in one row: columns int32[n], and whether the sign is negative.
         xp, width, group = ctx.xp, self.width(ctx.size), self.group(ctx.size)
         place, own = xp.arange(group), xp.reshape(word[group:], (-1, 1))
         columns = xp.bitwise_and(xp.bitwise_and(own, width - 1) + place, width - 1)
@@ -76,7 +77,7 @@ class SketchSGD(AgreedSparsifier):
         return xp.reshape(columns, (-1,))[: ctx.size], xp.reshape(negative, (-1,))[: ctx.size]
 
     def sketch(self, x: Array, hashes: list[Array], ctx: Context) -> Array:
-        """float32[rows * columns]: of each row and column, the sum of its elements with random signs."""
+        """float32[rows * columns]: for each row and column, the sum of its elements with random signs."""
         xp, width, table = ctx.xp, self.width(ctx.size), []
         for word in hashes:
             columns, negative = self._places(word, ctx)
@@ -84,15 +85,15 @@ class SketchSGD(AgreedSparsifier):
         return xp.concat(table)
 
     def estimate(self, table: Array, hashes: list[Array], ctx: Context) -> Array:
-        """float32[n]: the elements, as far as the table tells."""
+        """float32[n]: the elements as estimated from the table."""
         xp, width = ctx.xp, self.width(ctx.size)
         found = []
         for row, word in enumerate(hashes):
             columns, negative = self._places(word, ctx)
             value = xp.take(table, columns + row * width)
             found.append(xp.where(negative, -value, value))
-        # The median, elementwise: the largest of those left goes to the end, until the middle one is there. This is
-        # much faster than to sort n times a few.
+        # The elementwise median: bubble the largest remaining value to the end until the middle one is in place. This
+        # is much faster than n small sorts.
         for end in range(self.rows - 1, self.rows // 2 - 1, -1):
             for i in range(end):
                 found[i], found[i + 1] = xp.minimum(found[i], found[i + 1]), xp.maximum(found[i], found[i + 1])
@@ -106,9 +107,9 @@ class SketchSGD(AgreedSparsifier):
     def agree(
         self, x: Array, sums: Array, estimate: Callable[[Array], Array], state: State, ctx: Context
     ) -> Program[tuple[Payload, State]]:
-        """`compress`, by this worker's `sketch` and what gives the `estimate` of the mean's."""
+        """`compress`, given this worker's `sketch` and the function that returns the mean's `estimate`."""
         xp, k = ctx.xp, self.count(ctx.size)
-        sound = xp.finite(sums)  # as x is: each element is in a sum
+        sound = xp.finite(sums)  # the sketch is finite only if x is: it sums all elements
         (table,) = yield Reduce((sums,), "mean")
         candidates = xp.topk_abs(estimate(table), min(ctx.size, self.candidates * k))
         (values,) = yield Reduce((xp.where(sound, xp.take(x, candidates), float("nan")),), "mean")

@@ -1,4 +1,4 @@
-"""Methods that send some elements with their positions."""
+"""Base classes of methods that send some elements with their positions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from grace.ops.validate import fitting, matching, placed
 LARGEST = 2.0**127 * (2 - 2.0**-23)
 """The largest number of float32."""
 EXACT = Traits(family="sparsification", sends_exact_values=True, nonfinite_in_payload=True)
-"""Traits of a method that sends some elements as they are, with their positions."""
+"""Traits of a method that sends some elements unchanged, with their positions."""
 
 
 class Scattered(Compressor):
-    """Sends numbers for some elements, with their positions."""
+    """Sends values for some elements, with their positions."""
 
     @abstractmethod
     def _pairs(self, payload: Payload, ctx: Context) -> list[tuple[Array, Array]]:
-        """Numbers float32[K] with positions int32[K], ascending; one pair for each kind that a method sends."""
+        """Values float32[K] with positions int32[K], ascending; a pair for each group that a method sends."""
 
     def applies(self, ctx: Context) -> bool:
         return ctx.size < 2**31  # positions are int32
@@ -37,11 +37,11 @@ class Scattered(Compressor):
 
 
 class Placed(Scattered):
-    """Sends numbers for some elements, for each of them one."""
+    """Sends one value for each of some elements."""
 
     @abstractmethod
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        """float32[K] and int32[K]: the numbers, and where they belong, ascending; that they do is not checked yet."""
+        """float32[K] values and int32[K] positions; the positions must ascend, but are not checked yet."""
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         values, positions = self.parts(payload, ctx)
@@ -52,10 +52,10 @@ class Placed(Scattered):
 
 
 class Selector(ABC):
-    """Chooses elements: of large magnitude, and all that are not finite, so that every worker sees those."""
+    """Chooses elements of large magnitude, and all non-finite ones, so that every worker sees them."""
 
     def count(self, n: int) -> int | None:
-        """How many of n elements it chooses; None if that depends on their values."""
+        """Number of elements chosen of n; None if it depends on their values."""
         return None
 
     def contraction(self, n: int) -> float | None:
@@ -63,17 +63,17 @@ class Selector(ABC):
         return None
 
     def init(self, ctx: Context) -> State:
-        """The state before the first step."""
+        """The initial state."""
         return {}
 
     @abstractmethod
     def choose(self, x: Array, state: State, ctx: Context) -> tuple[Array, State]:
-        """float32[n] -> int32[K], their positions, ascending; and next state."""
+        """float32[n] -> int32[K], the chosen positions, ascending; and next state."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements that a sparsifier sends: which, and how their positions travel.
+    """A sparsifier's selection of elements, and the coding of their positions.
 
     ``index_coding``: "int32", "bitmap", "elias_fano", or "auto", the smallest of them (`grace.ops.index_coding`).
     """
@@ -82,7 +82,7 @@ class Elements:
     index_coding: str = "int32"
 
     def check(self) -> None:
-        """Raise ValueError for an index coding that is unknown or does not fit the selector."""
+        """Raise ValueError for an index coding that is unknown or does not suit the selector."""
         fixed = self.count(1) is not None
         known = (*indices.CODINGS, "auto") if fixed else indices.CODINGS[:2]
         if self.index_coding not in known:
@@ -99,12 +99,12 @@ class Elements:
         return self.index_coding if k is None else indices.choose(self.index_coding, n, k)
 
     def arrays(self, n: int) -> int:
-        """How many arrays `write` makes."""
+        """Number of arrays that `write` returns."""
         k = self.count(n)
         return 1 if k is None else indices.arrays(self.coding(n), n, k)
 
     def write(self, positions: Array, ctx: Context) -> tuple[Array, ...]:
-        """int32[K] positions -> the arrays that travel."""
+        """int32[K] positions -> the wire arrays."""
         return indices.write(ctx.xp, self.coding(ctx.size), positions, ctx.size, self.count(ctx.size))
 
     def read(self, sent: tuple[Array, ...], ctx: Context) -> Array:
@@ -112,11 +112,11 @@ class Elements:
         return indices.read(ctx.xp, self.coding(ctx.size), sent, ctx.size, self.count(ctx.size))
 
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        """Values float32[K] and positions int32[K] of a payload; that positions ascend is not checked yet."""
+        """Values float32[K] and positions int32[K] of a payload; the positions must ascend, but are not checked yet."""
         return self.matched(payload[0], self.read(payload[1:], ctx), ctx)
 
     def matched(self, values: Array, positions: Array, ctx: Context) -> tuple[Array, Array]:
-        """The arguments; ValueError unless there are as many as there must be, of these dtypes."""
+        """The arguments; ValueError for wrong numbers of elements or dtypes."""
         xp, k = ctx.xp, self.count(ctx.size)
         if k is not None:
             positions = fitting(xp, positions, "int32", k, "positions")
@@ -124,7 +124,7 @@ class Elements:
 
 
 class Sparsifier(Scattered):
-    """Sends elements as they are: those that a selector chooses, with their positions in an index coding.
+    """Sends unchanged elements: a selector chooses them, and an index coding writes their positions.
 
     Payload: values float32[K], positions int32[K], ascending, or their coding.
     """
@@ -132,7 +132,7 @@ class Sparsifier(Scattered):
     @property
     @abstractmethod
     def elements(self) -> Elements:
-        """Which elements are sent, and how their positions travel."""
+        """The selection of elements, and the coding of their positions."""
 
     @property
     def traits(self) -> Traits:
@@ -144,7 +144,7 @@ class Sparsifier(Scattered):
         return (ctx.xp.take(x, positions), *elements.write(positions, ctx)), state
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        # Exact, bit for bit: what was not sent stays as it is.
+        # Exact, bit for bit: unsent elements stay unchanged.
         return ctx.xp.put(x, self.elements.read(payload[1:], ctx), 0.0)
 
     def _pairs(self, payload: Payload, ctx: Context) -> list[tuple[Array, Array]]:
@@ -152,7 +152,7 @@ class Sparsifier(Scattered):
 
 
 def scattered(xp: Any, pairs: Iterable[tuple[Array, Array]], n: int) -> Array:
-    """float32[n]: the sum of numbers at their positions; ValueError unless positions ascend within 0 .. n-1."""
+    """float32[n]: the sum of values at their positions; ValueError unless positions ascend within 0 .. n-1."""
     total = xp.zeros(n)
     for values, positions in pairs:
         total = xp.scatter_add(total, placed(xp, positions, n), values)
@@ -160,20 +160,20 @@ def scattered(xp: Any, pairs: Iterable[tuple[Array, Array]], n: int) -> Array:
 
 
 def poisoned(xp: Any, values: Array, x: Array) -> Array:
-    """The values, or NaN if any element of x is not finite: every worker must see it, also where x is not sent."""
+    """The values, or NaN if any element of x is not finite: every worker must see it, even if it is not sent."""
     return xp.where(xp.finite(x), values, float("nan"))
 
 
 def first(xp: Any, above: Array, band: Array, count: Array) -> Array:
-    """bool[n]: all that are ``above``, and of the ``band`` the first, ``count`` in all."""
+    """bool[n]: all that are ``above``, then the first of the ``band`` until there are ``count``."""
     room = count - xp.sum(xp.cast(above, "int32"))
     return above | (band & (xp.cumsum(xp.cast(band, "int32")) <= room))
 
 
 def beyond(xp: Any, x: Array, threshold: Array) -> Array:
-    """int32[K]: where |x| exceeds a threshold, float32[1], ascending; if nowhere, where it is largest.
+    """int32[K]: ascending positions where |x| exceeds a threshold, float32[1]; if there are none, that of the largest.
 
-    What is not finite exceeds any threshold, and so is seen by every worker.
+    Non-finite elements exceed any threshold, so that every worker sees them.
     """
     found = xp.beyond(x, xp.where(xp.isfinite(threshold), threshold, LARGEST))
     none = xp.lengths([found]) == 0
@@ -188,13 +188,13 @@ def signed(xp: Any, positions: Array, negative: Array) -> Array:
 
 
 def unsigned(xp: Any, sent: Array) -> tuple[Array, Array]:
-    """The inverse of `signed`: positions, and where they are negative."""
+    """The inverse of `signed`: positions, and a mask of the negative ones."""
     sent = matching(xp, sent, "int32", sent, "positions")
     return xp.where(sent < 0, -1 - sent, sent), sent < 0
 
 
 def kept(ratio: float, n: int) -> int:
-    """How many of ``n`` elements a ratio keeps: floor(ratio * n), at least one of a tensor that has any."""
+    """Number of elements that a ratio keeps of ``n``: floor(ratio * n), but at least one if there are any."""
     return min(n, max(1, math.floor(ratio * n)))
 
 

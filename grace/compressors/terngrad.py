@@ -19,7 +19,7 @@ class TernGrad(Blockwise):
     """Round each element at random to -s, 0 or s, s the largest magnitude, so that the expectation is x.
 
     Payload: codes uint8[ceil(n/4)], 0, 1, 2 for -s, 0, s; scales float32[m].
-    ``clip``: magnitudes above so many root mean squares are cut first, which is a bias of its own; 0: none.
+    ``clip``: magnitudes above this many root mean squares are clipped first, which adds a bias; 0: no clipping.
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor, as in the paper.
     Wen et al., "TernGrad", NeurIPS 2017, arXiv:1705.07878, section 3. The paper clips by the standard deviation, which
     is zero for a constant tensor; here by the root mean square about zero, so constants and single elements are exact.
@@ -48,7 +48,7 @@ class TernGrad(Blockwise):
             mean = xp.sum(share * share, 1) / blocks.counts(xp, n, self.traits.block_size)
             limit = xp.minimum(xp.sqrt(mean) * float(self.clip), 1.0)
             scale = scale * limit
-            share = share / blocks.divisor(xp, limit)  # above 1 where it is cut
+            share = share / blocks.divisor(xp, limit)  # above 1 for clipped elements
         sent = xp.cast(ctx.rng("round").uniform(n) < blocks.flat(xp, share, n), "int32")
         codes = 1 + sent * (xp.cast(x > 0, "int32") - xp.cast(x < 0, "int32"))
         return (pack(xp, 2, codes), scale), state

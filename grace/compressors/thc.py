@@ -1,4 +1,4 @@
-"""Codes that can be summed without decoding them: THC."""
+"""Codes that can be summed without decoding: THC."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grace.ops import blocks
 from grace.ops.hadamard import check_width, hadamard, signs, width_of
 from grace.ops.validate import fitting
 
-CUT = NormalDist().inv_cdf(1 - 1 / 64)  # what 1 in 32 numbers of a normal distribution exceeds
+CUT = NormalDist().inv_cdf(1 - 1 / 64)  # 1 in 32 standard normal numbers exceeds it in magnitude
 
 
 @register("thc")
@@ -22,10 +22,10 @@ CUT = NormalDist().inv_cdf(1 - 1 / 64)  # what 1 in 32 numbers of a normal distr
 class THC(Blockwise):
     """Rotate each block at random, alike on all workers, round to equal steps at random, and sum on the wire.
 
-    Two rounds: each block's norms float32[m] are gathered, the largest counts; then the codes summed, one byte each
-    while N * (2**bits - 1) <= 255, else four. A block has d elements on the wire, filled up with zeros.
+    Two rounds: each block's norms float32[m] are gathered, and the largest is used; then the codes are summed, in one
+    byte each while N * (2**bits - 1) <= 255, else in four. A block has d elements on the wire, padded with zeros.
     Payload: sums uint8[d * m] or int32[d * m]; norms float32[m]; this worker's own codes, which stay with it.
-    ``bits``: steps are 2**bits - 1, from -2.15 to 2.15 standard deviations; what lies beyond is cut. 2 .. 8.
+    ``bits``: there are 2**bits - 1 steps, from -2.15 to 2.15 standard deviations; larger values are clipped. 2 .. 8.
     ``block_size``: d, a power of two; tensors of fewer elements have the next power of two, at least 8.
     Li et al., "THC", NSDI 2024, arXiv:2302.08545, with its uniform table: the paper also fits tables to the
     normal distribution, and looks codes up in the switch or server, so that only ``bits`` travel.
@@ -64,20 +64,20 @@ class THC(Blockwise):
         return x - self._values(payload[2], payload[1], 1, ctx)
 
     def codes(self, x: Array, norm: Array, ctx: Context) -> Array:
-        """This worker's codes, for the largest norms of all workers."""
+        """This worker's codes, given the largest norms over all workers."""
         xp, d, dtype, factor = ctx.xp, width_of(ctx, self.block_size), self.dtype(ctx), self.top / (2 * CUT)
-        # Of variance 1, for the worker with the largest norm.
+        # Variance 1 for the worker with the largest norm.
         normal = hadamard(xp, blocks.rows(xp, x, d) / blocks.divisor(xp, norm) * self._signs(norm, ctx))
         steps = (xp.maximum(xp.minimum(normal, CUT), -CUT) + CUT) * factor
         steps = ctx.rng("round").rounded(xp.reshape(steps, (-1,)), xp.shape(norm)[0] * d)
         return xp.cast(xp.minimum(steps, float(self.top)), dtype)
 
     def dtype(self, ctx: Context) -> str:
-        """Of sums on the wire."""
+        """The dtype of sums on the wire."""
         return "uint8" if self.top * ctx.world_size <= 255 else "int32"
 
     def step(self, workers: int) -> float:
-        """Between two values of the mean of so many workers' codes."""
+        """The spacing of the mean's values for this many workers' codes."""
         return 2 * CUT / (self.top * workers)
 
     def _signs(self, norm: Array, ctx: Context) -> Array:
@@ -96,5 +96,5 @@ class THC(Blockwise):
         total, norm = self.checked(total, norm, ctx)
         normal = xp.cast(total, "float32") * self.step(workers) - CUT
         rows = hadamard(xp, xp.reshape(normal, (-1, d))) * self._signs(norm, ctx)
-        # The transform is its own inverse but for the factor d, and the norm that of d numbers of variance 1.
+        # H·H = d·I: divide by d. The norm is that of d numbers of variance 1.
         return blocks.flat(xp, rows / float(d) * xp.reshape(norm, (-1, 1)), ctx.size)

@@ -13,20 +13,20 @@ from grace.ops import blocks
 from grace.ops.packing import pack_trits, packed_trits, unpack_trits
 from grace.ops.validate import fitting
 
-ZEROS = 121  # the byte of five zeros
-FIRST = 243  # bytes from here on stand for runs of 2 .. 14 such bytes
+ZEROS = 121  # the byte that encodes five zeros
+FIRST = 243  # bytes from here on encode runs of 2 .. 14 such bytes
 LONGEST = 14
 
 
 @register("3lc")
 @dataclass(frozen=True)
 class ThreeLC(Blockwise):
-    """Round to -s, 0 or s, s the largest magnitude times ``sparsity``, and write zeros shortly.
+    """Round to -s, 0 or s, s the largest magnitude times ``sparsity``, and run-length encode zeros.
 
     Payload: bytes uint8[K], five elements each or a run of up to 70 zeros; scales float32[m].
     ``sparsity``: 1 or more, below 2. Elements below half of s become zero: a larger s sends fewer bytes.
-    ``zero_run``: write runs of zeros as one byte, so that K depends on the values, with one scale for the tensor;
-    if False, K = ceil(n / 5), and blocks may have scales of their own.
+    ``zero_run``: encode a run of zeros as one byte, so that K depends on the values, with one scale for the tensor;
+    if False, K = ceil(n / 5), and blocks may have their own scales.
     ``block_size``: without runs, elements that share a scale, a multiple of 40; 0: the whole tensor.
     Lim, Andersen and Kaminsky, "3LC", MLSys 2019, arXiv:1802.07389, section 3. There the first of five elements is the
     highest digit of a byte; here it is the lowest.
@@ -56,7 +56,7 @@ class ThreeLC(Blockwise):
         )
 
     def contraction(self, n: int) -> float | None:
-        # No error exceeds its element, and that of the largest is sparsity - 1 of it.
+        # No error exceeds its element, and the largest element's error is sparsity - 1 times it.
         return self.sparsity * (2 - self.sparsity) / max(1, min(n, self.traits.block_size or n))
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
@@ -64,7 +64,7 @@ class ThreeLC(Blockwise):
         rows = blocks.rows(xp, x, self.traits.block_size)
         scale = xp.max(xp.abs(rows), 1) * float(self.sparsity)
         share = blocks.flat(xp, rows / blocks.divisor(xp, scale), n)
-        # Halves become zero. Comparisons, not a cast: whatever x holds, these are -1, 0 and 1.
+        # Halves become zero. Comparisons give -1, 0 or 1 for any x, which a cast would not.
         sent = pack_trits(xp, xp.cast(share > 0.5, "int32") - xp.cast(share < -0.5, "int32"))
         return (_shorten(xp, sent) if self.zero_run and n else sent, scale), state
 
@@ -78,13 +78,13 @@ class ThreeLC(Blockwise):
 
 
 def _shorten(xp: Any, sent: Array) -> Array:
-    # uint8[k] -> uint8[K]: runs of ZEROS as one byte.
+    # uint8[k] -> uint8[K]: encode runs of ZEROS as one byte.
     size = xp.shape(sent)[0]
     other = sent != ZEROS
-    # How far into its run each byte is: from the last position of another byte, -1 before the first.
+    # Each byte's index in its run: its distance to the last other byte, which is at -1 before the first.
     borders = xp.concat([xp.full(1, -1, "int32"), xp.nonzero(other)])
     into = xp.arange(size) - xp.take(borders, xp.cumsum(xp.cast(other, "int32"))) - 1
-    # A run is cut after LONGEST bytes. What begins at one such start lasts until the next.
+    # A run is cut after LONGEST bytes, so each start lasts until the next.
     starts = xp.nonzero(xp.where(other, True, into % LONGEST == 0))
     lengths = xp.concat([starts[1:], xp.full(1, size, "int32")]) - starts
     codes = xp.where(lengths > 1, lengths + (FIRST - 2), xp.cast(xp.take(sent, starts), "int32"))
@@ -97,5 +97,5 @@ def _lengthen(xp: Any, sent: Array, size: int) -> Array:
     lengths = xp.where(codes >= FIRST, codes - (FIRST - 2), 1)
     lengths = xp.sound(lengths, lambda: xp.sum(lengths) == size, f"its runs do not make {size} bytes")
     starts = xp.cumsum(lengths) - lengths
-    # Where a run begins is already what it consists of.
+    # The buffer is filled with ZEROS, so a run needs no further writes.
     return xp.scatter(xp.full(size, ZEROS, "int32"), starts, xp.where(codes >= FIRST, ZEROS, codes))

@@ -13,7 +13,7 @@ from grace.core.registry import register
 
 @dataclass(frozen=True)
 class Reaching(Selector):
-    """Chooses magnitudes that reach a threshold."""
+    """Chooses magnitudes at or above a threshold."""
 
     threshold: float
 
@@ -28,7 +28,7 @@ class Threshold(Sparsifier):
     """Send every element whose magnitude reaches a fixed threshold.
 
     Payload: values float32[K], positions int32[K], ascending; K depends on the values and may be 0.
-    ``threshold``: in units of the gradient (of the sum with the residual, where there is one), > 0.
+    ``threshold``: in units of the gradient (with error feedback: of gradient plus residual), > 0.
     ``index_coding``: of the positions; "int32", or "bitmap" (n bits).
     Sahu et al., "Rethinking gradient sparsification as total error minimization", NeurIPS 2021, arXiv:2108.00951.
     """

@@ -1,4 +1,4 @@
-"""Unbiased sparsification with the fewest elements for a variance."""
+"""Unbiased sparsification with the fewest elements for a given variance."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from grace.ops.validate import fitting, matching
 @register("wangni")
 @dataclass(frozen=True)
 class Wangni(Scattered):
-    """Send large elements always, and others with a probability p proportional to them, as x / p: they are all equal.
+    """Always send large elements, and others with a probability p proportional to their magnitude, as x / p.
 
-    Payload: positions int32[K1] and values float32[K1] of what is always sent; positions int32[K2] of the others, as
-    -1 - position where x < 0; their magnitude float32[1]. On average K1 + K2 is at most compress_ratio * n.
+    Payload: positions int32[K1] and values float32[K1] of the elements always sent; positions int32[K2] of the others,
+    as -1 - position where x < 0; their magnitude float32[1], since all |x / p| are equal. On average K1 + K2 is at most
+    compress_ratio * n.
     ``compress_ratio``: the share of elements to send on average, in (0, 1].
-    ``iterations``: how often probabilities are raised again after some have reached 1; without, fewer are sent.
+    ``iterations``: how often to raise the probabilities after some have reached 1; with fewer, fewer elements are sent.
     Wangni, Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient Distributed Optimization",
     NeurIPS 2018, arXiv:1710.09854, algorithm 3.
     """
@@ -42,14 +43,14 @@ class Wangni(Scattered):
         largest = xp.max(xp.concat([xp.abs(x), xp.zeros(1)]))
         # Relative to the largest element, so that sums stay in range.
         relative = xp.abs(x) / xp.where(largest > 0, largest, 1.0)
-        unit = xp.maximum(xp.sum(relative) / max(wanted, 1.0e-30), TINY)  # from here on p = 1
+        unit = xp.maximum(xp.sum(relative) / max(wanted, 1.0e-30), TINY)  # p = 1 at and above this magnitude
         for _ in range(self.iterations):
             free = relative < unit
             missing = wanted - xp.sum(xp.cast(relative >= unit, "float32"))
             chances = xp.sum(xp.where(free, relative / unit, 0.0))
             factor = xp.where(chances > 0, missing / xp.where(chances > 0, chances, 1.0), 1.0)
             unit = xp.maximum(unit / xp.maximum(factor, 1.0), TINY)
-        # What is not finite is sent, and so is seen by every worker.
+        # Non-finite elements are always sent, so that every worker sees them.
         always = (relative >= unit) | xp.invert(xp.isfinite(x))
         sometimes = (relative < unit) & (ctx.rng("keep").uniform(ctx.size) < relative / unit)
         certain, drawn = xp.nonzero(always), xp.nonzero(sometimes)

@@ -1,7 +1,7 @@
 """The vocabulary of methods: abstract classes, contexts, programs and collectives.
 
-A method is the pair (compressor, memory): pure functions with explicit state, written over a backend ``xp`` and never
-over a toolkit. Standard library only; importing this imports no toolkit.
+A method is the pair (compressor, memory): pure functions with explicit state, written over a backend ``xp`` instead of
+a toolkit. This package uses the standard library alone and imports no toolkit.
 """
 
 from grace.core.compressor import Compressor

@@ -1,4 +1,4 @@
-"""The abstract communicator, and checks that several share."""
+"""The abstract communicator, and checks shared by several."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from grace.core.method import Method
 
 
 class Communicator(ABC):
-    """Carries a gradient to its mean over all workers.
+    """Averages a gradient over all workers.
 
     It decides where to compress: after an exact step, twice, or not at all.
     """
 
     reduce_scatters: ClassVar[bool] = False
-    """It reduce-scatters: dimension 0 is the workers, and the result is the mean of this worker's row alone."""
+    """Whether it reduce-scatters: dimension 0 indexes the workers; the result is the mean of this worker's row."""
 
     def check(self, method: Method, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
         """Raise ValueError, naming the remedy, for a method that it cannot carry."""
@@ -26,17 +26,17 @@ class Communicator(ABC):
         return self
 
     def choice(self, method: Method, transport: Transport) -> str:
-        """Why `resolve` gives another communicator, for the report; empty if it does not."""
+        """Why `resolve` returns another communicator, for the report; empty if it does not."""
         return ""
 
     def adopt_local_plan(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
-        """Elastic jobs: before tensors are laid out, adopt what `create_groups` will compare, without messages."""
+        """Elastic jobs: adopt this worker's own plan before the layout, without messages; see `create_groups`."""
 
     def create_groups(self, transport: Transport) -> None:  # noqa: B027 - most need nothing
-        """Create the groups of workers, once, before the first exchange, on every worker."""
+        """Create the groups of workers. Called once on every worker, before the first exchange."""
 
     def applies(self, method: Method, ctx: Context) -> bool:
-        """False: this tensor goes dense, and the report says so."""
+        """Whether to compress the tensor; if False, it goes dense and the report says so."""
         return method.compressor.applies(ctx)
 
     def compression_points(self, method: Method, ctx: Context) -> dict[str, tuple[Method, Context]]:
@@ -52,20 +52,20 @@ class Communicator(ABC):
         return method
 
     def strategy(self, name: str) -> str:
-        """The strategy of a tensor as text, if tensors have strategies of their own."""
+        """The tensor's own strategy as text; empty if tensors have none."""
         return ""
 
     def threads(self, name: str) -> int:
-        """Threads of the CPU pool that may compress a tensor; 0: none."""
+        """Threads of the CPU pool for compressing a tensor; 0: none."""
         return 0
 
     @property
     def origin(self) -> str:
-        """What a plan was made for and from, for the report."""
+        """What a plan was made for, and from what data; for the report."""
         return ""
 
     def init(self, method: Method, ctx: Context) -> State:
-        """The state of the method at each compression point, under its name."""
+        """The method's state at each compression point, under the point's name."""
         states = {name: here.init(part) for name, (here, part) in self.compression_points(method, ctx).items()}
         return states[""] if "" in states else join(**states)
 
@@ -74,12 +74,12 @@ class Communicator(ABC):
         """float32[n] -> the mean over all workers, float32[n], bit-equal on all of them; and next state.
 
         A communicator that reduce-scatters returns float32[n / world_size]. x is donated. The mean may be a
-        `grace.core.method.Lazy` one.
+        `grace.core.method.Lazy` mean.
         """
 
 
 def refuse_agreed(name: str, method: Method) -> None:
-    """Raise ValueError for a method whose workers have agreed on a payload already."""
+    """Raise ValueError for a method whose workers agree on one payload while they compress."""
     if method.compressor.traits.combine is Combine.AGREED:
         raise ValueError(
             f"communicator {name!r} cannot carry {name_of(method.compressor)!r}, whose workers agree on one payload "
@@ -88,7 +88,7 @@ def refuse_agreed(name: str, method: Method) -> None:
 
 
 def machine_size(name: str, node_size: int, transport: Transport) -> int:
-    """Workers of a machine, for a communicator's ``node_size``; 0: as they were launched."""
+    """Workers per machine: a communicator's ``node_size``, or the launched number if that is 0."""
     size = node_size or transport.node_size
     if size < 1 or transport.size % size:
         raise ValueError(

@@ -19,24 +19,24 @@ class Compressor(ABC):
     """Turns a gradient into a payload and a payload back into a gradient.
 
     Subclasses are frozen dataclasses of hyper-parameters. ``x`` is always float32[n] with n = ``ctx.size``.
-    Only ``compress`` and ``decompress`` must be written. Native kernels lie apart (`grace.engine.accelerators`).
+    Only ``compress`` and ``decompress`` are required. Native kernels live elsewhere (`grace.engine.accelerators`).
     """
 
     @property
     def traits(self) -> Traits:
-        """What the framework relies on: a class attribute, or a `cached_property` of the hyper-parameters."""
+        """The method's promises: a class attribute, or a `cached_property` of the hyper-parameters."""
         return _DEFAULT
 
     def applies(self, ctx: Context) -> bool:
-        """False: the tensor goes dense, as the report says."""
+        """Whether to compress the tensor; if False, it goes dense and the report says so."""
         return True
 
     def contraction(self, n: int) -> float | None:
-        """d with E|x - x̂|² <= (1 - d)|x|² for every x of n elements, if there is one."""
+        """The d of E|x - x̂|² <= (1 - d)|x|² for every x of n elements; None if there is none."""
         return None
 
     def variance(self, n: int) -> float | None:
-        """w with E|x - x̂|² <= w|x|² for every x of n elements, if the method is unbiased."""
+        """The w of E|x - x̂|² <= w|x|² for every x of n elements; None if the method is biased or has no bound."""
         return None
 
     def init(self, ctx: Context) -> State:
@@ -52,7 +52,7 @@ class Compressor(ABC):
         """Payload -> float32[n], bit-equal on every worker."""
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        """float32[n]: x less the decoded payload. x is donated: its memory may be reused."""
+        """float32[n]: x minus the decoded payload. x is donated: its memory may be reused."""
         return ctx.xp.subtract_from(x, self.decompress(payload, ctx))
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
@@ -67,7 +67,7 @@ class Compressor(ABC):
         return self.decompress(payload, ctx)
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Former class attributes and properties, such as ``unbiased = True``, become `traits`."""
+        """Turn former class attributes and properties, such as ``unbiased = True``, into `traits`."""
         super().__init_subclass__(**options)
         declaring = (cls, *(base for base in cls.__bases__ if not hasattr(base, "traits")))
         former = [name for name in FORMER if any(name in vars(each) for each in declaring)]
@@ -90,7 +90,7 @@ class Compressor(ABC):
         cls.traits = traits  # type: ignore[assignment]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Hyper-parameters alone: cached properties are computed anew."""
+        """Hyper-parameters only: cached properties are recomputed."""
         cached = {key for key in vars(self) if isinstance(getattr(type(self), key, None), cached_property)}
         return {key: value for key, value in vars(self).items() if key not in cached}
 

@@ -1,4 +1,4 @@
-"""The context of a call: what is known about a tensor without looking at its values."""
+"""The context of a call: the facts about a tensor except its values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grace.core.rng import Rng
 
 @dataclass(frozen=True)
 class Context:
-    """All that is known about a tensor without looking at its values."""
+    """The facts about a tensor except its values."""
 
     xp: Any = field(repr=False)
     name: str
@@ -22,16 +22,16 @@ class Context:
     rank: int = 0
     world_size: int = 1
     step: Any = 0
-    """How many exchanges this tensor has had: an int, or an int64 scalar inside a graph."""
+    """Number of earlier exchanges of this tensor: an int, or an int64 scalar inside a graph."""
     seed: int = 0
     lr: Callable[[], Any] | None = field(default=None, repr=False)
     """Returns the learning rate of the coming step, a float or a scalar; None if unknown."""
     offset: int = 0
     """Start of a chunk in the flattened tensor; 0 for a whole tensor."""
     wire: str = "float32"
-    """Dtype on the wire of a gradient that is sent uncompressed: its own."""
+    """Wire dtype of the gradient if it is sent uncompressed: its original dtype."""
     _workspace: Any = field(default=None, repr=False, compare=False)
-    """The engine's. Methods and memories never look inside, and work without."""
+    """Private to the engine. Methods and memories never look inside, and work without it."""
 
     @property
     def size(self) -> int:
@@ -51,11 +51,11 @@ class Context:
         return self._with(shape=(size,), offset=self.offset + start)
 
     def stage(self, name: str) -> Context:
-        """The same elements at another compression point: other random streams, other state."""
+        """The same elements at another compression point, with separate random streams and state."""
         return self._with(name=f"{self.name}/{name}")
 
     def _with(self, **changes: Any) -> Context:
-        # As dataclasses.replace, at a fifth of its time: a step makes thousands.
+        # A dataclasses.replace at a fifth of its cost: a step makes thousands of contexts.
         context = object.__new__(type(self))
         context.__dict__.update(self.__dict__, **changes)
         return context

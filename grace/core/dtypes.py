@@ -12,4 +12,4 @@ ITEMSIZE = {
     "int64": 8,
     "float64": 8,
 }
-"""Bytes of an element."""
+"""Bytes per element."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Unavailable(RuntimeError):
-    """A kernel cannot be compiled or launched. Nothing was written, so the plain function can take over."""
+    """A kernel cannot be compiled or launched. No output was written: the plain function can take over."""
 
 
 @contextmanager

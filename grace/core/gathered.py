@@ -1,7 +1,8 @@
-"""What came from all workers: payloads that lie in messages, taken apart when somebody looks at them.
+"""Payloads gathered from all workers: views into the received messages, made on access.
 
-A round brings hundreds of small arrays from each worker. Views of them cost more than what a kernel does with them, and
-a kernel wants no views: dtypes, shapes and places are the same for all workers and known from what this one sent.
+A round receives hundreds of small arrays from each worker. Making views of them costs more than a kernel's work on
+them, and a kernel needs only addresses: dtypes, shapes and offsets are the same for all workers and known from the
+message that this worker sent.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from grace.core.dtypes import ITEMSIZE
 
 Shape = tuple[Any, ...]
 Layout = tuple[tuple[str, Shape], ...]
-"""dtype and shape of the arrays that lie one after the other in a message."""
+"""dtype and shape of each array in a message, in order."""
 
 
 @lru_cache(256)
 def offsets(layout: Layout) -> tuple[int, ...]:
-    """Where each array of a message begins, in bytes; and where the last one ends."""
+    """Byte offset of each array of a message, and of the message's end."""
     return tuple(accumulate((nbytes(*form) for form in layout), initial=0))
 
 
 def nbytes(dtype: str, shape: Shape) -> Any:
-    """How many bytes an array has."""
+    """Bytes of an array."""
     return prod(shape) * ITEMSIZE[dtype]
 
 
 class GatheredBuffers:
-    """A buffer of bytes from each worker, all of one layout. ``cut`` takes one apart: into the layout's arrays."""
+    """A byte buffer from each worker, all of one layout. ``cut`` splits a buffer into the layout's arrays."""
 
     def __init__(self, xp: Any, buffers: Sequence[Array], layout: Layout, cut: Callable[[Array, Layout], Payload]):
         self._xp, self._buffers, self._cut = xp, [xp.contiguous(buffer) for buffer in buffers], cut
@@ -47,17 +48,17 @@ class GatheredBuffers:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each array of a message begins, in bytes; and where the last one ends."""
+        """Byte offset of each array of a message, and of the message's end."""
         return offsets(self.layout)
 
     @cached_property
     def bases(self) -> list[int]:
-        """Where each worker's message begins in memory; on hosts."""
+        """Address of each worker's message; on hosts only."""
         return [self._xp.address(buffer) for buffer in self._buffers]
 
 
 class GatheredPayloads(Sequence[Payload]):
-    """The payload of each worker, in rank order: ``part`` of the arrays in their messages."""
+    """The payload of each worker, in rank order: the slice ``part`` of the arrays in each message."""
 
     def __init__(self, messages: GatheredBuffers, part: slice):
         self._messages, self._part = messages, part
@@ -89,6 +90,6 @@ class GatheredPayloads(Sequence[Payload]):
         return ends[self._part.stop] - ends[self._part.start]
 
     def addresses(self) -> list[list[int]]:
-        """For each array of a payload where it lies in memory, aligned or not, by worker; as long as this object."""
+        """Addresses by array and worker, possibly unaligned; valid as long as this object lives."""
         bases = self._messages.bases
         return [[base + offset for base in bases] for offset in self._messages.offsets[self._part]]

@@ -14,20 +14,20 @@ from grace.core.state import Array, Payload, Resize, State
 
 
 class Memory(ABC):
-    """State beside a compressor: what is added to a gradient before compression, and what is stored after it."""
+    """State beside a compressor: it is added to a gradient before compression and updated afterwards."""
 
     feedback: ClassVar[bool] = False
-    """It has error feedback."""
+    """Whether it has error feedback."""
     second_stage: ClassVar[Memory | None] = None
-    """The memory of a communicator's second compression; None: this one."""
+    """The memory of a communicator's second compression; None: this memory itself."""
     includes_momentum: ClassVar[bool] = False
-    """Its results include momentum: the optimizer should have none."""
+    """Whether its results include momentum; if so, the optimizer should have none."""
     reshard: ClassVar[Mapping[str, Resize]] = {}
     """As `Traits.reshard`."""
 
     @property
     def standard_feedback(self) -> bool:
-        """It compresses x plus its state "residual", if it has one, and stores the new residual."""
+        """Whether it compresses x plus its state "residual", if there is one, and stores the new residual."""
         return False
 
     def check(self, compressor: Compressor) -> None:  # noqa: B027 - most fit every compressor
@@ -58,7 +58,7 @@ class Memory(ABC):
         return mean, state
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Former names, such as ``def finish``, become those of today."""
+        """Rename methods and attributes with former names, such as ``def finish``."""
         super().__init_subclass__(**options)
         for former, name in FORMER.items():
             if former in vars(cls) and name not in vars(cls):
@@ -74,4 +74,4 @@ FORMER = {
     "resize": "reshard",
     "server": "second_stage",
 }
-"""Former names of a memory's attributes and methods, deprecated, and those of today."""
+"""Former names of attributes and methods, deprecated, and their present names."""

@@ -1,4 +1,4 @@
-"""A compressor with its memory: how they work together on a gradient."""
+"""The pair of a compressor and a memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from grace.core.state import Array, Payload, Resize, State, apart, join, name_of
 
 @dataclass(frozen=True)
 class Method:
-    """A compressor with its memory: all that happens to a gradient at one point of compression."""
+    """A compressor with its memory: the work at one compression point."""
 
     compressor: Compressor
     memory: Memory
 
     def check(self) -> None:
-        """Raise ValueError for a pair that cannot work, and warn of one that loses gradients."""
+        """Raise ValueError for an invalid pair, and warn if a pair loses gradients."""
         compressor, traits, large = self.compressor, self.compressor.traits, 2**20
         name = name_of(compressor)
         if self.memory.feedback and traits.majority_vote:
@@ -50,7 +50,7 @@ class Method:
             )
 
     def reshard(self, part: str) -> Mapping[str, Resize]:
-        """How the state of a part, "memory" or "compressor", follows a change of the number of workers, by key."""
+        """Reshard rules by key for one part of the state, "memory" or "compressor"."""
         return self.memory.reshard if part == "memory" else self.compressor.traits.reshard
 
     def init(self, ctx: Context) -> State:
@@ -59,7 +59,7 @@ class Method:
     def encode(self, x: Array, state: State, ctx: Context, defer: bool = False) -> Program[tuple[Payload, State]]:
         """Compensate, compress, update the memory. x is donated: its memory may be reused, also for the next state.
 
-        ``defer``: an engine may return a residual that is computed where it is stored.
+        ``defer``: an engine may return a residual that is computed when it is stored.
         """
         memory, kept = scope(state, "memory"), scope(state, "compressor")
         x, memory = yield from as_program(self.memory.compensate(x, memory, ctx))
@@ -70,11 +70,11 @@ class Method:
 
     @property
     def for_second_stage(self) -> Method:
-        """What compresses a mean: this method, with the memory that is for a second compression."""
+        """The method for a second compression, of a mean: the same compressor with the memory's ``second_stage``."""
         return self if self.memory.second_stage is None else replace(self, memory=self.memory.second_stage)
 
     def like(self, other: Method) -> Method:
-        """Another pair, carried out the way this one is."""
+        """Another pair, run by the same subclass as this one."""
         return type(self)(other.compressor, other.memory)
 
     def mean(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> Any:
@@ -85,17 +85,17 @@ class Method:
         return self.compressor.decompress(payloads[0], ctx) if agreed else self.compressor.aggregate(payloads, ctx)
 
     def decode(self, payloads: Sequence[Payload], ctx: Context, agreed: bool = False) -> Program[Array]:
-        """As `mean`, for a program that goes on with the array."""
+        """As `mean`, for a program that needs the decoded array."""
         yield from ()
         return materialize(self.mean(payloads, ctx, agreed))
 
     def mean_of_shards(self, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context]) -> Any:
-        """float32[n]: a tensor from a payload for each of its consecutive ``shards``."""
+        """float32[n]: a tensor decoded from one payload for each of its consecutive ``shards``."""
         parts = zip(payloads, shards, strict=True)
         return ctx.xp.concat([self.compressor.decompress(payload, shard) for payload, shard in parts])
 
     def finish(self, mean: Any, state: State, ctx: Context) -> tuple[Any, State]:
-        """What the memory makes of the mean of all workers' payloads."""
+        """Apply the memory's `after_mean` to the mean of all workers' payloads."""
         if type(self.memory).after_mean is Memory.after_mean:
             return mean, state
         mean = materialize(mean)

@@ -1,4 +1,4 @@
-"""What a policy is: frozen settings, and pure functions from what was decided to what holds next."""
+"""The abstract policy: frozen settings, and pure functions from one decision to the next."""
 
 from __future__ import annotations
 
@@ -13,92 +13,92 @@ from grace.core.fields import checked
 from grace.core.method import Method
 
 Level = Mapping[str, Any]
-"""Fields of the compressor with their values, such as ``{"compress_ratio": 0.1}``; empty: the compressor as it is."""
+"""Compressor fields and their values, such as ``{"compress_ratio": 0.1}``; empty: the compressor unchanged."""
 MAIN = ("compress_ratio", "compress_rank", "bits", "quantum_num", "chunk_k")
-"""Fields that a number stands for where a level is expected; of two, the first."""
+"""Fields that a bare number sets when it is given as a level; the first one present wins."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What holds until the next one, and all that a policy remembers: plain data, saved as JSON."""
+    """The settings until the next decision, and the policy's whole memory: plain data, saved as JSON."""
 
     levels: dict[str, int]
-    """For each tensor the index of its level."""
+    """Level index by tensor."""
     micro_steps: int = 1
-    """How many batches' gradients add up before they are exchanged."""
+    """Number of batches whose gradients accumulate before an exchange."""
     lr_scale: float = 1.0
-    """What the learning rate is to be multiplied by now, once."""
+    """One-time factor for the learning rate."""
     memo: dict[str, Any] = field(default_factory=dict)
-    """What the policy wants to see again."""
+    """Data that the policy keeps for its next decision."""
 
 
 class Policy(ABC):
     """Decides at the end of each epoch. Subclasses are frozen dataclasses of settings; training begins at level 0.
 
-    The functions are pure and see plain numbers, never arrays, so that every toolkit decides alike. They run on
-    worker 0, whose decision all workers take over.
+    The functions are pure and take plain numbers, never arrays, so all toolkits decide alike. They run on worker 0, and
+    all workers adopt its decision.
     """
 
     norm_source: str = ""
-    """Whose gradients add up over an epoch that is watched: "rank0" (worker 0's own), "mean" (every worker's own;
-    the mean of their squared norms), "aggregated" (the means that all got); empty: nobody's."""
+    """Which gradients to sum over a watched epoch: "rank0" (worker 0's own), "mean" (every worker's own; their squared
+    norms are averaged), "aggregated" (the means that all workers receive); empty: none."""
     batch: ClassVar[bool] = False
-    """It decides on ``micro_steps``."""
+    """Whether it decides on ``micro_steps``."""
     switches_methods: ClassVar[bool] = False
-    """Its levels are methods, each with the memory and the communicator that it has."""
+    """Whether its levels are whole methods, each with its own memory and communicator."""
 
     @property
     def together(self) -> bool:
-        """All tensors always have the same level."""
+        """Whether all tensors always share one level."""
         return True
 
     def levels(self, compressor: Compressor) -> tuple[Level, ...]:
-        """The levels of this compressor; ValueError, with the remedy, if it cannot have them."""
+        """The levels of this compressor. ValueError, with the remedy, if it cannot have any."""
         return ({},)
 
     def ways(self, method: Method, communicator: Communicator) -> tuple[tuple[Method, Communicator], ...]:
-        """What a tensor goes through at each level: by default the method, with its compressor at that level."""
+        """Method and communicator at each level. By default the compressor changes and the rest stays."""
         compressors = (at_level(method.compressor, level) for level in self.levels(method.compressor))
         return tuple((replace(method, compressor=compressor), communicator) for compressor in compressors)
 
     def watches(self, epoch: int, decision: Decision) -> bool:
-        """Whether the norms of this epoch's summed gradients are wanted; epochs count from 0."""
+        """Whether to record the norms of this epoch's summed gradients; epochs count from 0."""
         return False
 
     @abstractmethod
     def on_epoch_end(
         self, decision: Decision, epoch: int, lr: float | None, next_lr: float | None, norms: Mapping[str, float]
     ) -> Decision:
-        """What holds from the next epoch on.
+        """The decision from the next epoch on.
 
-        ``lr``, ``next_lr``: learning rates of this epoch and of the next one, as far as they are known. ``norms``: of
-        each tensor's gradients, summed over the epoch as vectors; empty unless it was watched.
+        ``lr``, ``next_lr``: learning rates of this epoch and the next, if known. ``norms``: by tensor, the norm of its
+        gradients summed over the epoch; empty unless the epoch was watched.
         """
 
     def trial(self, decision: Decision, workers: int) -> int | None:
-        """So many steps are to be timed now, after two that are not; 0: decide after this step; None: no trial."""
+        """Number of steps to time now, after two untimed ones; 0: decide after this step; None: no trial."""
         return None
 
     def on_trial_end(self, decision: Decision, workers: int, seconds: float) -> Decision:
-        """What holds after a trial. ``seconds``: its median step, on the slowest worker."""
+        """The decision after a trial. ``seconds``: its median step, on the slowest worker."""
         return decision
 
     def trials(self, decision: Decision) -> dict[int, float]:
-        """Seconds of a step at the levels that were tried, for the report."""
+        """Seconds per step by level tried, for the report."""
         return {}
 
     def remembers(self, memo: Mapping[str, Any]) -> bool:
-        """Whether this could be what it keeps between decisions: a state comes from a file or another worker."""
+        """Whether this is a valid ``memo``: a state may come from a file or another worker."""
         return True
 
 
 def number(value: Any) -> bool:
-    """Whether a value of JSON is a number."""
+    """Whether a JSON value is a number."""
     return type(value) in (int, float)
 
 
 def at_level(compressor: Compressor, level: Level) -> Compressor:
-    """The compressor with some fields changed, its own or those of its parts; ValueError if it has no such field."""
+    """The compressor with some of its own or its parts' fields changed; ValueError for an unknown field."""
     known = _fields(compressor)
     for key, value in level.items():
         if key not in known:
@@ -109,9 +109,9 @@ def at_level(compressor: Compressor, level: Level) -> Compressor:
 
 
 def level_of(key: str, value: Any, compressor: Compressor) -> Level:
-    """A level that was given as a mapping, or as a number for the method's main field.
+    """A level, given as a mapping or as a number for the method's main field.
 
-    ``key``: what it was given as, for the error.
+    ``key``: the parameter's name, for the error.
     """
     if isinstance(value, Mapping):
         return dict(value)
@@ -127,13 +127,13 @@ def level_of(key: str, value: Any, compressor: Compressor) -> Level:
 
 
 def own_level(keys: Iterable[str], compressor: Compressor) -> Level:
-    """The level that the compressor has by itself, in these fields."""
+    """The compressor's present values of these fields, as a level."""
     known = _fields(compressor)
     return {key: known[key][0] for key in keys if key in known}
 
 
 def _fields(compressor: Compressor) -> dict[str, tuple[Any, Any]]:
-    # Values and defaults of its own fields and its parts'.
+    # Values and defaults of the compressor's own fields and of its parts' fields.
     found: dict[str, tuple[Any, Any]] = {}
     for each in fields(compressor):  # type: ignore[arg-type]
         value = getattr(compressor, each.name)

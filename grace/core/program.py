@@ -10,7 +10,8 @@ from grace.core.state import name_of
 
 T = TypeVar("T")
 Program = Generator[Collective | tuple[Collective, ...] | None, Any, T]
-"""A generator that yields collectives and is resumed with their results. None is the engine's: it waits for kernels."""
+"""A generator that yields collectives and is resumed with their results. The engine also yields None, to wait for
+kernels."""
 MaybeProgram = Union[T, Program[T]]  # noqa: UP007 - a TypeVar alone has no | at run time in 3.10
 """A value, or a program that returns one."""
 
@@ -23,7 +24,7 @@ def as_program(value: MaybeProgram[T]) -> Program[T]:
 
 
 def run_local(value: MaybeProgram[T], whose: Any) -> T:
-    """The result of a program that requests no collective; else ValueError, naming the method."""
+    """Run a program that requests no collective and return its result; else ValueError, naming the method."""
     program = as_program(value)
     try:
         next(program)

@@ -1,6 +1,6 @@
 """Registries: compressors, memories, communicators and policies by name.
 
-Keys and defaults are the dataclass fields of the classes. Nothing is listed a second time.
+Keys and defaults are the dataclass fields of the classes, defined nowhere else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ C = TypeVar("C", bound=type)
 
 
 class Registry(Mapping[str, type]):
-    """Classes of one kind by name, in the order of their names. Aliases find them too but are not listed."""
+    """Classes of one kind by name, sorted. Lookup accepts aliases; iteration omits them."""
 
     def __init__(self, kind: str, package: str):
         self.kind = kind
@@ -34,7 +34,7 @@ class Registry(Mapping[str, type]):
         self._aliases: dict[str, str] = {}
 
     def add(self, cls: type, name: str, *aliases: str) -> None:
-        """Put a class under a name; raises ValueError if another class has it."""
+        """Register a class under a name; raises ValueError if the name is taken."""
         for each in (name, *aliases):
             known = self._classes.get(each) or self._classes.get(self._aliases.get(each, ""))
             if known is not None and known.__qualname__ != cls.__qualname__:
@@ -45,7 +45,7 @@ class Registry(Mapping[str, type]):
         self._aliases.update(dict.fromkeys(aliases, name))
 
     def aliases(self, name: str) -> list[str]:
-        """The other names of a class."""
+        """A class's other names."""
         self._load()
         return sorted(alias for alias, target in self._aliases.items() if target == name)
 
@@ -53,12 +53,12 @@ class Registry(Mapping[str, type]):
         if not self._loaded:
             self._loaded = True
             package = importlib.import_module(self._package)
-            for module in pkgutil.iter_modules(package.__path__):  # each registers what it holds
+            for module in pkgutil.iter_modules(package.__path__):  # each registers its classes
                 importlib.import_module(f"{self._package}.{module.name}")
             for entry in entry_points(group=self._package):
                 try:
                     entry.load()
-                except Exception as error:  # other people's code: what is left still works
+                except Exception as error:  # third-party code: keep going without it
                     owner = entry.dist.name if entry.dist else "a package"
                     warnings.warn(
                         f"{owner} offers the {self.kind} {entry.name!r}, but {entry.value!r} failed: {error!r}. "
@@ -82,7 +82,7 @@ class Registry(Mapping[str, type]):
         return len(self._classes)
 
     def find(self, name: Any) -> type:
-        """The class of that name; raises ValueError with the nearest right name."""
+        """Look a class up by name; raises ValueError with the nearest known name."""
         if isinstance(name, str) and name in self:
             return self[name]
         known = [*self, *self._aliases]
@@ -102,7 +102,7 @@ REGISTRIES: dict[type, Registry] = {
 
 
 def register(name: str, *aliases: str) -> Callable[[C], C]:
-    """Class decorator: make a compressor, memory, communicator or policy known by name (and by other names)."""
+    """Class decorator: register a compressor, memory, communicator or policy under a name and its aliases."""
 
     def decorate(cls: C) -> C:
         for kind, registry in REGISTRIES.items():
@@ -124,7 +124,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def method_from_params(params: Mapping[str, Any]) -> Method:
-    """A compressor with its memory from the keys that `grace_from_params` takes for them. ValueError for others."""
+    """A compressor with its memory, from their `grace_from_params` keys. ValueError for other keys."""
     rest = dict(params)
     compressor, memory = pair(rest)
     if rest:
@@ -133,7 +133,7 @@ def method_from_params(params: Mapping[str, Any]) -> Method:
 
 
 def triple(params: str | Mapping[str, Any]) -> tuple[Method, Communicator]:
-    """A method and its communicator: from the keys of `grace_from_params` for them, or from a compressor's name alone.
+    """A method and its communicator, from their `grace_from_params` keys or from a compressor's name alone.
 
     ValueError for other keys.
     """
@@ -145,7 +145,7 @@ def triple(params: str | Mapping[str, Any]) -> tuple[Method, Communicator]:
 
 
 def pair(rest: dict[str, Any]) -> tuple[Compressor, Memory]:
-    """A compressor and its memory; their keys are taken out of ``rest``."""
+    """A compressor and its memory; consumes their keys in ``rest``."""
     compressor = take(compressors, rest.pop("compressor", "none"), rest)
     return compressor, take(memories, rest.pop("memory", compressor.traits.memory), rest)
 
@@ -162,7 +162,7 @@ def usual_communicator(compressor: Compressor) -> str:
 
 
 def take(registry: Registry, name: Any, rest: dict[str, Any]) -> Any:
-    """An instance as it is, or an instance of the class of that name; its keys are taken out of ``rest``."""
+    """Return an instance unchanged, or build one by name; consumes its keys in ``rest``."""
     if not isinstance(name, str):
         for kind, known in REGISTRIES.items():
             if known is registry and isinstance(name, kind):
@@ -172,12 +172,12 @@ def take(registry: Registry, name: Any, rest: dict[str, Any]) -> Any:
 
 
 def values(cls: type, rest: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a class that ``rest`` has, taken out of it and checked."""
+    """A class's fields that ``rest`` gives, checked and removed from it."""
     found = {}
     for field in fields(cls):
         default: Any = field.default
         part = next((known for kind, known in REGISTRIES.items() if isinstance(default, kind)), None)
-        if part is not None:  # made of parts, whose own keys are taken too
+        if part is not None:  # a nested part: take its keys as well
             chosen = rest.pop(field.name, None)
             if chosen is None:
                 found[field.name] = replace(default, **values(type(default), rest))
@@ -190,7 +190,7 @@ def values(cls: type, rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def unknown_key(key: str, *parts: Any, others: Iterable[str] = ()) -> str:
-    """The error text for a key that no part has. ``others``: further known keys."""
+    """Error text for a key that no part knows. ``others``: further known keys."""
     owners = [
         f"{registry.kind} {name!r}"
         for registry in REGISTRIES.values()

@@ -1,8 +1,8 @@
 """Random numbers without a generator: a hash of (key, counter), the same bits on every toolkit.
 
-A stream is named by (seed, label, tensor, step, worker) and nothing else. No global generator is read or
-written, no state has to be kept, and element j of a stream can be had without elements 0..j-1. The mixing
-function is the public-domain 32-bit finaliser of MurmurHash3.
+A stream is named by (seed, label, tensor, step, worker) and nothing else. There is no global generator and no saved
+state, and element j needs no other element of its stream. The mixing function is the public-domain 32-bit finaliser
+of MurmurHash3.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def fnv1a(text: str) -> int:
 
 
 def _times(a: Any, c: int) -> Any:
-    # A 32-bit product in 64-bit signed arithmetic, so that it is defined alike for int and int64 scalars.
+    # A 32-bit product in 64-bit signed arithmetic, so that ints and int64 scalars give the same result.
     if type(a) is int:
         return a * c & MASK32
     return ((a & 0xFFFF) * c + ((((a // 65536) * c) & 0xFFFF) * 65536)) & MASK32
@@ -45,7 +45,7 @@ def mix(h: Any) -> Any:
 def fold(*values: Any, start: Any = 0) -> Any:
     """Hash a sequence of integers into one 32-bit word. Hashed, never added: (5, 1) and (6, 0) differ.
 
-    ``start``: the word of the values that came before these.
+    ``start``: the hash of the preceding values.
     """
     h = start
     for value in values:
@@ -59,12 +59,12 @@ def word(keys: tuple[int, int], j: int) -> int:
 
 
 def noise_offset(keys: tuple[int, int], row: int) -> float:
-    """What the elements of a row of the noise have in common, a fraction of 1."""
+    """The offset shared by all elements of a noise row, in [0, 1)."""
     return (word(keys, row) >> 16) / NOISE
 
 
 def noise_rows(start: int, n: int) -> Iterator[tuple[int, int, int, int]]:
-    """Rows of the noise from element ``start`` on: row, place of its first among the n, place in the table, count."""
+    """Noise rows that cover n elements from ``start``: row, position among the n, position in the table, count."""
     at = 0
     while at < n:
         row, first = divmod(start + at, NOISE)
@@ -75,7 +75,7 @@ def noise_rows(start: int, n: int) -> Iterator[tuple[int, int, int, int]]:
 
 @lru_cache(4096)
 def _stem(seed: int, label: str, name: str) -> int:
-    # What a stream's word has in common at all steps.
+    # The part of a stream's hash that is the same at all steps.
     return fold(seed, fnv1a(label), fnv1a(name))
 
 
@@ -83,7 +83,7 @@ FIRST, SECOND = mix(1), mix(2)
 
 
 def _keys(seed: int, label: str, name: str, step: Any, worker: int) -> tuple[Any, Any]:
-    # Of one stream.
+    # The two keys of a stream.
     h = fold(step, worker, start=_stem(seed, label, name))
     return mix((h + FIRST) & MASK32), mix((h + SECOND) & MASK32)
 
@@ -102,7 +102,7 @@ class Rng:
         keys = _known_keys if isinstance(step, int) else _keys
         self._xp = xp
         self.keys = keys(seed, label, name, step, worker)
-        self.table = keys(seed, label, "", step, worker)  # of the noise: the same for all tensors
+        self.table = keys(seed, label, "", step, worker)  # of the noise table, shared by all tensors
         self.offset = offset
 
     def bits(self, n: int) -> Any:
@@ -114,20 +114,20 @@ class Rng:
         return self._xp.uniform(*self.keys, self.offset, n)
 
     def noise(self, n: int) -> Any:
-        """float32[n] in (0, 1), odd multiples of 2**-17: to round with, for a fraction of the price of `uniform`.
+        """float32[n] in (0, 1), odd multiples of 2**-17: for rounding, at a fraction of the cost of `uniform`.
 
-        Element j has the upper 16 bits of word j mod 2**16 of a table that all tensors of a step share, plus those of
-        word j // 2**16 of this stream, as a fraction. Any two elements are independent, so errors of rounding add up as
-        those of independent numbers do. A float32 of magnitude below 2**7 and this number add up without carrying an
-        integer over. Chances of 16 bits are right up to 2**-17: so is the expectation of what is rounded, in units of a
-        level, and a smaller fraction always becomes 0.
+        Element j is a fraction of 16 bits: the upper 16 bits of word j mod 2**16 of a table that all tensors of a step
+        share, plus those of word j // 2**16 of this stream. Any two elements are independent, so rounding errors add up
+        as those of independent numbers do. A float32 of magnitude below 2**7 plus this number never carries over to the
+        next integer by rounding. Probabilities are exact up to 2**-17, and so is the expectation of a rounded value, in
+        units of a level; a smaller fraction always becomes 0.
         """
         return self._xp.noise(self.table, self.keys, self.offset, n)
 
     def rounded(self, x: Any, n: int) -> Any:
-        """The float32[n] ``x``, each element rounded at random to a neighbouring integer, so that its expectation is x.
+        """The float32[n] ``x``, each element rounded at random to a neighbouring integer, with expectation x.
 
-        floor(x + noise), but added to the fraction alone: an integer stays what it is, however large.
+        This is floor(x + noise) with the noise added to the fraction alone, so large integers stay exact.
         """
         lower = self._xp.floor(x)
         return lower + self._xp.cast((x - lower) + self.noise(n) >= 1.0, "float32")
@@ -141,7 +141,7 @@ class Rng:
     def sample(self, n: int, k: int) -> Any:
         """int32[k]: k different positions of 0..n-1, ascending; every set is equally likely.
 
-        The positions whose words are the k smallest, as unsigned numbers. Ties cannot occur for n <= 2**32: the hash
-        permutes the counters.
+        They are the positions with the k smallest words, as unsigned numbers. Ties cannot occur for n <= 2**32: the
+        hash permutes the counters.
         """
         return self._xp.sample(*self.keys, self.offset, n, k)

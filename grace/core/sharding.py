@@ -17,21 +17,21 @@ from grace.core.traits import Combine
 
 
 def span(xp: Any, unit: int) -> int:
-    """Elements of a chunk that fits a cache, in whole units."""
+    """Elements of a chunk that fits a cache, a multiple of ``unit``."""
     return int(max(1, xp.piece // unit) * unit)
 
 
 def spans(xp: Any, n: int, unit: int) -> list[tuple[int, int]]:
     """Bounds of chunks of n elements that fit a cache: whole units, the last one short.
 
-    A single chunk where the backend does not cut.
+    A single chunk if the backend does not cut.
     """
     size = span(xp, unit) if xp.piece else n
     return [(start, min(start + size, n)) for start in range(0, n, size)] if n else [(0, 0)]
 
 
 def unit(compressor: Compressor) -> int:
-    """Elements whose codes fill whole bytes and whole blocks."""
+    """The smallest number of elements that fills whole blocks and whole bytes."""
     return math.lcm(8, compressor.traits.block_size or 1)
 
 
@@ -46,9 +46,9 @@ def pieces(compressor: Compressor, ctx: Context) -> list[tuple[int, int]]:
 
 
 def cut(payload: Payload, steps: tuple[int, ...], start: int, stop: int, size: int) -> Payload:
-    """The part of a blockwise method's payload that holds elements ``start .. stop`` of ``size``.
+    """The slice of a blockwise method's payload that holds elements ``start .. stop`` of ``size``.
 
-    Both are at whole units or the end. ``steps``: `strides` of the method.
+    Both bounds are multiples of a unit, or the end. ``steps``: `strides` of the method.
     """
     units, *each = steps
     if start >= size:
@@ -61,8 +61,8 @@ def cut(payload: Payload, steps: tuple[int, ...], start: int, stop: int, size: i
 
 
 def strides(compressor: Compressor, xp: Any) -> tuple[int, ...]:
-    """Elements of a unit, and how long each payload array is for one."""
-    units = unit(compressor)  # blockwise methods are linear in it
+    """Elements per unit, and the length of each payload array per unit."""
+    units = unit(compressor)  # array lengths of blockwise methods are proportional to it
     return units, *(shape[0] for _, shape in template(compressor, xp, (units,)))
 
 
@@ -70,9 +70,9 @@ def strides(compressor: Compressor, xp: Any) -> tuple[int, ...]:
 def cuts(
     compressor: Compressor, xp: Any, size: int, ends: tuple[int, ...], whole: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """How long the parts of each payload array are where `cut` cuts a tensor of ``size`` elements at ``ends``.
+    """Lengths of the parts of each payload array if `cut` splits a tensor of ``size`` elements at ``ends``.
 
-    ``whole``: how long the arrays are themselves.
+    ``whole``: the lengths of the whole arrays.
     """
     units, *each = strides(compressor, xp)
     found = []
@@ -83,9 +83,9 @@ def cuts(
 
 
 def shards(compressor: Compressor, ctx: Context, parts: int) -> list[Context]:
-    """A tensor cut into consecutive shards: whole blocks and bytes, or whole rows for a method that sees the shape.
+    """A tensor cut into consecutive shards: whole blocks and bytes, or whole rows for a method that needs the shape.
 
-    All are of one size but for the last ones, which are shorter or empty.
+    All shards have the same size, except that the last ones may be shorter or empty.
     """
     rows = compressor.traits.needs_shape and len(ctx.shape) > 1
     row = ctx.size // max(1, ctx.shape[0]) if rows else 1
@@ -100,7 +100,7 @@ def shards(compressor: Compressor, ctx: Context, parts: int) -> list[Context]:
 def template(
     compressor: Compressor, xp: Any, shape: tuple[int, ...], wire: str = "float32"
 ) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """dtype and shape of the payload arrays of a tensor. ValueError for a method that asks for collectives."""
+    """dtype and shape of a tensor's payload arrays. ValueError for a method that requests collectives."""
     ctx = Context(xp=xp, name="template", shape=shape, wire=wire)
     payload, _ = run_local(compressor.compress(xp.zeros(ctx.size), compressor.init(ctx), ctx), compressor)
     return tuple((xp.dtype(array), tuple(xp.shape(array))) for array in payload)
@@ -112,13 +112,13 @@ def in_chunks(compressor: Compressor, ctx: Context) -> bool:
 
 
 def cuttable(compressor: Compressor) -> bool:
-    """Whether the payload of a tensor can be cut into those of its shards."""
+    """Whether a tensor's payload can be cut into its shards' payloads."""
     return compressor.traits.block_size is not None and not compressor.traits.variable_length
 
 
 @cache
 def divisible(compressor: Compressor) -> bool:
-    """Whether blocks may be compressed apart, by plain functions without state."""
+    """Whether chunks can be compressed independently: the method is stateless and requests no collectives."""
     return (
         cuttable(compressor)
         and compressor.traits.combine is Combine.GATHER

@@ -1,4 +1,4 @@
-"""Arrays, payloads and states: what methods handle, as types, and states joined under prefixes."""
+"""Types of arrays, payloads and states, and helpers that join states under prefixes."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import Any
 
 Array = Any
 Payload = tuple[Array, ...]
-"""What one worker puts on the wire: arrays in wire dtypes, bits already packed."""
+"""One worker's data on the wire: arrays in wire dtypes, bits already packed."""
 State = dict[str, Array]
-"""What is kept of a tensor between steps. Keys, shapes and dtypes are fixed by ``init``."""
+"""A tensor's state between steps. Keys, shapes and dtypes are fixed by ``init``."""
 
 
 def name_of(part: Any) -> str:
-    """The registered name of a compressor, memory or communicator; the class's own name if it has none."""
+    """The registered name of a compressor, memory or communicator, or else its class name."""
     return vars(type(part)).get("registered_name", type(part).__name__)
 
 
 class Resize(Enum):
-    """What becomes of an array of the state when the number of workers changes."""
+    """How a state array follows a change in the number of workers."""
 
     SAME = "same"
-    """It is the same on all workers, and stays so."""
+    """Equal on all workers, and copied to new ones."""
     SUM = "sum"
-    """The sum over the workers is kept, and every worker has an equal part of it: nothing is lost."""
+    """The sum over the workers is preserved: every worker gets an equal part of it."""
     MEAN = "mean"
     """Every worker gets the mean."""
     OWN = "own"
-    """A worker's own affair: each takes one of the old workers' over, as they come."""
+    """Private to a worker: each new worker takes over one old worker's array, in rank order."""
     TRACKED = "tracked"
-    """All workers keep the mean of it as "mean", beside it: every worker goes on from that. So the two stay true to
-    each other, also where what a worker had is lost."""
+    """An estimate whose mean over the workers is stored beside it, as "mean": every worker restarts from the mean. The
+    two stay consistent even if some workers' estimates are lost."""
 
 
 def apart(arrays: Payload, others: Payload, xp: Any) -> Payload:
-    """The arrays in memory of their own, copied where they share some of the others'."""
+    """The arrays in memory of their own; copies those that overlap any of ``others``."""
     return tuple(xp.copy(x) if any(xp.overlap(x, other) for other in others) else x for x in arrays)
 
 
@@ -45,5 +45,5 @@ def scope(state: State, prefix: str) -> State:
 
 
 def join(**parts: State) -> State:
-    """Several states as one: ``join(memory=..., compressor=...)``; undone by `scope`."""
+    """Join states under prefixes: ``join(memory=..., compressor=...)``; the inverse of `scope`."""
     return {f"{prefix}/{key}": value for prefix, state in parts.items() for key, value in state.items()}

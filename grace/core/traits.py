@@ -1,4 +1,4 @@
-"""What a compressor promises: the framework relies on it, and `grace.testing` holds methods to it."""
+"""A compressor's promises: the framework relies on them, and `grace.testing` verifies them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Combine(Enum):
     MEAN = "mean"
     """Payloads are linear in the gradient: they may be averaged on the wire."""
     AGREED = "agreed"
-    """The workers agreed on one payload inside ``compress``: nothing is left to exchange."""
+    """The workers agreed on one payload inside ``compress``: no exchange is left."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """The promises of a compressor with its hyper-parameters."""
+    """A compressor's promises, given its hyper-parameters."""
 
     family: str = ""
     """The kind of method: "quantisation", "sparsification", "hybrid" or "low rank"."""
@@ -38,7 +38,7 @@ class Traits:
     variable_length: bool = False
     """The payload's length depends on the values."""
     needs_shape: bool = False
-    """It sees the tensor's shape, not only its size."""
+    """It uses the tensor's shape, not only its size."""
     sends_exact_values: bool = False
     """Elements are sent as they are or not at all: `residual` is x with zeros where elements were sent."""
     majority_vote: bool = False
@@ -46,17 +46,17 @@ class Traits:
     nonfinite_in_payload: bool = False
     """NaN and infinity in x appear in the payload's float32 arrays."""
     internal_feedback: bool = False
-    """It has error feedback of its own, in its state."""
+    """It has its own error feedback, in its state."""
     lossless: bool = False
     """The payload is x itself, in ``ctx.wire``: float64 stays float64."""
     max_magnitude: float = 1e30
-    """Largest magnitude whose result is certainly finite."""
+    """Largest magnitude whose result is guaranteed finite."""
     memory: str = "residual"
     """The default memory."""
     wire_sum: tuple[str, int] | None = None
-    """dtype and largest magnitude of integers that are summed on the wire; None for floats."""
+    """dtype and largest magnitude of the integers that are summed on the wire; None for floats."""
     reshard: Mapping[str, Resize] = field(default_factory=dict, hash=False)
-    """How its state follows a change of the number of workers, by key; by default `Resize.SAME`."""
+    """Reshard rule of each state array, by key; the default is `Resize.SAME`."""
 
 
 FORMER = {

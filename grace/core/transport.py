@@ -10,7 +10,7 @@ from grace.core.collectives import Collective
 
 
 class Transport(ABC):
-    """Carries collectives out. Calls must come in the same order on every worker."""
+    """Carries collectives out. All workers must make the same calls in the same order."""
 
     rank: int = 0
     size: int = 1
@@ -19,9 +19,9 @@ class Transport(ABC):
     timeout: float = 600.0
     """Seconds until a wait for other workers raises TimeoutError, where the library allows it."""
     elastic: bool = False
-    """Workers may join a running job: they exchange nothing before `grace.Grace.settle`."""
+    """Workers may join a running job, so they exchange no messages before `grace.Grace.settle`."""
     lockstep: bool = False
-    """All workers share a process and run round by round, so they are never at different steps."""
+    """All workers share a process and run round by round, so their steps never differ."""
 
     @property
     def node_size(self) -> int:
@@ -47,7 +47,7 @@ class Transport(ABC):
 
     @abstractmethod
     def start(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
-        """Begin one round of collectives as few messages; the returned function waits for the results."""
+        """Begin one round of collectives in as few messages as possible; returns a function that awaits the results."""
 
     def exchange(self, text: str) -> list[str]:
         """Every worker's text, in rank order. For start-up checks."""

@@ -1,1 +1,1 @@
-"""The engine: drives named gradients through a method, a communicator and a transport to their means."""
+"""The engine: averages named gradients with a method, a communicator and a transport."""

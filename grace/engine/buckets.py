@@ -1,4 +1,4 @@
-"""Which tensors a method sees, and which of them travel together."""
+"""Tensors, the units that a method sees, and the buckets that travel together."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from grace.core import Context
 from grace.core.dtypes import ITEMSIZE
 
-FIRST_BUCKET_MB = 1.0  # small, so that something travels early in the backward pass
+FIRST_BUCKET_MB = 1.0  # small, so that the first message leaves early in the backward pass
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A gradient as the user knows it."""
+    """A gradient as the user names it."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,16 +31,16 @@ class Tensor:
         return self.size * ITEMSIZE[self.dtype]
 
 
-@dataclass(frozen=True, eq=False)  # by identity: a step asks for a unit's hash a thousand times
+@dataclass(frozen=True, eq=False)  # by identity: a step hashes a unit a thousand times
 class Unit:
-    """What the method sees as one tensor: one gradient, or several as one flat vector."""
+    """One tensor to the method: one gradient, or several as one flat vector."""
 
     name: str
     tensors: tuple[Tensor, ...]
     dense: str = ""
     """Why it travels uncompressed; empty if it is compressed."""
     lossless: bool = False
-    """The method sends gradients as they are and keeps nothing of them."""
+    """Whether the method sends gradients uncompressed and has no state for them."""
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -48,24 +48,24 @@ class Unit:
 
     @cached_property
     def dtype(self) -> str:
-        """What the exchange computes in: float64 only for a float64 gradient that travels as it is."""
+        """The dtype of the computation: float64 only for a float64 gradient that is sent uncompressed."""
         return "float64" if (self.dense or self.lossless) and self.tensors[0].dtype == "float64" else "float32"
 
     @cached_property
     def wire(self) -> str:
-        """The gradients' own dtype, if it is one and the exchange loses nothing by it; else what it computes in."""
+        """The wire dtype: the gradients' own, if they share a narrow one; else the dtype of the computation."""
         (dtype, *others) = {tensor.dtype for tensor in self.tensors}
         return dtype if not others and ITEMSIZE[dtype] < 4 else self.dtype
 
     @cached_property
     def narrow(self) -> bool:
-        """Whether the means are handed back in float16, whose numbers end at 65504."""
+        """Whether the means are returned in float16, which ends at 65504."""
         return all(tensor.dtype == "float16" for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Units whose collectives travel as one message for each round."""
+    """Units whose collectives travel as one message per round."""
 
     name: str
     units: tuple[Unit, ...]
@@ -76,7 +76,7 @@ class Bucket:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Of its tensors."""
+        """The names of its tensors."""
         return frozenset(tensor.name for tensor in self.tensors)
 
 
@@ -89,11 +89,11 @@ def layout(
     first: int = 0,
     lossless: Callable[[str], bool] = lambda name: False,
 ) -> list[Bucket]:
-    """Buckets of the tensors in reverse order, which is about the order in which a backward pass makes them.
+    """Buckets of the tensors in reverse order, roughly the order in which a backward pass produces them.
 
-    ``method``: a name for messages. ``refusal``: why it does not compress a tensor; empty if it does. ``options``:
-    `grace.engine.options.Options`. ``first``: the number of the first bucket. ``lossless``: whether the
-    method sends a tensor as it is; those of different dtypes are not fused then.
+    ``method``: its name, for error texts. ``refusal``: why the method does not compress a tensor; empty if it does.
+    ``options``: `grace.engine.options.Options`. ``first``: the number of the first bucket. ``lossless``: whether the
+    method sends a tensor uncompressed; such tensors are fused only if their dtypes agree.
     """
     buckets: list[Bucket] = []
     bucket_mb = math.inf if options.fuse == "model" else options.bucket_mb
@@ -116,10 +116,10 @@ def layout(
 
 
 def grouped(tensors: Iterable[Any], bucket_mb: float, min_numel: int) -> list[list[Any]]:
-    """Tensors, in the order in which their gradients come, by bucket: whatever has a ``size`` and ``nbytes``.
+    """Group tensors, given in the order of their gradients, into buckets: any objects with ``size`` and ``nbytes``.
 
-    A bucket is closed when it is full, so that none is small but the last: each costs a message. Tensors of fewer than
-    ``min_numel`` elements, which go dense, all travel with the last bucket: they cost one message in a step, too.
+    A bucket is closed once it is full, so only the last can be small: each bucket costs a message. Tensors of fewer
+    than ``min_numel`` elements, which go dense, all travel with the last bucket and share one message per step.
     ``bucket_mb``: MiB; infinity: one bucket.
     """
     groups: list[list[Any]] = []

@@ -1,4 +1,4 @@
-"""The end of an exchange: judge the means, keep the state, decode, and deal the means out by tensor."""
+"""The end of an exchange: checks the means, commits the state, decodes, and splits the means by tensor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from grace.engine.scheduler import RoundScheduler
 from grace.engine.setup import PRESENT, Setup, on_host
 
 DENSE = "(dense)"
-"""The program of all tensors of a bucket that go dense."""
+"""The program of all dense tensors of a bucket."""
 
 
 class Commit:
-    """One message's results. State is kept here and nowhere else.
+    """The results of one message. Only this class commits state.
 
-    It stays as it was where the mean is not finite, which is the same on all workers since the mean is, or where no
-    worker had a gradient. ``flat``: the memory of each unit's gradient. ``gradients``: by tensor, as handed in.
+    The state is left unchanged if no worker had a gradient, or if the mean is not finite; the mean is equal on all
+    workers, so they all decide alike. ``flat``: the memory of each unit's gradient. ``gradients``: the submitted ones.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Commit:
                 mean, ok = self._judge(unit, mean)
                 in_place = setup.store.commit(unit, self._levels[unit], state, ok, x)
             setup.store.release(unit, ok)
-            # Only now: the new residual may have been in the memory that the mean goes to.
+            # Only now: the new residual may have used the memory that the mean goes to.
             if in_place:
                 mean = x
             elif isinstance(mean, LazyMean):
@@ -74,7 +74,7 @@ class Commit:
         return means
 
     def counts(self) -> dict[str, list[Any]]:
-        """Bytes sent and received, and steps, by unit."""
+        """Bytes sent, bytes received and steps, by unit."""
         setup = self._setup
         plain = [unit for unit in self._flat if setup.plain(unit, self._levels[unit])]
         sizes = {
@@ -101,7 +101,7 @@ class Commit:
 
     # -- finite means --------------------------------------------------------------------------------------------------
     def _judge(self, unit: Unit, mean: Any) -> tuple[Any, Array]:
-        # Whether a mean is finite, bool[]; a lazy one is decoded only if its payloads do not show that.
+        # Whether a mean is finite, bool[]; decodes a lazy one only if its payloads do not show it.
         setup, xp = self._setup, self._setup.xp
         seen = self._marks.get(unit)
         if seen is None:
@@ -116,15 +116,16 @@ class Commit:
         return mean, ok
 
     def _judged(self, unit: Unit) -> bool:
-        # Whether anything depends on its mean being finite.
+        # Whether anything depends on the mean being finite.
         return self._setup.store.any(unit, self._levels[unit]) or self._setup.options.nonfinite != "poison"
 
     def _narrow(self, unit: Unit) -> bool:
-        # A residual may make a mean larger than float16 holds. A scattered row only its own worker could judge.
+        # A residual may push a mean beyond float16. A scattered row is visible to its own worker alone, so skip the
+        # check.
         return unit.narrow and not self._setup.communicator.reduce_scatters
 
     def _marked_means(self) -> dict[Unit, LazyMean]:
-        # Means whose payloads show whether they are finite.
+        # Lazy means whose payloads show whether they are finite.
         found = {}
         for unit in self._flat:
             plain = self._setup.plain(unit, self._levels[unit])
@@ -134,7 +135,7 @@ class Commit:
         return found
 
     def _look_at_marks(self) -> bool:
-        # Whether all of these are known to be finite. A device would have to be waited for.
+        # Whether all of these are known to be finite. False on a device, to avoid a synchronisation.
         xp = self._setup.xp
         if xp.traced or not on_host(xp) or not self._marks:
             return False
@@ -149,7 +150,7 @@ class Commit:
         return bool(self._holders) and all(self._holders.get(tensor.name) == 0 for tensor in unit.tensors)
 
     def _count_holders(self, gradients: Mapping[str, Array | None]) -> dict[str, float]:
-        # How many workers had a gradient; read (a device waits) only for what this worker lacks.
+        # Number of workers with a gradient, for each tensor that this worker lacks; reading it synchronises a device.
         names = [tensor.name for unit in self._flat for tensor in unit.tensors]
         missing = [name for name in names if gradients.get(name) is None]
         if not missing or not self._setup.track_missing:

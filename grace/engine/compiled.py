@@ -1,4 +1,4 @@
-"""Compiled forms of chunks of blockwise methods, where PyTorch can compile them."""
+"""Compiled chunk functions of blockwise methods, for PyTorch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from grace.engine.accelerators import accelerator_of
 
 @cache
 def compiled(xp: Any) -> Any:
-    """The compiled forms for a backend (`grace.engine.inductor.Forms`); None where there are none."""
+    """A backend's compiled functions (`grace.engine.inductor.Forms`), or None."""
     if xp.name != "torch" or not xp.on_host:
         return None
     try:
-        from grace.engine.inductor import Forms  # imports the compiler, which takes a while
+        from grace.engine.inductor import Forms  # imports the compiler, which is slow
     except ImportError as error:
         warnings.warn(f"compile=True: this PyTorch lacks what it needs ({error})", stacklevel=2)
         return None
@@ -26,7 +26,7 @@ def compiled(xp: Any) -> Any:
 
 
 def uncompiled(points: Sequence[tuple[Compressor, Context]], xp: Any) -> str:
-    """Why compiled forms would do nothing for any of these compressors and tensors; empty if they would."""
+    """Why compiling would not help any of these compressors and tensors; empty if it would."""
     if compiled(xp) is None:
         return f"it is for PyTorch's tensors on CPUs, and these are {xp.name}'s" + " on a device" * (xp.name == "torch")
     names = ", ".join(sorted({repr(name_of(compressor)) for compressor, _ in points}))

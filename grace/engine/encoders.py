@@ -1,7 +1,7 @@
-"""Methods carried out fast: by native kernels, in chunks that fit a cache, or by NumPy's kernels on the same host.
+"""Fast versions of methods: native kernels, chunks that fit a cache, or NumPy's kernels on the same host.
 
-A gradient that is handed over is donated: its memory may hold the residual, and in the end the mean. A step then needs
-no second array of the gradient's size, whose fresh pages cost more than all arithmetic.
+A submitted gradient is donated: its memory may hold the residual, and finally the mean. So a step needs no second
+array of the gradient's size, whose page faults cost more than all arithmetic.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class FastMethod(Method):
             done = encode(self.compressor, self.memory, x, state, ctx)
         if done is not None:
             if workspace(ctx).deferred:
-                yield None  # until they have run
+                yield None  # wait until the deferred kernels have run
             return done
         accelerator, for_memory = accelerator_of(self.compressor), memory_accelerator_of(self.memory)
         memory, kept = scope(state, "memory"), scope(state, "compressor")
         compensated = None
         if self.memory.standard_feedback and "residual" in memory and ctx.xp.mutable:
             compensated = accelerator.compensated(self.compressor, x, memory["residual"], kept, ctx)
-        # A mask changes its residual only where something was sent: nothing to defer.
+        # If elements are sent exactly, the residual changes only at their positions: deferring it gains nothing.
         defer = (
             defer
             and not self.compressor.traits.sends_exact_values
@@ -49,7 +49,7 @@ class FastMethod(Method):
             and bool(ctx.xp.piece)
         )
         if compensated is None:
-            # A deferred residual is computed in the last one's memory, so x must not lie there.
+            # A deferred residual is written to the previous residual's memory, so x must not be there.
             here = without_rollback(ctx) if defer else ctx
             x, memory = yield from as_program(for_memory.compensate(self.memory, x, memory, here))
             program = as_program(accelerator.compress(self.compressor, x, kept, ctx))
@@ -79,7 +79,7 @@ def encode(
 ) -> tuple[Payload, State] | None:
     """Payload and next state by one kernel, or in chunks; None if neither applies. x is donated.
 
-    The work may be left to the workspace's deferred kernels.
+    The workspace may defer the kernels.
     """
     if not memory.standard_feedback or ctx.size == 0:
         return None
@@ -96,7 +96,8 @@ def encode(
 def _encode_chunks(compressor: Compressor, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array]:
     xp, units, size = ctx.xp, unit(compressor), piece(compressor, ctx.xp)
     each = template(compressor, xp, (units,), ctx.wire)
-    # Arrays of the whole payload, a little too long: parts that are put together in the end would be copied once more.
+    # Allocate the whole payload, slightly too long, and let each chunk write its part: concatenation would copy once
+    # more.
     whole = [xp.empty(-(-ctx.size // units) * shape[0], dtype) for dtype, shape in each]
     ends: list[int] = []
     forms = compiled(xp) if workspace(ctx).compile and not compressor.traits.lossless else None

@@ -1,4 +1,4 @@
-"""One exchange: from the gradients of a step to their means. Dropping it is the rollback."""
+"""One exchange: averages the gradients of a step. Dropping it is the rollback."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from grace.engine.workspace import Workspace
 
 
 class Exchange:
-    """Gradients handed in, messages under way, and at last their means."""
+    """Submitted gradients, messages in flight, and finally the means."""
 
     def __init__(self, setup: Setup):
         self._setup = setup
         self.gradients: dict[str, Array | None] = {}
         self.failure = ""
-        """Why this worker gives up."""
+        """Why this worker gives up, if it does."""
         self.skipped = 0
-        """Units whose mean is not finite, as far as a host can know."""
+        """Number of units whose mean is known not to be finite; only hosts know."""
         self._donated: set[str] = set()
         self._flights: list[tuple[RoundScheduler, dict[Unit, Array]]] = []
-        self._launched = 0  # buckets
-        self._departed = False  # all that was launched has left, where some may wait for the pool
+        self._launched = 0  # number of launched buckets
+        self._departed = False  # all launched schedulers have sent; some may wait for the pool
         self._switched: dict[str, Array] = {}
 
     @property
     def begun(self) -> bool:
-        """Whether anything was handed in or launched."""
+        """Whether a gradient was submitted or a bucket launched."""
         return bool(self.gradients or self._flights)
 
     # -- submit ------------------------------------------------------------------------------------------------------
     def check(self, name: str, gradient: Array | None) -> None:
-        """Raise KeyError, RuntimeError or ValueError for a gradient that cannot be handed in."""
+        """Raise KeyError, RuntimeError or ValueError for a gradient that cannot be submitted."""
         tensor = self._setup.table.tensors.get(name)
         if tensor is None:
             raise KeyError(
@@ -53,13 +53,13 @@ class Exchange:
             raise ValueError(f"gradient of {name!r} has shape {shape}, but {tensor.shape} was built")
 
     def submit(self, name: str, gradient: Array | None, donated: bool) -> None:
-        """Hand in a gradient. ``donated``: its memory may be overwritten."""
+        """Submit a gradient. ``donated``: its memory may be overwritten."""
         self.gradients[name] = gradient
         if donated:
             self._donated.add(name)
 
     def launch_complete(self) -> None:
-        """Launch the next buckets, in order, as far as they are complete."""
+        """Launch the next complete buckets, in order."""
         if self._setup.offload is not None and self._flights:
             self._flights[-1][0].depart()  # it may have waited for the pool
         buckets = self._setup.table.buckets
@@ -67,18 +67,18 @@ class Exchange:
             self.launch_next()
 
     def launch_next(self) -> None:
-        """Launch the next bucket; what it lacks is absent."""
+        """Launch the next bucket; its missing gradients count as absent."""
         bucket = self._setup.table.buckets[self._launched]
         self._launched += 1
         self.launch(bucket.name, bucket.units)
 
     def launch_rest(self) -> None:
-        """Launch all buckets that are left."""
+        """Launch all remaining buckets."""
         while self._launched < len(self._setup.table.buckets):
             self.launch_next()
 
     def launch_names(self, names: Iterable[str], together: str) -> None:
-        """Launch the units of these tensors: one message for each bucket, or one ``together`` under that name."""
+        """Launch the units of these tensors: one message per bucket, or a single one named ``together``."""
         table = self._setup.table
         wanted = {table.unit(name) for name in names}
         groups = [(bucket.name, [unit for unit in bucket.units if unit in wanted]) for bucket in table.buckets]
@@ -89,7 +89,7 @@ class Exchange:
                 self.launch(label, tuple(units))
 
     def launch(self, name: str, units: tuple[Unit, ...]) -> None:
-        """Let units leave as one message for each round."""
+        """Send units as one message per round."""
         setup = self._setup
         step = setup.step.read()
         if setup.defer_commit or (setup.options.nonfinite == "raise" and not setup.xp.traced):
@@ -130,12 +130,12 @@ class Exchange:
         with xp.quiet():
             last = self._flights[-1][0] if self._flights else None
             before = None if last is None or last.depart() else last
-            label = f"{name}.of{setup.number}" if setup.number else name  # a name that TensorFlow takes
+            label = f"{name}.of{setup.number}" if setup.number else name  # a name that TensorFlow accepts
             room = partial(xp.side_by_side, nbytes)
             return RoundScheduler(label, programs, setup.transport, setup.trace, setup.offload, before, room, deferred)
 
     def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
-        # Units that share a switch in a graph, a compressed one first: all, or each by itself.
+        # Groups of units that share a switch in a graph, compressed units first: all units, or one each.
         schedule = self._setup.schedule
         compressed, dense = [unit for unit in units if not unit.dense], [unit for unit in units if unit.dense]
         if schedule is not None and schedule.policy.together and compressed:
@@ -143,8 +143,8 @@ class Exchange:
         return [[unit] for unit in compressed] + ([dense] if dense else [])
 
     def _switch(self, name: str, flat: dict[Unit, Array], step: Any) -> None:
-        # The whole exchange at each level, of which a graph runs one: a change of level traces nothing again.
-        # Counts are added outside: writing to one variable would serialise the switches.
+        # Trace the whole exchange at each level, so that a change of level needs no retracing.
+        # Byte counts are added outside: a common variable would serialise the switches.
         setup = self._setup
         assert setup.schedule is not None
         names = [tensor.name for unit in flat for tensor in unit.tensors]
@@ -167,7 +167,7 @@ class Exchange:
         self._switched.update(zip(names, means, strict=True))
 
     def _flatten(self, unit: Unit) -> Array:
-        # A vector that the exchange may overwrite, where arrays are mutable: a donated gradient itself.
+        # A vector that the exchange may overwrite if arrays are mutable: the donated gradient itself, or else a copy.
         xp = self._setup.xp
         parts, owned = [], False
         for tensor in unit.tensors:
@@ -194,8 +194,8 @@ class Exchange:
         return count
 
     def _check_headers(self) -> None:
-        # All workers see the same sums, so all of them raise. On a device the headers of the exchange before are
-        # checked: they have arrived already.
+        # All workers see the same sums, so all of them raise. On a device, check the headers of the previous exchange,
+        # which have arrived: no synchronisation.
         setup = self._setup
         if not setup.tagged:
             return
@@ -210,16 +210,16 @@ class Exchange:
 
     # -- wait --------------------------------------------------------------------------------------------------------
     def advance(self) -> bool:
-        """One round of every bucket, in order. True when nothing is left to exchange."""
+        """Advance every bucket by one round, in order. True when the exchange is complete."""
         with self._setup.xp.quiet():
             if self._setup.offload is not None and self._flights and not self._departed:
                 self._departed = self._flights[-1][0].depart(wait=True)
-                return False  # a call of its own, after which the workers of one process find each other's messages
-            done = [flight.advance() for flight, _ in self._flights]  # every one of them, so no generator
+                return False  # return first: workers of one process must post their messages before any of them waits
+            done = [flight.advance() for flight, _ in self._flights]  # a list, since every flight must advance
         return all(done)
 
     def land(self) -> dict[str, Array | None]:
-        """Wait for all that was launched, keep the new state, and give the means."""
+        """Wait for all launched buckets, commit the new state, and return the means."""
         setup = self._setup
         while not self.advance():
             pass
@@ -245,15 +245,15 @@ class Exchange:
             self.skipped += commit.skipped
 
     def abandon(self) -> None:
-        """Wait for the messages under way, and drop everything."""
+        """Wait for the messages in flight, then drop everything."""
         for flight, _ in self._flights:
             flight.settle()
         self.drop()
 
     def drop(self) -> None:
-        """Let go of the gradients' memory; state that was not committed is as it was."""
+        """Release the gradients' memory and roll back uncommitted state."""
         for flight, _ in self._flights:
-            flight.rest()  # the pool works in the gradients' memory
+            flight.rest()  # the pool may still use the gradients' memory
         self._setup.store.rollback()
 
     # -- policy ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What all workers must have alike: settings and tensors, compared when they begin, and the step of each exchange."""
+"""Agreement among workers: their settings and tensors at the start, and the step of each exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grace.transports.launched import JOINED
 def agree(transport: Transport, settings: Mapping[str, Any], tensors: Iterable[Tensor], number: int = 0) -> int:
     """Compare settings and tensors with the other workers'. Raises ValueError on all of them, naming the difference.
 
-    Gives the largest of the workers' ``number``.
+    Returns the largest ``number`` of all workers.
     """
     if transport.size == 1:
         return number
@@ -51,27 +51,27 @@ def _difference(first: Any, other: Any) -> str:
 
 
 HEADER = 3
-"""Numbers that an exchange begins with, float32; they are summed over the workers."""
+"""Length of an exchange's float32 header, which is summed over the workers."""
 
 
 def header(step: int, attempt: int, failed: bool, workers: int) -> list[float]:
-    """A number that names this worker's step and exchange, its square, and whether the worker gave up.
+    """A tag of this worker's step and exchange, the tag's square, and a flag that the worker gave up.
 
-    Their sums over the workers tell whether all have the same number (`in_step`), exactly: they stay below 2^24. No
-    number is 0, which is what Horovod adds for a worker that has called hvd.join().
+    The sums over the workers show exactly whether all tags are equal (`in_step`), since they stay below 2^24. No tag is
+    0, which Horovod adds for a worker that has called hvd.join().
     """
     tag = 1 + (step + 97 * attempt) % (min(252, math.isqrt(2**24 // workers)) - 1)
     return [float(tag), float(tag * tag), float(failed)]
 
 
 def in_step(sums: Sequence[float], workers: int) -> bool:
-    """Whether all workers are at the same step, and none gave up, from the sums of their headers."""
+    """Whether all workers are at the same step and none gave up, given the sums of their headers."""
     tags, squares, failed = (round(each) for each in sums)
     return failed == 0 and workers * squares == tags * tags
 
 
 def joined(sums: Sequence[float], own: Sequence[float], workers: int) -> bool:
-    """Whether some workers gave zeros and all others have this worker's step, from the sums of their headers."""
+    """Whether some workers sent zeros and all others have this worker's step, given the sums of their headers."""
     there = round(sums[0] / own[0])
     return there < workers and [round(each) for each in sums] == [there * round(each) for each in own]
 
@@ -80,13 +80,13 @@ class OutOfStep(RuntimeError):
     """Workers are at different steps, or some gave up the step; raised on all of them."""
 
     everyone = False
-    """Whether all of them gave up, so that nothing but this exchange is lost."""
+    """Whether all workers gave up, so that only this exchange is lost."""
 
 
 def out_of_step(transport: Transport, step: int, attempt: int, failure: str, sums: Sequence[float]) -> OutOfStep:
-    """Ask all workers where they are; the error that each of them raises."""
+    """Ask all workers for their step; returns the error that each of them raises."""
     if joined(sums, header(step, attempt, bool(failure), transport.size), transport.size):
-        return OutOfStep(JOINED)  # who has joined does not answer
+        return OutOfStep(JOINED)  # workers that joined do not answer
     texts = [json.loads(text) for text in transport.exchange(json.dumps([step, attempt, failure]))]
     if failures := [f"worker {rank} gave up step {at}: {why}" for rank, (at, _, why) in enumerate(texts) if why]:
         error = OutOfStep("; ".join(failures) + ". No worker kept anything of this exchange")

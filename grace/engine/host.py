@@ -1,4 +1,4 @@
-"""Methods carried out by NumPy's kernels for a toolkit on the same host."""
+"""NumPy's kernels for another toolkit on the same host."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from grace.engine.workspace import Workspace
 
 
 def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Payload, State] | None:
-    """`Method.encode` by NumPy's kernels, for a toolkit on this host without kernels for all of it.
+    """`Method.encode` by NumPy's kernels, for a toolkit on this host that lacks some kernels.
 
-    None where NumPy has nothing to add, or where the method requests collectives.
+    None if NumPy is no faster, or if the method requests collectives.
     """
     host = host_backend(ctx, method.compressor, method.memory)
     if host is None or inspect.isgeneratorfunction(method.memory.compensate):
@@ -28,7 +28,7 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
     kept = [(xp.dtype(array), xp.shape(array)) for array in state.values()]
 
     def work(step: Any, rate: Any, x: Any, *arrays: Any) -> list[Array]:
-        # x is donated, but not its memory, which is the toolkit's.
+        # x is donated, but the toolkit owns its memory: copy.
         here = on_host(replace(ctx, lr=lr and (lambda: rate)), host, step)
         held = dict(zip(keys, arrays, strict=True))
         with host.quiet():
@@ -42,7 +42,7 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
 
 @cache
 def _payload(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[Any, ...]], ...] | None:
-    # `template`, with None for lengths that depend on values; None for a method that asks for collectives.
+    # `template`, with None for value-dependent lengths; None if the method requests collectives.
     try:
         found = template(compressor, xp, shape)
     except ValueError:
@@ -51,9 +51,9 @@ def _payload(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[t
 
 
 def host_backend(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
-    """The backend that carries a method out in place of the toolkit's own; None: the toolkit does.
+    """The host backend that runs a method instead of the toolkit; None: the toolkit runs it.
 
-    Other people's methods may know one toolkit only.
+    Third-party methods may support only one toolkit, so they stay.
     """
     if ctx.size < HOSTED or (host := ctx.xp.host) is None or compressor.traits.lossless:
         return None
@@ -63,5 +63,5 @@ def host_backend(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
 
 
 def on_host(ctx: Context, host: Any, step: Any) -> Context:
-    """The context for the host's backend, with a workspace of its own: a graph's context outlasts its steps."""
+    """The context for the host's backend, with its own workspace: a graph's context outlives its steps."""
     return replace(ctx, xp=host, step=int(step), _workspace=Workspace())

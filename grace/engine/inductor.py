@@ -1,7 +1,8 @@
-"""Pieces of blockwise methods, compiled by `torch.compile` for one core's vectors; the plain functions define them.
+"""Chunks of blockwise methods, compiled by `torch.compile` for one core's vector units and checked against the plain
+functions.
 
-A piece has one size, so one compilation serves tensors of every size. Random numbers come in as arrays: what changes
-from step to step must not be compiled in. Sums in float64 that are rounded to float32 are held for the same in any
+All chunks have one size, so one compilation serves tensors of every size. Random numbers are inputs: values that
+change from step to step must not be compiled in. Float64 sums that are rounded to float32 are assumed equal in any
 order, as between toolkits.
 """
 
@@ -23,21 +24,21 @@ from grace.core import Array, Compressor, Context, Payload, name_of
 from grace.core.rng import NOISE, Rng
 
 WORKERS = 32
-"""Payloads of which a mean is compiled at most: the code grows with their number, and so does the compiler's time."""
+"""Maximum number of payloads in a compiled mean: code size and compile time grow with it."""
 
 
 TOPS = (127, 7, 1)
-"""Largest codes of integers of 8, 4 and 2 bits: where steps of a block end in one half."""
+"""Largest codes of 8, 4 and 2-bit integers, for samples with values halfway between two codes."""
 
 
 class Uncompiled(Exception):
-    """Why a piece cannot be compiled."""
+    """The reason why a chunk cannot be compiled."""
 
 
 class Traceable(TorchBackend):
-    """PyTorch's functions in forms that a compiler can see through and vectorise. Nothing looks at values."""
+    """PyTorch functions in forms that a compiler can trace and vectorise. None of them reads values."""
 
-    mutable = False  # the compiler decides what shares memory
+    mutable = False  # the compiler decides which arrays share memory
     add_to = Backend.add_to
     subtract_from = Backend.subtract_from
     multiply_in = Backend.multiply_in
@@ -49,14 +50,14 @@ class Traceable(TorchBackend):
 
     def __init__(self) -> None:
         super().__init__("cpu")
-        self.on_host = False  # NumPy's views and the pool's memory are nothing that a compiler knows
+        self.on_host = False  # a compiler cannot trace NumPy views or pooled memory
         self.piece = 0
 
     def pack_bits(self, mask: Array) -> Array:
         n = mask.shape[0]
         if n % 8:
             return super().pack_bits(mask)
-        # Floats are what vectorises.
+        # Floats vectorise; integers do not.
         weights = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], dtype=torch.float32, device="cpu")
         return (mask.view(-1, 8).to(torch.float32) * weights).sum(1).to(torch.uint8)
 
@@ -70,7 +71,7 @@ class Traceable(TorchBackend):
         return values(packed, m)
 
     def _bits(self, packed: Array) -> Array:
-        # By words of as many bits as two vectors have lanes: to spread bytes does not vectorise.
+        # Shift whole 32-bit words, whose bits fill two vectors: bytes do not vectorise.
         words = packed.view(torch.int32).view(-1, 1)
         return ((words >> torch.arange(32, dtype=torch.int32, device="cpu")) & 1).view(-1)
 
@@ -78,7 +79,7 @@ class Traceable(TorchBackend):
         return x.contiguous().view(DTYPES[dtype])
 
     def overlap(self, x: Array, y: Array) -> bool:
-        return False  # nothing is written to
+        return False  # the traced code writes to no array
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         raise Uncompiled("it draws random numbers of a kind that is not compiled")
@@ -90,7 +91,7 @@ class Traceable(TorchBackend):
 # -- random numbers ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Draw:
-    """Numbers that a piece asks for."""
+    """A chunk's request for random numbers."""
 
     label: str
     shared: bool
@@ -98,7 +99,7 @@ class Draw:
     n: int
 
     def inputs(self, ctx: Context) -> tuple[Array, ...]:
-        """The arrays that they are made of."""
+        """The input arrays for these numbers."""
         rng = ctx.shared_rng(self.label) if self.shared else ctx.rng(self.label)
         if self.kind == "noise" and self.n % NOISE == 0 and rng.offset % NOISE == 0:
             return ctx.xp._noise_parts(rng.table, rng.keys, rng.offset // NOISE, self.n // NOISE)
@@ -106,7 +107,7 @@ class Draw:
 
 
 class Stream(Rng):
-    """Asks ``draw`` for its numbers."""
+    """Takes its numbers from ``draw``."""
 
     def __init__(self, xp: Any, draw: Callable[[str, int], Array]):
         self._xp, self._draw = xp, draw
@@ -142,13 +143,13 @@ class Watched(Context):
 
 
 def watched(ctx: Context, xp: Backend, draw: Callable[[str, bool, str, int], Array]) -> Watched:
-    """The part of a context that pieces of all tensors and steps have in common, and where its numbers come from."""
+    """A context without the parts that change between tensors and steps; ``draw`` supplies its random numbers."""
     return Watched(xp, "piece", ctx.shape, world_size=ctx.world_size, draw=draw)
 
 
-# -- forms -------------------------------------------------------------------------------------------------------------
+# -- compiled functions ------------------------------------------------------------------------------------------------
 class Forms:
-    """Compiled forms of pieces, each made and held against the plain functions when it is first wanted."""
+    """Compiled chunk functions, each compiled on first use and compared with the plain function."""
 
     def __init__(self, xp: TorchBackend) -> None:
         self._xp, self._traceable = xp, Traceable()
@@ -156,10 +157,10 @@ class Forms:
         self._known: dict[Any, Any] = {}
         self._told: set[str] = set()
         self.compilations = 0
-        """How often the compiler was at work, in all."""
+        """Number of compiler runs."""
 
     def encode(self, compressor: Compressor, x: Array, residual: Array | None, payload: Payload, ctx: Context) -> bool:
-        """``payload`` takes that of x + residual, and x what it does not carry, if there is a residual. False: not."""
+        """Write the payload of x + residual to ``payload``, and a new residual to x. False: not compiled."""
         key = ("encode", compressor, ctx.shape, residual is None, ctx.world_size)
         form = self._form(key, compressor, lambda: self._encoding(compressor, ctx, residual is not None))
         if form is None:
@@ -172,7 +173,7 @@ class Forms:
         return self._run(key, compressor, run, (*vectors, *payload, *numbers))
 
     def mean(self, compressor: Compressor, out: Array, payloads: Sequence[Payload], agreed: bool, ctx: Context) -> bool:
-        """``out`` takes the mean of payloads, or the one that all agreed on. False: it does not."""
+        """Write the mean of the payloads, or the one that all agreed on, to ``out``. False: not compiled."""
         count = 1 if agreed else len(payloads)
         key = ("decode", compressor, ctx.shape, count, agreed, ctx.world_size)
         form = self._form(key, compressor, lambda: self._decoding(compressor, ctx, count, agreed))
@@ -188,9 +189,9 @@ class Forms:
                 if key not in self._known:
                     try:
                         with torch.no_grad(), warnings.catch_warnings():
-                            warnings.simplefilter("ignore")  # of the compiler about itself
+                            warnings.simplefilter("ignore")  # of the compiler's own
                             self._known[key] = make()
-                    except Exception as error:  # a compiler has many ways to fail, and training must go on
+                    except Exception as error:  # a compiler can fail in many ways, and training must go on
                         self._refuse(key, compressor, error)
         return self._known[key]
 
@@ -198,7 +199,7 @@ class Forms:
         try:
             with torch.no_grad():
                 run(*arrays)
-        except torch._dynamo.exc.TorchDynamoException as error:  # compiled anew: nothing has been written yet
+        except torch._dynamo.exc.TorchDynamoException as error:  # failed to recompile: no output has been written
             self._refuse(key, compressor, error)
             return False
         return True
@@ -211,16 +212,16 @@ class Forms:
         reason = line
         if not isinstance(error, Uncompiled):
             reason = f"{type(error).__name__}: {line} (torch.compile needs a C++ compiler, such as g++)"
-        if reason in self._told:  # one missing compiler is one warning, however many methods want it
+        if reason in self._told:  # a missing compiler causes one warning, not one per method
             return
         self._told.add(reason)
         warnings.warn(
             f"compile=True: {name_of(compressor)!r} {key[0]}s uncompiled, with the same results: {reason}", stacklevel=2
         )
 
-    # -- making them -----------------------------------------------------------------------------------------------
+    # -- compilation -----------------------------------------------------------------------------------------------
     def _compiled(self, function: Callable[..., None], arrays: Sequence[Array]) -> Callable[..., None]:
-        # Traced by running it: the method may use all of Python. What the compiler sees is a list of operations.
+        # Trace by execution: the method may use all of Python, and the compiler sees a list of operations.
         graph = make_fx(function, tracing_mode="fake")(*arrays)
         inductor = torch._dynamo.lookup_backend("inductor")
 
@@ -268,7 +269,7 @@ class Forms:
         given = [array.clone() for array in arrays]
         run(*given)
         found = tuple(given[len(vectors) : len(vectors) + len(plain)])
-        if not all(map(_equal, found, plain)):  # such as sums in another order
+        if not all(map(_equal, found, plain)):  # sums in another order, for instance
             raise Uncompiled("compiled, its payload would not be the same to the bit")
         if feedback and not _equal(given[0], compressor.residual(v.clone(), found, ctx)):
             raise Uncompiled("compiled, its residual would not be the same to the bit")
@@ -308,7 +309,7 @@ class Forms:
 
 
 def _joined(parts: Sequence[Array]) -> Array:
-    # The numbers of `Draw.inputs`: as they are, or a table and what is added to each row of it, as fractions.
+    # Combine the arrays of `Draw.inputs`: a single one unchanged, or the fraction of a table plus an offset per row.
     if len(parts) == 1:
         return parts[0]
     sums = (parts[0].view(1, -1) + parts[1]).view(-1)
@@ -321,7 +322,7 @@ def _split(arrays: Sequence[Array], sizes: Sequence[int]) -> list[list[Array]]:
 
 
 def _fit(arrays: Sequence[Array], like: Sequence[tuple[Any, Any]]) -> bool:
-    # Anything else would be compiled anew; what is wrong with it is for the plain functions to say.
+    # Other inputs would cause a recompilation; the plain functions report what is wrong with them.
     return len(arrays) == len(like) and all(
         array.shape == shape and array.dtype == dtype and array.is_contiguous() and not array.requires_grad
         for array, (shape, dtype) in zip(arrays, like, strict=True)
@@ -329,7 +330,7 @@ def _fit(arrays: Sequence[Array], like: Sequence[tuple[Any, Any]]) -> bool:
 
 
 def _aligned(x: Array) -> Array:
-    # Bits are read as words, but a message may have them anywhere.
+    # The compiled code reads bits as words, but a message may not align them.
     return x if x.data_ptr() % 8 == 0 and x.storage_offset() * x.element_size() % 8 == 0 else x.clone()
 
 
@@ -338,9 +339,9 @@ def _equal(x: Array, y: Array) -> bool:
 
 
 def sample(n: int, seed: int) -> Array:
-    """float32[n] to compare forms with: gradients, and what is hard about numbers: ties, zeros, either end of float32.
+    """float32[n] for comparisons: gradients, and hard cases: ties, zeros, both ends of float32's range.
 
-    Ties are the same for all seeds: the sum of two samples has them too.
+    All seeds have the same ties, so a sum of two samples has ties as well.
     """
     rng, fixed = np.random.default_rng(seed), np.random.default_rng(2)
     x = (rng.laplace(size=n) * 1e-3).astype(np.float32)

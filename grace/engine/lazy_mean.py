@@ -1,4 +1,4 @@
-"""Means and residuals that are computed where they are stored, chunk by chunk."""
+"""Means and residuals that are computed chunk by chunk in their final memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from grace.engine.workspace import workspace
 
 
 class LazyMean(Lazy):
-    """The mean of payloads, not decoded yet: it may be written to where it belongs, piece by piece."""
+    """The mean of payloads, not decoded yet: it can be decoded chunk by chunk into its final memory."""
 
     def __init__(self, compressor: Compressor, payloads: Sequence[Payload], ctx: Context, agreed: bool = False):
         self._compressor, self._payloads, self._ctx, self._agreed = compressor, payloads, ctx, agreed
 
     @property
     def marked(self) -> bool:
-        """Whether `marks` tell if it is finite; otherwise only the decoded mean can."""
+        """Whether `marks` show if the mean is finite; otherwise it must be decoded."""
         return self._compressor.traits.nonfinite_in_payload
 
     def marks(self) -> list[Array]:
@@ -39,11 +39,11 @@ class LazyMean(Lazy):
 
     @property
     def placed(self) -> bool:
-        """Whether `places` are known: the payloads lie in messages."""
+        """Whether `places` are known, since the payloads lie in messages."""
         return isinstance(self._payloads, GatheredPayloads)
 
     def places(self) -> list[tuple[int, int]]:
-        """The `marks` in memory: where each begins, and how many numbers it has."""
+        """Address and length of each of the `marks`."""
         payloads: Any = self._payloads
         columns = zip(payloads.layout, payloads.addresses(), strict=True)
         return [
@@ -51,7 +51,7 @@ class LazyMean(Lazy):
         ]
 
     def array(self, deferred: DeferredKernels | None = None) -> Array:
-        """float32[n], filled later if ``deferred`` has the kernel. ValueError names a worker whose payload is wrong."""
+        """float32[n], filled later if ``deferred`` has the kernel. ValueError names the sender of a bad payload."""
         xp, ctx = self._ctx.xp, self._ctx
         if xp.mutable and (xp.kernels or in_chunks(self._compressor, ctx)):
             return self.into(xp.empty(ctx.size, ctx.dtype), deferred)
@@ -64,16 +64,16 @@ class LazyMean(Lazy):
             return self._into(out, deferred)
 
     def made(self) -> Program[Array]:
-        """As `array`, for a program: the means of many tensors may be decoded one after the other."""
+        """As `array`, for a program: kernels that decode the means of many tensors may run together."""
         deferred = workspace(self._ctx).deferred
         array = self.array(deferred)
         if deferred:
-            yield None  # until they have run
+            yield None  # wait until the deferred kernels have run
         return array
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        # An error says whose payload it is about: that of the first one which cannot be decoded by itself.
+        # Name the sender in the error: the first payload that cannot be decoded by itself.
         try:
             yield
         except ValueError:
@@ -83,7 +83,7 @@ class LazyMean(Lazy):
             raise
 
     def _sent(self) -> Iterator[tuple[int | None, Payload, Context]]:
-        # Each payload, whose it is (None: everybody's), and the elements that it is of.
+        # Each payload with its sender (None: all workers) and the context of its elements.
         for worker, payload in enumerate(self._payloads):
             yield None if self._agreed else worker, payload, self._ctx
 
@@ -95,7 +95,7 @@ class LazyMean(Lazy):
         return self._decode(self._payloads, ctx) if found is None else found
 
     def _hosted(self) -> Array | None:
-        # As of `encode_hosted`.
+        # The mean by NumPy's kernels, as in `encode_hosted`.
         ctx, host, payloads = self._ctx, host_backend(self._ctx, self._compressor), self._payloads
         if host is None:
             return None
@@ -142,7 +142,7 @@ class LazyMean(Lazy):
 
 
 class LazyShardedMean(LazyMean):
-    """The mean of a tensor from a payload for each of its consecutive shards, not decoded yet."""
+    """The mean of a tensor from one payload for each consecutive shard, not decoded yet."""
 
     def __init__(self, compressor: Compressor, payloads: Sequence[Payload], ctx: Context, shards: Sequence[Context]):
         super().__init__(compressor, payloads, ctx, agreed=True)
@@ -158,7 +158,7 @@ class LazyShardedMean(LazyMean):
     def _whole(self) -> Array:
         if not cuttable(self._compressor):
             return self._ctx.xp.concat([part._whole() for part in self._parts()])
-        # One decoding of all: a graph is smaller so.
+        # Decode all shards at once: the graph is smaller.
         whole = tuple(map(self._ctx.xp.concat, zip(*self._payloads, strict=True)))
         return LazyMean(self._compressor, [whole], self._ctx, True)._whole()
 
@@ -172,7 +172,7 @@ class LazyShardedMean(LazyMean):
 
 
 class DeferredResidual:
-    """A residual that is computed where it is stored. Until then x and the payload stay as they are."""
+    """A residual that is computed in its final memory. Until then x and the payload must not change."""
 
     def __init__(self, compressor: Compressor, x: Array, payload: Payload, ctx: Context):
         self.x, self._compressor, self._payload, self._ctx = x, compressor, payload, ctx
@@ -184,7 +184,7 @@ class DeferredResidual:
 
 
 def all_finite(means: Sequence[LazyMean], xp: Any) -> bool:
-    """Whether the marks of all these are finite: one look at all of them costs less than one at each."""
+    """Whether the marks of all these means are finite: one check for all is cheaper than one each."""
     kernels = xp.kernels
     if kernels and kernels.finite and all(mean.placed for mean in means):
         places = [place for mean in means for place in mean.places()]

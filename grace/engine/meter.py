@@ -1,4 +1,4 @@
-"""Counts bytes, from the arrays that really leave and arrive."""
+"""Counts bytes of the arrays that are sent and received."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grace.core.gathered import GatheredPayloads
 
 
 class Meter:
-    """Counts the bytes of what was exchanged: for each unit sent, received, and times exchanged."""
+    """Counts by unit: bytes sent, bytes received, and exchanges."""
 
     def __init__(self, xp: Backend):
         self._xp = xp
@@ -19,10 +19,10 @@ class Meter:
         self._segments: list[tuple[list[str], Any]] = []
 
     def extend(self, names: list[str]) -> None:
-        """Count these units from now on."""
+        """Start to count these units."""
         self._totals.update({name: [0, 0, 0] for name in names})
         if self._xp.traced:
-            # A graph counts when it runs: into a cell that stays, also if other units come later.
+            # A graph counts when it runs, into a cell that stays even if units are added later.
             self._segments.append((names, self._xp.cell(self._xp.zeros((len(names), 3), "int64"))))
 
     def count(
@@ -32,9 +32,9 @@ class Meter:
         rank_in: Callable[[str], int],
         dense: Mapping[str, int],
     ) -> dict[str, list[Any]]:
-        """The counts of one exchange of these units, from what each asked for and got.
+        """The counts of one exchange of these units, from each unit's collectives and their results.
 
-        ``rank_in``: the rank in a group. ``dense``: bytes of units that were averaged as they are.
+        ``rank_in``: the rank in a group. ``dense``: bytes of units that were averaged uncompressed.
         """
         counts: dict[str, list[Any]] = {unit: [dense.get(unit, 0), dense.get(unit, 0), 1] for unit in units}
         for unit, collective, result in exchanged:
@@ -63,7 +63,7 @@ class Meter:
     def _sent(self, collective: Collective, rank: int) -> Any:
         if isinstance(collective, Broadcast) and collective.root != rank:
             return 0
-        if isinstance(collective, AllToAll):  # its own part stays here
+        if isinstance(collective, AllToAll):  # a worker keeps its own part
             return self._bytes(a for to, part in enumerate(collective.parts) if to != rank for a in part)
         return self._bytes(arrays_of(collective))
 

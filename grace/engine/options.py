@@ -1,4 +1,4 @@
-"""Settings that all methods share."""
+"""Settings that apply to all methods."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Options:
-    """What is common to all methods."""
+    """Settings that apply to all methods."""
 
     min_numel: int = 1024
     """Tensors of fewer elements go dense, all in one message; 0: compress everything."""
     fuse: str = "tensor"
-    """What a method sees as one tensor: "tensor", "bucket" (all of a bucket, flat) or "model"."""
+    """Which vector a method sees: each "tensor", all of a "bucket" as one flat vector, or the whole "model"."""
     bucket_mb: float = 25.0
-    """Gradients that travel together: a bucket is closed once it holds so many MiB, the first one once it holds 1."""
+    """Bucket size in MiB: a bucket's gradients travel together, and it is closed once full. The first bucket has 1
+    MiB."""
     nonfinite: str = "poison"
-    """When a mean is not finite, the tensor's state stays as it was, and the mean is handed on ("poison": every
-    worker's loss scaler sees it), replaced by zeros ("zero"), or FloatingPointError is raised on all workers ("raise").
+    """What happens if a mean is not finite. The tensor's state stays unchanged; "poison" returns the mean (every
+    worker's loss scaler sees it), "zero" returns zeros, "raise" raises FloatingPointError on all workers.
     """
     seed: int = 0
-    """Of all random numbers. The same on every worker."""
+    """Seed of all random numbers. Must be equal on all workers."""
     compile: bool = False
-    """On PyTorch's CPU tensors, blockwise methods run as `torch.compile` compiles them, with the same results, where no
-    native kernel does them. What cannot be compiled runs as ever, and a warning says so."""
+    """Compile blockwise methods with `torch.compile`, for PyTorch CPU tensors without a native kernel. Results are the
+    same. If something cannot be compiled, it runs uncompiled, and a warning says so."""
     timeout: float = 600.0
-    """Seconds that a worker waits for the others before it raises TimeoutError; float("inf"): for ever. Horovod inside
-    TensorFlow graphs, and NCCL, have time limits of their own."""
+    """Seconds that a worker waits for the others before it raises TimeoutError; float("inf"): forever. NCCL, and
+    Horovod inside TensorFlow graphs, have their own time limits."""
     record: str = ""
-    """A file to which worker 0 adds a line of what `Grace.report` gives every ``record_every`` steps, for `grace
-    report`; empty: none."""
+    """A file to which worker 0 appends the `Grace.report` data every ``record_every`` steps, for `grace report`; empty:
+    no record."""
     trace: int = 0
-    """Of how many of the last steps `Grace.report` can write a timeline; 0: none is kept. Each worker's own choice."""
+    """Number of latest steps in the timeline of `Grace.report`; 0: none. Each worker may choose its own."""
     record_every: int = 100
-    """Steps. Norms of residuals are computed for each line; on a GPU that is when the host waits for it."""
+    """Steps between lines of the record. Each line computes the norms of residuals, for which the host waits for a
+    GPU."""
 
     def __post_init__(self) -> None:
         for key, choices in (("fuse", ("tensor", "bucket", "model")), ("nonfinite", ("poison", "zero", "raise"))):

@@ -1,4 +1,4 @@
-"""State dictionaries: export, checks, and loading, also from another number of workers."""
+"""State dictionaries: export, checks, and loading, even from another number of workers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from grace.engine.setup import Setup
 from grace.engine.state_store import Fitted, exported
 
 FORMAT = 2
-"""Of `state_dict`."""
+"""Format version of `state_dict`."""
 State = Mapping[str, Any]
 
 
 def export(setup: Setup) -> dict[str, Any]:
-    """All state of this worker, as it was before an exchange that is not committed."""
+    """All state of this worker; if an exchange is not committed, the state before it."""
     levels = setup.schedule.decision.levels if setup.schedule is not None else {}
     tensors = setup.store.export(levels, setup.snapshot)
     units = {name: unit for name, unit in setup.table.by_name().items() if name in tensors}
@@ -46,14 +46,14 @@ def _export_policy(setup: Setup) -> dict[str, Any] | None:
 
 
 def under_own_names(setup: Setup, states: Sequence[State]) -> tuple[State, ...]:
-    """States with the names that this worker's units have."""
+    """States whose units are renamed to this worker's names."""
     levels = setup.schedule.decision.levels if setup.schedule is not None else {}
     units = list(setup.store.held(levels)) if setup.bound else []
     return tuple(renamed(state, units) for state in states)
 
 
 def checked(setup: Setup, states: Sequence[State], lost: bool) -> tuple[list[Fitted], int]:
-    """What `load` would set, and the step; raises as `Grace.load_state_dict`."""
+    """The arrays that `load` would set, and the step; raises as `Grace.load_state_dict`."""
     for state in states:
         _check_form(setup, state)
     whose = [(state["rank"], state["world_size"]) for state in states]
@@ -83,7 +83,7 @@ def checked(setup: Setup, states: Sequence[State], lost: bool) -> tuple[list[Fit
 
 
 def load(setup: Setup, states: Sequence[State], fitted: Sequence[Fitted], step: int) -> None:
-    """Go on with what `checked` gave. With a policy all workers call this."""
+    """Load the result of `checked`. With a policy, all workers must call this."""
     setup.store.load(fitted)
     setup.step.assign(setup.xp.asarray(step, "int64") if setup.xp.traced else step)
     if setup.schedule is not None:
@@ -94,7 +94,7 @@ def load(setup: Setup, states: Sequence[State], fitted: Sequence[Fitted], step: 
 
 
 def _taken_over(setup: Setup, states: Sequence[State]) -> State:
-    # The state that this worker takes over where arrays have no rule.
+    # The old worker's state that this worker adopts if arrays have no rule.
     state = states[setup.rank % len(states)]
     if setup.schedule is None or not state.get("policy") or state["rank"] == setup.rank:
         return state

@@ -1,4 +1,4 @@
-"""A policy at work: sums of gradients, the exchange of a decision, and what is kept of it."""
+"""A running policy: sums of gradients, the exchange of decisions, and the policy's state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grace.core.policy import Decision, Policy, number
 
 
 class Schedule:
-    """What one worker keeps of a policy: every tensor's level, its history, and the sums of this epoch's gradients."""
+    """One worker's state of a policy: every tensor's level, its history, and the sums of this epoch's gradients."""
 
     def __init__(self, policy: Policy, method: Method, communicator: Communicator):
         self.policy = policy
@@ -28,13 +28,14 @@ class Schedule:
         self.ways = policy.ways(method, communicator)
         self.decision = Decision({})
         self.epoch = 0
-        """How many epochs have ended."""
+        """Number of ended epochs."""
         self.step = 0
-        """How many exchanges there had been when the last one ended."""
+        """Number of exchanges at the end of the last epoch."""
         self.history: dict[str, list[tuple[int, int]]] = {}
-        """For each tensor the epochs (of a policy with trials: the steps) in which its level changed, and the level."""
-        self._moments: list[tuple[float, int]] = []  # when steps of the trial under way ended
-        self._told = 0  # the last step of which it was told
+        """By tensor: the epochs in which its level changed, and the new levels. A policy with trials counts steps
+        instead."""
+        self._moments: list[tuple[float, int]] = []  # end times of the steps of the current trial
+        self._told = 0  # the last step reported to it
         self._lr: float | None = None
         self._xp: Any = None
         self._sums: dict[str, Any] = {}
@@ -42,7 +43,7 @@ class Schedule:
         self._flag: Any = None  # whether this epoch is watched, for graphs
 
     def extend(self, sizes: Mapping[str, int], xp: Backend, rank: int) -> None:
-        """Take up tensors with so many elements; those that are known stay as they are."""
+        """Add tensors with their numbers of elements; known ones stay unchanged."""
         self._xp = xp
         known = self.decision.levels
         first = next(iter(known.values()), 0) if self.policy.together else 0
@@ -59,19 +60,19 @@ class Schedule:
             self._flag = xp.cell(xp.asarray(int(self.watching), "int32"))
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop tensors that are no more."""
+        """Drop removed tensors."""
         for name in names:
             for book in (self.decision.levels, self.history, self._sums, self._cells):
                 book.pop(name, None)
 
     @property
     def told(self) -> bool:
-        """Whether it was ever told that a step has ended."""
+        """Whether a step's end was ever reported."""
         return bool(self._told or self.decision.memo)
 
     @property
     def watching(self) -> bool:
-        """Whether this epoch's gradients add up."""
+        """Whether to sum this epoch's gradients."""
         return bool(self.policy.norm_source) and self.policy.watches(self.epoch, self.decision)
 
     def level(self, name: str) -> int:
@@ -79,17 +80,17 @@ class Schedule:
         return self.decision.levels[name]
 
     def index(self, name: str) -> Array:
-        """The index of a tensor's level, as an int32 scalar that a graph reads when it runs."""
+        """The index of a tensor's level, as an int32 scalar that a graph reads at run time."""
         return self._cells[name].read()
 
     # -- within an epoch --------------------------------------------------------------------------------------------
     @property
     def sums(self) -> list[Any]:
-        """The cells of the sums of this epoch's gradients."""
+        """The cells that hold the sums of this epoch's gradients."""
         return list(self._sums.values())
 
     def on_gradient(self, gradients: Mapping[str, Array]) -> None:
-        """Add gradients, float32[n], to the sums; they may be changed as soon as this returns."""
+        """Add gradients, float32[n], to the sums; the caller may change them afterwards."""
         mine = {name: x for name, x in gradients.items() if name in self._sums}
 
         def add() -> Array:
@@ -98,17 +99,17 @@ class Schedule:
             return self._xp.asarray(0, "int32")
 
         if self._xp.tracing:
-            # On every worker, also where there is nothing to add: Horovod matches messages by the names of a graph's
-            # nodes, and those count the switches before them.
+            # On every worker, even without sums: Horovod matches messages by the names of graph nodes, and these names
+            # count the preceding switches.
             self._xp.switch(self._flag.read(), [lambda: self._xp.asarray(0, "int32"), add])
         elif self.watching:
             add()
 
     # -- between epochs ---------------------------------------------------------------------------------------------
     def on_epoch_end(self, lr: float | None, next_lr: float | None, step: int, rank: int) -> Program[list[str]]:
-        """Decide, on worker 0, for all workers; gives the tensors whose level changed.
+        """Let worker 0 decide for all workers; returns the tensors whose level changed.
 
-        Raises RuntimeError, on every worker, if the workers did not agree before, or do not afterwards.
+        Raises RuntimeError, on every worker, if the workers disagree before or after the decision.
         """
         xp = self._xp
         lr = self._lr if lr is None else lr
@@ -136,11 +137,11 @@ class Schedule:
 
     # -- between steps ----------------------------------------------------------------------------------------------
     def on_trial(self, workers: int) -> bool:
-        """Whether a trial is under way."""
+        """Whether a trial is in progress."""
         return self.policy.trial(self.decision, workers) is not None
 
     def trial_over(self, step: int, workers: int) -> bool:
-        """Note that step ``step`` of a trial has ended; True when the trial is over, on all workers together."""
+        """Note the end of a trial's step ``step``; True when the trial is over, on all workers together."""
         wanted = self.policy.trial(self.decision, workers) or 0
         if step == self._told:
             return False
@@ -149,9 +150,9 @@ class Schedule:
         return len(self._moments) > (wanted and wanted + 1)
 
     def on_trial_end(self, step: int, rank: int, workers: int) -> Program[list[str]]:
-        """Decide, on worker 0, for all workers; gives the tensors whose level changed. Raises as `on_epoch_end`."""
+        """Let worker 0 decide for all workers; returns the tensors whose level changed. Raises as `on_epoch_end`."""
         xp, before = self._xp, dict(self.decision.levels)
-        # Two are left out: one that began before the trial, and one that warms up.
+        # Skip two steps: one that began before the trial, and one for warm-up.
         steps = [(b - a) / (j - i) for (a, i), (b, j) in pairwise(self._moments[1:])]
         mine = statistics.median(steps) if steps else 0.0
         wanted = (Reduce((xp.asarray([mine], "float32"),), "max"),)
@@ -166,13 +167,13 @@ class Schedule:
 
     # -- agreement --------------------------------------------------------------------------------------------------
     def _agreed(self, wanted: tuple[Collective, ...], event: str) -> Program[list[Any]]:
-        # Results of what is wanted besides; raises unless all workers know the same.
+        # Results of the ``wanted`` collectives; raises unless all workers have the same state.
         (least,), (most,), *rest = yield (*self._check(), *wanted)
         self._compare(least, most, f"before {event}")
         return rest
 
     def _spread(self, before: Mapping[str, int]) -> Program[list[str]]:
-        # Worker 0's decision, to all; gives the tensors whose level is not what it was.
+        # Broadcast worker 0's decision; returns the tensors whose level changed.
         text = self._xp.asarray(list(self.text().encode()), "uint8")
         (received,) = yield Broadcast((text,), 0, ragged=True)
         self._read(json.loads(bytes(self._xp.to_numpy(received).tolist())))
@@ -181,7 +182,7 @@ class Schedule:
         return [name for name, level in self.decision.levels.items() if level != before[name]]
 
     def _squares(self, names: Iterable[str]) -> Array:
-        # Squared norms of the sums that this worker keeps.
+        # Squared norms of this worker's sums.
         xp = self._xp
         sums = [self._sums[name].read() for name in names if name in self._sums]
         return xp.concat([xp.reshape(xp.sum(each * each), (1,)) for each in sums]) if sums else xp.zeros(0)
@@ -224,7 +225,7 @@ class Schedule:
         }
 
     def _check_plain(self, plain: Any) -> None:
-        # Another worker or a file has written it.
+        # The data comes from another worker or a file.
         def whole(value: Any, least: int, most: float = math.inf) -> bool:
             return type(value) is int and least <= value <= most
 
@@ -266,16 +267,16 @@ class Schedule:
         self.history = {name: [(e, level) for e, level in past] for name, past in plain["history"].items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, and the sums of an epoch that is under way as arrays of the toolkit (not copied)."""
+        """Plain data, and the toolkit arrays of an unfinished epoch's sums (not copied)."""
         sums = {name: cell.read() for name, cell in self._sums.items()} if self.watching else {}
         return {"settings": repr(self.policy), **json.loads(self.text()), "sums": sums}
 
     def taken_over(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Another worker's state, without the sums that this one keeps not."""
+        """Another worker's state, without sums that this worker does not collect."""
         return {**state, "sums": {name: array for name, array in state["sums"].items() if name in self._sums}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if `load_state_dict` could not continue from this state."""
+        """Raise ValueError if `load_state_dict` cannot continue from this state."""
         self._check_plain(state)
         if not isinstance(state.get("sums"), Mapping):
             raise ValueError(f"this is no state of a policy: its 'sums' are {state.get('sums')!r}")
@@ -300,5 +301,5 @@ class Schedule:
         self._publish()
 
     def text(self) -> str:
-        """All plain data, the same on every worker."""
+        """All plain data as JSON, equal on all workers."""
         return json.dumps(self._plain())

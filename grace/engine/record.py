@@ -1,4 +1,4 @@
-"""A record of a training: what `report()` gives, every so many steps, as JSON lines. `grace report` shows it."""
+"""The record of a training run: `report()` data as JSON lines, at intervals. `grace report` shows it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from typing import Any
 from grace.engine.report import Report
 
 FORMAT = 1
-FACTS = ("name", "shape", "method", "reason", "strategy", "level")  # of a tensor, written again when they change
-BEGIN = ("world_size", "toolkit", "step", "every", "graph")  # what the first line of a record must have
-GROWN = 1.5  # how much a residual has grown, since the middle of a record, that is worth a word
+# facts about a tensor, written again when they change
+FACTS = ("name", "shape", "method", "reason", "strategy", "level")
+BEGIN = ("world_size", "toolkit", "step", "every", "graph")  # required keys of the first line
+GROWN = 1.5  # growth of a residual since the middle of a record that causes a warning
 
 
 class Recorder:
-    """Writes one worker's record: a line when it begins, then what happened since the line before.
+    """Writes one worker's record: a first line of facts, then the changes since the previous line.
 
-    Lines are added to the file, which is opened for each of them; it may be read meanwhile. If it cannot be written to
-    in the middle of a training, a warning says so and the training goes on without.
+    Each line opens the file and appends to it, so others may read it meanwhile. If a write fails during the training, a
+    warning says so and the training goes on without it.
     """
 
     def __init__(self, path: str | os.PathLike[str], every: int):
@@ -43,19 +44,19 @@ class Recorder:
         return self._last is not None
 
     def passed(self) -> bool:
-        """A step is over; whether a line is due."""
+        """Count a step; True if a line is due."""
         self._passed += 1
         return self._passed >= self._every
 
     def begin(self, report: Report, step: int, about: Mapping[str, Any]) -> None:
-        """Write what does not change, ``about`` included. Called again when counts or steps begin elsewhere."""
+        """Write the constant facts, including ``about``. Call again after counts or steps were reset."""
         self._facts = []
         head = {"format": FORMAT, "when": time.time(), "step": step, "every": self._every, **about}
         self._append([{"kind": "begin", **head, "world_size": report.world_size}, *self._news(report)])
         self._note(report, step)
 
     def write(self, report: Report, step: int) -> None:
-        """Write what happened since the last line, if anything did."""
+        """Write the changes since the last line, if there was a step."""
         last = self._last
         if last is None or step == self._step:
             return
@@ -110,13 +111,13 @@ def _short(norm: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Line:
-    """Some steps in a row, and the tensors as they were then."""
+    """Consecutive steps, with the tensors as they were then."""
 
     step: int
-    """How many steps there had been in all when it was written."""
+    """Number of steps in total when the line was written."""
     steps: int
     seconds: float
-    """That went by, whatever they were spent on."""
+    """Wall time of these steps, for any purpose."""
     bytes_sent: int
     bytes_received: int
     bytes_dense: int
@@ -124,11 +125,11 @@ class Line:
     """Seconds of `grace.engine.report.Report.times` in these steps."""
     skipped: int
     sent: list[int]
-    """Bytes of each tensor, as are ``dense``; ``residual``: norms at the end."""
+    """Bytes by tensor, as in ``dense``; ``residual``: norms at the end."""
     dense: list[int]
     residual: list[float | None]
     tensors: list[dict[str, Any]]
-    """Of each tensor name, shape, method, reason, strategy and level."""
+    """Name, shape, method, reason, strategy and level by tensor."""
 
     @property
     def ratio(self) -> float:
@@ -137,28 +138,28 @@ class Line:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors."""
+        """Names of the tensors."""
         return [tensor["name"] for tensor in self.tensors]
 
     @property
     def norm(self) -> float | None:
-        """Of all residuals together; None where there are none."""
+        """Norm of all residuals together; None if there are none."""
         known = [norm for norm in self.residual if norm is not None]
         return math.hypot(*known) if known else None
 
 
 @dataclass(frozen=True)
 class Run:
-    """A record as read."""
+    """A record read from a file."""
 
     about: dict[str, Any]
-    """When the last part began, the method now, the number of workers, the toolkit ..."""
+    """When the last part began, the present method, the number of workers, the toolkit ..."""
     tensors: list[dict[str, Any]]
-    """As they are now."""
+    """The tensors at the end."""
     lines: list[Line]
 
     def total(self, key: str) -> Any:
-        """A number of all lines added up."""
+        """The sum of a field over all lines."""
         return sum(getattr(line, key) for line in self.lines)
 
     @property
@@ -168,13 +169,13 @@ class Run:
 
     @property
     def times(self) -> dict[str, float]:
-        """Seconds in all: GRACE's own, and "elsewhere": computing, data, and all else. Empty if they are not known."""
+        """Total seconds: GRACE's own, and "elsewhere" for computing, data and the rest. Empty if unknown."""
         names = self.lines[-1].times if self.lines else {}
         own = {name: sum(line.times.get(name, 0.0) for line in self.lines) for name in names}
         return {**own, "elsewhere": max(self.total("seconds") - sum(own.values()), 0.0)} if own else {}
 
     def thinned(self, most: int) -> list[Line]:
-        """At most about so many lines, each of several that follow on each other."""
+        """Roughly ``most`` lines at most, by joining consecutive ones."""
         width = max(-(-len(self.lines) // most), 1)
         found: list[Line] = []
         for number, line in enumerate(self.lines):
@@ -185,7 +186,7 @@ class Run:
         return found
 
     def of_tensor(self, name: str) -> list[tuple[Line, int]]:
-        """The lines in which there is a tensor of that name, and its place there."""
+        """The lines that include a tensor, with its index in each."""
         return [(line, line.names.index(name)) for line in self.lines if name in line.names]
 
 
@@ -207,10 +208,10 @@ def _joined(one: Line, two: Line) -> Line:
 
 
 def read(path: str | os.PathLike[str]) -> Run:
-    """Read a record, also while it is being written.
+    """Read a record, even while it is being written.
 
-    Where a training began anew at an earlier step, as from a checkpoint, its lines take the place of those from there
-    on. Raises ValueError, with the number of the line, for a file that is no record.
+    If the training restarted at an earlier step, as from a checkpoint, the new lines replace the old ones from there
+    on. Raises ValueError, with the line number, for an invalid file.
     """
     about: dict[str, Any] = {}
     tensors: list[dict[str, Any]] = []
@@ -219,7 +220,7 @@ def read(path: str | os.PathLike[str]) -> Run:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{os.fspath(path)} is no record: it is not text in UTF-8") from None
-    for number, row in enumerate(text.split("\n")[:-1], 1):  # what has no end yet is still being written
+    for number, row in enumerate(text.split("\n")[:-1], 1):  # an unfinished line is still being written
         try:
             found = json.loads(row)
             kind = found.pop("kind")
@@ -250,7 +251,7 @@ def _plain(error: Exception) -> str:
 
 
 def warnings_of(run: Run) -> list[str]:
-    """What somebody who looks at a run should know, a sentence each."""
+    """Warnings about a run, one sentence each."""
     found = []
     if not run.lines:
         graph = " Inside a graph, use grace.tensorflow.RecordCallback or grc.record()." * run.about["graph"]
@@ -272,7 +273,7 @@ def warnings_of(run: Run) -> list[str]:
 
 
 def _growing(run: Run) -> list[str]:
-    # A residual settles when compression keeps up; one that goes on growing in the second half may never do so.
+    # A residual levels off if compression keeps up; one that still grows in the second half may never level off.
     grown = []
     for tensor in run.tensors:
         held = [(line.residual[at], line.tensors[at]["level"]) for line, at in run.of_tensor(tensor["name"])]
@@ -294,7 +295,7 @@ def _growing(run: Run) -> list[str]:
 def _dense(run: Run) -> list[str]:
     reasons: dict[str, list[tuple[str, int]]] = {}
     for tensor, sent in zip(run.tensors, run.lines[-1].sent, strict=False):
-        if tensor["method"] == "dense" and tensor["reason"]:  # or a policy chose it
+        if tensor["method"] == "dense" and tensor["reason"]:  # not dense by a policy's choice
             reasons.setdefault(tensor["reason"], []).append((tensor["name"], sent))
     total = max(run.lines[-1].bytes_sent, 1)
     return [

@@ -1,4 +1,4 @@
-"""What happened: bytes that left, tensors and methods, time."""
+"""Reports: bytes sent, tensors and methods, times."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor (or the vector that several were fused into)."""
+    """One tensor, or the vector into which several were fused."""
 
     name: str
     shape: tuple[int, ...]
     method: str
     """The compressor's name, or "dense"."""
     reason: str
-    """Why it went dense, or that its sparse gradients were made dense first; else empty."""
+    """Why it went dense, or that its sparse gradients were made dense; empty otherwise."""
     bytes_sent: int
     bytes_dense: int
     residual_norm: float | None
-    """L2 norm of the error-feedback memory on this worker; None where there is none."""
+    """L2 norm of the error-feedback memory on this worker; None if there is none."""
     levels: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """With a policy: from which epoch on it had which level, the last one now; with "auto": from which step on."""
+    """With a policy: the history of levels as (first epoch, level), the present one last. With "auto", steps replace
+    epochs."""
 
     @property
     def level(self) -> str:
-        """The level that it has now, as text; empty without a policy."""
+        """The present level as text; empty without a policy."""
         return leveled(self.levels[-1][1]) if self.levels else ""
 
     strategy: str = ""
-    """How it travels, where a plan says so."""
+    """The strategy that a plan gives it; else empty."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Totals of one worker since it began. Bytes are those of the arrays that were handed over and received.
+    """Totals of one worker since it began. Bytes are those of the arrays that were passed to the library and received.
 
-    How often a byte then crosses a link is the library's choice: a ring allreduce moves 2(N-1)/N times the bytes, an
-    allgather N-1 times.
+    The library decides how often a byte crosses a link: a ring allreduce moves 2(N-1)/N times the bytes, an allgather
+    N-1 times.
     """
 
     steps: int
@@ -48,20 +49,20 @@ class Report:
     bytes_sent: int
     bytes_received: int
     bytes_dense: int
-    """What the gradients themselves would have been, in their own dtypes."""
+    """Bytes of the uncompressed gradients, in their own dtypes."""
     tensors: list[TensorReport] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)
-    """Seconds: "compress", "wait" for the transport, "decompress". Empty where a graph runs all of them."""
+    """Seconds: "compress", "wait" for the transport, "decompress". Empty if they all run in a graph."""
     skipped: int = 0
-    """Steps of tensors whose mean was not finite, so that their state was left as it was (0 inside graphs)."""
+    """Count of non-finite tensor means, each of which left the tensor's state unchanged (0 inside graphs)."""
     discarded: int = 0
-    """Exchanges whose means no optimizer applied: their state was rolled back, their bytes are counted."""
+    """Exchanges whose means no optimizer applied: their state was rolled back, but their bytes count."""
     trials: dict[str, float] = field(default_factory=dict)
-    """With the compressor "auto": seconds of a step, by what was tried."""
+    """With the compressor "auto": seconds per step, by candidate."""
     exchange: str = ""
     """Why the communicator was chosen; empty if it was named."""
     plan: str = ""
-    """What the plan in force was made for and from; empty without one that says so."""
+    """What the plan in force was made for, and from what data; empty if unknown."""
 
     @property
     def ratio(self) -> float:
@@ -70,7 +71,7 @@ class Report:
 
     @property
     def heavier(self) -> str:
-        """Says so where this worker received clearly more than a dense ring allreduce would bring; else empty."""
+        """A warning if this worker received clearly more bytes than a dense ring allreduce would bring; else empty."""
         ring = 2 * (self.world_size - 1) / self.world_size * self.bytes_dense
         if not self.bytes_received > 1.05 * ring > 0:
             return ""

@@ -1,4 +1,4 @@
-"""Reports of a Grace, and the record that is made of them."""
+"""Reports of a Grace, and the record made of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNTOLD = "no method was tried: call Grace.tune() after each step, or in Keras ad
 
 
 class Reporter:
-    """What happened since ``first_step``. On worker 0 it may write a record of it."""
+    """Reports on the steps since ``first_step``. On worker 0 it may write a record."""
 
     def __init__(self, setup: Setup):
         self._setup = setup
@@ -28,7 +28,7 @@ class Reporter:
 
     # -- report ------------------------------------------------------------------------------------------------------
     def report(self, norms: bool = True) -> Report:
-        """``norms``: of residuals, too, which takes a pass over all of them and waits for a device."""
+        """``norms``: include the norms of residuals, which takes a pass over all residuals and waits for a device."""
         setup = self._setup
         units = setup.table.units
         leading = next((setup.way(unit) for unit in units if not unit.dense), setup.ways[0])
@@ -90,7 +90,7 @@ class Reporter:
         return {leveled(schedule.levels[level]): seconds for level, seconds in found.items()}
 
     def begin_anew(self) -> None:
-        """Count from here."""
+        """Reset all counts."""
         setup = self._setup
         if setup.step is not None:
             self.first_step = setup.step_number()
@@ -105,13 +105,13 @@ class Reporter:
         return self._recorder is not None and self._recorder.begun
 
     def open_record(self) -> None:
-        """Prepare the record, on worker 0. FileNotFoundError where its folder is missing."""
+        """Prepare the record, on worker 0. FileNotFoundError if its folder is missing."""
         options = self._setup.options
         if options.record and self._setup.rank == 0 and self._recorder is None:
             self._recorder = Recorder(options.record, options.record_every)
 
     def begin_record(self, again: bool = False) -> None:
-        """Write what a record begins with, once, or ``again`` after a change."""
+        """Write the first line of a record, once, or ``again`` after a change."""
         if self._recorder is not None and (again or not self._recorder.begun):
             setup = self._setup
             kernels = bool(setup.xp.kernels) if on_host(setup.xp) else None
@@ -124,6 +124,6 @@ class Reporter:
             self._recorder.write(self.report(), self._setup.step_number())
 
     def step_passed(self) -> None:
-        """Write a line if it is time."""
+        """Write a line if one is due."""
         if self._recorder is not None and not self._setup.xp.tracing and self._recorder.passed():
             self.record()

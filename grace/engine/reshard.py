@@ -1,4 +1,4 @@
-"""State that moves: between runs with another number of workers."""
+"""Resharding: state for another number of workers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from grace.core.method import Method
 
 Points = Mapping[str, tuple[Method, Context]]
 Places = Mapping[str, Sequence[int]]
-"""By the names of points of compression, where they begin in the tensor, and how many elements they have."""
+"""Offset in the tensor and number of elements, by compression point."""
 Tensors = dict[str, dict[str, Any]]
 
 RESIDUAL = "residual"
 CARRIED = "carried"
-"""The key of what a change of strategy left of a tensor's memories: it is added to the worker's next gradient."""
+"""The key of the residual left by a change of strategy; it is added to the worker's next gradient."""
 
 
 def complete(states: Sequence[Mapping[str, Any]], lost: bool = False) -> list[Mapping[str, Any]]:
-    """All workers' states of one run, in rank order. Raises ValueError for those that do not belong together.
+    """All workers' states of one run, in rank order. Raises ValueError if they are not from one run.
 
-    ``lost``: some of them may be missing.
+    ``lost``: some may be missing.
     """
     ordered = sorted(states, key=lambda state: state["rank"])
     ranks, first = [state["rank"] for state in ordered], ordered[0]
@@ -48,9 +48,9 @@ def complete(states: Sequence[Mapping[str, Any]], lost: bool = False) -> list[Ma
 
 
 def check_form(state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Raise ValueError unless a state, which a file may have brought, is made as `Grace.state_dict` makes it.
+    """Raise ValueError unless a state, which may come from a file, has the form that `Grace.state_dict` returns.
 
-    ``sizes``: elements of the units that are known.
+    ``sizes``: numbers of elements of the known units.
     """
     wanted = {"rank": int, "world_size": int, "step": int, "method": str, "tensors": Mapping, "points": Mapping}
     for key, kind in wanted.items():
@@ -64,19 +64,19 @@ def check_form(state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     for unit, cells in state["tensors"].items():
         if not isinstance(cells, Mapping):
             raise ValueError(f"this is no state of grace: of {unit!r} it has {cells!r}")
-        places = state["points"].get(unit, {})  # wanted for another number of workers: see `complete`
+        places = state["points"].get(unit, {})  # needed for another number of workers: see `complete`
         if not isinstance(places, Mapping) or not all(_place(each, sizes.get(unit)) for each in places.values()):
             raise ValueError(f"this is no state of grace: the places of {unit!r} are {places!r}")
 
 
 def _place(value: Any, size: int | None) -> bool:
-    # Where a part of a tensor begins, and its number of elements.
+    # Offset of a part of a tensor, and its number of elements.
     numbers = isinstance(value, (list, tuple)) and [type(each) for each in value] == [int, int]
     return numbers and min(value) >= 0 and (size is None or sum(value) <= size)
 
 
 def check_names(mine: Set[str], theirs: Set[str]) -> None:
-    """Raise ValueError unless a model's units and those of a state have the same names."""
+    """Raise ValueError unless the model's units and the state's have the same names."""
     absent, extra = sorted(mine - theirs), sorted(theirs - mine)
     if absent or extra:
         raise ValueError(
@@ -86,15 +86,15 @@ def check_names(mine: Set[str], theirs: Set[str]) -> None:
         )
 
 
-NUMBERED = re.compile(r"_(\d+)(?=/|#|$)")  # what a layer's automatic name ends with, if it is not the first one
+NUMBERED = re.compile(r"_(\d+)(?=/|#|$)")  # the suffix of an automatic layer name, except the first layer's
 
 
 def matched(theirs: Mapping[str, int], mine: Mapping[str, int]) -> dict[str, str]:
-    """By the names of ``mine``, which of ``theirs`` it is where Keras named the same variables anew; or nothing.
+    """Map each name of ``mine`` to one of ``theirs`` if Keras renamed the same variables; empty if they do not match.
 
-    Names are paths, with numbers of elements. A saved model that is loaded names its variables without the model
-    ('dense/kernel' for 'sequential/dense/kernel'), and automatic names have other numbers in another process, which
-    ascend as they did. All else must be as it was. ``mine`` may have others besides.
+    Names are paths, with numbers of elements. A model loaded from a file names its variables without the model
+    ('dense/kernel' for 'sequential/dense/kernel'), and another process numbers automatic names differently but in the
+    same order. Everything else must be equal. ``mine`` may have further names.
     """
     if theirs.keys() <= mine.keys():
         return {}
@@ -106,11 +106,11 @@ def matched(theirs: Mapping[str, int], mine: Mapping[str, int]) -> dict[str, str
 
 
 def _alike(names: Mapping[str, int], first: int) -> dict[tuple[str, int], list[str]]:
-    # Names that differ in their numbers alone, by ascending numbers. ``first``: how many parts of a path to leave out.
+    # Groups of names that differ only in their numbers, by ascending numbers. ``first``: leading path parts to ignore.
     groups: dict[tuple[str, int], list[str]] = {}
     for name in sorted(names, key=lambda name: [int(each or 0) for each in _numbers(name)]):
         parts = NUMBERED.sub("", name).split("/")
-        if len(parts) - first > 1:  # a bare name tells too little
+        if len(parts) - first > 1:  # a bare name is ambiguous
             groups.setdefault(("/".join(parts[first:]), names[name]), []).append(name)
         else:
             groups.setdefault((f"/{name}", names[name]), []).append(name)
@@ -123,7 +123,7 @@ def _numbers(name: str) -> list[str]:
 
 
 def renamed(state: Mapping[str, Any], units: Iterable[str]) -> Mapping[str, Any]:
-    """A state under the names that a model's units have now, where `matched` finds all of them; else as it is."""
+    """A state under the model's present unit names if `matched` finds all of them; else unchanged."""
     tensors, units = state.get("tensors"), list(units)
     if not isinstance(tensors, Mapping) or state.get("policy") or len(tensors) != len(units):
         return state
@@ -133,12 +133,12 @@ def renamed(state: Mapping[str, Any], units: Iterable[str]) -> Mapping[str, Any]
 
 
 def sizes_of(state: Mapping[str, Any]) -> dict[str, int]:
-    """How many elements a state's tensors have here, by name."""
+    """Numbers of elements that this state holds of its tensors, by name."""
     return {name: sum(size for _, size in state["points"].get(name, {}).values()) for name in state["tensors"]}
 
 
 def check_kind(found: Any, wanted: str, what: str) -> None:
-    """Raise ValueError unless an array holds numbers as one of dtype ``wanted`` does: floats, or integers."""
+    """Raise ValueError unless an array is of the same kind as dtype ``wanted``: floats or integers."""
     dtype = str(found.dtype).removeprefix("torch.")
     if ("float" in dtype) != ("float" in wanted):
         raise ValueError(f"{what} is {dtype}, but the model needs {wanted}")
@@ -152,15 +152,15 @@ def resized(
     size: int,
     changed: Collection[str] = (),
 ) -> Tensors:
-    """What worker ``rank`` of ``size`` goes on with, from the states of all workers of a run with another number.
+    """The state of worker ``rank`` of ``size``, from the states of all workers of a run with another number.
 
-    ``states`` of workers that are gone may be missing; what was theirs is lost then.
-    ``fresh``: its state as it was made, by unit and key. ``points``: a unit's points of compression on a worker. Each
-    array follows the rule that its memory or compressor has for it (`grace.core.Resize`): what is summed is added up
-    over the old workers, element by element of the tensor, and divided evenly among the new ones that hold the element.
-    What is the same on all workers of the same elements is copied, and begins anew where elements are cut otherwise.
-    ``changed``: units that travel another way now: all that was summed anywhere on the old way comes to the first point
-    of the new one, or is carried if that has none; all else begins anew.
+    ``states`` of lost workers may be missing; their data is lost.
+    ``fresh``: the initial state, by unit and key. ``points``: a unit's compression points on a worker. Each array
+    follows the rule of its memory or compressor (`grace.core.Resize`). Arrays with rule SUM are added up over the old
+    workers, element by element of the tensor, and divided evenly among the new workers that hold the element.
+    Arrays with rule SAME are copied where the elements are cut alike, and start fresh where they are not.
+    ``changed``: units with another strategy now. All sums of the old strategy go to the first point of the new one, or
+    are carried if it has none; the rest starts fresh.
     """
     return {
         unit: (
@@ -182,7 +182,7 @@ def _follow(
     size: int,
     was: str | None = None,
 ) -> Any:
-    # ``was``: the stage that this one was, if it had another name.
+    # ``was``: the stage's former name, if it had another one.
     import numpy as np
 
     if key == CARRIED:
@@ -221,7 +221,7 @@ def _follow(
 
 
 def _place_of(state: Mapping[str, Any], unit: str, key: str, wanted: str, of: tuple[str, str]) -> Any:
-    # Where an array is that belongs to this stage of the way, and is this one of that part; else None.
+    # The place of an array, if it belongs to this stage and is this field of that part; else None.
     point, part, field = parsed(key)
     return state["points"].get(unit, {}).get(point) if (stage(point), (part, field)) == (wanted, of) else None
 
@@ -234,9 +234,9 @@ def _moved(
     rank: int,
     size: int,
 ) -> dict[str, Any]:
-    # All that residuals hold comes to the first compression of the new way, and so do means of the old way's first;
-    # nothing else can be moved.
-    unnamed = any("/" in key for key in cells)  # not of a dense tensor
+    # All residuals go to the first compression of the new strategy, and so do the means of the old strategy's first
+    # compression; nothing else can be moved.
+    unnamed = any("/" in key for key in cells)  # not a dense tensor's
     first = next((stage(name) for each in range(size) for name in points(unit, each) if name or unnamed), None)
     found = {}
     for key, value in cells.items():
@@ -256,7 +256,7 @@ def _moved(
 
 
 def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: int) -> Any:
-    # What the workers' residuals and what they carry make of these elements in the sum of all their gradients.
+    # The share of these elements that residuals and carried arrays contribute to the sum of all workers' gradients.
     import numpy as np
 
     workers, total = states[0]["world_size"], np.zeros(start + count)
@@ -269,7 +269,7 @@ def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: i
             elif field == RESIDUAL and point in places:
                 first, size = places[point]
                 holders = sharing(point, places[point], everybody)
-                share = workers / (workers if holders == len(states) else holders)  # what is gone held it too
+                share = workers / (workers if holders == len(states) else holders)  # lost workers held it too
             else:
                 continue
             part = _elements(array, size, unit, key)[: max(0, start + count - first)]
@@ -278,7 +278,7 @@ def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: i
 
 
 def sharing(point: str, place: Sequence[int], everybody: Iterable[Places]) -> int:
-    """How many workers hold the same elements at the same stage of their way, each as a part of one mean."""
+    """Number of workers that hold the same elements at the same stage, each as a part of one mean."""
     return sum(
         any(stage(name) == stage(point) and tuple(other) == tuple(place) for name, other in places.items())
         for places in everybody
@@ -286,7 +286,7 @@ def sharing(point: str, place: Sequence[int], everybody: Iterable[Places]) -> in
 
 
 def stage(point: str) -> str:
-    """What points of compression have in common that are pieces of one tensor: the name before the number."""
+    """The name of a compression point without its shard number: the same for all shards of one tensor."""
     return point.partition(".")[0]
 
 
@@ -297,7 +297,7 @@ def rule_of(method: Method, key: str) -> Resize:
 
 
 def stages(points: Iterable[str]) -> set[str]:
-    """`stage` of each."""
+    """The stages of several points."""
     return {stage(point) for point in points}
 
 
@@ -308,16 +308,16 @@ def _elements(array: Any, count: int, unit: str, key: str) -> Any:
 
 
 def host(array: Any) -> Any:
-    """An array of a state in NumPy; PyTorch's bfloat16, which NumPy lacks, as float32."""
+    """A state array in NumPy; PyTorch's bfloat16, which NumPy lacks, as float32."""
     import numpy as np
 
     return np.asarray(array.float() if str(getattr(array, "dtype", "")) == "torch.bfloat16" else array)
 
 
 def parsed(key: str) -> tuple[str, str, str]:
-    """A key of a state: the point of compression, "memory" or "compressor", and the array's name there.
+    """Split a state key into the compression point, "memory" or "compressor", and the array's name.
 
-    A dense tensor's state is the memory's.
+    A dense tensor's state belongs to its memory.
     """
     steps = key.split("/")
     for index, step in enumerate(steps):

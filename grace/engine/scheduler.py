@@ -1,4 +1,4 @@
-"""The scheduler: programs of many tensors in lockstep, one message for each round."""
+"""The scheduler: runs the programs of many tensors in lockstep, with one message per round."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PAUSE = False, None
 
 
 class WorkerPool:
-    """A few threads of the CPU beside the one that computes gradients, and whose programs they run."""
+    """A few CPU threads beside the one that computes gradients, for the programs of ``units``."""
 
     def __init__(self, threads: int, units: Collection[str], xp: Backend):
         self._pool, self.units, self._xp = ThreadPoolExecutor(threads, "pool"), units, xp
 
     def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run ``call(*args)`` there."""
+        """Run ``call(*args)`` in the pool."""
 
         def quietly() -> Any:
             with self._xp.quiet():
@@ -36,12 +36,12 @@ class WorkerPool:
 
 
 class RoundScheduler:
-    """Programs of several units in lockstep: the collectives that they ask for in one round travel as one message.
+    """Programs of several units in lockstep: all collectives of a round travel as one message.
 
-    ``room``: the context in which programs make what is going to leave in one message. ``offload``: runs some of them
-    on a pool of threads. Then the first message may have to wait; it leaves, in a call of `depart` or `advance`, after
-    that of the flight ``before`` this one: in one order on all workers. ``deferred``: the deferred kernels of all
-    programs that do not run there; called once each of these has asked for something, returned, or paused.
+    ``room``: the context in which programs allocate the arrays of one message. ``offload``: runs some of the programs
+    on a thread pool. Then the first message may be delayed; a call of `depart` or `advance` sends it, after the message
+    of the flight ``before`` this one, so that all workers use one order. ``deferred``: the deferred kernels of all
+    programs outside the pool; they run once each of these has requested collectives, returned, or paused.
     """
 
     def __init__(
@@ -57,14 +57,15 @@ class RoundScheduler:
     ):
         self.results: dict[str, Any] = {}
         self.asked: list[tuple[str, Collective, Any]] = []
-        """Unit, collective and result of everything that was exchanged."""
+        """Unit, collective and result of every collective."""
         self.name, self._programs, self._transport, self._trace = name, programs, transport, trace
         self._offload, self._before, self._room, self._deferred = offload, before, room, deferred
         self._round = 0
         self._requests: list[tuple[str, tuple[Collective, ...], bool]] = []
         self._wait: Any = None
         self._sent = 0.0
-        self._steps: dict[str, Any] = {}  # what programs that were resumed came to, or its future; until it leaves
+        # outcomes of the resumed programs, or their futures, until the message is sent
+        self._steps: dict[str, Any] = {}
         try:
             self._resume(dict.fromkeys(programs))
             self.depart()
@@ -90,9 +91,9 @@ class RoundScheduler:
         return not self._requests
 
     def depart(self, wait: bool = False) -> bool:
-        """Send this round's message, if all that it takes is done: at once, or after a ``wait``. Whether it has left.
+        """Send this round's message if its payloads are ready, or ``wait`` for them first. Returns whether it was sent.
 
-        Raises what a program raised on the pool; then neither this message nor one of a flight after it leaves.
+        Raises a program's error from the pool; then neither this message nor that of a later flight is sent.
         """
         if not self._steps:
             return True
@@ -106,16 +107,16 @@ class RoundScheduler:
         return True
 
     def settle(self) -> None:
-        """Wait for the messages of this round and look no further."""
+        """Wait for the messages of this round, and start no other."""
         try:
-            self.depart(wait=True)  # the others may have sent theirs
+            self.depart(wait=True)  # the other workers may have sent theirs
         except Exception:
-            return  # the step is dropped, with what went wrong on the pool
+            return  # the step is dropped, together with the pool's error
         if self._requests:
             self._wait()
 
     def rest(self) -> None:
-        """Wait until nothing of this flight is under way on the pool, whatever becomes of it."""
+        """Wait until the pool runs nothing of this flight, ignoring its results."""
         wait(self._futures)
 
     @property
@@ -124,7 +125,7 @@ class RoundScheduler:
 
     def _resume(self, answers: dict[str, Any]) -> None:
         self._requests = []
-        self._steps = dict.fromkeys(answers)  # messages have the order of the programs, on all workers
+        self._steps = dict.fromkeys(answers)  # messages keep the order of the programs, on all workers
         elsewhere: list[str] = []
         if self._offload is not None:
             elsewhere = [unit for unit in answers if unit in self._offload.units]
@@ -147,7 +148,7 @@ class RoundScheduler:
             return self._step(unit, answer)
 
     def _step(self, unit: str, answer: Any) -> tuple[bool, Any]:
-        # Whether a program has returned, and what; or what it asks for.
+        # Whether a program has returned, and its result or request.
         try:
             return False, self._programs[unit].send(answer)
         except StopIteration as stop:

@@ -1,4 +1,4 @@
-"""Grace: named gradients in, their means over all workers out."""
+"""Grace: takes named gradients and returns their means over all workers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,17 +33,27 @@ MOMENTUM_TWICE = "memory {!r} has momentum of its own: set the optimizer's momen
 SPARSE = "its sparse gradients are made dense first"
 
 
+def _shown(part: Any, all_fields: bool = False) -> str:
+    """A compressor or a memory by its name, with its settings, or with those that are not the default."""
+    settings = [
+        f"{field.name}={name_of(value) if is_dataclass(value) else repr(value)}"
+        for field in (fields(part) if is_dataclass(part) else ())
+        if field.init and ((value := getattr(part, field.name)) != field.default or all_fields)
+    ]
+    return f"{name_of(part)}({', '.join(settings)})" if settings else name_of(part)
+
+
 class Job(NamedTuple):
-    """A gradient on its way; `Grace.finish` gives its mean."""
+    """A submitted gradient; `Grace.finish` returns its mean."""
 
     name: str
 
 
 class Grace:
-    """A method, a communicator and a transport at work on named gradients.
+    """Averages named gradients with a method, a communicator and a transport.
 
-    Made by `grace.grace_from_params`. The integrations (`grace.torch`, `grace.tensorflow`) drive it; so may you:
-    `build` once, then `step` (or `start` and `finish`) for every exchange. Every worker must make the same calls.
+    Made by `grace.grace_from_params`. The integrations (`grace.torch`, `grace.tensorflow`) drive it; you can, too:
+    call `build` once, then `step` (or `start` and `finish`) for every exchange. Every worker must make the same calls.
     """
 
     def __init__(
@@ -58,20 +69,20 @@ class Grace:
         if transport is not None:
             self._reporter.open_record()
         self.bindings: dict[Any, str] = {}
-        """Names of a toolkit's variables by their identities, where names alone do not tell variables apart."""
+        """Names by the identity of toolkit variables, if names alone are ambiguous."""
         self.awaited: dict[str, int] = {}
-        """Tensors of a state that was loaded before `build`, and how many elements they have."""
+        """Tensors of a state loaded before `build`, with their numbers of elements."""
         self.claimed: set[str] = set()
-        """Those of these names that were used since a state was loaded: no other variable may have them."""
+        """Names used since a state was loaded; no other variable may take them."""
         self._exchange = Exchange(self._setup)
         self._means: dict[str, Array | None] = {}
         self._provisional = False  # the last exchange waits for `commit` or `rollback`
         self._paused = False
         self._weighed = False  # whether traffic was compared with a dense allreduce's
-        self._waiting: partial[None] | None = None  # a state that was loaded before `build`
+        self._waiting: partial[None] | None = None  # loads a state that was given before `build`
 
     def __deepcopy__(self, memo: Any) -> Grace:
-        """A Grace of the same settings, workers and state, with tensors and a count of its own."""
+        """A Grace with the same settings, workers and state, but its own tensors and counts."""
         setup = self._setup
         copy = Grace(setup.method, setup.unresolved, setup.given_transport, setup.options, setup.policy)
         if setup.bound:
@@ -79,9 +90,19 @@ class Grace:
         return copy
 
     def __reduce__(self) -> Any:
-        # Settings alone: state is each worker's own (`state_dict`), and a group of workers is found where it is loaded.
+        # Pickle the settings only: each worker saves its own state (`state_dict`), and the loader finds its own group.
         setup = self._setup
         return Grace, (setup.method, setup.unresolved, None, setup.options, setup.policy)
+
+    def __repr__(self) -> str:
+        # Looks for no workers: `transport` would take those that there are now.
+        setup, transport = self._setup, self._setup.given_transport
+        communicator = setup.unresolved if transport is None else setup.communicator
+        compressor, memory = setup.method.compressor, setup.method.memory
+        parts = [_shown(compressor, all_fields=True), _shown(memory), name_of(communicator)]
+        where = "workers not known yet" if transport is None else f"worker {transport.rank} of {transport.size}"
+        policy = [] if setup.policy is None else [f"policy {name_of(setup.policy)}"]
+        return f"Grace({'; '.join([' + '.join(parts), *policy, where, f'{len(self.names)} tensors'])})"
 
     # -- settings ----------------------------------------------------------------------------------------------------
     @property
@@ -91,7 +112,7 @@ class Grace:
 
     @property
     def options(self) -> Options:
-        """The settings that all methods share."""
+        """The settings common to all methods."""
         return self._setup.options
 
     @property
@@ -101,12 +122,12 @@ class Grace:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The policy at work, if there is one."""
+        """The running policy, if there is one."""
         return self._setup.schedule
 
     @property
     def trace(self) -> Any:
-        """Where the time goes; the integrations add what they know."""
+        """Timing of a step; the integrations add their own events."""
         return self._setup.trace
 
     @property
@@ -120,7 +141,7 @@ class Grace:
 
     @property
     def defer_commit(self) -> bool:
-        """Whether a step's state is provisional until `commit`; `rollback` restores what was before.
+        """Whether a step's state is provisional until `commit`; `rollback` restores the state before it.
 
         For integrations that see whether the optimizer applies the means. Costs a copy of the state.
         """
@@ -132,7 +153,7 @@ class Grace:
 
     @property
     def learning_rate(self) -> Callable[[str], Any] | None:
-        """Gives a tensor's learning rate by its name, for memories that need it. The integrations set it."""
+        """Returns a tensor's learning rate by its name, for memories that need it. The integrations set it."""
         return self._setup.learning_rate
 
     @learning_rate.setter
@@ -146,7 +167,7 @@ class Grace:
 
     @property
     def transport(self) -> Transport:
-        """Carries messages. Where there was no group of workers at first: of the group there is when this is read.
+        """Carries messages. If none was given, the group of workers is looked up when this is first read.
 
         Raises RuntimeError if the launcher asks for several workers and there is no group.
         """
@@ -171,15 +192,15 @@ class Grace:
 
     @property
     def started(self) -> set[str]:
-        """Tensors whose gradient of this step was handed in."""
+        """Tensors with a submitted gradient in this step."""
         return set(self._exchange.gradients)
 
     # -- tensors -----------------------------------------------------------------------------------------------------
     def build(self, named_tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
-        """Lay out tensors and make all their state. ``named_tensors``: parameters or gradients; only shapes count.
+        """Lay out tensors and create their state. ``named_tensors``: parameters or gradients; only shapes count.
 
-        Called again, it adds what is new. Raises on every worker, naming the difference, when the workers' tensors or
-        settings differ; where workers come while others train (Horovod's elastic launches), `settle` does so instead.
+        A second call adds new tensors. If the workers' tensors or settings differ, every worker raises an error that
+        names the difference; if workers may join a running job (Horovod's elastic launches), `settle` does so instead.
         """
         setup, new = self._setup, {}
         named = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
@@ -221,25 +242,26 @@ class Grace:
         self._reporter.begin_record()
 
     def settle(self) -> None:
-        """Compare with the other workers what was built without them, and make the groups of workers.
+        """Compare tensors with the other workers, and create the groups of workers.
 
-        Needed where workers come while others train: `build` says nothing to them then. Done before a first gradient
-        leaves; `grace.elastic` does it when all workers meet. In a graph call it before. Raises as `build` does.
+        Needed if workers may join a running job, since `build` then exchanges no messages. The first gradient triggers
+        it, and `grace.elastic` calls it when all workers meet. Before a graph, call it explicitly. Raises as `build`
+        does.
         """
         self._setup.settle()
 
     def rebuild(self, named_tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
-        """Lay out these tensors instead of those that were built, as after a change of the model, between two steps.
+        """Replace the tensors, as after a change of the model. Call it between two steps.
 
-        State of a tensor that stays as it was is kept, all other state is dropped, and `report` begins anew. Raises as
-        `build` does.
+        An unchanged tensor keeps its state, all other state is dropped, and `report` starts again. Raises as `build`
+        does.
         """
         self._refuse_begun("finish it before the tensors change")
         self.rollback()
         setup, named = self._setup, dict(named_tensors)
         recording = self._reporter.recording
         if recording:
-            self.record()  # what is counted anew below
+            self.record()  # before the counts are reset
         shapes = {name: setup.xp.shape(array) for name, array in named.items()} if setup.bound else {}
         units = setup.table.units
         same = [unit for unit in units if all(shapes.get(tensor.name) == tensor.shape for tensor in unit.tensors)]
@@ -258,16 +280,16 @@ class Grace:
             self._reporter.begin_record(again=True)
 
     def reset(self, transport: str | Transport | None = None, states: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Go on over another transport, with other workers; a step that was begun is dropped, `report` begins anew.
+        """Continue over another transport, with other workers. Drops an unfinished step and resets `report`.
 
-        ``transport``: as of `grace_from_params`. ``states``: the `state_dict` of every worker that was there before and
-        is left, the same on all workers; arrays follow their rules (`grace.core.Resize`), and what those held that are
-        gone is lost. Without states this worker keeps its own, and its place. Every worker must make this call, also
-        one that has just come. Raises as `build` and `load_state_dict` do, and then nothing has changed here.
+        ``transport``: as in `grace_from_params`. ``states``: the `state_dict` of every remaining worker, the same on
+        all workers; arrays follow their rules (`grace.core.Resize`), and the data of lost workers is lost. Without
+        states this worker keeps its own state and rank. Every worker must make this call, including new ones. Raises as
+        `build` and `load_state_dict` do, in which case nothing has changed.
         """
         own, setup = () if states else (self.state_dict(),), self._setup
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it was said when this was made
+            warnings.simplefilter("ignore")  # already issued when this object was made
             new = Grace(setup.method, setup.unresolved, get_transport(transport), setup.options, setup.policy)
         for key in ("learning_rate", "track_missing", "defer_commit", "trace"):
             setattr(new._setup, key, getattr(setup, key))
@@ -282,11 +304,11 @@ class Grace:
 
     # -- exchange ----------------------------------------------------------------------------------------------------
     def start(self, name: str, gradient: Array | None, spent: bool = False) -> Job:
-        """Hand in a gradient. Its bucket leaves as soon as it is complete and the buckets before it have left.
+        """Submit a gradient. Its bucket is sent once it is complete and the buckets before it were sent.
 
-        Buckets leave in one order on all workers, whatever the order of these calls. ``spent``: the gradient is
-        donated: its memory may hold the mean, where arrays are mutable; read it no more. Raises KeyError for a name
-        that was not built and RuntimeError for a second gradient before `finish`.
+        Buckets leave in one order on all workers, regardless of the order of these calls. ``spent``: the gradient is
+        donated: if arrays are mutable, its memory may hold the mean, so do not read it again. Raises KeyError for an
+        unknown name and RuntimeError for a second gradient before `finish`.
         """
         if self._paused:
             self._means[name] = gradient
@@ -300,21 +322,21 @@ class Grace:
     def finish(self, job: Job) -> Array | None:
         """The mean of a gradient, in its shape and dtype. The first call ends the step.
 
-        A gradient that was not handed in counts as absent on this worker: with ``track_missing`` its mean is None if it
-        is absent everywhere, and zero is averaged for it otherwise.
+        A gradient that was not submitted is absent on this worker. With ``track_missing`` its mean is None if it is
+        absent on all workers; otherwise zero takes its place.
         """
         if job.name not in self._means:
             self.flush()
         return self._means.pop(job.name)
 
     def flush(self) -> None:
-        """End the step: launch what is left, wait for everything, and keep the new state."""
+        """End the step: launch the remaining buckets, wait for all of them, and commit the new state."""
         with self._undone_on_error():
             self._exchange.launch_rest()
         self.land()
 
     def step(self, gradients: Mapping[str, Array | None]) -> dict[str, Array | None]:
-        """The means of these gradients, in one exchange. Tensors that are not named take no part."""
+        """The means of these gradients, in one exchange. Other tensors take no part."""
         if not gradients or self._paused:
             return dict(gradients)
         self.launch(gradients)
@@ -322,9 +344,9 @@ class Grace:
         return {name: self._means.pop(name) for name in gradients}
 
     def launch(self, gradients: Mapping[str, Array | None], together: str = "", spent: bool = False) -> None:
-        """Hand in gradients and let them leave now, one message for each bucket. `land` ends the step.
+        """Submit gradients and send them now, one message per bucket. `land` ends the step.
 
-        ``together``: a name under which they all leave as one message instead. ``spent``: as in `start`.
+        ``together``: send a single message under this name instead. ``spent``: as in `start`.
         """
         self._check_gradients(gradients)
         for name, gradient in gradients.items():
@@ -333,11 +355,11 @@ class Grace:
             self._exchange.launch_names(gradients, together)
 
     def land(self, last: bool = True) -> None:
-        """Wait for all that was launched, bucket by bucket and round by round, and keep the new state.
+        """Wait for all launched buckets, round by round, and commit the new state.
 
-        ``last``: the step ends here; otherwise more of its tensors are to come. With `defer_commit` it ends with
-        `commit`. Raises RuntimeError on all workers, and keeps the state that was, where they are at different steps
-        or one of them gave up (`abort`).
+        ``last``: the step ends here; False: more of its tensors follow. With `defer_commit`, `commit` ends the step.
+        Raises RuntimeError on all workers, and keeps the previous state, if they are at different steps or one of them
+        gave up (`abort`).
         """
         exchange = self._exchange
         with self._undone_on_error():
@@ -352,24 +374,24 @@ class Grace:
             self.commit()
 
     def advance(self) -> bool:
-        """One round of every bucket, in order. True when nothing is left to exchange."""
+        """Advance every bucket by one round, in order. True when the exchange is complete."""
         return self._exchange.advance()
 
     def mean(self, name: str) -> Array | None:
-        """The mean of a gradient after `land`; asked for once."""
+        """The mean of a gradient after `land`; can be taken once."""
         return self._means.pop(name)
 
     def abandon(self) -> None:
-        """Drop a step that was begun: wait for what is under way, and keep neither means nor state."""
+        """Drop an unfinished step: wait for the messages in flight, and discard means and state."""
         try:
             self._exchange.abandon()
-        finally:  # also where a message that is waited for is lost
+        finally:  # even if a message in flight is lost
             self._next_exchange()
 
     def abort(self, reason: str) -> NoReturn:
-        """Give up the step under way: all workers raise RuntimeError with the reason, and keep the state that was.
+        """Give up the current step: all workers raise RuntimeError with the reason, and keep the previous state.
 
-        What this worker has not handed in leaves as absent, so that nobody waits for it.
+        This worker's missing gradients are sent as absent, so that no worker waits for them.
         """
         self._exchange.failure = reason
         self.flush()
@@ -378,10 +400,10 @@ class Grace:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Pause the exchange, as DistributedDataParallel's `no_sync`: gradients stay each worker's own.
+        """Pause the exchange, as DistributedDataParallel's `no_sync`: gradients stay local.
 
-        Nothing is sent or counted, and no state changes; `step` gives gradients back as they are. Every worker must do
-        so in the same passes.
+        Nothing is sent or counted, and no state changes; `step` returns gradients unchanged. Every worker must pause
+        in the same passes.
         """
         before, self._paused = self._paused, True
         try:
@@ -395,7 +417,7 @@ class Grace:
         return self._paused
 
     def note(self, name: str, text: str) -> None:
-        """Have the report say this of a tensor."""
+        """Add a remark on a tensor to the report."""
         self._reporter.notes[name] = text
 
     def _check_gradients(self, gradients: Mapping[str, Array | None]) -> None:
@@ -409,7 +431,7 @@ class Grace:
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
-        # After an error the step is over: the next one begins from the state that was.
+        # After an error the step is over: restore the previous state.
         exchange = self._exchange
         try:
             yield
@@ -426,7 +448,7 @@ class Grace:
     # -- commit ------------------------------------------------------------------------------------------------------
     @property
     def report_skipped(self) -> int:
-        """How many means were not finite so far, on the host (`Report.skipped`)."""
+        """Number of non-finite means so far, on the host (`Report.skipped`)."""
         return self._reporter.skipped
 
     @property
@@ -435,7 +457,7 @@ class Grace:
         return self._provisional
 
     def commit(self) -> None:
-        """The means are applied: the step counts, and its state is kept. With `defer_commit` only."""
+        """Confirm that the means were applied: the step counts, and its state stays. With `defer_commit` only."""
         setup = self._setup
         setup.snapshot.release()
         self._provisional = False
@@ -449,9 +471,9 @@ class Grace:
         self._reporter.step_passed()
 
     def rollback(self, names: Iterable[str] | None = None) -> None:
-        """The means are thrown away: all state is as it was before the exchange. With `defer_commit` only.
+        """Restore the state before the exchange, as the means were discarded. With `defer_commit` only.
 
-        ``names``: of these tensors alone; those of other exchanges of this step are to be applied.
+        ``names``: only these tensors; the means of the step's other tensors will be applied.
         """
         setup = self._setup
         if not self._provisional:
@@ -470,25 +492,25 @@ class Grace:
     # -- policy ------------------------------------------------------------------------------------------------------
     @property
     def decision(self) -> Decision:
-        """What the policy decided last; without a policy, what always holds."""
+        """The policy's latest decision; an empty one without a policy."""
         return Decision({}) if self.schedule is None else self.schedule.decision
 
     @property
     def steps(self) -> int:
-        """How many steps were made in all, across resumed runs; `Report.steps` counts those of this object."""
+        """Number of steps in total, across resumed runs; `Report.steps` counts those of this object."""
         return self._setup.step_number() if self._waiting is None else int(self._waiting.args[0]["step"])
 
     @property
     def steps_this_epoch(self) -> int:
-        """How many exchanges there were since `end_epoch`."""
+        """Number of exchanges since `end_epoch`."""
         return self._setup.step_number() - (0 if self.schedule is None else self.schedule.step)
 
     def end_epoch(self, lr: float | None = None, next_lr: float | None = None) -> Decision:
-        """An epoch is over: let the policy decide what holds from now on. Every worker must call this.
+        """End an epoch: let the policy make its next decision. Every worker must call this.
 
         ``lr``: the learning rate of this epoch, by default the ``next_lr`` of the last call. ``next_lr``: that of the
-        next epoch, by default the same again. Worker 0's numbers and decision hold for all workers. Without a policy
-        nothing happens. Raises RuntimeError while a step is under way, and if workers do not agree.
+        next epoch, by default unchanged. Worker 0's numbers and decision hold for all workers. Without a policy
+        nothing happens. Raises RuntimeError during a step, and if workers disagree.
         """
         flight = self.ending(lr, next_lr)
         while not flight.advance():
@@ -496,9 +518,9 @@ class Grace:
         return self.decision
 
     def ending(self, lr: float | None = None, next_lr: float | None = None) -> RoundScheduler:
-        """`end_epoch`, for several workers of one process: ``advance()`` all of them in turn until each gives True."""
+        """`end_epoch` for several workers in one process: call ``advance()`` on each in turn until all return True."""
         self._refuse_begun("finish it before the epoch ends")
-        self.rollback()  # no step applies it any more
+        self.rollback()  # no optimizer step will apply the means any more
         programs: dict[str, Program[Any]] = {}
         if self.schedule is not None:
             ended = self.schedule.on_epoch_end(lr, next_lr, self._setup.step_number(), self.rank)
@@ -507,14 +529,14 @@ class Grace:
 
     @property
     def trying(self) -> bool:
-        """Whether a policy is still timing steps; see `tune`."""
+        """Whether a policy still times steps; see `tune`."""
         return self.schedule is not None and self.schedule.on_trial(self.world_size)
 
     def tune(self) -> Decision:
-        """A training step is over: let a policy that times steps decide when a trial ends. Every worker must call this.
+        """Count a training step for a policy that times steps; decides when a trial ends. Every worker must call this.
 
-        The integrations do it, but for graphs of TensorFlow: there it is for `grace.tensorflow.PolicyCallback`, or for
-        a loop of your own, after each step. Raises as `end_epoch`.
+        The integrations call it, except in TensorFlow graphs: there, use `grace.tensorflow.PolicyCallback`, or call it
+        after each step of your own loop. Raises as `end_epoch`.
         """
         flight = self.tuning()
         while flight is not None and not flight.advance():
@@ -522,9 +544,9 @@ class Grace:
         return self.decision
 
     def tuning(self) -> RoundScheduler | None:
-        """`tune`, for several workers of one process: ``advance()`` all of them in turn until each gives True.
+        """`tune` for several workers in one process: call ``advance()`` on each in turn until all return True.
 
-        None where nothing is to be decided, on all workers.
+        None if there is no decision to make, on all workers alike.
         """
         self._refuse_begun("finish it before the policy is told of it")
         self.rollback()
@@ -538,21 +560,21 @@ class Grace:
         return RoundScheduler("policy", {"policy": self._entering(decided)}, self.transport, self.trace)
 
     def _entering(self, decided: Program[list[str]]) -> Program[None]:
-        # Carries a decision out.
+        # Carry out a decision.
         assert self.schedule is not None
-        self._reporter.record()  # no line spans a change of level
+        self._reporter.record()  # so that no line of the record spans a change of level
         before = dict(self.schedule.decision.levels)
         for name in (yield from decided):
             self._setup.switch_level(name, before[name])
 
     # -- state -------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """All state of this worker: the step, and every tensor's arrays (PyTorch: tensors on the CPU; else NumPy).
+        """All state of this worker: the step, and every tensor's arrays (PyTorch: CPU tensors; else NumPy).
 
         Each worker saves and loads its own: residuals differ between workers. `grace.checkpoint` writes it to files.
-        Raises RuntimeError where the states of another number of workers wait for `build`.
+        Raises RuntimeError if states of another number of workers were loaded and still wait for `build`.
         """
-        if self._waiting is not None:  # no step was made since it was loaded
+        if self._waiting is not None:  # no step since it was loaded
             state, *others = self._waiting.args
             if others or (state["rank"], state["world_size"]) != (self.rank, self.world_size):
                 raise RuntimeError("states of other workers were loaded and are shared out by build: make a step first")
@@ -560,13 +582,13 @@ class Grace:
         return persistence.export(self._setup)
 
     def load_state_dict(self, *states: Mapping[str, Any], lost: bool = False) -> None:
-        """Continue from a `state_dict`: this worker's own, or, where the number of workers has changed, those of all
-        workers of the run before, on every worker. Then every array follows its rule (`grace.core.Resize`). ``lost``:
-        some of those workers' may be missing, and with them what those workers held.
+        """Continue from a `state_dict`: this worker's own, or, after a change in the number of workers, those of all
+        workers of the previous run, on every worker. Then every array follows its rule (`grace.core.Resize`). ``lost``:
+        some states may be missing, and their data is lost.
 
-        Before `build` they are kept until the tensors are known. With a policy every worker must make this call: they
-        compare their levels. Raises ValueError, and changes nothing, when a state is another worker's, of another
-        format, method or policy, or when names or shapes differ from the model's.
+        Before `build`, the states wait until the tensors are known. With a policy every worker must make this call:
+        they compare their levels. Raises ValueError, and changes nothing, if a state is another worker's, of another
+        format, method or policy, or if names or shapes differ from the model's.
         """
         setup = self._setup
         states = persistence.under_own_names(setup, states)
@@ -579,22 +601,22 @@ class Grace:
         self._restore()
         setup.attempt = 0
         self._waiting = None
-        self._reporter.first_step += step - setup.step_number()  # the report counts what this object did
+        self._reporter.first_step += step - setup.step_number()  # the report counts only the steps of this object
         persistence.load(setup, states, fitted, step)
         if self._reporter.recording:
             self._reporter.begin_record(again=True)
 
     def check_state(self, *states: Mapping[str, Any], lost: bool = False) -> tuple[list[Fitted], int]:
-        """What `load_state_dict` would set, and the step; raises as that does."""
+        """The arrays that `load_state_dict` would set, and the step; raises as it does."""
         return persistence.checked(self._setup, persistence.under_own_names(self._setup, states), lost)
 
     # -- report ------------------------------------------------------------------------------------------------------
     def report(self, trace: str | os.PathLike[str] | None = None) -> Report:
-        """What was sent since this object was made (or loaded, or rebuilt), in total and for every tensor.
+        """Traffic since this object was made (or loaded, or rebuilt), in total and per tensor.
 
-        ``trace``: a file for the last steps in Chrome's trace format: backward pass, compression, messages under way,
-        waiting, decompression. The option ``trace`` says how many steps; ValueError without it, and for TensorFlow,
-        whose graphs run by themselves: use its own profiler.
+        ``trace``: a file for the last steps in Chrome's trace format: backward pass, compression, messages in flight,
+        waiting, decompression. The option ``trace`` sets the number of steps. ValueError without that option, and for
+        TensorFlow graphs: use TensorFlow's own profiler.
         """
         if trace is not None:
             if self._setup.bound and self.xp.traced:
@@ -607,11 +629,11 @@ class Grace:
         return self._reporter.report()
 
     def record(self) -> None:
-        """Write a line to the record now: what happened since the line before. Other workers than 0 write nothing.
+        """Write a line to the record: the changes since the previous line. Only worker 0 writes.
 
-        Lines are written without this call, except in TensorFlow graphs, which run by themselves: there call it between
-        two steps (`grace.tensorflow.RecordCallback` does), and anywhere at a training's end, for its last steps.
-        ValueError if no record was asked for.
+        Lines are written automatically, except in TensorFlow graphs: there, call it between two steps
+        (`grace.tensorflow.RecordCallback` does so). Call it at the end of a training for the last steps.
+        ValueError if the option ``record`` is not set.
         """
         if not self.options.record:
             raise ValueError("there is no record: name a file, as grace_from_params({..., 'record': 'run.jsonl'})")

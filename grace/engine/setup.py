@@ -1,4 +1,4 @@
-"""What all exchanges of a Grace share: method, workers, tensors, state and options."""
+"""The parts that all exchanges of a Grace share: method, workers, tensors, state and options."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from grace.transports import get_transport
 from grace.transports.local import LocalTransport, World
 
 PRESENT = "(present)"
-"""The program that carries the header and counts who has a gradient."""
-_built = 0  # Graces of this process that have compared their tensors with other workers
+"""The program that carries the header and counts the workers with a gradient."""
+_built = 0  # number of Graces in this process that have compared their tensors with other workers
 
 
 class Setup:
-    """Method, workers, tensors, state and options: known before an exchange, the same on all workers."""
+    """Method, workers, tensors, state and options: known before an exchange, equal on all workers."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Setup:
         self.trace = Trace(options.trace)
         self.meter: Any = None
         self.step: Any = None
-        """How many steps were made: a cell of the backend's, or a `Counter`; None before there are tensors."""
+        """Number of steps made: a cell of the backend, or a `Counter`; None before there are tensors."""
         self.offload: WorkerPool | None = None
         self.track_missing = False
         self.defer_commit = False
@@ -70,13 +70,13 @@ class Setup:
         self.attempt = 0
         """Exchanges since the last commit."""
         self.headers: list[tuple[tuple[int, int], Array]] = []
-        """Of the last exchange, where a device holds them."""
+        """Headers of the last exchange, if a device holds them."""
         self.loaded_step: int | None = None
-        """Of a state that was loaded before there were tensors."""
+        """Step of a state loaded before there were tensors."""
         self._xp: Backend | None = None
         self._transport: Transport | None = None
         self._prepared = False
-        self._unsettled: dict[str, Tensor] = {}  # not compared with the other workers' yet
+        self._unsettled: dict[str, Tensor] = {}  # not yet compared with the other workers'
         for each, _ in self._methods:
             each.check()
         if transport is None:
@@ -99,7 +99,7 @@ class Setup:
 
     @property
     def transport(self) -> Transport:
-        """The transport; where none was given, that of the group of workers there is when this is first read."""
+        """The transport; if none was given, that of the group of workers at the first read."""
         if self._transport is None:
             return self.join(get_transport())
         return self._transport
@@ -110,13 +110,13 @@ class Setup:
         return self._transport
 
     def join(self, transport: Transport) -> Transport:
-        """Take a transport, and resolve the communicator for its workers."""
+        """Set the transport, and resolve the communicator for its workers."""
         self._resolve(transport)
         self._transport = transport
         return transport
 
     def replace_transport(self, transport: Transport) -> None:
-        """Take another transport between the same workers."""
+        """Set another transport between the same workers."""
         self._transport = transport
 
     @property
@@ -134,7 +134,7 @@ class Setup:
 
     @property
     def tagged(self) -> bool:
-        """Whether exchanges carry a header. Local workers run in lockstep, and graphs cannot look."""
+        """Whether exchanges carry a header. Local workers run in lockstep, and graphs cannot read it."""
         return self.world_size > 1 and not self.transport.lockstep and not self.xp.tracing
 
     @property
@@ -142,7 +142,7 @@ class Setup:
         return [(self.method, self.unresolved)] if self.schedule is None else self.schedule.ways
 
     def _resolve(self, transport: Transport | None) -> None:
-        # Before the workers are known: what holds for any number of them.
+        # Before the workers are known, resolve for any number of them.
         ways = []
         for method, communicator in self._methods:
             carrier = transport or LocalTransport(World(getattr(communicator, "node_size", 0) or 1))
@@ -162,7 +162,7 @@ class Setup:
 
     # -- tensors -----------------------------------------------------------------------------------------------------
     def bind(self, xp: Backend) -> None:
-        """Take the backend of the first tensors."""
+        """Set the backend, from the first tensors."""
         self.replace_transport(self.transport.bind(xp))
         self._xp = xp
         self.store.bind(xp)
@@ -179,7 +179,7 @@ class Setup:
         self._prepared = True
 
     def settle(self) -> None:
-        """Compare with the other workers what was built without them, and create the groups of workers."""
+        """Compare tensors with the other workers, and create the groups of workers."""
         if not self._prepared and self.bound:
             self._prepare()
         if self._unsettled:
@@ -187,7 +187,7 @@ class Setup:
             self._unsettled = {}
 
     def add(self, new: Mapping[str, Tensor]) -> None:
-        """Lay out new tensors and make their state."""
+        """Lay out new tensors and create their state."""
         xp = self.xp
         if self.transport.elastic:
             self._unsettled.update(new)
@@ -216,7 +216,7 @@ class Setup:
         self.offload = self._pooled()
 
     def reset_meter(self) -> None:
-        """Count from zero."""
+        """Reset the byte counts."""
         self.meter = Meter(self.xp)
         self.meter.extend([PRESENT])
 
@@ -237,14 +237,15 @@ class Setup:
             "communicator": "; ".join(dict.fromkeys(repr(way.communicator) for way in self.ways)),
             "policy": repr(self.policy),
             "the checkpoint that was loaded": "none" if self.loaded_step is None else f"of step {self.loaded_step}",
-            # Both decode the same numbers, but a graph may round a constant division otherwise than a kernel.
+            # Both decode the same numbers, but a graph may round a constant division differently from a kernel.
             "the use of native kernels": "on" if self.xp.kernels else "off",
-            # The record is worker 0's own, and a trace each worker's.
+            # The record concerns worker 0 alone, and each worker may set its own trace.
             **asdict(replace(self.options, record="", record_every=1, trace=0)),
         }
         global _built
         number = agree(self.transport, settings, tensors, _built)
-        if self.number is None and not self.transport.lockstep:  # workers of one process would all differ
+        # workers in one process would all get different numbers
+        if self.number is None and not self.transport.lockstep:
             self.number, _built = number, number + 1
 
     def _warn_of_compile(self) -> None:
@@ -259,7 +260,7 @@ class Setup:
             warnings.warn(f"compile=True has no effect: {reason}", stacklevel=5)
 
     def _pooled(self) -> WorkerPool | None:
-        # Threads for strategies that compress on the CPU. Graphs schedule by themselves; devices do their own work.
+        # A thread pool for strategies that compress on the CPU. Graphs and devices do their own scheduling.
         if self.xp.traced or not on_host(self.xp):
             return None
         units = {unit.name for unit in self.table.compressed()}
@@ -269,23 +270,23 @@ class Setup:
 
     # -- a unit ------------------------------------------------------------------------------------------------------
     def level(self, unit: Unit) -> int:
-        """The level of a policy that a unit is at."""
+        """A unit's present policy level."""
         return 0 if self.schedule is None or unit.dense else self.schedule.level(unit.name)
 
     def levels(self, units: Iterable[Unit]) -> dict[Unit, int]:
-        """`level` of each unit."""
+        """The level of each unit."""
         return {unit: self.level(unit) for unit in units}
 
     def way(self, unit: Unit) -> Way:
-        """How a unit travels now."""
+        """A unit's present way."""
         return self.ways[self.level(unit)]
 
     def plain(self, unit: Unit, level: int) -> bool:
-        """Whether a unit travels in its bucket's one dense message."""
+        """Whether a unit travels in its bucket's single dense message."""
         return unit.dense != "" or self.ways[level].dense
 
     def wire_dtype(self, unit: Unit, level: int) -> str:
-        """The dtype that a unit travels in where it is averaged as it is."""
+        """The wire dtype of a unit that is averaged uncompressed."""
         lossless = unit.lossless or self.ways[level].method.compressor.traits.lossless
         return unit.wire if lossless else unit.dtype
 
@@ -306,11 +307,11 @@ class Setup:
         )
 
     def deferred_kernels(self) -> DeferredKernels | None:
-        """Where kernels may be deferred to; None: they are called at once."""
+        """A queue for deferred kernels; None: call kernels immediately."""
         return DeferredKernels() if self.xp.mutable and on_host(self.xp) and self.xp.kernels else None
 
     def step_number(self) -> int:
-        """How many steps were made, on the host."""
+        """Number of steps made, on the host."""
         return 0 if self.step is None else int(self.step.read())
 
     def hold(self, units: Iterable[Unit]) -> None:
@@ -323,13 +324,13 @@ class Setup:
                 self.snapshot.take(self.xp, cell)
 
     def restore(self) -> None:
-        """Give all state back what it had when it was copied."""
+        """Restore all copied state."""
         if self.bound:
             self.snapshot.restore(self.xp)
             self.store.note_carried()
 
     def switch_level(self, name: str, before: int) -> None:
-        """Have a unit go on at its new level; what does not outlast the change starts again."""
+        """Move a unit to its new level; state that does not survive the change is initialised again."""
         unit = self.table.by_name()[name]
         way, ctx, level = self.way(unit), self.context(unit, 0), self.level(unit)
         self.store.enter(unit, before, level, way.communicator.init(way.method, ctx), ctx)

@@ -1,4 +1,4 @@
-"""What tensors keep from one step to the next: their state at every level of a policy, and how it changes."""
+"""The state store: each unit's state at every policy level, and how it changes."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from grace.engine.policy_runner import Schedule
 from grace.engine.reshard import CARRIED, Points, check_kind, check_names, parsed, resized, sharing, stages
 
 Cells = dict[str, Any]
-"""A state's arrays, each in a cell of the backend, by their keys."""
+"""A state's arrays by key, each in a cell of the backend."""
 
 
 class Way(NamedTuple):
-    """How a tensor gets to its mean at one level of a policy; without a policy there is one."""
+    """A tensor's method and communicator at one policy level; without a policy there is one level."""
 
     method: Method
     encoder: FastMethod
-    """The method as it is carried out."""
+    """The fast version of the method."""
     communicator: Communicator
     dense: bool
-    """It averages gradients as they are: together, in their bucket's one dense message."""
+    """Whether it averages gradients uncompressed, in their bucket's single dense message."""
 
 
 class Fitted(NamedTuple):
-    """An array of a checkpoint, and the cell that it is for."""
+    """A checkpoint array and its target cell."""
 
     unit: str
     key: str
@@ -42,14 +42,14 @@ class Fitted(NamedTuple):
 
 
 class Snapshot:
-    """Copies of cells' arrays, taken before an exchange whose result may be discarded. Their memory is reused."""
+    """Copies of state arrays from before an exchange that may be discarded. Their memory is reused."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Any, Array]] = {}
-        self._taken: dict[int, Any] = {}  # the cells whose copies count
+        self._taken: dict[int, Any] = {}  # cells with valid copies
 
     def take(self, xp: Backend, cell: Any) -> None:
-        """Copy a cell's array, unless that was done since the last `release` or `restore`."""
+        """Copy a cell's array, unless it was copied since the last `release` or `restore`."""
         if id(cell) in self._taken:
             return
         value = cell.read()
@@ -61,11 +61,11 @@ class Snapshot:
         self._taken[id(cell)] = cell
 
     def read(self, cell: Any) -> Array | None:
-        """A cell's array as it was; None if no copy counts."""
+        """The copied array of a cell; None without a valid copy."""
         return self._copies[id(cell)][1] if id(cell) in self._taken else None
 
     def restore(self, xp: Backend, cells: Iterable[Any] | None = None) -> None:
-        """Give cells back what they had, by default all of them."""
+        """Restore cells from their copies, by default all of them."""
         for cell in list(self._taken.values()) if cells is None else cells:
             if (copy := self.read(cell)) is not None:
                 del self._taken[id(cell)]
@@ -75,26 +75,27 @@ class Snapshot:
                     cell.assign(copy)
 
     def release(self) -> None:
-        """The copies do not count any more."""
+        """Invalidate all copies."""
         self._taken.clear()
 
 
 class StateStore:
     """The state of all units.
 
-    Within a step a new residual may overwrite the last one, which then lies in a donated gradient: `rollback_log` says
-    where. `commit` decides which stays; `rollback` restores all.
+    Within a step a new residual may overwrite the previous one, which then lies in a donated gradient: `rollback_log`
+    records where. `commit` decides which one stays; `rollback` restores all previous ones.
     """
 
     def __init__(self, ways: Sequence[Way], schedule: Schedule | None):
         self._ways, self._schedule = ways, schedule
         self._xp: Backend | None = None
-        self._cells: dict[str, list[Cells]] = {}  # for each unit its state at each level
-        self._carrying: set[str] = set()  # units that have something carried, where a host can know
-        self._logs: dict[str, list[tuple[Array, Array]]] = {}  # where each unit's last residuals are in this step
+        self._cells: dict[str, list[Cells]] = {}  # each unit's state at each level
+        self._carrying: set[str] = set()  # units that may carry a residual, as far as the host knows
+        # locations of each unit's previous residuals in this step
+        self._logs: dict[str, list[tuple[Array, Array]]] = {}
 
     def bind(self, xp: Backend) -> None:
-        """Set the backend, before there is any unit."""
+        """Set the backend, before any unit is added."""
         self._xp = xp
 
     @property
@@ -105,21 +106,21 @@ class StateStore:
 
     @property
     def switches(self) -> bool:
-        """Whether levels are other methods, rather than one with other fields."""
+        """Whether levels are different methods, rather than one method with different fields."""
         return self._schedule is not None and self._schedule.policy.switches_methods
 
     def strategy(self, unit: Unit, level: int) -> str:
-        """How a unit travels, where a plan says so."""
+        """The strategy that a plan gives a unit; else empty."""
         return "" if unit.dense else self._ways[level].communicator.strategy(unit.name)
 
     def strategies(self, levels: Mapping[str, int], names: Iterable[str]) -> dict[str, str]:
-        """The same for several, those that go dense too, where a plan says so."""
+        """Strategies by name, including those of dense units; omits units without a plan."""
         each = {name: self._ways[levels.get(name, 0)].communicator.strategy(name) for name in names}
         return {name: text for name, text in each.items() if text}
 
     # -- units ------------------------------------------------------------------------------------------------------
     def add(self, unit: Unit, states: Sequence[State]) -> None:
-        """A new unit, with its first state at each level."""
+        """Add a unit, with its initial state at each level."""
         self._cells[unit.name] = []
         for level, state in enumerate(states):
             self._cells[unit.name].append(self._made(unit, level, state))
@@ -129,7 +130,7 @@ class StateStore:
                 cells[CARRIED] = carried
 
     def _made(self, unit: Unit, level: int, state: State) -> Cells:
-        # What outlasts a change of level is shared with the levels before at which the unit travels the same way.
+        # State that survives a change of level is shared with the earlier levels of the same strategy.
         xp, cells, way, strategy = self.xp, {}, self._ways[level], self.strategy(unit, level)
         before = [held for each, held in enumerate(self._cells[unit.name]) if self.strategy(unit, each) == strategy]
         for number, (key, value) in enumerate(state.items()):
@@ -142,18 +143,18 @@ class StateStore:
                         f"levels of policy {policy!r}: change fields that leave it alone"
                     )
                 cells[key] = old
-            else:  # in memory of its own: it is written to
+            else:  # copied: it will be written to
                 (own,) = apart((value,), tuple(state.values())[:number], xp)
                 cells[key] = xp.cell(own)
         return cells
 
     def detach(self, units: Iterable[Unit]) -> dict[Unit, list[Cells]]:
-        """The state of these units, for `attach`; all other is dropped."""
+        """The state of these units, for `attach`; all other state is dropped."""
         cells, self._cells = self._cells, {}
         return {unit: cells[unit.name] for unit in units}
 
     def attach(self, unit: Unit, cells: list[Cells]) -> None:
-        """Have a unit go on with this state, which it had before."""
+        """Set a unit's state to a detached one."""
         self._cells[unit.name] = cells
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -162,31 +163,31 @@ class StateStore:
         return bool(self._cells[unit.name][level])
 
     def cells(self, unit: Unit, level: int) -> list[Any]:
-        """The cells of a unit's state; none are of a tensor that goes dense without state."""
+        """The cells of a unit's state; none for a dense tensor without state."""
         levels = self._cells[unit.name]
         return list(levels[level].values()) if levels else []
 
     def note_carried(self) -> None:
-        """Cells were given back what they had: what was carried may be there again."""
+        """Note carried residuals again, after cells were restored."""
         self._carrying |= {name for name, levels in self._cells.items() if levels and CARRIED in levels[0]}
 
     def state(self, unit: Unit, level: int) -> State:
-        """The arrays as they are now."""
+        """The current arrays."""
         return {key: cell.read() for key, cell in self._cells[unit.name][level].items()}
 
     def rollback_log(self, unit: Unit) -> list[tuple[Array, Array]]:
-        """The rollback log of a unit in this step: the residuals that were overwritten, and where the last ones are."""
+        """A unit's rollback log in this step: overwritten residuals, and the arrays that hold the previous ones."""
         return self._logs.setdefault(unit.name, [])
 
     def with_carried(self, unit: Unit, x: Array) -> Array:
-        """A gradient, and what a change of strategy left of the unit's residuals."""
+        """A gradient plus the residual that a change of strategy left."""
         cell = self._carried(unit)
-        return x if cell is None else x + cell.read()  # not in place: of a dense tensor, x may be the user's gradient
+        return x if cell is None else x + cell.read()  # not in place: for a dense tensor, x may be the user's gradient
 
     def commit(self, unit: Unit, level: int, state: State, ok: Array, x: Array) -> bool:
-        """Take over a step's new state where ``ok``, bool[]. Whether x, the memory of the gradient, holds the mean now.
+        """Commit a step's new state where ``ok``, bool[]. Returns whether x, the gradient's memory, now holds the mean.
 
-        The mean may be wanted there: what the new state has in it is copied.
+        Otherwise the mean may need x, so new state inside x is copied.
         """
         parted = False
         for key, cell in self._cells[unit.name][level].items():
@@ -199,24 +200,24 @@ class StateStore:
         return parted
 
     def release(self, unit: Unit, ok: Array | None) -> None:
-        """The step is over for a unit: unless ``ok``, its last residuals are back in their places."""
+        """End a unit's step: unless ``ok``, restore its previous residuals."""
         noted = self._logs.pop(unit.name, [])
         if noted and (ok is None or not ok):
             self._restore(noted)
 
     def rollback(self) -> None:
-        """A step does not count: all last residuals are back in their places."""
+        """Discard a step: restore all previous residuals."""
         for noted in self._logs.values():
             self._restore(noted)
         self._logs.clear()
 
     def _carried(self, unit: Unit) -> Any:
-        # The cell of what a change of strategy left, if there may be something in it.
+        # The cell of the residual that a change of strategy left, if it may be non-zero.
         cell = self._cells[unit.name][0].get(CARRIED)
         return cell if self.xp.traced or unit.name in self._carrying else None
 
     def _assign(self, cell: Any, ok: Array, new: Array | DeferredResidual, x: Array) -> bool:
-        # Whether x holds the mean now.
+        # Returns whether x now holds the mean.
         old = cell.read()
         if new is old:
             return False
@@ -225,7 +226,7 @@ class StateStore:
                 new.into(old)
             return bool(ok) and self.xp.same_memory(new.x, x) and self.xp.shape(new.x) == self.xp.shape(x)
         if self.xp.mutable and self.xp.overlap(new, x):
-            self.xp.write(old, self.xp.choose(ok, new, old))  # x is wanted for the mean
+            self.xp.write(old, self.xp.choose(ok, new, old))  # the mean needs x
         else:
             cell.assign(self.xp.choose(ok, new, old))
         return False
@@ -235,7 +236,7 @@ class StateStore:
             self.xp.write(residual, last)
 
     def _last(self, unit: str, cell: Any, snapshot: Snapshot) -> Array:
-        # A state's array as it was when the step under way began.
+        # A state array as it was at the beginning of the current step.
         if (before := snapshot.read(cell)) is not None:
             return before
         value = cell.read()
@@ -243,9 +244,9 @@ class StateStore:
 
     # -- a change of level ------------------------------------------------------------------------------------------
     def enter(self, unit: Unit, before: int, level: int, state: State, ctx: Context) -> None:
-        """A unit goes on at another level: what does not outlast the change is ``state``, its first one there.
+        """Move a unit to another level. State that does not survive the change is reset to ``state``.
 
-        ``ctx``: this worker's. What was not sent on a way that is left is carried to the next gradient.
+        ``ctx``: this worker's. The residual of an abandoned strategy is carried to the next gradient.
         """
         elsewhere = self.strategy(unit, before) != self.strategy(unit, level)
         if elsewhere:
@@ -255,8 +256,8 @@ class StateStore:
                 self._cells[unit.name][level][key].assign(self.xp.copy(value))
 
     def _carry(self, unit: Unit, level: int, ctx: Context) -> None:
-        # What was not sent at any point of a way that a tensor leaves is added to this worker's next gradient, so that
-        # it counts in the mean as it did: 1 / holders there, 1 / workers here.
+        # Add the residuals of all points of the abandoned strategy to this worker's next gradient, scaled so that
+        # they count in the mean as before: 1 / holders there, 1 / workers here.
         xp, cells = self.xp, self._cells[unit.name][level]
         everybody = [self.points(unit, level, replace(ctx, rank=rank)) for rank in range(ctx.world_size)]
         places = [{name: (at.offset, at.size) for name, (_, at) in points.items()} for points in everybody]
@@ -273,12 +274,12 @@ class StateStore:
         self._carrying.add(unit.name)
 
     def points(self, unit: Unit, level: int, ctx: Context) -> Points:
-        """Where the worker of a context compresses a unit.
+        """A unit's compression points on the worker of a context.
 
-        What goes dense is at one place, and its state is the memory's.
+        A dense unit has one point, and its state belongs to its memory.
         """
         way = self._ways[level]
-        if self.switches:  # one memory, whichever method uses it now
+        if self.switches:  # one memory, shared by all methods
             memories = (each.method.memory for each in self._ways)
             memory = next((memory for memory in memories if memory.feedback), way.method.memory)
             return {"": (replace(way.method, memory=memory), ctx)}
@@ -286,14 +287,14 @@ class StateStore:
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
     def export(self, levels: Mapping[str, int], snapshot: Snapshot) -> dict[str, dict[str, Any]]:
-        """All state at these levels for a checkpoint, as it was before a step that is under way."""
+        """All state at these levels for a checkpoint, as it was before an unfinished step."""
         return {
             unit: {key: exported(self._last(unit, cell, snapshot), self.xp) for key, cell in cells.items()}
             for unit, cells in self.held(levels).items()
         }
 
     def held(self, levels: Mapping[str, int]) -> dict[str, Cells]:
-        """The cells of units that have state at these levels, and what outlasts a change of method."""
+        """The cells of units that have state at these levels, and those that survive a change of method."""
         held = {unit: cells[levels.get(unit, 0)] for unit, cells in self._cells.items()}
         if self.switches:
             for unit, cells in self._cells.items():
@@ -310,10 +311,10 @@ class StateStore:
         ctx_of: Callable[[Unit], Context],
         among: tuple[int, int] | None,
     ) -> list[Fitted]:
-        """What `load` would set. ``states``: this worker's; or those of all workers of a run that was cut otherwise.
+        """The arrays that `load` would set. ``states``: this worker's, or those of all workers of another run.
 
-        ``among``: then which worker of how many this is. ``ctx_of``: a unit's context here. ValueError, naming the
-        difference, where states do not fit.
+        ``among``: in the latter case, this worker's rank and the number of workers. ``ctx_of``: a unit's context here.
+        ValueError, naming the difference, for states that do not fit.
         """
         xp = self.xp
         strategies = self.strategies(levels, units) if among else {}
@@ -325,7 +326,7 @@ class StateStore:
             return self.points(units[name], levels.get(name, 0), replace(ctx_of(units[name]), rank=rank))
 
         for name in mine.keys() & states[0]["points"].keys():
-            # More workers, or another version, may exchange in two stages what was gathered before.
+            # With more workers, or another version, a gather may have become a two-stage exchange.
             ranks = range(ctx_of(units[name]).world_size)
             here = stages(point for rank in ranks for point in points(name, rank))
             if not stages(point for state in states for point in state["points"].get(name, ())) <= here:
@@ -358,17 +359,17 @@ class StateStore:
         return found
 
     def load(self, fitted: Iterable[Fitted]) -> None:
-        """Go on with these arrays."""
+        """Set the cells to these arrays."""
         for unit, key, cell, array in fitted:
             cell.assign(array)
-            if key == CARRIED:  # of a tensor that goes dense now, it is a new one
+            if key == CARRIED:  # for a tensor that goes dense now, the cell is new
                 for cells in self._cells[unit]:
                     cells[CARRIED] = cell
                 self._carrying.add(unit)
 
     # -- report -----------------------------------------------------------------------------------------------------
     def norms(self, units: Iterable[Unit], levels: Mapping[str, int], snapshot: Snapshot) -> dict[str, float]:
-        """The L2 norm of each unit's residuals, where it has any; a device is waited for once."""
+        """The L2 norm of each unit's residuals, if it has any; waits for a device once."""
         xp, held, squares = self.xp, self.held(levels), {}
         for unit in units:
             cells = held.get(unit.name, {})
@@ -384,10 +385,10 @@ class StateStore:
 
 
 def exported(array: Array, xp: Backend) -> Any:
-    """An array for a checkpoint: of PyTorch on the CPU, else of NumPy, in memory of its own."""
+    """A checkpoint copy of an array: a CPU tensor for PyTorch, else a NumPy array."""
     return array.detach().cpu().clone() if xp.name == "torch" else xp.to_numpy(array).copy()
 
 
 def _lasting(key: str, way: Way) -> bool:
-    # State that a change of level leaves alone: the memory's, and what a compressor itself did not send.
+    # Whether state survives a change of level: the memory's does, and a compressor's own residual.
     return parsed(key)[1] == "memory" or way.method.compressor.traits.internal_feedback

@@ -1,4 +1,4 @@
-"""The tensors of a Grace: by name, in the units that methods see, and in the buckets that travel together."""
+"""The tensors of a Grace by name, grouped into units and buckets."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ class TensorTable:
         return {unit.name: unit for unit in self.units}
 
     def compressed(self) -> Iterator[Unit]:
-        """Units that no rule sends dense."""
+        """Units that are compressed."""
         return (unit for unit in self.units if not unit.dense)

@@ -1,4 +1,4 @@
-"""Where a step's time goes: totals for the report and, where they are asked for, the last steps as a Chrome trace."""
+"""Timing of steps: totals for the report and, on request, the last steps as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = ("compress", "wait", "decompress")
 
 
 class Event(NamedTuple):
-    """Something that took a while, in seconds of `time.perf_counter`."""
+    """A timed event, in seconds of `time.perf_counter`."""
 
     name: str
     kind: str
@@ -25,19 +25,19 @@ class Event(NamedTuple):
 
 
 class Trace:
-    """What happened when. Kinds: "backward", "compress", "communicate", "wait" and "decompress"; threads of a pool.
+    """Timed events. Kinds: "backward", "compress", "communicate", "wait" and "decompress"; and the pool's threads.
 
-    ``steps``: of how many of the last steps events are kept; 0: totals alone, so that memory does not grow.
+    ``steps``: number of latest steps whose events are stored; 0: totals only, so that memory does not grow.
     """
 
     def __init__(self, steps: int = 0) -> None:
         self.totals: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self.steps = steps
         self._past: deque[list[Event]] = deque(maxlen=steps)
-        self._events: list[Event] = []  # of the step under way
+        self._events: list[Event] = []  # of the current step
 
     def add(self, kind: str, name: str, began: float, ended: float | None = None) -> None:
-        """Note what began then and ends now, or at ``ended``."""
+        """Record an event from ``began`` to now, or to ``ended``."""
         ended = time.perf_counter() if ended is None else ended
         if kind in self.totals:
             self.totals[kind] += ended - began
@@ -45,14 +45,14 @@ class Trace:
             self._events.append(Event(name, kind, began, ended))
 
     def end_step(self) -> None:
-        """A step is over: what comes belongs to the next one."""
+        """End a step: later events belong to the next one."""
         if self.steps:
             self._past.append(self._events)
             self._events = []
 
     @contextmanager
     def span(self, kind: str, name: str) -> Iterator[None]:
-        """Note the time that a block takes."""
+        """Time a block."""
         began = time.perf_counter()
         try:
             yield
@@ -62,8 +62,8 @@ class Trace:
     def save(self, path: str | os.PathLike[str], rank: int) -> None:
         """Write the events of the last steps in Chrome's trace format, for chrome://tracing or ui.perfetto.dev.
 
-        One process for each worker; tracks "backward", "worker" (compress, wait, decompress), one for each thread of a
-        pool, and one for the messages of each bucket, which overlap with the others.
+        Each worker is a process with the tracks "backward" and "worker" (compress, wait, decompress), one track per
+        pool thread, and one for the messages of each bucket, which overlap with the others.
         """
         rows = []
         for event in [*chain.from_iterable(self._past), *self._events]:
@@ -81,9 +81,9 @@ def write(
     number: int = 0,
     tracks: Iterable[str] = (),
 ) -> None:
-    """Write events, each with its track, in Chrome's trace format, as those of one process.
+    """Write events, each with its track, in Chrome's trace format, as one process.
 
-    ``tracks``: those that come first, whether or not they have events.
+    ``tracks``: the first tracks, even if they have no events.
     """
     first = min((event.began for _, event in rows), default=0.0)
     numbers = {track: place for place, track in enumerate(tracks)}

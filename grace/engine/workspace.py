@@ -1,4 +1,4 @@
-"""What the engine keeps of one unit within one step. A context carries it; methods and memories never look inside."""
+"""The engine's data on one unit within one step. A context carries it; methods and memories never look inside."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ class Workspace:
     """Rollback log, deferred kernels and draw cache of one unit in one step."""
 
     rollback_log: list[tuple[Array, Array]] | None = None
-    """A kernel may overwrite the last residual if it appends (residual, array that holds the last one: the donated x).
-    None: the last residual must stay intact."""
+    """Residuals that kernels have overwritten, with the arrays (donated x) that hold the previous values. A kernel may
+    overwrite a residual if it appends to this log. None: residuals must stay intact.
+    """
     deferred: DeferredKernels | None = None
-    """Accelerators may return arrays that kernels fill later, and must not read them. None: call kernels at once."""
+    """Accelerators may return arrays that kernels fill later, and must not read them. None: call kernels
+    immediately."""
     compile: bool = False
-    """Chunks may run as compiled by PyTorch (`grace.engine.compiled`)."""
+    """Whether chunks may run compiled by PyTorch (`grace.engine.compiled`)."""
     draws: dict[Any, Array] = field(default_factory=dict)
-    """Cache of random draws that decoding repeats, by all that they depend on."""
+    """Cache of random draws that decoding repeats; the key has everything that they depend on."""
     _bound: tuple[Any, Any] = field(default=(None, None), init=False)
 
     def kernels(self, xp: Any) -> Any:
-        """The backend's kernels, bound to log and deferred kernels; None or empty without kernels."""
+        """The backend's kernels, bound to the log and deferred kernels; None or empty without kernels."""
         found = xp.kernels
         if not found or (self.rollback_log is None and self.deferred is None):
             return found
@@ -36,23 +38,23 @@ class Workspace:
 
 
 def workspace(ctx: Context) -> Workspace:
-    """The workspace of a context; an empty one where there is none."""
+    """A context's workspace; an empty one if it has none."""
     return ctx._workspace or Workspace()
 
 
 def with_workspace(ctx: Context, workspace: Workspace) -> Context:
-    """The same with another workspace."""
+    """The same context with another workspace."""
     return ctx._with(_workspace=workspace)
 
 
 def without_rollback(ctx: Context) -> Context:
-    """The same without a rollback log."""
+    """The same context without a rollback log."""
     own = workspace(ctx)
     return with_workspace(ctx, Workspace(None, own.deferred, own.compile, own.draws))
 
 
 def deferring(ctx: Context, deferred: DeferredKernels | None) -> Context:
-    """The same with other deferred kernels."""
+    """The same context with other deferred kernels."""
     own = workspace(ctx)
     if own.deferred is deferred:
         return ctx
@@ -66,7 +68,7 @@ def kernels(ctx: Context) -> Any:
 
 
 def accumulated(ctx: Context, x: Array, last: Array, beta: float = 1.0, gamma: float = 1.0) -> Array:
-    """`weighted_sum`. With a rollback log a kernel writes it over ``last``."""
+    """`weighted_sum`. With a rollback log, a kernel writes the sum over ``last``."""
     if workspace(ctx).rollback_log is not None and (found := kernels(ctx)) and found.accumulate:
         return found.accumulate(x, last, beta, gamma)
     return weighted_sum(ctx, x, last, beta, gamma)

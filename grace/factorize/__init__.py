@@ -1,4 +1,4 @@
-"""Pufferfish: train a smaller model, by factors of low rank in the place of its matrices.
+"""Pufferfish: trains a smaller model, with low-rank factors in place of its matrices.
 
 Wang, Agarwal, Papailiopoulos: "Pufferfish: Communication-efficient Models At No Extra Cost", MLSys 2021,
 arXiv:2103.03936. Works on PyTorch and Keras 3 models, and imports neither before it sees a model.
@@ -17,34 +17,34 @@ __all__ = ["LayerPlan", "NameMap", "Plan", "WarmUp", "defactorize", "factorize",
 
 
 def plan(model: Any, *, example: Any = None, **settings: Any) -> Plan:
-    """What `factorize` would do to a model with these settings: nothing is changed.
+    """Preview of `factorize` with these settings; changes nothing.
 
-    ``rank_ratio`` (0.25): a matrix of m rows and n columns gets rank ``rank_ratio`` x min(m, n), rounded down. Of a
-    convolution m is the output channels and n the input channels times the kernel; of an LSTM each gate has matrices of
-    its own.
-    ``keep_first`` (1): so many layers stay dense, counted in the model's order over all that have a matrix, embeddings
-    too; or names. ``keep_last`` (True): the last of them does.
-    ``include``: names of the only layers to factorise; ``exclude`` (none): of layers to leave alone. A name stands for
+    ``rank_ratio`` (0.25): a matrix of m rows and n columns gets rank ``rank_ratio`` x min(m, n), rounded down. For a
+    convolution m is the output channels and n the input channels times the kernel; an LSTM has separate matrices for
+    each gate.
+    ``keep_first`` (1): number of layers that stay dense, counted in the model's order over all layers with a matrix,
+    including embeddings; or their names. ``keep_last`` (True): keep the last of them dense.
+    ``include``: names of the only layers to factorise; ``exclude`` (none): layers to leave alone. A name stands for
     the layer, for all layers below it ("layer4"), or is a pattern ("*.shortcut.*").
-    ``ranks``: rank by name, for layers that are to be factorised whatever the other settings say.
+    ``ranks``: rank by name, for layers to factorise regardless of the other settings.
     ``min_numel`` (1024): layers of fewer weights stay dense, as do layers whose factors would not be smaller.
-    ``example``: an input (or a tuple of inputs) that the model is called with to count multiply-adds.
+    ``example``: an input (or a tuple of inputs) for a call of the model that counts multiply-adds.
 
-    ValueError for a name that no layer has. Layers of other kinds, frozen or shared weights stay as they are; the plan
-    says why.
+    ValueError for a name that no layer has. Layers of other kinds, and frozen or shared weights, stay unchanged; the
+    plan says why.
     """
     toolkit = toolkit_of(model)
     return decide(toolkit.survey(model), None if example is None else toolkit.positions(model, example), **settings)
 
 
 def factorize(model: Any, *, init: str = "svd", plan: Plan | None = None, **settings: Any) -> tuple[Any, NameMap]:
-    """Put factors in the place of a model's matrices, in place. Returns the model and its new parameters' names.
+    """Replace a model's matrices by factors, in place. Returns the model and its new parameters' names.
 
     Nothing else changes: other tensors keep their values and identity. A PyTorch model that is itself one layer cannot
-    be changed in place and comes back as another. Make optimizers and graphs anew: they hold the old parameters.
+    be changed in place, and a new object is returned. Create optimizers and graphs again: they hold the old parameters.
 
     ``init``: "svd", the best approximation of the present weights; or "random", normal numbers whose product has the
-    variance of the present weights. ``plan``: what `plan` gave; else it is made from ``settings``, which are `plan`'s.
+    variance of the present weights. ``plan``: the result of `plan`; by default made from ``settings``, as in `plan`.
     """
     if init not in ("svd", "random"):
         raise ValueError(f"init={init!r}: choose 'svd' or 'random'")
@@ -56,7 +56,7 @@ def factorize(model: Any, *, init: str = "svd", plan: Plan | None = None, **sett
 
 
 def defactorize(model: Any) -> tuple[Any, NameMap]:
-    """Put dense layers, with the products as weights, in the place of all factors, in place: `factorize` undone."""
+    """Undo `factorize`, in place: replace all factors by dense layers with the products as weights."""
     return toolkit_of(model).restore(model)
 
 
@@ -70,8 +70,8 @@ def load_dense(model: Any, checkpoint: Any) -> None:
 
 
 def recalibrate(model: Any, batches: Iterable[Any]) -> None:
-    """Measure BatchNorm's means and variances anew over some batches of inputs: truncation has made them stale.
+    """Recompute BatchNorm's means and variances over some batches of inputs: truncation has made them stale.
 
-    Each worker sees its own batches; broadcast the model's buffers if all must agree.
+    Each worker uses its own batches; broadcast the model's buffers if all must agree.
     """
     toolkit_of(model).recalibrate(model, batches)

@@ -1,4 +1,4 @@
-"""The factors of a matrix: one definition, so that every toolkit gets the same numbers."""
+"""Low-rank factors of a matrix: one definition, so that all toolkits get the same numbers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 
 
 def svd_factor(matrix: Any, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """u[rank, n] and v[m, rank] with v @ u the best approximation of matrix[m, n] of this rank.
+    """u[rank, n] and v[m, rank] such that v @ u is the best approximation of matrix[m, n] of this rank.
 
     From W = Q S R^T: v = Q_r S_r^(1/2), u = S_r^(1/2) R_r^T, so that v^T v = u u^T = S_r (Wang et al., "Pufferfish",
-    MLSys 2021, arXiv:2103.03936, section 2.3). An SVD leaves signs open: the entry of largest magnitude of each column
-    of v is positive. float32, or float64 for a float64 matrix. ValueError if the matrix is not finite.
+    MLSys 2021, arXiv:2103.03936, section 2.3). An SVD does not determine signs: the entry of largest magnitude in each
+    column of v is made positive. float32, or float64 for a float64 matrix. ValueError if the matrix is not finite.
     """
     matrix = np.asarray(matrix)
     if matrix.dtype != np.float64:

@@ -1,6 +1,6 @@
-"""Pufferfish for Keras 3: the low-rank layers, and what finds, replaces and restores them.
+"""Pufferfish for Keras 3: the low-rank layers, and how to find, replace and restore them.
 
-Layers change in place, so that functional, sequential and subclassed models, layers inside layers and models that share
+Layers change in place, so that functional, sequential and subclassed models, nested layers and models that share
 layers all keep their structure. Import this module before you load a factorised model from a file.
 """
 
@@ -31,17 +31,17 @@ register = keras.saving.register_keras_serializable(package="grace")
 
 @register
 class LowRank(layers.Layer):
-    """Two layers in the place of a Dense, EinsumDense or Conv: ``u`` to the rank, without bias; ``v`` from it.
+    """Two layers in place of a Dense, EinsumDense or Conv: ``u`` maps to the rank, without bias; ``v`` maps from it.
 
-    ``layer``: the dense one, as ``keras.saving.serialize_keras_object`` describes it. ``v`` has its bias and
-    activation; of a convolution, ``u`` has the kernel, strides, padding and dilation, and ``v`` is 1 x 1. A regulariser
-    of the kernel acts on both.
+    ``layer``: the dense one, as serialised by ``keras.saving.serialize_keras_object``. ``v`` has its bias and
+    activation. For a convolution, ``u`` has the kernel, strides, padding and dilation, and ``v`` is 1 x 1. A kernel
+    regulariser acts on both.
     """
 
     def __init__(self, layer: Mapping[str, Any], rank: int, **kwargs: Any):
         super().__init__(**kwargs)
         self.rank = rank
-        self._layer = json.dumps(layer)  # text, since Keras wraps dictionaries
+        self._layer = json.dumps(layer)  # text, since Keras would wrap a dictionary
         self.u, self.v = _pair(self.dense_layer(), rank)
         self.supports_masking = self.u.supports_masking
 
@@ -69,10 +69,11 @@ class LowRank(layers.Layer):
 
 @register
 class LowRankLSTMCell(layers.LSTMCell):
-    """An LSTMCell of low rank: each gate's matrices are factorised by themselves.
+    """A low-rank LSTMCell: each gate's matrices are factorised separately.
 
-    ``ranks``: of the input's and of the hidden state's matrices. Weights: for ``kernel`` ``kernel_u`` [input, 4 rank]
-    and ``kernel_v`` [rank, 4 units], gates side by side; likewise for ``recurrent_kernel``; ``bias`` as in LSTMCell.
+    ``ranks``: of the input's and of the hidden state's matrices. Weights: instead of ``kernel``, ``kernel_u`` [input, 4
+    rank] and ``kernel_v`` [rank, 4 units], gates concatenated; likewise for ``recurrent_kernel``; ``bias`` as in
+    LSTMCell.
     """
 
     def __init__(self, units: int, ranks: Sequence[int], **kwargs: Any):
@@ -112,14 +113,15 @@ class LowRankLSTMCell(layers.LSTMCell):
 
     @staticmethod
     def _dropped(x: Any, mask_of: Callable[[Any], Any], rate: float) -> Any:
-        # Keras has one mask for all gates, or (with recurrent dropout) a list of four: then [n, 4, width] comes back.
+        # Keras uses one mask for all gates, or (with recurrent dropout) a list of four: then the result is [n, 4,
+        # width].
         if not 0 < rate < 1:
             return x
         mask = mask_of(x)
         return ops.stack([x * one for one in mask], axis=1) if isinstance(mask, (list, tuple)) else x * mask
 
     def _gates(self, x: Any, u: Any, v: Any) -> Any:
-        # [n, width] or, for each gate, [n, 4, width] -> [n, 4 units]: narrow products, then wide ones.
+        # [n, width] or, per gate, [n, 4, width] -> [n, 4 units]: narrow products, then wide ones.
         rank = v.shape[0]
         if len(x.shape) == 2:
             narrow = ops.reshape(ops.matmul(x, u), (-1, 4, rank))
@@ -134,7 +136,7 @@ class LowRankLSTMCell(layers.LSTMCell):
 
 @register
 class LowRankMultiHeadAttention(layers.MultiHeadAttention):
-    """MultiHeadAttention whose four projections are of low rank, each for all heads together.
+    """MultiHeadAttention with four low-rank projections, each for all heads together.
 
     ``ranks``: of the projections of query, key, value and output.
     """
@@ -152,9 +154,9 @@ class LowRankMultiHeadAttention(layers.MultiHeadAttention):
         return {**super().get_config(), "ranks": list(self.ranks)}
 
 
-# -- what the layers share ------------------------------------------------------------------------------------------
+# -- shared helpers -------------------------------------------------------------------------------------------------
 def _pair(layer: layers.Layer, rank: int) -> tuple[layers.Layer, layers.Layer]:
-    # Two layers with the settings of a dense one. None of them is built.
+    # Two unbuilt layers with the settings of a dense one.
     config = {key: value for key, value in layer.get_config().items() if key not in ("lora_rank", "lora_alpha")}
     narrow = {**config, "name": "u", "activation": None, "activity_regularizer": None}
     wide = {**config, "name": "v", "activity_regularizer": None}
@@ -185,7 +187,7 @@ def _axes(equation: str) -> tuple[str, str, str, str] | None:
 
 
 def _equations(equation: str, rank: int) -> tuple[str, str, tuple[int | None, ...]]:
-    # Those of the two layers, and the output shape of the first.
+    # The equations of the two layers, and the output shape of the first.
     axes = _axes(equation)
     assert axes is not None
     inputs, _, columns, rows = axes
@@ -208,20 +210,20 @@ def _matrix(layer: layers.Layer) -> np.ndarray:
 
 
 def _factors(weight: np.ndarray, rank: int, init: str) -> tuple[np.ndarray, np.ndarray]:
-    # u[rank, n] and v[m, rank] of weight[m, n].
+    # u[rank, n] and v[m, rank] for weight[m, n].
     if init == "svd":
         return svd_factor(weight, rank)
     shapes = ((rank, weight.shape[1]), (weight.shape[0], rank))
     if init == "zeros":
         return np.zeros(shapes[0], np.float32), np.zeros(shapes[1], np.float32)
-    # So that the product has the variance that the toolkit, or the user, gave to the weight.
+    # The product then has the variance of the given weight.
     scale = (np.square(weight.astype(np.float32)).mean() / rank) ** 0.25
     u, v = (np.asarray(keras.random.normal(shape)) * scale for shape in shapes)
     return u, v
 
 
 def _become(layer: layers.Layer, template: layers.Layer, build: Callable[[], None]) -> None:
-    # Let a built layer be what an unbuilt one is, in place: its name, its place in graphs and its users stay.
+    # Turn a built layer into another type, in place: it keeps its name, its place in graphs and its users.
     mine = {id(variable) for variable in layer.variables} | {id(inner) for inner in layer._layers}
     tracker = layer._tracker
     tracker.unlock()
@@ -351,7 +353,7 @@ def _walk(layer: layers.Layer, name: str = "", seen: set[int] | None = None) -> 
 
 
 def _whole(layer: layers.Layer) -> bool:
-    # What is looked at as one layer, with all that is in it.
+    # Layers that are treated as a unit, including their sublayers.
     return isinstance(layer, (*KINDS, LowRank)) or _low_rank_lstm(layer)
 
 
@@ -413,7 +415,7 @@ def _parts(layer: layers.Layer) -> list[layers.Layer]:
 
 
 def positions(model: layers.Layer, example: Any) -> dict[str, list[int]]:
-    """How often each matrix of a layer is multiplied when the model sees an example: an array or a tuple of them."""
+    """Number of products with each matrix of a layer when the model runs an example: an array or a tuple of arrays."""
     counts: dict[str, list[int]] = {}
     watched: list[layers.Layer] = []
 
@@ -448,7 +450,7 @@ def positions(model: layers.Layer, example: Any) -> dict[str, list[int]]:
 
 
 def replace(model: layers.Layer, ranks: Ranks, init: str) -> tuple[layers.Layer, NameMap]:
-    """Put factors in the place of these layers' weights, in place."""
+    """Replace these layers' weights by factors, in place."""
 
     def change(name: str, layer: layers.Layer) -> bool:
         if name not in ranks:
@@ -476,7 +478,7 @@ def _factorise(layer: layers.Layer, ranks: Sequence[int], init: str) -> None:
 
 
 def restore(model: layers.Layer) -> tuple[layers.Layer, NameMap]:
-    """Put dense weights in the place of factors, in place."""
+    """Replace factors by dense weights, in place."""
 
     def change(_: str, layer: layers.Layer) -> bool:
         if isinstance(layer, LowRank):
@@ -497,7 +499,7 @@ def restore(model: layers.Layer) -> tuple[layers.Layer, NameMap]:
 
 
 def _renamed(model: layers.Layer, change: Callable[[str, layers.Layer], bool]) -> NameMap:
-    # Change layers, and say which variables took the place of which: within a layer, the new ones that of the old.
+    # Change layers, and map the old variables to the new ones, layer by layer.
     names = NameMap()
     changed = False
     for name, layer in list(_walk(model)):
@@ -517,7 +519,7 @@ def _renamed(model: layers.Layer, change: Callable[[str, layers.Layer], bool]) -
 
 
 def _pairs(old: Sequence[str], new: Sequence[str]) -> NameMap:
-    # kernel <-> u/kernel, v/kernel; bias <-> v/bias; of an LSTM kernel <-> kernel_u, kernel_v, and bias stays.
+    # kernel <-> u/kernel, v/kernel; bias <-> v/bias; in an LSTM kernel <-> kernel_u, kernel_v, and bias is unchanged.
     def role(path: str) -> str:
         name = path.rpartition("/")[2]
         return name.removesuffix("_u").removesuffix("_v")
@@ -528,7 +530,7 @@ def _pairs(old: Sequence[str], new: Sequence[str]) -> NameMap:
 
 
 def ranks_of(model: layers.Layer) -> dict[str, tuple[int, ...]]:
-    """Ranks of the layers that are factorised."""
+    """Ranks of the factorised layers."""
     return {
         name: tuple(layer.cell.ranks if _low_rank_lstm(layer) else layer.ranks)
         for name, layer in _walk(model)
@@ -537,7 +539,7 @@ def ranks_of(model: layers.Layer) -> dict[str, tuple[int, ...]]:
 
 
 def load_dense(model: keras.Model, checkpoint: str) -> None:
-    """Load the weights file of the dense model into the factorised one."""
+    """Load the dense model's weights file into the factorised one."""
     ranks = ranks_of(model)
     restore(model)
     try:
@@ -547,7 +549,7 @@ def load_dense(model: keras.Model, checkpoint: str) -> None:
 
 
 def recalibrate(model: layers.Layer, batches: Iterable[Any]) -> None:
-    """Measure the statistics of BatchNormalization anew."""
+    """Recompute the statistics of BatchNormalization."""
     norms = [layer for _, layer in _walk(model) if isinstance(layer, layers.BatchNormalization)]
     momenta = [norm.momentum for norm in norms]
     try:
@@ -562,19 +564,19 @@ def recalibrate(model: layers.Layer, batches: Iterable[Any]) -> None:
 
 # -- the switch -----------------------------------------------------------------------------------------------------
 def grace_of(optimizer: Any) -> Grace | None:
-    """The Grace that drives an optimizer, if one does."""
+    """The Grace that drives an optimizer, if any."""
     return getattr(optimizer, "_grace", None)
 
 
 def transport_of(grace: Grace, model: layers.Layer) -> Transport:
-    """Its transport, bound to TensorFlow."""
+    """The Grace's transport, bound to TensorFlow."""
     from grace.tensorflow.broadcast import transport_of
 
     return transport_of(grace)
 
 
 def broadcast(model: layers.Layer, names: Iterable[str], grace: Grace) -> None:
-    """Assign these variables of worker 0 on all workers."""
+    """Assign worker 0's values of these variables on all workers."""
     from grace.tensorflow import broadcast_variables
 
     wanted = set(names)
@@ -583,7 +585,7 @@ def broadcast(model: layers.Layer, names: Iterable[str], grace: Grace) -> None:
 
 
 def hand_over(grace: Grace, model: layers.Layer, old: Any, new: Any) -> Any:
-    """Let ``new`` be driven as ``old`` was, by a Grace that knows the model's new variables."""
+    """Drive ``new`` as ``old`` was driven, with a Grace rebuilt for the model's new variables."""
     from grace.tensorflow import DistributedOptimizer, release
     from grace.tensorflow.names import names_for
 

@@ -1,4 +1,4 @@
-"""Which toolkit a model belongs to."""
+"""The toolkit of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is factorised, at which rank, and why not: decided from shapes alone, the same for every toolkit."""
+"""Plans of a factorisation: which layers, at which rank, or why not; from shapes alone, the same for every toolkit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIN_NUMEL = 1024
 
 @dataclass(frozen=True)
 class Matrix:
-    """``count`` weight matrices of one shape; they map ``cols`` inputs to ``rows`` outputs each."""
+    """``count`` weight matrices of one shape, each from ``cols`` inputs to ``rows`` outputs."""
 
     rows: int
     cols: int
@@ -20,56 +20,56 @@ class Matrix:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.count * self.rows * self.cols
 
     def factored(self, rank: int) -> int:
-        """Elements of the factors."""
+        """Number of elements of the factors."""
         return self.count * rank * (self.rows + self.cols)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as a toolkit found it."""
+    """A layer as the toolkit reports it."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
-    """Of its weight, as the toolkit has it."""
+    """Shape of its weight in the toolkit."""
     parameters: int
-    """Trained ones, counted where they are met first."""
+    """Trained parameters; shared ones count at their first layer."""
     matrices: tuple[Matrix, ...] = ()
-    """What factors can take the place of; empty: nothing can, for the ``reason``."""
+    """Matrices that factors can replace; empty if there are none, with the ``reason``."""
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What becomes of one layer."""
+    """The plan for one layer."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
-    """One for each of its weight matrices (the gates of an LSTM's matrix share one); empty: it is left alone."""
+    """One rank per weight matrix (all gates of an LSTM's matrix share one); empty: the layer stays unchanged."""
     parameters: int
     parameters_after: int
     macs: int | None
-    """Multiply-adds of the weights for the example that was given; None without one, or where none was counted."""
+    """Multiply-adds of the weights for the given example; None if not counted."""
     macs_after: int | None
     reason: str
-    """Why it is left alone; empty if it is not."""
+    """Why it stays unchanged; empty otherwise."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `factorize` will do to a model. Prints as a table. Parameters are those that are trained."""
+    """The effect of `factorize` on a model. Prints as a table. Parameters are the trained ones."""
 
     layers: tuple[LayerPlan, ...]
 
     @property
     def ranks(self) -> dict[str, tuple[int, ...]]:
-        """Ranks by layer; only layers that are factorised."""
+        """Ranks of the factorised layers."""
         return {layer.name: layer.ranks for layer in self.layers if layer.ranks}
 
     @property
@@ -121,7 +121,7 @@ class Plan:
 
 
 class NameMap(dict[str, tuple[str, ...]]):
-    """Old names of parameters to the new ones that took their place. Names that stayed are not in it."""
+    """Maps old parameter names to their replacements. Omits unchanged names."""
 
     @property
     def removed(self) -> list[str]:
@@ -132,7 +132,7 @@ class NameMap(dict[str, tuple[str, ...]]):
         return [name for names in self.values() for name in names]
 
     def inverse(self) -> NameMap:
-        """New names to the old ones."""
+        """Maps new names to the old ones."""
         sources: dict[str, list[str]] = {}
         for old, names in self.items():
             for name in names:
@@ -152,9 +152,9 @@ def decide(
     ranks: Mapping[str, int] | None = None,
     min_numel: int = MIN_NUMEL,
 ) -> Plan:
-    """The plan for these layers; `grace.factorize.plan` says what the settings mean.
+    """The plan for these layers; `grace.factorize.plan` explains the settings.
 
-    ``positions``: how often each of a layer's matrices is multiplied, from an example.
+    ``positions``: number of products with each of a layer's matrices, from an example.
     """
     if not 0 < rank_ratio <= 1:
         raise ValueError(f"rank_ratio={rank_ratio!r} must be more than 0 and at most 1")
@@ -223,7 +223,7 @@ def _planned(layer: Layer, ranks: tuple[int, ...], reason: str, positions: Seque
 
 
 def _matching(names: Sequence[str], patterns: str | Iterable[str], key: str) -> set[str]:
-    # A pattern names a layer, all layers below a name, or is one of fnmatch.
+    # A pattern is a layer's name, a prefix of names, or an fnmatch pattern.
     found: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         below = (f"{pattern}.", f"{pattern}/")

@@ -1,4 +1,4 @@
-"""Pufferfish for PyTorch: the low-rank layers, and what finds, replaces and restores them."""
+"""Pufferfish for PyTorch: the low-rank layers, and how to find, replace and restore them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Ranks = Mapping[str, Sequence[int]]
 
 
 class LowRank(nn.Module):
-    """Two layers in the place of a Linear or Conv: ``u`` to the rank, without bias; ``v`` from it, with the bias.
+    """Two layers in place of a Linear or Conv: ``u`` maps to the rank, without bias; ``v`` maps from it, with the bias.
 
-    Of a convolution, ``u`` has the kernel, stride, padding and dilation, and ``v`` is 1 x 1.
+    For a convolution, ``u`` has the kernel, stride, padding and dilation, and ``v`` is 1 x 1.
     """
 
     def __init__(self, u: nn.Module, v: nn.Module):
@@ -42,7 +42,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dense weight that the factors stand for."""
+        """The dense weight, the product of the factors."""
         u, v = self.u.weight, self.v.weight
         return (v.flatten(1) @ u.flatten(1)).reshape(len(v), *u.shape[1:])
 
@@ -62,7 +62,7 @@ class LowRank(nn.Module):
         return cls(*_pair(layer, u.reshape(rank, *layer.weight.shape[1:]), v, layer.bias))
 
     def dense(self) -> nn.Module:
-        """The ordinary layer of the same weight."""
+        """The ordinary layer with the same weight."""
         u, v = self.u, self.v
         if isinstance(u, nn.Linear):
             layer = _bare(nn.Linear, u, u.in_features, v.out_features, bias=v.bias is not None)
@@ -74,16 +74,16 @@ class LowRank(nn.Module):
 
     @staticmethod
     def renamed(names: Iterable[str]) -> NameMap:
-        """From the dense layer's names to this one's."""
+        """Maps the dense layer's names to this one's."""
         return NameMap({name: ("u.weight", "v.weight") if name == "weight" else ("v.bias",) for name in names})
 
 
 class LowRankLSTM(nn.Module):
-    """An LSTM of low rank, called as nn.LSTM is. Each gate's matrices are factorised by themselves.
+    """A low-rank LSTM, called as nn.LSTM. Each gate's matrices are factorised separately.
 
-    ``ranks``: for each layer and direction two, of the input's and of the hidden state's matrices. Parameters: for
-    ``weight_ih_l0`` of nn.LSTM ``u_ih_l0`` [4 rank, input] and ``v_ih_l0`` [4 hidden, rank], gates one below the other;
-    biases as in nn.LSTM. Its steps are a Python loop: `torch.compile` makes one graph of them.
+    ``ranks``: two per layer and direction, of the input's and of the hidden state's matrices. Parameters: instead of
+    nn.LSTM's ``weight_ih_l0``, ``u_ih_l0`` [4 rank, input] and ``v_ih_l0`` [4 hidden, rank], gates stacked; biases as
+    in nn.LSTM. The steps are a Python loop, which `torch.compile` turns into one graph.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class LowRankLSTM(nn.Module):
                 self.register_parameter(f"bias_{suffix}", nn.Parameter(zeros))
 
     def _stacks(self) -> list[tuple[str, str, int]]:
-        # (name, name of its bias, width of what it is multiplied by), in nn.LSTM's order.
+        # (name, name of its bias, input width), in nn.LSTM's order.
         stacks = []
         for layer, direction in self._passes():
             below = self.input_size if layer == 0 else self.hidden_size * (2 if self.bidirectional else 1)
@@ -168,7 +168,8 @@ class LowRankLSTM(nn.Module):
     def _run(
         self, suffix: str, steps: list[torch.Tensor], state: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-        # One layer in one direction. In packed sequences a step has fewer rows than the state: the others wait.
+        # One layer in one direction. In packed sequences a step may have fewer rows than the state; the other rows
+        # wait.
         inputs = self._gates(f"ih_{suffix}", torch.cat(steps)).split([len(step) for step in steps])
         h, c = state
         outputs = list(inputs)
@@ -185,7 +186,7 @@ class LowRankLSTM(nn.Module):
         return outputs, (h, c)
 
     def _gates(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        # [n, width] -> [n, 4 hidden]: one narrow product for all gates, then one for each.
+        # [n, width] -> [n, 4 hidden]: one narrow product for all gates, then one wide product each.
         u, v = getattr(self, f"u_{name}"), getattr(self, f"v_{name}")
         rank = v.shape[1]
         narrow = F.linear(x, u).reshape(len(x), 4, rank).transpose(0, 1)
@@ -206,7 +207,7 @@ class LowRankLSTM(nn.Module):
         return made
 
     def dense(self) -> nn.LSTM:
-        """The ordinary LSTM of the same weights."""
+        """The ordinary LSTM with the same weights."""
         options = _lstm_options(self, self.u_ih_l0)
         layer = nn.LSTM(self.input_size, self.hidden_size, **{**options, "device": "meta"})
         layer = layer.to_empty(device=options["device"])
@@ -219,18 +220,18 @@ class LowRankLSTM(nn.Module):
 
     @staticmethod
     def renamed(names: Iterable[str]) -> NameMap:
-        """From the dense layer's names to this one's."""
+        """Maps the dense layer's names to this one's."""
         stacks = [name.removeprefix("weight_") for name in names if name.startswith("weight_")]
         return NameMap({f"weight_{stack}": (f"u_{stack}", f"v_{stack}") for stack in stacks})
 
 
 class LowRankMultiheadAttention(nn.Module):
-    """Attention whose four projections are of low rank, called as nn.MultiheadAttention is.
+    """Attention with four low-rank projections, called as nn.MultiheadAttention.
 
     Each projection is factorised for all heads together.
     """
 
-    # Where nn.TransformerEncoderLayer looks before it reads dense weights past this module.
+    # nn.TransformerEncoderLayer checks these before it reads dense weights directly, bypassing this module.
     _qkv_same_embed_dim = False
     in_proj_bias = None
 
@@ -287,7 +288,7 @@ class LowRankMultiheadAttention(nn.Module):
     def _mask(
         self, q: torch.Tensor, k: torch.Tensor, attention: torch.Tensor | None, padding: torch.Tensor | None
     ) -> torch.Tensor | None:
-        # What is added to the scores, [n, heads or 1, targets or 1, sources].
+        # The additive mask of the scores, [n, heads or 1, targets or 1, sources].
         masks = []
         if attention is not None:
             shape = (1, 1) if attention.dim() == 2 else (len(q), self.num_heads)
@@ -309,7 +310,7 @@ class LowRankMultiheadAttention(nn.Module):
         return cls(layer.num_heads, layer.dropout, layer.batch_first, **parts)
 
     def dense(self) -> nn.MultiheadAttention:
-        """The ordinary module of the same weights."""
+        """The ordinary module with the same weights."""
         projections = [self.q.weight, self.k.weight, self.v.weight]
         widths = [weight.shape[1] for weight in projections]
         layer = _bare(
@@ -334,7 +335,7 @@ class LowRankMultiheadAttention(nn.Module):
 
     @staticmethod
     def renamed(names: Iterable[str]) -> NameMap:
-        """From the dense module's names to this one's."""
+        """Maps the dense module's names to this one's."""
         return NameMap({name: tuple(RENAMED_ATTENTION[name]) for name in names})
 
 
@@ -348,9 +349,9 @@ RENAMED_ATTENTION = {
 LOW_RANK = (LowRank, LowRankLSTM, LowRankMultiheadAttention)
 
 
-# -- what the layers share ------------------------------------------------------------------------------------------
+# -- shared helpers -------------------------------------------------------------------------------------------------
 def _factors(weight: torch.Tensor, rank: int, init: str) -> tuple[torch.Tensor, torch.Tensor]:
-    # u[rank, n] and v[m, rank] of weight[m, n], of its dtype and device.
+    # u[rank, n] and v[m, rank] for weight[m, n], with its dtype and device.
     weight = weight.detach()
     like = {"dtype": weight.dtype, "device": weight.device}
     if init == "svd":
@@ -360,13 +361,13 @@ def _factors(weight: torch.Tensor, rank: int, init: str) -> tuple[torch.Tensor, 
     shapes = ((rank, weight.shape[1]), (weight.shape[0], rank))
     if init == "zeros":
         return torch.zeros(shapes[0], **like), torch.zeros(shapes[1], **like)
-    # So that the product has the variance that the toolkit, or the user, gave to the weight.
+    # The product then has the variance of the given weight.
     scale = (weight.square().mean() / rank).pow(0.25)
     return torch.randn(shapes[0], **like) * scale, torch.randn(shapes[1], **like) * scale
 
 
 def _pair(layer: nn.Module, u: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None) -> tuple[nn.Module, nn.Module]:
-    # Two layers of these weights, with the settings of a dense one.
+    # Two layers with these weights, and the settings of a dense one.
     rank = len(u)
     if isinstance(layer, nn.Linear):
         narrow = _bare(nn.Linear, layer, u.shape[1], rank, bias=False)
@@ -381,7 +382,7 @@ def _pair(layer: nn.Module, u: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
 
 
 def _bare(cls: type[nn.Module], like: nn.Module, *args: Any, **options: Any) -> nn.Module:
-    # Without initial values, which would be drawn from the user's generator.
+    # Skips the initialisation, which would use the user's random generator.
     weight = like.weight
     return cls(*args, device="meta", dtype=weight.dtype, **options).to_empty(device=weight.device)
 
@@ -503,7 +504,7 @@ def _matrices(module: nn.Module) -> tuple[Matrix, ...]:
 
 
 def positions(model: nn.Module, example: Any) -> dict[str, list[int]]:
-    """How often each matrix of a layer is multiplied when the model sees an example: a tensor or a tuple of them."""
+    """Number of products with each matrix of a layer when the model runs an example: a tensor or a tuple of tensors."""
     counts: dict[str, list[int]] = {}
 
     def watch(name: str, module: nn.Module) -> Any:
@@ -516,7 +517,7 @@ def positions(model: nn.Module, example: Any) -> dict[str, list[int]]:
     handles = [watch(name, module) for name, module in _walk(model) if type(module) in KINDS]
     modes = {module: module.training for module in model.modules()}
     try:
-        # With gradients, since transformers in evaluation else go past their modules.
+        # With gradients, since in evaluation transformers otherwise bypass their modules.
         with torch.enable_grad():
             model.eval()(*(example if isinstance(example, (tuple, list)) else (example,)))
     finally:
@@ -541,7 +542,7 @@ def _positions(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: 
 
 
 def replace(model: nn.Module, ranks: Ranks, init: str) -> tuple[nn.Module, NameMap]:
-    """Put factors in the place of these layers, in place."""
+    """Replace these layers by factors, in place."""
     makers = {nn.LSTM: LowRankLSTM, nn.MultiheadAttention: LowRankMultiheadAttention}
     renamed = NameMap()
     for name, module in list(_walk(model)):
@@ -556,12 +557,12 @@ def replace(model: nn.Module, ranks: Ranks, init: str) -> tuple[nn.Module, NameM
         renamed.update(_prefixed(name, cls.renamed(key for key, _ in module.named_parameters())))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # no layer here takes nested tensors
+            module.use_nested_tensor = False  # the new layers do not support nested tensors
     return model, renamed
 
 
 def restore(model: nn.Module) -> tuple[nn.Module, NameMap]:
-    """Put dense layers in the place of factors, in place."""
+    """Replace factors by dense layers, in place."""
     renamed = NameMap()
     for name, module in list(_walk(model)):
         if isinstance(module, LOW_RANK):
@@ -572,19 +573,19 @@ def restore(model: nn.Module) -> tuple[nn.Module, NameMap]:
 
 
 def ranks_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Ranks of the layers that are factorised."""
+    """Ranks of the factorised layers."""
     return {name: tuple(module.ranks) for name, module in _walk(model) if isinstance(module, LOW_RANK)}
 
 
 def load_dense(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Load the state_dict of the dense model into the factorised one."""
+    """Load the dense model's state_dict into the factorised one."""
     dense, _ = restore(copy.deepcopy(model))
     dense.load_state_dict(checkpoint)
     model.load_state_dict(replace(dense, ranks_of(model), "svd")[0].state_dict())
 
 
 def recalibrate(model: nn.Module, batches: Iterable[Any]) -> None:
-    """Measure the statistics of BatchNorm anew."""
+    """Recompute the statistics of BatchNorm."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     modes = {module: module.training for module in model.modules()}
     momenta = [norm.momentum for norm in norms]
@@ -619,24 +620,24 @@ def _prefixed(name: str, names: NameMap) -> NameMap:
 
 # -- the switch -----------------------------------------------------------------------------------------------------
 def grace_of(optimizer: Any) -> Grace | None:
-    """The Grace that drives an optimizer, if one does."""
+    """The Grace that drives an optimizer, if any."""
     driver = getattr(optimizer, "_grace", None)
     return None if driver is None else driver.grace
 
 
 def transport_of(grace: Grace, model: nn.Module) -> Transport:
-    """Its transport, bound to where the model is."""
+    """The Grace's transport, bound to the model's device."""
     return transport_for(grace, next(model.parameters()))
 
 
 def broadcast(model: nn.Module, names: Iterable[str], grace: Grace) -> None:
-    """Copy these parameters of worker 0 to all workers."""
+    """Copy worker 0's values of these parameters to all workers."""
     parameters = dict(model.named_parameters())
     integration.broadcast_parameters({name: parameters[name] for name in names}, 0, grace)
 
 
 def hand_over(grace: Grace, model: nn.Module, old: Any, new: Any) -> Any:
-    """Let ``new`` be driven as ``old`` was, by a Grace that knows the model's new tensors."""
+    """Drive ``new`` as ``old`` was driven, with a Grace rebuilt for the model's new tensors."""
     trained = {p for group in new.param_groups for p in group["params"] if p.requires_grad}
     passes = old._grace.backward_passes if hasattr(old, "_grace") else None
     if passes is not None:

@@ -1,4 +1,4 @@
-"""Full rank first: the switch to factors in the middle of a training."""
+"""Full-rank warm-up: switches to factors during a training."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from grace.factorize.plan import NameMap, Plan, decide
 
 
 class WarmUp:
-    """Train the dense model for some epochs, then go on with its factors (Pufferfish, section 2.3).
+    """Train the dense model for some epochs, then continue with its factors (Pufferfish, section 2.3).
 
-    ``epochs``: full-rank ones. ``ramp_epochs``: after the switch the learning rate rises for so many epochs, from
-    ``ramp_start`` of its value. ``lr_factor``: of the learning rate from the switch on. ``settings``: `plan`'s.
+    ``epochs``: full-rank epochs. ``ramp_epochs``: epochs after the switch in which the learning rate rises, from
+    ``ramp_start`` of its value. ``lr_factor``: scales the learning rate from the switch on. ``settings``: `plan`'s.
 
     In the loop over epochs::
 
@@ -41,14 +41,14 @@ class WarmUp:
         ):
             if not good:
                 raise ValueError(f"{key}={value!r} is out of range")
-        inspect.signature(decide).bind((), **settings)  # a setting that is not known fails now, not at the switch
+        inspect.signature(decide).bind((), **settings)  # an unknown setting must fail now, not at the switch
         decide((), **{key: value for key, value in settings.items() if key in ("rank_ratio", "min_numel")})
         self.epochs, self.ramp_epochs, self.ramp_start, self.lr_factor = epochs, ramp_epochs, ramp_start, lr_factor
         self.settings = settings
         self.plan: Plan | None = None
-        """What was done, after the switch."""
+        """The plan that was carried out, after the switch."""
         self.names = NameMap()
-        """Old parameters' names to the new ones', after the switch."""
+        """Old parameter names mapped to new ones, after the switch."""
         self._ranks: dict[str, tuple[int, ...]] | None = None
 
     @property
@@ -60,7 +60,7 @@ class WarmUp:
         return not self.switched and epoch >= self.epochs
 
     def lr_scale(self, epoch: float) -> float:
-        """What to multiply the learning rate by at this epoch (or fraction of one), counted from 0."""
+        """Factor of the learning rate at this epoch (or fraction of one), counted from 0."""
         if epoch < self.epochs:
             return 1.0
         since = epoch - self.epochs
@@ -73,13 +73,13 @@ class WarmUp:
     ) -> tuple[Any, Any]:
         """Factorise the model and give it a new optimizer. Every worker must make this call, between two steps.
 
-        The SVD is worker 0's; the others receive its factors, since signs and rounding of an SVD differ between
-        machines. ``make_optimizer(model)`` makes a plain optimizer of the new parameters, without momentum of old ones;
-        it is distributed as ``optimizer`` was. Grace drops what it kept of the old tensors, keeps what it kept of those
-        that stay, and its report begins anew.
+        Worker 0 computes the SVD and the others receive its factors, since signs and rounding of an SVD differ between
+        machines. ``make_optimizer(model)`` makes a plain optimizer of the new parameters, without the old momentum;
+        it is distributed as ``optimizer`` was. The Grace drops the state of removed tensors, keeps that of the others,
+        and its report starts again.
 
-        ``grace``: where no optimizer carries it (a tape, DistributedDataParallel's hook). Raises on all workers, before
-        anything is sent, if one of them cannot factorise or if their plans differ.
+        ``grace``: for cases without a distributed optimizer (a tape, DistributedDataParallel's hook). Raises on all
+        workers, before anything is sent, if one of them cannot factorise or if their plans differ.
         """
         toolkit = toolkit_of(model)
         if self.switched:
@@ -116,13 +116,13 @@ class WarmUp:
         return model, names
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether the switch was made, and the ranks: for a checkpoint, as plain data."""
+        """Whether the switch was made, and the ranks: plain data for a checkpoint."""
         return {"ranks": None if self._ranks is None else {name: list(ranks) for name, ranks in self._ranks.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], model: Any) -> Any:
-        """Give a new dense model the form that it had when the state was saved, and return it; then load its weights.
+        """Factorise a new dense model as in the saved state, and return it; load its weights afterwards.
 
-        Make the optimizer afterwards.
+        Create the optimizer afterwards, too.
         """
         ranks = state["ranks"]
         if ranks is None:

@@ -1,10 +1,10 @@
-"""Kernels in C++ for the few operations that cost most on a CPU: optional, and the same bits as the plain code's.
+"""C++ kernels for the operations that cost most on a CPU: optional, with the same bits as the plain functions.
 
-Products and cosine transforms add up in another order, which may decide last bits.
+Only products and cosine transforms add in another order, so their last bits may differ.
 
-``library()`` gives them, or None: where they are not built (``python -m grace.kernels.build``) or the environment says
-GRACE_KERNELS=off. GRACE_KERNELS=avx512, avx2, neon or scalar asks for one instruction set; =triton for Triton's kernels
-on CUDA devices (`grace.kernels.device`), and here for the best. Nothing is loaded before the first call.
+``library()`` returns them, or None if they are not built (``python -m grace.kernels.build``) or the environment sets
+GRACE_KERNELS=off. GRACE_KERNELS=avx512, avx2, neon or scalar selects an instruction set; =triton selects Triton's
+kernels on CUDA devices (`grace.kernels.device`), and the best ones here. Nothing is loaded before the first call.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["ISAS", "KINDS", "Codes", "Library", "library"]
 
 ISAS = ("avx512", "avx2", "neon", "scalar")
-"""Names of instruction sets; "neon" and "scalar" are the same plain code, compiled for AArch64 and for the others."""
+"""Names of instruction sets; "neon" and "scalar" are the same portable code, compiled for AArch64 and for others."""
 
 KINDS = ("bfloat16", "fp8", "natural", "dithered", "nearest")
-"""Codes that kernels know, in the order of kernels.h."""
+"""Kinds of codes, in the order of kernels.h."""
 LOWEST = (127 - 24) << 7
 BUCKETS = (127 << 7) - LOWEST + 1
 
@@ -47,13 +47,13 @@ class _Codec(ctypes.Structure):
 
 
 class Codes:
-    """What codes of a few bits stand for, as the compressor of that name has it.
+    """The values of low-bit codes, as defined by the compressor of that name.
 
-    ``kind``, of `KINDS`: "bfloat16" are the numbers themselves; all others have a scale, 4 bytes, for each block.
-    "fp8": ``first`` bits of mantissa, the bias ``second``, codes up to ``top``. "natural": the scale is an exponent's
-    field, int32; ``second`` the one of a fixed window, or 0. "dithered": ``first`` levels.
-    "nearest": of ``table``, ascending, by float32 ``middles`` between its entries. A scale is the largest magnitude
-    times ``factor``. ``bits``: of a code. ``table``: of what each code stands for, unless it is worked out.
+    ``kind``, from `KINDS`: "bfloat16" is the numbers themselves; all others have a 4-byte scale per block.
+    "fp8": ``first`` mantissa bits, the bias ``second``, codes up to ``top``. "natural": the scale is an exponent
+    field, int32; ``second`` is a fixed window's field, or 0. "dithered": ``first`` levels.
+    "nearest": the entries of ``table``, ascending, with float32 ``middles`` between them. A scale is the largest
+    magnitude times ``factor``. ``bits``: per code. ``table``: the value of each code, unless it is computed.
     """
 
     def __init__(
@@ -81,16 +81,17 @@ class Codes:
         offsets: Address = None,
         start: int = 0,
     ) -> _Codec:
-        """For a kernel. ``keys``: rounds at random, by words of these; "fp8" by noise, which is as of `ints_encode`."""
+        """The C structure for a kernel. ``keys``: random rounding by words; "fp8" uses noise, as in `ints_encode`."""
         noise = _Noise(table or None, offsets or None, start // 65536, start)
         addresses = ctypes.addressof(self._table), ctypes.addressof(self._buckets)
         return _Codec(*self._numbers, keys is not None, self._factor, *(keys or (0, 0)), *addresses, noise)
 
 
 def _buckets(middles: list[float]) -> list[int]:
-    # Of each bucket, all floats of a sign whose upper 16 bits are alike, times 65536 how many middles are below it.
-    # Magnitudes below 2**-24 are one bucket, and from 1 on. Added to that: what must be added to the lower 16 bits of a
-    # float, those of a negative one upside down, so that it overflows where one more is below; 0 where no middle is in.
+    # A bucket holds all floats of one sign with equal upper 16 bits. Magnitudes below 2**-24 share a bucket, and so do
+    # those from 1 on. The upper 16 bits of an entry count the middles below the bucket. If the bucket contains a
+    # middle, adding a float's lower 16 bits (inverted if negative) to the entry carries into this count exactly if the
+    # float lies above the middle.
     edges = [0.0, *(_float(LOWEST + place << 16) for place in range(1, BUCKETS + 1))]
     if any(not edges[1] <= abs(middle) < 1 for middle in middles):
         raise ValueError("entries of a table are too close to 0 to be found by their upper bits, or beyond 1")
@@ -115,7 +116,7 @@ def _bits(x: float) -> int:
 
 
 def library(isa: str | None = None) -> Library | None:
-    """The kernels of an instruction set, by default the best of this machine; None: not built, off, or not for it."""
+    """The kernels of an instruction set, by default the machine's best; None: not built, off, or unsupported."""
     if isa is None:
         isa = os.environ.get("GRACE_KERNELS", "").lower()
         if isa in ("off", "0"):
@@ -143,8 +144,8 @@ def _library(isa: str) -> Library | None:
 
 
 def load(name: str) -> ctypes.CDLL | None:
-    """A library of `grace.kernels.build`, loaded; None: not built."""
-    from grace.kernels import build  # not above: it is run as a program, too
+    """Load a library of `grace.kernels.build`; None: not built."""
+    from grace.kernels import build  # not at the top: the module also runs as a program
 
     path = build.find(name)
     return ctypes.CDLL(str(path)) if path else None

@@ -1,11 +1,11 @@
-"""Compile the kernels: ``python -m grace.kernels.build``. Optional: without a compiler GRACE works, only slower.
+"""Compile the kernels: ``python -m grace.kernels.build``. Optional: GRACE works without a compiler, only slower.
 
-Each library is one source file and one command: ``kernels`` is the C interface, ``scalar``, ``avx2`` and ``avx512`` are
-the loops of an instruction set, ``timeline`` is the planner's; a wheel carries these (setup.py). ``tensorflow`` depends
-on the TensorFlow installed. None uses Python's ABI. A file name holds a hash of sources and flags, so that a library
-of other sources is never loaded.
+Each library is one source file and one command: ``kernels`` is the C interface; ``scalar``, ``avx2`` and ``avx512`` are
+the loops of an instruction set; ``timeline`` is the planner's; a wheel carries these (setup.py). ``tensorflow`` depends
+on the installed TensorFlow. None uses Python's ABI. A file name contains a hash of sources and flags, so that a stale
+library is never loaded.
 
-``--strict`` installs nothing and fails on a warning; it adds $CXXFLAGS: -O1 takes a minute in place of three.
+``--strict`` installs nothing and fails on a warning; it adds $CXXFLAGS: -O1 takes one minute instead of three.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# Results are exact: no -ffast-math, and no product is fused with a sum unless the source says so.
+# Results must be exact: no -ffast-math, and no fused multiply-add unless the source asks for it.
 FLAGS: tuple[str, ...] = ("-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing")
 FLAGS = (*FLAGS, "-fno-trapping-math", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 X86 = ("-mfma", "-mbmi", "-mbmi2", "-mpopcnt")
@@ -43,7 +43,7 @@ MACHINE = platform.machine().lower()
 
 
 def libraries(machine: str = MACHINE) -> dict[str, tuple[str, ...]]:
-    """Source and flags of each library that a wheel for a machine carries; those that take longest come first."""
+    """Source and flags of each library in a machine's wheel, slowest to compile first."""
     isas = ISAS if machine in ("x86_64", "amd64") else {}
     loops = {isa: ("loops.cc", *FLAGS, *flags) for isa, flags in isas.items()}
     others = {"scalar": "loops.cc", "kernels": "kernels.cc", "timeline": "timeline.cc"}
@@ -52,7 +52,7 @@ def libraries(machine: str = MACHINE) -> dict[str, tuple[str, ...]]:
 
 @cache
 def file_name(name: str, machine: str = MACHINE) -> str | None:
-    """A library's file name; None for ``tensorflow`` where TensorFlow is not installed."""
+    """A library's file name; None for ``tensorflow`` without TensorFlow."""
     version = _tensorflow_version() if name == "tensorflow" else ""
     if version is None:
         return None
@@ -62,34 +62,34 @@ def file_name(name: str, machine: str = MACHINE) -> str | None:
 
 
 def folders() -> list[Path]:
-    """Where a library may lie: in the package, or in the user's cache where the package cannot be written to."""
+    """Folders of libraries: the package, or the user's cache if the package is read-only."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return [HERE / "_lib", Path(home) / "grace" / "kernels"]
 
 
 def find(name: str) -> Path | None:
-    """The file of a library that is built of these sources."""
+    """The file of a library built from these sources."""
     file = file_name(name)
     return next((path for folder in folders() if file and (path := folder / file).is_file()), None)
 
 
 def compiler() -> list[str] | None:
-    """The command of a C++ compiler: $CXX, which may have arguments, or the first of the usual names."""
+    """The command of a C++ compiler: $CXX, which may include arguments, or the first usual name found."""
     names = (shlex.split(os.environ.get("CXX", "")), ["g++"], ["c++"], ["clang++"])
     return next((name for name in names if name and shutil.which(name[0])), None)
 
 
 def compile_library(name: str, target: Path, machine: str = MACHINE, more: Sequence[str] = ()) -> None:
-    """Compile one library. RuntimeError has what the compiler said, or that there is none."""
+    """Compile one library. RuntimeError has the compiler's message, or says that there is no compiler."""
     cxx = compiler()
     if cxx is None:
         raise RuntimeError("no C++ compiler found ($CXX, g++, c++, clang++)")
     source, *flags = TENSORFLOW if name == "tensorflow" else libraries(machine)[name]
     headers, linked = _tensorflow_flags() if name == "tensorflow" else ([], [])
-    # Several processes may compile at once: each writes a file of its own, and the last to rename wins.
+    # Several processes may compile at once: each writes its own file, and the last rename wins.
     own = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     with tempfile.TemporaryDirectory() as scratch:
-        # Linked without the instruction set: Zig would compile its C++ library for each.
+        # Linked without the instruction set: Zig would compile its C++ library for each one.
         made = str(Path(scratch, "made.o"))
         compiled = [*cxx, *headers, *flags, *more, "-c", str(HERE / source), "-o", made]
         for command in (compiled, [*cxx, "-O3", "-pthread", "-shared", made, "-o", str(own), *linked]):
@@ -101,7 +101,7 @@ def compile_library(name: str, target: Path, machine: str = MACHINE, more: Seque
 
 
 def build(*names: str) -> bool:
-    """Compile those of the libraries, by default a wheel's, that are missing; a line says why where that cannot be."""
+    """Compile missing libraries, by default a wheel's; prints one line if that fails."""
     missing = [name for name in names or libraries() if file_name(name) and not find(name)]
     if not missing:
         return True
@@ -124,9 +124,9 @@ def build(*names: str) -> bool:
 
 
 def check() -> bool:
-    """Compile everything without a warning, or print what the compiler said."""
+    """Compile everything without warnings, or print the compiler's message."""
     more = ("-Werror", *shlex.split(os.environ.get("CXXFLAGS", "")))
-    # Exports are in api.h, but for the timeline's. Older TensorFlows have no other names for what newer ones deprecate.
+    # All exports are in api.h, except the timeline's. Older TensorFlows lack the replacements of deprecated names.
     special = {"timeline": [], "tensorflow": ["-Wno-deprecated-declarations"]}
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -139,7 +139,7 @@ def check() -> bool:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Build what can be built; having no compiler is no error."""
+    """Build what can be built; a missing compiler is no error."""
     parser = argparse.ArgumentParser(prog="python -m grace.kernels.build", description="Compile the kernels.")
     parser.add_argument("--strict", action="store_true", help="install nothing, and fail on a warning")
     if parser.parse_args(arguments).strict:
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def _text(source: str) -> bytes:
-    """A source with all of ours that it includes."""
+    """A source with all included files of ours."""
     text = (HERE / source).read_bytes()
     included = re.findall(r'^#include "([\w.-]+)"', text.decode(), re.MULTILINE)
     return text + b"".join(_text(each) for each in included)
@@ -178,14 +178,14 @@ def _tensorflow_version() -> str | None:
 
 
 def _tensorflow_flags() -> tuple[list[str], list[str]]:
-    """To compile, and to link. Asked in a process of its own: TensorFlow takes long to import."""
+    """Compile and link flags. Queried in a separate process: TensorFlow is slow to import."""
     code = "import json, tensorflow.sysconfig as s; print(json.dumps([s.get_compile_flags(), s.get_link_flags()]))"
     quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     answer = subprocess.run([sys.executable, "-c", code], env=quiet, capture_output=True, text=True)
     if answer.returncode:
         raise RuntimeError(f"import tensorflow failed: {answer.stderr.strip()}")
     compiled, linked = json.loads(answer.stdout.splitlines()[-1])
-    system = [f"-isystem{flag[2:]}" if flag.startswith("-I") else flag for flag in compiled]  # its warnings are its own
+    system = [f"-isystem{flag[2:]}" if flag.startswith("-I") else flag for flag in compiled]  # ignore its warnings
     return system, [*linked, "-ldl"]
 
 

@@ -1,4 +1,4 @@
-"""Which kernels carry out the tensors of a device: Triton's, where GRACE_KERNELS=triton asks for them."""
+"""Kernels for device tensors: Triton's, if GRACE_KERNELS=triton asks for them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ if TYPE_CHECKING:
 
 
 def asked() -> bool:
-    """The environment asks for Triton's kernels."""
+    """Whether the environment asks for Triton's kernels."""
     return os.environ.get("GRACE_KERNELS", "").lower() == "triton"
 
 
 def runs_on(xp: Any) -> bool:
-    """Triton can reach a backend's tensors: on CUDA devices, and in its interpreter (TRITON_INTERPRET=1) on hosts."""
+    """Whether Triton can reach a backend's tensors: on CUDA, and on hosts in its interpreter (TRITON_INTERPRET=1)."""
     return xp.device.type == "cuda" or (xp.on_host and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def device_kernels(xp: Any) -> TritonKernels | None:
-    """Triton's kernels for a backend that they run on; None where they are not asked for, or have failed."""
+    """Triton's kernels for a supported backend; None if not asked for, or after a failure."""
     if not asked():
         return None
     if "_device_kernels" not in xp.__dict__:
         try:
             from grace.kernels.triton import TritonKernels
-        except Exception as error:  # it may be broken in any way
+        except Exception as error:  # it may fail in any way
             give_up(xp, error)
         else:
             xp.__dict__["_device_kernels"] = TritonKernels(xp, partial(give_up, xp))
@@ -37,7 +37,7 @@ def device_kernels(xp: Any) -> TritonKernels | None:
 
 
 def give_up(xp: Any, error: Exception) -> None:
-    """From now on the backend has no kernels of this kind; says so once."""
+    """Disable these kernels for the backend, with one warning."""
     xp.__dict__["_device_kernels"] = None
     said = (str(error).strip() or type(error).__name__).splitlines()[-1]
     warnings.warn(

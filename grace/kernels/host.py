@@ -1,4 +1,4 @@
-"""The kernels on arrays of the host: NumPy's, and PyTorch's on the CPU."""
+"""Kernels on host arrays: NumPy's, and PyTorch's on the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _settled = _Settled()
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Inside, which kernels there are is not asked anew for each tensor."""
+    """A context that looks the library up once, not for each tensor."""
     before = _settled.library, _settled.known
     _settled.library, _settled.known = library(), True
     try:
@@ -44,7 +44,7 @@ def settled() -> Iterator[None]:
 
 
 def host_kernels(xp: Any) -> HostKernels | None:
-    """The kernels for a backend of the host; None where they are not built, or off."""
+    """The kernels of a host backend; None if they are not built, or off."""
     found = _settled.library if _settled.known else library()
     if found is None:
         return None
@@ -55,9 +55,9 @@ def host_kernels(xp: Any) -> HostKernels | None:
 
 
 class HostKernels:
-    """A `Library` for a backend's arrays. x is donated: what is left, where it is asked for, lies in its memory.
+    """A `Library` for a backend's arrays. x is donated: a new residual, if requested, overwrites it.
 
-    `within` a step the new residual may overwrite the last one instead, and calls may be deferred.
+    `within` a step, the new residual may overwrite the previous one instead, and calls may be deferred.
     """
 
     _log: Log | None = None
@@ -68,10 +68,11 @@ class HostKernels:
         self._tables: dict[Any, Array] = {}
 
     def within(self, log: Log | None, deferred: DeferredKernels | None) -> HostKernels:
-        """These kernels, bound to the workspace of a step.
+        """These kernels, bound to a step's workspace.
 
-        ``log``: its rollback log. New residuals overwrite the last ones, which move to x; the log takes both arrays.
-        ``deferred``: takes all calls but those that decide how long their results are.
+        ``log``: its rollback log. New residuals overwrite the previous ones, which move to x; the log records both
+        arrays.
+        ``deferred``: receives all calls except those that determine the length of their results.
         """
         kernels = object.__new__(type(self))
         kernels.__dict__.update(self.__dict__, _log=log, _deferred=deferred)
@@ -80,7 +81,7 @@ class HostKernels:
     def accumulate(self, x: Array, last: Array, beta: float, gamma: float, moments: Array | None = None) -> Array:
         """`grace.ops.sums.weighted_sum`, written over ``last``; needs a rollback log.
 
-        ``moments``: float64[3], takes ``xp.excess`` of the sum and 0.
+        ``moments``: float64[3], receives ``xp.excess`` of the sum and 0.
         """
         xp, at = self._xp, self._xp.address
         self.library.accumulate(at(x), at(last), beta, gamma, at(moments), xp.shape(x)[0], xp.threads)
@@ -88,17 +89,17 @@ class HostKernels:
         return last
 
     def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, ...]:
-        """float32[n] -> bits, scales, and what is left (if there is a residual)."""
+        """float32[n] -> bits, scales, and the new residual (if there is a residual)."""
         return self._encode("signs", x, residual, (self._xp.shape(x)[0], block), flat=True)
 
     def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
-        """Each worker's bits and scales -> float32[n], in ``out`` if it is given."""
+        """Each worker's bits and scales -> float32[n], in ``out`` if given."""
         return self._mean("signs", payloads, out, (n, block))
 
     def ints_encode(
         self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
     ) -> tuple[Array, ...]:
-        """float32[n] -> codes, scales, and what is left. ``rng``: rounds at random."""
+        """float32[n] -> codes, scales, and the new residual. ``rng``: round at random."""
         n, at = self._xp.shape(x)[0], self._xp.address
         table, offsets, start = self._noise(rng, n)
         return self._encode(
@@ -106,20 +107,20 @@ class HostKernels:
         )
 
     def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
-        """Each worker's codes and scales -> float32[n], in ``out`` if it is given."""
+        """Each worker's codes and scales -> float32[n], in ``out`` if given."""
         return self._mean("ints", payloads, out, (n, block, bits))
 
     def levels_encode(
         self, x: Array, residual: Array | None, block: int, bits: int, levels: int, rng: Rng
     ) -> tuple[Array, ...]:
-        """float32[n] -> codes, scales, and what is left. levels = 0: ternary."""
+        """float32[n] -> codes, scales, and the new residual. levels = 0: ternary."""
         n, at = self._xp.shape(x)[0], self._xp.address
         table, offsets, _ = self._noise(rng if levels else None, n)
         noise = at(table), at(offsets), rng.offset, *rng.keys
         return self._encode("levels", x, residual, (n, block, bits, levels), noise, table, offsets, flat=True)
 
     def levels_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int, levels: int) -> Array:
-        """Each worker's codes and scales -> float32[n], in ``out`` if it is given."""
+        """Each worker's codes and scales -> float32[n], in ``out`` if given."""
         return self._mean("levels", payloads, out, (n, block, bits, levels))
 
     def votes_encode(self, x: Array) -> tuple[Array, ...]:
@@ -128,21 +129,21 @@ class HostKernels:
         return self._encode("votes", x, None, self._xp.shape(x), alone=True)[0]
 
     def votes_mean(self, payloads: Pairs, out: Array | None, n: int) -> Array:
-        """Each worker's bits and flags -> float32[n], in ``out`` if it is given."""
+        """Each worker's bits and flags -> float32[n], in ``out`` if given."""
         return self._mean("votes", payloads, out, (n,))
 
     def halves_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, ...]:
-        """float32[n] -> bits, means, and what is left."""
+        """float32[n] -> bits, means, and the new residual."""
         return self._encode("halves", x, residual, (self._xp.shape(x)[0], block), flat=True)
 
     def halves_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
-        """Each worker's bits and means -> float32[n], in ``out`` if it is given."""
+        """Each worker's bits and means -> float32[n], in ``out`` if given."""
         return self._mean("halves", payloads, out, (n, block))
 
     def trits_encode(
         self, x: Array, residual: Array | None, block: int, sparsity: float, runs: bool
     ) -> tuple[Array, Array, Array]:
-        """float32[n] -> bytes uint8[K], scales float32[m], and what is left."""
+        """float32[n] -> bytes uint8[K], scales float32[m], and the new residual."""
         xp, at, n = self._xp, self._xp.address, self._xp.shape(x)[0]
         bytes_, scales = xp.empty(blocks(n, 5), "uint8"), xp.part(blocks(n, block))
         left, out, swap = self._left(x, residual)
@@ -152,7 +153,7 @@ class HostKernels:
         return bytes_[:size], scales, left
 
     def trits_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, runs: bool) -> Array:
-        """Each worker's bytes and scales -> float32[n], in ``out`` if it is given; ValueError for wrong runs."""
+        """Each worker's bytes and scales -> float32[n], in ``out`` if given; ValueError for invalid runs."""
         xp, scales = self._xp, ("float32", blocks(n, block))
         counts = [xp.shape(bytes_)[0] for bytes_, _ in payloads] if runs else [blocks(n, 5)] * len(payloads)
         kept = self._ragged(payloads, [(("uint8", count), scales) for count in counts])
@@ -163,7 +164,7 @@ class HostKernels:
     def codes_encode(
         self, x: Array, residual: Array | None, block: int, codes: Codes, rng: Rng | None = None
     ) -> tuple[tuple[Array, ...], Array]:
-        """float32[n] -> the payload, codes and, of those that have them, scales; and what is left."""
+        """float32[n] -> the payload, codes and (unless "bfloat16") scales; and the new residual."""
         n, at = self._xp.shape(x)[0], self._xp.address
         table, offsets, _ = self._noise(rng if codes.kind == "fp8" else None, n)
         keys, start = (None, 0) if rng is None else (rng.keys, rng.offset)
@@ -173,7 +174,7 @@ class HostKernels:
         )
 
     def codes_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, codes: Codes) -> Array:
-        """Each worker's codes, and scales if it has them -> float32[n], in ``out`` if it is given."""
+        """Each worker's codes, and scales if there are any -> float32[n], in ``out`` if given."""
         codec, sizes = codes.with_random(), _parts(codes, n, block)
         return self._mean("codes", payloads, out, (n, block), (), codes, sizes=sizes, first=(byref(codec),))
 
@@ -188,7 +189,7 @@ class HostKernels:
         stream: int,
         rng: Rng,
     ) -> tuple[tuple[Array, ...], Array]:
-        """float32[n] -> the payload: codes, scales and streams; and what is left.
+        """float32[n] -> the payload: codes, scales and streams; and the new residual.
 
         ``rng``: of the rotation.
         """
@@ -198,7 +199,7 @@ class HostKernels:
     def normal_mean(
         self, payloads: Pairs, out: Array | None, n: int, width: int, levels: Sequence[float], rng: Rng
     ) -> Array:
-        """Each worker's codes, scales and streams -> float32[n], in ``out`` if it is given."""
+        """Each worker's codes, scales and streams -> float32[n], in ``out`` if given."""
         return self._mean("normal", payloads, out, (n, width, _bits(levels)), (levels, *rng.keys, rng.offset))
 
     def norms(self, x: Array, block: int) -> Array:
@@ -212,7 +213,7 @@ class HostKernels:
     def steps_encode(
         self, x: Array, norms: Array, width: int, top: int, dtype: str, cut: float, factor: float, rng: Rng, draw: Rng
     ) -> Array:
-        """float32[n], float32[m] -> codes of ``dtype``, uint8 or int32. ``rng``: of the rotation; ``draw``: rounds."""
+        """float32[n], float32[m] -> codes of ``dtype``, uint8 or int32. ``rng``: to rotate; ``draw``: to round."""
         xp, at, (x, norms) = self._xp, self._xp.address, self._ready(x, norms)
         (n,) = xp.shape(x)
         codes = xp.empty(blocks(n, width) * width, dtype)
@@ -224,7 +225,7 @@ class HostKernels:
     def steps_mean(
         self, sums: Array, norms: Array, out: Array | None, n: int, width: int, cut: float, factor: float, rng: Rng
     ) -> Array:
-        """Summed codes of `steps_encode` -> float32[n], in ``out`` if it is given. ``factor``: what one of them is."""
+        """Summed codes of `steps_encode` -> float32[n], in ``out`` if given. ``factor``: the value of one step."""
         xp, at, (sums, norms), out = self._xp, self._xp.address, self._ready(sums, norms), self._out(out, n)
         arrays, how = (at(sums), None, at(norms), None, at(out), None), (xp.dtype(sums) == "int32", cut, factor, 0.0)
         where = *rng.keys, rng.offset, xp.threads
@@ -243,9 +244,9 @@ class HostKernels:
         factors: tuple[float, float],
         rng: Rng,
     ) -> None:
-        """x less what ``own`` stands for is written to ``rest``, and what the sums do to x, if they are given.
+        """Write x minus the decoded ``own`` to ``rest``, and the decoded sums, if given, to x.
 
-        ``factors``: what a step of the sums, and what one of own, is.
+        ``factors``: the values of one step of the sums, and of one step of own.
         """
         xp, at, (own, norms) = self._xp, self._xp.address, self._ready(own, norms)
         sums = None if sums is None else xp.contiguous(sums)
@@ -253,7 +254,7 @@ class HostKernels:
         self.library.steps_values(*arrays, xp.shape(x)[0], width, *how, *rng.keys, rng.offset, xp.threads)
 
     def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[Array, Array, Array]:
-        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
+        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and the new residual."""
         xp, at = self._xp, self._xp.address
         values, positions = xp.part(k), xp.part(k, "int32")
         left, swap = (x, False) if self._log is None or residual is None else (residual, True)
@@ -263,7 +264,7 @@ class HostKernels:
         return values, positions, left
 
     def threshold_encode(self, x: Array, residual: Array | None, bound: float) -> tuple[Array, Array, Array]:
-        """float32[n] -> values and positions of all that reach the bound or are not finite, and what is left."""
+        """float32[n] -> values and positions of all that reach the bound or are not finite, and the new residual."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         room = min(n, max(1024, n // 16))
@@ -274,7 +275,7 @@ class HostKernels:
             )
             if count <= room:
                 return values[:count], positions[:count], x
-            residual, room = None, count  # x holds the sum by now
+            residual, room = None, count  # x now holds the sum
 
     def topk_abs(self, x: Array, k: int) -> Array:
         """float32[n] -> int32[k], or float32[m, n] -> int32[m, k]: `grace.backends.base.Backend.topk_abs`."""
@@ -331,7 +332,7 @@ class HostKernels:
             room = -3 - count
 
     def corrected(self, x: Array, u: Array, v: Array, momentum: float, nesterov: bool) -> tuple[Array, Array]:
-        """The next momentum, in memory of its own, and v with what that adds, as `grace.memories.dgc` has them."""
+        """The next momentum, in new memory, and v plus its contribution, as in `grace.memories.dgc`."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         fresh, total, last = xp.empty(n), (x if self._log is None else v), (None if self._log is None else at(x))
@@ -340,9 +341,9 @@ class HostKernels:
         return fresh, total
 
     def sparse_mean(self, payloads: Pairs, out: Array | None, n: int, k: int | None = None) -> Array:
-        """Each worker's values and ascending positions -> float32[n]; ValueError names a worker whose are wrong.
+        """Each worker's values and ascending positions -> float32[n]; ValueError names an invalid payload's worker.
 
-        ``k``: how many each must have; None: as many values as positions.
+        ``k``: required number of elements; None: as many values as positions.
         """
         if k is None:
             return self.sparse_sums(payloads, out, n, (False,))
@@ -352,9 +353,9 @@ class HostKernels:
         return out
 
     def sparse_sums(self, payloads: Pairs, out: Array | None, n: int, pairs: Sequence[bool]) -> Array:
-        """As `sparse_mean`; a worker has one pair of arrays for each of ``pairs``, side by side, and they add up.
+        """As `sparse_mean`; a worker has one pair of arrays for each of ``pairs``, consecutively, and they add up.
 
-        Where it is true there are two values, and positions have a sign: those of negative ones stand for the second.
+        If an entry is true, its pair has two values, and signed positions: negative ones select the second value.
         """
         kinds = list(pairs) * (len(payloads) // len(pairs))
         sizes = [self._xp.shape(positions)[0] for _, positions in payloads]
@@ -373,11 +374,11 @@ class HostKernels:
         return self._encode("quantiles", x, None, (self._xp.shape(x)[0], q, bits), alone=True, now=True)[0]
 
     def quantiles_mean(self, payloads: Pairs, out: Array | None, n: int, q: int, bits: int) -> Array:
-        """Each worker's codes and means -> float32[n], in ``out`` if it is given."""
+        """Each worker's codes and means -> float32[n], in ``out`` if given."""
         return self._mean("quantiles", payloads, out, (n, q, bits))
 
     def largest_of_signs(self, x: Array, residual: Array | None, ratio: float) -> tuple[tuple[Array, Array], Array]:
-        """float32[n] -> the payload of `grace.compressors.adaq`, and what is left."""
+        """float32[n] -> the payload of `grace.compressors.adaq`, and the new residual."""
         xp, at = self._xp, self._xp.address
         (n,) = xp.shape(x)
         left, out, swap = self._left(x, residual)
@@ -420,7 +421,7 @@ class HostKernels:
         return payload
 
     def tagged_mean(self, payloads: Pairs, out: Array | None, n: int, lowest: int, middle: int) -> Array:
-        """Each worker's tags and numbers -> float32[n], in ``out`` if it is given; ValueError for wrong tags."""
+        """Each worker's tags and numbers -> float32[n], in ``out`` if given; ValueError for invalid tags."""
         xp = self._xp
         counts = [[xp.shape(array)[0] for array in payload[1:]] for payload in payloads]
         if any(two % 2 for _, two, _ in counts):
@@ -436,7 +437,7 @@ class HostKernels:
         return out
 
     def bins_encode(self, x: Array, residual: Array, size: int) -> tuple[Array, Array, Array, Array]:
-        """Counts uint8[m], places uint8[K], scale float32[1], and what is left: `grace.compressors.adacomp`."""
+        """Counts uint8[m], places uint8[K], scale float32[1], and the new residual: `grace.compressors.adacomp`."""
         xp, at, (x, residual) = self._xp, self._xp.address, self._ready(x, residual)
         (n,) = xp.shape(x)
         counts, places, scale = xp.empty(blocks(n, size), "uint8"), xp.empty(n, "uint8"), xp.empty(1)
@@ -445,7 +446,7 @@ class HostKernels:
         return counts, places[:sent], scale, left
 
     def bins_mean(self, payloads: Pairs, out: Array | None, n: int, size: int) -> Array:
-        """Each worker's counts, places and scale -> float32[n], in ``out`` if it is given; ValueError for others."""
+        """Each worker's counts, places and scale -> float32[n], in ``out`` if given; ValueError for invalid ones."""
         xp = self._xp
         sizes = [xp.shape(places)[0] for _, places, _ in payloads]
         kept = self._ragged(
@@ -479,7 +480,7 @@ class HostKernels:
         return codes
 
     def shared_mean(self, sums: Array, scales: Array, out: Array | None, block: int, steps: int) -> Array:
-        """Sums of the integers of `shared_encode` -> float32[n], in ``out`` if it is given. ``steps``: in a scale."""
+        """Summed integers of `shared_encode` -> float32[n], in ``out`` if given. ``steps``: per scale."""
         xp, at, (sums, scales) = self._xp, self._xp.address, self._ready(sums, scales)
         (n,) = xp.shape(sums)
         out = self._out(out, n)
@@ -489,7 +490,7 @@ class HostKernels:
         return out
 
     def shared_left(self, x: Array, own: Array, scales: Array, block: int, steps: int) -> Array:
-        """float32[n] less what integers stand for, in its own memory."""
+        """float32[n] minus the decoded integers, in place."""
         xp, at, (x, own, scales) = self._xp, self._xp.address, self._ready(x, own, scales)
         where, wide = (at(x), at(own), at(scales), at(x)), xp.dtype(own) == "int32"
         self.library.shared_values(*where, xp.shape(x)[0], block, steps, wide, xp.threads)
@@ -505,7 +506,7 @@ class HostKernels:
         return xp.reshape(sums, (rows, many))
 
     def largest_sums(self, payloads: Pairs, n: int, k: int) -> tuple[Array, Array]:
-        """Each worker's k values and ascending positions -> those of the largest k of their sums over the workers."""
+        """Each worker's k values and ascending positions -> those of the k largest sums over the workers."""
         xp, (kept, columns) = self._xp, self._received(payloads, (("float32", k), ("int32", k)))
         sums, places = xp.empty(k), xp.empty(k, "int32")
         self.library.largest_sums(*columns, len(kept), k, xp.address(sums), xp.address(places), n, k)
@@ -514,14 +515,14 @@ class HostKernels:
     def cosines_encode(
         self, x: Array, residual: Array | None, sizes: tuple[int, int, int, int], k: int
     ) -> tuple[tuple[Array, ...], Array]:
-        """float32[n] -> the payload of `grace.compressors.demo`, and what is left (if there is a residual).
+        """float32[n] -> the payload of `grace.compressors.demo`, and the new residual (if there is a residual).
 
-        ``sizes``: rows and columns of the matrix, and of a chunk. ``k``: coefficients of each chunk.
+        ``sizes``: rows and columns of the matrix, and of a chunk. ``k``: coefficients per chunk.
         """
         return self._encode("cosines", x, residual, (*sizes, k))
 
     def cosines_left(self, x: Array, payload: tuple[Array, ...], sizes: tuple[int, int, int, int], k: int) -> Array:
-        """float32[n] less what a payload stands for, in its own memory; ValueError for others."""
+        """float32[n] minus a decoded payload, in place; ValueError for an invalid one."""
         (x,), at = self._ready(x), self._xp.address
         _kept, columns = self._received([payload], CODECS["cosines"].sizes(*sizes, k))
         where = [column and column[0] for column in columns]
@@ -537,15 +538,15 @@ class HostKernels:
         senders: bool,
         sign: bool,
     ) -> Array:
-        """Each worker's payload -> float32[n], in ``out`` if it is given; ValueError for others.
+        """Each worker's payload -> float32[n], in ``out`` if given; ValueError for an invalid one.
 
-        ``senders``: coefficients are averaged over those that sent them. ``sign``: the signs of that.
+        ``senders``: average coefficients over the workers that sent them. ``sign``: return the signs of the result.
         """
         out = self._out(out, sizes[0] * sizes[1])
         return self._mean("cosines", payloads, out, (*sizes, k), (senders, sign), now=True)
 
     def positions_write(self, positions: Array, widths: Sequence[int], marks: int) -> tuple[Array, ...]:
-        """int32[k] -> planes of lower bits, and the upper ones' code: "elias_fano" of `grace.ops.index_coding`."""
+        """int32[k] -> planes of lower bits, and the upper bits' code: "elias_fano" in `grace.ops.index_coding`."""
         xp, at, (positions,) = self._xp, self._xp.address, self._ready(positions)
         (k,) = xp.shape(positions)
         planes = [xp.part(packed_size(bits, k), "uint8") for bits in widths]
@@ -556,7 +557,7 @@ class HostKernels:
         return (*planes, upper)
 
     def positions_read(self, sent: Sequence[Array], widths: Sequence[int], marks: int, k: int) -> Array | None:
-        """The inverse of `positions_write`: int32[k]; None unless that is how many there are."""
+        """The inverse of `positions_write`: int32[k]; None if the number of positions is different."""
         sizes = [("uint8", packed_size(bits, k)) for bits in widths]
         (arrays,), xp = fitted(self._xp, [tuple(sent)], *sizes, ("uint8", packed_size(1, marks))), self._xp
         positions, (*planes, upper) = xp.empty(k, "int32"), map(xp.address, arrays)
@@ -564,11 +565,11 @@ class HostKernels:
         return positions if found == k else None
 
     def chunks_encode(self, x: Array, residual: Array | None, chunk: int, k: int) -> tuple[tuple[Array, ...], Array]:
-        """float32[n] -> the payload of `grace.compressors.chunktopk`, and what is left."""
+        """float32[n] -> the payload of `grace.compressors.chunktopk`, and the new residual."""
         return self._encode("chunks", x, residual, (self._xp.shape(x)[0], chunk, k))
 
     def chunks_values(self, payload: Sequence[Array], n: int, chunk: int, k: int) -> tuple[Array, Array] | None:
-        """The inverse: float32[K], and int32[K], where they belong. None: its places are not all in their chunks."""
+        """The inverse: float32[K], and positions int32[K]. None: some places are outside their chunks."""
         sizes, xp = CODECS["chunks"].sizes(n, chunk, k), self._xp
         _kept, columns = self._received([tuple(payload)], sizes)
         values, positions = xp.empty(sizes[0][1]), xp.empty(sizes[0][1], "int32")
@@ -582,7 +583,7 @@ class HostKernels:
 
     @contextmanager
     def together(self, n: int) -> Iterator[None]:
-        """Inside, what is written has n elements in all."""
+        """A context for writes of n elements in total."""
         before = self.library.gathered(n)
         try:
             yield
@@ -590,16 +591,16 @@ class HostKernels:
             self.library.gathered(before)
 
     def product(self, x: Array | None, p: Array, q: Array, out: Array) -> Array:
-        """The vector x minus p[a, r] q[r, b], without x the product, written to ``out``, which may be x."""
+        """The vector x minus p[a, r] q[r, b], or the product alone without x, written to ``out``, which may be x."""
         xp, at = self._xp, self._xp.address
         p, q, a, b, r = self._fitting(p, q, *(each for each in (x, out) if each is not None))
         self.library.product(at(x), at(p), at(q), at(out), a, b, r, xp.threads)
         return out
 
     def part(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
-        """The vector x minus the product p[a, r] q[r, b] is written to ``rest``, and the product to x.
+        """Write the vector x minus the product p[a, r] q[r, b] to ``rest``, and the product to x.
 
-        ``taken``: two others of these shapes, whose product is subtracted instead.
+        ``taken``: two factors of the same shapes, whose product is subtracted instead.
         """
         xp, at = self._xp, self._xp.address
         p, q, a, b, r = self._fitting(p, q, x, rest)
@@ -609,7 +610,7 @@ class HostKernels:
         self.library.part(at(x), at(p), at(q), at(left), at(right), at(rest), a, b, r, xp.threads)
 
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
-        """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; m becomes m + ``residual`` first, where that is given: a vector."""
+        """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; adds the vector ``residual`` to m first, if given."""
         xp, (matrix, q) = self._xp, self._ready(matrix, q)
         at, (a, b), (r, _) = xp.address, xp.shape(matrix), xp.shape(q)
         p = xp.empty((a, r))
@@ -618,7 +619,7 @@ class HostKernels:
         return p
 
     def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
-        """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; m becomes m + ``residual`` first, where that is given: a vector."""
+        """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; adds the vector ``residual`` to m first, if given."""
         xp, (p, matrix) = self._xp, self._ready(p, matrix)
         at, (a, b), (_, r) = xp.address, xp.shape(matrix), xp.shape(p)
         q = xp.empty((r, b))
@@ -637,7 +638,7 @@ class HostKernels:
         return out
 
     def _noise(self, rng: Rng | None, n: int) -> tuple[Array | None, Array | None, int]:
-        # The table, the offsets from the first that n elements need on, and where they begin; of nothing: nothing.
+        # The noise table, the offsets for n elements, and the start position; all empty without rng.
         if rng is None:
             return None, None, 0
         xp, table, start = self._xp, self._table(rng.table), rng.offset
@@ -648,7 +649,7 @@ class HostKernels:
 
     def _table(self, keys: tuple[int, int]) -> Array:
         def made() -> Array:
-            # Not of the memory that steps use again: each of the first ones would find that it needs more than before.
+            # Not from pooled memory: it would raise the memory need of the first steps.
             table = self._xp.zeros(NOISE, "int16")
             self.library.noise_table(*keys, NOISE, self._xp.address(table))
             return table
@@ -656,7 +657,7 @@ class HostKernels:
         return recent(self._tables, keys, made)
 
     def _left(self, x: Array, residual: Array | None) -> tuple[Array, int | None, bool]:
-        # The array of what is left, its address if it is written, and whether x and the residual change places.
+        # The array of the new residual, its address if it is written, and whether x and the residual are swapped.
         left, swap = (x, False) if self._log is None or residual is None else (residual, True)
         return left, None if residual is None else self._xp.address(left), swap
 
@@ -674,8 +675,8 @@ class HostKernels:
         flat: bool = False,
         now: bool = False,
     ) -> Any:
-        # The payload of one of `schema.CODECS`, and what is left. ``how``: what the sizes of its arrays depend on, and
-        # what comes next, ``more``. ``used``: whose memory is read. ``alone``: no residual. ``now``: not deferred.
+        # Encode with one of `schema.CODECS`: returns the payload and the new residual. ``how``: determines the array
+        # sizes; followed by ``more``. ``used``: arrays to keep alive. ``alone``: no residual. ``now``: do not defer.
         xp, codec = self._xp, CODECS[name]
         at, left = xp.address, x
         payload: list[Array] = []
@@ -712,7 +713,7 @@ class HostKernels:
         first: tuple[Any, ...] = (),
         now: bool = False,
     ) -> Array:
-        # Likewise the mean of payloads.
+        # Likewise, the mean of payloads.
         xp, out, codec = self._xp, self._out(out, how[0]), CODECS[name]
         kept, columns = self._received(payloads, sizes or codec.sizes(*how))
         kernel = getattr(self.library, codec.mean)
@@ -724,7 +725,7 @@ class HostKernels:
         return out
 
     def _do(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
-        # ``swapped``: x and the residual, noted once the kernel has run: until then the residual is where it was.
+        # ``swapped``: x and the residual, logged after the kernel has run: until then the residual is in place.
         if self._deferred is not None:
             self._defer(kernel, swapped, *used)
             return
@@ -748,7 +749,7 @@ class HostKernels:
         return self._xp.empty(n) if out is None else out
 
     def _received(self, payloads: Pairs, sizes: Sequence[tuple[str, int | None]]) -> tuple[Pairs, list[Any]]:
-        # The payloads, and where each of their arrays lies: None of those that are absent.
+        # The payloads, and the addresses of their arrays: None for absent ones.
         kept = fitted(self._xp, payloads, *[each for each in sizes if each[1] is not None])  # type: ignore[arg-type]
         columns: list[Any] = self._columns(kept)
         if len(columns) < len(sizes):
@@ -757,14 +758,14 @@ class HostKernels:
         return kept, columns
 
     def _ragged(self, payloads: Pairs, sizes: Sequence[tuple[tuple[str, int], ...]]) -> Pairs:
-        # Payloads that need not be alike.
+        # Payloads that may differ in size.
         return [fitted(self._xp, [payload], *each)[0] for payload, each in zip(payloads, sizes, strict=True)]
 
     def _ready(self, *arrays: Array) -> tuple[Array, ...]:
         return tuple(self._xp.contiguous(array) for array in arrays)
 
     def _fitting(self, p: Array, q: Array, *vectors: Array) -> tuple[Array, Array, int, int, int]:
-        # p and q as they lie in memory, and a, b, r. A kernel looks at no length.
+        # p and q in contiguous memory, and a, b, r. A kernel does not check lengths.
         xp, (p, q) = self._xp, self._ready(p, q)
         (a, r), (rows, b) = xp.shape(p), xp.shape(q)
         if rows != r or any(xp.shape(each) != (a * b,) for each in vectors):
@@ -778,7 +779,7 @@ class HostKernels:
 
 
 def partly(kernels: type[T]) -> type[T]:
-    """Class decorator for what replaces `HostKernels` in part: a kernel that it lacks is None."""
+    """Class decorator for partial replacements of `HostKernels`: missing kernels become None."""
     for name in vars(HostKernels).keys() - vars(kernels).keys():
         if not name.startswith("_"):
             setattr(kernels, name, None)
@@ -786,7 +787,7 @@ def partly(kernels: type[T]) -> type[T]:
 
 
 def fitted(xp: Any, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
-    """The payloads, if the arrays of each have these dtypes and lengths, else ValueError: a kernel looks at none."""
+    """The payloads, if their arrays have these dtypes and lengths, else ValueError: a kernel does not check."""
     if isinstance(payloads, GatheredPayloads) and payloads.layout == tuple([(dtype, (n,)) for dtype, n in sizes]):
         return payloads
     for payload in payloads:

@@ -1,4 +1,4 @@
-"""The library of kernels, loaded: Python's side of the C interface."""
+"""The loaded kernel library: Python's side of the C interface."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _P, _I, _F, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_doubl
 
 
 def _sequence(element: Any) -> Any:
-    """The type of an argument that is an array in C, and from Python a sequence or None."""
+    """An argument type: an array in C, a sequence or None in Python."""
 
     class Sequenced:
         @staticmethod
@@ -34,11 +34,11 @@ def _type(c: str) -> Any:
 
 
 class Library:
-    """The kernels of one instruction set: a method for each of `grace.kernels.schema`, with the arguments of its row.
+    """The kernels of one instruction set: a method for each row of `grace.kernels.schema`, with its arguments.
 
-    They take raw addresses as integers, None or 0 for what is absent, and check nothing but payloads: arrays must be
-    contiguous, of the dtypes and sizes given, and not change meanwhile. ValueError names the worker whose payload is
-    wrong; MemoryError: there is no memory. The interpreter's lock is released meanwhile.
+    They take raw addresses as integers, with None or 0 for absent arrays, and check only payloads: arrays must be
+    contiguous, of the given dtypes and sizes, and must not change during the call. ValueError names the worker with an
+    invalid payload; MemoryError: out of memory. The GIL is released during the call.
     """
 
     if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Library:
 
 
 def _bound(shared: Any, kernel: Kernel) -> Any:
-    function = shared[f"grace_{kernel.name}"]  # an object of its own for each Library
+    function = shared[f"grace_{kernel.name}"]  # a separate object for each Library
     function.restype, function.argtypes = _type(kernel.result), [_P, *(_type(each.type) for each in kernel.arguments)]
     if kernel.memory or kernel.refusal:
         function.errcheck = partial(_checked, kernel)
@@ -83,7 +83,7 @@ def _method(kernel: Kernel) -> Any:
 
 
 def _flattening(kernel: Kernel) -> Any:
-    # A payload and the sizes of a matrix may be given as sequences.
+    # A payload and a matrix's sizes may be passed as sequences.
     method = _method(kernel)
 
     def flat(self: Library, *arguments: Any, **named: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The kernels' C interface, a row each; ``python -m grace.kernels.schema`` writes the C header, `api.h`, from it.
+"""The kernels' C interface, one row each; ``python -m grace.kernels.schema`` writes the C header, `api.h`, from it.
 
-`grace.kernels.Library` takes its signatures from here, and `grace.kernels.host` the arrays of a payload. A new kernel
-is a row here and its loop in C++.
+`grace.kernels.Library` takes its signatures from here, and `grace.kernels.host` the payload arrays. To add a kernel,
+add a row here and its C++ loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HEADER = Path(__file__).with_name("api.h")
 
 @dataclass(frozen=True)
 class Argument:
-    """A C argument. A type that ends with [] takes a sequence from Python; a pointer takes an address, or None."""
+    """A C argument. A type ending in [] takes a sequence from Python; a pointer takes an address, or None."""
 
     type: str
     name: str
@@ -27,7 +27,7 @@ class Argument:
 
     @classmethod
     def parse(cls, text: str) -> Argument:
-        """From C, with a default value for Python: ``int64_t threads = 1``."""
+        """Parse C, with a default value for Python: ``int64_t threads = 1``."""
         text, _, default = text.partition(" = ")
         type, _, name = text.strip().rpartition(" ")
         return cls(f"{type}[]" if name.endswith("[]") else type, name.removesuffix("[]"), default or None)
@@ -43,19 +43,19 @@ class Argument:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function of the library, without its first argument, the loops of an instruction set."""
+    """A library function, without its first argument, the loops of an instruction set."""
 
     name: str
     result: str
     arguments: tuple[Argument, ...]
     doc: str = ""
     refusal: Callable[..., str] | None = None
-    """What is wrong with the payload of a worker, by the arguments, if the result, its number, is not negative."""
+    """Describes an invalid payload, given the arguments, if the result is non-negative: the index of its worker."""
     memory: bool = False
-    """It may return -2: there is no memory."""
+    """Whether it may return -2: out of memory."""
 
     def completed(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        """All arguments, the last ones by name or default."""
+        """All arguments; trailing ones by name or default."""
         rest = self.arguments[len(arguments) :]
         if missing := [each.name for each in rest if each.name not in named and each.default is None]:
             raise TypeError(f"{self.name} lacks {', '.join(missing)}")
@@ -66,12 +66,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Codec:
-    """Kernels that encode a vector, and average what workers sent."""
+    """Kernels that encode a vector, and average the workers' payloads."""
 
     encode: str
     mean: str
     sizes: Callable[..., tuple[tuple[str, int | None], ...]]
-    """dtype and length of each array of a payload, by n and the attributes; None: this one is absent."""
+    """dtype and length of each payload array, by n and the attributes; None: absent."""
 
 
 KERNELS: dict[str, Kernel] = {}
@@ -87,22 +87,22 @@ C_TYPES = {"uint8": "uint8_t", "int32": "int32_t", "float32": "float"}
 
 
 def packed(bits: int, n: int) -> int | None:
-    """Bytes of n codes; None if they have no bits."""
+    """Bytes of n codes; None for zero bits."""
     return (-(-n * bits // 8) if 8 % bits == 0 else -(-n // 8) * bits) if bits > 0 else None
 
 
 def blocks(n: int, block: int) -> int:
-    """Number of blocks; block 0: one for all."""
+    """Number of blocks; block 0: one block."""
     return -(-n // block) if block else min(n, 1)
 
 
 def above(size: int) -> int:
-    """Bits of a place in a chunk that a byte does not hold."""
+    """Bits of a place in a chunk beyond the lower byte."""
     return max(0, (size - 1).bit_length() - 8)
 
 
 def chosen(n: int, chunk: int, k: int) -> int:
-    """How many elements are sent if each chunk sends k."""
+    """Number of sent elements if each chunk sends k."""
     full, rest = divmod(n, chunk)
     return full * k + min(rest, k)
 
@@ -134,14 +134,15 @@ def codec(
 ) -> None:
     """Add the rows NAME_encode and NAME_mean.
 
-    ``payload``: dtype[length] of each array, by the size and the ``attributes``. ``encode``, ``mean``: what these
-    take in their place. ``first``: what comes first.
+    ``payload``: dtype[length] of each array, by the size and the ``attributes``. ``encode``, ``mean``: arguments that
+    replace the attributes in these. ``first``: leading arguments.
     """
     named = ", ".join(Argument.parse(each).name for each in f"{size}, {attributes}".split(", ") if each)
     types, lengths = zip(*(each.removesuffix("]").split("[") for each in payload.values()), strict=True)
     pairs = "".join(f"({dtype!r}, {length}), " for dtype, length in zip(types, lengths, strict=True))
     sizes = eval(f"lambda {named}, *_: ({pairs})", globals())
-    CODECS[name] = Codec(f"{name}_encode", f"{name}_mean", lru_cache(1024)(sizes))  # of each tensor, in each step
+    # evaluated for each tensor in each step
+    CODECS[name] = Codec(f"{name}_encode", f"{name}_mean", lru_cache(1024)(sizes))
 
     def add(kind: str, result: str, text: str, *parts: str | None, **more: Any) -> None:
         kernel(f"{result} {name}_{kind}({', '.join(filter(None, parts))})", text, **more)
@@ -162,12 +163,12 @@ def codec(
 
 
 def unordered(worker: int, n: int, each: int = 1, **_: Any) -> str:
-    """The refusal of sparse vectors."""
+    """Error text for sparse vectors."""
     return f"worker {worker // each} sent positions that do not ascend within 0 .. {n - 1}"
 
 
 def misplaced(worker: int, **_: Any) -> str:
-    """The refusal of chunks."""
+    """Error text for chunks."""
     return f"the places of worker {worker} do not ascend in their chunks"
 
 
@@ -564,7 +565,7 @@ int64_t grace_stream_from(int64_t n);
 
 
 def header() -> str:
-    """What `api.h` must be."""
+    """The content of `api.h`."""
     lines = HEAD.splitlines()
     for each in KERNELS.values():
         lines += ["", *textwrap.wrap(each.doc, 120, initial_indent="// ", subsequent_indent="// ")]

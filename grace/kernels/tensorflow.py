@@ -1,9 +1,9 @@
-"""The kernels as TensorFlow operations on CPU, eager and inside ``tf.function``; built with the kernels, optional too.
+"""The kernels as TensorFlow CPU operations, eager and inside ``tf.function``; optional, built with the kernels.
 
-What each computes is said in `grace.kernels.Library`. x, residual and out are float32[n]; ``residual`` None: there is
-none. ``out`` takes the memory of x or of the residual where nobody else needs it. What does not fit, such as a payload
-of another size, is an ``InvalidArgumentError``. Shapes are known in a graph where those of the arguments are. There are
-no gradients.
+`grace.kernels.Library` defines them. x, residual and out are float32[n]; ``residual`` may be None.
+``out`` reuses the memory of x or of the residual if nothing else needs it. Invalid arguments, such as a payload of the
+wrong size, raise ``InvalidArgumentError``. In a graph, shapes are known if those of the arguments are. There are no
+gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tensor = Any
 
 
 def available() -> bool:
-    """The operations are built, and GRACE_KERNELS does not say off."""
+    """Whether the operations are built, and GRACE_KERNELS is not off."""
     return library() is not None and _operations() is not None
 
 
@@ -46,7 +46,7 @@ def signs_encode(x: Tensor, residual: Tensor | None, block: int, threads: int = 
 
 
 def signs_mean(bits: Sequence[Tensor], scales: Sequence[Tensor], n: int, block: int, threads: int = 1) -> Tensor:
-    """float32[n], the mean of what the workers sent."""
+    """float32[n], the mean of the workers' payloads."""
     return _ops().grace_signs_mean(bits=bits, scales=scales, n=n, block=block, threads=threads)
 
 
@@ -78,7 +78,7 @@ def ints_encode(
 def ints_mean(
     codes: Sequence[Tensor], scales: Sequence[Tensor], n: int, block: int, bits: int, threads: int = 1
 ) -> Tensor:
-    """float32[n], the mean of what the workers sent."""
+    """float32[n], the mean of the workers' payloads."""
     return _ops().grace_ints_mean(codes=codes, scales=scales, n=n, block=block, bits=bits, threads=threads)
 
 
@@ -88,7 +88,7 @@ def topk_encode(x: Tensor, residual: Tensor | None, k: int, threads: int = 1) ->
 
 
 def sparse_mean(values: Sequence[Tensor], positions: Sequence[Tensor], n: int, threads: int = 1) -> Tensor:
-    """float32[n], the mean of what the workers sent; positions that do not ascend within 0 .. n-1 are refused."""
+    """float32[n], the mean of the workers' payloads; rejects positions that do not ascend within 0 .. n-1."""
     return _ops().grace_sparse_mean(values=values, positions=positions, n=n, threads=threads)
 
 
@@ -120,7 +120,7 @@ def _ops() -> Any:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    # Of payloads: as of the other backends, where TensorFlow runs eagerly. A graph that runs has an error of its own.
+    # Eagerly, raise ValueError for payloads as the other backends do. A running graph has its own error.
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -129,20 +129,20 @@ def _refusals() -> Iterator[None]:
 
 @partly
 class TensorflowKernels:
-    """As `grace.kernels.host.HostKernels`, of TensorFlow's tensors on the CPU."""
+    """As `grace.kernels.host.HostKernels`, for TensorFlow's CPU tensors."""
 
     def __init__(self, xp: Any):
         found = library()
         self._xp, self.isa = xp, found.isa if found else ""
 
     def whole(self, compressor: Compressor) -> bool:
-        """Whether few operations carry out all of a method here; else NumPy's kernels are asked."""
+        """Whether a few operations cover the whole method; otherwise NumPy's kernels run it."""
         if name_of(compressor) == "topk":
             return (compressor.selector, compressor.index_coding) == ("exact", "int32")  # type: ignore[attr-defined]
         return name_of(compressor) in ("none", "fp16", "blockint", "efsignsgd")
 
     def signs_encode(self, x: Tensor, residual: Tensor | None, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left."""
+        """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], new residual."""
         return signs_encode(x, residual, block, self._xp.threads)
 
     def signs_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int, block: int) -> Tensor:
@@ -154,7 +154,7 @@ class TensorflowKernels:
     def ints_encode(
         self, x: Tensor, residual: Tensor | None, block: int, bits: int, rng: Rng | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], what is left. ``rng``: rounds at random."""
+        """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], new residual. ``rng``: round at random."""
         if rng is None:
             return ints_encode(x, residual, block, bits, threads=self._xp.threads)
         rows = range(rng.offset // NOISE, -(-(rng.offset + x.shape[0]) // NOISE))
@@ -168,7 +168,7 @@ class TensorflowKernels:
             return ints_mean(codes, scales, n, block, bits, self._xp.threads)
 
     def topk_encode(self, x: Tensor, residual: Tensor | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
+        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and the new residual."""
         return topk_encode(x, residual, k, self._xp.threads)
 
     def sparse_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int) -> Tensor:

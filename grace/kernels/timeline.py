@@ -1,4 +1,4 @@
-"""The planner's timelines in C++: what `grace.planner.timeline` plays, with the same results."""
+"""The planner's timelines in C++, with the same results as `grace.planner.timeline`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 def native_player(backward: Sequence[float], servers: int, deferred: bool, stride: int) -> NativePlayer | None:
-    """A player of timelines; None where it is not built or GRACE_KERNELS=off."""
+    """A timeline player; None if it is not built or GRACE_KERNELS=off."""
     if os.environ.get("GRACE_KERNELS", "").lower() in ("off", "0"):
         return None
     library = _library()
@@ -43,7 +43,7 @@ def _library() -> Any:
 
 
 class NativePlayer:
-    """Plays timelines; its methods are those of the Python player."""
+    """Simulates timelines; same interface as the Python player."""
 
     def __init__(self, library: Any, backward: Sequence[float], servers: int, deferred: bool, stride: int):
         self.deferred, self.pool = deferred, (0.0,) * servers
@@ -68,13 +68,13 @@ class NativePlayer:
         return tensors, chains, len(changes)
 
     def set(self, changes: Mapping[int, Any]) -> float:
-        """Give some tensors these chains; the time of all."""
+        """Change some tensors' chains; returns the total time."""
         return float(self._library.set(self._handle, *self._listed(changes)))
 
     def tried(self, changes: Mapping[int, Any], best: float) -> float:
-        """The time if some tensors had these chains; infinite once it must be ``best`` or more."""
+        """The time with these chains instead; infinite once it must reach ``best``."""
         return float(self._library.tried(self._handle, *self._listed(changes), best))
 
     def hide(self, hidden: bytearray) -> None:
-        """Set to 1 each tensor's byte where an idle gap follows its messages on every link that it uses."""
+        """Set each tensor's byte to 1 if an idle gap follows its messages on every link that it uses."""
         self._library.hide(self._handle, (ctypes.c_uint8 * self._count).from_buffer(hidden))

@@ -1,8 +1,8 @@
-"""The kernels in Triton, for PyTorch's tensors on CUDA devices: signs, integers and the choice of top-k.
+"""Triton kernels for PyTorch's CUDA tensors: signs, integers and the top-k selection.
 
-Each gives the bits of the plain form on a host: divisions are rounded to nearest, nothing is contracted to a fused
-multiply-add, and workers are added up in their order. No call waits for the device. With TRITON_INTERPRET=1 in the
-environment, when this is imported, Triton's interpreter carries them out on the host, element by element in NumPy.
+Each gives the same bits as the plain function on a host: divisions are rounded to nearest, there is no fused
+multiply-add, and workers are added in order. No call waits for the device. If TRITON_INTERPRET=1 is set on import,
+Triton's interpreter runs them on the host, element by element in NumPy.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from grace.ops.blocks import block_count
 Array = Any
 
 LARGE = 8192
-"""Blocks of up to so many elements are held by one program; larger ones, and whole tensors, are read twice."""
+"""Maximum block size for one program; larger blocks, and whole tensors, are read twice."""
 TILE = 4096
-"""Elements of a program: whole bytes of bits, and less than a row of the noise."""
+"""Elements per program: whole bytes of bits, and less than a noise row."""
 GROUP = 8
-"""Workers that are added up in one pass."""
+"""Workers added per pass."""
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Kernels run in Triton's interpreter."""
+"""Whether kernels run in Triton's interpreter."""
 
 
-# -- parts of kernels --------------------------------------------------------------------------------------------------
-# Places are int32 offsets from where a program begins, [rows, bytes, codes in a byte]; beginnings are int64.
+# -- kernel helpers ----------------------------------------------------------------------------------------------------
+# Places are int32 offsets from a program's start, [rows, bytes, codes per byte]; starts are int64.
 @triton.jit
 def _places(ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr):
-    # Rows of BLOCK elements, WIDTH of which, a power of two, are looked at: the column and the place of each.
+    # Rows of BLOCK elements, padded to WIDTH, a power of two: the column and the place of each element.
     column = tl.arange(0, WIDTH // EACH)[None, :, None] * EACH + tl.arange(0, EACH)[None, None, :]
     return column, tl.arange(0, ROWS)[:, None, None] * BLOCK + column
 
 
 @triton.jit
 def _span(n, BLOCK, tiles, TILE: tl.constexpr):
-    # Of a tile of a large block: the block, where the tile begins, and how many elements it has.
+    # For a tile of a large block: the block, the tile's start, and its number of elements.
     pid = tl.program_id(0).to(tl.int64)
     block = pid // tiles
     begin = block * BLOCK + (pid % tiles) * TILE
@@ -61,7 +61,7 @@ def _sum(x, residual, at, here, ADD: tl.constexpr):
 
 @triton.jit
 def _magnitudes(value):
-    # As integers: they compare as the numbers do, and NaN is the largest.
+    # As integers: they order as the numbers do, with NaN as the largest.
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -74,7 +74,7 @@ def _packed(codes, BITS: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def _mixed(h):
-    # grace.rng.mix of uint32.
+    # grace.core.rng.mix of uint32.
     h ^= h >> 16
     h *= 0x85EBCA6B
     h ^= h >> 13
@@ -91,7 +91,7 @@ def _upper(j, key0, key1):
 
 @triton.jit
 def _noise(start, at, table0, table1, key0, key1):
-    # grace.rng.Rng.noise of the elements at start + at: of these at most two rows.
+    # grace.core.rng.Rng.noise of the elements at start + at, which span at most two rows.
     place = (start & 65535).to(tl.int32) + at
     row = (start >> 16).to(tl.uint32)
     offset = tl.where(place < 65536, _upper(row, key0, key1), _upper(row + 1, key0, key1))
@@ -172,7 +172,7 @@ def signs_sums(x, residual, sums, n, block, tiles, TILE: tl.constexpr, ADD: tl.c
 
 @triton.jit
 def signs_scales(sums, scales, n, block, tiles, TILE: tl.constexpr):
-    """The scale of a large block, of what `signs_sums` found."""
+    """The scale of a large block, from the result of `signs_sums`."""
     place = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, TILE)
     parts = tl.zeros((TILE,), tl.float64)
@@ -184,7 +184,7 @@ def signs_scales(sums, scales, n, block, tiles, TILE: tl.constexpr):
 
 @triton.jit
 def signs_rest(x, residual, bits, scales, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
-    """Bits of a tile of a large block, and what is left of it."""
+    """Bits of a tile of a large block, and its new residual."""
     place, begin, left = _span(n, block, tiles, TILE)
     _, at = _places(1, TILE, TILE, 8)
     here = at < left
@@ -198,7 +198,7 @@ def signs_mean(
     bits, scales, out, n, divisor,
     BLOCK: tl.constexpr, WORKERS: tl.constexpr, FIRST: tl.constexpr, DIVIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What some workers sent, added up. FIRST: nothing was before; DIVIDE: nothing comes after."""
+    """Add up some workers' payloads. FIRST: nothing came before; DIVIDE: nothing follows."""
     begin, left, byte, at, place = _received(n, BLOCK, TILE, 8)
     shifts = tl.arange(0, 8)[None, :]
     if not FIRST:
@@ -216,7 +216,7 @@ def signs_mean(
 
 @triton.jit
 def _received(n, BLOCK: tl.constexpr, TILE: tl.constexpr, EACH: tl.constexpr):
-    # Where a tile begins, its elements, each one's byte and place, and the place of each byte's scale.
+    # A tile's start, its elements, each one's byte and place, and the place of each byte's scale.
     begin = tl.program_id(0).to(tl.int64) * TILE
     left = tl.minimum(n - begin, TILE).to(tl.int32)
     byte = tl.arange(0, TILE // EACH)[:, None]
@@ -256,7 +256,7 @@ def ints_blocks(
 
 @triton.jit
 def ints_largest(x, residual, scales, n, block, tiles, TILE: tl.constexpr, ADD: tl.constexpr):
-    """The scale of a large block, int32 of the same bits, becomes a tile's largest magnitude if that is larger."""
+    """Raise a large block's scale, stored as int32 bits, to a tile's largest magnitude if that is larger."""
     place, begin, left = _span(n, block, tiles, TILE)
     at = tl.arange(0, TILE)
     value = _sum(x + begin, residual + begin, at, at < left, ADD)
@@ -268,7 +268,7 @@ def ints_rest(
     x, residual, codes, scales, n, block, tiles, start, table0, table1, key0, key1, TILE: tl.constexpr,
     BITS: tl.constexpr, RANDOM: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile of a large block, and what is left of it."""
+    """Codes of a tile of a large block, and its new residual."""
     place, begin, left = _span(n, block, tiles, TILE)
     _, at = _places(1, TILE, TILE, 8 // BITS)
     here = at < left
@@ -308,7 +308,7 @@ def ints_mean(
 # -- top-k -------------------------------------------------------------------------------------------------------------
 @triton.jit
 def topk_magnitudes(x, residual, magnitudes, n, TILE: tl.constexpr, ADD: tl.constexpr):
-    """The magnitudes of the sum; of NaN infinity."""
+    """The magnitudes of the sum; infinity for NaN."""
     begin = tl.program_id(0).to(tl.int64) * TILE
     at = tl.arange(0, TILE)
     here = at < tl.minimum(n - begin, TILE).to(tl.int32)
@@ -319,7 +319,7 @@ def topk_magnitudes(x, residual, magnitudes, n, TILE: tl.constexpr, ADD: tl.cons
 
 @triton.jit
 def topk_counts(magnitudes, bound, counts, n, tiles, TILE: tl.constexpr):
-    """int32[2, tiles]: how many of a tile are above the bound, and how many are equal to it."""
+    """int32[2, tiles]: the numbers of a tile's elements above the bound, and equal to it."""
     pid = tl.program_id(0)
     begin = pid.to(tl.int64) * TILE
     at = tl.arange(0, TILE)
@@ -333,7 +333,7 @@ def topk_counts(magnitudes, bound, counts, n, tiles, TILE: tl.constexpr):
 def topk_take(
     x, residual, magnitudes, bound, counts, ends, values, positions, n, k, tiles, TILE: tl.constexpr, ADD: tl.constexpr
 ):
-    """Values and positions of all above the bound, and of the first that are equal to it, k in all; and what is left.
+    """Values and positions of all above the bound, and of the first ones equal to it, k in total; and the new residual.
 
     ``ends``: int32[2, tiles], the running sums of ``counts``.
     """
@@ -343,7 +343,7 @@ def topk_take(
     here = at < tl.minimum(n - begin, TILE).to(tl.int32)
     found = tl.load(magnitudes + begin + at, mask=here, other=-1.0)
     limit = tl.load(bound)
-    room = k - tl.load(ends + tiles - 1)  # for equal ones
+    room = k - tl.load(ends + tiles - 1)  # for elements equal to the bound
     before = tl.load(ends + pid) - tl.load(counts + pid)
     equal = tl.load(ends + tiles + pid) - tl.load(counts + tiles + pid)
     tie = (found == limit).to(tl.int32)
@@ -359,9 +359,9 @@ def topk_take(
 # -- on arrays ---------------------------------------------------------------------------------------------------------
 @partly
 class TritonKernels:
-    """As `grace.kernels.host.HostKernels`, of a device's tensors; x takes what is left, also `within` a step.
+    """As `grace.kernels.host.HostKernels`, for device tensors; x always receives the new residual.
 
-    A kernel that cannot be compiled or launched is `Unavailable`: nothing was written to then.
+    A kernel that cannot be compiled or launched raises `Unavailable`, before writing any output.
     """
 
     isa = "triton"
@@ -370,11 +370,11 @@ class TritonKernels:
         self._xp, self._give_up = xp, give_up
 
     def within(self, log: Any, deferred: Any) -> TritonKernels:
-        """These kernels: a device does not wait for them, and needs neither."""
+        """These kernels unchanged: a device needs no log and no deferral."""
         return self
 
     def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, Array, Array]:
-        """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], what is left (if there is a residual)."""
+        """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], new residual (if there is a residual)."""
         xp, (n,), add = self._xp, x.shape, residual is not None
         m = block_count(n, block or None)
         bits, scales = xp.part(-(-n // 8), "uint8"), xp.part(m)
@@ -393,14 +393,14 @@ class TritonKernels:
         return bits, scales, x
 
     def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
-        """Each worker's bits and scales -> float32[n], in ``out`` if it is given."""
+        """Each worker's bits and scales -> float32[n], in ``out`` if given."""
         sizes = ("uint8", -(-n // 8)), ("float32", block_count(n, block or None))
         return self._mean(signs_mean, fitted(self._xp, payloads, *sizes), out, n, BLOCK=block)
 
     def ints_encode(
         self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
     ) -> tuple[Array, Array, Array]:
-        """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], what is left. ``rng``: rounds at random."""
+        """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], new residual. ``rng``: round at random."""
         xp, (n,) = self._xp, x.shape
         m = block_count(n, block or None)
         codes, scales = xp.part(-(-n * bits // 8), "uint8"), xp.part(m)
@@ -422,12 +422,12 @@ class TritonKernels:
         return codes, scales, x
 
     def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
-        """Each worker's codes and scales -> float32[n], in ``out`` if it is given."""
+        """Each worker's codes and scales -> float32[n], in ``out`` if given."""
         sizes = ("uint8", -(-n * bits // 8)), ("float32", block_count(n, block or None))
         return self._mean(ints_mean, fitted(self._xp, payloads, *sizes), out, n, BLOCK=block, BITS=bits)
 
     def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[Array, Array, Array]:
-        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and what is left."""
+        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and the new residual."""
         xp, (n,), add = self._xp, x.shape, residual is not None
         values, positions = xp.part(k), xp.part(k, "int32")
         if k == 0:
@@ -454,28 +454,28 @@ class TritonKernels:
         return out
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **form: Any) -> None:
-        # On the tensors' own device, which need not be the current one. NumPy would warn of NaN and infinity.
+        # On the tensors' own device, which may not be the current one. NumPy would warn of NaN and infinity.
         device = self._xp.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore"):
                 kernel[(programs,)](*arguments, **form, enable_fp_fusion=False)
-        except Exception as error:  # of the compiler, its tools, or the driver: they have no class in common
+        except Exception as error:  # from the compiler, its tools, or the driver, without a common class
             self._give_up(error)
             raise Unavailable(str(error)) from error
 
 
 def _rows(block: int) -> tuple[int, dict[str, int]]:
-    # Blocks of one program, and the power of two that holds one.
+    # Blocks per program, and the power of two that holds one.
     width = max(8, triton.next_power_of_2(block))
     return max(1, TILE // width), {"WIDTH": width}
 
 
 def _tiles(n: int, block: int) -> tuple[int, int]:
-    # Tiles of a large block, and its size.
+    # Tiles per large block, and its size.
     size = block or n
     return -(-size // TILE), size
 
 
 def _signed(word: int) -> int:
-    # The int32 of the same bits: a kernel's arguments are of the same types at each step.
+    # The int32 with the same bits, so that a kernel's argument types are the same in each step.
     return ((int(word) & MASK32) ^ 2**31) - 2**31

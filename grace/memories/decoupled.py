@@ -1,4 +1,4 @@
-"""Momentum that leaves the worker where it is large."""
+"""Decoupled momentum: its large components are sent, the rest decays locally."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from grace.memories.residual import Residual
 @register("decoupled_momentum")
 @dataclass(frozen=True)
 class DecoupledMomentum(Residual):
-    """A momentum that is not synchronised: what is sent is taken out of it, the rest goes on decaying.
+    """A local momentum: sent values are subtracted from it, the rest decays.
 
-    The memory "residual" with ``beta`` near 1, under its name in the literature: m = beta * m + gamma * gradient; what
-    was sent is then taken out of m. State: residual float32[n] (m).
+    This is the memory "residual" with ``beta`` near 1, under its name in the literature: m = beta * m + gamma *
+    gradient, from which the sent values are then subtracted. State: residual float32[n] (m).
     ``beta``: the momentum's decay. ``gamma``: the weight of the gradient.
     Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", 2024, arXiv:2411.19870, algorithm 1.
     """

@@ -14,16 +14,16 @@ from grace.memories.residual import Residual
 @register("dgc")
 @dataclass(frozen=True)
 class DGC(Memory):
-    """Accumulate the momentum, not the gradient, of what was not sent; what was sent leaves both.
+    """Accumulate the momentum, not the gradient, of unsent elements; sent elements are cleared from both.
 
-    u = momentum * u + gradient; v = v + u; v is compressed, then v and u are zero where elements were sent. Tensors
+    u = momentum * u + gradient; v = v + u; v is compressed, then v and u are zeroed where elements were sent. Tensors
     that go dense get u = momentum * u + mean. So the optimizer needs no momentum of its own.
     State: momentum float32[n] (u), residual float32[n] (v).
     ``momentum``: in [0, 1).
     ``gradient_clipping``: a tensor's gradient is scaled down to this norm over the square root of the number of
-    workers; 0: never. The paper takes the norm of the whole model, which is not known while gradients are being made.
+    workers; 0: never. The paper clips by the norm of the whole model, which is unknown during the backward pass.
     ``nesterov``: look ahead by one step.
-    ``masking``: False keeps the momentum of what was sent.
+    ``masking``: False keeps the momentum of sent elements.
     Lin et al., "Deep Gradient Compression", ICLR 2018, arXiv:1712.01887, sections 3.1-3.2, algorithm 1.
     """
 
@@ -57,7 +57,7 @@ class DGC(Memory):
         if not 0 < xp.piece < ctx.size:
             u, step = self._momentum(x, u)
             return v + step, {**state, "momentum": u}
-        fresh = xp.empty(ctx.size)  # the old ones stay until the exchange is over
+        fresh = xp.empty(ctx.size)  # the old state stays until the exchange is over
         for start in range(0, ctx.size, xp.piece):
             part = slice(start, min(start + xp.piece, ctx.size))
             momentum, step = self._momentum(x[part], u[part])
@@ -69,7 +69,7 @@ class DGC(Memory):
         """The gradient, scaled down if its norm exceeds ``gradient_clipping``."""
         if not self.gradient_clipping:
             return x
-        # Relative to the largest element, so that squares stay in range.
+        # Relative to the largest element, so that squares do not overflow.
         xp, largest = ctx.xp, ctx.xp.max(ctx.xp.abs(x))
         relative = x / xp.where(largest == 0, 1.0, largest)
         norm = largest * xp.sqrt(xp.sum(relative * relative))
@@ -77,7 +77,7 @@ class DGC(Memory):
         return x * xp.where(norm > limit, limit / xp.where(norm == 0, 1.0, norm), 1.0)
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
-        # Of a mask, the residual of any vector is that vector where nothing was sent.
+        # Elements are sent exactly, so the residual of any vector is that vector without the sent positions.
         u = compressor.residual(state["momentum"], payload, ctx) if self.masking else state["momentum"]
         return {"momentum": u, "residual": compressor.residual(x, payload, ctx)}
 
@@ -89,7 +89,7 @@ class DGC(Memory):
         return step, {"momentum": u}
 
     def _momentum(self, g: Array, u: Array) -> tuple[Array, Array]:
-        # The next momentum, and what it adds.
+        # The next momentum, and its contribution to v.
         if self.nesterov:
             u = (u + g) * self.momentum
             return u, u + g

@@ -13,12 +13,12 @@ from grace.core.registry import register
 @register("diana")
 @dataclass(frozen=True)
 class Diana(Memory):
-    """Compress the difference to a slowly learned shift, so that the noise of compression fades as training settles.
+    """Compress the difference to a slowly learned shift, so that compression noise fades as training converges.
 
-    x = gradient - shift; shift = shift + alpha * what was sent. The result, mean shift + mean of what was sent, is
+    x = gradient - shift; shift = shift + alpha * sent. The result, mean shift + mean of all workers' sent values, is
     unbiased if the method is.
     State: shift float32[n], mean float32[n]; mean is equal on all workers.
-    ``alpha``: how fast the shift learns, in [0, 1]; 0: 1 / (1 + w), the largest that the theory allows for variance w.
+    ``alpha``: the shift's learning rate, in [0, 1]; 0: 1 / (1 + w), the theory's maximum for variance w.
     Mishchenko, Gorbunov, Takac and Richtarik, "Distributed Learning with Compressed Gradient Differences", 2019,
     arXiv:1901.09269, algorithm 1.
     """
@@ -51,5 +51,5 @@ class Diana(Memory):
         return state["mean"] + mean, {**state, "mean": state["mean"] + mean * self.rate(compressor, ctx)}
 
     def rate(self, compressor: Compressor, ctx: Context) -> float:
-        """alpha, or what follows from the method's variance."""
+        """alpha, by default derived from the method's variance."""
         return self.alpha or 1 / (1 + (compressor.variance(ctx.size) or 0.0))

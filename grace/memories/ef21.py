@@ -13,11 +13,12 @@ from grace.core.registry import register
 @register("ef21")
 @dataclass(frozen=True)
 class EF21(Memory):
-    """Compress what is new in a gradient; each worker's estimate of its gradient moves by what was sent.
+    """Compress the difference between a gradient and its worker's running estimate of it.
 
-    x = gradient - estimate; estimate = estimate + what was sent. The result is the mean of all estimates, which every
-    worker keeps, so it lags behind at first: for a contraction d, a steady gradient is approached by the factor
-    sqrt(1 - d) in each step. Unlike a residual, an estimate cannot grow beyond the gradients.
+    x = gradient - estimate; estimate = estimate + sent. The result is the mean of all estimates, which every worker
+    tracks.
+    It lags at first: for a contraction d, its error on a steady gradient shrinks by the factor sqrt(1 - d) per
+    step. Unlike a residual, an estimate cannot grow beyond the gradients.
     State: estimate float32[n], mean float32[n]; mean is equal on all workers.
     Richtarik, Sokolov and Fatkhullin, "EF21", NeurIPS 2021, arXiv:2106.05203, algorithm 2.
     """

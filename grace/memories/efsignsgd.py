@@ -13,13 +13,13 @@ from grace.core.registry import register
 @register("efsignsgd")
 @dataclass(frozen=True)
 class EFSignSGDMemory(Memory):
-    """As residual, where the learning rate changes: what was held back keeps the learning rate of its time.
+    """As residual, for changing learning rates: unsent gradients keep the learning rate of their step.
 
-    x = gradient + (last rate / this rate) * residual; residual = x - what was sent. So an optimizer that multiplies by
-    the learning rate applies every gradient with the rate that it came with, as the paper's algorithm does in units of
-    the parameters. With a steady rate it is the memory "residual". At rate 0 the residual waits.
+    x = gradient + (last rate / this rate) * residual; residual = x - sent. So an optimizer that multiplies by the
+    learning rate applies every gradient with the rate of its own step, as the paper's algorithm does in units of
+    the parameters. With a constant rate it equals the memory "residual". At rate 0 the residual waits.
     State: residual float32[n], lr float32[1].
-    ``lr``: the rate where nobody says it; the integrations of PyTorch and Keras read the optimizer's own.
+    ``lr``: the fallback rate; the integrations of PyTorch and Keras read the optimizer's own.
     Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019, arXiv:1901.09847, algorithm 1.
     """
 

@@ -13,11 +13,11 @@ from grace.ops.sums import weighted_sum
 @register("lowpass")
 @dataclass(frozen=True)
 class LowPass(Residual):
-    """As residual, but the residual follows slowly, which evens out its noise on many workers or large batches.
+    """As residual, but the residual changes slowly, which averages out its noise with many workers or large batches.
 
-    residual = (1 - rate) * residual + rate * (x - what was sent). State: residual float32[n].
-    ``rate``: in (0, 1]; 1 is the memory "residual". Chen et al. find 0.1 to 0.3 right for large batches.
-    ``beta``, ``gamma``: as of the memory "residual".
+    residual = (1 - rate) * residual + rate * (x - sent). State: residual float32[n].
+    ``rate``: in (0, 1]; 1 is the memory "residual". Chen et al. recommend 0.1 to 0.3 for large batches.
+    ``beta``, ``gamma``: as in the memory "residual".
     Chen et al., "ScaleCom", NeurIPS 2020, arXiv:2104.11125, section 2 (low-pass filtering).
     """
 

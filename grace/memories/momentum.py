@@ -17,7 +17,7 @@ from grace.ops.sums import weighted_sum
 class Momentum(Memory):
     """Compress a running mean of this worker's gradients: v = momentum * v + (1 - momentum) * gradient.
 
-    Nothing is fed back: what compression loses is lost. State: momentum float32[n].
+    There is no error feedback: compression errors are lost. State: momentum float32[n].
     ``momentum``: in [0, 1).
     Bernstein et al., "signSGD", ICML 2018, arXiv:1802.04434, algorithm 2 (SIGNUM).
     """

@@ -11,7 +11,7 @@ from grace.core.registry import register
 @register("none")
 @dataclass(frozen=True)
 class NoMemory(Memory):
-    """Keep nothing: what compression loses is lost. Right for unbiased methods and for votes."""
+    """No state: compression errors are lost. Right for unbiased methods and for votes."""
 
     standard_feedback = True
 

@@ -12,28 +12,27 @@ from grace.core.registry import register
 from grace.memories.residual import Residual
 
 UNSEEN = 1e-4
-"""Of the usual second moment: less than that the warm-up has not learned."""
+"""Relative to the mean second moment: smaller ones count as not learned by the warm-up."""
 
 
 @register("onebit_adam")
 @dataclass(frozen=True)
 class OneBitAdam(Memory):
-    """Adam whose second moment is learned from exact means and then frozen, after which momenta are sent compressed.
+    """Adam that learns its second moment from exact means, then freezes it and compresses its update.
 
     For an optimizer without momentum (SGD): the result is Adam's update, momentum / (sqrt(second moment) + epsilon).
-    While it warms up, gradients are averaged exactly, in float32 and beside the payloads, which are not used yet. Then
+    During the warm-up, gradients are averaged exactly, in float32 and beside the payloads, which are not used yet. Then
     momentum and residual are compressed, best with compressor "efsignsgd" and its ``block_size``, over communicator
-    "twostage", whose second compression has a residual of its own. The correction for the moments' start at zero is
-    kept as it was when they froze. The paper compresses the momentum and divides by the root of the second moment
-    afterwards, which blows up the error where that moment is small, as in weights of inputs that are mostly zero; here
-    the quotient is compressed.
-    Departure from the paper: a frozen second moment does not follow gradients that come later, such as those of rare
-    rows of an embedding or of unused experts, and a quotient by almost nothing has no bound. For an element whose
-    second moment is below 1e-4 of the mean over the tensor's non-zero ones, that mean stands in; where all are zero,
+    "twostage", whose second compression has a residual of its own. Adam's bias correction is frozen with the moments.
+    The paper compresses the momentum and divides by the root of the second moment afterwards, which amplifies the error
+    where that moment is small, as for weights of mostly zero inputs; here the quotient is compressed.
+    Departure from the paper: a frozen second moment does not follow later gradients, such as those of rare rows of an
+    embedding or of unused experts, and a quotient by almost zero has no bound. For an element whose
+    second moment is below 1e-4 of the mean over the tensor's non-zero ones, that mean replaces it; if all are zero,
     the gradient divided by its root mean square is sent. No element moves by more than
-    max(1, (1 - beta1) / sqrt(1 - beta2)) learning rates in a step, Adam's own bound (Kingma and Ba, section 2.1).
+    max(1, (1 - beta1) / sqrt(1 - beta2)) learning rates per step, Adam's own bound (Kingma and Ba, section 2.1).
     State: momentum, residual, second float32[n], decay float32[2]; second and decay are equal on all workers.
-    ``freeze_step``: how many steps to warm up; 15 to 20% of all. ``beta1``, ``beta2``, ``epsilon``: Adam's.
+    ``freeze_step``: number of warm-up steps; 15 to 20% of all. ``beta1``, ``beta2``, ``epsilon``: Adam's.
     Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, algorithm 1.
     """
 
@@ -60,7 +59,7 @@ class OneBitAdam(Memory):
 
     def compensate(self, x: Array, state: State, ctx: Context) -> Program[tuple[Array, State]]:
         xp, n, warm = ctx.xp, ctx.size, self.warm(ctx)
-        # The exact mean while it warms up, a message of no length afterwards: one graph serves both.
+        # The exact mean during the warm-up, then a message of zero length: one graph serves both.
         length: Any = xp.choose(warm, xp.asarray(n, "int64"), xp.asarray(0, "int64")) if xp.traced else n * warm
         (mean,) = yield Reduce((x[:length],), "mean")
         mean = xp.reshape(xp.concat([mean, xp.zeros(n)])[:n], (n,))
@@ -82,7 +81,7 @@ class OneBitAdam(Memory):
         return {"momentum": zeros, "second": zeros, "decay": ctx.xp.full(2, 1.0)}
 
     def after_dense_mean(self, mean: Array, state: State, ctx: Context) -> tuple[Array, State]:
-        # An exact mean needs no freezing, but one learning rate has to fit all tensors.
+        # Exact means need no freezing, but one learning rate must fit all tensors.
         xp = ctx.xp
         learned = self._learn(mean, state, ctx)
         momentum = state["momentum"] * self.beta1 + mean * (1.0 - self.beta1)
@@ -92,7 +91,7 @@ class OneBitAdam(Memory):
         return update, {**learned, "momentum": momentum}
 
     def warm(self, ctx: Context) -> Any:
-        """Whether the second moment is still being learned."""
+        """Whether the warm-up still learns the second moment."""
         return ctx.step < self.freeze_step
 
     def _learn(self, mean: Array, state: State, ctx: Context) -> State:
@@ -112,7 +111,7 @@ class OneBitAdam(Memory):
         return momentum / start[:1] / (xp.sqrt(state["second"] / start[1:]) + self.epsilon)
 
     def _frozen(self, momentum: Array, gradient: Array, state: State, ctx: Context) -> Array:
-        # As `_adam`, with something in the place of second moments that the warm-up has not seen.
+        # As `_adam`, with substitutes for second moments that the warm-up has not learned.
         xp, dtype, second = ctx.xp, ctx.xp.dtype(momentum), state["second"]
         number = xp.sum(xp.cast(second > 0, dtype))
         usual = xp.sum(second) / xp.maximum(number, 1.0)
@@ -122,4 +121,4 @@ class OneBitAdam(Memory):
         ratio = xp.choose(number > 0, ratio, alone)
         bound = max(1.0, (1 - self.beta1) / (1 - self.beta2) ** 0.5)
         cut = xp.minimum(xp.maximum(ratio, -bound), bound)
-        return xp.where(xp.isfinite(ratio), cut, ratio)  # what is not finite has to show
+        return xp.where(xp.isfinite(ratio), cut, ratio)  # non-finite values must stay visible

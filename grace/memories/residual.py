@@ -14,11 +14,12 @@ from grace.ops.sums import weighted_sum
 @register("residual", "powersgd")
 @dataclass(frozen=True)
 class Residual(Memory):
-    """Add to each gradient what earlier payloads did not carry.
+    """Add to each gradient the part of earlier gradients that payloads did not carry.
 
-    x = beta * residual + gamma * gradient; residual = x - what was sent. With beta = gamma = 1 nothing is lost: what
-    was sent and the residual add up to all gradients so far.
+    x = beta * residual + gamma * gradient; residual = x - sent. With beta = gamma = 1 nothing is lost: sent values and
+    residual add up to all gradients so far.
     State: residual float32[n].
+    ``beta``: the weight of the residual. ``gamma``: the weight of the gradient.
     Seide et al., "1-bit SGD", Interspeech 2014, section 3; Karimireddy et al., ICML 2019, arXiv:1901.09847, section 4.
     """
 

@@ -1,1 +1,1 @@
-"""Array helpers that methods share, written over a backend ``xp``."""
+"""Array helpers for methods, written over a backend ``xp``."""

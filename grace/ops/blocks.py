@@ -1,6 +1,6 @@
 """Vectors cut into blocks, with one statistic per block; written over a backend.
 
-``block`` None means one block that is the whole vector.
+``block`` None means a single block, the whole vector.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from grace.core.collectives import Gather
 from grace.ops.validate import fitting
 
 LARGEST = 2**24
-"""Elements of the largest block: all of one must fit into memory, however small the tensor is."""
+"""Maximum block size: a whole block must fit into memory, even for a small tensor."""
 
 
 def block_count(n: int, block: int | None) -> int:
-    """Number of blocks that ``n`` elements make; the last may be short."""
+    """Number of blocks in ``n`` elements; the last may be short."""
     return min(n, 1) if block is None else -(-n // block)
 
 
 def rows(xp: Any, x: Array, block: int | None) -> Array:
-    """[n] -> [m, block], the tail filled with zeros."""
+    """[n] -> [m, block], padded with zeros."""
     n = xp.shape(x)[0]
     m = block_count(n, block)
     width = n if block is None else block
@@ -34,7 +34,7 @@ def flat(xp: Any, matrix: Array, n: int) -> Array:
 
 
 def counts(xp: Any, n: int, block: int | None) -> Array:
-    """float32[m]: how many elements each block has."""
+    """float32[m]: number of elements in each block."""
     m = block_count(n, block)
     width = n if block is None else block
     full = [float(width)] * (m - 1) + [float(n - (m - 1) * width)] if m else []
@@ -42,12 +42,12 @@ def counts(xp: Any, n: int, block: int | None) -> Array:
 
 
 def divisor(xp: Any, scale: Array) -> Array:
-    """[m] -> [m, 1]: the scales, and 1 where a scale is 0, to divide `rows` by. (1 / scale may overflow: divide.)"""
+    """[m] -> [m, 1]: divisors for `rows`: the scales, with 1 for 0. (Divide by them: 1 / scale may overflow.)"""
     return xp.reshape(xp.where(scale == 0, 1.0, scale), (-1, 1))
 
 
 def largest_of_all(xp: Any, statistic: Array) -> Program[Array]:
-    """[m] of each worker -> [m], the same on all: the largest; NaN if any is, which a max on the wire may lose."""
+    """[m] per worker -> [m], equal on all: the largest; NaN if any is NaN, which a max on the wire may lose."""
     gathered = yield Gather((statistic,))
     return xp.max(xp.concat([xp.reshape(each, (1, -1)) for (each,) in gathered]), 0)
 
@@ -66,13 +66,13 @@ def scaled(xp: Any, values: Array, scale: Array, block: int | None) -> Array:
 
 
 def add_scaled(xp: Any, x: Array, signs: Array, scale: Array, block: int | None) -> Array:
-    """[n] + signs[n] * scale[m] of each block, in one pass where it can be. x is donated; signs are -1 and 1."""
+    """[n] + signs[n] * scale[m] of each block, in one pass if possible. x is donated; signs are -1 and 1."""
     n = xp.shape(x)[0]
     scale = xp.reshape(fitting(xp, scale, "float32", block_count(n, block), "scales"), (-1, 1))
     return flat(xp, xp.add_product(rows(xp, x, block), rows(xp, signs, block), scale), n)
 
 
 def check_block(key: str, block: int) -> None:
-    """Raise ValueError unless a block's size is a multiple of 8 (whole bytes of bits), or 0 for the whole tensor."""
+    """Raise ValueError unless a block size is a multiple of 8 (whole bytes of bits), or 0 for the whole tensor."""
     if not 0 <= block <= LARGEST or block % 8:
         raise ValueError(f"{key}={block!r} must be a multiple of 8 up to {LARGEST}, or 0 for the whole tensor")

@@ -1,8 +1,8 @@
-"""Laws of magnitudes with the threshold that a given share exceeds; written over a backend.
+"""Laws of magnitudes, with the threshold that a given share exceeds; written over a backend.
 
-Each law is fitted to moments, as float64[1]: ``mean`` and ``variance`` of the numbers, or of what exceeds the threshold
-before this one. ``share`` is the logarithm of the share that shall exceed the result, float64[1], <= 0. A result is
-float64[1], a distance from where the numbers begin. Where a law cannot be fitted, the exponential one takes its place.
+Each law is fitted to moments, as float64[1]: ``mean`` and ``variance`` of the numbers, or of their excess over the
+previous threshold. ``share`` is the logarithm of the share that exceeds the result, float64[1], <= 0. A result is
+float64[1], relative to the start of the numbers. If a law cannot be fitted, the exponential law replaces it.
 Abdelmoniem, Elzanaty, Alouini and Canini, "An Efficient Statistical-based Gradient Compression Technique for
 Distributed Training Systems" (SIDCo), MLSys 2021, arXiv:2101.10761, section 2.
 """
@@ -14,37 +14,38 @@ from typing import Any
 from grace.core import Array
 
 ROUNDS = 8
-"""Of Halley's method. Four are enough for shapes 0.01 .. 100 and shares from 1e-7 on; the others cost microseconds."""
+"""Iterations of Halley's method. Four suffice for shapes 0.01 .. 100 and shares from 1e-7; the rest costs
+microseconds."""
 SMALLEST = 2.0**-52
-"""What is added to magnitudes, in units of their mean, before their logarithm is taken: they may be zero."""
+"""Added to magnitudes, in units of their mean, before the logarithm: they may be zero."""
 
 
 def exponential(xp: Any, mean: Array, share: Array) -> Array:
-    """Numbers of an exponential law: signed ones are Laplace's."""
+    """Magnitudes with an exponential law; the signed numbers have Laplace's."""
     return -mean * share
 
 
 def pareto(xp: Any, mean: Array, variance: Array, share: Array) -> Array:
-    """Numbers of a generalised Pareto law. Its shape is held in -5 .. 0.499: there are no such moments beyond."""
+    """Magnitudes with a generalised Pareto law. Its shape is clamped to -5 .. 0.499, where moments exist."""
     shape = pareto_shape(xp, mean, variance)
     scale = mean * (1.0 - shape)
-    curved = (shape > 1e-6) | (shape < -1e-6)  # else the formula divides nothing by nothing
+    curved = (shape > 1e-6) | (shape < -1e-6)  # else the formula is 0 / 0
     far = scale * (xp.exp(-shape * share) - 1.0) / xp.where(curved, shape, 1.0)
     return xp.where(curved, far, -scale * share * (1.0 - 0.5 * shape * share))
 
 
 def pareto_shape(xp: Any, mean: Array, variance: Array) -> Array:
-    """xi of a generalised Pareto law by its moments; 0, which is the exponential law, where there is no spread."""
+    """xi of a generalised Pareto law by its moments; without variance 0, the exponential law."""
     spread = (variance > 1e-9 * mean * mean) & (mean > 0)
     shape = 0.5 - 0.5 * mean * mean / xp.where(spread, variance, 1.0)
     return xp.where(spread, xp.minimum(xp.maximum(shape, -5.0), 0.499), 0.0)
 
 
 def gamma(xp: Any, mean: Array, log: Array, share: Array, closed: bool = False) -> Array:
-    """Numbers of a gamma law; ``log``: the mean of ln(x / mean + `SMALLEST`), at most about 0.
+    """Magnitudes with a gamma law; ``log``: the mean of ln(x / mean + `SMALLEST`), at most about 0.
 
-    ``closed``: the paper's closed form, scale * -(share + lnGamma(shape)), which is too high where the shape is
-    below 1: it drops the factor x ** (shape - 1).
+    ``closed``: the paper's closed form, scale * -(share + lnGamma(shape)), which is too high for shapes below 1: it
+    drops the factor x ** (shape - 1).
     """
     fits = (log < -1e-6) & (log > -1e6)
     shape = xp.where(fits, gamma_shape(xp, xp.where(fits, log, -1.0)), 1.0)
@@ -54,7 +55,7 @@ def gamma(xp: Any, mean: Array, log: Array, share: Array, closed: bool = False) 
 
 
 def gamma_shape(xp: Any, log: Array) -> Array:
-    """The shape of a gamma law, by Minka's approximation to the most likely one, held in 0.01 .. 100."""
+    """The shape of a gamma law, by Minka's approximation of the maximum likelihood, clamped to 0.01 .. 100."""
     z = -log
     return xp.minimum(xp.maximum((3.0 - z + xp.sqrt((z - 3.0) * (z - 3.0) + 24.0 * z)) / (12.0 * z), 0.01), 100.0)
 

@@ -1,6 +1,6 @@
-"""Random rotations of blocks: signs drawn at random, then a Walsh-Hadamard transform. Written over a backend.
+"""Random rotations of blocks: random signs, then a Walsh-Hadamard transform. Written over a backend.
 
-A rotation spreads what a block holds evenly over its elements, which then look like numbers of a normal distribution.
+A rotation spreads a block's content evenly over its elements, which then look normally distributed.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Any
 from grace.core import Array, Context
 from grace.ops.blocks import LARGEST
 
-STREAMS = 32  # each bit of a random word is one
+STREAMS = 32  # one per bit of a random word
 
 
 def check_width(key: str, width: int) -> None:
-    """Raise ValueError unless a block's size is a power of two, and at least 8 (whole bytes of bits)."""
+    """Raise ValueError unless a block size is a power of two, and at least 8 (whole bytes of bits)."""
     if not 8 <= width <= LARGEST or width & (width - 1):
         raise ValueError(f"{key}={width!r} must be a power of two, 8 .. {LARGEST}")
 
 
 def width_of(ctx: Context, block: int) -> int:
-    """Elements of a block on the wire: ``block``, or for a tensor that has fewer the next power of two (at least 8)."""
-    # A piece that begins inside a tensor belongs to one that has several blocks.
+    """Elements per block on the wire: ``block``, or for a smaller tensor the next power of two (at least 8)."""
+    # A chunk that begins inside a tensor belongs to a tensor of several blocks.
     return min(block, max(8, 1 << (ctx.size - 1).bit_length())) if ctx.offset == 0 and ctx.size else block
 
 
@@ -31,7 +31,7 @@ def hadamard(xp: Any, rows: Array) -> Array:
     if m == 0:
         return rows
     half = 1
-    # Sums of two in a fixed order, not a product of matrices: every toolkit gets the same bits.
+    # Pairwise sums in a fixed order, not a matrix product: every toolkit gets the same bits.
     while half < d:
         pairs = xp.reshape(rows, (-1, 2, half))
         a, b = pairs[:, :1], pairs[:, 1:]
@@ -43,7 +43,7 @@ def hadamard(xp: Any, rows: Array) -> Array:
 def signs(xp: Any, words: Array, streams: Array, d: int) -> Array:
     """float32[m, d], -1 or 1: bit ``31 - streams[i]`` of the random words int32[m * d], for row i.
 
-    The words are the same on all workers, and workers with different streams rotate independently.
+    The words are equal on all workers, but workers with different streams rotate independently.
     """
     table = xp.reshape(words, (-1, d))
     negative = xp.shift_left(table, xp.reshape(xp.cast(streams, "int32"), (-1, 1))) < 0

@@ -1,7 +1,7 @@
-"""Ascending positions on the wire, written over a backend: fewer bits than int32 where they are many.
+"""Codings of ascending positions on the wire, written over a backend: fewer bits than int32 for many positions.
 
 "int32": 32 bits each. "bitmap": one bit for each of the n elements, smaller beyond n / 32 positions. "elias_fano": for
-a known number k of positions, about 2 + log2(n / k) bits each; the lower bits as they are, the upper ones as gaps in
+a known number k of positions, about 2 + log2(n / k) bits each; the lower bits verbatim, the upper ones as gaps in
 unary. Elias, "Efficient storage and retrieval by content and address of static files", JACM 1974; Fano, 1971.
 """
 
@@ -17,7 +17,7 @@ CODINGS = ("int32", "bitmap", "elias_fano")
 
 
 def choose(coding: str, n: int, k: int) -> str:
-    """The coding itself, or for "auto" the one of the fewest bytes."""
+    """The coding itself, or for "auto" the smallest one."""
     return min(CODINGS, key=lambda each: nbytes(each, n, k)) if coding == "auto" else coding
 
 
@@ -32,12 +32,12 @@ def nbytes(coding: str, n: int, k: int) -> int:
 
 
 def arrays(coding: str, n: int, k: int) -> int:
-    """How many arrays `write` makes."""
+    """Number of arrays that `write` returns."""
     return len(widths(n, k)[0]) + 1 if coding == "elias_fano" else 1
 
 
 def write(xp: Any, coding: str, positions: Array, n: int, k: int | None = None) -> tuple[Array, ...]:
-    """int32[k], ascending and distinct, in 0 .. n-1 -> arrays for the wire; k may be unknown except to "elias_fano"."""
+    """int32[k], ascending and distinct, in 0 .. n-1 -> wire arrays; only "elias_fano" needs k."""
     if coding == "int32":
         return (positions,)
     if coding == "bitmap":
@@ -53,7 +53,7 @@ def write(xp: Any, coding: str, positions: Array, n: int, k: int | None = None) 
 
 
 def read(xp: Any, coding: str, sent: tuple[Array, ...], n: int, k: int | None = None) -> Array:
-    """The inverse of `write`. ValueError for arrays of other lengths; where the positions lie is left to be checked."""
+    """The inverse of `write`. ValueError for arrays of other lengths; the caller must check the positions."""
     if coding == "int32":
         return sent[0]
     if coding == "bitmap":
@@ -69,7 +69,7 @@ def read(xp: Any, coding: str, sent: tuple[Array, ...], n: int, k: int | None = 
 
 
 def _set(xp: Any, packed: Array, n: int, k: int | None) -> Array:
-    # int32[k]: which of n bits are set.
+    # int32[k]: the positions of the set bits among n.
     found = xp.nonzero(xp.unpack_bits(fitting(xp, packed, "uint8", packed_size(1, n), "bits of positions"), n))
     return found if k is None else xp.reshape(fitting(xp, found, "int32", k, "positions"), (k,))
 
@@ -82,18 +82,18 @@ def widths(n: int, k: int) -> tuple[list[int], int]:
 
 
 def narrow(xp: Any, places: Array, width: int) -> tuple[Array, ...]:
-    """int32[k] in 0 .. width-1, in any order -> their lower bytes, and what is above those packed; width <= 2**16."""
+    """int32[k] in 0 .. width-1, in any order -> their lower bytes, and the packed bits above; width <= 2**16."""
     above = max(0, (width - 1).bit_length() - 8)
     low = xp.cast(xp.bitwise_and(places, 255), "uint8")
     return (low, pack(xp, above, xp.shift_right(places, 8))) if above else (low,)
 
 
 def widen(xp: Any, sent: tuple[Array, ...], width: int, k: int) -> Array:
-    """The inverse of `narrow`. ValueError for other lengths, and for places that are not below width."""
+    """The inverse of `narrow`. ValueError for other lengths, and for places not below width."""
     above = max(0, (width - 1).bit_length() - 8)
     places = xp.cast(fitting(xp, sent[0], "uint8", k, "places"), "int32")
     if above:
         places = xp.bitwise_or(places, xp.shift_left(xp.cast(unpack(xp, above, sent[1], k), "int32"), 8))
-    if width == 1 << (8 + above):  # whatever the bits are
+    if width == 1 << (8 + above):  # any bits are valid
         return places
     return xp.sound(places, lambda: xp.all(places < width), f"its places are not below {width}")

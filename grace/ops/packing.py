@@ -1,4 +1,4 @@
-"""Packing of small integer codes, written over a backend: b bits on the wire take b bits, five trits take 8.
+"""Packing of small integer codes, written over a backend: b-bit codes take b bits, and five trits a byte.
 
 Little-endian inside a byte and in groups: eight codes of b bits fill b bytes, element j of a group at bit j*b.
 Tail bits are zero.
@@ -12,28 +12,28 @@ from grace.core import Array
 from grace.ops.validate import fitting
 
 WORDS = {2: "int16", 4: "int32"}
-"""Integers of as many bytes."""
+"""Integers with this many bytes."""
 
 
 def packed_size(bits: int, n: int) -> int:
-    """Bytes that ``n`` codes of ``bits`` bits take."""
+    """Bytes for ``n`` codes of ``bits`` bits."""
     return -(-n * bits // 8) if 8 % bits == 0 else -(-n // 8) * bits
 
 
 def pack(xp: Any, bits: int, codes: Array) -> Array:
-    """Integer codes, of which the lower bits are taken, [n] -> uint8[`packed_size`(bits, n)]; bits = 1 .. 8.
+    """Pack the lower bits of integer codes, [n] -> uint8[`packed_size`(bits, n)]; bits = 1 .. 8.
 
-    Codes are in 0 .. 2**bits - 1 in any integer dtype, or int8 with a sign.
+    Codes are in 0 .. 2**bits - 1 in any integer dtype, or signed int8.
     """
     n = xp.shape(codes)[0]
-    if xp.dtype(codes) == "int8":  # in two's complement
+    if xp.dtype(codes) == "int8":  # two's complement
         codes = xp.bitcast(codes, "uint8")
         codes = codes if bits == 8 else xp.bitwise_and(codes, (1 << bits) - 1)
     if bits == 8:
         return xp.cast(codes, "uint8")
     if bits == 1:
         return xp.pack_bits(codes != 0)
-    if 8 % bits == 0:  # whole codes in a byte: those of a word of as many bytes are moved into its first
+    if 8 % bits == 0:  # bytes hold whole codes: collect the codes of each word in its first byte
         each = 8 // bits
         words = xp.bitcast(xp.pad(xp.cast(codes, "uint8"), packed_size(bits, n) * each), WORDS[each])
         packed = words
@@ -74,14 +74,14 @@ def unpack(xp: Any, bits: int, packed: Array, n: int) -> Array:
 
 
 def packed_trits(n: int) -> int:
-    """Bytes that ``n`` codes of three values take: five in a byte."""
+    """Bytes for ``n`` codes of three values: five per byte."""
     return -(-n // 5)
 
 
 def pack_trits(xp: Any, trits: Array) -> Array:
     """int32[n] of -1, 0 and 1 -> uint8[`packed_trits`(n)], 0 .. 242, element j of five in the digit of 3**j.
 
-    Zeros fill up the tail; five of them are the byte 121.
+    The tail is padded with zeros; five zeros are the byte 121.
     """
     rows = xp.reshape(xp.pad(trits, packed_trits(xp.shape(trits)[0]) * 5), (-1, 5))
     return xp.cast(sum((rows[:, i] * 3**i for i in range(1, 5)), rows[:, 0] + 121), "uint8")

@@ -1,4 +1,4 @@
-"""Sums of gradients and state. Written over a backend."""
+"""Weighted sums of gradients and state. Written over a backend."""
 
 from __future__ import annotations
 

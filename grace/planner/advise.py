@@ -1,10 +1,10 @@
-"""Does compression pay here, and which method? Every method against dense gradients that overlap as well as they can.
+"""Compares methods with dense gradients at their best overlap: does compression pay off here, and which method?
 
-Each method is played in all `grace.planner.ways`, and with a plan of its own. Dense gradients travel the same way
-without compression; that is the rival, not a step without overlap.
+Each method is simulated in all `grace.planner.ways`, and with its own plan. The baseline is dense gradients sent the
+same way, with overlap.
 
 Agarwal et al., "On the Utility of Gradient Compression in Distributed Training Systems", MLSys 2022: compression pays
-when what it costs is less than the part of the communication that the backward pass does not hide.
+off if it costs less than the part of the communication that the backward pass does not hide.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = [
 ]
 
 HIDDEN = 0.05
-"""Communication counts as hidden when it prolongs the backward pass by no more than this share of it."""
+"""Communication counts as hidden if it prolongs the backward pass by at most this share."""
 DECADES = 4
-"""A break-even bandwidth is looked for within so many powers of ten of the given one, in both directions."""
+"""Search range of the break-even bandwidth: this many powers of ten around the given one, in both directions."""
 TERMS = ("bytes", "latency", "compression", "computation")
 METHODS = (
     "fp16",
@@ -54,45 +54,46 @@ METHODS = (
     "qsgd",
     "powersgd:compress_rank=4",
 )
-"""What is compared where nothing is named."""
+"""The default methods."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method that is compared: its costs, and how its payloads travel by default."""
+    """A method to compare: its costs, and its default exchange."""
 
     label: str
     codec: Codec
     summed: bool
-    """Its payloads are summed on the wire (allreduce); else everybody gets everybody's (allgather)."""
+    """Whether payloads are summed on the wire (allreduce) instead of gathered (allgather)."""
     rounds: int = 1
-    """Messages for each bucket, one after the other; the bytes are divided among them."""
+    """Successive messages per bucket, which share the bytes."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is predicted of one method, in the way that is fastest for it."""
+    """The prediction for one method, in its fastest way."""
 
     label: str
     seconds: float
-    """Of a step."""
+    """Per step."""
     speedup: float
-    """Dense seconds over these. Below 1 the method loses."""
+    """Dense seconds over these. Below 1 the method is slower."""
     ratio: float
-    """Dense bytes over this method's, as one worker sends them."""
+    """Dense bytes over this method's bytes, as sent by one worker."""
     codec_seconds: float
-    """Compressing and decoding in a step, hidden or not."""
+    """Encoding and decoding per step, hidden or not."""
     break_even: float | None
-    """Bandwidth, in bytes per second, up to which it is faster than dense; infinity: beyond all that was looked at;
-    None: it loses everywhere there."""
+    """Bandwidth, in bytes per second, up to which it beats dense; infinity: above the whole search range; None: nowhere
+    in it.
+    """
     limit: str
-    """What would help most if it cost nothing: one of `TERMS`."""
+    """The term whose removal would help most: one of `TERMS`."""
     way: str = ""
-    """The fastest one, a name of `ways.NAMES`, of which all else is said."""
+    """The fastest way, a name of `ways.NAMES`, to which all other fields refer."""
     ways: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a step by the name of each way, fastest first."""
+    """Seconds per step by way, fastest first."""
     exchange: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of `grace.grace_from_params` that do it; a plan is written by `grace plan -o plan.json`."""
+    """Keys of `grace.grace_from_params` for this way; `grace plan -o plan.json` writes a plan."""
 
     @property
     def pays(self) -> bool:
@@ -105,30 +106,30 @@ class Advice:
     """The comparison of all methods with dense gradients."""
 
     dense: float
-    """Seconds of a step without compression."""
+    """Seconds per step without compression."""
     backward: float
     dense_limit: str
     needed: float | None
-    """The least factor by which bytes must shrink, at no cost, for communication to be hidden; 1: it is already; None:
-    latency alone prevents it."""
+    """The smallest factor of free compression that hides the communication; 1: already hidden; None: impossible, due to
+    latency alone."""
     verdicts: tuple[Verdict, ...]
     """Fastest first."""
     profile: str
-    """Where the backward times come from."""
+    """Source of the backward times."""
     simulated: bool
-    """The cluster was given or scaled, not measured."""
+    """Whether the cluster was given or scaled, not measured."""
     dense_ways: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of a step without compression by the name of each way, fastest first; "plan": strategies by tensor."""
+    """Seconds per step without compression by way, fastest first; "plan": strategies by tensor."""
 
     @property
     def fastest_dense(self) -> str:
-        """Of `dense_ways`; a plain allreduce where no other one is faster by more than rounding."""
+        """The fastest of `dense_ways`; a plain allreduce unless another is faster by more than rounding."""
         name = min(self.dense_ways, key=self.dense_ways.__getitem__, default=ways.DENSE.name)
         return name if self.dense_ways.get(name, self.dense) < self.dense * (1 - GAIN) else ways.DENSE.name
 
     @property
     def best(self) -> str:
-        """The label of what to use; "dense" if nothing is faster than the fastest way without compression."""
+        """The label of the best method; "dense" if none beats the fastest way without compression."""
         if not self.verdicts or not self.verdicts[0].pays:
             return "dense"
         first = self.verdicts[0]
@@ -145,7 +146,7 @@ class Advice:
 
 
 def candidate(label: str, codec: Codec) -> Candidate:
-    """A method as it travels by default: summed where payloads are linear or agreed on, else gathered."""
+    """A method with its default exchange: summed if payloads are linear or agreed on, else gathered."""
     compressor = triple(codec.params)[0].compressor
     return Candidate(label, codec, compressor.traits.combine is not Combine.GATHER, ways.rounds_of(codec))
 
@@ -157,9 +158,9 @@ def step(
     bucket_mb: float = BUCKET_MB,
     shrink: float = 1.0,
 ) -> float:
-    """Seconds of a step with a method as it comes; None: dense.
+    """Seconds of a step with a method's default exchange; None: dense.
 
-    ``shrink``: dense bytes are divided by it, for nothing.
+    ``shrink``: divides the dense bytes, at no cost.
     """
     way = ways.DENSE if method is None else ways.usual(triple(method.codec.params)[0], cluster)
     codec = None if method is None else method.codec
@@ -168,14 +169,14 @@ def step(
 
 # -- the comparison --------------------------------------------------------------------------------------------------
 Step = Callable[[Profile, Cluster, Codec | None], float]
-"""Seconds of a step with a method at these costs, in a way that is settled."""
+"""Seconds of a step with a method at these costs, in a fixed way."""
 
 
 def advise(profile: Profile, cluster: Cluster, methods: Iterable[Candidate], bucket_mb: float = BUCKET_MB) -> Advice:
-    """Compare methods with dense gradients on a cluster, each in every way that carries it, and with a plan.
+    """Compare methods with dense gradients on a cluster, each in every way that can carry it, and with a plan.
 
-    ``bucket_mb``: size of GRACE's buckets. Nothing is run: the costs of links and compressors are what was given or
-    measured, and the result is as good as they are.
+    ``bucket_mb``: size of GRACE's buckets. Nothing is run: the result is only as good as the given or measured costs of
+    links and compressors.
     """
     plain = _uniform(ways.DENSE, bucket_mb)
     dense = plain(profile, cluster, None)
@@ -183,7 +184,8 @@ def advise(profile: Profile, cluster: Cluster, methods: Iterable[Candidate], buc
     verdicts = []
     for method in methods:
         made = _planned(profile, cluster, method.codec, bucket_mb)
-        if made is not None and not made.plan.compressed:  # none of the method's: what tensors gain without it
+        # a plan without compression: the gain of its dense strategies
+        if made is not None and not made.plan.compressed:
             own = made.seconds[ways.PLAN]
             if made.plan.way == ways.PLAN:
                 dense_ways[ways.PLAN] = min(own, dense_ways.get(ways.PLAN, own))
@@ -198,7 +200,7 @@ def advise(profile: Profile, cluster: Cluster, methods: Iterable[Candidate], buc
 
 
 def _planned(profile: Profile, cluster: Cluster, codec: Codec, bucket_mb: float) -> planner.Planned | None:
-    # None for a method that no strategy carries, or whose communicator is settled.
+    # None for a method that no strategy can carry, or with a fixed communicator.
     try:
         planner.refuse(codec.params)
     except ValueError:
@@ -250,7 +252,7 @@ def _verdict(
 
 
 def faster(cluster: Cluster, factor: float) -> Cluster:
-    """The same cluster with so many times the bandwidth between machines (of one machine: within it)."""
+    """The same cluster with the bandwidth between machines (on one machine: within it) multiplied by ``factor``."""
     flat = cluster.flat and cluster.flat.scaled(bandwidth=factor)
     if cluster.nodes == 1:
         return replace(cluster, intra=cluster.intra.scaled(bandwidth=factor), flat=flat)
@@ -258,7 +260,7 @@ def faster(cluster: Cluster, factor: float) -> Cluster:
 
 
 def _break_even(step_: Step, profile: Profile, cluster: Cluster, codec: Codec, bucket_mb: float) -> float | None:
-    # The least bandwidth above which dense is never slower. Gains shrink as bandwidth grows, so a bisection finds it.
+    # The smallest bandwidth above which dense is never slower. Gains shrink with bandwidth, so bisection works.
     def gain(exponent: float) -> bool:
         there = faster(cluster, 10**exponent)
         dense = step(profile, there, None, bucket_mb)
@@ -297,7 +299,7 @@ def _needed(profile: Profile, cluster: Cluster, bucket_mb: float) -> float | Non
 
 
 def _limit(step_: Step, profile: Profile, cluster: Cluster, codec: Codec | None) -> str:
-    # Each term is taken to cost nothing, in turn; that which then saves most limits the step.
+    # Remove the cost of each term in turn; the term with the largest saving limits the step.
     now = step_(profile, cluster, codec)
     no_latency = replace(
         cluster,
@@ -324,14 +326,14 @@ def against_bandwidth(
     factors: Sequence[float],
     bucket_mb: float = BUCKET_MB,
 ) -> Mapping[str, list[float]]:
-    """Speed-ups of each method as it comes, by `step`, where links are so many times as fast."""
+    """Speed-ups of each method's default exchange, by `step`, with links faster by these factors."""
     return _curves(profile, [faster(cluster, factor) for factor in factors], methods, bucket_mb)
 
 
 def against_nodes(
     profile: Profile, cluster: Cluster, methods: Sequence[Candidate], nodes: Sequence[int], bucket_mb: float = BUCKET_MB
 ) -> Mapping[str, list[float]]:
-    """Speed-ups of each method as it comes, by `step`, on so many machines of this kind."""
+    """Speed-ups of each method's default exchange, by `step`, on these numbers of machines."""
     return _curves(profile, [replace(cluster, nodes=count, flat=None) for count in nodes], methods, bucket_mb)
 
 

@@ -1,8 +1,9 @@
-"""What each action of a strategy takes: links, compressors, and the chain of operations that follows a gradient.
+"""The cost of each action of a strategy: links, compressors, and the chain of operations after a gradient.
 
-A collective among w workers with V bytes held by each takes A(w) a + B(w) V b, with a the latency in seconds and b the
-seconds per byte of its level, from `COEFFICIENTS` (Thakur et al., 2005); a and b come from the link's bandwidth and
-latency, or are fitted for each collective to what was measured. The workers of a machine share its link to others.
+A collective among w workers that each hold V bytes takes A(w) a + B(w) V b, with the latency a in seconds and the
+seconds per byte b of its level, and A and B from `COEFFICIENTS` (Thakur et al., 2005). a and b come from the link's
+bandwidth and latency, or are fitted to measurements of each collective. The workers of a machine share its link to
+other machines.
 
 Espresso, section 4.2.
 """
@@ -39,9 +40,9 @@ from grace.planner.timeline import CPU, DEVICE, INTER, INTRA, Chain
 
 FORMAT = 1
 MIN_NUMEL = 1024
-"""Smaller tensors go dense with others' messages, as `grace.engine.session.Options` has it by default."""
+"""Smaller tensors go dense with other tensors' messages, as by default in `grace.engine.session.Options`."""
 KEPT = 12
-"""At most so many strategies of one tensor size are looked at by a search."""
+"""Maximum number of strategies per tensor size in a search."""
 
 
 def _tree(w: int) -> float:
@@ -57,14 +58,14 @@ COEFFICIENTS: dict[Kind, Callable[[int], tuple[float, float]]] = {
     "reduce": lambda w: (_tree(w), float(w > 1)),
     "broadcast": lambda w: (_tree(w), float(w > 1)),
 }
-"""Of each collective among w workers: how many latencies, and how often the bytes that a worker holds."""
+"""By collective, for w workers: the number of latencies, and the multiple of a worker's bytes."""
 TREE: tuple[Kind, Kind] = ("reduce", "broadcast")
 LIKE: dict[Kind, Kind] = {
     "reduce_scatter": "alltoall",
     "gather": "allgather",
     "reduce": "broadcast",
 }
-"""Which fit stands in for a collective that was not measured."""
+"""Substitutes for collectives that were not measured."""
 
 
 class Rate(NamedTuple):
@@ -79,14 +80,14 @@ NOTHING = Rate(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the workers of a level."""
+    """The connection between the workers of a level."""
 
     latency: float
     """Seconds."""
     bandwidth: float
-    """Bytes per second; infinity: a free one."""
+    """Bytes per second; infinity: no cost."""
     fits: Mapping[Kind, Rate] = field(default_factory=dict)
-    """Of single collectives, as measured; they hold instead."""
+    """Measured rates of single collectives, which take precedence."""
 
     def rate(self, kind: Kind) -> Rate:
         """Latency and seconds per byte of a collective."""
@@ -94,7 +95,7 @@ class Link:
         return found or Rate(self.latency, 1 / self.bandwidth)
 
     def scaled(self, latency: float = 1.0, bandwidth: float = 1.0) -> Link:
-        """A link with so many times the latency and the bandwidth."""
+        """A link with scaled latency and bandwidth."""
         fits = {kind: Rate(rate.latency * latency, rate.per_byte / bandwidth) for kind, rate in self.fits.items()}
         return Link(self.latency * latency, self.bandwidth * bandwidth, fits)
 
@@ -105,7 +106,7 @@ class Link:
 
 
 def link(data: Any, what: str) -> Link:
-    """A `Link` from JSON's data: {"latency_us", "gbit_per_s", "fits": {collective: [seconds, seconds per byte]}}."""
+    """A `Link` from JSON data: {"latency_us", "gbit_per_s", "fits": {collective: [seconds, seconds per byte]}}."""
     if not isinstance(data, Mapping) or not set(data) <= {"latency_us", "gbit_per_s", "fits"}:
         raise ValueError(f'{what} is {{"gbit_per_s": ..., "latency_us": ...}}, not {data!r}')
     gbit = data.get("gbit_per_s")
@@ -138,14 +139,14 @@ class Cluster:
     nodes: int
     per_node: int
     inter: Link
-    """Of one machine to the others; all its workers share it."""
+    """Between one machine and the others; all its workers share it."""
     intra: Link = INTRA_LINK
-    """Between the workers of one machine. Default: 5 us and 100 GB/s, about that of NVLink."""
+    """Between the workers of one machine. Default: 5 us and 100 GB/s, roughly NVLink."""
     source: str = "given"
     flat: Link | None = None
-    """Of collectives among all workers; None: what limits them is the link between machines, if there are several."""
+    """For collectives among all workers; None: use the link between machines, if there are several."""
     message: Rate = NOTHING
-    """What a collective takes of the thread that computes, which hands it over and takes its result."""
+    """Time of a collective on the computing thread, which submits it and takes its result."""
 
     def __post_init__(self) -> None:
         if min(self.nodes, self.per_node) < 1:
@@ -157,28 +158,28 @@ class Cluster:
 
     @property
     def levels(self) -> bool:
-        """Strategies of several levels make sense."""
+        """Whether strategies of several levels make sense."""
         return min(self.nodes, self.per_node) > 1
 
     def size(self, level: Level) -> int:
-        """Workers that take part at a level."""
+        """Number of workers that take part at a level."""
         return {"flat": self.workers, "intra": self.per_node, "inter": self.nodes}[level]
 
     def link(self, level: Level) -> Link:
-        """What a level's collectives travel over."""
+        """The link of a level's collectives."""
         if level == "flat" and self.flat is not None:
             return self.flat
         return self.inter if self.between(level) else self.intra
 
     def between(self, level: Level) -> bool:
-        """Its collectives occupy the link between machines."""
+        """Whether a level's collectives use the link between machines."""
         return level == "inter" or (level == "flat" and self.nodes > 1)
 
     def among(self, workers: int, per_node: int = 0) -> Cluster:
-        """The same links with another number of workers: by the formulas of collectives, not measured.
+        """The same links with another number of workers, by the formulas of collectives instead of measurements.
 
-        ``per_node``: workers of each machine; 0: as many as there are while that divides them, else each counts as a
-        machine of its own (on one machine: all are on it). ValueError for machines of unequal size.
+        ``per_node``: workers per machine; 0: unchanged if that divides them, else each worker counts as a machine of
+        its own (on one machine: all stay on it). ValueError for machines of unequal size.
         """
         size = per_node or (self.per_node if workers % self.per_node == 0 else workers if self.nodes == 1 else 1)
         if workers % size:
@@ -186,14 +187,14 @@ class Cluster:
         if (workers // size, size) == (self.nodes, self.per_node):
             return self
         source = f"{self.source} among {self.workers} workers, scaled to {workers}"
-        flat = self.flat if (workers > size) == (self.nodes > 1) else None  # measured over another kind of link
+        flat = self.flat if (workers > size) == (self.nodes > 1) else None  # it was measured over another kind of link
         return replace(self, nodes=workers // size, per_node=size, flat=flat, source=source)
 
     def seconds(self, action: Action, held: float, sharing: int = 1, joined: bool = False) -> float:
-        """Time of a collective. ``held``: bytes of each worker; ``sharing``: how many of them use a machine's link.
+        """Time of a collective. ``held``: bytes per worker; ``sharing``: number of workers that share a machine's link.
 
-        ``joined``: it travels with another message, and has no latency of its own. An allreduce that was not measured
-        goes by a ring or by a tree, whichever is faster.
+        ``joined``: it travels with another message, and adds no latency of its own. An allreduce that was not measured
+        uses a ring or a tree, whichever is faster.
         """
         link = self.link(action.level)
         if action.kind == "allreduce" and "allreduce" not in link.fits:
@@ -207,11 +208,11 @@ class Cluster:
         return latencies * rate.latency * (not joined) + bytes_ * held * rate.per_byte * sharing
 
     def handling(self, held: float, joined: bool = False) -> float:
-        """Seconds that the computing thread spends on a collective of so many bytes; ``joined`` as in `seconds`."""
+        """Seconds that the computing thread spends on a collective of this size; ``joined`` as in `seconds`."""
         return self.message.latency * (not joined) + self.message.per_byte * held
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `cluster` undoes it."""
+        """Plain data for JSON; `cluster` is the inverse."""
         parts: dict[str, Any] = {"inter": self.inter.to_dict(), "intra": self.intra.to_dict()}
         if self.flat is not None:
             parts["flat"] = self.flat.to_dict()
@@ -221,7 +222,7 @@ class Cluster:
 
 
 def cluster(data: Any) -> Cluster:
-    """A `Cluster` from JSON's data: {"nodes", "workers_per_node", "inter": link, "intra": link}; else ValueError."""
+    """A `Cluster` from JSON data: {"nodes", "workers_per_node", "inter": link, "intra": link}; else ValueError."""
     if not isinstance(data, Mapping) or "inter" not in data:
         raise ValueError(
             'a cluster is {"nodes": 4, "workers_per_node": 8, "inter": {"gbit_per_s": 10}, "intra": ...}' + but(data)
@@ -241,10 +242,11 @@ def cluster(data: Any) -> Cluster:
 
 
 def fitted(kind: Kind, workers: int, measured: Iterable[tuple[float, float]]) -> Rate:
-    """Latency and seconds per byte from measured pairs (bytes held, seconds), neither of them negative.
+    """Latency and seconds per byte, both non-negative, from measured pairs (bytes held, seconds).
 
-    Of all lines through two of the pairs, or with their slope, that with the least sum of errors, as ratios: sizes span
-    decades, and one that is out of line (a burst that a link lets pass at once, a disturbance) does not bend it.
+    Chooses, among lines through two of the pairs or with their slope, the one with the smallest sum of errors, as
+    ratios: sizes span decades, and an outlier (a burst that a link passes at once, a disturbance) must not bend the
+    line.
     """
     latencies, bytes_ = COEFFICIENTS[kind](workers)
     points = [(bytes_ * held, t) for held, t in measured if t > 0]
@@ -268,10 +270,10 @@ def fitted(kind: Kind, workers: int, measured: Iterable[tuple[float, float]]) ->
 # -- compressors ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Curve:
-    """A quantity that depends on the number of elements: known at some, with straight lines between them.
+    """A quantity as a function of the number of elements, with linear interpolation between known sizes.
 
-    Below the least it stays what it is there. Beyond the largest it grows by the power by which it last grew, but not
-    faster than the elements (of one known number: with the elements).
+    Below the smallest size it is constant. Beyond the largest it follows the last power law, but grows at most linearly
+    (with a single known size: linearly).
     """
 
     sizes: tuple[float, ...]
@@ -288,7 +290,7 @@ class Curve:
         return values[right - 1] + slope * (size - sizes[right - 1])
 
     def scaled(self, factor: float) -> Curve:
-        """So many times the values."""
+        """All values multiplied by ``factor``."""
         return Curve(self.sizes, tuple(value * factor for value in self.values))
 
     @cached_property
@@ -305,18 +307,18 @@ class Speed:
 
     encode: Curve
     decode: Curve
-    """Of one payload to a dense vector."""
+    """From one payload to a dense vector."""
     piece: Curve
-    """Of each further payload that is added to it."""
+    """For each further payload added to it."""
 
     def slowed(self, factor: float) -> Speed:
-        """So many times the seconds."""
+        """All seconds multiplied by ``factor``."""
         return Speed(*(c.scaled(factor) for c in (self.encode, self.decode, self.piece)))
 
 
 @dataclass(frozen=True)
 class Codec:
-    """What a compressor costs: bytes on the wire, and seconds on each device."""
+    """The costs of a compressor: bytes on the wire, and seconds on each device."""
 
     params: Mapping[str, Any]
     """As for `grace.grace_from_params`: the compressor and its parameters."""
@@ -327,30 +329,30 @@ class Codec:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Those whose costs are known, the device that computes gradients first."""
+        """Devices with known costs, the one that computes gradients first."""
         return tuple(device for device in DEVICES if device in self.speeds)
 
     def encode(self, size: float, device: Device = "gpu") -> float:
-        """Seconds to compress so many elements."""
+        """Seconds to compress ``size`` elements."""
         return self.speeds[device].encode(size)
 
     def decode(self, size: float, pieces: int = 1, device: Device = "gpu") -> float:
-        """Seconds to turn so many payloads of so many elements into one dense sum."""
+        """Seconds to decode ``pieces`` payloads of ``size`` elements into one dense sum."""
         speed = self.speeds[device]
         return speed.decode(size) + (pieces - 1) * speed.piece(size)
 
     def slowed(self, factor: float) -> Codec:
-        """The same bytes at so many times the seconds, on every device."""
+        """The same bytes with all seconds multiplied by ``factor``, on every device."""
         speeds = {device: speed.slowed(factor) for device, speed in self.speeds.items()}
         return replace(self, speeds=speeds)
 
     def offloaded(self, device: float = 1.0, pool: float = 1.0) -> Codec:
-        """Of a codec that was measured on a host: with both devices, and factors on the seconds of each."""
+        """Both devices' costs from a codec measured on a host, with a factor on the seconds of each."""
         host = self.speeds["gpu"]
         return replace(self, speeds={"gpu": host.slowed(device), "cpu": host.slowed(pool)})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `codec` undoes it."""
+        """Plain data for JSON; `codec` is the inverse."""
 
         def pairs(curve: Curve) -> list[list[float]]:
             return [list(pair) for pair in zip(curve.sizes, curve.values, strict=True)]
@@ -363,7 +365,7 @@ class Codec:
 
 
 def codec(data: Any) -> Codec:
-    """A `Codec` from JSON's data, as `Codec.to_dict` writes it. ValueError that says what is wrong."""
+    """A `Codec` from JSON data, as `Codec.to_dict` writes it. ValueError explains what is wrong."""
     if not isinstance(data, Mapping) or not {"params", "wire", "speeds"} <= set(data):
         raise ValueError(
             'compression costs are {"params": {...}, "wire": [[elements, bytes], ...], "speeds": {...}}' + but(data)
@@ -395,22 +397,21 @@ def codec(data: Any) -> Codec:
     return Codec(dict(data["params"]), curve(data["wire"], "wire"), speeds, str(data.get("source", "given")))
 
 
-# -- chains --------------------------------------------------------------------------------------------------------
 class Term(NamedTuple):
-    """One operation of a strategy, whatever the tensors' sizes. A collective on the device: the thread's part of it."""
+    """One operation of a strategy, for any tensor size; a collective on the device is the thread's part of it."""
 
     resource: int
     action: Action
     share: float
-    """Of a tensor, which a worker holds."""
+    """Share of the tensor that a worker holds."""
     pieces: int
-    """In so many payloads."""
+    """Number of payloads."""
     sharing: int
-    """Workers that use a machine's link."""
+    """Number of workers that share a machine's link."""
 
     @property
     def label(self) -> str:
-        """What it is, for timelines."""
+        """Label for timelines."""
         return f"hand over {self.action}" if self.action.collective and self.resource == DEVICE else str(self.action)
 
     def seconds(
@@ -421,10 +422,10 @@ class Term(NamedTuple):
         joined: bool = False,
         messages: int = 1,
     ) -> float:
-        """Time of it for tensors of so many elements, whose payloads travel as one message.
+        """Time of it for tensors of these sizes, whose payloads travel as one message.
 
-        ``joined``: as of `Cluster.seconds`. ``codec``: None for strategies without compression. ``messages``: it is one
-        of so many with equal parts of the payloads.
+        ``joined``: as in `Cluster.seconds`. ``codec``: None for strategies without compression. ``messages``: number of
+        messages among which the payloads are divided equally.
         """
         action, device = self.action, self.action.device or "gpu"
         if codec is not None and action.kind == "compress":
@@ -452,7 +453,7 @@ def terms(cluster: Cluster, option: Option) -> Iterator[Term]:
         within = not cluster.between(action.level)
         sharing = shared if action.level == "inter" else 1
         if action.level == "flat" and action.kind == "alltoall" and not within:
-            sharing = cluster.per_node  # a ring crosses a machine's link once, everybody to everybody does not
+            sharing = cluster.per_node  # a ring crosses a machine's link once, an all-to-all once per worker
         if any(cluster.message):
             yield Term(DEVICE, action, share, pieces, 1)
         yield Term(INTRA if within else INTER, action, share, pieces, sharing)
@@ -470,9 +471,9 @@ def terms(cluster: Cluster, option: Option) -> Iterator[Term]:
 class Costs:
     """Strategies for tensors of any size, as chains of operations on one cluster with one compressor.
 
-    ``devices``: where compressions may run; default: those whose costs the codec has. ``max_compressions``: of one
-    tensor on its way. ``min_numel``: tensors of fewer elements have no choice: they join others' dense messages.
-    ``rooted``: False where nothing may go to one worker alone (see `grace.core.Transport`).
+    ``devices``: allowed devices for compressions; default: those with known costs. ``max_compressions``: per tensor.
+    ``min_numel``: smaller tensors have no choice: they join other tensors' dense messages.
+    ``rooted``: False if nothing may go to a single root (see `grace.core.Transport`).
     """
 
     def __init__(
@@ -496,27 +497,27 @@ class Costs:
 
     @cached_property
     def dense(self) -> tuple[Option, ...]:
-        """The plain strategies: an allreduce among all, and, on several machines, one of two levels."""
+        """The plain strategies: an allreduce among all workers, and, on several machines, one of two levels."""
         return tuple(map(parse, (DENSE_FLAT, DENSE_HIERARCHICAL)[: 1 + self.cluster.levels]))
 
     @cached_property
     def _tree(self) -> list[Option]:
-        # What communicator "planned" carries of this method, all compressions on the first device.
+        # Strategies with which communicator "planned" can carry this method, all compressions on the first device.
         method, _ = triple(self.codec.params)
         summed = summable(method.compressor)
         every = options(not self.cluster.levels, self.devices[:1], self.max_compressions, summed)
         return [option for option in every if (self.rooted or not option.rooted) and carries(option, method)]
 
     def chain(self, option: Option, size: float) -> Chain:
-        """The operations of a strategy for a tensor of so many elements: `labels` has their names."""
+        """The operations of a strategy for a tensor of this size; `labels` returns their names."""
         return tuple((resource, self._of(number, size)) for resource, number in self._numbered(option))
 
     def labels(self, option: Option) -> list[str]:
-        """What each operation of a strategy's chain is."""
+        """The label of each operation in a strategy's chain."""
         return [term.label for term in terms(self.cluster, option)]
 
     def _numbered(self, option: Option) -> tuple[tuple[int, int], ...]:
-        # Resource and number of each action's term: the same action on as much data is one term in all strategies.
+        # Resource and term number of each action: the same action on the same share is one term in all strategies.
         found = self._walked.get(option)
         if found is None:
             known = self._terms
@@ -534,11 +535,11 @@ class Costs:
         return found
 
     def candidates(self, size: float, offload: bool = True) -> list[tuple[Option, Chain]]:
-        """Strategies worth looking at for a tensor of so many elements, plain allreduce first.
+        """Strategies worth considering for a tensor of this size, plain allreduce first.
 
-        Left out are those that need at least as long as another one on every resource, in no fewer actions; of the
-        others the `KEPT` that take least in all stay. ``offload``: with compressions on the CPU pool too; without: on
-        the first device.
+        Dominated strategies are dropped: those that take at least as long as another one on every resource, in no fewer
+        actions. Of the rest, the `KEPT` with the smallest total time stay. ``offload``: include compressions on the CPU
+        pool; False: use the first device only.
         """
         key = (size, offload)
         found = self._found.get(key)

@@ -1,8 +1,8 @@
-"""The tensors of well-known models, computed from their architectures, with the FLOPs that each one's part costs.
+"""The tensors of well-known models, computed from their architectures, with FLOPs per tensor.
 
-The order is that of a backward pass. FLOPs count a matrix product for the gradient of the input and one for that of
-the weight: 4 times elements times positions (pixels, tokens) times samples; for biases and norms what their activations
-cost to read. They are only used to share out a backward pass that was measured or assumed as a whole.
+The order is that of a backward pass. FLOPs count one matrix product for the gradient of the input and one for that of
+the weight: 4 times elements times positions (pixels, tokens) times samples; for biases and norms, the cost of reading
+their activations. They only serve to apportion a backward pass that was measured or assumed as a whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from grace.planner.profile import Profile, apportioned
 
 ASSUMED_FLOPS = 20e12
-"""FLOPs per second that a backward pass is assumed to reach where nobody measured it: about a GPU of 2020."""
+"""Assumed FLOPs per second of an unmeasured backward pass: roughly a GPU of 2020."""
 
 
 class Layer(NamedTuple):
@@ -22,7 +22,7 @@ class Layer(NamedTuple):
     name: str
     shape: tuple[int, ...]
     flops: float
-    """Of its part of the backward pass, for one sample."""
+    """FLOPs of its part of the backward pass, per sample."""
 
 
 def _weight(name: str, shape: tuple[int, ...], positions: int) -> Layer:
@@ -124,7 +124,7 @@ def gpt2(tokens: int = 1024) -> list[Layer]:
     """
     width, words = 768, 50257
     found = [
-        Layer("embeddings.word", (words, width), 4.0 * words * width * tokens),  # the scores of all words
+        Layer("embeddings.word", (words, width), 4.0 * words * width * tokens),  # scores of all words
         Layer("embeddings.position", (1024, width), 4.0 * width * tokens),
     ]
     for layer in range(12):
@@ -212,14 +212,14 @@ MODELS: dict[str, tuple[Callable[[], list[Layer]], int]] = {
     "ugatit": (ugatit, 2),
     "lstm": (lstm, 20),
 }
-"""Tensors of a model, and the samples of a step of one worker that are assumed where nothing is said."""
+"""Tensors of a model, and the default number of samples per step and worker."""
 
 
 def profile(name: str, backward: float | None = None, batch: int | None = None) -> Profile:
-    """A profile of one of `MODELS`; the forward pass is taken to be half of the backward pass.
+    """A profile of one of `MODELS`; the forward pass is assumed to take half as long as the backward pass.
 
-    ``backward``: seconds of a backward pass, as measured. Without it they are assumed: the FLOPs of ``batch`` samples
-    at `ASSUMED_FLOPS`. ValueError for a name that is not there.
+    ``backward``: measured seconds of a backward pass. By default it is estimated: the FLOPs of ``batch`` samples at
+    `ASSUMED_FLOPS`. ValueError for an unknown name.
     """
     if name not in MODELS:
         raise ValueError(f"no model {name!r}: choose from {', '.join(MODELS)}, or give a file with a profile")

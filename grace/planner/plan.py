@@ -1,4 +1,4 @@
-"""A plan: each tensor's strategy and compressor, as JSON that another process, another day, reads and checks."""
+"""Plans: each tensor's strategy and compressor, as JSON that other processes read and check."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 ONE_EACH_MB = 1e-6
-"""Size of buckets that gives each tensor a message of its own, as a search supposes."""
+"""Bucket size that gives each tensor its own message, as a search assumes."""
 
 PLAIN_GAIN = 0.01
-"""A plan that compresses nothing replaces a communicator for so much of a step."""
+"""Minimum gain, as a share of a step, for which a plan without compression replaces a communicator."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the simulator says of a step: all in seconds."""
+    """The simulated step, in seconds."""
 
     step: float
-    """From the beginning of the forward pass to the last gradient's mean."""
+    """From the start of the forward pass to the last gradient's mean."""
     dense: float
-    """The same without compression, dense gradients in buckets that overlap as well as they can."""
+    """The same for dense gradients in buckets, at their best overlap."""
     backward: float
     communication: float
     """Not hidden by the backward pass."""
@@ -53,7 +53,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """Strategies by tensor, with the compressor that they use."""
+    """Strategies by tensor, with their compressor."""
 
     tensors: Mapping[str, Option]
     params: Mapping[str, Any]
@@ -62,19 +62,19 @@ class Plan:
     per_node: int
     predicted: Prediction
     profile: Mapping[str, Any]
-    """What it was made from: "source", "tensors", "elements"."""
+    """Facts about its profile: "source", "tensors", "elements"."""
     costs: Mapping[str, Any]
-    """And at which costs: "cluster", "compressor", the source of each."""
+    """Its costs: "cluster", "compressor", and the source of each."""
     mode: str = "refined"
     basis: Basis | None = field(default=None, compare=False)
-    """All that it was made from, to plan anew; None in plans of earlier versions."""
+    """All inputs, for replanning; None in plans of earlier versions."""
     way: str = ways.PLAN
-    """One of `ways.NAMES`: which communicator does the same in buckets, as predicted."""
+    """One of `ways.NAMES`: the communicator that does the same in buckets, as predicted."""
 
     def exchange(self, file: str | os.PathLike[str] = "plan.json") -> dict[str, Any]:
-        """Keys of `grace.grace_from_params` for what is predicted. ``file``: where the plan is saved.
+        """Keys of `grace.grace_from_params` for the predicted exchange. ``file``: path of the saved plan.
 
-        A plan with a strategy for each tensor needs the file and a message for each tensor, others a communicator.
+        A plan with strategies by tensor needs the file and one message per tensor; others need a communicator.
         """
         if self.way != ways.PLAN:
             return ways.exchange(self.way, self.params)
@@ -87,17 +87,17 @@ class Plan:
 
     @property
     def compressed(self) -> list[str]:
-        """Names of the tensors that are compressed somewhere on their way."""
+        """Names of the tensors that are compressed anywhere."""
         return [name for name, option in self.tensors.items() if option.compressions]
 
     @cached_property
     def hash(self) -> str:
-        """Of what workers must agree on: strategies, compressor and the shape of the cluster."""
+        """Hash of everything that workers must agree on: strategies, compressor and the shape of the cluster."""
         agreed = [sorted(self.strategies.items()), dict(self.params), self.workers, self.per_node]
         return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `from_dict` undoes it."""
+        """Plain data for JSON; `from_dict` is the inverse."""
         return {
             "version": FORMAT,
             "hash": self.hash,
@@ -120,7 +120,7 @@ class Plan:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     def check(self, sizes: Mapping[str, int] | None = None, workers: int | None = None) -> None:
-        """Raise ValueError unless it was made for these tensors and so many workers."""
+        """Raise ValueError unless it was made for these tensors and this number of workers."""
         if workers is not None and workers != self.workers:
             raise ValueError(f"the plan is for {self.workers} workers, but there are {workers}: plan again")
         if sizes is not None and set(sizes) != set(self.tensors):
@@ -129,12 +129,12 @@ class Plan:
 
 
 def exchange(file: str | os.PathLike[str] = "plan.json", min_numel: int = MIN_NUMEL) -> dict[str, Any]:
-    """Keys of `grace.grace_from_params` for a plan in a file as it is predicted: a message for each tensor."""
+    """Keys of `grace.grace_from_params` for a plan in a file, as predicted: one message per tensor."""
     return {"plan": os.fspath(file), "bucket_mb": ONE_EACH_MB, "min_numel": min_numel}
 
 
 def from_dict(data: Any) -> Plan:
-    """A plan from JSON's data. ValueError that says what is wrong: nothing of it is trusted."""
+    """A plan from untrusted JSON data. ValueError explains what is wrong."""
     if not isinstance(data, Mapping) or not isinstance(data.get("tensors"), Mapping):
         raise ValueError("this is no plan: it has no tensors. `grace plan` writes plans")
     if data.get("version") != FORMAT:
@@ -181,23 +181,23 @@ def from_dict(data: Any) -> Plan:
 
 @dataclass(frozen=True)
 class Basis:
-    """What a plan was made from: enough to plan anew for other workers, or for another setting of the compressor."""
+    """The inputs of a plan, to replan for other workers or for another setting of the compressor."""
 
     profile: Profile
     cluster: Cluster
     codecs: tuple[Codec, ...]
     """Costs of the plan's compressor, then of its other settings, such as the levels of a policy."""
     devices: tuple[Device, ...]
-    """Where compressions may run, and how often a tensor is compressed at most: as of `Costs`."""
+    """Allowed devices, and the maximum number of compressions per tensor: as in `Costs`."""
     max_compressions: int | None = None
     min_numel: int = MIN_NUMEL
     mode: Mode = "refined"
     servers: int = 1
     deferred: bool = True
-    """These three: as of `make`."""
+    """These three: as in `make`."""
 
     def codec(self, compressor: Compressor | None = None) -> Codec | None:
-        """The costs of this compressor, by default the plan's; None if they are not known."""
+        """The costs of this compressor, by default the plan's; None if unknown."""
         from grace.core.registry import method_from_params
 
         if compressor is None:
@@ -208,9 +208,9 @@ class Basis:
     def plan(
         self, workers: int = 0, per_node: int = 0, compressor: Compressor | None = None, rooted: bool = True
     ) -> Plan:
-        """The plan for so many workers (0: as many as there were), and one of the settings whose costs are known.
+        """The plan for this number of workers (0: unchanged), and one of the settings with known costs.
 
-        ``per_node``: as of `Cluster.among`. ``rooted``: as of `Costs`. ValueError for other settings, and as `make`.
+        ``per_node``: as in `Cluster.among`. ``rooted``: as in `Costs`. ValueError for other settings, and as in `make`.
         """
         codec = self.codec(compressor)
         if codec is None:
@@ -220,14 +220,14 @@ class Basis:
         return replace(make(self.profile, costs, self.mode, self.servers, self.deferred).plan, basis=self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `basis_of` undoes it."""
+        """Plain data for JSON; `basis_of` is the inverse."""
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
         made = {"profile": self.profile.to_dict(), "cluster": self.cluster.to_dict()}
         return {**plain, **made, "codecs": [each.to_dict() for each in self.codecs], "devices": list(self.devices)}
 
 
 def basis_of(data: Any) -> Basis:
-    """A basis from JSON's data; ValueError that says what is wrong."""
+    """A basis from JSON data; ValueError explains what is wrong."""
     if not isinstance(data, Mapping) or set(data) != {each.name for each in fields(Basis)}:
         raise ValueError(f"the basis of the plan has not {', '.join(each.name for each in fields(Basis))}")
     codecs, devices, most = data["codecs"], data["devices"], data["max_compressions"]
@@ -261,7 +261,7 @@ def _params(data: Any) -> dict[str, Any]:
 
 
 def load(path: str | os.PathLike[str]) -> Plan:
-    """A plan from a JSON file. ValueError as `from_dict`."""
+    """A plan from a JSON file. ValueError as in `from_dict`."""
     return from_dict(read_json(path))
 
 
@@ -271,11 +271,11 @@ class Planned:
 
     plan: Plan
     selection: Selection
-    """What the search found, even if a communicator is faster."""
+    """The search result, even if a communicator is faster."""
     play: Play
     """The predicted step."""
     seconds: Mapping[str, float]
-    """Of a step, by the name of each way that was compared."""
+    """Seconds per step of each way that was compared."""
 
     @property
     def timeline(self) -> Timeline:
@@ -295,13 +295,13 @@ def make(
     others: Iterable[Codec] = (),
     bucket_mb: float = ways.BUCKET_MB,
 ) -> Planned:
-    """Plan a model: the strategies of all tensors, and what they are predicted to take.
+    """Plan a model: the strategies of all tensors, and their predicted time.
 
-    ``servers``: threads of the CPU pool. ``deferred``: what follows a tensor's first message waits for the end of the
-    backward pass, as it does in GRACE; False: it comes as soon as it can, as in Espresso. ``others``: costs of the
-    compressor's other settings, kept with the plan for policies that change them. ``bucket_mb``: size of GRACE's
-    buckets. Where a communicator for all tensors in buckets (of them `Plan.way`) is at least as fast as all strategies
-    that the search finds, the plan is that. ValueError for a method that no strategy of the tree can carry.
+    ``servers``: threads of the CPU pool. ``deferred``: a tensor's operations after its first message wait for the end
+    of the backward pass, as in GRACE; False: they start as early as possible, as in Espresso. ``others``: costs of the
+    compressor's other settings, stored with the plan for policies that change them. ``bucket_mb``: size of GRACE's
+    buckets. If a communicator for all tensors in buckets (one of `ways.NAMES`) is at least as fast as the strategies
+    that the search finds, the plan uses it. ValueError for a method that no strategy of the tree can carry.
     """
     refuse(costs.codec.params)
     problem = Problem.of(profile, costs, servers, deferred)
@@ -310,7 +310,7 @@ def make(
     names = tuple(tensor.name for tensor in profile.tensors)
     tensors = {name: choice.option for name, choice in zip(names, selection.choices, strict=True)}
     own = Play(problem.timeline(selection.choices), names, tuple(map(costs.labels, tensors.values())))
-    # Dense ones stand first: another must be faster by more than rounding.
+    # Dense ways come first: another must be faster by more than rounding.
     way: Way | None
     way, play = uniform[0]
     for other, each in (*uniform[1:], (None, own)):
@@ -352,7 +352,7 @@ def make(
 
 
 def _uniform(profile: Profile, costs: Costs, bucket_mb: float, deferred: bool) -> list[tuple[Way, Play]]:
-    # Every communicator for all tensors; a plain allreduce first.
+    # Every communicator for all tensors, a plain allreduce first.
     cluster, codec, least, most = costs.cluster, costs.codec, costs.min_numel, costs.max_compressions
     found = ways.dense(cluster)
     if "gpu" in costs.devices:
@@ -376,9 +376,9 @@ def _prediction(profile: Profile, play: Play, dense: Play) -> Prediction:
 def predict(
     profile: Profile, costs: Costs, tensors: Mapping[str, Option], servers: int = 1, deferred: bool = True
 ) -> float:
-    """Seconds of a step under given strategies, forward pass included: to be compared with what is measured.
+    """Seconds of a step under given strategies, including the forward pass, for comparison with measurements.
 
-    Each tensor is taken to have a message of its own.
+    Each tensor is assumed to have its own message.
     """
     backward = [tensor.backward for tensor in profile.tensors]
     chains = [costs.chain(tensors[tensor.name], tensor.size) for tensor in profile.tensors]

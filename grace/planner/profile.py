@@ -1,4 +1,4 @@
-"""What a model's backward pass yields: its tensors in the order of their gradients, and how long each part takes."""
+"""Profiles of a backward pass: a model's tensors in the order of their gradients, with the time of each part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class TensorProfile:
-    """A gradient: its shape, and the seconds of the backward pass between the gradient before it and this one."""
+    """A gradient: its shape, and the seconds between the previous gradient and this one."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,11 +35,11 @@ class TensorProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """The tensors of a model in the order in which their gradients come."""
+    """The tensors of a model in the order of their gradients."""
 
     tensors: tuple[TensorProfile, ...]
     source: str
-    """Where the times come from: "measured", "measured as a whole, apportioned by FLOPs", "assumed"."""
+    """Source of the times: "measured", "measured as a whole, apportioned by FLOPs", "assumed"."""
     forward: float = 0.0
     """Seconds of a step outside the backward pass: forward pass and optimizer."""
 
@@ -54,13 +54,13 @@ class Profile:
         return sum(tensor.size for tensor in self.tensors)
 
     def scaled(self, backward: float, source: str) -> Profile:
-        """The same model with a backward pass of so many seconds; the forward pass changes with it."""
+        """The same model with a backward pass of this many seconds; the forward pass scales with it."""
         factor = backward / self.backward
         tensors = tuple(replace(tensor, backward=tensor.backward * factor) for tensor in self.tensors)
         return Profile(tensors, source, self.forward * factor)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `from_dict` undoes it."""
+        """Plain data for JSON; `from_dict` is the inverse."""
         return {"version": FORMAT, **asdict(self)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -69,7 +69,7 @@ class Profile:
 
 
 def from_dict(data: Any) -> Profile:
-    """A profile from JSON's data: {"tensors": [{"name", "shape" or "size", "backward"}], "source", "forward"}.
+    """A profile from JSON data: {"tensors": [{"name", "shape" or "size", "backward"}], "source", "forward"}.
 
     ValueError, naming the tensor, for anything else.
     """
@@ -98,7 +98,7 @@ def _tensor(data: Any, number: int) -> TensorProfile:
 
 
 def seconds(value: Any, what: str) -> float:
-    """A finite number of at least 0 from untrusted data; ValueError that says what it is otherwise."""
+    """A finite, non-negative number from untrusted data; else ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{what}={value!r}: write a finite number of at least 0")
     return float(value)
@@ -114,7 +114,7 @@ def load(path: str | os.PathLike[str]) -> Profile:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The data of a JSON file; ValueError that names the file and says in plain words what it is instead."""
+    """The data of a JSON file; ValueError names the file and explains in plain words what is wrong."""
     name = os.fspath(path)
     text = read_text(path)
     if not text.strip():
@@ -133,7 +133,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a file; ValueError that says in plain words why there is none."""
+    """The text of a file; ValueError explains in plain words why it cannot be read."""
     name = os.fspath(path)
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -155,20 +155,20 @@ KINDS = {
     "tensors": "a profile of a model",
     "records": "what `grace bench` measured",
 }
-"""What GRACE's own files are, by a key that only they have."""
+"""Kinds of GRACE files, by a key that only they have."""
 
 
 def but(data: Any) -> str:
-    """The end of a message that something is not what it should be: what it is, if it is one of GRACE's own files."""
+    """The end of an error message: which of GRACE's file types the data is, if any."""
     first = data[0] if isinstance(data, list) and data else data
     found = next((what for key, what in KINDS.items() if isinstance(first, Mapping) and key in first), None)
     return "" if found is None else f"; this is {found}"
 
 
 def apportioned(work: Iterable[tuple[str, tuple[int, ...], float]], backward: float, source: str) -> Profile:
-    """A backward pass of so many seconds, shared out among tensors by their work.
+    """A backward pass of this many seconds, apportioned to tensors by their work.
 
-    ``work``: name, shape and FLOPs (in any unit) of each, in the order of the gradients.
+    ``work``: name, shape and FLOPs (in any unit) of each tensor, in the order of the gradients.
     """
     rows = list(work)
     total = sum(flops for *_, flops in rows) or 1.0
@@ -176,7 +176,7 @@ def apportioned(work: Iterable[tuple[str, tuple[int, ...], float]], backward: fl
 
 
 def medians(steps: Sequence[Sequence[tuple[str, float]]], shapes: Mapping[str, tuple[int, ...]]) -> Profile:
-    """A profile from the moments at which gradients came in several backward passes.
+    """A profile from the gradient times of several backward passes.
 
     ``steps``: for each pass the pairs (name, seconds since it began), in order. The order is that of the last pass,
     the times are medians of the differences.

@@ -1,9 +1,9 @@
-"""Which strategy each tensor gets, so that a step ends early.
+"""Searches for the strategies, one per tensor, that minimise a step's time.
 
-Two modes. "paper": one pass over the tensors, large ones first, then some of what was compressed moves to the CPU
-(Espresso, section 4.4, algorithms 1 and 2). "refined": passes until nothing changes, from several beginnings, swaps
-of two tensors' strategies, and passes after a few strategies were changed at random. docs/planner.md has how far each
-is from the optimum.
+Two modes. "paper": one pass over the tensors, large ones first, then some compressions move to the CPU (Espresso,
+section 4.4, algorithms 1 and 2). "refined": passes until nothing changes, from several starting points, swaps of two
+tensors' strategies, and passes after random changes of a few strategies. docs/planner.md shows how far each is from the
+optimum.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from grace.planner.timeline import Chain, Timeline
 Mode = Literal["paper", "refined", "exact"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 GAIN = 1e-9
-"""A step must become shorter by this share of it before a strategy changes: rounding decides nothing."""
+"""Minimum relative gain for changing a strategy, so that rounding decides nothing."""
 PLACEMENTS = 4096
-"""Up to so many ways to move groups of tensors to the CPU are all tried; beyond, one group after the other."""
+"""Up to this many placements of groups on the CPU, all are tried; beyond, one group after the other."""
 WORK = 4_000_000
-"""Timelines times tensors that the refined mode may play: hundreds of tensors get fewer passes."""
+"""Budget of the refined mode, in timelines times tensors: models with hundreds of tensors get fewer passes."""
 SHAKES, SHAKEN = 24, 3
-"""How often the refined mode changes so many strategies at random, to see whether passes then end elsewhere."""
+"""Number of random perturbations in the refined mode, and strategies changed by each."""
 EXACT = 10**6
-"""Up to so many combinations are tried where the optimum itself is asked for."""
+"""Maximum number of combinations in the exact mode."""
 
 
 class Choice(NamedTuple):
-    """A strategy of a tensor, and its chain."""
+    """A strategy for a tensor, and its chain."""
 
     option: Any
     chain: Chain
@@ -48,23 +48,23 @@ def _alone(tensor: int, choice: Choice) -> Choice | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """Tensors in the order of their gradients, and what each can choose from."""
+    """Tensors in the order of their gradients, and the candidates for each."""
 
     backward: Sequence[float]
     sizes: Sequence[int]
     candidates: Sequence[Sequence[Choice]]
-    """Of each tensor: ``plain`` uncompressed ones first, or that which it must have."""
+    """For each tensor: ``plain`` uncompressed candidates first, or the only allowed one."""
     plain: int = 1
     wider: Callable[[], Sequence[Sequence[Choice]]] | None = None
-    """Gives what the refined mode chooses from; None: the same. The same plain ones first."""
+    """Returns the candidates of the refined mode; None: the same. The same plain ones come first."""
     offloaded: Callable[[int, Choice], Choice | None] = _alone
-    """A tensor's choice with its compressions on the CPU; None where there is no such thing."""
+    """A tensor's choice with its compressions moved to the CPU; None if impossible."""
     servers: int = 1
     deferred: bool = False
 
     @classmethod
     def of(cls, profile: Profile, costs: Costs, servers: int = 1, deferred: bool = False) -> Problem:
-        """The strategies that are worth looking at for each tensor of a model."""
+        """The problem for a model, with the strategies worth considering for each tensor."""
         sizes = [tensor.size for tensor in profile.tensors]
 
         def found(offload: bool) -> list[list[Choice]]:
@@ -91,7 +91,7 @@ class Problem:
 
     @cached_property
     def wide(self) -> Sequence[Sequence[Choice]]:
-        """What the refined mode chooses from."""
+        """The candidates of the refined mode."""
         return self.wider() if self.wider else self.candidates
 
     def timeline(self, choices: Sequence[Choice] | None = None) -> Timeline:
@@ -100,23 +100,23 @@ class Problem:
         return Timeline(self.backward, chains, self.servers, self.deferred)
 
     def order(self) -> list[int]:
-        """The tensors, large ones first; of equal size those whose gradients come last first."""
+        """Tensor indices, by descending size, then by descending index."""
         return sorted(range(len(self.sizes)), key=lambda tensor: (-self.sizes[tensor], -tensor))
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What a search found."""
+    """A search result."""
 
     choices: tuple[Choice, ...]
     seconds: float
-    """From the first part of the backward pass to the end of the last operation."""
+    """From the start of the backward pass to the end of the last operation."""
     simulations: int
-    """Timelines that were played, or begun to be."""
+    """Number of simulated timelines, including aborted ones."""
 
 
 def select(problem: Problem, mode: Mode = "refined") -> Selection:
-    """Strategies for all tensors. Deterministic: the same problem has the same answer on every worker.
+    """Strategies for all tensors. Deterministic: every worker gets the same answer to the same problem.
 
     ValueError for an unknown mode, and for "exact" with more than `EXACT` combinations.
     """
@@ -128,7 +128,7 @@ def select(problem: Problem, mode: Mode = "refined") -> Selection:
 
 
 class _State:
-    # The choices so far and their timeline, kept in step.
+    # The choices so far and their timeline, kept in sync.
     def __init__(self, problem: Problem):
         self.problem = problem
         self.choices = [each[0] for each in problem.candidates]
@@ -144,7 +144,7 @@ class _State:
         self.line.set({tensor: choice.chain for tensor, choice in enumerate(self.choices)})
 
     def improve(self, alternatives: Iterable[Mapping[int, Choice]]) -> bool:
-        # Take the best of these changes, if one is better than what there is.
+        # Apply the best of these changes if it beats the present state.
         best, found = self.line.seconds * (1 - GAIN), None
         for changes in alternatives:
             seconds = self.line.tried({tensor: choice.chain for tensor, choice in changes.items()}, best)
@@ -158,9 +158,9 @@ class _State:
         return Selection(tuple(self.choices), self.line.seconds, self.line.simulations)
 
 
-# -- the paper's -----------------------------------------------------------------------------------------------------
+# -- the paper's algorithms ------------------------------------------------------------------------------------------
 def paper(problem: Problem) -> Selection:
-    """Algorithm 1, then, where there is a CPU pool, algorithm 2."""
+    """Algorithm 1, then, if there is a CPU pool, algorithm 2."""
     state = _State(problem)
     _one_pass(state)
     _offload(state)
@@ -173,7 +173,7 @@ def _one_pass(state: _State) -> None:
     state.line.hide(removed)
     for tensor in problem.order():
         if removed[tensor]:
-            continue  # an idle gap follows its messages: nothing later waits for them
+            continue  # an idle gap follows its messages, so nothing later waits for them
         if state.improve(
             {tensor: choice} for choice in problem.candidates[tensor] if choice is not state.choices[tensor]
         ):
@@ -181,7 +181,7 @@ def _one_pass(state: _State) -> None:
 
 
 def _offload(state: _State) -> None:
-    # Of equal tensors with equal strategies those whose gradients come first move to the CPU (the paper's lemma).
+    # Among equal tensors with equal strategies, those with the earliest gradients move to the CPU (the paper's lemma).
     groups: dict[tuple[int, Any], list[tuple[int, Choice]]] = {}
     for tensor, choice in enumerate(state.choices):
         moved = state.problem.offloaded(tensor, choice) if choice.compressed else None
@@ -202,12 +202,12 @@ def _offload(state: _State) -> None:
                 break
 
 
-# -- ours ------------------------------------------------------------------------------------------------------------
+# -- the refined mode ------------------------------------------------------------------------------------------------
 def refined(problem: Problem) -> Selection:
-    """Passes to a fixed point from several beginnings, swaps and shakes; nothing stays compressed without gain.
+    """Passes to a fixed point from several starting points, swaps and perturbations; then drops useless compression.
 
-    The beginnings: what the paper's algorithms find, plain allreduces, each tensor's shortest chain, and on several
-    levels plain allreduces of two levels.
+    The starting points: the result of the paper's algorithms, plain allreduces, each tensor's shortest chain, and on
+    several levels plain allreduces of two levels.
     """
     state = _State(problem)
     _one_pass(state)
@@ -225,7 +225,7 @@ def refined(problem: Problem) -> Selection:
             best, found = state.line.seconds, list(state.choices)
     state.reset(found)
     _settle(state, candidates, limit)
-    draw = random.Random(0)  # the same numbers everywhere
+    draw = random.Random(0)  # the same numbers on every worker
     for _ in range(SHAKES if len(state.choices) > 1 else 0):
         kept, seconds = list(state.choices), state.line.seconds
         shaken = draw.sample(range(len(kept)), min(SHAKEN, len(kept)))
@@ -248,7 +248,7 @@ def _passes(state: _State, candidates: Sequence[Sequence[Choice]], limit: int) -
             if state.improve({tensor: choice} for choice in candidates[tensor] if choice is not state.choices[tensor]):
                 last = tensor
             elif tensor == last:
-                return  # once around without a change
+                return  # one round without a change
 
 
 def _settle(state: _State, candidates: Sequence[Sequence[Choice]], limit: int) -> None:
@@ -257,7 +257,7 @@ def _settle(state: _State, candidates: Sequence[Sequence[Choice]], limit: int) -
 
 
 def _swaps(state: _State, limit: int) -> bool:
-    # Two tensors of one size exchange their strategies.
+    # Two tensors of one size swap their strategies.
     better = False
     for changes in _exchanges(state):
         if state.line.simulations >= limit:
@@ -284,7 +284,7 @@ def _plainer(state: _State, candidates: Sequence[Sequence[Choice]]) -> None:
             state.change({tensor: candidates[tensor][0]})
 
 
-# -- all there are -----------------------------------------------------------------------------------------------------
+# -- the exact mode ----------------------------------------------------------------------------------------------------
 def exhaustive(problem: Problem) -> Selection:
     """The best of all combinations, for few tensors."""
     candidates = problem.wide

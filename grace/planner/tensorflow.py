@@ -1,6 +1,6 @@
-"""Profiles of Keras models: the backward pass measured as a whole, and shared out by FLOPs.
+"""Profiles of Keras models: the backward pass measured as a whole, and apportioned by FLOPs.
 
-TensorFlow does not say when a single gradient is there: a graph runs by itself.
+TensorFlow does not reveal when a single gradient is ready inside a graph.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from grace.planner.profile import Profile, apportioned
 def profile(model: Any, loss: Callable[[], Any], steps: int = 20, warmup: int = 3) -> Profile:
     """Measure a Keras model's backward pass, in a graph; medians over ``steps``.
 
-    ``model``: built. ``loss``: a forward pass on a usual batch, which returns the loss. A tensor's share is its number
-    of elements times the positions (pixels, tokens) of its layer's output.
+    ``model``: built. ``loss``: a function that runs a forward pass on a typical batch and returns the loss. A tensor's
+    share is its number of elements times the positions (pixels, tokens) of its layer's output.
     """
     if not model.trainable_variables:
         raise ValueError("the model has no trainable variables: call it once, so that they are made")
@@ -33,7 +33,7 @@ def profile(model: Any, loss: Callable[[], Any], steps: int = 20, warmup: int = 
     def whole() -> Any:
         with tf.GradientTape() as tape:
             value = loss()
-        # A scalar of each gradient: none may be left out, and none need be copied.
+        # Return a scalar per gradient: none may be pruned, and none must be copied.
         return [tf.reduce_max(gradient) for gradient in tape.gradient(value, model.trainable_variables)]
 
     one, both = (_median(call, steps, warmup) for call in (forward, whole))
@@ -51,19 +51,19 @@ def _median(call: Callable[[], Any], steps: int, warmup: int) -> float:
     for step in range(warmup + steps):
         began = time.perf_counter()
         for value in tf.nest.flatten(call()):
-            value.numpy()  # wait for it
+            value.numpy()  # wait for the result
         if step >= warmup:
             found.append(time.perf_counter() - began)
     return sorted(found)[len(found) // 2]
 
 
 def _positions(model: Any) -> dict[str, int]:
-    # Outputs of a layer but for the batch and the channels: how often its weights are used.
+    # Positions of a layer's output, without batch and channels: how often its weights are used.
     found: dict[str, int] = {}
     for layer in model._flatten_layers(include_self=False, recursive=True):
         try:
             shape = layer.output.shape
-        except (AttributeError, ValueError):  # of no graph of layers: its weights count once
+        except (AttributeError, ValueError):  # outside a graph of layers: its weights count once
             continue
         for variable in layer.trainable_variables:
             found[variable.path] = math.prod(length or 1 for length in shape[1:-1])

@@ -1,9 +1,9 @@
-"""When a step ends: backward passes, compressions and messages of all tensors on the resources that they share.
+"""Simulates a step: backward passes, compressions and messages of all tensors on shared resources.
 
-A tensor's gradient comes when its part of the backward pass has run; then its chain of operations follows, each on one
-resource. A resource takes what is ready first, one operation at a time, and never interrupts it (the pool of CPU
-threads: as many at a time as it has threads). Of what is ready at the same moment, chains go before the backward pass,
-since a hook compresses before the next gradient is computed, and earlier tensors before later ones.
+A tensor's gradient is ready after its part of the backward pass; then its chain of operations follows, each on one
+resource. A resource runs operations in order of readiness, one at a time and without preemption (the pool of CPU
+threads: as many as it has threads). Among operations that are ready at the same time, chains precede the backward
+pass, since a hook compresses before the next gradient is computed, and earlier tensors precede later ones.
 
 Espresso, section 4.3: F(S), the time of a step under the strategies S.
 """
@@ -22,9 +22,9 @@ from grace.kernels.timeline import NativePlayer, native_player
 
 DEVICE, CPU, INTRA, INTER = range(4)
 RESOURCES = ("device", "CPU pool", "link within a machine", "link between machines")
-STRIDE = 8  # tensors between two moments from which a timeline can be played again
+STRIDE = 8  # tensors between two snapshots from which a timeline can be resumed
 Chain = tuple[tuple[int, float], ...]
-"""What follows a gradient: (resource, seconds) of each operation, in order."""
+"""The operations after a gradient: (resource, seconds) of each, in order."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Span:
 
     tensor: int
     operation: int
-    """Its number in the chain; -1: the backward pass."""
+    """Its index in the chain; -1: the backward pass."""
     resource: int
     began: float
     ended: float
@@ -41,7 +41,7 @@ class Span:
 
 @dataclass(frozen=True)
 class _Moment:
-    # All that is known when a tensor's part of the backward pass begins.
+    # The state at the start of a tensor's part of the backward pass.
     ready: float
     free: tuple[float, ...]
     idle: tuple[float, ...]
@@ -52,14 +52,15 @@ class _Moment:
 
 
 class Timeline:
-    """The timeline of one chain for each tensor, and what becomes of it when some chains change.
+    """The timeline of one chain per tensor, with fast updates when some chains change.
 
-    ``backward``: seconds of each tensor's part of the backward pass, in its order. ``chains``: what follows each.
-    ``servers``: threads of the CPU pool. ``deferred``: what follows a chain's first message waits for the end of the
-    backward pass, as where one thread does everything.
+    ``backward``: seconds of each tensor's part of the backward pass, in order. ``chains``: the operations after each
+    part.
+    ``servers``: threads of the CPU pool. ``deferred``: a chain's operations after its first message wait for the end of
+    the backward pass, as with a single thread.
 
-    A change is played from its tensor on, not from the beginning, and given up once it cannot be better. Where
-    `grace.kernels` are built, C++ plays, with the same results.
+    A change is simulated from its tensor on, and aborted once it cannot be better. If `grace.kernels` are built, C++
+    runs the simulation, with the same results.
     """
 
     def __init__(self, backward: Sequence[float], chains: Sequence[Chain], servers: int = 1, deferred: bool = False):
@@ -69,7 +70,7 @@ class Timeline:
             raise ValueError(f"servers={servers}: the CPU pool has at least one thread")
         self.backward = [float(seconds) for seconds in backward]
         self.simulations = 0
-        """How often a timeline was played, or begun to be."""
+        """Number of simulated timelines, including aborted ones."""
         self._chains = list(chains)
         self._player: _Player | NativePlayer = native_player(self.backward, servers, deferred, STRIDE) or _Player(
             self.backward, servers, deferred
@@ -79,11 +80,11 @@ class Timeline:
 
     @property
     def chains(self) -> tuple[Chain, ...]:
-        """What follows each gradient now."""
+        """The present chains."""
         return tuple(self._chains)
 
     def set(self, changes: Mapping[int, Chain]) -> float:
-        """Change the chains of some tensors; the step's new time, in seconds."""
+        """Change the chains of some tensors; returns the step's new time, in seconds."""
         for tensor, chain in changes.items():
             self._chains[tensor] = chain
         if changes:
@@ -92,21 +93,21 @@ class Timeline:
         return self.seconds
 
     def tried(self, changes: Mapping[int, Chain], best: float = inf) -> float:
-        """The step's time if some tensors had these chains; infinite if that is ``best`` or more."""
+        """The step's time with these chains instead; infinite if it is not below ``best``."""
         self.simulations += 1
         seconds = self._player.tried(changes, best)
         return seconds if seconds < best else inf
 
     def hide(self, hidden: bytearray) -> None:
-        """Set to 1 the byte of each tensor whose messages an idle gap follows on every link that it uses.
+        """Set the byte of each tensor to 1 if an idle gap follows its messages on every link that it uses.
 
-        Nothing later waits for those. Only gaps count that end with the first message of a tensor: what ends others may
-        itself have waited for the link.
+        No later message waits for those. Only gaps that end with a tensor's first message count: other operations may
+        have waited for the link themselves.
         """
         self._player.hide(hidden)
 
     def spans(self) -> list[Span]:
-        """Everything that happens, in the order in which it is taken up."""
+        """All operations, in the order of their start."""
         player = _Player(self.backward, len(self._player.pool), self._player.deferred)
         found: list[Span] = []
         player.set(dict(enumerate(self._chains)), found)
@@ -114,15 +115,15 @@ class Timeline:
 
 
 class _Player:
-    # What plays timelines, and remembers the moments from which to begin again.
+    # Simulates timelines, with snapshots to resume from.
     def __init__(self, backward: Sequence[float], servers: int, deferred: bool):
         self.backward, self.deferred, self.pool = backward, deferred, (0.0,) * servers
         self._chains: list[Chain] = [()] * len(backward)
         never = (-inf,) * 4
         self._moments = {0: _Moment(0.0, (0.0,) * 4, (0.0,) * 4, self.pool, (), (), never)}
-        self._last: list[list[float]] = [[*never] for _ in backward]  # when its last operation on a link begins
-        self._gaps: list[float] = [*never]  # when the last tensor's first message begins that finds the link idle
-        self._totals = [sum(backward), 0.0, 0.0, 0.0]  # of all chains, on each resource
+        self._last: list[list[float]] = [[*never] for _ in backward]  # start of its last operation on each link
+        self._gaps: list[float] = [*never]  # start of the last tensor's first message that finds the link idle
+        self._totals = [sum(backward), 0.0, 0.0, 0.0]  # of all chains, by resource
 
     def _put(self, tensor: int, chain: Chain) -> None:
         before, after = _loads(self._chains[tensor]), _loads(chain)
@@ -151,8 +152,8 @@ class _Player:
                 hidden[tensor] = 1
 
     def _play(self, begin: int, best: float, keep: bool, spans: list[Span] | None = None) -> float:
-        # ``keep``: note moments and gaps. Else infinite once it must be ``best`` or more: no resource ends before it
-        # has idled as long as it did so far, and done all that there is for it.
+        # ``keep``: record snapshots and gaps. Otherwise return infinity once the time must reach ``best``: no resource
+        # ends before its idle time so far plus its total work.
         begin -= begin % STRIDE
         on_device, _, on_intra, on_inter = self._totals
         backward, chains, deferred, last = self.backward, self._chains, self.deferred, self._last
@@ -162,7 +163,7 @@ class _Player:
         waiting, late = list(moment.waiting), list(moment.late)
 
         def take(upto: float) -> None:
-            # All operations that are ready by then, in the order of readiness.
+            # Run all operations that are ready by then, in order of readiness.
             while waiting and waiting[0][0] <= upto:
                 at, tensor, number = heappop(waiting)
                 chain = chains[tensor]
@@ -207,7 +208,7 @@ class _Player:
             take(ready)
             if chains[tensor]:
                 heappush(waiting, (ready, tensor, 0))
-        take(ready)  # what a hook does with the last gradient, before all that was put off
+        take(ready)  # the hook's work on the last gradient precedes all deferred operations
         for at, tensor, number in late:
             heappush(waiting, (max(at, ready), tensor, number))
         take(inf)
@@ -225,17 +226,17 @@ def _loads(chain: Chain) -> list[float]:
 
 @dataclass(frozen=True)
 class Overheads:
-    """Where a step's time goes; the three parts add up to it."""
+    """Breakdown of a step's time into three parts."""
 
     backward: float
     communication: float
-    """Links are busy and the backward pass does not run."""
+    """Links are busy, but the backward pass does not run."""
     compression: float
-    """Compressions run, and neither the backward pass nor a link does."""
+    """Compressions run, but neither the backward pass nor a link."""
 
 
 def overheads(spans: Sequence[Span]) -> Overheads:
-    """What of communication and compression nothing hides."""
+    """The unhidden parts of communication and compression."""
     backward = [(s.began, s.ended) for s in spans if s.operation < 0]
     links = [(s.began, s.ended) for s in spans if s.resource in (INTRA, INTER)]
     everything = [(s.began, s.ended) for s in spans]

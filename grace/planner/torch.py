@@ -1,4 +1,4 @@
-"""Profiles of PyTorch models: when each gradient comes, measured by hooks."""
+"""Profiles of PyTorch models: the time of each gradient, measured by hooks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from grace.planner.profile import Profile, medians
 def profile(model: torch.nn.Module, loss: Callable[[], torch.Tensor], steps: int = 20, warmup: int = 3) -> Profile:
     """Measure a model's backward pass, tensor by tensor; medians over ``steps``.
 
-    ``loss``: a forward pass on a usual batch, which returns the loss. The model's gradients are None afterwards; its
-    parameters are not changed. Do it before the model is wrapped or its gradients are exchanged: hooks that send would
-    be timed with it. Devices are timed by their own clock.
+    ``loss``: a function that runs a forward pass on a typical batch and returns the loss. The model's gradients are
+    None afterwards; its parameters are unchanged. Call it before the model is wrapped: hooks that exchange gradients
+    would be included in the times. Devices are timed by their own clock.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:

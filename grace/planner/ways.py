@@ -1,7 +1,7 @@
-"""Ways of a whole model to its means: one communicator for all tensors that a method compresses.
+"""Ways: exchanges of a whole model, with one communicator for all tensors that a method compresses.
 
-A step is played as GRACE carries it out: tensors in buckets, each bucket compressed when its gradients are there, its
-message under way while the backward pass goes on, and decoded at the end. Dense gradients travel the same way without
+A step is simulated as GRACE runs it: tensors in buckets, each bucket compressed once its gradients are ready, its
+message overlapping the backward pass, and decoded at the end. Dense gradients travel the same way without
 compression. `grace.planner.advise` compares all ways, and no plan of `grace.planner.plan` is slower than one of them.
 """
 
@@ -24,7 +24,7 @@ from grace.planner.timeline import Chain, Span, Timeline
 
 BUCKET_MB = 25.0
 PLAN = "plan"
-"""The name of no way: each tensor has a strategy of its own."""
+"""Not a way: each tensor has its own strategy."""
 _PAYLOADS = {
     "allreduce": "compress(gpu) allreduce*({0}) decompress(gpu)",
     "allgather": "compress(gpu) allgather*({0}) decompress(gpu)",
@@ -34,7 +34,7 @@ _PAYLOADS = {
 
 @dataclass(frozen=True)
 class Way:
-    """A communicator, and the strategy that it is for each tensor that the method compresses."""
+    """A communicator, and its equivalent strategy for each tensor that the method compresses."""
 
     name: str
     option: Option
@@ -58,7 +58,7 @@ NAMES = (PLAN, *WAYS)
 
 
 def usual(method: Method, cluster: Cluster) -> Way:
-    """What a method does on a cluster with nothing but its name."""
+    """A method's default way on a cluster."""
     chosen, _ = choose(method, cluster.workers, cluster.per_node if cluster.levels else 1)
     if name_of(chosen) == "hierarchical":
         return HIERARCHICAL[name_of(choose(method, cluster.nodes, 1)[0])]
@@ -66,15 +66,15 @@ def usual(method: Method, cluster: Cluster) -> Way:
 
 
 def dense(cluster: Cluster) -> list[Way]:
-    """Ways without compression; a plain allreduce first."""
+    """Ways without compression, a plain allreduce first."""
     return [DENSE, DENSE_LEVELS][: 1 + cluster.levels]
 
 
 def every(params: Mapping[str, Any], cluster: Cluster) -> list[Way]:
-    """The ways that carry a method; of these the one that ``params`` may name.
+    """The ways that can carry a method, restricted to the communicator in ``params`` if there is one.
 
-    ``params``: as for `grace.grace_from_params`: a compressor, perhaps a memory and a communicator. ValueError where
-    none of them carries it.
+    ``params``: as for `grace.grace_from_params`: a compressor and optionally a memory and a communicator. ValueError if
+    no way can carry it.
     """
     method, named = triple(params)
     found = [way for name, way in FLAT.items() if _carries(name, method, cluster.workers)]
@@ -93,7 +93,7 @@ def every(params: Mapping[str, Any], cluster: Cluster) -> list[Way]:
 
 
 def exchange(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `grace.grace_from_params` for a method that goes the way of this name."""
+    """Keys of `grace.grace_from_params` for a method in this way."""
     way = WAYS[name]
     return {**(params if way.option.compressions else {"compressor": "none"}), **way.params}
 
@@ -111,22 +111,22 @@ Bucket = list[TensorProfile]
 
 
 class Play(NamedTuple):
-    """A step as it is predicted."""
+    """A predicted step."""
 
     timeline: Timeline
     names: tuple[str, ...]
-    """Of its tensors, or buckets."""
+    """Names of its tensors, or buckets."""
     labels: tuple[list[str], ...]
-    """What each operation of each of them is."""
+    """Labels of their operations."""
 
     @property
     def seconds(self) -> float:
-        """From the beginning of the backward pass to the last mean."""
+        """From the start of the backward pass to the last mean."""
         return self.timeline.seconds
 
     @property
     def codec_seconds(self) -> float:
-        """Compressing and decoding, hidden or not."""
+        """Encoding and decoding, hidden or not."""
         chains = zip(self.timeline.chains, self.labels, strict=True)
         pairs = (
             (label, seconds) for chain, labels in chains for label, (_, seconds) in zip(labels, chain, strict=True)
@@ -134,12 +134,12 @@ class Play(NamedTuple):
         return sum(seconds for label, seconds in pairs if label.startswith(("compress", "decompress")))
 
     def spans(self) -> list[Span]:
-        """Everything that happens, in the order in which it is taken up."""
+        """All operations, in the order of their start."""
         return self.timeline.spans()
 
 
 def buckets(profile: Profile, bucket_mb: float = BUCKET_MB, min_numel: int = MIN_NUMEL) -> list[Bucket]:
-    """The tensors as GRACE lays them into buckets."""
+    """The tensors in GRACE's buckets."""
     return grouped(profile.tensors, bucket_mb, min_numel)
 
 
@@ -153,16 +153,17 @@ def play(
     shrink: float = 1.0,
     deferred: bool = True,
 ) -> Play:
-    """A step with a method that goes a way. ``codec``: its costs; None: where the way is a dense one.
+    """Simulate a step with a method in one way. ``codec``: its costs; None for a dense way.
 
-    ``min_numel``: smaller tensors go dense. ``shrink``: dense bytes are divided by it, for nothing. ``deferred``: as of
+    ``min_numel``: smaller tensors go dense. ``shrink``: divides the dense bytes, at no cost. ``deferred``: as in
     `Timeline`.
     """
     laid = buckets(profile, bucket_mb, min_numel)
     ends = dict(zip(profile.tensors, accumulate(tensor.backward for tensor in profile.tensors), strict=True))
-    ready = [max(ends[tensor] for tensor in bucket) for bucket in laid]  # of a backward pass, when it is complete
+    # completion time of each bucket in the backward pass
+    ready = [max(ends[tensor] for tensor in bucket) for bucket in laid]
     backward = [end - begin for begin, end in pairwise([0.0, *ready])]
-    alone = 0 if way is DENSE else min_numel  # larger tensors go this way, the others by a plain allreduce
+    alone = 0 if way is DENSE else min_numel  # larger tensors go this way, smaller ones by a plain allreduce
     chains: list[Chain] = []
     labels = []
     for bucket in laid:
@@ -178,9 +179,9 @@ def play(
 def _operations(
     cluster: Cluster, codec: Codec | None, way: Way, large: Sequence[float], small: Sequence[float]
 ) -> list[tuple[Term, float]]:
-    # Of a bucket with tensors of so many elements. Small ones have a dense message before the others' first one.
+    # The operations of a bucket. Small tensors have a dense message before the first one of the others.
     found: list[tuple[Term, float]] = []
-    # The thread's part of a message goes with the message.
+    # The thread's part of a message accompanies the message.
     for action, group in groupby(terms(cluster, way.option) if large else (), key=lambda term: term.action):
         times = rounds_of(codec) if codec is not None and action.compressed else 1
         found += [(term, term.seconds(cluster, codec, large, messages=times)) for term in group] * times
@@ -190,5 +191,5 @@ def _operations(
 
 
 def rounds_of(codec: Codec) -> int:
-    """Messages of each bucket, one after the other: methods that agree on a payload ask for its factors in turn."""
+    """Successive messages per bucket: methods that agree on a payload request its factors in turn."""
     return 2 if triple(codec.params)[0].compressor.traits.combine is Combine.AGREED else 1

@@ -1,4 +1,4 @@
-"""What changes over time: a policy decides at the end of an epoch, for each tensor or for the whole model."""
+"""Policies: at the end of an epoch they choose settings for each tensor or for the whole model."""
 
 from grace.core.policy import Decision, Level, Policy, at_level, level_of
 

@@ -1,4 +1,4 @@
-"""Little compression in critical regimes of training, much outside of them."""
+"""Light compression in critical regimes of training, heavy compression outside of them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from grace.core import Compressor
 from grace.core.policy import Decision, Level, Policy, level_of, number, own_level
 from grace.core.registry import register
 
-LOW, HIGH = 0, 1  # the levels, named after how much they compress
-MODEL = "(model)"  # whose norm is that over all tensors
+LOW, HIGH = 0, 1  # levels of compression
+MODEL = "(model)"  # key of the norm over all tensors
 
 
 def critical(before: float | None, now: float, eta: float) -> bool:
     """Whether the norm of an epoch's summed gradient changed by at least the factor ``eta`` since the last window.
 
-    True as well where that cannot be said: before anything is known, and after zero, NaN or infinity.
+    Also True if unknown: before the first window, and after zero, NaN or infinity.
     """
     return before is None or before == 0 or not abs(before - now) / before < eta
 
 
 @dataclass(frozen=True)
 class Detector(Policy):
-    """What Accordion's modes share: norms every ``window`` epochs, and the rule for learning rates that fall."""
+    """Base of Accordion's modes: norms every ``window`` epochs, and the rule for falling learning rates."""
 
     eta: float = 0.5
     window: int = 10
@@ -44,24 +44,25 @@ class Detector(Policy):
         return epoch % self.window == 0
 
     def falls(self, lr: float | None, next_lr: float | None) -> bool:
-        """Whether the learning rate falls now, if that counts."""
+        """Whether the learning rate falls now, if ``lr_rule`` is set."""
         return self.lr_rule and lr is not None and next_lr is not None and next_lr < lr
 
 
 @register("accordion")
 @dataclass(frozen=True)
 class Accordion(Detector):
-    """Compress little while gradients change fast, as early in training and after the learning rate falls.
+    """Compress lightly while gradients change fast, as early in training and after the learning rate falls.
 
     Every ``window`` epochs each tensor's gradients, summed over the epoch, are compared with those of the last window:
-    if the norm changed by a factor of at least ``eta``, the tensor has level ``k_low``, else ``k_high``. When the
-    learning rate falls (``lr_rule``), all tensors have ``k_low`` until the next comparison. With a rate that falls in
+    if the norm changed by a factor of at least ``eta``, the tensor gets level ``k_low``, else ``k_high``. When the
+    learning rate falls (``lr_rule``), all tensors get ``k_low`` until the next comparison. For a rate that falls in
     every epoch, set ``lr_rule=False``.
     ``k_low``, ``k_high``: the levels of low and of high compression: fields of the compressor, such as
-    ``{"compress_rank": 2}``, or a number for its main field; ``k_high`` left out: the compressor as it is.
-    ``granularity``: "layer", or "model": one level for all, from the norm over all.
-    ``norm_source``: "rank0": worker 0's own gradients, as in the paper; "mean": every worker's own, the mean of their
-    squared norms; "aggregated": the means that all workers got. NaN on a worker that is looked at: low compression.
+    ``{"compress_rank": 2}``, or a number for its main field; without ``k_high``: the compressor unchanged.
+    ``granularity``: "layer", or "model": one level for all tensors, from their joint norm.
+    ``norm_source``: "rank0": worker 0's own gradients, as in the paper; "mean": every worker's own, with their
+    squared norms averaged; "aggregated": the means that all workers receive. NaN on an observed worker: low
+    compression.
     Agarwal et al., "Accordion: Adaptive Gradient Communication via Critical Learning Regime Identification",
     MLSys 2021, arXiv:2010.16248, algorithm 1.
     """
@@ -109,10 +110,10 @@ class Accordion(Detector):
 class AccordionBatch(Detector):
     """Small batches while gradients change fast, and large ones from the first calm window on.
 
-    A large batch is ``batch_growth`` batches whose gradients add up before they are exchanged: so many times fewer
-    messages. One decision for the whole model, by the rule of `Accordion`, from small to large and never back; not in
-    an epoch whose learning rate falls (``lr_rule``). With the switch comes the factor for the learning rate that linear
-    scaling asks for. To be used in a loop that adds up ``grace.decision.micro_steps`` batches, as PyTorch's do.
+    A large batch accumulates the gradients of ``batch_growth`` batches before an exchange, which reduces the messages
+    by this factor. There is one decision for the whole model, by the rule of `Accordion`, from small to large and never
+    back; not in an epoch whose learning rate falls (``lr_rule``). The decision includes the factor by which linear
+    scaling raises the learning rate. For loops that accumulate ``grace.decision.micro_steps`` batches, as PyTorch's do.
     Agarwal et al., as `Accordion`, section 4.3.
     """
 
@@ -144,5 +145,5 @@ class AccordionBatch(Detector):
 
 
 def _norm(norms: Mapping[str, float]) -> float:
-    # Of the whole model. hypot does not overflow; it lets infinity win over NaN, which is as critical.
+    # Norm of the whole model. hypot does not overflow; infinity wins over NaN, which is equally critical.
     return math.hypot(*norms.values())

@@ -1,4 +1,4 @@
-"""The method that measures fastest."""
+"""The method with the shortest measured step."""
 
 from __future__ import annotations
 

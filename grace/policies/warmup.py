@@ -1,4 +1,4 @@
-"""Many elements at first, and fewer from epoch to epoch."""
+"""A high ratio at first, lowered from epoch to epoch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from grace.core.registry import register
 class Warmup(Policy):
     """Send 25% of the elements in the first epoch, 6.25% in the second and so on, down to the method's own ratio.
 
-    ``warmup_ratio``: the ratio of the first epoch. ``warmup_factor``: what it is multiplied by after each step.
-    ``warmup_epochs``: epochs of each step.
+    ``warmup_ratio``: the ratio of the first epoch. ``warmup_factor``: the factor of each reduction.
+    ``warmup_epochs``: epochs between reductions.
     Lin et al., "Deep Gradient Compression", ICLR 2018, arXiv:1712.01887, section 3.3.
     """
 
@@ -51,5 +51,5 @@ class Warmup(Policy):
     def on_epoch_end(
         self, decision: Decision, epoch: int, lr: float | None, next_lr: float | None, norms: Mapping[str, float]
     ) -> Decision:
-        level = (epoch + 1) // self.warmup_epochs  # more than there are levels means the last one
+        level = (epoch + 1) // self.warmup_epochs  # the last level holds beyond the end
         return replace(decision, levels=dict.fromkeys(decision.levels, level))

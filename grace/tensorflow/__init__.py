@@ -1,4 +1,4 @@
-"""TensorFlow's integrations: DistributedGradientTape, DistributedOptimizer for Keras 3, callbacks and broadcasts."""
+"""TensorFlow integrations: DistributedGradientTape, DistributedOptimizer for Keras 3, callbacks and broadcasts."""
 
 from grace.tensorflow.broadcast import broadcast_variables
 from grace.tensorflow.callbacks import (

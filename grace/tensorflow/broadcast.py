@@ -19,12 +19,13 @@ from grace.transports import get_transport
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, grace: Grace | None = None) -> None:
-    """Assign worker ``root_rank``'s values to the variables of all workers. Eagerly, before training.
+    """Assign worker ``root_rank``'s values to the variables of all workers. Call it eagerly, before training.
 
-    ``variables``: of any shape and any numeric dtype or bool. ``root_rank``: among the workers of ``grace`` where its
-    transport is of some of them only. All workers first compare names, shapes and dtypes: ValueError on all of them,
-    naming the difference, or if nobody has a variable (a model has none before it is built). TypeError for variables
-    of strings or resources. RuntimeError inside a graph.
+    ``variables``: of any shape and any numeric dtype or bool. ``root_rank``: the rank within the transport of
+    ``grace``.
+    All workers first compare names, shapes and dtypes: ValueError on all of them, naming the difference, or if no
+    worker has a variable (a model has none before it is built). TypeError for variables of strings or resources.
+    RuntimeError inside a graph.
     """
     if isinstance(root_rank, Grace):
         raise TypeError("root_rank comes before the Grace: broadcast_variables(variables, 0, grace=grc)")
@@ -51,8 +52,8 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, grace: Gra
 
 
 def compare(variables: Sequence[Any], transport: Transport, root_rank: int) -> int:
-    """How many variables all workers have. Raises on all of them: ValueError, naming the difference, unless they are
-    alike; TypeError for dtypes that cannot be sent.
+    """Compare variables; returns their number. Raises on all workers: ValueError, naming the difference, if variables
+    differ; TypeError for dtypes that cannot be sent.
     """
     mine = [[path_of(v), tf.as_dtype(v.dtype).name, list(map(int, v.shape))] for v in variables]
     text = json.dumps([root_rank, mine])
@@ -70,7 +71,7 @@ def compare(variables: Sequence[Any], transport: Transport, root_rank: int) -> i
 
 
 def assign_from(variables: Sequence[Any], transport: Transport, root_rank: int) -> None:
-    """Send the root's bytes: whatever the dtype, no array function has to know it."""
+    """Send the root's values as bytes, so that no array function needs to support the dtype."""
     values = [np.asarray(variable.numpy()) for variable in variables]
     body = b"".join(value.tobytes() for value in values)
     data = tf.constant(np.frombuffer(body, np.uint8))
@@ -83,7 +84,7 @@ def assign_from(variables: Sequence[Any], transport: Transport, root_rank: int) 
 
 
 def transport_of(grace: Grace | None) -> Transport:
-    """A Grace's transport, or the one that is initialised, for TensorFlow's tensors."""
+    """A Grace's transport, or the initialised one, for TensorFlow tensors."""
     transport = get_transport() if grace is None else grace.transport
     bound = transport.bind(get_backend("tensorflow")) if getattr(transport, "xp", None) is None else transport
     if grace is not None:

@@ -1,4 +1,4 @@
-"""Keras callbacks: broadcasts, means of metrics, policies, records, gossip."""
+"""Keras callbacks: broadcasts, averaged metrics, policies, records, gossip."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grace.tensorflow.names import EXCHANGED, identity, names_of
 
 
 class _Callback(keras.callbacks.Callback):
-    """A callback that follows the Graces of the model's optimizers, or the one that it is given."""
+    """A callback for the Graces of the model's optimizers, or for a given one."""
 
     def __init__(self, grace: Grace | None = None):
         check_backend(f"grace.tensorflow.{type(self).__name__}")
@@ -30,7 +30,7 @@ class _Callback(keras.callbacks.Callback):
         self._grace = grace
 
     def _driven(self) -> list[tuple[Any, Grace]]:
-        # Optimizers and their Graces. A model with a compile of its own (a GAN) may hold several.
+        # Optimizers and their Graces. A model with its own compile (a GAN) may have several.
         found = {id(each._grace): (each, each._grace) for each in optimizers_of(self.model) if hasattr(each, "_grace")}
         if self._grace is not None:
             return [found.get(id(self._grace), (getattr(self.model, "optimizer", None), self._grace))]
@@ -57,13 +57,13 @@ class _Callback(keras.callbacks.Callback):
 class BroadcastCallback(_Callback):
     """Start ``model.fit`` from worker ``root_rank``'s weights and optimizer state.
 
-    ``grace``: whose workers are meant, and ``root_rank`` is one of them; by default those of the model's distributed
-    optimizers, else all. Optimizers are the model's own and those that are attributes of the model or of its layers. A
-    model that is built by its first batch is broadcast after that. ValueError on all workers, naming the difference,
-    where their variables differ.
+    ``grace``: defines the workers, of which ``root_rank`` is one; by default those of the model's distributed
+    optimizers, or else all. Optimizers are the model's own and those that are attributes of the model or of its layers.
+    A model that its first batch builds is broadcast after that batch. ValueError on all workers, naming the difference,
+    if their variables differ.
 
-    It warns after the first batch if nobody averaged gradients of the model, as where an optimizer that was loaded or
-    copied was not wrapped again.
+    It warns after the first batch if no worker averaged gradients of the model, for example if a loaded or copied
+    optimizer was not wrapped again.
     """
 
     def __init__(self, root_rank: int = 0, grace: Grace | None = None):
@@ -87,7 +87,7 @@ class BroadcastCallback(_Callback):
             self._look()
 
     def _broadcast(self, first: bool = False) -> bool:
-        # Whether all was broadcast that there will be; layers that are unused have no first batch.
+        # Returns whether everything was broadcast; unbuilt layers must wait for their first batch.
         transport = self._transport()
         if not isinstance(self.root_rank, int) or not 0 <= self.root_rank < transport.size:
             raise ValueError(f"root_rank={self.root_rank!r}: there are workers 0 to {transport.size - 1}")
@@ -113,11 +113,11 @@ class BroadcastCallback(_Callback):
 
 
 class MetricAverageCallback(_Callback):
-    """Average the metrics of each epoch over all workers, by name. Put it before callbacks that act on them.
+    """Average the metrics of each epoch over all workers, by name. Put it before callbacks that use them.
 
-    Numbers become floats, arrays (a metric for each class) float64 arrays of the same shape, averaged over the workers
-    that have them, in float64; every worker gets them, also one without. What is no number stays as it is. ``grace``:
-    as of `BroadcastCallback`. ValueError on all workers where arrays of one name differ in shape.
+    Numbers become floats, and arrays (a metric per class) float64 arrays of the same shape. The mean is computed in
+    float64 over the workers that have the metric, and every worker gets it, even one without. Other values stay
+    unchanged. ``grace``: as in `BroadcastCallback`. ValueError on all workers if arrays of one name differ in shape.
     """
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -144,7 +144,7 @@ class MetricAverageCallback(_Callback):
 class PolicyCallback(_Callback):
     """Tell a Grace's policy that a step or an epoch is over. Put it after callbacks that set the learning rate.
 
-    An epoch ends where the next one begins, when its learning rate is known, or with the training. ``grace``: by
+    An epoch ends when the next one begins, since its learning rate is known then, or with the training. ``grace``: by
     default those of the model's optimizers, each with its optimizer's learning rate. ValueError if there is none.
     """
 
@@ -174,15 +174,16 @@ class PolicyCallback(_Callback):
 
 
 class RecordCallback(_Callback):
-    """Write the record of a training in ``fit`` (`Options.record`), which a graph cannot do by itself.
+    """Write the record of a training in ``fit`` (`Options.record`), which a graph cannot do itself.
 
-    A line after every ``record_every`` steps, or after the call of ``steps_per_execution`` steps in which they end, and
-    one at the end. ``grace``: by default those of the model's optimizers that have a record. ValueError if none has.
+    Writes a line after every ``record_every`` steps, or after the call of ``steps_per_execution`` steps that includes
+    the last of them, and one at the end. ``grace``: by default those of the model's optimizers that have a record.
+    ValueError if none has.
     """
 
     def on_train_begin(self, logs: Any = None) -> None:
         graces = [grace for _, grace in self._wanted()]
-        # One that was named has to have a record; `Grace.record` says so.
+        # A Grace given explicitly must have a record; otherwise `Grace.record` raises.
         self._graces = [grace for grace in graces if grace.options.record] or graces
         self._written = {id(grace): grace.steps for grace in self._graces}
 
@@ -199,9 +200,9 @@ class RecordCallback(_Callback):
 
 
 def gossip_variables(gossip: Gossip, variables: Sequence[Any]) -> None:
-    """Mix variables between neighbours, once; the first call builds their state. Eagerly, after an optimizer's step.
+    """Mix variables between neighbours, once; the first call builds their state. Call it eagerly, after a step.
 
-    RuntimeError inside a graph: which side of a matrix is next depends on the round.
+    RuntimeError inside a graph: the side of a matrix to send depends on the round.
     """
     if tf.inside_function():
         raise RuntimeError("gossip_variables is no part of a graph: call it after the tf.function that steps")
@@ -214,10 +215,10 @@ def gossip_variables(gossip: Gossip, variables: Sequence[Any]) -> None:
 
 
 class GossipCallback(keras.callbacks.Callback):
-    """Mix the model's trainable variables between neighbours after each call of its training step in ``fit``.
+    """Mix the model's trainable variables between neighbours after each training step in ``fit``.
 
-    The optimizer is a plain one: gradients stay each worker's own. With ``steps_per_execution`` above 1 workers mix
-    once for so many steps. Begin with `BroadcastCallback`, so that all start from the same variables.
+    Use a plain optimizer: gradients stay local. With ``steps_per_execution`` above 1, workers mix once per execution.
+    Begin with `BroadcastCallback`, so that all start from the same variables.
     """
 
     def __init__(self, gossip: Gossip):
@@ -232,9 +233,9 @@ class GossipCallback(keras.callbacks.Callback):
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """A model's optimizers: its own, and those that are attributes of it or its layers, in the order of their names.
+    """A model's optimizers: its own, and those that are attributes of it or its layers, sorted by name.
 
-    The optimizer inside a LossScaleOptimizer is part of that.
+    An optimizer inside a LossScaleOptimizer is not listed separately.
     """
     if model is None:
         return []
@@ -256,7 +257,7 @@ def _optimizers_in(value: Any) -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    # A number or nested lists of numbers; None for what is neither.
+    # A number or nested lists of numbers; None for other values.
     if isinstance(value, numbers.Real):
         return float(value)
     array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)

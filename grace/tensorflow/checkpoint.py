@@ -1,4 +1,4 @@
-"""CheckpointState: a Grace in checkpoints of TensorFlow."""
+"""CheckpointState: a Grace in TensorFlow checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grace.tensorflow.checks import check_grace
 class CheckpointState(tf.train.experimental.PythonState):
     """A Grace in a tf.train.Checkpoint: ``tf.train.Checkpoint(model=model, grace=CheckpointState(grc))``.
 
-    Residuals differ between workers, so each worker saves under a path of its own, and restores from there.
+    Residuals differ between workers, so each worker must save to, and restore from, its own path.
     """
 
     def __init__(self, grace: Grace):

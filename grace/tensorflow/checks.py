@@ -1,4 +1,4 @@
-"""What a call must be given, checked before anything is sent."""
+"""Checks of user arguments before anything is sent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_grace(grace: Any, where: str) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """TypeError, or RuntimeError for another backend, unless this is an optimizer of Keras 3 on TensorFlow."""
+    """Raise TypeError, or RuntimeError for another backend, unless this is a Keras 3 optimizer on TensorFlow."""
     if isinstance(optimizer, Grace):
         raise TypeError("the optimizer comes first: DistributedOptimizer(optimizer, grace=grc)")
     if isinstance(optimizer, str):
@@ -40,7 +40,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_backend(what: str) -> None:
-    """RuntimeError if Keras runs on another backend than TensorFlow."""
+    """Raise RuntimeError if Keras does not run on TensorFlow."""
     if (backend := keras.backend.backend()) != "tensorflow":
         other = ", or use grace.torch in a loop of PyTorch" if backend == "torch" else ""
         raise RuntimeError(
@@ -50,7 +50,7 @@ def check_backend(what: str) -> None:
 
 
 def check_replicas(strategy: Any = None) -> None:
-    """RuntimeError inside a strategy of tf.distribute with several replicas."""
+    """Raise RuntimeError inside a tf.distribute strategy with several replicas."""
     strategy = strategy or tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync > 1:
         raise RuntimeError(
@@ -61,9 +61,9 @@ def check_replicas(strategy: Any = None) -> None:
 
 
 def check_horovod(grace: Grace, given: dict[str, Any], optional: tuple[str, ...]) -> None:
-    """Take arguments of Horovod's function of the same name, where they ask for what is done anyway.
+    """Accept arguments of Horovod's function of the same name that match GRACE's behaviour.
 
-    TypeError for unknown ones, ValueError with the remedy for others.
+    TypeError for unknown arguments, ValueError with a remedy for unsupported values.
     """
     for name, value in given.items():
         if name not in optional:
@@ -89,7 +89,7 @@ def check_horovod(grace: Grace, given: dict[str, Any], optional: tuple[str, ...]
             remedy = "leave it out: gradients travel from where they are"
         elif name == "scale_local_gradients":
             accepted, remedy = value is True, "leave it out: there are no local variables"
-        # The rest is so in any case: name, sparse_as_dense, average_aggregated_gradients.
+        # The others hold in any case: name, sparse_as_dense, average_aggregated_gradients.
         if not accepted:
             raise ValueError(f"{name}={value!r} is not supported: {remedy}")
 
@@ -102,7 +102,7 @@ HOROVOD_OPTIMIZER = (*HOROVOD_TAPE, "name", "backward_passes_per_step", "average
 
 
 def process_set_of(grace: Grace) -> int:
-    """The number of the workers' process set; 0: all workers."""
+    """The ID of the workers' process set; 0: all workers."""
     return getattr(getattr(grace.transport, "_process_set", None), "process_set_id", None) or 0
 
 

@@ -1,4 +1,4 @@
-"""Means of gradients in loops of TensorFlow: average_gradients, DistributedGradientTape."""
+"""Gradient averaging in custom TensorFlow loops: average_gradients, DistributedGradientTape."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from grace.tensorflow.checks import HOROVOD_TAPE, check_grace, check_horovod, ch
 from grace.tensorflow.names import EXCHANGED, identity, names_for
 
 DRIVEN: WeakKeyDictionary[Grace, str] = WeakKeyDictionary()
-"""The optimizers that Graces drive, in words. The entry goes with the Grace or with `release`."""
+"""Descriptions of the optimizers that Graces drive. An entry ends with its Grace or with `release`."""
 
 
 def build(grace: Grace, variables: Iterable[Any]) -> None:
-    """Make all state of these variables now instead of with their first gradients. Eagerly.
+    """Create the state of these variables now instead of with their first gradients. Call it eagerly.
 
-    Variables that are not of floats are left out. Raises as `Grace.build` does.
+    Variables with non-float dtypes are skipped. Raises as `Grace.build` does.
     """
     check_grace(grace, "build")
     variables = [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
@@ -29,10 +29,10 @@ def build(grace: Grace, variables: Iterable[Any]) -> None:
 def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Means of gradients over all workers, eagerly or while a graph is traced.
 
-    A gradient that is None counts as zero if another worker has one, and stays None if none has. Inside a graph it just
-    stays None: all workers trace the same program, so they lack the same ones. IndexedSlices (of embeddings) become
-    dense. ValueError if the Grace drives an optimizer, which would average once more; RuntimeError inside a strategy of
-    tf.distribute with several replicas.
+    Eagerly, a None gradient counts as zero if another worker has one, and stays None otherwise. Inside a graph it
+    stays None: all workers trace the same program, so they lack the same gradients. IndexedSlices (of embeddings)
+    become dense. ValueError if the Grace drives an optimizer, which would average again; RuntimeError inside a
+    tf.distribute strategy with several replicas.
     """
     check_grace(grace, "average_gradients")
     if grace in DRIVEN:
@@ -43,9 +43,9 @@ def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequenc
     return exchange(grace, gradients, variables)
 
 
-@tf.autograph.experimental.do_not_convert  # its loops run once, while the graph is made
+@tf.autograph.experimental.do_not_convert  # its loops run once, during tracing
 def exchange(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """`average_gradients`, for whoever drives the Grace."""
+    """`average_gradients`, for integrations that drive the Grace."""
     check_replicas()
     names = names_for(grace, variables)
     EXCHANGED.update(map(identity, variables))
@@ -57,13 +57,13 @@ def exchange(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -
         if isinstance(gradient, tf.IndexedSlices):
             grace.note(name, SPARSE)
         if gradient is not None:
-            # A graph may not know the shape of a gradient: the variable does.
+            # A graph may not know the shape of a gradient, but the variable does.
             handed[name] = (variable, tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape))
         elif eager and tf.as_dtype(variable.dtype).is_floating:
             handed[name] = (variable, None)
     grace.track_missing = grace.track_missing or eager
     built = {name: _like(variable) for name, (variable, _) in handed.items()}
-    with tf.init_scope():  # state must outlive the graph that is being traced
+    with tf.init_scope():  # state must outlive the traced graph
         grace.build(built)
         grace.settle()
     if not eager and grace.transport.elastic:
@@ -77,9 +77,9 @@ def exchange(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -
 class DistributedGradientTape:
     """A gradient tape whose gradients are averaged over all workers.
 
-    ``tape = grace.tensorflow.DistributedGradientTape(tape, grace=grc)`` around a recorded tf.GradientTape; everything
-    else is the tape's own. ``horovod``: arguments of Horovod's class of this name, taken where they ask for what is
-    done here anyway. TypeError for what is no tape or no Grace, ValueError for a tape that is distributed already.
+    ``tape = grace.tensorflow.DistributedGradientTape(tape, grace=grc)`` wraps a recorded tf.GradientTape; everything
+    else is the tape's own. ``horovod``: arguments of Horovod's class of the same name, accepted if they match GRACE's
+    behaviour. TypeError for other types of tape or Grace, ValueError for a tape that is already distributed.
     """
 
     def __init__(self, tape: tf.GradientTape, grace: Grace, **horovod: Any):
@@ -97,8 +97,8 @@ class DistributedGradientTape:
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """As tf.GradientTape.gradient, then averaged; the structure of ``sources`` is kept.
 
-        Sources that are no variables (tensors that are watched) are averaged too. They are known by their places in
-        ``sources``, so one place must always have one shape.
+        Sources that are not variables (watched tensors) are averaged, too. Their index in ``sources`` identifies them,
+        so one index must always have the same shape.
         """
         gradients = self._tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(sources)
@@ -117,7 +117,7 @@ class DistributedGradientTape:
 
 
 def _check_workers(number: int) -> None:
-    # A graph that is run by other workers than it was made for would leave some of them out, and say nothing.
+    # A graph run by other workers than it was traced for would silently omit some of them.
     from horovod.tensorflow import size_op
 
     tf.debugging.assert_equal(
@@ -129,12 +129,12 @@ def _check_workers(number: int) -> None:
 
 
 def _like(variable: Any) -> Any:
-    # Outside the graph a symbolic source has no value; only its shape counts.
+    # Outside the graph, a symbolic source has no value; only its shape counts.
     return tf.TensorSpec(variable.shape, variable.dtype) if tf.is_symbolic_tensor(variable) else variable
 
 
 def _leaves(structure: Any) -> list[Any]:
-    # tf.nest.flatten would take IndexedSlices apart.
+    # tf.nest.flatten would split IndexedSlices.
     if isinstance(structure, dict):
         return [leaf for key in sorted(structure) for leaf in _leaves(structure[key])]
     if isinstance(structure, (list, tuple)):

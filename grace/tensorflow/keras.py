@@ -1,4 +1,4 @@
-"""DistributedOptimizer: an optimizer of Keras 3 that applies means over all workers."""
+"""DistributedOptimizer: a Keras 3 optimizer that applies means over all workers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def DistributedOptimizer(
 ) -> keras.optimizers.Optimizer:
     """Let a Keras 3 optimizer apply gradients averaged over all workers: in custom loops, tf.function and model.fit.
 
-    Returns the optimizer that was passed in. Its clipping and weight decay act on the means. A LossScaleOptimizer, also
-    the one that ``compile`` puts around it for the policy mixed_float16, judges the means too: all workers skip a step
-    together. Compile models with ``jit_compile=False``: Horovod's operations have no XLA form.
+    Returns the same optimizer. Its clipping and weight decay act on the means. A LossScaleOptimizer, including one that
+    ``compile`` adds for the policy mixed_float16, also judges the means: all workers skip a step together. Compile
+    models with ``jit_compile=False``: Horovod's operations have no XLA form.
 
     A Grace drives one optimizer until `release`. Saved models, configurations and copies hold a plain optimizer: wrap
-    that, with a Grace of its own, to train on. ``horovod``: arguments of Horovod's function of this name, taken where
-    they ask for what is done here anyway.
+    it, with its own Grace, to continue training. ``horovod``: arguments of Horovod's function of the same name,
+    accepted if they match GRACE's behaviour.
 
-    Raises TypeError for what is no optimizer of Keras 3 or no Grace, ValueError for what is distributed already and for
-    other arguments of Horovod's, RuntimeError for Keras on another backend and for strategies of tf.distribute with
+    Raises TypeError unless given a Keras 3 optimizer and a Grace, ValueError if either is already distributed and for
+    other arguments of Horovod's, RuntimeError for Keras on another backend and for tf.distribute strategies with
     several replicas.
     """
     check_optimizer(optimizer)
@@ -55,8 +55,8 @@ def DistributedOptimizer(
     if grace.method.memory.includes_momentum and getattr(optimizer, "momentum", None):
         warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=2)
 
-    # Attributes of the user's own object, whose class stays: it saves, loads and copies as what it was. They refer to
-    # it weakly, so that it goes with its last user.
+    # Attributes on the user's own object, whose class stays: it saves, loads and copies as before. They hold weak
+    # references, so that the optimizer can be garbage collected.
     reference = weakref.ref(optimizer)
     grace.learning_rate = lambda name: tf.convert_to_tensor(_alive(reference).learning_rate)
 
@@ -74,9 +74,9 @@ def DistributedOptimizer(
 
 
 def release(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Undo `DistributedOptimizer`: gradients stay here, and the Grace may drive another optimizer.
+    """Undo `DistributedOptimizer`: gradients stay local, and the Grace may drive another optimizer.
 
-    ``optimizer``: also a LossScaleOptimizer around it. ValueError if it is not distributed.
+    ``optimizer``: may also be a LossScaleOptimizer around it. ValueError if it is not distributed.
     """
     wrapped = optimizer
     if "_grace" not in vars(wrapped) and hasattr(optimizer, "_grace"):
@@ -98,7 +98,7 @@ def _alive(reference: Any) -> Any:
 
 
 def _means(optimizer: Any, grace: Grace, grads: Any, variables: Any) -> tuple[list[Any], Any]:
-    # What Keras would refuse afterwards is refused before anything is sent.
+    # Check now what Keras would reject later, before anything is sent.
     variables = None if variables is None else list(variables)
     if variables is None and not optimizer.built:
         raise ValueError("build the optimizer first, as optimizer.build(model.trainable_variables), or pass variables")
@@ -111,7 +111,7 @@ def _means(optimizer: Any, grace: Grace, grads: Any, variables: Any) -> tuple[li
 
 
 class _Inner:
-    # A LossScaleOptimizer tells the Grace of the optimizer inside; one of its own, in its __dict__, comes first.
+    # A LossScaleOptimizer exposes the Grace of its inner optimizer; its own, in its __dict__, takes precedence.
     def __get__(self, scaler: Any, cls: Any = None) -> Any:
         if scaler is None:
             return self
@@ -119,8 +119,8 @@ class _Inner:
 
 
 def _judge_means() -> None:
-    # Keras's scaler decides from what it is given whether the optimizer inside is called at all. From its own gradients
-    # a worker would skip by itself: so where that optimizer is distributed, the scaler is given the means.
+    # Keras's scaler decides by its input whether to call the inner optimizer at all. With local gradients, workers
+    # would skip steps individually: so if the inner optimizer is distributed, pass the means to the scaler.
     scaler = keras.optimizers.LossScaleOptimizer
     if isinstance(vars(scaler).get("_grace"), _Inner):
         return

@@ -1,4 +1,4 @@
-"""Names of variables: a variable keeps its name in a Grace, and no other one gets it."""
+"""Unique names of variables: a variable keeps its name in a Grace."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from grace.engine.reshard import matched
 from grace.engine.session import Grace
 
 EXCHANGED: set[Any] = set()
-"""Identities of all variables that gradients were averaged for, or that were mixed, in this process."""
+"""Identities of all variables in this process whose gradients were averaged, or that were mixed."""
 
 
 def names_for(grace: Grace, variables: Sequence[Any]) -> list[str]:
-    """The names of variables in a Grace: Keras paths or TensorFlow names, by which reports and states know them.
+    """The names of variables in a Grace: Keras paths or TensorFlow names, which reports and states use.
 
-    A variable keeps the name that it got first; another one of the same path gets a number behind it. After a state was
-    loaded, and in `Grace.rebuild`, new variables take over the names of those that are no longer used. Tensors that are
-    no variables are named by their place among the sources.
+    A variable keeps its first name; another one with the same path gets a numeric suffix. After a state was loaded, and
+    in `Grace.rebuild`, new variables take over the names of unused ones. Tensors that are not variables are named by
+    their index among the sources.
     """
     keys = _keys(variables)
     names = [grace.bindings.get(key) for key in keys]
@@ -39,7 +39,7 @@ def names_for(grace: Grace, variables: Sequence[Any]) -> list[str]:
 
 
 def names_of(variables: Sequence[Any]) -> list[str]:
-    """Paths, of variables that are always named together; a number tells apart those that are used twice."""
+    """Paths of variables that are always named together; repeated ones get a numeric suffix."""
     seen: dict[str, int] = {}
     names = []
     for variable in variables:
@@ -51,20 +51,20 @@ def names_of(variables: Sequence[Any]) -> list[str]:
 
 
 def path_of(variable: Any) -> str:
-    """The path of a Keras variable, the name of a TensorFlow one; empty for what is no variable."""
+    """The path of a Keras variable, the name of a TensorFlow one; empty for other objects."""
     if isinstance(variable, keras.Variable):
         return str(variable.path)
     return str(variable.name).removesuffix(":0") if isinstance(variable, tf.Variable) else ""
 
 
 def identity(variable: Any) -> Any:
-    """The same for a Keras variable and the TensorFlow one inside; never used again in this process."""
+    """An ID shared by a Keras variable and its TensorFlow variable, and never reused in this process."""
     inner = getattr(variable, "_value", None) if isinstance(variable, keras.Variable) else variable
     return getattr(inner, "_unique_id", None)
 
 
 def _keys(variables: Sequence[Any]) -> list[Any]:
-    # A variable may be named twice.
+    # A variable may occur twice.
     seen: dict[Any, int] = {}
     keys = []
     for place, variable in enumerate(variables):

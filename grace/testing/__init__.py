@@ -1,12 +1,12 @@
-"""The laws of compression as a kit: hold your own compressor, memory or communicator against them.
+"""A test kit: checks your own compressor, memory or communicator against the laws of compression.
 
     from grace.testing import check_compressor
 
     def test_my_compressor():
         check_compressor(MyCompressor())
 
-Every law runs on every toolkit that is installed, in this process, without a network. `compressor_laws` and its
-siblings give the single checks, for `pytest.mark.parametrize`. GRACE's own methods are held to the same laws.
+Every law runs on every installed toolkit, in this process, without a network. `compressor_laws` and its siblings return
+single checks, for `pytest.mark.parametrize`. GRACE's own methods obey the same laws.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BACKENDS = ("numpy", "torch", "tensorflow")
 
 
 class Check(NamedTuple):
-    """One law on one toolkit; call `run` to hold the subject against it."""
+    """One law on one toolkit; `run` checks it."""
 
     law: str
     backend: str
@@ -46,40 +46,40 @@ class Check(NamedTuple):
 
 
 def installed() -> list[str]:
-    """The toolkits that are here; NumPy always is."""
+    """The installed toolkits; NumPy always is one."""
     return [name for name in BACKENDS if find_spec(name) is not None]
 
 
 def compressor_laws(compressor: Compressor, backends: Sequence[str] | None = None) -> Iterator[Check]:
-    """What a compressor is held to, one check for each law and toolkit."""
+    """The laws for a compressor, one check per law and toolkit."""
     return _checks(compressors.LAWS, compressor, backends)
 
 
 def memory_laws(memory: Memory, compressor: Compressor, backends: Sequence[str] | None = None) -> Iterator[Check]:
-    """What a memory is held to, in company of a compressor that it accepts."""
+    """The laws for a memory, together with a compressor that it accepts."""
     return _checks(memories.LAWS, (memory, compressor), backends)
 
 
 def communicator_laws(
     communicator: Communicator, compressor: Compressor, backends: Sequence[str] | None = None
 ) -> Iterator[Check]:
-    """What a communicator is held to, with a compressor that it accepts."""
+    """The laws for a communicator, with a compressor that it accepts."""
     return _checks(communicators.LAWS, (communicator, compressor), backends)
 
 
 def check_compressor(compressor: Compressor, backends: Sequence[str] | None = None) -> None:
-    """Hold a compressor against all laws: its declarations, payloads, streams, bounds, exchanges, graphs, checkpoints.
+    """Check a compressor against all laws: declarations, payloads, streams, bounds, exchanges, graphs, checkpoints.
 
-    ``backends``: "numpy", "torch", "tensorflow"; None: those that are installed. Raises AssertionError, naming the law,
-    the toolkit and what was found, for the first law that does not hold.
+    ``backends``: "numpy", "torch", "tensorflow"; None: the installed ones. Raises AssertionError, naming the law, the
+    toolkit and the result, for the first violation.
     """
     _run(name_of(compressor), compressor_laws(compressor, backends))
 
 
 def check_memory(memory: Memory, compressor: Compressor | None = None, backends: Sequence[str] | None = None) -> None:
-    """Hold a memory against all laws, as `check_compressor` does.
+    """Check a memory against all laws, as `check_compressor` does.
 
-    ``compressor``: what it remembers for; None: top-k of a tenth.
+    ``compressor``: the compressor beside it; None: top-k with ratio 0.1.
     """
     if compressor is None:
         from grace.compressors.topk import TopK
@@ -93,11 +93,11 @@ def check_communicator(
     compressors: Iterable[Compressor] | None = None,
     backends: Sequence[str] | None = None,
 ) -> None:
-    """Hold a communicator against all laws, as `check_compressor` does.
+    """Check a communicator against all laws, as `check_compressor` does.
 
-    ``compressors``: what it carries; None: every registered one that it accepts with its default parameters. That it
-    refuses the others by ValueError is a law too. The laws are about whole gradients: ValueError for one that
-    reduce-scatters.
+    ``compressors``: compressors to carry; None: every registered one that it accepts with default parameters.
+    It must reject the others by ValueError, which is a law, too. The laws concern whole gradients: ValueError for a
+    communicator that reduce-scatters.
     """
     if communicator.reduce_scatters:
         raise ValueError(f"{name_of(communicator)!r} hands out rows, and these laws are about whole gradients")

@@ -1,4 +1,4 @@
-"""What the laws need: contexts, workers in lockstep, and gradients that are hard on methods."""
+"""Helpers of the laws: contexts, workers in lockstep, and difficult gradients."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ WIRE = {"uint8", "int8", "int32", "int64", "float16", "float32", "float64"}
 
 
 class Laws(dict[str, Callable[..., None]]):
-    """Checks by their names."""
+    """Checks by name."""
 
     def add(self, check: Callable[..., None]) -> Callable[..., None]:
-        """Decorator: take a function up among the laws."""
+        """Decorator: add a function to the laws."""
         self[check.__name__] = check
         return check
 
@@ -42,7 +42,7 @@ def context(xp: Any, shape: Any, **fields: Any) -> Context:
 
 
 def shapes(compressor: Compressor, sizes: tuple[int, ...] = SIZES) -> list[tuple[int, ...]]:
-    """Shapes to try a compressor with: edges of bytes and of its blocks, or matrices if it sees them."""
+    """Shapes to test a compressor with: edges of bytes and of its blocks, or matrices if it needs the shape."""
     if compressor.traits.needs_shape:
         return [shape for shape in MATRICES if compressor.applies(Context(None, "w", shape))] or [(64, 48)]
     block = compressor.traits.block_size
@@ -51,7 +51,7 @@ def shapes(compressor: Compressor, sizes: tuple[int, ...] = SIZES) -> list[tuple
 
 
 def shape_of(compressor: Compressor, n: int = 603) -> tuple[int, ...]:
-    """One shape of about n elements that the compressor compresses."""
+    """A shape of about n elements that the compressor compresses."""
     if not compressor.traits.needs_shape:
         return (n,)
     for side in (8, 20, 32, 64, 128, 256):
@@ -61,13 +61,13 @@ def shape_of(compressor: Compressor, n: int = 603) -> tuple[int, ...]:
 
 
 def spread(*shape: int, seed: int = 0) -> Any:
-    """float32 numbers of very different sizes, both signs."""
+    """float32 numbers of widely varying magnitudes, both signs."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(shape) * np.exp(rng.standard_normal(shape))).astype(np.float32)
 
 
 def patterns(n: int) -> dict[str, Any]:
-    """Vectors that methods stumble over: zeros, spikes, constants, the ends of float32's range."""
+    """Difficult vectors: zeros, spikes, constants, the ends of float32's range."""
     spike = np.zeros(n, np.float32)
     spike[n // 2] = -3
     signs = np.where(np.arange(n) % 2, np.float32(1), np.float32(-1))
@@ -91,7 +91,7 @@ def same(one: Any, two: Any) -> bool:
 
 # -- several workers in lockstep -----------------------------------------------------------------------------------
 def together(xp: Any, programs: list[Any]) -> tuple[list[Any], list[Collective]]:
-    """Programs of several workers in lockstep: their results, and what worker 0 asked for."""
+    """Run several workers' programs in lockstep; returns their results, and worker 0's collectives."""
     world = World(len(programs))
     flights = [
         RoundScheduler("law", {"w": as_program(program)}, LocalTransport(world, rank).bind(xp), Trace())
@@ -103,7 +103,7 @@ def together(xp: Any, programs: list[Any]) -> tuple[list[Any], list[Collective]]
 
 
 def alone(make: Callable[[Context], Any], ctx: Context) -> Any:
-    """What ``make(ctx)`` gives worker ctx.rank when the other workers do the same with their contexts."""
+    """The result of ``make(ctx)`` for worker ctx.rank, when the other workers run it with their contexts."""
     steps = make(ctx)
     try:
         next(as_program(steps))
@@ -113,7 +113,7 @@ def alone(make: Callable[[Context], Any], ctx: Context) -> Any:
 
 
 def handed_over(make: Callable[[Context], Any], ctx: Context) -> list[Any]:
-    """The arrays that worker 0 hands over inside ``make(ctx)``."""
+    """The arrays that worker 0 sends inside ``make(ctx)``."""
     _, asked = together(ctx.xp, [make(replace(ctx, rank=rank)) for rank in range(ctx.world_size)])
     return [array for collective in asked for array in arrays_of(collective)]
 
@@ -125,7 +125,7 @@ def send(compressor: Compressor, xp: Any, x: Any, ctx: Context, state: Any = Non
 
 
 def receive(compressor: Compressor, xp: Any, payload: Any, ctx: Context) -> Any:
-    """What a payload decodes to, in NumPy."""
+    """A decoded payload, in NumPy."""
     found = compressor.decompress(payload, ctx)
     assert xp.dtype(found) == "float32", f"decompress gives {xp.dtype(found)}, not float32"
     assert xp.shape(found) == (ctx.size,), f"decompress gives shape {xp.shape(found)}, not ({ctx.size},)"
@@ -139,14 +139,14 @@ def encode(method: Method, xp: Any, x: Any, state: Any, ctx: Context) -> Any:
 
 # -- exchanges -----------------------------------------------------------------------------------------------------
 def memory_of(compressor: Compressor) -> Memory:
-    """The memory that a compressor names."""
+    """A compressor's default memory."""
     return memories[compressor.traits.memory]()
 
 
 def workers(
     compressor: Compressor, memory: Memory | None = None, communicator: Any = None, size: int = 3, **options: Any
 ) -> list[Grace]:
-    """One Grace for each worker of a world in this process; small tensors are compressed too."""
+    """One Grace per worker of a world in this process; compresses small tensors, too."""
     world, method = World(size), Method(compressor, memory or memory_of(compressor))
     communicator = communicator or communicators[usual_communicator(compressor)]()
     with warnings.catch_warnings():
@@ -158,7 +158,7 @@ def workers(
 
 
 def lockstep(graces: list[Any], gradients: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One exchange of all workers of a world; the means that each worker finds."""
+    """One exchange of all workers of a world; returns each worker's means."""
     for grace, mine in zip(graces, gradients, strict=True):
         grace.launch(mine)
     while [grace for grace in graces if not grace.advance()]:
@@ -181,20 +181,20 @@ def states(graces: list[Any]) -> list[dict[tuple[str, str], Any]]:
 
 
 def unchanged(one: Any, two: Any) -> bool:
-    """Equal states, bit by bit."""
+    """Whether states are equal, bit by bit."""
     return [{key: a.tobytes() for key, a in worker.items()} for worker in one] == [
         {key: a.tobytes() for key, a in worker.items()} for worker in two
     ]
 
 
 def fitting(compressor: Compressor) -> list[Communicator]:
-    """The registered communicators that carry a compressor, of whole gradients."""
+    """The registered communicators of whole gradients that can carry a compressor."""
     made: list[Communicator] = [cls() for cls in communicators.values()]
     return [each for each in made if not each.reduce_scatters and carries(each, compressor)]
 
 
 def accepted(communicator: Communicator) -> list[Compressor]:
-    """The registered compressors that a communicator carries."""
+    """The registered compressors that a communicator can carry."""
     return [cls() for cls in compressors.values() if carries(communicator, cls())]
 
 
@@ -205,7 +205,7 @@ BAD = {
 
 
 def poisoned(shape: tuple[int, ...], name: str, seed: int) -> Any:
-    """Numbers with one that is not finite."""
+    """Numbers with one non-finite element."""
     x = spread(*shape, seed=seed)
     value, where = BAD[name]
     x.reshape(-1)[int(where * (x.size - 1))] = value
@@ -213,7 +213,7 @@ def poisoned(shape: tuple[int, ...], name: str, seed: int) -> Any:
 
 
 def carries(communicator: Communicator, compressor: Compressor) -> bool:
-    """Whether a communicator accepts a compressor with the memory that it names, between two workers."""
+    """Whether a communicator accepts a compressor with its default memory, between two workers."""
     method = Method(compressor, memories[compressor.traits.memory]())
     try:
         communicator.resolve(method, LocalTransport(World(2))).check(method, 2)

@@ -32,7 +32,7 @@ def nothing_is_lost_without_compression(communicator: Communicator, compressor: 
 
 @LAWS.add
 def any_number_of_workers_agrees(communicator: Communicator, compressor: Compressor, xp: Any) -> None:
-    """One, two, three and five workers, and tensors smaller than their number."""
+    """Test one, two, three and five workers, and tensors smaller than their number."""
     for size in (1, 2, 3, 5):
         graces = workers(compressor, None, communicator, size)
         names = {"small": (3,), "large": shape_of(compressor, 1003)}

@@ -40,7 +40,7 @@ FAMILIES = ("quantisation", "sparsification", "hybrid", "low rank")
 
 
 def reference(check: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Many draws: NumPy alone is asked, since other laws say that the toolkits agree with it."""
+    """Run on NumPy only, since the law needs many draws; other laws compare the toolkits with it."""
     check.reference = True  # type: ignore[attr-defined]
     return check
 
@@ -48,7 +48,7 @@ def reference(check: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 @LAWS.add
 @reference
 def declarations_make_sense(compressor: Compressor, xp: Any) -> None:
-    """It is a frozen dataclass that says what it is."""
+    """It is a frozen dataclass with a docstring and valid declarations."""
     assert dataclasses.is_dataclass(compressor), "put @dataclass(frozen=True) above the class"
     assert dataclasses.replace(compressor) == compressor, "it must be made of its fields alone"
     assert hash(compressor) == hash(dataclasses.replace(compressor)), "@dataclass needs frozen=True"
@@ -71,7 +71,7 @@ def payloads_can_travel(compressor: Compressor, xp: Any) -> None:
         ctx = context(xp, shape)
         payload, _ = send(compressor, xp, spread(*shape), ctx)
         wire = payload
-        if compressor.traits.combine is Combine.AGREED:  # the exchange happens while it compresses
+        if compressor.traits.combine is Combine.AGREED:  # the exchange happens inside compress
             state, x = compressor.init(ctx), xp.asarray(spread(*shape).reshape(-1), "float32")
             wire = handed_over(lambda ctx: compressor.compress(x, state, ctx), ctx)  # noqa: B023
             assert wire, "combine is AGREED, but compress asks for no collective"
@@ -84,7 +84,7 @@ def payloads_can_travel(compressor: Compressor, xp: Any) -> None:
 
 @LAWS.add
 def state_is_what_init_makes(compressor: Compressor, xp: Any) -> None:
-    """Compress gives back the keys, shapes and dtypes of ``init``: what else it keeps would be lost."""
+    """Compress returns the keys, shapes and dtypes of ``init``: other data would be lost."""
     for shape in shapes(compressor):
         ctx = context(xp, shape)
         made, (_, kept) = compressor.init(ctx), send(compressor, xp, spread(*shape), ctx)
@@ -94,7 +94,7 @@ def state_is_what_init_makes(compressor: Compressor, xp: Any) -> None:
 
 @LAWS.add
 def marks_show_what_is_not_finite(compressor: Compressor, xp: Any) -> None:
-    """``marked`` promises that NaN and infinity show in the payload's numbers, and that nothing else does."""
+    """``nonfinite_in_payload``: the payload's floats are finite if and only if the gradient is."""
     if not compressor.traits.nonfinite_in_payload:
         return
     shape = shape_of(compressor, 1000)
@@ -108,7 +108,7 @@ def marks_show_what_is_not_finite(compressor: Compressor, xp: Any) -> None:
 
 @LAWS.add
 def any_worker_decodes_the_same_bits(compressor: Compressor, xp: Any) -> None:
-    """Decompress sees the payload and what all workers know."""
+    """Decompress depends only on the payload and on data that all workers know."""
     for shape in shapes(compressor):
         payload, _ = send(compressor, xp, spread(*shape), context(xp, shape, rank=1, step=3))
         mine, *others = (receive(compressor, xp, payload, context(xp, shape, rank=r, step=3)) for r in (1, 0, 3))
@@ -117,9 +117,9 @@ def any_worker_decodes_the_same_bits(compressor: Compressor, xp: Any) -> None:
 
 @LAWS.add
 def arguments_are_left_alone_and_twice_is_the_same(compressor: Compressor, xp: Any) -> None:
-    """Compress, decompress and aggregate change nothing that they are given, and repeat themselves.
+    """Compress, decompress and aggregate change none of their arguments, and are repeatable.
 
-    Residual may change x, which nobody needs after it, but not the payload.
+    Residual may change x, which is not used after it, but not the payload.
     """
     for shape in shapes(compressor):
         ctx, x = context(xp, shape), spread(*shape)
@@ -143,7 +143,7 @@ def arguments_are_left_alone_and_twice_is_the_same(compressor: Compressor, xp: A
 
 @LAWS.add
 def streams_are_keyed(compressor: Compressor, xp: Any) -> None:
-    """Random numbers follow from seed, step, tensor and worker, and from nothing else; no global generator moves."""
+    """Random numbers depend on seed, step, tensor and worker alone; no global generator changes."""
     shape = shape_of(compressor, 1000)
     x, sent, before = spread(*shape), {}, generators(xp)
     for step, rank, seed in ((5, 1, 0), (6, 1, 0), (5, 2, 0), (5, 1, 1)):
@@ -158,7 +158,7 @@ def streams_are_keyed(compressor: Compressor, xp: Any) -> None:
 
 
 def generators(xp: Any) -> Any:
-    """The states of the global generators that a method could reach."""
+    """The states of all global generators that a method could use."""
     import random
 
     found = [random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tobytes()]  # noqa: NPY002
@@ -175,7 +175,7 @@ def generators(xp: Any) -> Any:
 
 @LAWS.add
 def averaged_payloads_are_linear(compressor: Compressor, xp: Any) -> None:
-    """Combine MEAN: the mean (of integers: the sum) of payloads decodes to the mean of what they decode to."""
+    """Combine MEAN: the mean (of integers: the sum) of payloads decodes to the mean of the decoded payloads."""
     if compressor.traits.combine is not Combine.MEAN:
         return
     for shape in shapes(compressor):
@@ -197,7 +197,7 @@ def averaged_payloads_are_linear(compressor: Compressor, xp: Any) -> None:
 
 @LAWS.add
 def what_is_sent_and_what_is_kept_add_up(compressor: Compressor, xp: Any) -> None:
-    """Residual is x minus what this worker's payload carries; of a mask, bit for bit."""
+    """Residual is x minus this worker's decoded payload; exact, bit for bit, if elements are sent exactly."""
     if compressor.traits.majority_vote:
         return
     for shape in shapes(compressor):
@@ -215,7 +215,7 @@ def what_is_sent_and_what_is_kept_add_up(compressor: Compressor, xp: Any) -> Non
 
 @LAWS.add
 def nothing_is_lost_in_fifty_steps(compressor: Compressor, xp: Any) -> None:
-    """With error feedback, what was sent and the residual are all gradients so far."""
+    """With error feedback, sent values plus the residual equal the sum of all gradients so far."""
     traits = compressor.traits
     if traits.majority_vote or (compressor.variance(2**20) or 0) >= 1 or traits.memory == "none":
         return
@@ -272,7 +272,7 @@ def toolkits_agree_with_numpy(compressor: Compressor, xp: Any) -> None:
                 assert np.array_equal(a, b), f"{(a != b).sum()} of {a.size} integers differ"
             elif not compressor.traits.needs_shape:
                 np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6 * max(abs(a).max(initial=0), 1e-30))
-        # The factors of a matrix are unique up to signs; their product is unique.
+        # The factors of a matrix are unique only up to signs; their product is unique.
         found = receive(compressor, xp, other, context(xp, shape, step=3))
         expected = receive(compressor, one, payload, context(one, shape, step=3))
         loose = 1e-4 if compressor.traits.needs_shape else 1e-6
@@ -282,7 +282,7 @@ def toolkits_agree_with_numpy(compressor: Compressor, xp: Any) -> None:
 @LAWS.add
 @reference
 def contractions_contract(compressor: Compressor, xp: Any) -> None:
-    """|x - x̂|² <= (1 - d)|x|² for heavy-tailed x; in expectation, where positions are drawn."""
+    """|x - x̂|² <= (1 - d)|x|² for heavy-tailed x; in expectation if positions are random."""
     shape = shape_of(compressor, 64) if compressor.traits.needs_shape else (64,)
     n = math.prod(shape)
     d = compressor.contraction(n)
@@ -327,7 +327,7 @@ def unbiased_methods_are_unbiased_with_the_stated_variance(compressor: Compresso
 
 @LAWS.add
 def pieces_of_whole_blocks_make_the_whole_payload(compressor: Compressor, xp: Any) -> None:
-    """``block`` promises that blocks may be compressed apart."""
+    """``block_size``: blocks can be compressed independently."""
     if compressor.traits.block_size is None:
         return
     unit = math.lcm(8, compressor.traits.block_size)
@@ -346,7 +346,7 @@ def pieces_of_whole_blocks_make_the_whole_payload(compressor: Compressor, xp: An
 def _over_every_communicator(check: Callable[..., None]) -> None:
     def over(compressor: Compressor, xp: Any) -> None:
         for communicator in fitting(compressor):
-            # On their way through these, payloads meet no function of a toolkit that they do not meet elsewhere.
+            # In these, payloads pass through no toolkit function that other communicators do not use.
             if xp.name == "numpy" or name_of(communicator) not in ("broadcast", "hierarchical"):
                 check(communicator, compressor, xp)
 

@@ -1,4 +1,4 @@
-"""Laws for exchanges: a compressor, its memory and a communicator together, between workers of this process."""
+"""Laws for exchanges: a compressor, its memory and a communicator together, between workers in this process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = ("float16", "float32", "float64")
 def shapes_and_dtypes_are_kept_and_all_workers_agree(
     communicator: Communicator, compressor: Compressor, xp: Any, memory: Memory | None = None
 ) -> None:
-    """Every gradient comes back in its shape and dtype, with the same bits on all workers; gradients are left alone."""
+    """Means have their gradients' shapes and dtypes, and the same bits on all workers; gradients are not changed."""
     size = 5 if xp.name == "numpy" else 3
     graces = workers(compressor, memory, communicator, size)
     dtypes = [*DTYPES, *(["bfloat16"] if xp.name == "torch" else [])]
@@ -39,7 +39,7 @@ def shapes_and_dtypes_are_kept_and_all_workers_agree(
     def made(seed: int) -> dict[str, Any]:
         floats = {kind: np.asarray(spread(*shape, seed=seed), np.float32) for kind, shape in kinds.items()}
         pairs = [(d, kind) for d in dtypes for kind in floats]
-        if xp.name != "numpy":  # every dtype and every shape once will do
+        if xp.name != "numpy":  # every dtype and every shape once is enough
             pairs = [(dtypes[i % len(dtypes)], kind) for i, kind in enumerate(floats)]
         return {f"{d} {kind}": xp.cast(xp.asarray(floats[kind], "float32"), d) for d, kind in pairs}
 
@@ -64,7 +64,7 @@ def shapes_and_dtypes_are_kept_and_all_workers_agree(
 def state_keeps_its_keys_shapes_and_dtypes(
     communicator: Communicator, compressor: Compressor, xp: Any, memory: Memory | None = None
 ) -> None:
-    """What ``init`` makes is what there is: so it can be counted, saved and restored."""
+    """The state keeps exactly the arrays of ``init``, so it can be counted, saved and restored."""
     graces, shape = workers(compressor, memory, communicator, 2), shape_of(compressor)
     for grace in graces:
         grace.build({"w": xp.zeros(shape)})
@@ -82,7 +82,7 @@ def state_keeps_its_keys_shapes_and_dtypes(
 def one_bad_element_is_seen_by_all_and_changes_no_state(
     communicator: Communicator, compressor: Compressor, xp: Any, memory: Memory | None = None
 ) -> None:
-    """NaN or infinity anywhere, on one worker: all workers see it in the mean, and no memory keeps it."""
+    """NaN or infinity anywhere, on one worker: all workers see it in the mean, and no state contains it."""
     graces, shape = workers(compressor, memory, communicator, 3), shape_of(compressor)
     cases = list(BAD) if xp.name == "numpy" else list(BAD)[1::3]
 
@@ -109,7 +109,7 @@ def one_bad_element_is_seen_by_all_and_changes_no_state(
 def a_checkpoint_continues_bit_for_bit(
     communicator: Communicator, compressor: Compressor, xp: Any, memory: Memory | None = None
 ) -> None:
-    """Saved after two steps and loaded into new workers, the third step is the same."""
+    """After saving at step two and loading into new workers, the third step is the same."""
     shape = shape_of(compressor)
 
     def steps(graces: Any, numbers: Any) -> Any:
@@ -131,7 +131,7 @@ def a_checkpoint_continues_bit_for_bit(
 def a_step_is_traced_once(
     communicator: Communicator, compressor: Compressor, xp: Any, memory: Memory | None = None
 ) -> None:
-    """In a TensorFlow graph: one trace for all steps, the same means as outside, and NaN gets through."""
+    """In a TensorFlow graph: one trace for all steps, the same means as in eager mode, and NaN is preserved."""
     import tensorflow as tf
 
     shape = shape_of(compressor, 120)
@@ -154,7 +154,7 @@ def a_step_is_traced_once(
     for key, array in states([outside])[0].items():
         np.testing.assert_allclose(before[0][key], array, rtol=1e-3, atol=1e-4)
     assert inside.report().bytes_sent == outside.report().bytes_sent
-    # Graphs are rewritten before they run: what is not finite must get through that too, and change no state.
+    # Graphs are optimised before they run: non-finite values must survive that, and change no state.
     for value in (np.nan, np.inf, -np.inf):
         bad = spread(*shape)
         bad.reshape(-1)[77] = value

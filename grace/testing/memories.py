@@ -18,7 +18,7 @@ LAWS = Laws()
 
 @LAWS.add
 def declarations_make_sense(memory: Memory, compressor: Compressor, xp: Any) -> None:
-    """It is a frozen dataclass that says what it is."""
+    """It is a frozen dataclass with a docstring."""
     assert dataclasses.is_dataclass(memory), "put @dataclass(frozen=True) above the class"
     assert dataclasses.replace(memory) == memory, "it must be made of its fields alone"
     assert hash(memory) == hash(dataclasses.replace(memory)), "@dataclass needs frozen=True"
@@ -27,7 +27,7 @@ def declarations_make_sense(memory: Memory, compressor: Compressor, xp: Any) -> 
 
 @LAWS.add
 def steady_gradients_come_through(memory: Memory, compressor: Compressor, xp: Any) -> None:
-    """Error feedback: of a gradient that stays, everything is applied in time, in its proportions."""
+    """Error feedback: a constant gradient is eventually applied in full, in the right proportions."""
     if not memory.feedback or memory.second_stage is not None:
         return
     shape = shape_of(compressor, 300)

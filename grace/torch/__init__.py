@@ -1,4 +1,4 @@
-"""PyTorch's integrations: DistributedOptimizer, a DDP communication hook, FSDP2, broadcasts of the initial state."""
+"""PyTorch integrations: DistributedOptimizer, a DDP communication hook, FSDP2, broadcasts of the initial state."""
 
 from grace.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from grace.torch.checkpoint import CheckpointState

@@ -19,11 +19,11 @@ from grace.torch.checks import check_grace, check_optimizer, entries, kind_of, o
 from grace.transports import get_transport
 
 CHUNK_BYTES = 64 * 2**20
-"""Of one broadcast message."""
+"""Bytes per broadcast message."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""dtypes in which elements of so many bytes travel: their bits, whatever their own dtype."""
+"""Wire dtypes by element size: elements travel as raw bits."""
 NUMPY = "\0numpy"
-"""Key of a NumPy number or array among saved values: its dtype, shape and bytes."""
+"""Key of an encoded NumPy number or array: its dtype, shape and bytes."""
 
 
 def broadcast_parameters(
@@ -31,13 +31,13 @@ def broadcast_parameters(
 ) -> None:
     """Copy worker ``root_rank``'s values to all workers, in place.
 
-    ``params``: ``model.state_dict()`` or ``model.named_parameters()``; tensors of any dtype. ``grace``: whose transport
-    to use; default: the one that is initialised.
+    ``params``: ``model.state_dict()`` or ``model.named_parameters()``; tensors of any dtype. ``grace``: the Grace whose
+    transport to use; default: the initialised one.
 
-    Every worker must make this call. The workers first compare names, shapes and dtypes; where these differ, or a
-    tensor cannot be copied (sparse, quantised, shards, the meta device), all workers raise ValueError, and nothing has
-    changed. Raises TypeError for what is no named tensors. What is no tensor (a module's extra state) stays each
-    worker's own, and a warning names it.
+    Every worker must make this call. The workers first compare names, shapes and dtypes; if these differ, or a tensor
+    cannot be copied (sparse, quantised, shards, the meta device), all workers raise ValueError, and nothing has
+    changed. Raises TypeError for anything but named tensors. Other values (a module's extra state) are not copied, and
+    a warning names them.
     """
     named, extra = _tensors(params)
     transport = transport_of(grace, next(iter(named.values()), None))
@@ -68,11 +68,11 @@ def broadcast_parameters(
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, grace: Grace | None = None) -> None:
-    """Copy worker ``root_rank``'s optimizer state to all workers, also to those that have none yet.
+    """Copy worker ``root_rank``'s optimizer state to all workers, including those without state.
 
     State and settings may hold tensors, numbers (NumPy's too), text, and lists and dictionaries of these. ``grace``: as
-    of `broadcast_parameters`. Every worker must make this call. Where the workers' optimizers or parameters differ, or
-    something else is held, all workers raise ValueError, and nothing has changed.
+    in `broadcast_parameters`. Every worker must make this call. If the workers' optimizers or parameters differ, or
+    there are values of other types, all workers raise ValueError, and nothing has changed.
     """
     check_optimizer(optimizer, "broadcast_optimizer_state(optimizer)")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -99,7 +99,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
             content = io.BytesIO(received.cpu().numpy().tobytes())
             place = _Place(parameters[0].device)
             state = _restored(torch.load(content, map_location=place, weights_only=True))
-        except Exception as found:  # another version of PyTorch, or little memory: all must know
+        except Exception as found:  # another PyTorch version, or out of memory: tell all workers
             error = f"cannot read worker {root_rank}'s state: {found}"
     _compare(transport, root_rank, {}, error, "")
     if transport.rank != root_rank:
@@ -107,7 +107,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
 
 def transport_of(grace: Grace | None, example: torch.Tensor | None) -> Transport:
-    """A Grace's transport, or the one that is initialised, for tensors like this one (None: for any)."""
+    """A Grace's transport, or the initialised one, for tensors like ``example`` (None: any)."""
     if grace is not None:
         check_grace(grace, "pass it as grace=grc")
     transport = get_transport() if grace is None else grace.transport
@@ -120,13 +120,13 @@ def transport_of(grace: Grace | None, example: torch.Tensor | None) -> Transport
 def _usual_device(transport: Transport) -> torch.device:
     from grace.transports.torch_distributed import TorchDistributedTransport
 
-    # Of messages where a worker has no tensor that says so: NCCL carries none of the CPU's.
+    # The device of messages if a worker has no tensor to tell: NCCL carries no CPU tensors.
     nccl = isinstance(transport, TorchDistributedTransport) and "cpu" not in torch.distributed.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 class _Place:
-    """Where tensors of another worker's device go: to this worker's."""
+    """Maps tensors from another worker's device to this worker's."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -138,7 +138,7 @@ class _Place:
 
 
 def _tensors(params: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
-    # Tensors by name, in the order of names; and the names of what is none.
+    # Tensors by name, sorted, and the names of other values.
     named: dict[str, Any] = {}
     for name, value in entries(params, "params", "pass model.state_dict() or model.named_parameters()"):
         if named.setdefault(name, value) is not value:
@@ -148,7 +148,7 @@ def _tensors(params: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
 
 
 def _target(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    # The bits of a tensor, as a view of its memory that may be written to; and whether elements share memory.
+    # A writable view of a tensor's bits, and whether it is expanded.
     if (kind := kind_of(tensor)) is not None:
         raise TypeError(f"{name!r} is {kind}, which cannot be broadcast: broadcast plain tensors with values")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
@@ -162,7 +162,7 @@ def _target(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
     shared = [dim for dim, stride in enumerate(target.stride()) if stride == 0 and target.shape[dim] > 1]
     for dim in shared:
         target = target.narrow(dim, 0, 1)
-    reach = 0  # of the dimensions before, from the densest on
+    reach = 0  # extent of the denser dimensions so far
     for stride, length in sorted(zip(target.stride(), target.shape, strict=True)):
         if length > 1 and stride <= reach and target.numel():
             raise ValueError(f"{name!r} has elements that share memory: clone() it first")
@@ -171,7 +171,7 @@ def _target(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def _compare(transport: Transport, root: Any, about: Mapping[str, str], error: str, remedy: str) -> None:
-    """Compare what all workers are about to do. Raises ValueError on all of them, naming worker and difference."""
+    """Compare all workers' calls. Raises ValueError on all of them, naming the worker and the difference."""
     if not hasattr(root, "__index__") or isinstance(root, bool):
         error = error or f"root_rank={root!r} is {type(root).__name__}, not an integer"
     elif not 0 <= root < transport.size:
@@ -211,7 +211,7 @@ def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """What `torch.load` reads without running code. Raises TypeError for other values, naming their place."""
+    """The value in a form that `torch.load` reads without running code. Raises TypeError, naming the place."""
     if isinstance(value, np.generic | np.ndarray) and not value.dtype.hasobject:
         return {NUMPY: [value.dtype.str, list(value.shape), value.tobytes().hex(), isinstance(value, np.ndarray)]}
     if isinstance(value, torch.Tensor):
@@ -227,7 +227,7 @@ def _plain(value: Any, path: str) -> Any:
         try:
             torch.save(value, content)
             torch.load(io.BytesIO(content.getvalue()), weights_only=True)
-        except Exception as error:  # whatever its class raises when it is pickled
+        except Exception as error:  # pickling may raise anything
             raise TypeError(
                 f"{path} is {type(value).__module__}.{type(value).__qualname__}, which cannot be broadcast: keep "
                 "tensors, numbers and text in the optimizer, or allow the class by torch.serialization.add_safe_globals"

@@ -1,4 +1,4 @@
-"""CheckpointState: a Grace in checkpoints of torch.distributed."""
+"""CheckpointState: a Grace in torch.distributed checkpoints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from grace.engine.session import Grace
 
 
 class CheckpointState:
-    """A Grace in the state that torch.distributed.checkpoint saves: ``{"model": ..., "grace": CheckpointState(grc)}``.
+    """A Grace for torch.distributed.checkpoint: ``{"model": ..., "grace": CheckpointState(grc)}``.
 
-    That library keeps one copy of a tensor that has the same name on all workers, and residuals differ between them:
-    here every worker's have a name of their own. For a run with as many workers; `grace.checkpoint` follows their
-    number.
+    That library stores a single copy of a tensor that has the same name on all workers, but residuals differ between
+    workers: here each worker's tensors have their own names. For a run with the same number of workers; to change that
+    number, use `grace.checkpoint`.
     """
 
     def __init__(self, grace: Grace):

@@ -1,4 +1,4 @@
-"""What users hand to the integrations, checked before anything is sent: errors in their words, with the remedy."""
+"""Checks of user arguments before anything is sent, with errors in the users' terms and a remedy."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from grace.transports.launched import loaded_horovod
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """Make ordinary tensors also inside torch.inference_mode, whose own cannot be written to outside."""
+    """Create ordinary tensors even inside torch.inference_mode, whose tensors cannot be written to outside it."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def check_grace(grace: Any, call: str) -> None:
-    """Raise TypeError unless it is a Grace. ``call``: the right one, for the message."""
+    """Raise TypeError unless it is a Grace. ``call``: the correct call, for the message."""
     if isinstance(grace, Grace):
         return
     if isinstance(grace, str | Mapping):
@@ -31,7 +31,7 @@ def check_grace(grace: Any, call: str) -> None:
 
 
 def check_optimizer(optimizer: Any, call: str = "DistributedOptimizer(optimizer, grace=grc)") -> None:
-    """Raise TypeError unless it is an optimizer of PyTorch that has its own step. ``call``: the right one."""
+    """Raise TypeError unless it is a PyTorch optimizer with its own step. ``call``: the correct call."""
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(optimizer, type):
         raise TypeError(f"{optimizer.__name__} is a class: make an optimizer of it first, then {call}")
@@ -49,7 +49,7 @@ def check_optimizer(optimizer: Any, call: str = "DistributedOptimizer(optimizer,
 
 
 def named_pairs(named: Any) -> list[tuple[str, torch.Tensor]] | None:
-    """``named_parameters`` as a list of names and tensors; None stays None. Raises TypeError for what has none."""
+    """``named_parameters`` as a list of names and tensors; None stays None. Raises TypeError if names are missing."""
     if named is None:
         return None
     remedy = "pass model.named_parameters()"
@@ -61,7 +61,7 @@ def named_pairs(named: Any) -> list[tuple[str, torch.Tensor]] | None:
 
 
 def entries(named: Any, what: str, remedy: str) -> list[tuple[str, Any]]:
-    """Names and values of a dictionary or of pairs. Raises TypeError for anything else, naming the remedy."""
+    """Names and values of a dictionary or an iterable of pairs. Raises TypeError for other types, naming the remedy."""
     if isinstance(named, torch.nn.Module):
         raise TypeError(f"{what} is a module, {type(named).__name__}: {remedy}")
     if isinstance(named, Mapping):
@@ -79,7 +79,7 @@ def entries(named: Any, what: str, remedy: str) -> list[tuple[str, Any]]:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-    """Raise TypeError or ValueError for an optimizer's parameters whose gradients cannot be averaged, with the name."""
+    """Raise TypeError or ValueError, with the name, for a parameter whose gradient cannot be averaged."""
     if named is not None and not named:
         raise ValueError(
             "named_parameters is empty: a generator can be used once, so call model.named_parameters() again"
@@ -91,7 +91,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str
 
 
 def check_parameter(name: str, p: torch.Tensor) -> None:
-    """Raise TypeError for a kind of tensor whose gradient cannot be averaged, ValueError for one without values."""
+    """Raise TypeError for a tensor type whose gradient cannot be averaged, ValueError for a tensor without values."""
     if _is_dtensor(p):
         raise TypeError(
             f"{name!r} is a DTensor, of which this worker holds a shard: for fully_shard (FSDP2) use "
@@ -117,7 +117,7 @@ def check_parameter(name: str, p: torch.Tensor) -> None:
 
 
 def kind_of(tensor: torch.Tensor) -> str | None:
-    """In words, a kind of tensor whose values are not its elements in memory; None for an ordinary one."""
+    """Describe a tensor whose values are not its elements in memory; None for an ordinary one."""
     if _is_dtensor(tensor):
         return "a DTensor, of which this worker holds a shard"
     if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
@@ -134,12 +134,12 @@ def kind_of(tensor: torch.Tensor) -> str | None:
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # whoever has a DTensor has imported it
+    module = sys.modules.get("torch.distributed.tensor")  # a program with DTensors has imported it
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_unique(named: Iterable[tuple[str, torch.Tensor]] | None) -> None:
-    """Raise ValueError where two different tensors have one name."""
+    """Raise ValueError if two different tensors share a name."""
     owners: dict[str, torch.Tensor] = {}
     for name, p in named or ():
         if owners.setdefault(name, p) is not p:
@@ -158,7 +158,7 @@ def check_horovod(
     groups: Any = None,
     process_set: Any = None,
 ) -> None:
-    """Accept Horovod's arguments of DistributedOptimizer that ask for what GRACE does; raise ValueError for others."""
+    """Accept arguments of Horovod's DistributedOptimizer that match GRACE's behaviour; raise ValueError for others."""
     given = {
         "compression": (compression, _plain_compression(compression), _compression_remedy(compression)),
         "op": (op, _averages(op), "GRACE averages"),
@@ -177,7 +177,7 @@ def check_horovod(
 
 
 def check_passes(passes: Any) -> None:
-    """Raise TypeError or ValueError unless ``backward_passes_per_step`` is a number of passes."""
+    """Raise TypeError or ValueError unless ``backward_passes_per_step`` is a positive integer."""
     if not isinstance(passes, int) or isinstance(passes, bool):
         raise TypeError(f"backward_passes_per_step={passes!r} must be an integer")
     if passes < 1:
@@ -187,14 +187,14 @@ def check_passes(passes: Any) -> None:
 def _averages(op: Any) -> bool:
     if op is None:
         return True
-    if isinstance(op, int) and not isinstance(op, bool):  # Horovod's operations are numbers of its library
+    if isinstance(op, int) and not isinstance(op, bool):  # Horovod's operations are integers
         return any(op == module.Average for module in loaded_horovod())
     name = getattr(op, "__name__", str(op)).lower()
     return name.endswith("average") or name.split(".")[-1] in ("avg", "mean")
 
 
 def _plain_compression(compression: Any) -> bool:
-    # Horovod's Compression.none, of any of its toolkits.
+    # Horovod's Compression.none, from any of its toolkits.
     kind = compression if isinstance(compression, type) else type(compression)
     return compression is None or kind.__name__ == "NoneCompressor"
 

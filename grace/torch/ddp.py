@@ -1,4 +1,4 @@
-"""ddp_hook: a communication hook of DistributedDataParallel."""
+"""ddp_hook: a DistributedDataParallel communication hook."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from grace.torch.ownership import HOOK, Claim, claim, claimed, extend
 from grace.torch.provisional import Sample, nonzero
 
 
-@torch.no_grad()  # with create_graph=True autograd is on in a backward pass
+@torch.no_grad()  # create_graph=True enables autograd in the backward pass
 def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Communication hook: ``ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)``.
 
-    An exchange is provisional until an optimizer steps. Where its means are thrown away instead (a GAN's generator loss
-    goes through the discriminator; a loss scaler skips the step), residuals are as if it had never been.
+    An exchange is provisional until an optimizer steps. If its means are discarded instead (a GAN's generator loss
+    goes through the discriminator; a loss scaler skips the step), residuals are rolled back.
 
-    State is kept by parameter, so DDP may rebuild its buckets. A bucket's first round travels while the backward pass
-    goes on; rounds after it follow when the last bucket is there, in the same order on all workers. In the first pass
-    all of them wait for the last bucket: only then are all tensors known. Call `name_parameters` first if state is to
-    be saved under the model's names: DDP tells a hook none. Within the model's ``join`` means are over all workers;
+    State is stored by parameter, so DDP may rebuild its buckets. A bucket's first round overlaps the backward pass;
+    later rounds follow once the last bucket is ready, in the same order on all workers. In the first pass all buckets
+    wait for the last one: only then are all tensors known. DDP tells a hook no names: call `name_parameters` first to
+    save state under the model's names. Within the model's ``join``, means are over all workers;
     ``divide_by_initial_world_size=False`` raises ValueError.
     """
     check_grace(grace, "ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)")
@@ -40,15 +40,15 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     book.check_divisor()
     grace.defer_commit = True
     if grace.provisional and not book.waiting:
-        book.applied()  # gradients that are added to its means count with these
-    grace.track_missing = True  # of parameters that no worker uses DDP drops the mean: their state must stay
+        book.applied()  # gradients accumulated on its means count with these
+    grace.track_missing = True  # DDP drops the mean of parameters that no worker uses: their state must stay unchanged
     parameters = {book.name(p): p for p in bucket.parameters()}
     buffer = bucket.buffer()
     views = [dense(buffer, grace, *parameters)] if buffer.is_sparse else bucket.gradients()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     book.waiting.append(_Arrived(future, buffer, parameters, dict(zip(parameters, views, strict=True))))
     if grace.names or bucket.is_last():
-        # Parameters, not gradients: DDP shows complex gradients as real ones.
+        # Parameters instead of gradients: DDP presents complex gradients as real ones.
         grace.build({name: p for arrived in book.waiting for name, p in arrived.parameters.items()})
         for arrived in book.waiting[book.launched :]:
             present = {n: None if p.grad is None else arrived.views[n] for n, p in arrived.parameters.items()}
@@ -68,12 +68,12 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-# DDP compares a hook's annotations with its own types, and ours are text.
+# DDP compares a hook's annotations with its own types, but ours are strings.
 ddp_hook.__annotations__.clear()
 
 
 def name_parameters(grace: Grace, model: torch.nn.Module) -> None:
-    """Let `ddp_hook` know a model's parameters by their names. Call it before the first backward pass."""
+    """Tell `ddp_hook` the names of a model's parameters. Call it before the first backward pass."""
     check_grace(grace, "grace.torch.name_parameters(grc, model)")
     model = getattr(model, "module", model)
     if not isinstance(model, torch.nn.Module):
@@ -82,14 +82,14 @@ def name_parameters(grace: Grace, model: torch.nn.Module) -> None:
 
 
 def _models_of(parameters: list[torch.Tensor]) -> list[ref[torch.nn.Module]]:
-    # The DistributedDataParallel models of these parameters. A hook sees none, so they are looked for, once.
+    # The DistributedDataParallel models of these parameters. A hook receives no model, so search for them once.
     kind, wanted = torch.nn.parallel.DistributedDataParallel, set(parameters)
     models = [each for each in gc.get_objects() if issubclass(type(each), kind)]
     return [ref(model) for model in models if not wanted.isdisjoint(model.parameters())]
 
 
 class _Arrived(NamedTuple):
-    """A bucket of DDP."""
+    """A DDP bucket that has arrived."""
 
     future: torch.futures.Future[torch.Tensor]
     buffer: torch.Tensor
@@ -99,18 +99,18 @@ class _Arrived(NamedTuple):
 
 
 class _Book:
-    """What `ddp_hook` remembers of one Grace."""
+    """`ddp_hook`'s data on one Grace."""
 
     def __init__(self) -> None:
         self.names: dict[torch.Tensor, str] = {}
         self.claim: Claim | None = None
         self.waiting: list[_Arrived] = []
-        self.launched = 0  # of those that wait
-        self.before = Sample()  # of the parameters at the last exchange
+        self.launched = 0  # number of launched buckets among the waiting ones
+        self.before = Sample()  # parameters at the last exchange
         self._models: list[ref[torch.nn.Module]] = []
 
     def hold(self, grace: Grace, parameters: list[torch.Tensor]) -> None:
-        """Claim parameters that are new; raises where another integration drives them."""
+        """Claim new parameters; raises if another integration drives them."""
         if self.claim is not None and self.claim.released:
             raise RuntimeError(f"this model's ddp_hook does not average gradients any more: {self.claim.released}")
         new = [p for p in parameters if self.claim is None or claimed(p) is not self.claim]
@@ -131,7 +131,7 @@ class _Book:
         self._check_group(grace)
 
     def _check_group(self, grace: Grace) -> None:
-        # Means over other workers than those that the model is replicated on would be wrong without a word.
+        # Means over other workers than the model's replicas would be silently wrong.
         models: list[Any] = [each() for each in self._models]
         for model in models:
             if model is None or not any(state is grace for _, state in model._comm_hooks):
@@ -144,7 +144,7 @@ class _Book:
                 )
 
     def check_divisor(self) -> None:
-        """Raise ValueError inside a ``join`` whose divisor a hook is not told."""
+        """Raise ValueError inside a ``join`` whose divisor is unknown to a hook."""
         models = [model() for model in self._models]
         if any(getattr(model, "_divide_by_initial_world_size", True) is False for model in models):
             raise ValueError(
@@ -153,27 +153,27 @@ class _Book:
             )
 
     def _before_accumulation(self) -> None:
-        # Before the first gradient of a pass is added: are the means of an exchange that no step applied still there?
+        # Before a pass adds its first gradient, check whether unapplied means of an exchange are still there.
         grace = None if self.claim is None else self.claim.grace
         if grace is None or not grace.provisional or self.waiting:
             return
-        if self.before.changed:  # by hand, not by an optimizer
+        if self.before.changed:  # updated by hand, not by an optimizer
             self.applied()
         elif not any(nonzero(p.grad) for p in self.names):
             grace.rollback()
 
     def applied(self) -> None:
-        """The means of the last exchange count."""
+        """Commit the last exchange: its means were applied."""
         grace = None if self.claim is None else self.claim.grace
         if grace is not None and grace.provisional:
             grace.commit()
             grace.tune()
 
     def before_another(self, optimizer: Any) -> None:
-        """An optimizer is about to step these parameters."""
+        """Called before another optimizer steps these parameters."""
 
     def after_another(self, optimizer: Any) -> None:
-        """An optimizer has stepped these parameters."""
+        """Called after another optimizer has stepped these parameters."""
         self.applied()
 
     def name(self, p: torch.Tensor) -> str:

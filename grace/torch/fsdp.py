@@ -20,24 +20,25 @@ __all__ = ["fsdp"]
 
 
 def fsdp(model: nn.Module, grace: Grace | None = None, replicas: Grace | None = None) -> nn.Module:
-    """Let a model under `fully_shard` reduce its gradients compressed. Returns the model.
+    """Compress the gradient reductions of a model under `fully_shard`. Returns the model.
 
-    ``grace``: for the reduce-scatter between the workers that share the parameters; its communicator must be
-    "reducescatter", its transport theirs. What FSDP reduces at once, the parameters of one `fully_shard` call, is one
-    tensor here, of which each worker's row is compressed by itself. Error feedback takes 4 bytes per unsharded element.
-    ``replicas``: for hybrid sharding, the mean over the copies of each shard: shard over a mesh of one dimension, and
-    give the transport of the other one's group. Any communicator but "reducescatter" fits. This is where compression
-    pays first: within machines links are fast, between them slow.
+    ``grace``: for the reduce-scatter among the workers that share the parameters; it needs communicator "reducescatter"
+    and their transport. The parameters of one `fully_shard` call, which FSDP reduces together, form one tensor, and
+    each worker's row is compressed separately. Error feedback takes 4 bytes per unsharded element.
+    ``replicas``: for hybrid sharding, averages each shard over its copies: shard over a mesh of one dimension, and
+    use the transport of the other dimension's group. It accepts any communicator except "reducescatter". Compression
+    pays here first: links are fast within machines and slow between them.
 
-    FSDP's own mean and sum are both understood (also its scaling for fp16); reductions are computed in float32. Every
-    worker must make this call, after `fully_shard` and before the first backward pass. Raises TypeError for a model
-    without FSDP2 modules, ValueError for a Grace that does not fit.
+    Both of FSDP's reductions, mean and sum, are supported (as is its scaling for fp16); they are computed in float32.
+    Every worker must make this call, after `fully_shard` and before the first backward pass. Raises TypeError for a
+    model without FSDP2 modules, ValueError for an unsuitable Grace.
 
-    Parameters may be unused in a step, by all workers or by some: those without a gradient count as zeros, and where no
-    worker has one there is none, but with error feedback: what earlier steps held back may arrive then. Which ones took
-    part is compared at the end of each backward pass, at 4 bytes for each parameter, which the report does not count.
-    Parameters that are unfrozen later are one more tensor, with a "+" in its name; to load a checkpoint with such,
-    unfreeze and make one backward pass first. RuntimeError, on all workers, where only some used a parameter and
+    Parameters may be unused in a step, on some or all workers: a missing gradient counts as zeros. If no worker has
+    one, there is none, except with error feedback, where the residual of earlier steps may arrive. The workers compare
+    which parameters took part at the end of each backward pass, at 4 bytes per parameter, which the report does not
+    count.
+    Parameters unfrozen later form another tensor, with a "+" in its name; before loading a checkpoint that has one,
+    unfreeze them and run one backward pass. Raises RuntimeError, on all workers, if only some used a parameter and
     gradients are reduced in float16.
     """
     if not isinstance(model, nn.Module):
@@ -80,8 +81,8 @@ def fsdp(model: nn.Module, grace: Grace | None = None, replicas: Grace | None = 
 
 
 def _managed(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    # The parameters that FSDP reduces with this module, in its order, and where each lies: not those of modules inside
-    # that are sharded by themselves. Children come first.
+    # The parameters that FSDP reduces with this module, in its order, with their locations; excludes those of nested
+    # modules that are sharded separately. Children come first.
     found: set[Any] = set()
     visited: set[nn.Module] = set()
 
@@ -99,7 +100,7 @@ def _managed(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 
 def _row(p: Any) -> int:
-    # How many elements of a parameter each worker gets: its shard, filled up.
+    # Number of elements per worker: the padded shard.
     (place,) = p.placements
     if not isinstance(place, Shard):
         raise TypeError(f"a parameter of shape {list(p.shape)} is placed as {place}: only shards are reduced")
@@ -108,7 +109,7 @@ def _row(p: Any) -> int:
 
 
 class _Step:
-    """A backward pass: it ends the step of each Grace."""
+    """A backward pass, which ends the step of each Grace."""
 
     def __init__(self, graces: list[Grace]):
         self.graces = graces
@@ -116,9 +117,9 @@ class _Step:
         self._groups: list[_Group] = []
 
     def joined(self, group: _Group) -> None:
-        """Note that a group is reduced in the pass under way."""
+        """Register that a group is reduced in the current pass."""
         task = torch._C._current_graph_task_id()
-        if task != self._task:  # what a pass that failed has left is of no use
+        if task != self._task:  # discard data from a failed pass
             self._task, self._groups = task, []
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         if group not in self._groups:
@@ -137,7 +138,7 @@ class _Step:
         feedback = any(grace.method.memory.feedback for grace in self.graces)
         at = 0
         for group in groups:
-            if group.late or group.summed:  # only then a device is waited for
+            if group.late or group.summed:  # otherwise do not wait for a device
                 group.settle(counts[at : at + len(group.laid)].tolist(), feedback, self.graces[-1].world_size)
             at += len(group.laid)
         for grace in self.graces:
@@ -145,7 +146,7 @@ class _Step:
 
 
 class _Group:
-    """The parameters that one `fully_shard` call reduces at once: one tensor of Grace, or several."""
+    """The parameters that one `fully_shard` call reduces together, as one Grace tensor or several."""
 
     def __init__(self, name: str, managed: list[tuple[nn.Module, str, Any]], step: _Step):
         self.name, self._managed, self._step = name, managed, step
@@ -153,20 +154,20 @@ class _Group:
         self.example = torch.zeros((), dtype=torch.promote_types(example.dtype, torch.float32), device=example.device)
         self.sizes = [_row(p) if p.requires_grad else 0 for _, _, p in managed]
         self.tensors: dict[str, list[int]] = {}
-        """For each tensor of Grace its parameters, by their places among all of the group."""
-        self.used: set[int] = set()  # those that have got a gradient since the last reduction
-        self.present: list[int] = []  # those whose gradients are being reduced
-        self.late: dict[int, torch.Tensor] = {}  # this worker's part of the mean of others
+        """For each Grace tensor, the indices of its parameters in the group."""
+        self.used: set[int] = set()  # parameters with a gradient since the last reduction
+        self.present: list[int] = []  # parameters whose gradients are being reduced
+        self.late: dict[int, torch.Tensor] = {}  # this worker's part of the mean for other parameters
         self.summed = False
         self._watched: dict[int, Any] = {}
 
     @property
     def laid(self) -> list[int]:
-        """All parameters that a tensor of Grace holds."""
+        """All parameters in Grace tensors."""
         return [i for places in self.tensors.values() for i in places]
 
     def extend(self) -> None:
-        """Lay out what is trained and was not before."""
+        """Lay out parameters that are newly trained."""
         known = set(self.laid)
         new = [i for i, (_, _, p) in enumerate(self._managed) if p.requires_grad and i not in known]
         if not new:
@@ -181,7 +182,7 @@ class _Group:
             grace.build({name: self.example.expand(*size, row)})  # only shapes count
 
     def watch(self, module: nn.Module, inputs: Any) -> None:
-        """Before each forward pass, when the parameters are whole: note from then on which get gradients."""
+        """Before each forward pass, while parameters are unsharded: record which will get gradients."""
         for i, (owner, name, _) in enumerate(self._managed):
             p = getattr(owner, name)
             if p.requires_grad and self._watched.get(i) is not p and not isinstance(p, DTensor):
@@ -189,7 +190,7 @@ class _Group:
                 p.register_post_accumulate_grad_hook(lambda _, i=i: self.used.add(i))
 
     def reduce(self, grace: Grace, x: torch.Tensor) -> torch.Tensor:
-        """[..., k] gradients of the parameters that have one, one after the other -> [k] their means."""
+        """[..., k] concatenated gradients of the parameters that have one -> [k] their means."""
         self._step.joined(self)
         self.extend()
         self.present = self._present(x.shape[-1])
@@ -210,7 +211,7 @@ class _Group:
         return torch.cat([means[i] for i in self.present])
 
     def _missing(self, i: int, lead: Any, x: torch.Tensor) -> torch.Tensor:
-        if i in self.late and not lead:  # the mean over the workers of other shards, to be averaged over copies
+        if i in self.late and not lead:  # the shard group's mean, still to be averaged over copies
             return self.late[i].to(x.dtype)
         return x.new_zeros((*lead, self.sizes[i]))
 
@@ -221,7 +222,7 @@ class _Group:
         return {name: mean for name, mean in found.items() if mean is not None}
 
     def _present(self, n: int) -> list[int]:
-        # FSDP passes the gradients of all that have one, or of all that are trained.
+        # FSDP passes the gradients of all parameters that have one, or of all trained ones.
         for places in (sorted(self.laid), sorted(self.used), [i for i in sorted(self.laid) if self._trained(i)]):
             if sum(self.sizes[i] for i in places) == n:
                 return places
@@ -234,7 +235,7 @@ class _Group:
         return bool(self._managed[i][2].requires_grad)
 
     def settle(self, counts: list[float], feedback: bool, size: int) -> None:
-        """Give parameters that this worker has not used, but others have, their gradients. ``counts``: of workers."""
+        """Set the gradients of parameters that only other workers used. ``counts``: numbers of workers."""
         count = dict(zip(self.laid, counts, strict=True))
         late, self.late = self.late, {}
         if self.summed and any(0 < each < size for each in count.values()):

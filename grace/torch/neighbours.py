@@ -1,4 +1,4 @@
-"""Gossip: parameters are mixed between neighbours after each step of an optimizer."""
+"""Gossip: mixes parameters between neighbours after each optimizer step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from grace.torch.checks import check_optimizer, check_parameters, check_unique, 
 def gossip(
     optimizer: torch.optim.Optimizer, gossip: Gossip, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None
 ) -> torch.optim.Optimizer:
-    """Mix parameters between neighbours after each step of an optimizer. Returns the optimizer that was passed in.
+    """Mix parameters between neighbours after each step of an optimizer. Returns the same optimizer.
 
-    Gradients stay each worker's own. ``named_parameters``: as ``model.named_parameters()``; without them parameters are
-    numbered in the optimizer's order. Every worker must make this call, and start from the same parameters. Raises
-    TypeError and ValueError as `DistributedOptimizer` for arguments and parameters of other kinds.
+    Gradients stay local. ``named_parameters``: as ``model.named_parameters()``; without them, parameters are numbered
+    in the optimizer's order. Every worker must make this call, and start from the same parameters. Raises TypeError and
+    ValueError for invalid arguments and parameters, as `DistributedOptimizer` does.
     """
     check_optimizer(optimizer, "grace.torch.gossip(optimizer, gossip)")
     if not isinstance(gossip, Gossip):

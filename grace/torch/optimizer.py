@@ -1,4 +1,4 @@
-"""DistributedOptimizer: an optimizer of PyTorch that steps with means over all workers."""
+"""DistributedOptimizer: a PyTorch optimizer that steps with means over all workers."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: Any = None,
 ) -> torch.optim.Optimizer:
-    """Let an optimizer step with gradients averaged over all workers. Returns the optimizer that was passed in.
+    """Let an optimizer step with gradients averaged over all workers. Returns the same optimizer.
 
-    Gradients leave while the backward pass goes on and are replaced by their means before ``backward`` returns, as in
+    Gradients are sent during the backward pass and replaced by their means before ``backward`` returns, as in
     DistributedDataParallel: clipping, GradScaler, closures and schedulers see means and need no special order. A loss
-    that a closure returns is averaged too, so that line searches decide alike on all workers.
+    returned by a closure is averaged, too, so that line searches decide alike on all workers.
 
-    An exchange is provisional until the optimizer steps. If its means are thrown away instead (a GAN's generator loss
-    goes through the discriminator; an attack; a loss scaler skips the step), residuals are as if it had never been.
-    ``optimizer.no_sync()``: a context whose backward passes and steps stay each worker's own, as
-    DistributedDataParallel's. ``optimizer.synchronize()``: exchange now, where an accumulation ends early and its
-    gradients are clipped or unscaled before the step.
+    An exchange is provisional until the optimizer steps. If its means are discarded instead (a GAN's generator loss
+    goes through the discriminator; an attack; a loss scaler skips the step), residuals are rolled back.
+    ``optimizer.no_sync()``: a context whose backward passes and steps stay local, as in DistributedDataParallel.
+    ``optimizer.synchronize()``: exchange now, for an accumulation that ends early and whose gradients are clipped or
+    unscaled before the step.
 
-    ``named_parameters``: as ``model.named_parameters()``; names key the state, also in checkpoints. Without them
+    ``named_parameters``: as ``model.named_parameters()``; names key the state, also in checkpoints. Without them,
     parameters are numbered in the optimizer's order.
-    ``backward_passes_per_step``: gradients of so many passes add up before they are exchanged, once; so many times
+    ``backward_passes_per_step``: number of passes whose gradients accumulate before one exchange, multiplied by
     ``grace.decision.micro_steps``, which a policy may change.
-    The other arguments are Horovod's. Its defaults are accepted, also by its names (``op=hvd.Average``,
-    ``compression=hvd.Compression.none``, ``process_set=hvd.global_process_set`` or that of the Grace's transport). What
-    GRACE does elsewhere is refused with the place: it is not ignored.
+    The other arguments are Horovod's. Their defaults are accepted, even by Horovod's names (``op=hvd.Average``,
+    ``compression=hvd.Compression.none``, ``process_set=hvd.global_process_set`` or that of the Grace's transport).
+    Other values raise an error that names GRACE's own setting; none is ignored.
 
     Every worker must make this call: the workers compare their parameters, and all raise ValueError if they differ.
-    Raises TypeError for other kinds of arguments and of parameters (shards, subclasses, integers), naming the remedy.
+    Raises TypeError for unsupported arguments and parameters (shards, subclasses, integers), naming the remedy.
     """
     check_optimizer(optimizer)
     check_grace(grace, "DistributedOptimizer(optimizer, grace=grc)")
@@ -79,7 +79,7 @@ def DistributedOptimizer(
     with ordinary():
         driver = _Driver(optimizer, grace, named_parameters, backward_passes_per_step)
     optimizer._grace = driver
-    # Horovod's names, for scripts that call them. Means are there already, so there is nothing to skip.
+    # Horovod's names, for scripts that call them. Means are already in place, so there is nothing to skip.
     optimizer.synchronize = driver.synchronize
     optimizer.skip_synchronize = _nothing_to_skip
     optimizer.no_sync = grace.no_sync
@@ -90,11 +90,11 @@ def DistributedOptimizer(
 
 
 ATTRIBUTES = ("_grace", "synchronize", "skip_synchronize", "no_sync", "zero_grad", "add_param_group", "__deepcopy__")
-"""What DistributedOptimizer sets on an optimizer."""
+"""Attributes that DistributedOptimizer sets on an optimizer."""
 
 
 def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Undo `DistributedOptimizer`: gradients stay here, and the Grace may drive another optimizer."""
+    """Undo `DistributedOptimizer`: gradients stay local, and the Grace may drive another optimizer."""
     driver = optimizer.__dict__.get("_grace")
     if driver is None:
         raise ValueError("this optimizer is not distributed")
@@ -108,26 +108,26 @@ def release(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 class _Driver:
     """Drives a Grace from the hooks of an optimizer and its parameters.
 
-    A pass ends with an exchange, which is provisional until the optimizer's step commits it. It is discarded where its
-    means are gone when the next pass begins.
+    A pass ends with an exchange, which is provisional until the optimizer's step commits it. The exchange is rolled
+    back if its means are gone when the next pass begins.
     """
 
     def __init__(self, optimizer: Any, grace: Grace, named: Any, passes_per_step: int):
         self.grace = grace
         self.backward_passes = passes_per_step
         self._optimizer = optimizer
-        self._passes = 0  # of an accumulation that is not exchanged yet
-        self._task = -1  # the backward pass that is under way
-        self._nested = -1  # the last one inside another
+        self._passes = 0  # passes accumulated since the last exchange
+        self._task = -1  # the current backward pass
+        self._nested = -1  # the last nested backward pass
         self._began = 0.0
         self._arrived: set[torch.Tensor] = set()  # parameters whose gradients wait for the exchange
-        self._local: set[torch.Tensor] = set()  # those that passes inside no_sync added to
+        self._local: set[torch.Tensor] = set()  # parameters with gradients from passes inside no_sync
         self._put: dict[str, Put] = {}  # the means of the last exchange
-        self._partial: dict[torch.Tensor, Put] = {}  # gradients of an accumulation that is not exchanged yet
+        self._partial: dict[torch.Tensor, Put] = {}  # accumulated gradients since the last exchange
         self._sample = Sample()  # of these gradients
         self._parameters_before = Sample()  # at the last exchange
-        self._looked = -1  # the backward pass before whose first gradient `_intact` was found
-        self._intact: set[str] = set()  # means of the last exchange that the pass under way would add to
+        self._looked = -1  # the backward pass for which `_intact` was computed
+        self._intact: set[str] = set()  # means of the last exchange to which the current pass would add
         self._skipped = 0
         self._warned = False
         self._parameters: dict[str, torch.Tensor] = {}
@@ -151,7 +151,7 @@ class _Driver:
             raise
         self.replaced = {name: optimizer.__dict__[name] for name in ATTRIBUTES if name in optimizer.__dict__}
         self._zero_grad, self._add_param_group = optimizer.zero_grad, optimizer.add_param_group
-        # These outlast the claim: a step after it must not go unnoticed.
+        # These outlive the claim: a later step must raise an error.
         self._step_hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -173,7 +173,7 @@ class _Driver:
         return [p for p in self._all() if p.requires_grad]
 
     def _adopt(self) -> None:
-        # Parameters that are new: all at first, later those of added groups or unfrozen ones.
+        # Adopt new parameters: all at first, later those of added groups or unfrozen ones.
         if unknown := [p for p in self._all() if p not in self._known]:
             for p in unknown:
                 check_parameter(self._names.get(p, "an added parameter"), p)
@@ -181,7 +181,7 @@ class _Driver:
             for p in unknown:
                 self._hook(p)
         new = [p for p in self._trained() if self._names.get(p) not in self._parameters]
-        if not new:  # at nearly every step
+        if not new:  # in nearly every step
             return
         for p in new:
             self._names.setdefault(p, f"parameter{len(self._names)}")
@@ -191,7 +191,7 @@ class _Driver:
         self._parameters.update(named)
 
     def _hook(self, p: torch.Tensor) -> None:
-        # Parameters hold hooks where Python's collector does not look, and a hook that held this would keep all alive.
+        # Parameters hold hooks outside the reach of Python's garbage collector: a strong reference to self would leak.
         arriving, arrived = WeakMethod(self._before_accumulation), WeakMethod(self._on_gradient)
 
         def before_accumulation(gradient: torch.Tensor) -> None:
@@ -206,18 +206,18 @@ class _Driver:
         if not (p.is_floating_point() or p.is_complex()):
             return
         frozen = not p.requires_grad
-        p.requires_grad_()  # a frozen one has no hooks; those that it is given stay until it is unfrozen
+        p.requires_grad_()  # a frozen parameter accepts no hooks, but keeps existing ones
         self._claim.hooks += [p.register_hook(before_accumulation), p.register_post_accumulate_grad_hook(on_gradient)]
         if frozen:
             p.requires_grad_(False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The optimizer's own; then the new parameters are built, by all workers together."""
+        """Call the optimizer's own method, then build the new parameters, on all workers together."""
         self._add_param_group(param_group)
         self._adopt()
 
     def release(self) -> None:
-        """Leave the optimizer and its parameters alone from now on."""
+        """Detach from the optimizer and its parameters."""
         self._claim.release("it was released")
         self.grace.rollback()
         self.grace.defer_commit = False
@@ -225,7 +225,7 @@ class _Driver:
             hook.remove()
 
     def reset(self) -> None:
-        """Forget the pass and the gradients that were under way when the workers changed."""
+        """Drop the current pass and its gradients after a change of workers."""
         self.grace.rollback()
         self._forget()
         for p in self._parameters.values():
@@ -238,14 +238,14 @@ class _Driver:
 
     # -- a backward pass --------------------------------------------------------------------------------------------
     def _before_accumulation(self) -> None:
-        # Before the first gradient of a pass is added: are the means of an exchange that no step applied still there?
-        # Runs in torch.autograd.grad too, which adds nothing.
+        # Before a pass adds its first gradient, check whether unapplied means of an exchange are still there.
+        # This also runs in torch.autograd.grad, which adds nothing.
         task = torch._C._current_graph_task_id()
         if task == self._looked or not self.grace.provisional or task in (self._task, self._nested):
             return
         self._looked = task
         intact = {n for n, put in self._put.items() if put.holds(g := self._parameters[n].grad) and nonzero(g)}
-        if self._parameters_before.changed:  # by hand, not by an optimizer
+        if self._parameters_before.changed:  # updated by hand, not by an optimizer
             self._applied()
             intact = set()
         elif gone := self._put.keys() - intact:
@@ -262,7 +262,7 @@ class _Driver:
         name = self._names.get(p, "")
         put = self._put.get(name)
         if p.grad is None or (put is not None and put.unchanged(p.grad)):
-            return  # a hook of the user's has stepped already
+            return  # a user's hook has already stepped
         if self.grace.provisional and name in self._intact:
             raise RuntimeError(
                 "a second backward pass added its gradients to means that were exchanged already: call zero_grad() "
@@ -270,12 +270,13 @@ class _Driver:
             )
         self._put.pop(name, None)
         self._arrived.add(p)
-        if self._passes + 1 == self._passes_per_step and name in self._parameters:  # others are built after the pass
+        # new parameters are built after the pass
+        if self._passes + 1 == self._passes_per_step and name in self._parameters:
             self.grace.start(name, self._gradient(p), spent=True)
 
     def _begin_backward(self, task: int) -> None:
         if _inside_backward():
-            # Its end is not the end of the whole pass, which may show no gradient of its own to hook on to.
+            # Its end is not the end of the whole pass, which may have no gradient of its own to hook.
             self._nested = task
             if self._passes_per_step > 1:
                 raise RuntimeError(
@@ -299,7 +300,7 @@ class _Driver:
 
     @property
     def _failed(self) -> bool:
-        # A pass that began and did not end, and that this is not a part of.
+        # Whether an earlier pass began and did not end, and the current one is not part of it.
         here = torch._C._current_graph_task_id()
         return self._task not in (-1, here) and self._nested == -1
 
@@ -320,7 +321,7 @@ class _Driver:
         self.grace.abort(reason)
 
     def _discard(self, names: Iterable[str] | None = None) -> None:
-        # Means that no step applied, all or some. An update by hand is a step.
+        # Discard means, all or some, that no step applied. An update by hand counts as a step.
         if self._parameters_before.changed:
             return self._applied()
         names = list(self._put) if names is None else list(names)
@@ -342,7 +343,7 @@ class _Driver:
 
     def _after_backward(self) -> None:
         self._task = self._nested = -1
-        if not self._arrived:  # the optimizer has stepped inside this pass
+        if not self._arrived:  # the optimizer has already stepped inside this pass
             return
         self.grace.trace.add("backward", "from the first gradient on", self._began)
         self._passes += 1
@@ -353,7 +354,7 @@ class _Driver:
             self._sample.take(self._partial, lambda p: p.grad)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's own; means that no step has applied are discarded."""
+        """Call the optimizer's own method, after discarding means that no step applied."""
         if not self._claim.released:
             if self._failed:
                 self._give_up_failed_pass()
@@ -368,9 +369,9 @@ class _Driver:
         return self._zero_grad(*args, **kwargs)
 
     def _refuse_changed_partial(self) -> None:
-        # Gradients of an accumulation that were clipped or unscaled before their exchange: each worker's by itself.
+        # Accumulated gradients that were clipped or unscaled before their exchange differ between workers.
         kept = [(p, put) for p, put in self._partial.items() if put.holds(p.grad)] if self._passes else []
-        # GradScaler does not count its changes as a version.
+        # GradScaler changes gradients without a new version.
         if any(not put.unchanged(p.grad) for p, put in kept) or (kept and self._sample.changed):
             self._give_up(
                 "its gradients were changed (clipped, unscaled) before they were exchanged, since fewer backward "
@@ -380,7 +381,7 @@ class _Driver:
     # -- an exchange ------------------------------------------------------------------------------------------------
     @ordinary()
     def synchronize(self) -> None:
-        """Replace all gradients by their means, unless they are means."""
+        """Replace all gradients by their means, unless they already are means."""
         if self._failed:
             self._give_up_failed_pass()
         if self.grace.provisional and not self._arrived:
@@ -400,8 +401,8 @@ class _Driver:
         return put is not None and put.holds(p.grad)
 
     def _alike(self, parameters: Iterable[torch.Tensor]) -> bool:
-        # Whether gradients that replaced means by hand are the same on all workers: then they were made from the means
-        # (p.grad = p.grad / 2). Others are of a batch.
+        # Whether gradients set by hand are equal on all workers. If so, they were computed from the means, as by
+        # p.grad = p.grad / 2; otherwise they come from each worker's batch.
         if self.grace.world_size == 1:
             return False
         sums = [checksum(p.grad) for p in parameters if p.grad is not None]
@@ -423,7 +424,7 @@ class _Driver:
             if mean is None:
                 continue
             if p.grad is None or p.grad.is_sparse or p not in self._arrived:
-                # The mean is a view of a whole message, and a gradient that was set by hand is the user's memory.
+                # The mean is a view of a whole message, and a gradient set by hand is the user's memory.
                 p.grad = mean.clone()
             elif mean.data_ptr() != p.grad.data_ptr():
                 with torch.no_grad():
@@ -488,8 +489,8 @@ class _Driver:
                 self._put[name] = Put.of(gradient)
 
     def before_another(self, optimizer: Any) -> None:
-        """Another optimizer is about to step this one's parameters."""
-        if optimizer.param_groups is self._optimizer.param_groups:  # one inside the other, as in SAM
+        """Called before another optimizer steps this one's parameters."""
+        if optimizer.param_groups is self._optimizer.param_groups:  # one wraps the other, as in SAM
             self._before_step(optimizer, (), {})
         elif not self.grace.paused and (self.grace.provisional or self._arrived or self._task != -1):
             raise RuntimeError(
@@ -499,7 +500,7 @@ class _Driver:
             )
 
     def after_another(self, optimizer: Any) -> None:
-        """Another optimizer has stepped this one's parameters."""
+        """Called after another optimizer has stepped this one's parameters."""
         if optimizer.param_groups is self._optimizer.param_groups:
             self._after_step()
 
@@ -526,7 +527,7 @@ def _no_copy(memo: Any) -> NoReturn:
 
 
 def _inside_backward() -> bool:
-    # Whether this backward pass was begun by the backward of an autograd.Function, as reentrant checkpoints do.
+    # Whether an autograd.Function started this backward pass inside another, as reentrant checkpoints do.
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is _FUNCTION_BACKWARD:

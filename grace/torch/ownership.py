@@ -1,4 +1,4 @@
-"""Which integration drives a parameter or a Grace: one at a time."""
+"""Ownership: at most one integration drives a parameter or a Grace."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Claim:
     def __init__(self, grace: Grace, kind: str, driver: Any):
         self.kind = kind
         self.released = ""
-        """Why it holds no longer."""
+        """Why it was released; empty while it is valid."""
         self.hooks: list[Any] = []
         """Handles of hooks; removed with the claim."""
         self._grace, self._driver = weakref.ref(grace), weakref.ref(driver)
 
     @property
     def driver(self) -> Any:
-        """Who made the claim; None where Python has collected it."""
+        """The integration that made the claim; None after garbage collection."""
         return self._driver()
 
     @property
@@ -37,7 +37,7 @@ class Claim:
         return self._grace()
 
     def release(self, why: str) -> None:
-        """Remove the hooks. ``why``: for the error of an integration that is used nevertheless."""
+        """Remove the hooks. ``why``: for the error if the integration is used again."""
         self.released = why
         for hook in self.hooks:
             hook.remove()
@@ -55,9 +55,9 @@ def claimed(p: torch.Tensor) -> Claim | None:
 
 
 def claim(grace: Grace, parameters: Iterable[torch.Tensor], kind: str, driver: Any) -> Claim:
-    """Claim parameters and a Grace. An earlier DistributedOptimizer of the same parameters is released.
+    """Claim parameters and a Grace. Releases an earlier DistributedOptimizer of the same parameters.
 
-    Raises ValueError where the other kind of integration drives the parameters, or where the Grace drives others.
+    Raises ValueError if the other kind of integration drives the parameters, or if the Grace drives others.
     """
     parameters = list(parameters)
     earlier = {claim for claim in map(claimed, parameters) if claim is not None}
@@ -83,7 +83,7 @@ def claim(grace: Grace, parameters: Iterable[torch.Tensor], kind: str, driver: A
 
 
 def extend(claim: Claim, parameters: Iterable[torch.Tensor]) -> None:
-    """Claim more parameters. Raises ValueError where another integration drives one of them."""
+    """Claim more parameters. Raises ValueError if another integration drives one of them."""
     parameters = list(parameters)
     if any(held is not None and held is not claim for held in map(claimed, parameters)):
         raise ValueError("another DistributedOptimizer or ddp_hook drives these parameters already")
@@ -92,7 +92,7 @@ def extend(claim: Claim, parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _watch_optimizers() -> None:
-    # One pair of hooks for all optimizers of the process: those that are not distributed may step the same parameters.
+    # One pair of hooks for all optimizers of the process: other optimizers may step the same parameters.
     if _watching:
         return
 

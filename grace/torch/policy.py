@@ -1,4 +1,4 @@
-"""PolicyScheduler: tells a policy when an epoch is over."""
+"""PolicyScheduler: tells a policy about the end of an epoch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from grace.policies import Decision
 class PolicyScheduler:
     """Tell a Grace's policy that an epoch is over: ``step()`` once per epoch, after the learning rate's scheduler.
 
-    ``optimizer``: whose learning rates are read. ``grace``: by default that of the optimizer, if it is distributed.
-    ``scale_lr``: when a policy makes batches larger, multiply the learning rates by as much. Name the learning rate's
-    scheduler as ``lr_scheduler`` then, so that it goes on from there.
+    ``optimizer``: supplies the learning rates. ``grace``: by default that of a distributed optimizer.
+    ``scale_lr``: multiply the learning rates when a policy enlarges the batches. In that case pass the learning rate's
+    scheduler as ``lr_scheduler``, so that it continues from the new rates.
     Every worker must make the same calls.
     """
 
@@ -37,9 +37,9 @@ class PolicyScheduler:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def step(self) -> Decision:
-        """End an epoch; gives what holds from now on."""
+        """End an epoch; returns the policy's decision."""
         now = self._read()
-        # Of several groups, the one whose rate falls most.
+        # With several groups, use the one whose rate falls most.
         pairs = zip([*self._rates, *now[len(self._rates) :]], now, strict=True)
         lr, next_lr = min(pairs, key=lambda pair: pair[1] / pair[0] if pair[0] else 1.0)
         decision = self.grace.end_epoch(lr, next_lr)
@@ -52,7 +52,7 @@ class PolicyScheduler:
         return decision
 
     def state_dict(self) -> dict[str, Any]:
-        """What was read last; the policy's own state is in the Grace's."""
+        """The rates read last; the policy's own state is in the Grace's."""
         return {"rates": list(self._rates)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

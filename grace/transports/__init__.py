@@ -1,4 +1,4 @@
-"""Carry collectives out: this process alone, torch.distributed, Horovod."""
+"""Transports carry collectives out: this process alone, torch.distributed, Horovod."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ NAMES = ("local", "torch", "horovod")
 
 
 def get_transport(name: str | Transport | None = None) -> Transport:
-    """A transport by name, or the one that is initialised.
+    """A transport by name, or the initialised one.
 
-    Raises RuntimeError when none is and the launcher (or "torch"/"horovod") asks for more than one worker. The single
-    worker that is returned where none is, and none is asked for, raises RuntimeError in its first exchange beside a
-    group of several that was made later.
+    Raises RuntimeError if none is initialised but the launcher (or "torch"/"horovod") asks for more than one worker.
+    Without either, it returns a single worker, whose first exchange raises RuntimeError if a group of several workers
+    was created meanwhile.
     """
     if isinstance(name, Transport):
         return name
@@ -44,5 +44,5 @@ def get_transport(name: str | Transport | None = None) -> Transport:
 
 
 def known_transport(name: str | Transport | None = None) -> Transport | None:
-    """`get_transport`; None where the default is asked for and no group of workers has been made yet."""
+    """`get_transport`; None for the default transport before a group of workers exists."""
     return None if name is None and initialised() is None else get_transport(name)

@@ -1,4 +1,4 @@
-"""The threads that wait for the network's events, and when they may interrupt those that compute."""
+"""Scheduling of threads that wait for network events, so that they do not preempt compute threads."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 
 TASKS = Path("/proc/self/task")
 EPOLL = ("ep_poll", "do_epoll_wait")
-"""Where in the kernel of the system a thread waits for events; which of the two depends on how that was compiled."""
+"""Kernel functions in which a thread waits for events; the name depends on how the kernel was compiled."""
 CLOCK = ("hrtimer_nanosleep",)
-"""Where it sleeps for a time."""
+"""Kernel function in which a thread sleeps for a time."""
 LOOKS = 3
-"""How often to look, a millisecond apart: a thread that has an event to see to is not waiting just then."""
+"""Number of checks, a millisecond apart: a thread that handles an event is not waiting at that moment."""
 POLLS = 8
-"""How often to look for a thread that polls; half as often it must have gone to sleep."""
+"""Number of checks for a polling thread; it must have gone to sleep in half of them."""
 
 
 def settle(polling: bool = False) -> int:
-    """Make batch threads of this process's threads that wait for events. Returns how many became some.
+    """Make this process's threads that wait for events batch threads. Returns the number changed.
 
-    On a core that it shares, such a thread interrupts whoever computes when an event comes. If that one is just about
-    to send, it holds the connection, and gloo's thread asks for it again and again until its time is up. A batch
-    thread (SCHED_BATCH) has the same share of the cores and interrupts nobody; on a core of its own nothing changes.
-    ``polling``: also of those that wake up every millisecond to see whether there is something to do, as Horovod's.
-    Linux only; GRACE_EVENTS=interrupt leaves all as it is.
+    On a shared core, such a thread preempts a compute thread when an event arrives. If the compute thread is about to
+    send, it holds the connection's lock, and gloo's thread polls for it until its time slice ends. A batch thread
+    (SCHED_BATCH) has the same share of the cores but preempts no other; on a core of its own nothing changes.
+    ``polling``: include threads that wake up every millisecond to check for work, such as Horovod's.
+    Linux only; GRACE_EVENTS=interrupt turns it off.
     """
     if not hasattr(os, "SCHED_BATCH") or os.environ.get("GRACE_EVENTS", "").lower() == "interrupt":
         return 0
@@ -52,7 +52,7 @@ def _threads() -> list[int]:
 
 
 def _sleeps(thread: int) -> int:
-    # How often it has gone to sleep by itself.
+    # Number of voluntary context switches.
     lines = _told(thread, "status").splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches")), 0)
 
@@ -60,7 +60,7 @@ def _sleeps(thread: int) -> int:
 def _told(thread: int, file: str) -> str:
     try:
         return (TASKS / str(thread) / file).read_text()
-    except OSError:  # it has ended, or the system does not tell
+    except OSError:  # the thread has ended, or the system hides the file
         return ""
 
 

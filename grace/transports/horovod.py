@@ -1,4 +1,4 @@
-"""Horovod, for PyTorch and for TensorFlow. Collectives are matched by name, so tensors cannot be mixed."""
+"""Horovod for PyTorch and TensorFlow. It matches collectives by name, so tensors of both cannot be mixed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from grace.transports.messages import MessageTransport, Wait
 
 
 class HorovodTransport(Transport):
-    """The workers of a Horovod job; `bind` gives the transport of one toolkit.
+    """The workers of a Horovod job; `bind` returns the transport of one toolkit.
 
-    ``process_set``: a horovod ProcessSet that this worker is in; None: all workers.
+    ``process_set``: a horovod ProcessSet that includes this worker; None: all workers.
     """
 
     def __init__(self, process_set: Any = None):
@@ -76,15 +76,15 @@ class HorovodTransport(Transport):
 
 
 def elastic() -> bool:
-    """Whether horovodrun started this job with a script that names its hosts."""
+    """Whether horovodrun started this job with a host discovery script."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 POLL_SECONDS = 0.0005
 SWAPPED = 2**14
-"""Bytes from which on two workers gather by a sum."""
+"""Bytes from which two workers gather by a sum."""
 SETS: dict[tuple[int, ...], Any] = {}
-"""Process sets that were made here, by their workers: Horovod refuses to make one twice."""
+"""Process sets created here, by their workers: Horovod rejects duplicates."""
 
 
 class _BoundHorovod(MessageTransport):
@@ -109,12 +109,12 @@ class _BoundHorovod(MessageTransport):
             )
 
     def root(self, rank: int) -> int:
-        """The rank among all workers, which Horovod wants also within a process set."""
+        """The rank among all workers, which Horovod requires even within a process set."""
         ranks = self._process_set.ranks
         return rank if ranks is None else ranks[rank]
 
     def among(self, ranks: list[int]) -> MessageTransport:
-        # Process sets are made by all workers together: everybody learns of everybody's.
+        # All workers create process sets together, so they exchange their ranks.
         groups = {tuple(json.loads(text)) for text in self.exchange(json.dumps(ranks))}
         for group in sorted(groups):
             world = tuple(self.root(rank) for rank in group)
@@ -131,7 +131,7 @@ class _BoundHorovod(MessageTransport):
 
     @abstractmethod
     def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:
-        """`reduce`, for the dtypes that Horovod can sum."""
+        """`reduce`, for dtypes that Horovod can sum."""
 
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
         dtype = self.xp.dtype(buffer)
@@ -139,8 +139,8 @@ class _BoundHorovod(MessageTransport):
             return self._reduce_in_two(buffer, name)
         if dtype not in ("int8", "uint8") or op != "sum":
             return self.reduce_wide(buffer, op, name)
-        # Horovod sums no bytes. Four lanes of 8 bits make an int32, and since no sum exceeds 127 in magnitude, lanes
-        # that are moved to 0 .. 254 never carry into each other: still one byte per element on the wire.
+        # Horovod sums no bytes, so pack four 8-bit lanes into an int32. No sum exceeds 127 in magnitude, so lanes
+        # shifted to 0 .. 254 never carry into each other: still one byte per element on the wire.
         xp, n, shift = self.xp, self.xp.shape(buffer)[0], 127 // self.size if dtype == "int8" else 0
         lanes = xp.cast(xp.cast(buffer, "int32") + shift, "uint8")
         wait = self.reduce_wide(xp.bitcast(xp.pad(lanes, -(-n // 4) * 4), "int32"), op, name)
@@ -152,8 +152,8 @@ class _BoundHorovod(MessageTransport):
         return finish
 
     def _reduce_in_two(self, buffer: Array, name: str) -> Wait:
-        # Horovod knows no bfloat16: each worker sums its share, in float32, and sends it to all, as bytes. They are as
-        # many as those of an allreduce.
+        # Horovod has no bfloat16: each worker sums its share in float32 and sends it to all workers as bytes, with the
+        # volume of an allreduce.
         xp, n = self.xp, self.xp.shape(buffer)[0]
         each = -(-n // self.size)
         shares = xp.split(xp.pad(buffer, each * self.size), [each] * self.size)
@@ -176,7 +176,7 @@ class TorchHorovod(_BoundHorovod):
         handle = operation(*args, name=name, process_set=self._process_set, **options)
 
         def wait() -> Any:
-            # synchronize spins: sleeping leaves the cores to Horovod's own threads and to the other workers.
+            # synchronize spins; sleeping leaves the cores to Horovod's own threads and to the other workers.
             end = time.monotonic() + self.timeout
             while not self._hvd.poll(handle):
                 if time.monotonic() > end:
@@ -185,7 +185,7 @@ class TorchHorovod(_BoundHorovod):
             try:
                 return self._hvd.synchronize(handle)
             except RuntimeError as error:
-                if "with Join" in str(error):  # Horovod gathers nothing without all workers
+                if "with Join" in str(error):  # Horovod's allgather needs all workers
                     raise RuntimeError(JOINED) from error
                 raise
 
@@ -205,9 +205,9 @@ class TorchHorovod(_BoundHorovod):
         return bool(self._hvd.gloo_enabled()) and not self._hvd.mpi_enabled()
 
     def _swap(self, buffer: Array, name: str) -> Wait:
-        # Between two workers gloo's allgather goes one way and then the other: that a receiver is ready is said behind
-        # what it sends itself. Its sums go both ways at once, with as many bytes, and a sum of two words, which wraps
-        # around, less one's own is the other's.
+        # Between two workers gloo's allgather is half-duplex: a receiver's ready message queues behind its own data.
+        # An allreduce is full-duplex at the same volume: sum the buffers as wrapping int32 and subtract one's own to
+        # recover the peer's.
         xp, n = self.xp, buffer.shape[0]
         mine = xp.zeros(-(-n // 4), "int32")
         xp.bitcast(mine, "uint8")[:n] = buffer
@@ -249,19 +249,19 @@ class TorchHorovod(_BoundHorovod):
 
 
 class TensorflowHorovod(_BoundHorovod):
-    """TensorFlow tensors through Horovod's ops: in a graph the executor overlaps them, eagerly each one waits."""
+    """TensorFlow tensors through Horovod's ops: in a graph the executor overlaps them, eagerly each one blocks."""
 
-    rooted = False  # a graph that mixes strategies over a root was seen to hang
+    rooted = False  # a graph that mixes rooted strategies has been seen to hang
 
     def __init__(self, xp: Any, hvd: Any, process_set: Any, rank: int, size: int):
         super().__init__(xp, hvd, process_set, rank, size)
-        self._unseen: list[Any] = []  # empty parts of messages that nobody here may look at
+        self._unseen: list[Any] = []  # empty slices of results that this worker may ignore
         self._caller: _Caller | None = None
 
     @property
     def _options(self) -> dict[str, Any]:
-        # Horovod matches messages by the names of nodes. Those inside a switch get a prefix when the graph is
-        # optimised, which is not the same on every worker; without it the name given here is left.
+        # Horovod matches messages by node names. When a graph is optimised, nodes inside a switch get a prefix that may
+        # differ between workers; ignore_name_scope keeps the name given here.
         return {"process_set": self._process_set, "ignore_name_scope": self.xp.switching}
 
     def _run(self, operation: Any, *args: Any, name: str, **options: Any) -> Any:
@@ -270,12 +270,12 @@ class TensorflowHorovod(_BoundHorovod):
         call = functools.partial(operation, *args, name=name, **options, **self._options)
         if self.timeout == math.inf or not tf.executing_eagerly():
             return call()
-        # Eagerly an operation of Horovod's blocks, so another thread calls it.
+        # Eagerly, Horovod's operations block, so another thread calls them.
         self._caller = self._caller or _Caller()
         try:
             return self._caller.call(call, self.timeout)
         except TimeoutError:
-            self._caller = None  # that thread waits for ever
+            self._caller = None  # its thread waits forever
             raise self.late(name) from None
 
     def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:
@@ -299,8 +299,8 @@ class TensorflowHorovod(_BoundHorovod):
         return lambda: result
 
     def _with_unseen(self, buffer: Array) -> Array:
-        # A graph drops messages whose result nobody here looks at, and the others wait for them; control dependencies
-        # do not keep them. So an empty part of these results goes into the next message.
+        # A graph drops messages whose results this worker ignores, but the others wait for them; control dependencies
+        # do not keep them. So append an empty slice of these results to the next message.
         import tensorflow as tf
 
         unseen, self._unseen = self._unseen, []
@@ -333,7 +333,7 @@ class TensorflowHorovod(_BoundHorovod):
 
 
 class _Caller:
-    """A thread that makes calls for others, who wait for their results no longer than they like."""
+    """A thread that makes blocking calls for other threads, which wait with a timeout."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Any] = SimpleQueue()
@@ -342,7 +342,7 @@ class _Caller:
         threading.Thread(target=_serve, args=(self._calls, self._results), daemon=True, name="grace").start()
 
     def call(self, function: Any, timeout: float) -> Any:
-        """What the function returns or raises; TimeoutError, after which this object is of no use."""
+        """The function's result or exception. After a TimeoutError this object must not be used again."""
         self._calls.put(function)
         try:
             result, error = self._results.get(timeout=min(timeout, threading.TIMEOUT_MAX))

@@ -1,4 +1,4 @@
-"""The groups of workers of this process: initialised, or only asked for by a launcher."""
+"""Detects groups of workers: initialised, or requested by a launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAUNCHED = {
     "SLURM_STEP_NUM_TASKS": "torch.distributed.init_process_group()",
     "SLURM_NTASKS": "torch.distributed.init_process_group()",
 }
-"""Variables by which a launcher tells the number of workers, and the call that makes them a group."""
+"""Launcher variables with the number of workers, and the call that creates their group."""
 
 JOINED = (
     "a worker has called hvd.join(), which gives zeros for its gradients, and no exchange of GRACE can do without it: "
@@ -24,21 +24,21 @@ JOINED = (
 
 
 def initialised() -> str | None:
-    """The name of the transport that is initialised; None: no group of workers has been made."""
+    """The name of the initialised transport; None if no group of workers exists."""
     if process_group() is not None:
         return "torch"
     return "horovod" if any(module.is_initialized() for module in loaded_horovod()) else None
 
 
 def group_size() -> int:
-    """The number of workers in the largest group that is initialised; 1 without one."""
+    """The size of the largest initialised group; 1 without one."""
     group = process_group()
     sizes = [module.size() for module in loaded_horovod() if module.is_initialized()]
     return max([1, *sizes] if group is None else [1, *sizes, group.get_world_size()])
 
 
 def process_group() -> Any:
-    """`torch.distributed` where it has a process group; else None."""
+    """`torch.distributed` if it has a process group; else None."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -46,12 +46,12 @@ def process_group() -> Any:
 
 
 def refuse_launched() -> None:
-    """Raise RuntimeError if the launcher asks for several workers; there is no group of them."""
+    """Raise RuntimeError if the launcher asks for several workers, since no group exists."""
     for key, call in LAUNCHED.items():
         value = os.environ.get(key, "1")
         if key == "SLURM_NTASKS" and (
             "SLURM_PROCID" not in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
-        ):  # of the allocation: a shell within it is one process
+        ):  # it counts the allocation, in which a shell is one process
             continue
         if value.isdigit() and int(value) > 1:
             raise RuntimeError(

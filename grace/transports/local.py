@@ -1,4 +1,4 @@
-"""Workers in this process: one by itself, or several in lockstep that pass messages through memory."""
+"""Workers in this process: a single one, or several in lockstep that exchange messages through memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grace.transports.messages import MessageTransport, Wait
 
 
 class World:
-    """The memory that local workers share: what each has posted under a key."""
+    """The memory that local workers share: their posted values by key."""
 
     def __init__(self, size: int):
         self.size = size
@@ -20,11 +20,11 @@ class World:
         self._parts: dict[tuple[int, ...], World] = {}
 
     def part(self, ranks: list[int]) -> World:
-        """The world of some of these workers: the same one for each of them."""
+        """The world of a subset of workers, the same object for each of them."""
         return self._parts.setdefault(tuple(ranks), World(len(ranks)))
 
     def post(self, key: Any, rank: int, value: Any) -> Callable[[], list[Any]]:
-        """Leave a value; the returned function gives those of all workers, in rank order."""
+        """Post a value; returns a function that collects all workers' values, in rank order."""
         posts = self._posts.setdefault(key, {})
         posts[rank] = value
 
@@ -38,7 +38,7 @@ class World:
 
 
 class LocalTransport(MessageTransport):
-    """One of ``world.size`` workers in this process. Without a world: the only worker."""
+    """One of ``world.size`` workers in this process; without a world, the only worker."""
 
     lockstep = True
 
@@ -57,10 +57,10 @@ class LocalTransport(MessageTransport):
         return part
 
     def exchange(self, text: str) -> list[str]:
-        return [text] * self.size  # workers of one process are made from the same settings
+        return [text] * self.size  # workers in one process share their settings
 
     def begin(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
-        # Programs that differ between workers would hang a real network. Here both sides are named instead.
+        # On a real network, programs that differ between workers would hang. Here the error names both sides.
         self._round += 1
         asked = self._world.post((self._round, name, "asked"), self.rank, [self._describe(c) for c in collectives])
         wait = super().begin(collectives, f"{name}.{self._round}")
@@ -85,7 +85,7 @@ class LocalTransport(MessageTransport):
         ragged = getattr(collective, "ragged", False) or getattr(collective, "shapes", None) is not None
         details = [str(getattr(collective, field)) for field in ("op", "root") if hasattr(collective, field)]
         arrays = arrays_of(collective)
-        if isinstance(collective, AllToAll):  # parts are cut alike on all workers, but for those of neighbours
+        if isinstance(collective, AllToAll):  # all workers cut parts alike, except in neighbour exchanges
             details.append(f"{len(collective.parts)} parts{' between neighbours' * collective.mutual}")
             arrays = () if collective.mutual else arrays
         shapes = [
@@ -129,7 +129,7 @@ class LocalTransport(MessageTransport):
 
 
 class SingleWorker(LocalTransport):
-    """The only worker, because no group was there when workers were looked for."""
+    """The only worker, because no group existed when it was created."""
 
     def bind(self, xp: Any) -> Transport:
         self.check_workers()

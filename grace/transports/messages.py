@@ -1,7 +1,7 @@
-"""One round of many tensors' collectives as few messages.
+"""Packs one round of many tensors' collectives into few messages.
 
 Gathers, broadcasts and exchanges travel as bytes: all arrays of all tensors in one buffer. Reductions travel as one
-buffer per dtype and operation. A transport only has to move such buffers.
+buffer per dtype and operation. A transport only needs to move such buffers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from grace.core.gathered import GatheredBuffers, GatheredPayloads, Layout, nbyte
 
 Wait = Callable[[], Any]
 CARRIED = 2**18
-"""Bytes of sums that may travel with what is gathered."""
+"""Maximum bytes of sums that travel with a gather."""
 
 
 class MessageTransport(Transport):
-    """Packs collectives into buffers. A subclass moves the buffers; every method begins and returns its wait."""
+    """Packs collectives into buffers. A subclass moves the buffers; its methods begin and return their waits."""
 
     _groups: dict[str, MessageTransport] = {}  # noqa: RUF012 - replaced, never changed
 
@@ -42,7 +42,7 @@ class MessageTransport(Transport):
         return part
 
     def late(self, name: str) -> TimeoutError:
-        """What to raise when other workers do not answer."""
+        """The error for workers that do not answer."""
         return TimeoutError(
             f"worker {self.rank} of {self.size} has waited {self.timeout:g} s for the others' {name!r}: one of them is "
             "gone, stuck, or does something else. Its own output says why; if steps may take longer, raise timeout in "
@@ -51,30 +51,30 @@ class MessageTransport(Transport):
 
     @abstractmethod
     def among(self, ranks: list[int]) -> MessageTransport:
-        """The transport of some workers, this one among them. All workers call it together, each for its own group."""
+        """The transport of a subgroup that includes this worker. All workers call it together, for their own groups."""
 
     def group_rank(self, group: str) -> int:
         return self.rank if group == "world" else self._groups[group].rank
 
     @abstractmethod
     def reduce(self, buffer: Array, op: str, name: str) -> Wait:
-        """Wait gives the elementwise "sum", "min" or "max". The buffer is donated: it may become the result."""
+        """Wait returns the elementwise "sum", "min" or "max". The buffer is donated: it may become the result."""
 
     @abstractmethod
     def gather(self, buffer: Array, name: str) -> Wait:
-        """Wait gives a list of every worker's uint8 buffer; all have the same size."""
+        """Wait returns a list of every worker's uint8 buffer; all have the same size."""
 
     @abstractmethod
     def gather_ragged(self, buffer: Array, name: str) -> Wait:
         """As `gather`, for buffers of different sizes."""
 
     def gather_sized(self, buffer: Array, sizes: list[int], name: str) -> Wait:
-        """As `gather`, for buffers whose ``sizes``, by worker, everybody knows."""
+        """As `gather`, for buffers whose ``sizes``, by worker, are known to all workers."""
         return self.all_to_all([buffer] * self.size, sizes, name)
 
     @abstractmethod
     def broadcast(self, buffer: Array, root: int, name: str) -> Wait:
-        """Wait gives the buffer of worker ``root``; all have the same size."""
+        """Wait returns the buffer of worker ``root``; all have the same size."""
 
     def broadcast_ragged(self, buffer: Array, root: int, name: str) -> Wait:
         """As `broadcast`, for buffers of different sizes."""
@@ -82,7 +82,7 @@ class MessageTransport(Transport):
 
         def finish() -> Array:
             (length,) = self.xp.integers(size())
-            # The root's slice is all of its buffer; without it a graph would drop the root's part of the first message.
+            # The root uses a slice of its own buffer: otherwise a graph would drop its part of the first message.
             room = buffer[:length] if self.rank == root else self.xp.zeros((length,), "uint8")
             return self.broadcast(room, root, name)()
 
@@ -90,7 +90,7 @@ class MessageTransport(Transport):
 
     @abstractmethod
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
-        """``buffers[d]`` goes to worker d. Wait gives a list of what came from each, ``sizes[w]`` bytes from w."""
+        """``buffers[d]`` goes to worker d. Wait returns a list of what arrived, ``sizes[w]`` bytes from worker w."""
 
     def all_to_all_ragged(self, buffers: list[Array], name: str) -> Wait:
         """As `all_to_all`, for buffers whose sizes only their senders know."""
@@ -105,7 +105,7 @@ class MessageTransport(Transport):
         return finish
 
     def check_workers(self) -> None:
-        """Raise RuntimeError if the workers are no longer those that this was made for. Called in each round."""
+        """Raise RuntimeError if the workers have changed since this was made. Called in each round."""
 
     def start(self, collectives: Sequence[Collective], name: str) -> Callable[[], list[Any]]:
         self.check_workers()
@@ -119,7 +119,7 @@ class MessageTransport(Transport):
         return _collect(len(collectives), waits)
 
     def begin(self, collectives: Sequence[Collective], name: str) -> Wait:
-        """`start`, for collectives of this transport's own workers."""
+        """`start`, for collectives among this transport's own workers."""
         collectives, carried = self._carried(collectives)
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, collective in enumerate(collectives):
@@ -137,9 +137,9 @@ class MessageTransport(Transport):
         ]
 
     def _carried(self, collectives: Sequence[Collective]) -> tuple[Sequence[Collective], dict[int, Reduce]]:
-        # Sums that are few bytes beside what is gathered in the same round travel with it, and every worker adds them
-        # up in the order of ranks: a message less, which others would wait for. Between two workers the bytes are the
-        # same; between more they grow by no more than a small part of those gathered.
+        # Small sums travel with the gathers of the same round, and every worker adds them up in rank order: this saves
+        # a message and its wait. Between two workers the volume is the same; between more it grows by at most a small
+        # part of the gathered bytes.
         xp = self.xp
         gathered = [each for each in collectives if isinstance(each, Gather) and not each.ragged and not each.shapes]
         carried: dict[int, Reduce] = {}
@@ -175,14 +175,14 @@ class MessageTransport(Transport):
         (texts,) = self.start([Gather((data,), ragged=True)], "exchange")()
         return [bytes(self.xp.to_numpy(data)).decode() for (data,) in texts]
 
-    # -- one kind of collective each: pack and begin; wait gives the result of each item ------------------------------
+    # -- one kind of collective each: pack and start; wait returns the result of each item ----------------------------
     def _start_reduce(self, items: list[Reduce], tag: str) -> Wait:
-        # One message for each dtype: a mean is a sum with a division.
+        # One message per dtype: a mean is a sum with a division.
         xp = self.xp
         arrays = [(array, item.op == "mean") for item in items for array in item.arrays]
         waits: dict[str, Wait] = {}
         sizes: dict[str, list[Any]] = {}
-        divided: set[str] = set()  # dtypes whose buffers hold means already, or are divided as a whole
+        divided: set[str] = set()  # dtypes whose buffers already hold means, or are divided as a whole
         for dtype in dict.fromkeys(xp.dtype(array) for array, _ in arrays):
             mine = [(xp.reshape(array, (-1,)), mean) for array, mean in arrays if xp.dtype(array) == dtype]
             sizes[dtype] = [self._length(array) for array, _ in mine]
@@ -210,7 +210,7 @@ class MessageTransport(Transport):
         return finish
 
     def _length(self, x: Array) -> Any:
-        # A graph may know the length of a vector only when it runs; it is the same on all workers.
+        # A graph may know a vector's length only at run time; it is equal on all workers.
         (n,) = self.xp.shape(x)
         return self.xp.integers(self.xp.lengths([x]))[0] if n is None else n
 
@@ -233,7 +233,7 @@ class MessageTransport(Transport):
         return lambda: _deal(items, [self._unpack(part, layouts[worker], worker) for worker, part in enumerate(wait())])
 
     def _received(self, items: list[Gather], layout: Layout, buffers: list[Array]) -> list[Any]:
-        # A graph may look at them in a branch of its own, which must not make what others use.
+        # A graph may read them in a separate branch, whose tensors others cannot use.
         if not self.xp.mutable:
             return _deal(items, [self._unpack(buffer, layout, w) for w, buffer in enumerate(buffers)])
         for sender, buffer in enumerate(buffers):
@@ -260,7 +260,7 @@ class MessageTransport(Transport):
 
     def _start_alltoall(self, items: list[AllToAll], tag: str) -> Wait:
         xp, mutual = self.xp, items[0].mutual
-        # What comes has the shapes of what this worker keeps, or of what it sends there.
+        # Received parts are shaped like the part that this worker keeps; if ``mutual``, like the part that it sends.
         like = [worker if mutual else self.rank for worker in range(self.size)]
         parts = [[array for item in items for array in item.parts[worker]] for worker in range(self.size)]
         layouts = {worker: self._layout(parts[worker]) for worker in set(like)}
@@ -316,7 +316,7 @@ class MessageTransport(Transport):
         return tuple(self.xp.from_bytes(part, *form) for part, form in zip(parts, layout, strict=True))
 
     def _pack_ragged(self, items: Sequence[Gather | Broadcast]) -> tuple[Array, Layout]:
-        # The buffer begins with the lengths of its arrays, so a receiver needs no other worker's layout.
+        # The buffer begins with the lengths of its arrays, so a receiver needs no layout from the sender.
         arrays = [array for item in items for array in item.arrays]
         body, layout = self._pack(arrays)
         return self.xp.concat([self.xp.to_bytes(self.xp.lengths(arrays)), body]), layout
@@ -341,7 +341,7 @@ class MessageTransport(Transport):
         return self._cut(buffer[head:], tuple(sizes))
 
     def _adds_up(self, buffer: Array, heads: Array, widths: list[int]) -> Array:
-        # bool scalar: the lengths are those of the rest of the buffer. None exceeds it, so that no product wraps.
+        # bool scalar: the lengths add up to the rest of the buffer. Each is checked first, so that no product wraps.
         xp = self.xp
         (room,) = xp.integers(xp.lengths([buffer]) - 8 * len(widths))
         sound = xp.all((heads >= 0) & (heads <= room))
@@ -355,12 +355,12 @@ class MessageTransport(Transport):
         )
 
     def _skip_empty(self, buffer: Array, begin: Callable[[], Wait], result: Any) -> Wait:
-        # Equal sizes everywhere: nobody sends an empty message.
+        # All sizes are equal, so no worker sends an empty message.
         return (lambda: result) if self.xp.shape(buffer)[0] == 0 else begin()
 
 
 class Alone(MessageTransport):
-    """A group of one worker: what it sends is what it gets."""
+    """A group of one worker, which receives its own messages."""
 
     def __init__(self, xp: Any):
         self.xp = xp
@@ -389,7 +389,7 @@ class Alone(MessageTransport):
 
 
 def _kind(collective: Collective) -> tuple[Any, ...]:
-    # What may share a message: the name of the _start_ method, and what else must be equal.
+    # The key of a shared message: the name of the _start_ method, and the fields that must be equal.
     if isinstance(collective, Reduce):
         return ("reduce", "sum" if collective.op == "mean" else collective.op)
     if isinstance(collective, Gather):
@@ -402,7 +402,7 @@ def _kind(collective: Collective) -> tuple[Any, ...]:
 
 
 def _collect(count: int, waits: list[tuple[list[int], Wait]]) -> Callable[[], list[Any]]:
-    # One wait for several, each of which gives the results of some places.
+    # Merge several waits into one; each returns the results of some positions.
     def wait() -> list[Any]:
         results: list[Any] = [None] * count
         for members, finish in waits:
@@ -414,7 +414,7 @@ def _collect(count: int, waits: list[tuple[list[int], Wait]]) -> Callable[[], li
 
 
 def _slices(items: Sequence[Any]) -> Iterator[slice]:
-    # Where each item's arrays lie among those of the message.
+    # Each item's slice of the message's arrays.
     start = 0
     for item in items:
         yield slice(start, start + len(item.arrays))
@@ -422,5 +422,5 @@ def _slices(items: Sequence[Any]) -> Iterator[slice]:
 
 
 def _deal(items: Sequence[Any], senders: list[tuple[Array, ...]]) -> list[list[tuple[Array, ...]]]:
-    # For each item its arrays, from each of the workers that sent a message.
+    # For each item, its arrays from every sender.
     return [[arrays[part] for arrays in senders] for part in _slices(items)]

@@ -19,17 +19,17 @@ from grace.core import Array, Transport
 from grace.transports import events
 from grace.transports.messages import MessageTransport, Wait
 
-# The older name goes away; the newer one is not everywhere yet.
+# The older name is deprecated, and the newer one is not available everywhere.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 LARGE = 2**20
-"""Bytes from which on workers on CPUs hand gathered messages on themselves instead of by gloo's gather."""
+"""Bytes from which CPU workers gather around a ring of their own instead of gloo's."""
 BETWEEN_TWO = 2**14
-"""The same of two workers. gloo's gather goes one way and then the other there: that a receiver is ready is said behind
-what it sends itself."""
+"""The same between two workers, where gloo's gather is half-duplex: a receiver's ready message queues behind its
+data."""
 TAGS = 2**20
-"""After so many the tags of messages from worker to worker begin anew; 0 is everybody's."""
+"""Number of tags for direct messages before they repeat; collectives use tag 0."""
 SMALL = 2**18
-"""Bytes up to which workers on CPUs reduce a message directly: of large ones a slow link would get too many at once."""
+"""Maximum bytes that CPU workers reduce directly: larger messages would flood a slow link."""
 OPS = {
     "sum": (dist.ReduceOp.SUM, torch.add),
     "min": (dist.ReduceOp.MIN, torch.minimum),
@@ -37,15 +37,15 @@ OPS = {
 }
 
 PASSES: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
-"""Counts the collectives of each process group that workers make themselves: several optimizers may share a group."""
+"""Counts direct collectives per process group, since several optimizers may share a group."""
 
 
 def _delta(seconds: float) -> timedelta:
-    return timedelta(seconds=min(seconds, 1e8))  # gloo knows no infinity
+    return timedelta(seconds=min(seconds, 1e8))  # gloo has no infinite timeout
 
 
 class TorchDistributedTransport(MessageTransport):
-    """Workers of a process group (``group`` None: of the default one).
+    """Workers of a process group (``group`` None: the default group).
 
     torch.distributed matches collectives by order, not by name. The scheduler keeps one order on all workers; your own
     collectives in the same group must not be called from another thread during a backward pass.
@@ -82,7 +82,7 @@ class TorchDistributedTransport(MessageTransport):
 
     @property
     def ranks(self) -> list[int]:
-        """The workers of the group, by their ranks among all."""
+        """The group's workers, by their global ranks."""
         return dist.get_process_group_ranks(dist.group.WORLD if self._group is None else self._group)
 
     def bind(self, xp: Any) -> Transport:
@@ -100,29 +100,29 @@ class TorchDistributedTransport(MessageTransport):
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        # gloo's own limit follows: a worker that gives up could not end before gloo does, after half an hour.
+        # Adapt gloo's own timeout, too: a worker that gives up cannot exit before gloo does, after half an hour.
         self._timeout, self._limit = seconds, _delta(seconds)
         if hasattr(self._gloo, "_set_default_timeout"):
             self._gloo._set_default_timeout(self._limit)
 
     @property
     def _gloo(self) -> Any:
-        # What carries tensors of CPUs, if that is gloo.
+        # The gloo backend for CPU tensors, if that is in use.
         group = dist.group.WORLD if self._group is None else self._group
         return group._get_backend(torch.device("cpu")) if "cpu:gloo" in dist.get_backend_config(group) else None
 
     @property
     def node_size(self) -> int:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))  # what torchrun says
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))  # set by torchrun
         return local if self._group is None else self.size
 
     @property
     def splits(self) -> bool:
-        machines = int(os.environ.get("GROUP_WORLD_SIZE", 0))  # what torchrun says, too
+        machines = int(os.environ.get("GROUP_WORLD_SIZE", 0))  # also set by torchrun
         return self._group is None and machines * self.node_size == self.size
 
     def among(self, ranks: list[int]) -> TorchDistributedTransport:
-        # Groups are made by all workers together: everybody learns of everybody's.
+        # All workers create groups together, so they exchange their ranks.
         groups = [json.loads(text) for text in self.exchange(json.dumps(ranks))]
         mine = None
         for group in sorted({tuple(group) for group in groups}):
@@ -160,7 +160,7 @@ class TorchDistributedTransport(MessageTransport):
     def _wait(self, name: str, buffer: Array, *works: Any) -> None:
         if buffer.device.type != "cpu":
             for work in works:
-                work.wait()  # a time limit would hold the host up; NCCL has a watchdog of its own
+                work.wait()  # a timeout would block the host; NCCL has its own watchdog
             return
         try:
             for work in works:
@@ -169,7 +169,7 @@ class TorchDistributedTransport(MessageTransport):
             raise self._lost(name, error) from error
 
     def _lost(self, name: str, error: RuntimeError) -> Exception:
-        # What gloo raises inside is about other workers: one that is gone is noticed when something is sent to it, too.
+        # gloo's own text names no worker. A lost worker is also noticed when something is sent to it.
         if "imed out" in str(error):
             return self.late(name)
         return ConnectionError(f"worker {self.rank} of {self.size} has lost another one at {name!r}: {error}")
@@ -180,12 +180,12 @@ class TorchDistributedTransport(MessageTransport):
         return super().gather_sized(buffer, sizes, name)
 
     def _gather_around(self, buffer: Array, sizes: list[int], name: str) -> Wait:
-        # Each worker hands on to the next one what came from the one before, as gloo's own gather does, which takes
-        # about three times as long on a fast network. To send to everybody at once takes a seventh longer on a slow
-        # one: streams that share a link leave some of it idle. Parts leave when somebody waits, which all workers do in
-        # the same order.
+        # Each worker forwards to the next one what it received from the previous one, as in gloo's own gather, which
+        # takes about three times as long on a fast network. Sending to all workers at once takes a seventh longer on a
+        # slow one, since streams that share a link leave it partly idle. Parts are forwarded in the wait, which all
+        # workers enter in the same order.
         parts = self._places(buffer, sizes)
-        parts = [parts[(self.rank - step) % self.size] for step in range(self.size)]  # as they come
+        parts = [parts[(self.rank - step) % self.size] for step in range(self.size)]  # in order of arrival
         tag = self._next_tag(name)
         coming = [self._receive(part, self.rank - 1, tag, name) for part in parts[1:]]
         leaving = [self._send(buffer, self.rank + 1, tag, name)]
@@ -201,9 +201,9 @@ class TorchDistributedTransport(MessageTransport):
         return finish
 
     def _reduce_directly(self, buffer: Array, op: str, name: str) -> Wait:
-        # gloo's own passes messages on around a ring, 2 (W - 1) times one after the other, which is what small ones
-        # wait for. Here each worker reduces its share, in the order of ranks, and sends it to all: two times. Of two
-        # workers each reduces all: once, and as many bytes.
+        # gloo's own allreduce takes 2 (W - 1) successive messages around a ring, whose latency dominates for small
+        # buffers. Here each worker reduces its share, in rank order, and sends it to all workers: two messages. Between
+        # two workers, each reduces everything: one message of the same volume.
         shares = [buffer] * 2 if self.size == 2 else list(buffer.tensor_split(self.size))
         mine = shares[self.rank]
         places = [mine if w == self.rank else torch.empty_like(mine) for w in range(self.size)]
@@ -223,8 +223,8 @@ class TorchDistributedTransport(MessageTransport):
         return finish
 
     def _directly(self, buffers: list[Array], places: list[Array], tag: int, name: str) -> Wait:
-        # Everybody sends to everybody at once, but for what is empty: both ends know that it is. What comes from a
-        # worker is written to its place; this worker's own is what it sends itself already.
+        # All workers send to all others at once, except empty parts, which both ends know. A worker's data goes to its
+        # place; this worker's place is its own buffer.
         works = []
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
@@ -252,20 +252,20 @@ class TorchDistributedTransport(MessageTransport):
             raise self._lost(name, error) from error
 
     def _next_tag(self, name: str) -> int:
-        # One for all messages from worker to worker of a collective: several are under way together, and parts of them
-        # leave late. Workers that exchange different messages wait for their time limit: gloo ends a process where a
-        # message is larger than what is expected.
+        # One tag for all direct messages of a collective: several collectives are in flight together, and some parts
+        # are sent late. Workers that exchange different messages run into the timeout: gloo would abort the process if
+        # a message is larger than expected.
         return (next(self._passes) ^ zlib.crc32(name.encode())) % TAGS + 1
 
     def _places(self, own: Array, sizes: list[int]) -> list[Array]:
-        # For bytes from every worker, this one's where they are.
+        # Receive buffers for every worker; this worker's is its own data.
         return [own if w == self.rank else self.xp.empty(size, "uint8") for w, size in enumerate(sizes)]
 
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def gather_ragged(self, buffer: Array, name: str) -> Wait:
-        # Sizes first: all_gather wants equal ones, so everybody fills up to the largest.
+        # Exchange sizes first: all_gather needs equal ones, so all workers pad to the largest.
         sizes = self.gather(self.xp.to_bytes(self.xp.lengths([buffer])), name)
 
         def finish() -> list[Array]:
@@ -287,7 +287,7 @@ class TorchDistributedTransport(MessageTransport):
 
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
         if buffers[0].device.type == "cpu":
-            # From where they lie to where they are read: PyTorch's own wants one array of all, at both ends.
+            # Avoids copies at both ends: PyTorch's own all_to_all needs one contiguous array of all parts.
             buffers = [buffer.contiguous() for buffer in buffers]
             return self._directly(buffers, self._places(buffers[self.rank], sizes), self._next_tag(name), name)
         received = buffers[0].new_empty(sum(sizes))

@@ -1,4 +1,4 @@
-"""A network of several hosts on one machine: namespaces, shaped links, and the real launchers across them."""
+"""An emulated network of several hosts on one machine: namespaces, shaped links, and the real launchers."""
 
 from grace.bench.lab.network import Lab, LabError, Loopback
 

@@ -1,4 +1,4 @@
-"""The real horovodrun and torchrun across the hosts of a lab, with the output of every rank, and no hang."""
+"""Runs the real horovodrun and torchrun across the hosts of a lab, with every rank's output, and without hanging."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import Any
 from grace.bench.lab.network import Lab, LabError, Loopback
 
 BIN = Path(sys.executable).parent
-ROOT = Path(__file__).resolve().parents[3]  # where `grace` is imported from
-GRACE_PERIOD = 20.0  # seconds for the other ranks to end after the first one has
+ROOT = Path(__file__).resolve().parents[3]  # parent of the imported `grace`
+GRACE_PERIOD = 20.0  # seconds for the other ranks to end after the first one
 
-# What starts a rank: it keeps what the rank prints, and how it ends. $0 is the folder.
+# Wrapper of a rank: stores the rank's output and exit code. $0 is the folder.
 KEEP = """rank=${HOROVOD_RANK:-$RANK}; "$@" >"$0/$rank.out" 2>&1; code=$?; echo $code >"$0/$rank.code"; exit $code"""
 
 
 @dataclass
 class Outcome:
-    """How a launch ended."""
+    """The outcome of a launch."""
 
     launcher: str
     codes: dict[int, int | None]
-    """Exit code of each rank; None for a rank that had to be killed, or never started."""
+    """Exit code of each rank; None for a rank that was killed, or never started."""
     outputs: dict[int, str]
-    """What each rank printed."""
+    """Output of each rank."""
     log: str
-    """What the launcher itself printed."""
+    """Output of the launcher itself."""
     reason: str = ""
     """Why it was stopped; empty if it ended by itself."""
     failed: bool = field(init=False)
@@ -45,7 +45,7 @@ class Outcome:
         for rank, text in self.outputs.items():
             if self.codes[rank] != 0 and text.strip():
                 lines.append(f"--- rank {rank} ---\n{text[-3000:].rstrip()}")
-        if self.failed and self.log.strip() and len(lines) == 1:  # a rank's own words say more
+        if self.failed and self.log.strip() and len(lines) == 1:  # a rank's own output says more
             lines.append(f"--- {self.launcher} ---\n{self.log[-3000:].rstrip()}")
         return "\n".join(lines)
 
@@ -66,7 +66,7 @@ def horovodrun(lab: Lab | Loopback, *command: Any, **options: Any) -> Outcome:
 
 
 def torchrun(lab: Lab | Loopback, *command: Any, **options: Any) -> Outcome:
-    """Run a command on all workers with one ``torchrun`` on each host."""
+    """Run a command on all workers with one ``torchrun`` per host."""
     words = [_tool("torchrun"), "--nnodes", len(lab.hosts), "--nproc-per-node", lab.workers_per_host]
     words += ["--master-addr", lab.hosts[0].address, "--master-port", lab.port, "--max-restarts", 0, "--no-python"]
     starts = [(h.index, [*words, "--node-rank", h.index, "--local-addr", h.address]) for h in lab.hosts]
@@ -93,7 +93,7 @@ def _run(
     timeout: float = 300,
     alive: Callable[[], Any] | None = None,
 ) -> Outcome:
-    # ``timeout`` counts from the start, or from the last time that what ``alive`` returns changed.
+    # ``timeout`` counts from the start, or from the last change of ``alive``'s result.
     environment = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",

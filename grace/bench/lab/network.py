@@ -1,4 +1,4 @@
-"""Hosts, links and a switch out of network namespaces, virtual cables and a token bucket filter."""
+"""Emulated hosts, links and a switch, built from network namespaces, virtual cables and token bucket filters."""
 
 from __future__ import annotations
 
@@ -20,15 +20,10 @@ from types import TracebackType
 from typing import Any
 
 PREFIX = "grace-lab"
-NETNS = Path("/etc/netns")  # `ip netns exec NAME` shows what is in NETNS/NAME in place of what is in /etc
-PACKAGES = {
-    "ip": "iproute2",
-    "tc": "iproute2",
-    "sshd": "openssh-server",
-    "ssh": "openssh-client",
-    "ssh-keygen": "openssh-client",
-}
-LATENCY = "100ms"  # what a full queue holds, as time at the link's rate
+NETNS = Path("/etc/netns")  # `ip netns exec NAME` replaces files in /etc by those in NETNS/NAME
+PACKAGES = {"ip": "iproute2", "tc": "iproute2"}
+SSH_PACKAGES = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
+LATENCY = "100ms"  # capacity of a queue, as time at the link's rate
 UNSHAPED = "unshaped"
 UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -50,34 +45,37 @@ def bits_per_second(rate: str) -> float:
 
 
 def burst_bytes(rate: str) -> int:
-    """What an idle link may send at once: 4.2 ms of its rate, as 512 kB are at 1 Gbit/s.
+    """Burst of an idle link: 4.2 ms at its rate, or 512 kB at 1 Gbit/s.
 
-    A larger burst would carry most of a compressed message for nothing on a slow link; a smaller one misses the rate.
+    A larger burst would carry most of a compressed message for free on a slow link; a smaller one misses the rate.
     """
     return max(int(bits_per_second(rate) / 8 * 0.0042), 16 * 1024)
 
 
-def missing() -> list[str]:
-    """What this machine lacks for a lab, each with how to get it; empty if nothing."""
+def missing(ssh: bool = False) -> list[str]:
+    """Missing requirements of a lab on this machine, each with its remedy; empty if none.
+
+    ``ssh``: those of horovodrun too, which reaches other hosts by SSH.
+    """
     lacks = []
     if sys.platform != "linux":
         return ["network namespaces (Linux only)"]
     if os.geteuid():
         lacks.append("root: run it with sudo, or in a container with --privileged")
-    packages = sorted({package for tool, package in PACKAGES.items() if not find(tool)})
-    if packages:
-        tools = ", ".join(tool for tool in PACKAGES if not find(tool))
+    needed = PACKAGES | SSH_PACKAGES if ssh else PACKAGES
+    if packages := sorted({package for tool, package in needed.items() if not find(tool)}):
+        tools = ", ".join(tool for tool in needed if not find(tool))
         lacks.append(f"{tools}: apt-get install {' '.join(packages)}")
     return lacks
 
 
 def find(tool: str) -> str | None:
-    """A system tool's path; sshd and tc are in folders that are not on everybody's PATH."""
+    """A system tool's path; sshd and tc may not be on PATH."""
     return shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
 
 
 def run(*command: Any, check: bool = True) -> str:
-    """Run a system tool and return what it printed."""
+    """Run a system tool and return its output."""
     words = [str(word) for word in command]
     done = subprocess.run([find(words[0]) or words[0], *words[1:]], capture_output=True, text=True)
     if check and done.returncode:
@@ -112,7 +110,7 @@ class Host:
         return process
 
     def processes(self) -> set[int]:
-        """All that runs on this host, except its sshd."""
+        """All processes on this host, except its sshd."""
         listed = run("ip", "netns", "pids", self.name, check=False)
         return {int(pid) for pid in listed.split()} - ({self.sshd.pid} if self.sshd else set())
 
@@ -120,9 +118,9 @@ class Host:
 class Lab:
     """``hosts`` emulated hosts on one switch, each link shaped to ``rate`` in both directions.
 
-    A context manager. Every host has an interface eth0, a hosts file that knows its own address, and an sshd with keys
-    of this lab alone; nothing of the machine's own network or ssh is changed. ``rate``: as tc writes it, or "unshaped".
-    ``burst``: bytes that an idle link may send at once; None: `burst_bytes`.
+    A context manager. Every host has an interface eth0, a hosts file with its own address and, for horovodrun, an sshd
+    with keys of this lab alone; the machine's own network and ssh are not changed. ``rate``: in tc's form, or
+    "unshaped". ``burst``: bytes that an idle link may send at once; None: `burst_bytes`.
     """
 
     def __init__(
@@ -131,16 +129,17 @@ class Lab:
         if not 1 <= hosts <= 250 or workers_per_host < 1:
             raise LabError(f"{hosts} hosts with {workers_per_host} workers each: 1 to 250 hosts, at least 1 worker")
         bits_per_second(rate)
-        self.interface, self.port = "eth0", 29500  # nobody else is on these hosts
+        self.interface, self.port = "eth0", 29500  # no other users on these hosts
         self.rate, self.burst, self.workers_per_host = rate, burst, workers_per_host
         self.name = f"{PREFIX}-{os.getpid()}-{next(_counter)}"
         self.switch = f"{self.name}-sw"
         self.hosts = [Host(self.name, index) for index in range(hosts)]
         self.folder = Path()
+        self._key: Path | None = None
 
     @property
     def size(self) -> int:
-        """Workers in all."""
+        """Total number of workers."""
         return len(self.hosts) * self.workers_per_host
 
     @property
@@ -150,8 +149,13 @@ class Lab:
 
     @property
     def key(self) -> Path:
-        """The private key that every host accepts."""
-        return self.folder / "id"
+        """The private key that every host accepts; starts an sshd on each. Raises LabError where there is none."""
+        if self._key is None:
+            if lacks := missing(ssh=True):
+                raise LabError("horovodrun in the network lab needs " + "; and ".join(lacks))
+            self._start_sshd()
+            self._key = self.folder / "id"
+        return self._key
 
     def __enter__(self) -> Lab:
         lacks = missing()
@@ -169,7 +173,7 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Stop all that runs on the hosts, and remove them."""
+        """Stop all processes on the hosts, and remove the hosts."""
         started = [process for host in self.hosts for process in host.started]
         for process in started:  # some may not have reached their host yet
             process.kill()
@@ -178,7 +182,7 @@ class Lab:
             process.wait()
 
     def stop(self) -> None:
-        """Kill all that runs on the hosts, except their sshd."""
+        """Kill all processes on the hosts, except their sshd."""
         for _ in range(50):
             left = set().union(*(host.processes() for host in self.hosts))
             if not left:
@@ -188,7 +192,7 @@ class Lab:
         raise LabError(f"processes {sorted(left)} in the lab cannot be killed")
 
     def shape(self, rate: str, burst: int | None = None) -> None:
-        """Give all links another rate."""
+        """Set another rate on all links."""
         bits_per_second(rate)
         self.rate, self.burst = rate, burst
         for host in self.hosts:
@@ -216,15 +220,14 @@ class Lab:
             run(*here, "address", "add", f"{host.address}/24", "dev", "eth0")
             self._etc(host)
         self.shape(self.rate, self.burst)
-        self._start_sshd()
 
     def _etc(self, host: Host) -> None:
-        # Horovod's gloo looks its own host name up: in the machine's file that is often 127.0.0.1.
+        # Horovod's gloo resolves its own host name, which is often 127.0.0.1 in the machine's file.
         etc = NETNS / host.name
         (etc / "ssh").mkdir(parents=True)
         names = f"127.0.0.1 localhost\n::1 localhost\n{host.address} {socket.gethostname()}\n"
         (etc / "hosts").write_text(names + "".join(f"{h.address} host{h.index}\n" for h in self.hosts))
-        # The keys of these hosts must not reach the user's known_hosts.
+        # Keep the keys of these hosts out of the user's known_hosts.
         (etc / "ssh" / "ssh_config").write_text("Host *\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n")
 
     def _start_sshd(self) -> None:
@@ -243,8 +246,8 @@ class Lab:
         }
         config = self.folder / "sshd_config"
         config.write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
-        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd wants this folder, empty
-        Path("/etc/ssh").mkdir(exist_ok=True)  # there must be something to show ours in place of
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd needs this empty folder
+        Path("/etc/ssh").mkdir(exist_ok=True)  # the mount point must exist
         for host in self.hosts:
             with (self.folder / f"sshd{host.index}.log").open("wb") as log:
                 sshd = find("sshd")
@@ -258,7 +261,7 @@ class Lab:
 
 
 class Loopback:
-    """This machine as it is, as a lab of one host on which all workers are: no links, no rate. No root is needed."""
+    """This machine unchanged, as a lab of one host with all workers: no links, no rate. Needs no root."""
 
     def __init__(self, workers: int):
         self.interface, self.address, self.index = "lo", "localhost", 0
@@ -270,7 +273,7 @@ class Loopback:
 
     @property
     def port(self) -> int:
-        """One that is free."""
+        """A free port."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             return free.getsockname()[1]
@@ -295,7 +298,7 @@ class Loopback:
         )
 
     def processes(self) -> set[int]:
-        """All that was started here and still runs, in whichever group: launchers give workers groups of their own."""
+        """All running processes that were started here, in any process group: launchers create groups for workers."""
         found = set()
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
@@ -315,7 +318,7 @@ class Loopback:
 
 
 def topology(hosts: int, workers_per_host: int) -> str:
-    """How the number of hosts, and of workers on each, is written."""
+    """The text of a topology."""
     return f"{hosts}x{workers_per_host}" if workers_per_host > 1 else str(hosts)
 
 
@@ -328,7 +331,7 @@ def parse_topology(text: str) -> tuple[int, int]:
 
 
 def leftovers(everything: bool = False) -> list[str]:
-    """Labs whose process has gone without removing them. ``everything``: also those that are in use."""
+    """Labs whose process has ended without removing them. ``everything``: include those in use."""
     listed = [line.split()[0] for line in run("ip", "netns", "list", check=False).splitlines() if line.strip()]
     for folder in (NETNS, Path(tempfile.gettempdir())):
         listed += [path.name for path in folder.glob(f"{PREFIX}-*")]
@@ -359,7 +362,7 @@ def _remove(lab: str) -> None:
         for path in folder.glob(f"{lab}-*"):
             shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):
-        NETNS.rmdir()  # only if it is empty
+        NETNS.rmdir()  # only if empty
 
 
 def _kill(pids: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""TCP throughput between two hosts of a lab. Each end is this file, run as a script: the standard library only."""
+"""TCP throughput between two hosts of a lab. Each end runs this file as a script: standard library only."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from grace.bench.lab.network import Lab
 
 PORT = 5999
-SKIPPED = 0.4  # seconds at the start: connection set-up, and what an idle link may send at once
+SKIPPED = 0.4  # seconds at the start: connection set-up, and the burst of an idle link
 
 
 def receive(address: str) -> None:
-    """Accept one connection, and print the bits per second that came in after the start."""
+    """Accept one connection, and print the bits per second received after the start."""
     with socket.create_server((address, PORT)) as server:
         print("ready", flush=True)
         server.settimeout(30)
@@ -37,7 +37,7 @@ def receive(address: str) -> None:
 
 
 def send(address: str, seconds: float) -> None:
-    """Send as fast as the link takes it."""
+    """Send as fast as the link allows."""
     data = bytes(1 << 18)
     with socket.create_connection((address, PORT), timeout=30) as connection:
         end = time.perf_counter() + SKIPPED + seconds
@@ -46,7 +46,7 @@ def send(address: str, seconds: float) -> None:
 
 
 def probe(lab: Lab, source: int = 1, target: int = 0, seconds: float = 2.0) -> float:
-    """Bits per second that one TCP connection carries from one host to another (payload, without headers)."""
+    """Bits per second of one TCP connection from one host to another (payload, without headers)."""
     to, of = lab.hosts[target], lab.hosts[source]
     receiver = to.popen(sys.executable, __file__, "receive", to.address, stdout=subprocess.PIPE)
     sender = None

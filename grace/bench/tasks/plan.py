@@ -59,7 +59,7 @@ class Job:
 
     @property
     def params(self) -> dict[str, Any] | str:
-        """What the trainer is told: a dictionary of `grace_from_params`, or a baseline's name."""
+        """The trainer's setting: a dictionary of `grace_from_params`, or a baseline's name."""
         return self.method if self.method in BASELINES else parse(self.method).params
 
     @property
@@ -72,7 +72,7 @@ class Job:
 
     @property
     def head(self) -> dict[str, Any]:
-        """What names its training: equal heads are the same measurement."""
+        """The key of its training: equal keys are the same measurement."""
         keys = ("task", "toolkit", "workers", "method", "seed")
         found = {key: getattr(self, key) for key in keys}
         return {**found, "scale": "full" if self.full else "quick", "steps": self.sized.steps, "real": bool(self.data)}

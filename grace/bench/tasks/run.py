@@ -68,7 +68,7 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 def remaining(jobs: Iterable[Job], rows: Sequence[Row], retry: bool = False) -> list[Job]:
-    """What of the jobs is still to do. ``retry``: what failed is to be done again."""
+    """The remaining jobs. ``retry``: include failed ones."""
     done = {cell(row) for row in latest(rows) if not (retry and "error" in row)}
     found = []
     for job in jobs:
@@ -195,7 +195,7 @@ def _joined(timed: Sequence[Row]) -> Row:
 
 
 def reason(outcome: Outcome) -> str:
-    """Why a launch failed, in a line: what the first worker that failed said last."""
+    """Why a launch failed, in one line: the last output of the first failed worker."""
     if outcome.reason.startswith("nothing happened for"):
         return outcome.reason.replace("nothing happened for", "did not end within")
     for rank, text in outcome.outputs.items():

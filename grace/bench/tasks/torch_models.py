@@ -85,7 +85,7 @@ class _Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts the next word: a decoder whose norms come before what they feed."""
+    """Predicts the next word: a decoder with pre-normalisation."""
 
     def __init__(self, words: int, length: int, width: int, layers: int, heads: int):
         super().__init__()

@@ -111,7 +111,7 @@ def main() -> None:
     worker = Worker(Job.read(Path(sys.argv[1])), Path(sys.argv[2]))
     worker.run()
     worker.trainer.agree(0)
-    # Threads of gloo may outlive the group and now and then abort in Python's clean-up: there is none.
+    # gloo's threads may outlive the group and sometimes abort in Python's clean-up, so skip it.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Any strategy of the planner's tree, for each tensor its own."""
+"""Carries out a planned strategy, one per tensor."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ GATHERED = "compress(gpu) allgather*(flat) decompress(gpu)"
 @register("planned")
 @dataclass(frozen=True)
 class Planned(Communicator):
-    """Take each tensor along a strategy of Espresso's tree: what is compressed where, and over which collectives.
+    """Carry each tensor by a strategy of Espresso's tree: where to compress, and which collectives to use.
 
-    Wherever a worker compresses, it has a memory of its own for what it did not send; where it compresses a mean, that
-    is the memory that the method has for a second compression. What is divided among workers afterwards is compressed
-    piece by piece. Each collective gives a mean, and a root is the first worker of its group; a reduction to a root, a
-    gathering and a reduce-scatter are an AllToAll to those who want the data, so bytes are what the strategy says.
+    Each compression has its own memory; where a worker compresses a mean, it uses the method's memory for a second
+    compression. Data that is later divided among workers is compressed shard by shard. Each collective returns a mean,
+    and its root is the first worker of its group. A reduce, a gather and a reduce-scatter are an AllToAll to the
+    workers that need the data, so the bytes are those of the strategy.
     ``option``: the strategy of all tensors, as text (`grace.communicators.planned.strategy`).
-    ``ways``: instead, a strategy and perhaps a method for each tensor.
-    ``node_size``: workers of a machine, consecutive ranks; 0: as they were launched. It must divide their number.
+    ``ways``: instead, a strategy and an optional method for each tensor.
+    ``node_size``: workers per machine, with consecutive ranks; 0: as launched. It must divide the number of workers.
     Wang et al., "Hi-Speed DNN Training with Espresso", EuroSys 2023, section 4.1.
     """
 
@@ -57,7 +57,7 @@ class Planned(Communicator):
 
     def resolve(self, method: Method, transport: Transport) -> Communicator:
         if self.ways is not None:
-            return replace(self, ways=self.ways.resolve(method))  # a plan may say how many workers a machine has
+            return replace(self, ways=self.ways.resolve(method))  # a plan may give the workers per machine
         if parse(self.option).flat:
             return self
         return replace(self, node_size=machine_size("planned", self.node_size, transport))
@@ -106,7 +106,7 @@ class Planned(Communicator):
         if self._dense(ctx.name):
             return False
         check(route, method)
-        # Of every worker, since all must decide alike.
+        # Check every worker's shards, since all workers must decide alike.
         everybody = (replace(ctx, rank=rank) for rank in range(ctx.world_size))
         return all(
             method.compressor.applies(leaf)
@@ -141,7 +141,7 @@ class Planned(Communicator):
         return self.node_size if self.ways is None else self.ways.node_size
 
     def _dense(self, name: str) -> bool:
-        # It is averaged as it is; at all levels, if there are some.
+        # Whether the tensor is averaged uncompressed, at all levels of a policy.
         return self.option == DENSE_FLAT if self.ways is None else self.ways.dense(name)
 
     def _route(self, name: str) -> Option:
@@ -149,7 +149,7 @@ class Planned(Communicator):
 
 
 def check(option: Option, method: Method) -> None:
-    """Raise ValueError, naming the remedy, for a method that cannot go along a strategy."""
+    """Raise ValueError, naming the remedy, for a method that a strategy cannot carry."""
     if not option.compressions:
         return
     compressor, name = method.compressor, name_of(method.compressor)
@@ -173,7 +173,7 @@ def check(option: Option, method: Method) -> None:
 
 
 def carries(option: Option, method: Method) -> bool:
-    """Whether a method can go along a strategy: `check` has nothing to say."""
+    """Whether a strategy can carry a method: `check` passes."""
     try:
         check(option, method)
     except ValueError:
@@ -182,50 +182,50 @@ def carries(option: Option, method: Method) -> bool:
 
 
 def summable(compressor: Compressor) -> bool:
-    """Whether ``allreduce*`` carries its payloads: their mean, as floats, is the payload of the mean."""
+    """Whether ``allreduce*`` carries its payloads: their float mean is the payload of the mean."""
     floats = compressor.traits.wire_sum is None and type(compressor).reduced is Compressor.reduced
     return compressor.traits.combine is Combine.MEAN and floats
 
 
-# -- where things are --------------------------------------------------------------------------------------------------
+# -- the steps of a strategy -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PlanStep:
-    """One action of a strategy, for one worker: what it finds before the action."""
+    """One action of a strategy for one worker, with the worker's situation before it."""
 
     action: Action
     here: bool
-    """This worker takes part; or, of a compression, has something to compress."""
+    """This worker takes part; in a compression: it has data to compress."""
     region: Context
-    """The part of the tensor that is in question."""
+    """The part of the tensor that the action works on."""
     cuts: tuple[int, ...]
-    """Into how many shards the region's payloads are cut, level below level."""
+    """Number of shards at each level into which the region's payloads are cut."""
     pieces: int
-    """Payloads of each leaf, one of each of so many workers."""
+    """Payloads per leaf, each from another worker."""
     place: int
     size: int
-    """This worker's rank in the collective's group, and how many there are."""
+    """This worker's rank in the collective's group, and the group's size."""
     parent: Context
-    """Of a second step: the region that its first step divided."""
+    """For a second step: the region that its first step divided."""
     stage: int
-    """How many compressions came before."""
+    """Number of earlier compressions."""
     compressor: Compressor
 
     @property
     def leaves(self) -> list[Context]:
-        """The smallest shards, each with its payloads. (A compression's own are those that it makes.)"""
+        """The smallest shards, each with its own payloads. For a compression: the shards that it encodes."""
         return _leaves(self.compressor, self.region, self.cuts)
 
     def kept(self) -> Iterator[tuple[str, Context]]:
-        """Of a compression: each leaf with the key of its state."""
+        """For a compression: each leaf with the key of its state."""
         return ((f"compress{self.stage}.{number}", leaf) for number, leaf in enumerate(self.leaves))
 
     def method(self, method: Method) -> Method:
-        """What compresses here: the first compression is of a gradient, later ones are of means."""
+        """The method of this compression: a gradient's for the first one, a mean's for later ones."""
         return method.for_second_stage if self.stage else method
 
 
 def expand_plan(option: Option, compressor: Compressor, ctx: Context, node_size: int) -> list[PlanStep]:
-    """The actions of a strategy as a worker finds them. ``ctx``: of the whole tensor."""
+    """The steps of a strategy for one worker. ``ctx``: of the whole tensor."""
     nodes = node_size or 1
     places: dict[Level, tuple[int, int]] = {
         "flat": (ctx.rank, ctx.world_size),
@@ -236,14 +236,14 @@ def expand_plan(option: Option, compressor: Compressor, ctx: Context, node_size:
     holds: dict[Level, bool] = dict.fromkeys(places, True)
     parents: dict[Level, Context] = {}
     cuts: tuple[int, ...] = ()
-    region, pieces, stage, met = ctx, 1, 0, False  # met: machines have the same
+    region, pieces, stage, met = ctx, 1, 0, False  # met: all machines hold the same data
     for number, action in enumerate(option.actions):
         level, kind = action.level, action.kind
         place, size = places[level]
         if kind == "compress":
             cuts, pieces = _divisions(option.actions[number + 1 :], places), 1
-            if stage:  # the first is what a communicator that compresses once would do
-                # Machines that have the same mean compress it alike, so that they end with the same.
+            if stage:  # the first keeps its name, as in a communicator that compresses once
+                # Machines that hold the same mean must compress it alike, so that their results are equal.
                 rank = ctx.rank % nodes if met else ctx.rank
                 region = replace(region, name=f"{ctx.name}/compress{stage}", rank=rank)
         others = [hold for each, hold in holds.items() if action.device is not None or each != level]
@@ -268,7 +268,7 @@ def expand_plan(option: Option, compressor: Compressor, ctx: Context, node_size:
 
 
 def _divisions(rest: Sequence[Action], places: Mapping[Level, tuple[int, int]]) -> tuple[int, ...]:
-    # Into how many shards payloads are divided before they are decoded.
+    # Number of shards, level by level, into which payloads are cut before decoding.
     found: list[int] = []
     for action in rest:
         if action.kind == "decompress":
@@ -284,14 +284,14 @@ def _leaves(compressor: Compressor, region: Context, cuts: tuple[int, ...]) -> l
     return [leaf for shard in shards(compressor, region, cuts[0]) for leaf in _leaves(compressor, shard, cuts[1:])]
 
 
-# -- what is done there ------------------------------------------------------------------------------------------------
+# -- carrying the steps out --------------------------------------------------------------------------------------------
 class _Worker:
-    """One worker on its way, with dense data (or a mean to be decoded) or with payloads, or with nothing."""
+    """One worker's data on the way: dense data (or a mean to be decoded), payloads, or nothing."""
 
     def __init__(self, x: Array, method: Method, state: State, ctx: Context):
         self.dense: Any = x
         self.state = dict(state)
-        self._payloads: list[list[Payload]] | None = None  # for each leaf all its pieces
+        self._payloads: list[list[Payload]] | None = None  # all pieces of each leaf
         self._method, self._xp, self._dtype = method, ctx.xp, ctx.dtype
         self._wire = ctx.wire if method.compressor.traits.lossless else ctx.dtype
 
@@ -300,12 +300,12 @@ class _Worker:
         if leg.here:
             yield from getattr(self, f"_{leg.action.kind}{'_payloads' * leg.action.compressed}")(leg)
         elif leg.action.collective:
-            yield ()  # others exchange something: keep step with them
+            yield ()  # others exchange data now: stay in lockstep with them
 
     def _compress(self, leg: PlanStep) -> Program[None]:
         x, found = materialize(self.dense), []
         bounds = list(accumulate((leaf.size for leaf in leg.leaves), initial=0))
-        # Each leaf's state may come to lie where its data is.
+        # A leaf's state may overwrite the memory of its data, so each leaf gets a copy.
         parts = [x] if len(bounds) == 2 else [self._xp.copy(x[start:stop]) for start, stop in pairwise(bounds)]
         for (key, leaf), part in zip(leg.kept(), parts, strict=True):
             payload, kept = yield from leg.method(self._method).encode(part, scope(self.state, key), leaf)
@@ -323,7 +323,7 @@ class _Worker:
 
     # -- dense data ----------------------------------------------------------------------------------------------------
     def _sent(self, dense: Any) -> Array:
-        # What travels as it is does so in its own dtype.
+        # Uncompressed data travels in its own dtype.
         return self._xp.cast(materialize(dense), self._wire)
 
     def _allreduce(self, leg: PlanStep) -> Program[None]:
@@ -339,7 +339,7 @@ class _Worker:
         yield from self._averaged(((self._sent(self.dense),), *[()] * (leg.size - 1)), leg)
 
     def _averaged(self, parts: tuple[tuple[Array, ...], ...], leg: PlanStep) -> Program[None]:
-        # Everybody's parts for this worker, in rank order; None if there are none.
+        # Average the parts sent to this worker, in rank order; None if there are none.
         received = yield AllToAll(parts, GROUPS[leg.action.level])
         totals = [self._xp.cast(array, self._dtype) for part in received for array in part]
         self.dense = None if not totals else sum(totals[1:], totals[0]) / leg.size
@@ -356,7 +356,7 @@ class _Worker:
         (received,) = yield Broadcast((x,), 0, group=GROUPS[leg.action.level])
         self.dense = self._xp.cast(
             self._xp.copy(received), self._dtype
-        )  # workers of one process would share it, and it is donated next
+        )  # workers of one process would share the result, which is donated next
 
     # -- payloads ------------------------------------------------------------------------------------------------------
     def _allreduce_payloads(self, leg: PlanStep) -> Program[None]:
@@ -382,7 +382,7 @@ class _Worker:
     def _allgather_payloads(self, leg: PlanStep) -> Program[None]:
         assert self._payloads is not None
         ragged, group = leg.compressor.traits.variable_length, GROUPS[leg.action.level]
-        if leg.parent is leg.region:  # everybody has payloads of the same
+        if leg.parent is leg.region:  # all workers hold payloads of the same region
             received = yield Gather(_flat(self._payloads), ragged, group)
             self._merge(received, leg.leaves, leg)
             return
@@ -390,7 +390,7 @@ class _Worker:
         leaves = [_leaves(leg.compressor, shard, leg.cuts) for shard in shards(leg.compressor, whole, leg.size)]
         layouts = [self._layout(each, leg) for each in leaves]
         arrays = _flat(self._payloads)
-        if not ragged:  # the last shards are shorter than the first: filled up for the exchange, and cut off again
+        if not ragged:  # the last shards are shorter than the first: pad for the exchange, then trim
             sizes = [[math.prod(shape) for _, shape in layout] for layout in layouts]
             room = [max(lengths) for lengths in zip(*sizes, strict=True)]
             arrays = tuple(self._xp.pad(self._xp.reshape(a, (-1,)), n) for a, n in zip(arrays, room, strict=True))
@@ -411,12 +411,12 @@ class _Worker:
         self._payloads = _dealt(received, len(leg.leaves), leg.pieces)
 
     def _merge(self, received: Sequence[Sequence[Array]], leaves: Sequence[Context], leg: PlanStep) -> None:
-        # Payloads of the same leaves from every worker.
+        # Merge the payloads of the same leaves from all workers.
         dealt = [_dealt(arrays, len(leaves), leg.pieces) for arrays in received]
         self._payloads = [[payload for each in dealt for payload in each[leaf]] for leaf in range(len(leaves))]
 
     def _layout(self, leaves: Sequence[Context], leg: PlanStep) -> list[tuple[str, tuple[Any, ...]]]:
-        # dtype and shape of the arrays that `_flat` makes of payloads of these leaves.
+        # dtype and shape of the arrays that `_flat` returns for these leaves.
         each = (template(leg.compressor, self._xp, leaf.shape, leaf.wire) for leaf in leaves)
         return [array for arrays in each for array in arrays * leg.pieces]
 

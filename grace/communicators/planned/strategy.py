@@ -1,10 +1,10 @@
-"""The tree of strategies for one tensor: what is compressed, on which device, and which collectives carry it.
+"""The tree of strategies for one tensor: where it is compressed, on which device, and by which collectives it travels.
 
-A strategy (`Option`) is a sequence of actions that takes every worker's own dense gradient to the sum on every worker.
-`options` yields all of them, `check` says whether a sequence is one, and `states` what a worker holds on the way.
+A strategy (`Option`) is a sequence of actions that takes every worker's dense gradient to the sum on every worker.
+`options` yields all strategies, `check` verifies a sequence, and `states` returns a worker's data before each action.
 
 Wang et al., "Hi-Speed DNN Training with Espresso", EuroSys 2023, section 4.1. Its four dimensions (compress or not,
-device, collectives, where compression stands) are written here as a grammar; it yields the paper's 4341 strategies.
+device, collectives, position of the compression) are written here as a grammar; it yields the paper's 4341 strategies.
 For payloads that the wire may sum there is one more collective, ``allreduce*``, where the paper has ``allgather*``.
 """
 
@@ -20,11 +20,11 @@ Kind = Literal[
     "reduce_scatter", "reduce", "allreduce", "allgather", "alltoall", "gather", "broadcast", "compress", "decompress"
 ]
 Level = Literal["flat", "intra", "inter"]
-"""Among all workers, those of one machine, or those with one place on their machines."""
+"""The group: all workers, the workers of one machine, or the workers with the same place on every machine."""
 Device = Literal["gpu", "cpu"]
-"""The stream that computes gradients (a CPU's too, if that trains), or a pool of CPU threads beside it."""
+"""The stream that computes gradients (even if training runs on a CPU), or a separate pool of CPU threads."""
 Place = Literal["own", "shard", "root", "full"]
-"""Of one level's sum: not begun, each worker has a part of it, the root has all of it, everybody has all of it."""
+"""Progress of one level's sum: not begun; a shard on each worker; complete on the root; complete on all workers."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -35,7 +35,7 @@ SECOND: dict[Kind, Kind] = {
     "alltoall": "allgather",
     "gather": "broadcast",
 }
-"""The collective that hands back what the first one of a divided pair spread."""
+"""The second collective of a divided pair, by its first."""
 CODEC: tuple[Kind, ...] = ("compress", "decompress")
 
 
@@ -45,15 +45,15 @@ class Action:
 
     kind: Kind
     level: Level = "flat"
-    """Of a collective; of a compression always "flat", which means nothing there."""
+    """Of a collective. For a (de)compression always "flat", without meaning."""
     compressed: bool = False
-    """A collective carries payloads."""
+    """Whether a collective carries payloads."""
     device: Device | None = None
-    """Of a compression; None for a collective."""
+    """Of a (de)compression; None for a collective."""
 
     @property
     def collective(self) -> bool:
-        """It is no compression."""
+        """Whether it is a collective."""
         return self.kind not in CODEC
 
     def __str__(self) -> str:
@@ -77,17 +77,17 @@ class Option:
 
     @property
     def flat(self) -> bool:
-        """Its collectives are among all workers, whatever machines they are on."""
+        """Whether all its collectives are among all workers, regardless of machines."""
         return all(action.level == "flat" for action in self.actions)
 
     @property
     def rooted(self) -> bool:
-        """Something goes to one worker alone."""
+        """Whether some data goes to a single root."""
         return any(action.kind in ("reduce", "gather") for action in self.actions)
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Where its compressions and decompressions run, in order."""
+        """The devices of its compressions and decompressions, in order."""
         return tuple(action.device for action in self.actions if action.device is not None)
 
     def on(self, devices: Sequence[Device]) -> Option:
@@ -101,7 +101,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Held:
-    """What a worker holds between two actions."""
+    """A worker's data between two actions."""
 
     compressed: bool
     flat: Place
@@ -109,12 +109,12 @@ class Held:
     inter: Place
 
     def at(self, level: Level) -> Place:
-        """How far the sum at a level has come."""
+        """Progress of the sum at a level."""
         return cast(Place, getattr(self, level))
 
 
 DENSE_FLAT = "allreduce(flat)"
-"""The strategy that all others compete with: one plain allreduce."""
+"""The baseline of all strategies: one plain allreduce."""
 DENSE_HIERARCHICAL = "reduce_scatter(intra) allreduce(inter) allgather(intra)"
 _BEGIN = Held(False, "own", "own", "own")
 _ENDS = (Held(False, "full", "own", "own"), Held(False, "own", "full", "full"))
@@ -122,7 +122,7 @@ _ACTION = re.compile(r"(\w+)(\*?)\((\w+)\)")
 
 
 def parse(text: str) -> Option:
-    """The strategy of that text. ValueError if it is not one of the tree's."""
+    """Parse a strategy. ValueError if the tree does not contain it."""
     if not isinstance(text, str):
         raise ValueError(f"a strategy is a text such as {DENSE_FLAT!r}, not {text!r}")
     actions = []
@@ -145,13 +145,13 @@ def parse(text: str) -> Option:
 
 
 def check(option: Option) -> None:
-    """Raise ValueError, naming the action, unless the strategy leaves the dense, whole sum on every worker."""
+    """Raise ValueError, naming the action, unless the strategy leaves the whole dense sum on every worker."""
     states(option)
 
 
 @cache
 def states(option: Option) -> tuple[Held, ...]:
-    """What a worker holds before each action and, last, at the end. ValueError as `check`."""
+    """A worker's data before each action and at the end. ValueError as in `check`."""
     held = [_BEGIN]
     for number, action in enumerate(option.actions):
         before = option.actions[number - 1].kind
@@ -202,9 +202,9 @@ def _after(held: Held, action: Action, option: Option) -> Held:
     return Held(held.compressed, **places)
 
 
-# -- the grammar ---------------------------------------------------------------------------------------------------
+# -- the grammar -------------------------------------------------------------------------------------------------------
 # One function for each rule of the tree. ``first`` is the intra (or flat) collective whose partner must close the
-# strategy, ``pair`` the inter one. A rule yields what is left to do, as tuples of actions.
+# strategy, ``pair`` the inter one. A rule yields the remaining actions, as tuples.
 Path = tuple[Action, ...]
 _SUMS: tuple[Action, ...] = (Action("reduce_scatter"), Action("reduce"))
 _COLLECTS: tuple[Action, ...] = (Action("alltoall", compressed=True), Action("gather", compressed=True))
@@ -220,11 +220,11 @@ def options(
     max_compressions: int | None = None,
     summable: bool = False,
 ) -> tuple[Option, ...]:
-    """All strategies, flat ones first, plain allreduce before all.
+    """All strategies: flat ones first, led by the plain allreduce.
 
-    ``flat_only``: none of several levels (one machine, or one worker on each). ``devices``: where compressions may
-    run. ``max_compressions``: of one tensor on its way; a bound on what is lost. ``summable``: the wire may sum
-    payloads: with the strategies that have ``allreduce*``.
+    ``flat_only``: omit strategies of several levels (one machine, or one worker on each). ``devices``: allowed devices
+    for compressions. ``max_compressions``: per tensor; bounds the loss. ``summable``: the wire may sum payloads, so
+    include strategies with ``allreduce*``.
     """
     tree = _Tree(devices, summable)
     paths = [*tree.flat(), *(() if flat_only else tree.hierarchical())]

@@ -1,4 +1,4 @@
-"""A plan at work: what it says of each tensor, for the workers and the level of a policy that there are."""
+"""A plan in force: each tensor's strategy, for the present workers and policy level."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from grace.core.method import Method
 from grace.core.registry import method_from_params, nearest
 
 Loader = Callable[[dict[str, Any]], Any]
-"""Reads a plan that was made by the planner; ValueError for what is none."""
+"""Reads a plan made by the planner; ValueError if it is invalid."""
 
 
 class TensorPlan(NamedTuple):
-    """What a plan says of one tensor."""
+    """A tensor's entry in a plan."""
 
     option: str
     method: Method | None = None
-    """None: that of all tensors."""
+    """None: the common method."""
 
 
 class _Table(NamedTuple):
@@ -37,58 +37,58 @@ class _Table(NamedTuple):
 
 
 class _Given:
-    # The plan that was given, after an agreement worker 0's; and what is in force, by workers, machines and level.
+    # The given plan (worker 0's after the agreement), and the plans in force by workers, machines and level.
     def __init__(self, text: str):
         self.text = text
         self.tables: dict[tuple[int, int, Compressor | None], _Table] = {}
 
 
 class PlanTable:
-    """The strategies of a plan, by tensor. Worker 0's plan holds for all, so the others need not have it.
+    """The strategies of a plan, by tensor. Worker 0's plan holds for all workers, so the others need none.
 
-    Where it was made for another number of workers, or at another level of a policy, it is made anew if it holds what
-    it was made from (`grace.planner.plan.Basis`); if not, a warning says that others may be faster.
+    A plan made for another number of workers, or for another level of a policy, is made again if it includes its inputs
+    (`grace.planner.plan.Basis`). Otherwise a warning says that other strategies may be faster.
     """
 
     def __init__(self, text: str, leveled: bool = False, *, load: Loader):
-        """``text``: JSON as `grace.planner.plan` writes it; empty on a worker that has none.
+        """``text``: JSON as `grace.planner.plan` writes it; empty on a worker without a plan.
 
-        ``leveled``: a policy sets the level of the plan's common method, which every worker has to know. ``load``:
-        `grace.planner.plan.from_dict`, which checks a plan and can make it anew.
+        ``leveled``: a policy sets the level of the plan's common method, which every worker must know. ``load``:
+        `grace.planner.plan.from_dict`, which checks a plan and can replan it.
         """
         self._given, self._leveled, self._load = _Given(text), leveled, load
         self._compressor: Compressor | None = None
         self._key: tuple[int, int, Compressor | None] | None = None
         self.node_size = 0
-        """Workers of a machine, once the workers have agreed."""
+        """Workers per machine, once the workers have agreed."""
 
     def resolve(self, method: Method) -> PlanTable:
-        """The same plan for workers that have not agreed yet, at the level of this method if a policy sets it."""
+        """The same plan before the agreement, at this method's level if a policy sets it."""
         new = copy.copy(self)
         new._compressor = method.compressor if self._leveled else None
         new._key = None
         return new
 
     def adopt_local_plan(self, transport: Transport, node_size: int) -> None:
-        """Before anything may be said to others: take this worker's own plan, with which `agree` compares theirs."""
+        """Adopt this worker's own plan, before messages are allowed; `agree` compares it with the others' plans."""
         if not self._given.text:
             raise ValueError("in an elastic job every worker needs the plan: give it on all of them")
         self._take(self._replan(transport, node_size), transport, node_size)
 
     def agree(self, transport: Transport, node_size: int) -> None:
-        """Take worker 0's plan. Every worker must make this call. ValueError if it is none.
+        """Adopt worker 0's plan. Every worker must make this call. ValueError if worker 0 has no valid plan.
 
-        ``node_size``: workers of a machine; 0: as the plan says, or else as they were launched. Warns if the plan was
-        made for other workers, or another level, and cannot be made anew.
+        ``node_size``: workers per machine; 0: as the plan says, or else as launched. Warns if the plan was made for
+        other workers, or another level, and cannot be replanned.
         """
         laid = None if self._key is None else self._text
         try:
             mine = self._replan(transport, node_size) if transport.rank == 0 else ""
         except ValueError:
-            mine = ""  # all find the same below, where nobody waits
+            mine = ""  # all workers raise the same error below, where no worker waits
         given, text = json.loads(transport.exchange(json.dumps([self._given.text, mine]))[0])
         self._given.text = given
-        text = text or self._replan(transport, node_size)  # workers of one process, too, hear only themselves
+        text = text or self._replan(transport, node_size)  # workers that share a process receive only their own text
         if laid is not None and laid != text:
             raise ValueError("this worker's plan is not worker 0's: give the same one to all workers of an elastic job")
         self._take(text, transport, node_size)
@@ -117,21 +117,21 @@ class PlanTable:
 
     @property
     def options(self) -> list[Option]:
-        """All strategies that occur."""
+        """All distinct strategies."""
         return [parse(text) for text in dict.fromkeys(way.option for way in self._table.ways.values())]
 
     @property
     def threads(self) -> int:
-        """Threads of the CPU pool that the plan counts on."""
+        """Threads of the CPU pool that the plan assumes."""
         return self._table.threads
 
     @property
     def origin(self) -> str:
-        """What the strategies were made for and from."""
+        """What the strategies were made for, and from what data."""
         return self._table.origin
 
     def dense(self, name: str) -> bool:
-        """Whether a tensor is averaged as it is, at every level."""
+        """Whether a tensor is averaged uncompressed at every level."""
         assert self._key is not None
         levels = [table for key, table in self._given.tables.items() if key[:2] == self._key[:2]]
         return self[name].option == DENSE_FLAT and all(table.ways[name].option == DENSE_FLAT for table in levels)
@@ -145,7 +145,7 @@ class PlanTable:
         return self._table.ways[name]
 
     def __repr__(self) -> str:
-        # What workers compare when they begin.
+        # Workers compare this text at the start.
         if self._key is None:
             return "PlanTable(not agreed)"
         digest = hashlib.sha256(self._text.encode()).hexdigest()[:16]
@@ -154,7 +154,7 @@ class PlanTable:
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 def read(text: str) -> dict[str, Any]:
-    """The data of the JSON text of a plan, {"tensors": {name: {"option": ...}}}; ValueError for what is none."""
+    """Parse the JSON text of a plan, {"tensors": {name: {"option": ...}}}; ValueError if it is invalid."""
     try:
         data = json.loads(text)
         tensors = {name: dict(entry) for name, entry in data["tensors"].items()}
@@ -164,15 +164,15 @@ def read(text: str) -> dict[str, Any]:
 
 
 def ways(text: str, leveled: bool = False, *, load: Loader) -> dict[str, TensorPlan]:
-    """The ways in the JSON text of a plan: {"tensors": {name: {"option": ...}}}, and maybe methods.
+    """The tensors' entries in the JSON text of a plan: {"tensors": {name: {"option": ...}}}, with optional methods.
 
-    A method is given by the keys of `grace.grace_from_params`, for all tensors under "params", for one beside its
-    option; what a tensor says itself counts. ``leveled``: the method under "params" is left to the policy.
-    ValueError, naming the tensor, for what is no plan.
+    A method is given by the keys of `grace.grace_from_params`: under "params" for all tensors, beside its option for
+    one tensor; a tensor's own keys win. ``leveled``: the policy sets the method under "params". ValueError, naming the
+    tensor, for an invalid plan.
     """
     data = read(text)
     if "basis" in data:
-        load(json.loads(text))  # what was planned by the book is checked by it, hash included
+        load(json.loads(text))  # the planner checks its own plans, hash included
     common = data["params"]
     found, known = {}, {}
     for name, entry in data["tensors"].items():
@@ -213,12 +213,12 @@ def _origin(data: Mapping[str, Any]) -> str:
     )
 
 
-# -- planning anew -----------------------------------------------------------------------------------------------------
+# -- replanning --------------------------------------------------------------------------------------------------------
 def replan(text: str, workers: int, node_size: int, compressor: Compressor | None, rooted: bool, load: Loader) -> str:
-    """The text of the plan for so many workers and this compressor: the same, if it was made for them.
+    """The text of the plan for so many workers and this compressor; unchanged if it was made for them.
 
-    ``compressor``: None: the plan's own. ``rooted``: see `grace.core.Transport`. Warns, and leaves the plan as it is,
-    where what it was made from is not known.
+    ``compressor``: None: the plan's own. ``rooted``: see `grace.core.Transport`. Warns and leaves the plan unchanged
+    if its inputs are unknown.
     """
     data = read(text)
     made_for = _count(data, "workers", workers)
@@ -247,9 +247,9 @@ def _warn(text: str) -> None:
 
 
 def leveled_params(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `grace.grace_from_params` with those of the plan's method, for a policy to change.
+    """The plan's method as keys of `grace.grace_from_params`, merged with ``given``, for a policy to change.
 
-    ValueError where there is no plan on this worker, and for keys that the plan has otherwise.
+    ValueError if this worker has no plan, or if ``given`` contradicts it.
     """
     if not text:
         raise ValueError("with a policy every worker needs the plan, which says what method changes: give it on all")

@@ -1,4 +1,4 @@
-"""Native kernels and in-place forms of methods, in a table by the exact type of the method."""
+"""Native kernels and in-place versions of methods, in a table keyed by the method's exact type."""
 
 from grace.engine.accelerators.base import Accelerator, MemoryAccelerator
 from grace.engine.accelerators.table import accelerator_of, decode, encode, mean, memory_accelerator_of

@@ -1,4 +1,4 @@
-"""Kernels and in-place forms of sparsifiers whose workers agree on the elements while they compress."""
+"""Kernels and in-place versions of sparsifiers whose workers agree on the elements while they compress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LargestSums(SparseSums[GTopK]):
     def _merged(self, compressor: GTopK, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         own, found = compressor.select(x, ctx), None
         payloads = yield Gather((ctx.xp.take(x, own), own))
-        with suppress(ValueError):  # the plain function says whose payload does not fit
+        with suppress(ValueError):  # the plain function names the worker whose payload is malformed
             found = kernels(ctx).largest_sums(payloads, ctx.size, compressor.count(ctx.size))
         sums, positions = compressor.merged(payloads, ctx) if found is None else found
         return (sums / ctx.world_size, positions, own), state

@@ -1,4 +1,4 @@
-"""What an accelerator may take over, and the plain functions that it takes over from."""
+"""The accelerator interface; its defaults run the plain functions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ M = TypeVar("M", bound=Memory)
 
 
 class Accelerator(Generic[C]):
-    """Native kernels and in-place forms of one compressor type. Results equal the plain functions'.
+    """Native kernels and in-place versions of one compressor type. Results equal the plain functions'.
 
-    `encode` and `mean` are asked for only where there are kernels, though not every backend has every kernel;
-    `compensated`, `split_residual` and those that end in ``_into`` only where arrays are mutable (``ctx.xp.mutable``).
-    Each subclass overrides what it does better. All others run the plain function.
+    The engine calls `encode` and `mean` only if the backend has kernels, though not every backend has every kernel;
+    `compensated`, `split_residual` and the methods ending in ``_into`` only if arrays are mutable (``ctx.xp.mutable``).
+    A subclass overrides what it accelerates and inherits the plain functions for the rest.
     """
 
     def encode(self, compressor: C, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
@@ -34,10 +34,10 @@ class Accelerator(Generic[C]):
     def compensated(
         self, compressor: C, x: Array, residual: Array, state: State, ctx: Context
     ) -> tuple[Array, Program[tuple[Payload, State]]] | None:
-        """`Compressor.compress` of x + residual, whose first pass also adds them; None: it does not.
+        """`Compressor.compress` of x + residual, with the addition fused into its first pass; None: not supported.
 
-        Replaces `compress` where it is not None. Returns the array that holds the sum once the program has run, and the
-        program. x is donated.
+        Replaces `compress` if not None. Returns an array and the program, which writes the sum to the array. x is
+        donated.
         """
         return None
 
@@ -55,7 +55,7 @@ class Accelerator(Generic[C]):
         self.decode_into(compressor, x, payload, ctx)
 
     def mean(self, compressor: C, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        """`Compressor.aggregate` by `kernels`, written to ``out`` if there is one; None: no kernel."""
+        """`Compressor.aggregate` by `kernels`, written to ``out`` if given; None: no kernel."""
         return None
 
     def decode(self, compressor: C, payload: Payload, ctx: Context) -> Array:
@@ -86,12 +86,12 @@ class Accelerator(Generic[C]):
         return ctx.xp.add_to(total, self.decode(compressor, payload, ctx))
 
     def for_memory(self, compressor: C) -> Any:
-        """The compressor as a memory sees it: its `residual` is this one's."""
+        """The compressor that a memory receives: its `residual` is this accelerator's."""
         return compressor if type(self).residual is Accelerator.residual else Accelerated(compressor, self)
 
     @property
     def encodes(self) -> bool:
-        """Whether there may be a kernel that encodes."""
+        """Whether it may have an encode kernel."""
         return type(self).encode is not Accelerator.encode
 
     def _total(self, compressor: C, payloads: Sequence[Payload], ctx: Context) -> Array:
@@ -110,7 +110,7 @@ def has(ctx: Context, kernel: str) -> bool:
 def at_once_encoded(
     compressor: Compressor, encode: Callable[[Array], Payload], x: Array, residual: Array | None, ctx: Context
 ) -> tuple[Payload, Array]:
-    """`Accelerator.encode` by a function that makes the payload of a vector, and at once."""
+    """`Accelerator.encode` by a function that encodes a whole vector, without deferral."""
     if residual is None:
         return encode(x), x
     x = accumulated(ctx, x, residual)
@@ -133,7 +133,7 @@ class MemoryAccelerator(Generic[M]):
 
 
 class Accelerated(Generic[C]):
-    """A compressor for a memory, to which it is the compressor itself but for an accelerator's `residual`."""
+    """The compressor that a memory receives: only its `residual` is the accelerator's."""
 
     def __init__(self, compressor: C, accelerator: Accelerator[C]):
         self._compressor, self._accelerator = compressor, accelerator

@@ -1,4 +1,4 @@
-"""Kernels of floats of few bits and codebooks: `Codes` says what a code stands for."""
+"""Kernels for low-bit floats and codebooks, whose values `Codes` describes."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def _dithered(s: int, bits: int) -> Codes:
 
 
 class Coded(Accelerator[C]):
-    """Codes of few bits, with a scale for each block."""
+    """Low-bit codes, with a scale for each block."""
 
     @abstractmethod
     def codes(self, compressor: C) -> Codes:
-        """What a code stands for."""
+        """The value of each code."""
 
     @abstractmethod
     def rng(self, compressor: C, ctx: Context) -> Rng | None:
-        """Rounds at random; None: to the nearest."""
+        """The stream for random rounding; None: round to nearest."""
 
     def block_size(self, compressor: C) -> int:
         """Elements that share a scale; 0: all."""

@@ -1,4 +1,4 @@
-"""In-place forms of low-rank approximations: a first pass that adds the residual, and products in place."""
+"""In-place versions of low-rank approximations: a first pass that adds the residual, and in-place products."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Factors(Accelerator[A]):
 
 
 class OwnFactors(Factors[ACPSGD]):
-    """acpsgd: the residual is of this worker's own factors."""
+    """acpsgd: the residual comes from this worker's own factors."""
 
     def split_residual(self, compressor: ACPSGD, x: Array, payload: Payload, residual: Array, ctx: Context) -> None:
         ctx.xp.part_product(x, *compressor.factors(payload, ctx), residual, (payload[2], payload[3]))

@@ -1,4 +1,4 @@
-"""Kernels of memories."""
+"""Memory kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Residuals(MemoryAccelerator[R]):
 
 
 class FilteredResiduals(MemoryAccelerator[LowPass]):
-    """lowpass. `compensate` leaves the last residual intact: `update` reads it."""
+    """lowpass. `compensate` keeps the previous residual: `update` reads it."""
 
     def update(
         self, memory: LowPass, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context

@@ -1,4 +1,4 @@
-"""Kernels of quantisers: signs, votes, means of halves, integers, levels, three values, tags and quantiles."""
+"""Quantiser kernels: signs, votes, half means, integers, levels, ternary values, tags and quantiles."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ScaledSigns(Accelerator[EFSignSGD]):
         return kernels(ctx).signs_mean(payloads, out, ctx.size, compressor.block_size)
 
     def add_decoded(self, compressor: EFSignSGD, total: Array, payload: Payload, ctx: Context) -> Array:
-        # In one pass, where the toolkit has one.
+        # In one pass, if the toolkit supports it.
         return blocks.add_scaled(
             ctx.xp, total, compressor.signs(payload, ctx), payload[1], compressor.traits.block_size
         )

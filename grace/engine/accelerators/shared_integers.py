@@ -1,4 +1,4 @@
-"""Kernels of integers of a scale that the workers share, which are summed on the wire."""
+"""Kernels for integers with a shared scale, which the wire sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels and in-place forms of methods that send some elements with their positions."""
+"""Kernels and in-place versions of methods that send some elements with their positions."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ E = TypeVar("E", bound=SelectingSparsifier)
 
 
 class ScatteredSums(Accelerator[C]):
-    """Payloads are added up one after the other, in place."""
+    """Adds payloads in place, one after the other."""
 
     @abstractmethod
     def parts(self, compressor: C, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        """float32[K] and int32[K]: numbers, and where they belong, ascending; that they do is not checked yet."""
+        """float32[K] values and int32[K] positions; the positions must ascend, but are not checked yet."""
 
     def add(self, compressor: C, total: Array, payload: Payload, ctx: Context) -> Array:
         """``total`` plus a decoded payload. total is donated."""
@@ -58,21 +58,21 @@ class ScatteredSums(Accelerator[C]):
 
 
 class PlacedSums(ScatteredSums[P]):
-    """Numbers with their positions."""
+    """Values with their positions."""
 
     def parts(self, compressor: P, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         return compressor.parts(payload, ctx)
 
 
 class ElementSums(ScatteredSums[K]):
-    """Elements as they are."""
+    """Unmodified elements."""
 
     def parts(self, compressor: K, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         return compressor.elements.parts(payload, ctx)
 
 
 class SparseMean(ScatteredSums[C]):
-    """A kernel adds up what a payload has for each position."""
+    """A kernel adds up the values at each position."""
 
     def mean(self, compressor: C, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         if not kernels(ctx).sparse_mean:
@@ -82,11 +82,11 @@ class SparseMean(ScatteredSums[C]):
 
 
 class SparseSums(ElementSums[K], SparseMean[K]):
-    """Elements as they are, and a kernel that adds them up."""
+    """Unmodified elements, added up by a kernel."""
 
 
 class DecodedSums(PlacedSums[P], SparseMean[P]):
-    """Kernels decode `parts`; sums and residuals use them."""
+    """Decodes `parts` with kernels; sums and residuals use them."""
 
     def decode(self, compressor: P, payload: Payload, ctx: Context) -> Array:
         return self.add(compressor, ctx.xp.zeros(ctx.size), payload, ctx)
@@ -103,16 +103,16 @@ class DecodedSums(PlacedSums[P], SparseMean[P]):
 
 
 class CodedSums(SparseSums[K]):
-    """sidco: elements as they are, at positions that may be coded."""
+    """sidco: unmodified elements at positions that may be coded."""
 
     def uncoded(self, compressor: K, n: int) -> bool:
-        """Whether positions travel as they are, as one array."""
+        """Whether positions travel uncoded, as one array."""
         return compressor.elements.coding(n) == "int32"
 
     def mean(self, compressor: K, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         k, kernel = compressor.elements.count(ctx.size), kernels(ctx).sparse_mean
         if kernel and k is not None and isinstance(payloads, GatheredPayloads) and self.uncoded(compressor, ctx.size):
-            return kernel(payloads, out, ctx.size, k)  # which checks them
+            return kernel(payloads, out, ctx.size, k)  # the kernel checks the positions
         return super().mean(compressor, payloads, out, ctx)
 
 
@@ -123,11 +123,11 @@ class Selection(ElementSums[K]):
     def chosen(
         self, compressor: K, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Array, Array, Array] | None:
-        """`encode` before positions are written: values float32[K], positions int32[K], residual; None: no kernel."""
+        """`encode` without index coding: values float32[K], positions int32[K], residual; None: no kernel."""
 
     @abstractmethod
     def uncoded(self, compressor: K, n: int) -> bool:
-        """Whether positions travel as they are, as one array."""
+        """Whether positions travel uncoded, as one array."""
 
     def write(self, compressor: K, positions: Array, ctx: Context) -> tuple[Array, ...]:
         """`Elements.write`."""
@@ -135,7 +135,7 @@ class Selection(ElementSums[K]):
 
     def encode(self, compressor: K, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         if not self.uncoded(compressor, ctx.size):
-            ctx = deferring(ctx, None)  # what is coded is read
+            ctx = deferring(ctx, None)  # index coding reads the positions right away
         if (done := self.chosen(compressor, x, residual, ctx)) is None:
             return None
         values, positions, left = done
@@ -143,7 +143,7 @@ class Selection(ElementSums[K]):
 
 
 class Moments(CodedSums[SIDCo]):
-    """sidco. The pass that adds the residual also takes the moments that it begins with."""
+    """sidco. The pass that adds the residual also computes the initial moments."""
 
     def compensated(
         self, compressor: SIDCo, x: Array, residual: Array, state: State, ctx: Context
@@ -199,7 +199,7 @@ class Selectors(CodedSums[E], Selection[E]):
         if _elias_fano(compressor, ctx):
             k = kept(compressor.compress_ratio, ctx.size)
             found = ctx.xp.kernels.positions_read(sent, *index_coding.widths(ctx.size, k), k)
-            if found is not None:  # otherwise the plain function says what is wrong
+            if found is not None:  # otherwise the plain function raises the error
                 return found
         return compressor.elements.read(sent, ctx)
 
@@ -216,7 +216,7 @@ class Selectors(CodedSums[E], Selection[E]):
 
 
 ELIAS_FANO = ("elias_fano", "auto")
-"""Index codings that may be this one, which has kernels."""
+"""Index codings that may select Elias-Fano, which has kernels."""
 
 
 def _elias_fano(compressor: SelectingSparsifier, ctx: Context) -> bool:
@@ -225,7 +225,7 @@ def _elias_fano(compressor: SelectingSparsifier, ctx: Context) -> bool:
 
 
 def _sampled(selector: Sampled, x: Array, sample: int, ctx: Context) -> Array:
-    # int32[K]: `Sampled.select`, for a sample of so many elements.
+    # int32[K]: `Sampled.select`, with a sample of ``sample`` elements.
     xp, k = ctx.xp, kept(selector.compress_ratio, ctx.size)
     rank, most = math.ceil(selector.compress_ratio * sample), math.ceil(1.3 * k)
     factors, miss = xp.asarray(FACTORS, "float32"), xp.asarray(MISS, "float32")
@@ -233,15 +233,15 @@ def _sampled(selector: Sampled, x: Array, sample: int, ctx: Context) -> Array:
 
 
 class SharedPositions(Selection[RandomK]):
-    """randomk. Positions take longer to draw than to send: one draw per step serves encoding and decoding."""
+    """randomk. Drawing positions takes longer than sending them: one draw per step serves encoding and decoding."""
 
     def positions(self, compressor: RandomK, ctx: Context, last: bool = False) -> Array:
-        """`RandomK.positions`. ``last``: nobody asks for them again."""
+        """`RandomK.positions`. ``last``: the last use in this step."""
         draws, key = workspace(ctx).draws, (ctx.name, ctx.offset, ctx.size, compressor.compress_ratio)
         found = draws.pop(key, None)
         if found is None:
             found = compressor.positions(ctx)
-        if ctx.xp.mutable and not last:  # a graph's arrays belong to a part of it
+        if ctx.xp.mutable and not last:  # a traced array is valid only in its own part of the graph
             draws[key] = found
         return found
 
@@ -296,7 +296,7 @@ class Chunks(DecodedSums[ChunkTopK]):
                 x, residual, compressor.chunk_size, compressor.chunk_k
             )
             return found
-        # At once: what follows the selection is a small part of the elements, and not worth a pass for each piece.
+        # Not in chunks: the selected elements are few, so they need no pass per chunk.
         return at_once_encoded(
             compressor, lambda v: run_local(compressor.compress(v, {}, ctx), compressor)[0], x, residual, ctx
         )
@@ -304,7 +304,7 @@ class Chunks(DecodedSums[ChunkTopK]):
     def parts(self, compressor: ChunkTopK, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         if has(ctx, "chunks_encode"):
             found = ctx.xp.kernels.chunks_values(payload, ctx.size, compressor.chunk_size, compressor.chunk_k)
-            if found is not None:  # otherwise the plain function says what is wrong
+            if found is not None:  # otherwise the plain function raises the error
                 values, positions = found
                 return values, positions
         return compressor.parts(payload, ctx)

@@ -1,4 +1,4 @@
-"""The table of accelerators. It is filled lazily: importing GRACE imports no method."""
+"""The table of accelerators, filled lazily: importing GRACE imports no method."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "memories.dgc",
     ),
 }
-"""The modules of accelerators and those of their methods. Each has a dictionary ACCELERATORS."""
+"""Accelerator modules, each with a dictionary ACCELERATORS, and the modules of their methods."""
 _PLACES = {f"grace.{module}": family for family, modules in FAMILIES.items() for module in modules}
 _PLAIN: Accelerator[Any] = Accelerator()
 _PLAIN_MEMORY: MemoryAccelerator[Any] = MemoryAccelerator()
 
 
 def accelerator_of(compressor: Compressor) -> Accelerator[Any]:
-    """The accelerator of a compressor's exact type: a subclass, which may override anything, has the default one."""
+    """The accelerator of a compressor's exact type. A subclass gets the default one: it may override anything."""
     found: Accelerator[Any] = _find(type(compressor))
     return found
 
 
 def memory_accelerator_of(memory: Memory) -> MemoryAccelerator[Any]:
-    """Likewise of a memory."""
+    """The accelerator of a memory's exact type."""
     found: MemoryAccelerator[Any] = _find(type(memory))
     return found
 
@@ -63,7 +63,7 @@ def _find(kind: type) -> Any:
 
 
 def table(family: str) -> dict[type, Any]:
-    """The accelerators of a family by the types of methods."""
+    """The accelerators of a family, by method type."""
     found: dict[type, Any] = import_module(f"grace.engine.accelerators.{family}").ACCELERATORS
     return found
 

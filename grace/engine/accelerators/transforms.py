@@ -1,4 +1,4 @@
-"""Kernels of rotations and cosine transforms."""
+"""Kernels for rotations and cosine transforms."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RotatedLevels(Accelerator[Eden]):
 
 
 class RotatedSums(Accelerator[THC]):
-    """thc. The kernels add squares up in another order: last bits of norms may differ from the plain functions'."""
+    """thc. The kernels add squares in another order: the last bits of norms may differ from the plain functions'."""
 
     def compress(self, compressor: THC, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "steps_encode"):
@@ -79,7 +79,7 @@ class RotatedSums(Accelerator[THC]):
 
 
 class Cosines(Accelerator[DeMo]):
-    """demo. The kernels add up in another order: last bits may differ from the plain functions'."""
+    """demo. The kernels add in another order: the last bits may differ from the plain functions'."""
 
     def compress(self, compressor: DeMo, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not self._runs(ctx):
@@ -91,7 +91,7 @@ class Cosines(Accelerator[DeMo]):
         return kernels(ctx).cosines_encode(x, residual, *self._sizes(compressor, ctx)) if self._runs(ctx) else None
 
     def mean(self, compressor: DeMo, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        # One payload may be what the workers agreed on, of which no signs are taken.
+        # A single payload may be an agreed one, which the plain function decodes without signs.
         if not self._runs(ctx) or (compressor.sign and len(payloads) == 1):
             return None
         how = compressor.average == "senders", compressor.sign
@@ -106,7 +106,7 @@ class Cosines(Accelerator[DeMo]):
         return bool(ctx.size) and has(ctx, "cosines_encode")
 
     def _sizes(self, compressor: DeMo, ctx: Context) -> tuple[tuple[int, int, int, int], int]:
-        # Of the matrix and a chunk, and how many coefficients of each chunk.
+        # Sizes of the matrix and a chunk, and the number of coefficients per chunk.
         sizes = compressor.sizes(ctx)
         return sizes, min(compressor.chunk_k, sizes[2] * sizes[3])
 

@@ -1,0 +1,120 @@
+"""Clusters and troubleshooting: launchers start what the pages show, and messages are those of the source."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import free_port, run
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+# -- troubleshooting ---------------------------------------------------------------------------------------------------
+def text_of(node):
+    """A string of the source, with a mark for each value that is put into it."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) or "…" for part in node.values)
+    return ""
+
+
+def messages():
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "grace").rglob("*.py")]
+    return {text_of(node) for tree in trees for node in ast.walk(tree)} - {""}
+
+
+def test_every_message_of_the_page_is_in_the_source():
+    rows = re.findall(r"^\| `(.+?)` \| ", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(rows) > 50
+    texts = "\n".join(text.replace("\n", " ") for text in messages())
+    absent = [row for row in rows if not re.search(".*".join(map(re.escape, row.split("..."))), texts)]
+    assert absent == []
+
+
+# -- clusters ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("language", ["bash", "sh"])
+def test_bash_reads_the_scripts(language):
+    found = blocks(DOCS / "clusters.md", language)
+    assert found
+    for script in found:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_the_jobs_names_fit_together():
+    yaml = pytest.importorskip("yaml")
+    (text,) = blocks(DOCS / "clusters.md", "yaml")
+    service, job = yaml.safe_load_all(text)
+    spec = job["spec"]["template"]["spec"]
+    assert service["spec"]["selector"]["job-name"] == job["metadata"]["name"]
+    assert spec["subdomain"] == service["metadata"]["name"]
+    (command,) = spec["containers"][0]["args"]
+    assert f"--master-addr {job['metadata']['name']}-0.{spec['subdomain']} " in command
+    assert f"--nnodes {job['spec']['completions']} " in command
+    assert spec["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == int(
+        re.search(r"--nproc-per-node (\d+)", command)[1]
+    )
+
+
+TRAIN = """
+import torch
+import torch.distributed as dist
+import grace
+grc = grace.grace_from_params({"compressor": "topk", "min_numel": 0})
+grc.build({"w": torch.ones(64, 64)})
+grc.step({"w": torch.randn(64, 64)})
+if grc.rank == 0:
+    print(grc.report())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.processes
+def test_torchrun_on_two_machines_and_the_exchange_between_them(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "train.py").write_text('import torch.distributed as dist\ndist.init_process_group("gloo")\n' + TRAIN)
+    block = next(block for block in blocks(DOCS / "clusters.md", "bash") if "--node-rank 1" in block)
+    script = block.replace("host0", "127.0.0.1").replace("29500", str(free_port()))
+    script = script.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    assert script.count("train.py\n") == 2
+    script = script.replace("train.py\n", f"{tmp_path / 'train.py'} &\n") + "wait\n"
+    printed = run("bash", "-c", script, log=tmp_path / "log")
+    assert printed.count("worker 0 of 4 | 1 steps") == 1, printed
+    assert "hierarchical" in printed
+
+
+@pytest.mark.processes
+def test_a_task_for_each_worker_under_slurms_variables(tmp_path):
+    pytest.importorskip("torch")
+    (lines,) = [block for block in blocks(DOCS / "clusters.md", "python") if "SLURM_PROCID" in block]
+    (tmp_path / "train.py").write_text(lines + TRAIN)
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    env |= {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "2", "OMP_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "train.py"],
+            env={**env, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_STEP_NUM_TASKS": "4"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        printed = [worker.communicate(timeout=120)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0] * 4, printed
+    assert "worker 0 of 4 | 1 steps" in printed[0]
+    assert "hierarchical" in printed[0]

@@ -1,4 +1,4 @@
-"""Local training: workers step their own optimizers and exchange seldom. Pseudo-gradients travel through a Grace.
+"""Local training: workers step their own optimizers, and a Grace averages pseudo-gradients every H steps.
 
     local = grace.local.DiLoCo(grc, sync_every=100)
     grace.torch.local(optimizer, local, model.named_parameters())        # or grace.tensorflow.LocalCallback(local)
@@ -33,7 +33,7 @@ def LocalSGD(grace: Grace, sync_every: int, **settings: Any) -> DiLoCo:
 def SlowMo(grace: Grace, sync_every: int, outer_momentum: float, **settings: Any) -> DiLoCo:
     """Average parameters every H steps, with heavy-ball momentum: `DiLoCo` with outer_lr=1 and nesterov=False.
 
-    That is the paper's where the inner learning rate is constant: its momentum is divided by that, here it is not.
+    Equals the paper for a constant inner learning rate, by which its momentum is divided; here it is not.
     Wang et al., "SlowMo", ICLR 2020, arXiv:1910.00643, algorithm 1.
     """
     preset = {"outer_lr": 1.0, "outer_momentum": outer_momentum, "nesterov": False}
@@ -41,7 +41,7 @@ def SlowMo(grace: Grace, sync_every: int, outer_momentum: float, **settings: Any
 
 
 def Streaming(grace: Grace, sync_every: int, fragments: Any, fragment_sync_delay: int = 1, **settings: Any) -> DiLoCo:
-    """Exchange fragments in turn while training goes on: `DiLoCo` with delay and fragment_update_alpha=0.5.
+    """Exchange fragments in turn, overlapped with training: `DiLoCo` with a delay and fragment_update_alpha=0.5.
 
     Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, arXiv:2501.18512, section 2. Its
     fragments are layers at equal distances: list their names; a number makes contiguous ones.
@@ -51,10 +51,9 @@ def Streaming(grace: Grace, sync_every: int, fragments: Any, fragment_sync_delay
 
 
 def SparseLoCo(sync_every: int = 30, transport: str | Transport | None = None, **settings: Any) -> DiLoCo:
-    """Send the 64 largest of 4096 elements of pseudo-gradients, in two bits, with error feedback that decays by 0.95.
+    """Send the 64 largest of 4096 elements of a pseudo-gradient in two bits each, with decaying error feedback.
 
-    The Grace is ``{"compressor": "chunktopk", "memory": "residual", "beta": 0.95}``; outer_lr=1, no momentum: the error
-    feedback takes its place. Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025,
+    The Grace is ``{"compressor": "chunktopk", "memory": "residual", "beta": 0.95}``; outer_lr=1, no momentum. Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025,
     arXiv:2508.15706. Departures: chunks are consecutive elements, not tiles of 64 x 64; two magnitudes for each chunk;
     means are over all workers.
     """
@@ -63,7 +62,7 @@ def SparseLoCo(sync_every: int = 30, transport: str | Transport | None = None, *
 
 
 def from_params(params: Mapping[str, Any], transport: str | Transport | None = None) -> DiLoCo:
-    """A DiLoCo from a dictionary: its settings under "local", all else for `grace.grace_from_params`.
+    """A DiLoCo from a dictionary: its settings under "local", and the keys of `grace.grace_from_params`.
 
     ``{"local": {"sync_every": 100}, "compressor": "chunktopk", "beta": 0.95}``. Raises as that and as `DiLoCo`.
     """

@@ -1,4 +1,4 @@
-"""DiLoCo: each worker trains by itself, and what its parameters moved is exchanged every H steps."""
+"""DiLoCo: workers train on their own and average pseudo-gradients every H steps."""
 
 from __future__ import annotations
 
@@ -30,50 +30,51 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Access:
-    """How a toolkit's parameters are read and written. By default they are arrays that can be written to."""
+    """How to read and write a toolkit's parameters. Default: parameters are mutable arrays."""
 
     read: Callable[[Any], Array] = lambda parameter: parameter
-    """The array of a parameter. It may change with it."""
+    """The array of a parameter; may share its memory."""
     write: Callable[[Any, Array], None] | None = None
-    """Put an array of its dtype and shape into a parameter."""
+    """Copy an array of the parameter's dtype and shape into it."""
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """A context for all arithmetic."""
+    """Context manager around all arithmetic."""
 
 
 @dataclass
 class _Flight:
-    """An exchange under way."""
+    """An exchange in flight."""
 
     fragments: tuple[int, ...]
     deltas: dict[str, Array]
-    """The pseudo-gradients that were handed in, where a checkpoint may need them."""
+    """The pseudo-gradients, retained if a checkpoint may need them."""
     side: tuple[Array, ...]
-    """What is averaged as it is beside them: float32[3], a worker's landings, their square and its weight; buffers."""
+    """Arrays summed uncompressed: float32[3] with the number of landings, its square, and the weight; then buffers."""
     arrive: Callable[[], list[Any]] | None = None
     """Waits for the sums of ``side``."""
     rounds: int = 0
-    """How many rounds have arrived."""
+    """Rounds that were waited for."""
     background: Future[None] | None = None
-    """The whole exchange, where a toolkit's own messages block."""
+    """The exchange on another thread, for a toolkit whose operations block."""
     names: list[str] = field(default_factory=list)
 
 
 class DiLoCo:
-    """Local training: a worker steps its own optimizer; every H steps pseudo-gradients are averaged through a Grace.
+    """Local training: each worker steps its own optimizer, and every H steps a Grace averages pseudo-gradients.
 
-    The base is what all workers agreed on last. A fragment's pseudo-gradient is its base minus the worker's parameters.
-    Its mean, through any compressor, memory and communicator, goes to an outer optimizer, which moves the base; the
-    worker's parameters become the base, or a mixture with it. An exchange that fails changes nothing, and since the
-    next pseudo-gradient is relative to the same base, it contains what the lost one would have carried.
+    The base is the last model that all workers agreed on. A fragment's pseudo-gradient is its base minus the worker's
+    parameters. An outer optimizer applies the mean pseudo-gradient to the base; the worker's parameters become the
+    base, or a mixture with it. A failed exchange changes nothing: the next pseudo-gradient is relative to the same
+    base, so it includes what was lost.
 
-    ``grace``: carries pseudo-gradients, in float32 (float64 for float64 parameters); bases and outer momentum have that
-    dtype, also for parameters of 16 bits. The settings are those of `Settings`. ``weights``: this worker's weight in
-    the mean, a positive number near 1, or a function that gives one at each exchange, such as the tokens since the last
-    one divided by those expected. ``on_host``: bases and momentum stay in the host's memory, as NumPy arrays.
+    ``grace``: averages the pseudo-gradients, in float32 (float64 for float64 parameters). Bases and outer momentum have
+    that dtype too, also for 16-bit parameters. For the other settings see `Settings`. ``weights``: this worker's weight
+    in the mean, a positive number near 1, or a function that returns one at each exchange, such as the tokens since the
+    last exchange divided by their expected number. ``on_host``: store bases and momentum in host memory, as NumPy
+    arrays.
 
-    The integrations (`grace.torch.local`, `grace.tensorflow.LocalCallback`) drive it; so may you: `build` once, `step`
-    after each step of the optimizer, `finish` before evaluation and export. Every worker must make the same calls.
-    Raises TypeError and ValueError, naming the remedy, for settings that cannot work.
+    The integrations (`grace.torch.local`, `grace.tensorflow.LocalCallback`) drive it. In a loop of your own call
+    `build` once, `step` after each step of the optimizer, and `finish` before evaluation and export. Every worker must
+    make the same calls. Raises TypeError and ValueError, naming the remedy, for settings that cannot work.
 
     Douillard et al., "DiLoCo", 2023, arXiv:2311.08105, algorithm 1; Douillard et al., "Streaming DiLoCo", 2025,
     arXiv:2501.18512, section 2, for fragments, delay and mixture.
@@ -118,7 +119,7 @@ class DiLoCo:
         self._waiting: tuple[State, ...] = ()  # states that were loaded before `build`
         self._executor: ThreadPoolExecutor | None = None
 
-    # -- what a Grace has too, for checkpoints and elastic jobs ------------------------------------------------------
+    # -- the part of Grace's interface that checkpoints and elastic jobs use ------------------------------------------
     @property
     def transport(self) -> Transport:
         """Carries messages: the Grace's."""
@@ -139,28 +140,28 @@ class DiLoCo:
 
     @property
     def names(self) -> list[str]:
-        """Names of all parameters, in the order in which they were built."""
+        """Names of all parameters, in order."""
         return list(self._tensors)
 
     # -- progress ----------------------------------------------------------------------------------------------------
     @property
     def steps(self) -> int:
-        """Inner steps in all, across resumed runs."""
+        """Inner steps made, across resumed runs."""
         return self._steps
 
     @property
     def landed(self) -> int:
-        """Exchanges of a fragment that have landed."""
+        """Exchanges that have landed."""
         return self._landed
 
     @property
     def in_flight(self) -> bool:
-        """Whether an exchange is under way."""
+        """Whether an exchange is in flight."""
         return self._flight is not None
 
     @property
     def fragments(self) -> list[tuple[str, ...]]:
-        """The names in each fragment, in the order of their turns."""
+        """The names in each fragment, in order of exchange."""
         return list(self._fragments)
 
     @property
@@ -175,10 +176,11 @@ class DiLoCo:
         buffers: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
         access: Access | None = None,
     ) -> None:
-        """Take the parameters, once, before the first step; the base begins as their values, the same on all workers.
+        """Set the parameters, once, before the first step. Their values, equal on all workers, are the first base.
 
-        ``buffers``: arrays that are no parameters and are averaged once in H steps, such as the moving means of
-        BatchNorm; what is no float among them stays each worker's own. ``access``: how they are read and written.
+        ``buffers``: other arrays to average once in H steps, such as BatchNorm's moving means; those that are not
+        floats are ignored. ``access``: how to read and write both. Raises TypeError for parameters that are not floats,
+        ValueError for fragments that do not fit them.
         """
         named = dict(parameters)
         if self.built:
@@ -196,7 +198,7 @@ class DiLoCo:
                 raise TypeError(f"{odd[0].name!r} has dtype {odd[0].dtype}: only {', '.join(FLOATS)} can be averaged")
             fragments = self.settings.split({name: tensor.nbytes for name, tensor in tensors.items()})
             base = {name: xp.copy(xp.cast(value, _wide(xp.dtype(value)))) for name, value in values.items()}
-            for names in fragments:  # each by itself, so that no message and no bucket spans two
+            for names in fragments:  # separate calls, so that no bucket spans two fragments
                 self.grace.build({name: base[name] for name in names})
             self._access, self._parameters, self._tensors, self._fragments = access, named, tensors, fragments
             extra = {name: access.read(buffer) for name, buffer in dict(buffers).items()}
@@ -220,7 +222,7 @@ class DiLoCo:
         return self._xp.asarray(stored, str(stored.dtype)) if self._on_host else stored
 
     def _theta(self, name: str) -> Array:
-        # A parameter as it is now, in the dtype of its base.
+        # The current value of a parameter, in the dtype of its base.
         return self._xp.cast(self._access.read(self._parameters[name]), _wide(self._tensors[name].dtype))
 
     def _put(self, handle: Any, value: Array, dtype: str) -> None:
@@ -232,14 +234,14 @@ class DiLoCo:
 
     @property
     def settled(self) -> bool:
-        """Whether base and settings were compared with the other workers'."""
+        """Whether `settle` has run."""
         return self._settled
 
     def settle(self) -> None:
-        """Begin: unless a step was made or a state was loaded, the base is what the parameters are now. Then compare
-        settings, place and base with the other workers. The integrations call it before the first step.
+        """Take the current parameters as base, unless a step was made or a state loaded, and compare among workers.
 
-        Raises ValueError on all workers, naming the difference.
+        The integrations call it before the first step. Raises ValueError on all workers, naming the difference, where
+        settings, steps or bases differ.
         """
         self._require_built()
         if not self._steps:
@@ -277,16 +279,17 @@ class DiLoCo:
 
     # -- an inner step -----------------------------------------------------------------------------------------------
     def step(self) -> None:
-        """The worker's optimizer has stepped: count it, and start or land the exchange whose time has come.
+        """Count a step of the worker's optimizer, and start or land the exchange that is due.
 
-        Raises what the transport or the method raises. Then the exchange is dropped: parameters, base, momentum and
-        residuals are as before it, and what it would have carried is in the fragment's next one, H steps later.
+        Raises what transport and method raise. Then the exchange is dropped; parameters, base, momentum and residuals
+        are as before, and the fragment's next exchange includes the lost pseudo-gradient. Raises RuntimeError on all
+        workers where the last exchange landed on some of them only.
         """
         for _ in self.stepping():
             pass
 
     def stepping(self) -> Iterator[None]:
-        """`step`, for several workers of one process: see `in_turn`."""
+        """`step` for `in_turn`: yields where the other workers have to catch up."""
         self._require_built()
         if not self._settled:
             self._compare()
@@ -299,11 +302,10 @@ class DiLoCo:
             if self._inner == started:
                 self._launch((self._turns % settings.parts,))
                 yield
-            if self._flight is None:  # it is not time, or it failed
+            if self._flight is None:  # not due yet, or failed in this slot
                 return
             if not ends:
-                # Later rounds leave when one before has been waited for: at equal distances, as far as it is known how
-                # many there are.
+                # A round is sent after the wait for the one before: spread these waits over the delay.
                 elapsed = self._inner - started
                 while self._flight.rounds < self._rounds * elapsed // settings.fragment_sync_delay:
                     self._advance()
@@ -321,15 +323,15 @@ class DiLoCo:
         self._turns += 1
 
     def finish(self) -> None:
-        """Land what is under way and exchange everything once more: then all workers' parameters are the base.
+        """Land the exchange in flight and exchange all fragments once more: all workers' parameters become the base.
 
-        Call it before evaluation and export; training may go on afterwards. Raises as `step`.
+        For evaluation and export; training may continue afterwards. Raises as `step`.
         """
         for _ in self.finishing():
             pass
 
     def finishing(self) -> Iterator[None]:
-        """`finish`, for several workers of one process: see `in_turn`."""
+        """`finish` for `in_turn`."""
         self._require_built()
         if not self._settled:
             self._compare()
@@ -374,7 +376,7 @@ class DiLoCo:
         self._flight = flight
 
         def leave() -> None:
-            # Two objects may exchange at a time: the message has the name of a tensor.
+            # Named after a tensor: several objects may have exchanges in flight.
             flight.arrive = self.transport.start([Reduce(side, "sum")], f"local.{flight.names[0]}")
             self.grace.launch(deltas, spent=not delayed)
 
@@ -384,7 +386,7 @@ class DiLoCo:
                 pass
 
         if delayed and self._xp.traced and not self.transport.lockstep:
-            # Horovod's operations in TensorFlow block. It matches messages by name, so another thread may wait.
+            # Horovod's TensorFlow operations block. Horovod matches messages by name, so another thread may issue them.
             self._executor = self._executor or ThreadPoolExecutor(1, "grace.local")
             flight.background = self._executor.submit(travel)
         else:
@@ -413,14 +415,14 @@ class DiLoCo:
             assert flight.arrive is not None
             about, *side = flight.arrive()[0]
             self._check_landings(about)
-            # A step of the Grace is a turn of all fragments, so that methods that alternate do so for each of them.
+            # The Grace's step count advances once in H steps: methods that alternate by step do so for each fragment.
             self.grace.land(last=last)
         with self._access.inside(), xp.quiet():
             weight = None if self._weights is None else about[2:] / self.world_size
             found = {}
             for name in flight.names:
                 mean = self.grace.mean(name)
-                if not xp.finite(mean):  # on all workers alike, and the Grace has left its state as it was
+                if not xp.finite(mean):  # on all workers; the Grace leaves its state unchanged too
                     continue
                 mean = mean if weight is None else mean / xp.cast(weight, xp.dtype(mean))
                 momentum = self._array(self._momentum[name]) if name in self._momentum else None
@@ -442,14 +444,14 @@ class DiLoCo:
         if skipped := [name for name in flight.names if name not in found]:
             if not self._skipped:
                 warnings.warn(
-                    f"the mean of {skipped[0]!r} is not finite, so that its base stays as it was, here and on all "
-                    "workers: some worker's parameters are not finite. report().skipped counts such landings",
+                    f"the mean of {skipped[0]!r} is not finite: some worker's parameters are not. All workers leave "
+                    "its base unchanged; report().skipped counts such means",
                     stacklevel=4,
                 )
             self._skipped += len(skipped)
 
     def _check_landings(self, about: Array) -> None:
-        # The same numbers on all workers, and exact: all of them raise.
+        # The sums are exact and equal on all workers, so all raise together.
         landed, squares, _ = self._xp.to_numpy(about).tolist()
         if landed * landed != self.world_size * squares:
             raise RuntimeError(
@@ -467,7 +469,7 @@ class DiLoCo:
 
     @contextmanager
     def _dropped_on_error(self) -> Iterator[None]:
-        # What was not sent is in the next pseudo-gradient, which is relative to the same base.
+        # The next pseudo-gradient, relative to the same base, includes this one.
         try:
             with self._access.inside(), self._xp.quiet():
                 yield
@@ -481,14 +483,14 @@ class DiLoCo:
             return
         if flight.background is not None:
             wait([flight.background])
-        with suppress(Exception):  # whoever is lost is lost for what was sent before, too
+        with suppress(Exception):  # waiting for messages in flight may fail for the same reason
             self.grace.abandon()
 
     # -- state -------------------------------------------------------------------------------------------------------
     def global_state(self) -> dict[str, Any]:
-        """What all workers have alike: the base, which is the model they train, and the outer momentum, by name.
+        """The state that is equal on all workers: "base" and "momentum" of the outer optimizer, by parameter name.
 
-        Arrays of the host (PyTorch: tensors on the CPU; else NumPy), float32, or float64 for float64 parameters.
+        Host arrays (PyTorch: CPU tensors; else NumPy), float32, or float64 for float64 parameters.
         """
         return {"base": self._exported(self._base), "momentum": self._exported(self._momentum)}
 
@@ -496,12 +498,11 @@ class DiLoCo:
         return {name: exported(self._array(array), self._xp) for name, array in arrays.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """All state of this worker but its parameters and its optimizer, which it saves itself: also between landings,
-        and of an exchange that is under way, which leaves again when it is loaded.
+        """This worker's state, without its parameters and its optimizer, which it must save itself. At any inner step.
 
-        `grace.checkpoint.save` writes it to files: right after landings, or at least H / P + fragment_sync_delay steps
-        apart, since workers may be that far apart and their files must have a step in common. RuntimeError before
-        `build`.
+        An exchange in flight is included, and restarted by `load_state_dict`. `grace.checkpoint.save` writes the state
+        to files: save right after landings, or at intervals of at least H / P + fragment_sync_delay steps, since
+        workers may be that many steps apart and need files of a common step. RuntimeError before `build`.
         """
         self._require_built()
         flight = self._flight
@@ -525,7 +526,7 @@ class DiLoCo:
         }
 
     def check_state(self, *states: State, lost: bool = False) -> None:
-        """Raise ValueError, naming the difference, for states that `load_state_dict` cannot take."""
+        """Raise ValueError, naming the difference, for states that `load_state_dict` cannot load."""
         for state in states:
             if state.get("format") != FORMAT or "base" not in state:
                 raise ValueError(
@@ -549,12 +550,11 @@ class DiLoCo:
         self.grace.check_state(*(state["grace"] for state in states), lost=lost)
 
     def load_state_dict(self, *states: State) -> None:
-        """Continue from a `state_dict`: this worker's own, or, where the number of workers has changed, those of all
-        workers of the run before, on every worker, at any inner step.
+        """Continue from this worker's `state_dict`, or, for another number of workers, those of all former workers.
 
-        Load the worker's parameters and its optimizer first. With another number of workers a slot begins anew,
-        parameters become the base, and residuals follow their rules (`grace.core.Resize`). Before `build` they are kept
-        until the parameters are known. Raises ValueError, and changes nothing, where a state does not fit.
+        Load the worker's parameters and optimizer first. For another number of workers a new slot begins, parameters
+        become the base, and residuals follow their rules (`grace.core.Resize`). Before `build` the states are stored
+        and loaded by it. Raises ValueError, and changes nothing, for a state that does not fit.
         """
         self.check_state(*states)
         if not self.built:
@@ -575,19 +575,18 @@ class DiLoCo:
                 self._start((self._turns % self.settings.parts,), deltas, side)
 
     def reset(self, transport: str | Transport | None = None, states: Sequence[State] = ()) -> None:
-        """Go on over another transport, with other workers; an exchange that was begun is dropped. As `Grace.reset`.
+        """Continue with other workers over another transport, without the exchange in flight. As `Grace.reset`.
 
-        ``states``: the `state_dict` of every worker that was there before and is left, the same on all workers. A
-        worker that has just come, or has not landed the last exchange, takes base and momentum from those that have,
-        and its parameters become the base. Residuals follow their rules: they are added up and divided among all. Every
-        worker must make this call, and all begin a slot.
+        ``states``: the `state_dict` of every former worker that remains, equal on all workers. A worker that joins, or
+        that missed the last landing, takes base and momentum from the others, and its parameters become the base.
+        Residuals are summed and divided among all. Every worker must make this call; all begin a new slot.
         """
         if states:
             self.check_state(*states, lost=True)
         newest = max(states, key=lambda state: state["landed"], default=None)
         own = [state for state in states if (state["rank"], state["world_size"]) == (self.rank, self.world_size)]
         joins = newest is not None and (not self._steps or [s["landed"] for s in own] != [newest["landed"]])
-        flight, self._flight = self._flight, None  # nobody waits for messages of workers that are gone
+        flight, self._flight = self._flight, None  # no wait: the workers may be gone
         if flight is not None and flight.background is not None:
             wait([flight.background])
         self.grace.reset(transport, [state["grace"] for state in states])
@@ -599,7 +598,7 @@ class DiLoCo:
             self._begin_slot()
 
     def _take(self, state: State) -> None:
-        # What all workers have alike.
+        # The state that is equal on all workers.
         with self._access.inside():
             for mine, theirs in ((self._base, state["base"]), (self._momentum, state["momentum"])):
                 for name in mine:
@@ -620,8 +619,9 @@ class DiLoCo:
 
     # -- report ------------------------------------------------------------------------------------------------------
     def report(self) -> Report:
-        """What was sent since this object was made, for each inner step; ``bytes_dense`` is what averaging gradients in
-        every step would have taken. ``skipped`` counts means that were not finite.
+        """Traffic since this object was made, per inner step. ``bytes_dense``: of averaging gradients in every step.
+
+        ``skipped``: means that were not finite.
         """
         found, steps = self.grace.report(), self._steps - self._first_step
         dense = {name: steps * tensor.nbytes for name, tensor in self._tensors.items()}
@@ -630,9 +630,7 @@ class DiLoCo:
         turns = f", {settings.parts} fragments" if settings.parts > 1 else ""
         notes = [found.exchange]
         if settings.fragment_sync_delay and self._rounds > 1:
-            notes.append(
-                f"an exchange has {self._rounds} rounds, each of which leaves when the one before has been waited for"
-            )
+            notes.append(f"an exchange has {self._rounds} rounds, each sent after the wait for the one before")
         return replace(
             found,
             steps=steps,
@@ -647,9 +645,9 @@ class DiLoCo:
 
 
 def in_turn(runs: Iterable[Iterator[None]]) -> None:
-    """Run workers of one process round by round, as their messages would arrive: ``in_turn(w.stepping() for w in ws)``.
+    """Run workers of one process in lockstep, round by round: ``in_turn(w.stepping() for w in workers)``.
 
-    For a `grace.transports.local.World`, to try settings without a network.
+    For workers of a `grace.transports.local.World`, without a network.
     """
     left = list(runs)
     while left:
@@ -668,8 +666,8 @@ def _check_grace(grace: Any, outer_momentum: float) -> None:
         )
     if grace.options.fuse != "tensor" or grace.options.nonfinite != "poison":
         raise ValueError(
-            "local training leaves a tensor alone whose mean is not finite, and for that it must see each mean as it "
-            "is: use fuse='tensor' and nonfinite='poison', the defaults"
+            "local training skips a tensor whose mean is not finite, and must see each mean unchanged: use "
+            "fuse='tensor' and nonfinite='poison', the defaults"
         )
     if grace.schedule is not None and grace.schedule.policy.switches_methods:
         raise ValueError("compressor 'auto' times training steps, of which few exchange here: name a method")

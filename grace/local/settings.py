@@ -1,4 +1,4 @@
-"""When local training exchanges which parameters, and what its outer optimizer does with the mean."""
+"""The schedule of local training, and its outer optimizer."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from grace.core import Array
 
 @dataclass(frozen=True)
 class Settings:
-    """The schedule and the outer optimizer of `DiLoCo`, the same on all workers."""
+    """Schedule and outer optimizer of `DiLoCo`, equal on all workers."""
 
     sync_every: int
-    """H: inner steps in which every parameter is exchanged once."""
+    """H: inner steps between two exchanges of a parameter."""
     outer_lr: float = 0.7
     """Learning rate of the outer optimizer."""
     outer_momentum: float = 0.9
-    """Its momentum; 0: none is stored."""
+    """Momentum of the outer optimizer; 0: stores none."""
     nesterov: bool = True
-    """Nesterov's momentum, as PyTorch's SGD has it; otherwise heavy ball."""
+    """Nesterov momentum, as in PyTorch's SGD; otherwise heavy ball."""
     fragments: int | Sequence[Sequence[str]] = 1
-    """P: parts of the model that are exchanged in turn, each once in H steps: how many, of about as many bytes each, or
-    the names in each."""
+    """P: fragments of the model, which take turns: their number (contiguous, of about equal bytes), or the names in each."""
     fragment_sync_delay: int = 0
-    """Inner steps between the start of an exchange and its landing, in which it travels."""
+    """Inner steps between the start of an exchange and its landing."""
     fragment_update_alpha: float = 0.0
-    """How much of its own parameters a worker retains at a landing. 0: it takes the base; 1: its own."""
+    """Share of its own parameters that a worker retains at a landing. 0: parameters become the base."""
 
     def __post_init__(self) -> None:
         for key in ("sync_every", "fragment_sync_delay"):

@@ -1,4 +1,4 @@
-"""Local training in Keras: what variables moved is exchanged after every so many training steps."""
+"""Local training in Keras: counts training steps and averages pseudo-gradients."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from grace.tensorflow.names import names_of
 
 
 def local_variables(local: DiLoCo, variables: Sequence[Any], others: Sequence[Any] = ()) -> None:
-    """Have local training take variables, once, before the first step; then call ``local.step()`` after each one.
+    """Set the variables of local training, once; then call ``local.step()`` after each training step.
 
-    All workers begin from the same values.
+    Values must be equal on all workers.
 
     ``others``: variables that are not trained, of which floats (BatchNorm's moving means) are averaged once in H steps.
     Eagerly: RuntimeError inside a graph.
@@ -35,13 +35,13 @@ def _assign(variable: Any, value: Any) -> None:
 
 
 class LocalCallback(keras.callbacks.Callback):
-    """Have each call of the model's training step in ``fit`` count in local training.
+    """Count the calls of the model's training step in ``fit``, in local training.
 
-    The optimizer is a plain one: gradients stay each worker's own. Moving means of BatchNorm are averaged once in H
-    steps. ``fit`` ends with ``local.finish()``, after which all workers have the same model; before an evaluation in
-    between call it yourself. With ``steps_per_execution`` above 1, H counts calls of so many steps. Begin with
-    `BroadcastCallback`, so that all start from the same variables; every worker makes as many steps. Raises TypeError
-    for what is no DiLoCo, and ValueError where the model is not built or has got other variables.
+    The optimizer is a plain one: gradients stay each worker's own. BatchNorm's moving means are averaged once in H
+    steps. ``fit`` ends with ``local.finish()``, after which all workers have the same model; call it yourself before an
+    evaluation in between. With ``steps_per_execution`` above 1, H counts calls of that many steps. Put
+    `BroadcastCallback` before it, so that all workers start from the same variables; all must make the same number of
+    steps. Raises TypeError for anything but a DiLoCo, ValueError for a model that is not built or has other variables.
     """
 
     def __init__(self, local: DiLoCo):

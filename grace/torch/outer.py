@@ -1,4 +1,4 @@
-"""Local training: what parameters moved is exchanged after every so many steps of an optimizer."""
+"""Local training: counts the steps of an optimizer and averages pseudo-gradients."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def local(
     named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
     hook: bool = True,
 ) -> torch.optim.Optimizer:
-    """Have each step of an optimizer count in local training. Returns the optimizer that was passed in.
+    """Count the steps of an optimizer in local training. Returns the optimizer that was passed in.
 
     Gradients stay each worker's own. ``named_parameters``: as ``model.named_parameters()``; without them parameters are
-    numbered in the optimizer's order. ``named_buffers``: as ``model.named_buffers()``: floats among them (BatchNorm's
+    numbered in the optimizer's order. ``named_buffers``: as ``model.named_buffers()``; floats among them (BatchNorm's
     moving means) are averaged once in H steps. ``hook``: False: call ``local.settle()`` before the first batch and
     ``local.step()`` after each one yourself, as where a GradScaler skips the optimizer's step on some workers only.
 
-    Every worker must make this call, and start from the same parameters: those of the first step count, so that they
-    may be broadcast after this call. Raises TypeError and ValueError as
+    Every worker must make this call. Parameters must be equal on all workers before the first step; they may be
+    broadcast after this call. Raises TypeError and ValueError as
     `DistributedOptimizer` for arguments and parameters of other kinds, and RuntimeError in a step whose optimizer has
     got other parameters.
     """

@@ -53,9 +53,9 @@ def Streaming(grace: Grace, sync_every: int, fragments: Any, fragment_sync_delay
 def SparseLoCo(sync_every: int = 30, transport: str | Transport | None = None, **settings: Any) -> DiLoCo:
     """Send the 64 largest of 4096 elements of a pseudo-gradient in two bits each, with decaying error feedback.
 
-    The Grace is ``{"compressor": "chunktopk", "memory": "residual", "beta": 0.95}``; outer_lr=1, no momentum. Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025,
-    arXiv:2508.15706. Departures: chunks are consecutive elements, not tiles of 64 x 64; two magnitudes for each chunk;
-    means are over all workers.
+    The Grace is ``{"compressor": "chunktopk", "memory": "residual", "beta": 0.95}``; outer_lr=1, no momentum.
+    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv:2508.15706. Departures: chunks
+    are consecutive elements, not tiles of 64 x 64; each chunk has two magnitudes; means are over all workers.
     """
     grace = grace_from_params({"compressor": "chunktopk", "memory": "residual", "beta": 0.95}, transport)
     return DiLoCo(grace, sync_every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **settings})

@@ -23,7 +23,7 @@ class Settings:
     nesterov: bool = True
     """Nesterov momentum, as in PyTorch's SGD; otherwise heavy ball."""
     fragments: int | Sequence[Sequence[str]] = 1
-    """P: fragments of the model, which take turns: their number (contiguous, of about equal bytes), or the names in each."""
+    """P fragments of the model take turns: their number (contiguous, of about equal bytes), or the names in each."""
     fragment_sync_delay: int = 0
     """Inner steps between the start of an exchange and its landing."""
     fragment_update_alpha: float = 0.0

@@ -26,9 +26,8 @@ def local(
     ``local.step()`` after each one yourself, as where a GradScaler skips the optimizer's step on some workers only.
 
     Every worker must make this call. Parameters must be equal on all workers before the first step; they may be
-    broadcast after this call. Raises TypeError and ValueError as
-    `DistributedOptimizer` for arguments and parameters of other kinds, and RuntimeError in a step whose optimizer has
-    got other parameters.
+    broadcast after this call. Raises TypeError and ValueError as `DistributedOptimizer` for arguments and parameters of
+    other kinds. A step raises RuntimeError if the optimizer has gained parameters.
     """
     check_optimizer(optimizer, "grace.torch.local(optimizer, local)")
     if not isinstance(local, DiLoCo):

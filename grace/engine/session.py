@@ -383,8 +383,10 @@ class Grace:
 
     def abandon(self) -> None:
         """Drop an unfinished step: wait for the messages in flight, and discard means and state."""
-        self._exchange.abandon()
-        self._next_exchange()
+        try:
+            self._exchange.abandon()
+        finally:  # even if a message in flight is lost
+            self._next_exchange()
 
     def abort(self, reason: str) -> NoReturn:
         """Give up the current step: all workers raise RuntimeError with the reason, and keep the previous state.

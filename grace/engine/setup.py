@@ -23,8 +23,9 @@ from grace.engine.handshake import agree
 from grace.engine.meter import Meter
 from grace.engine.options import Options
 from grace.engine.policy_runner import Schedule
+from grace.engine.probe import NoiseProbe
 from grace.engine.scheduler import WorkerPool
-from grace.engine.state_store import Snapshot, StateStore, Way
+from grace.engine.state_store import Snapshot, StateStore, Way, residual_layout
 from grace.engine.tensors import TensorTable
 from grace.engine.trace import Trace
 from grace.engine.workspace import Workspace
@@ -33,6 +34,8 @@ from grace.transports.local import LocalTransport, World
 
 PRESENT = "(present)"
 """The program that carries the header and counts who has a gradient."""
+SAMPLE = "(sample)"
+"""The program that averages a sample of each tensor exactly, for a policy that measures noise."""
 _built = 0  # Graces of this process that have compared their tensors with other workers
 
 
@@ -52,8 +55,6 @@ class Setup:
         """The communicator as given, before the number of workers is known."""
         self.schedule = None if policy is None else Schedule(policy, method, communicator)
         self.ways: list[Way] = []
-        self.choice = ""
-        """Why the communicator was chosen; empty if it was named."""
         self.table = TensorTable()
         self.store = StateStore(self.ways, self.schedule)
         self.snapshot = Snapshot()
@@ -146,7 +147,6 @@ class Setup:
         ways = []
         for method, communicator in self._methods:
             carrier = transport or LocalTransport(World(getattr(communicator, "node_size", 0) or 1))
-            self.choice = communicator.choice(method, carrier)
             fitted = communicator.resolve(method, carrier)
             fitted.check(method, carrier.size)
             if fitted.reduce_scatters and self.options.fuse != "tensor":
@@ -157,7 +157,8 @@ class Setup:
             parts = (method.compressor, method.memory, fitted)
             encoder = FastMethod(method.compressor, method.memory)
             plain = [name_of(part) for part in parts] == ["none", "none", "allreduce"]
-            ways.append(Way(method, encoder, fitted, plain))
+            choice = communicator.choice(method, carrier)
+            ways.append(Way(method, encoder, fitted, plain, residual_layout(method, fitted), choice))
         self.ways[:] = ways
 
     # -- tensors -----------------------------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ class Setup:
     def reset_meter(self) -> None:
         """Count from zero."""
         self.meter = Meter(self.xp)
-        self.meter.extend([PRESENT])
+        self.meter.extend([PRESENT] if self.probe is None else [PRESENT, SAMPLE])
 
     def _refusal(self, ctx: Context) -> str:
         ctx = replace(ctx, rank=self.rank, world_size=self.world_size)
@@ -305,6 +306,11 @@ class Setup:
             _workspace=workspace,
         )
 
+    @property
+    def probe(self) -> NoiseProbe | None:
+        """Measures the noise of exchanges, where a policy wants it."""
+        return None if self.schedule is None else self.schedule.probe
+
     def deferred_kernels(self) -> DeferredKernels | None:
         """Where kernels may be deferred to; None: they are called at once."""
         return DeferredKernels() if self.xp.mutable and on_host(self.xp) and self.xp.kernels else None
@@ -318,8 +324,8 @@ class Setup:
         for unit in units:
             for cell in self.store.cells(unit, self.level(unit)):
                 self.snapshot.take(self.xp, cell)
-        if self.schedule is not None and self.schedule.watching:
-            for cell in self.schedule.sums:
+        if self.schedule is not None:
+            for cell in self.schedule.cells:
                 self.snapshot.take(self.xp, cell)
 
     def restore(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from grace.backends import Backend
-from grace.core import Array, Context, Resize, State, apart, name_of
+from grace.core import Array, Context, Resize, State, apart, name_of, sharding
 from grace.core.communicator import Communicator
 from grace.core.method import Method
 from grace.engine.buckets import Unit
@@ -30,6 +30,19 @@ class Way(NamedTuple):
     communicator: Communicator
     dense: bool
     """It averages gradients as they are: together, in their bucket's one dense message."""
+    layout: str = ""
+    """Where it keeps residuals, if that is elsewhere than for whole tensors on each worker."""
+    choice: str = ""
+    """Why the communicator was chosen; empty if it was named."""
+
+
+def residual_layout(method: Method, communicator: Communicator) -> str:
+    """`Way.layout`: equal texts mean equal keys and shapes of all residuals."""
+    compressor = method.compressor
+    if not method.memory.feedback or type(communicator).compression_points is Communicator.compression_points:
+        return ""
+    shards = "rows" if compressor.traits.needs_shape else sharding.unit(compressor)
+    return repr((communicator, method.memory, shards, sharding.cuttable(compressor)))
 
 
 class Fitted(NamedTuple):
@@ -112,6 +125,16 @@ class StateStore:
         """How a unit travels, where a plan says so."""
         return "" if unit.dense else self._ways[level].communicator.strategy(unit.name)
 
+    def _layout(self, unit: Unit, level: int) -> str:
+        # Levels of one layout share what outlasts a change of level; to another one it is carried.
+        return self._ways[level].layout if self.switches else self.strategy(unit, level)
+
+    def _alike(self, unit: Unit, level: int) -> list[Cells]:
+        # The cells of all levels of this one's layout that exist so far.
+        cells = self._cells[unit.name]
+        layout = self._layout(unit, level)
+        return [held for each, held in enumerate(cells) if self._layout(unit, each) == layout]
+
     def strategies(self, levels: Mapping[str, int], names: Iterable[str]) -> dict[str, str]:
         """The same for several, those that go dense too, where a plan says so."""
         each = {name: self._ways[levels.get(name, 0)].communicator.strategy(name) for name in names}
@@ -123,15 +146,14 @@ class StateStore:
         self._cells[unit.name] = []
         for level, state in enumerate(states):
             self._cells[unit.name].append(self._made(unit, level, state))
-        if not unit.dense and len({self.strategy(unit, level) for level in range(len(self._ways))}) > 1:
+        if not unit.dense and len({self._layout(unit, level) for level in range(len(self._ways))}) > 1:
             carried = self.xp.cell(self.xp.zeros(math.prod(unit.shape)))
             for cells in self._cells[unit.name]:
                 cells[CARRIED] = carried
 
     def _made(self, unit: Unit, level: int, state: State) -> Cells:
         # What outlasts a change of level is shared with the levels before at which the unit travels the same way.
-        xp, cells, way, strategy = self.xp, {}, self._ways[level], self.strategy(unit, level)
-        before = [held for each, held in enumerate(self._cells[unit.name]) if self.strategy(unit, each) == strategy]
+        xp, cells, way, before = self.xp, {}, self._ways[level], self._alike(unit, level)
         for number, (key, value) in enumerate(state.items()):
             old = next((held[key] for held in before if key in held), None)
             if before and _lasting(key, way) and not (old is None and self.switches):
@@ -247,7 +269,7 @@ class StateStore:
 
         ``ctx``: this worker's. What was not sent on a way that is left is carried to the next gradient.
         """
-        elsewhere = self.strategy(unit, before) != self.strategy(unit, level)
+        elsewhere = self._layout(unit, before) != self._layout(unit, level)
         if elsewhere:
             self._carry(unit, before, ctx)
         for key, value in state.items():
@@ -257,18 +279,22 @@ class StateStore:
     def _carry(self, unit: Unit, level: int, ctx: Context) -> None:
         # What was not sent at any point of a way that a tensor leaves is added to this worker's next gradient, so that
         # it counts in the mean as it did: 1 / holders there, 1 / workers here.
-        xp, cells = self.xp, self._cells[unit.name][level]
+        xp = self.xp
+        cells = {key: cell for held in self._alike(unit, level) for key, cell in held.items()}
         everybody = [self.points(unit, level, replace(ctx, rank=rank)) for rank in range(ctx.world_size)]
         places = [{name: (at.offset, at.size) for name, (_, at) in points.items()} for points in everybody]
         total = cells[CARRIED].read()
         for key, cell in cells.items():
             point, part, field = parsed(key)
-            if key == CARRIED or everybody[ctx.rank][point][0].reshard(part).get(field) is not Resize.SUM:
+            if key == CARRIED or point not in everybody[ctx.rank]:  # another level's compressor may have other points
+                continue
+            if everybody[ctx.rank][point][0].reshard(part).get(field) is not Resize.SUM:
                 continue
             start, size = places[ctx.rank][point]
             share = ctx.world_size / sharing(point, (start, size), places)
             rest = math.prod(unit.shape) - start - size
             total = total + xp.concat([xp.zeros(start), cell.read() * share, xp.zeros(rest)])
+            cell.assign(xp.zeros(size, xp.dtype(cell.read())))
         cells[CARRIED].assign(total)
         self._carrying.add(unit.name)
 
@@ -278,7 +304,7 @@ class StateStore:
         What goes dense is at one place, and its state is the memory's.
         """
         way = self._ways[level]
-        if self.switches:  # one memory, whichever method uses it now
+        if self.switches and not way.layout:  # one memory, whichever method uses it now
             memories = (each.method.memory for each in self._ways)
             memory = next((memory for memory in memories if memory.feedback), way.method.memory)
             return {"": (replace(way.method, memory=memory), ctx)}
@@ -297,7 +323,8 @@ class StateStore:
         held = {unit: cells[levels.get(unit, 0)] for unit, cells in self._cells.items()}
         if self.switches:
             for unit, cells in self._cells.items():
-                pairs = zip(self._ways, cells, strict=False)
+                layout = self._ways[levels.get(unit, 0)].layout
+                pairs = [(way, each) for way, each in zip(self._ways, cells, strict=False) if way.layout == layout]
                 lasting = {key: cell for way, each in pairs for key, cell in each.items() if _lasting(key, way)}
                 held[unit] = {**lasting, **held[unit]}
         return {unit: cells for unit, cells in held.items() if cells}
@@ -359,6 +386,11 @@ class StateStore:
 
     def load(self, fitted: Iterable[Fitted]) -> None:
         """Go on with these arrays."""
+        for cells in self._cells.values() if self.switches else ():
+            for held, way in zip(cells, self._ways, strict=False):
+                if way.layout:  # of a level that does not hold: `enter` finds nothing there
+                    for cell in held.values():
+                        cell.assign(self.xp.zeros(self.xp.shape(cell.read()), self.xp.dtype(cell.read())))
         for unit, key, cell, array in fitted:
             cell.assign(array)
             if key == CARRIED:  # of a tensor that goes dense now, it is a new one

@@ -385,6 +385,22 @@ def test_what_is_kept_follows_the_number_of_workers():
         np.testing.assert_allclose(residual, kept / 4, rtol=1e-6)
 
 
+@pytest.mark.parametrize("saved", [1 + TRIAL + 2, 1 + 2 * TRIAL + 2])  # in two stages, in one round
+@pytest.mark.parametrize("workers", [2, 4])
+def test_nothing_is_lost_where_fewer_workers_go_on_with_other_exchanges(saved, workers):
+    auto = {**AUTO, "candidates": [{"compressor": "topk", "compress_ratio": 0.05}, "powersgd"]}
+    given = gradients(saved + 3, workers=4)
+    out = simulate(auto, given[:saved])
+    before = held(out.state, "w", 3000) * 4
+    assert np.abs(before).max() > 0
+    world = World(workers)
+    graces = [grace_from_params(auto, LocalTransport(world, rank)) for rank in range(workers)]
+    for grc in graces:
+        grc.build({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+        grc.load_state_dict(*(out.state if workers != 4 else [out.state[grc.rank]]))
+    np.testing.assert_allclose(held([grc.state_dict() for grc in graces], "w", 3000) * workers, before, atol=1e-4)
+
+
 # -- graphs ------------------------------------------------------------------------------------------------------------
 def test_a_graph_tries_all_methods_without_being_traced_again(clock):
     import tensorflow as tf

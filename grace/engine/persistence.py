@@ -42,8 +42,10 @@ def _export_policy(setup: Setup) -> dict[str, Any] | None:
     if setup.schedule is None:
         return None
     state = setup.schedule.state_dict()
-    books = {key: state[key] for key in ("sums", "held") if key in state}
-    arrays = {key: {name: exported(x, setup.xp) for name, x in book.items()} for key, book in books.items()}
+    books: dict[str, Any] = {key: state[key] for key in ("sums", "held") if key in state}
+    arrays: dict[str, Any] = {
+        key: {name: exported(x, setup.xp) for name, x in book.items()} for key, book in books.items()
+    }
     return {**state, **arrays}
 
 

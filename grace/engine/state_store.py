@@ -386,11 +386,12 @@ class StateStore:
 
     def load(self, fitted: Iterable[Fitted]) -> None:
         """Go on with these arrays."""
-        for cells in self._cells.values() if self.switches else ():
-            for held, way in zip(cells, self._ways, strict=False):
-                if way.layout:  # of a level that does not hold: `enter` finds nothing there
-                    for cell in held.values():
-                        cell.assign(self.xp.zeros(self.xp.shape(cell.read()), self.xp.dtype(cell.read())))
+        xp = self.xp
+        for levels in self._cells.values() if self.switches else ():
+            # Nothing is held where levels of another layout would.
+            for way, cells in zip(self._ways, levels, strict=False):
+                for cell in (cell for key, cell in cells.items() if _lasting(key, way)):
+                    cell.assign(xp.zeros(xp.shape(cell.read()), xp.dtype(cell.read())))
         for unit, key, cell, array in fitted:
             cell.assign(array)
             if key == CARRIED:  # of a tensor that goes dense now, it is a new one

@@ -31,7 +31,7 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
     allreduce for payloads that can be summed on the wire, else allgather.
 
     ``compressor="auto"``: the first steps try dense gradients and several methods (``candidates``), and training goes
-    on with what was fastest; see `grace.policies.auto.Auto`.
+    on with what is expected to reach a quality first; see `grace.policies.auto.Auto`.
 
     ``plan``: a strategy for each tensor, and perhaps a method, instead of a communicator: the file that `grace plan`
     wrote, or what it holds. Worker 0's holds for all; only with a policy every worker needs it. It is made anew for

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.bench.plan import parse
-from grace.bench.tasks.tasks import TASKS, Scale
+from grace.bench.tasks.tasks import Scale, task_of
 
 TOOLKITS = ("torch", "keras")
 LAUNCHERS = {"torch": "torchrun", "keras": "horovodrun"}
@@ -65,7 +65,7 @@ class Job:
     @property
     def sized(self) -> Scale:
         """How large its task is."""
-        scale = TASKS[self.task].scale(self.full)
+        scale = task_of(self.task).scale(self.full)
         if not self.steps:
             return scale
         return dataclasses.replace(scale, steps=self.steps, every=min(scale.every, max(self.steps // 4, 1)))
@@ -135,6 +135,6 @@ def estimate(found: Iterable[Job]) -> float:
 def seconds_of(job: Job) -> float:
     """See `estimate`."""
     crowd = max(1.0, job.workers / (os.cpu_count() or 1))
-    scale, quick = job.sized, TASKS[job.task].quick
-    trained = TRAINING[job.toolkit][job.task] * scale.steps / quick.steps * job.train
+    scale, quick, known = job.sized, task_of(job.task).quick, TRAINING[job.toolkit]
+    trained = known.get(job.task, max(known.values())) * scale.steps / quick.steps * job.train
     return START[job.toolkit] * crowd + trained * crowd + len(job.bandwidths) * (job.seconds + 1) * crowd

@@ -31,7 +31,7 @@ class Trainer:
         hvd.init()
         self.rank, self.size = hvd.rank(), hvd.size()
         keras.utils.set_random_seed(seed)
-        self._model = MODELS[task.model](**sizes, **scale.model)
+        self._model = task.builder("keras", MODELS)(**sizes, **scale.model)
         self.tensors = [int(np.prod(variable.shape)) for variable in self._model.trainable_variables]
         names = {"dense": "none", "fp16": "fp16"}
         self._grace = grace_from_params({"compressor": names[params]} if isinstance(params, str) else params)

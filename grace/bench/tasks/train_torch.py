@@ -27,7 +27,7 @@ class Trainer:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(seed)
         self._binary, self._counted, self._grace = task.binary, 0, None
-        self._model = MODELS[task.model](**sizes, **scale.model)
+        self._model = task.builder("torch", MODELS)(**sizes, **scale.model)
         self.tensors = [p.numel() for p in self._model.parameters()]
         momentum = 0.9
         # Each worker's statistics of norms are its own: nothing but gradients travels.

@@ -28,7 +28,10 @@ from grace.engine.state_store import Fitted, Snapshot
 from grace.transports import get_transport
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-MOMENTUM_TWICE = "memory {!r} has momentum of its own: set the optimizer's momentum to 0"
+MOMENTUM_TWICE = (
+    "memory {!r} has momentum of its own: set the optimizer's momentum to 0 (of Adam and its kin: the first beta), or "
+    "use another memory, such as 'residual'"
+)
 SPARSE = "its sparse gradients are made dense first"
 
 

@@ -8,10 +8,9 @@ from launch import launch
 
 import grace.engine.policy_runner
 from grace import grace_from_params, simulate
-from grace.core.policy import Noise
 from grace.core.registry import triple
 from grace.engine.probe import positions
-from grace.policies import Decision
+from grace.policies import Decision, Noise
 from grace.policies.auto import DENSE, FACTOR, FIRST, FLUSH, Auto, noise_ratio
 from grace.simulate import Gradients
 from grace.transports.local import LocalTransport, World

@@ -93,11 +93,10 @@ class Schedule:
         return self._cells[name].read()
 
     # -- within an epoch --------------------------------------------------------------------------------------------
-    @property
-    def cells(self) -> list[Any]:
-        """The cells that this step changes: sums of the epoch's gradients, and the probe's."""
-        sums = list(self._sums.values()) if self.watching else []
-        return sums if self.probe is None else [*sums, *self.probe.cells]
+    def cells(self, name: str) -> list[Any]:
+        """The cells of a tensor that this step changes: the sum of the epoch's gradients, and the probe's."""
+        sums = [self._sums[name]] if self.watching and name in self._sums else []
+        return sums if self.probe is None else [*sums, *self.probe.cells(name)]
 
     def feeds_back(self, name: str) -> Any:
         """1 if what a tensor's mean lacks is held for later steps, else 0; in a graph read when it runs."""

@@ -55,10 +55,9 @@ class NoiseProbe:
             for book in (self._positions, self._sizes, self._held, self._sums):
                 book.pop(name, None)
 
-    @property
-    def cells(self) -> list[Any]:
-        """All that changes in a step."""
-        return [*self._held.values(), *self._sums.values()]
+    def cells(self, name: str) -> list[Any]:
+        """What changes of a tensor in a step."""
+        return [book[name] for book in (self._held, self._sums) if name in book]
 
     def count(self, name: str) -> int:
         """Elements of a tensor's sample."""

@@ -462,7 +462,7 @@ class Grace:
             self._reporter.discarded += 1
             return
         for unit in dict.fromkeys(setup.table.unit(name) for name in names):
-            setup.snapshot.restore(setup.xp, setup.store.cells(unit, setup.level(unit)))
+            setup.snapshot.restore(setup.xp, setup.cells(unit))
 
     def _restore(self) -> None:
         self._setup.restore()

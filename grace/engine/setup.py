@@ -322,11 +322,13 @@ class Setup:
     def hold(self, units: Iterable[Unit]) -> None:
         """Copy the state of units before an exchange that may be discarded."""
         for unit in units:
-            for cell in self.store.cells(unit, self.level(unit)):
+            for cell in self.cells(unit):
                 self.snapshot.take(self.xp, cell)
-        if self.schedule is not None:
-            for cell in self.schedule.cells:
-                self.snapshot.take(self.xp, cell)
+
+    def cells(self, unit: Unit) -> list[Any]:
+        """The cells of a unit that an exchange changes."""
+        cells = self.store.cells(unit, self.level(unit))
+        return cells if self.schedule is None else [*cells, *self.schedule.cells(unit.name)]
 
     def restore(self) -> None:
         """Give all state back what it had when it was copied."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pytest
 from launch import launch
@@ -398,6 +400,56 @@ def test_nothing_is_lost_where_fewer_workers_go_on_with_other_exchanges(saved, w
         grc.build({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
         grc.load_state_dict(*(out.state if workers != 4 else [out.state[grc.rank]]))
     np.testing.assert_allclose(held([grc.state_dict() for grc in graces], "w", 3000) * workers, before, atol=1e-4)
+
+
+@dataclass(frozen=True)
+class Turns(Auto):
+    """One level after the other, a step each, without sending before what memories hold."""
+
+    def trial(self, decision, workers):
+        return 0
+
+    def on_trial_end(self, decision, workers, seconds, noise=None):
+        level = (decision.levels["w"] + 1) % len(self.levels(None))
+        return replace(decision, levels={"w": level})
+
+
+@pytest.mark.parametrize("again", [0, 4, 5, 7])
+def test_nothing_is_lost_where_levels_follow_in_any_order(again):
+    # Levels dense, flush, two stages, one round, none, two stages. ``again``: a state of that step is loaded later.
+    sparse = {"compressor": "topk", "compress_ratio": 0.05}
+    turns = Turns(candidates=(sparse, "powersgd", "none", {"compressor": "efsignsgd", "block_size": 512}))
+    world = World(4)
+    graces = [grace_from_params({"compressor": "none", "policy": turns}, LocalTransport(world, r)) for r in range(4)]
+    for grc in graces:
+        grc.build({"w": np.zeros((60, 50), np.float32)})
+    saved, total = [], np.zeros(3000)
+
+    def finished(flights):
+        while [flight for flight in flights if not flight.advance()]:
+            pass
+
+    def step(worker):
+        """What the mean has beyond the gradients' mean."""
+        for grc, gradient in zip(graces, worker, strict=True):
+            grc.launch({"w": gradient["w"]})
+        finished(graces)
+        for grc in graces:
+            grc.land()
+        finished([grc.tuning() for grc in graces])
+        means = [grc.mean("w") for grc in graces]
+        return (means[0] - sum(each["w"] for each in worker) / 4).reshape(-1)
+
+    for worker in gradients(10, workers=4):
+        total += step(worker)
+        saved.append(([grc.state_dict() for grc in graces], total.copy()))
+    if again:
+        states, total = saved[again]
+        for grc, state in zip(graces, states, strict=True):
+            grc.load_state_dict(state)
+    for worker in gradients(13, workers=4):
+        total += step(worker)
+        np.testing.assert_allclose(total + held([grc.state_dict() for grc in graces], "w", 3000), 0, atol=5e-4)
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

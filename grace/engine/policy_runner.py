@@ -317,6 +317,7 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._read(state)
+        self._moments, self._told = [], 0  # a trial under way is timed anew
         for name, cell in self._sums.items():
             old = cell.read()
             saved = state["sums"].get(name)

@@ -57,7 +57,7 @@ class Task:
     binary: bool
     """Whether the model gives one logit for yes and no, not one for each class."""
     optimizer: str
-    """sgd (momentum 0.9) or adam."""
+    """sgd (momentum 0.9) or adam (first beta 0.9); with a memory that has momentum of its own it is 0."""
     quick: Scale
     full: Scale
     made: Callable[[], Data]

@@ -35,11 +35,12 @@ class Trainer:
         self.tensors = [int(np.prod(variable.shape)) for variable in self._model.trainable_variables]
         names = {"dense": "none", "fp16": "fp16"}
         self._grace = grace_from_params({"compressor": names[params]} if isinstance(params, str) else params)
+        momentum = 0.0 if self._grace.method.memory.includes_momentum else 0.9
         optimizer: Any
         if task.optimizer == "adam":
-            optimizer = keras.optimizers.Adam(scale.lr)
+            optimizer = keras.optimizers.Adam(scale.lr, beta_1=momentum)
         else:
-            optimizer = keras.optimizers.SGD(scale.lr, 0.0 if self._grace.method.memory.includes_momentum else 0.9)
+            optimizer = keras.optimizers.SGD(scale.lr, momentum)
         self._optimizer = grace.tensorflow.DistributedOptimizer(optimizer, grace=self._grace)
         losses = keras.losses
         loss = (losses.BinaryCrossentropy if task.binary else losses.SparseCategoricalCrossentropy)(from_logits=True)

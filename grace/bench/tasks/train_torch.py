@@ -45,7 +45,7 @@ class Trainer:
         trained = self._model.parameters()
         self._optimizer: torch.optim.Optimizer
         if task.optimizer == "adam":
-            self._optimizer = torch.optim.Adam(trained, scale.lr)
+            self._optimizer = torch.optim.Adam(trained, scale.lr, betas=(momentum, 0.999))
         else:
             self._optimizer = torch.optim.SGD(trained, scale.lr, momentum=momentum)
 

@@ -1,6 +1,6 @@
 """How well the noise ratio that `auto` measures foretells the steps that a training takes.
 
-python -m benchmarks.noise transformer:dense,eden:bits=1,topk image:dense,topk --seeds 2 -o out/noise.json
+python -m benchmarks.noise 'transformer:dense;eden:bits=1;topk' 'image:dense;topk' --seeds 2 -o out/noise.jsonl
 
 Trains quick tasks of `grace bench tasks` with PyTorch, all workers in this process, so that no time is measured. For
 each method: the noise ratio over the first steps and over all, its last quality, the steps in which dense was as good,

@@ -4,8 +4,8 @@ python -m benchmarks.noise 'transformer:dense;eden:bits=1;topk' 'image:dense;top
 
 Trains quick tasks of `grace bench tasks` with PyTorch, all workers in this process, so that no time is measured. For
 each method: the noise ratio over the first steps and over all, its last quality, the steps in which dense was as good,
-and how many steps count as one of these: in truth, and by the model. A memory with momentum of its own has no noise
-ratio, since its means are meant to differ.
+and how many steps counted as one, beside dense's own: in truth, and by the model. A memory with momentum of its own has
+no noise ratio, since its means are meant to differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grace.bench.plan import parse
 from grace.bench.tasks.tasks import batch, rate, task_of
 from grace.bench.tasks.torch_models import MODELS
 from grace.policies import Decision, Noise, Policy
-from grace.policies.auto import FACTOR, noise_ratio
+from grace.policies.auto import DELAY_FACTOR, FACTOR, noise_ratio
 from grace.transports.local import LocalTransport, World
 
 EVERY = 10  # steps between two looks at the noise
@@ -111,7 +111,8 @@ def train(name: str, method: str, workers: int, seed: int) -> dict[str, Any]:
         if (step + 1) % scale.every == 0:
             curve.append((step + 1, data.quality(predict)))
     ratios = graces[0].decision.memo["ratios"]
-    return {"task": name, "method": method, "workers": workers, "seed": seed, "ratios": ratios, "curve": curve}
+    head = {"task": name, "method": method, "feeds_back": memory.feedback, "workers": workers, "seed": seed}
+    return {**head, "ratios": ratios, "curve": curve}
 
 
 def steps_to(curve: list[tuple[int, float]], higher: bool, target: float) -> float | None:
@@ -127,6 +128,11 @@ def steps_to(curve: list[tuple[int, float]], higher: bool, target: float) -> flo
     return None
 
 
+def last_quality(rows: list[dict[str, Any]]) -> float:
+    """After the last step, mean over the seeds."""
+    return statistics.mean(row["curve"][-1][1] for row in rows)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: a line for each task and method, means over the seeds."""
     heads = ["task", "method", "noise ratio, first steps", "all", "quality", "dense after", "steps of one", "model"]
@@ -136,18 +142,21 @@ def table(rows: list[dict[str, Any]]) -> str:
         groups.setdefault((row["task"], row["method"]), []).append(row)
     for (name, method), mine in groups.items():
         task = task_of(name)
-        quality = statistics.mean(row["curve"][-1][1] for row in mine)
-        dense = [steps_to(row["curve"], task.higher, quality) for row in groups.get((name, "dense"), [])]
+
+        def dense_after(quality: float, name: str = name, higher: bool = task.higher) -> float | None:
+            found = [steps_to(row["curve"], higher, quality) for row in groups.get((name, "dense"), [])]
+            return None if not found or None in found else statistics.mean(found)  # None: it was better than dense
+
+        quality = last_quality(mine)
+        after = dense_after(quality)
+        own = dense_after(last_quality(groups.get((name, "dense"), mine)))
         ratios = [row["ratios"] for row in mine]
         first = statistics.mean(ratio for each in ratios for ratio in each[1 : FIRST // EVERY])
         every = statistics.mean(ratio for each in ratios for ratio in each)
+        factor = DELAY_FACTOR if mine[0]["feeds_back"] else FACTOR
         cells = [name, method, f"{first:.2g}", f"{every:.2g}", f"{quality:.4g}"]
-        if not dense or None in dense:  # it was better than dense
-            cells += ["-", "-"]
-        else:
-            after = statistics.mean(dense)
-            cells += [f"{after:.0f}", f"{task.quick.steps / after:.2f}"]
-        lines.append(f"| {' | '.join([*cells, f'{1 + FACTOR * every:.2f}'])} |")
+        cells += ["-", "-"] if after is None or own is None else [f"{after:.0f}", f"{own / after:.2f}"]
+        lines.append(f"| {' | '.join([*cells, f'{1 + factor * every:.2f}'])} |")
     return "\n".join(lines)
 
 

@@ -37,6 +37,12 @@ arXiv:1812.06162, section 2.2), which would be a factor of 1. Trainings of a Tra
 perplexity of 38 with dense gradients took 200 and 220 with eden of 2 bits and 1 bit, whose errors are 0.13 and 0.57 of
 the gradient's square: about half of that, since part of a training is limited by curvature, not by noise.
 """
+DELAY_FACTOR = 0.15
+"""FACTOR of methods with error feedback, whose noise ratio is a delay (`noise_ratio`).
+
+Fitted to short trainings of the same Transformer (docs/guide.md, `python -m benchmarks.noise`): powersgd of rank 16 and
+4 and topk of 10 % and 1 % had ratios of 0.26, 1.9, 0.48 and 9.4, and took 1.01, 1.33, 1.26 and 2.25 steps for one.
+"""
 WORST = 1e9
 """Stands for a noise ratio that is larger, or not a number."""
 
@@ -47,8 +53,8 @@ def noise_ratio(noise: Mapping[str, Noise], feeds_back: bool) -> float:
     Of a method with error feedback it is a model: what is held back over what is sent, both as squared norms. That is
     the number of steps by which a gradient is late on average: a fraction d sent in each step makes (1 - d) / d. Errors
     that are sent later do not add up as noise does, and theory has 1 / d only in a term that vanishes faster than that
-    of the noise (Stich and Karimireddy, arXiv:1909.05350), so for long trainings the model is too strict. That a step
-    of delay costs as much as a noise ratio of 1 is what short trainings showed (docs/guide.md).
+    of the noise (Stich and Karimireddy, arXiv:1909.05350), so for long trainings the model is too strict. Effort bounds
+    both kinds alike: in short trainings a delay of half a step came at about the quality of a noise ratio of a half.
     """
     error, wanted, sampling = (sum(values) for values in zip(*noise.values(), strict=True)) if noise else (0.0,) * 3
     over = wanted - error if feeds_back else sampling
@@ -64,9 +70,9 @@ class Auto(Policy):
     """Try methods on the first steps of a training, and go on with the one that is expected to make most of a second.
 
     Steps are timed whole, with the model's own work, and the slowest worker counts. In the same steps the noise that
-    the exchange adds is measured (`noise_ratio`). The seconds of a step, times 1 + FACTOR times the noise ratio, are
-    those of a step's worth of progress; the least is chosen. Afterwards the noise is measured on: where it exceeds what
-    ``effort`` allows, another choice is made, as if all methods' noise had grown alike.
+    the exchange adds is measured (`noise_ratio`). The seconds of a step, times 1 + FACTOR (or DELAY_FACTOR) times the
+    noise ratio, are those of a step's worth of progress; the least is chosen. Afterwards the noise is measured on:
+    where it exceeds what ``effort`` allows, another choice is made, as if all methods' noise had grown alike.
 
     Every trial trains: what a method did not send is sent before gradients go on by a method without error feedback.
     Methods without it are tried first. Another number of workers is another question: the trials begin anew.
@@ -175,7 +181,7 @@ class Auto(Policy):
 
     # -- the choice --------------------------------------------------------------------------------------------------
     def _best(self, memo: Mapping[str, Any]) -> int:
-        costs = {level: forecast.seconds for level, forecast in _forecasts(memo).items() if self._allowed(memo, level)}
+        costs = {level: each.seconds for level, each in self._forecasts(memo).items() if self._allowed(memo, level)}
         best = min(costs, key=lambda level: costs[level])
         return best if costs[best] <= (1 - self.margin) * costs[DENSE] else DENSE
 
@@ -186,13 +192,21 @@ class Auto(Policy):
         return {int(level): seconds for level, seconds in decision.memo.get("seconds", {}).items()}
 
     def forecasts(self, decision: Decision) -> dict[int, Forecast]:
-        return _forecasts(decision.memo)
+        return self._forecasts(decision.memo)
+
+    def _forecasts(self, memo: Mapping[str, Any]) -> dict[int, Forecast]:
+        found = {}
+        for level, seconds in ((int(key), value) for key, value in memo.get("seconds", {}).items()):
+            ratio = memo["noise"][str(level)]
+            factor = DELAY_FACTOR if self._feeds_back(level) else FACTOR
+            found[level] = Forecast(ratio, seconds * (1 + factor * ratio))
+        return found
 
     def why(self, decision: Decision, names: Sequence[str]) -> str:
         memo = decision.memo
         if not memo or memo["chosen"] is None:
             return ""
-        chosen, forecasts = memo["chosen"], _forecasts(memo)
+        chosen, forecasts = memo["chosen"], self._forecasts(memo)
         bound = f"a noise ratio of at most {EFFORTS[self.effort]:g} (effort {self.effort!r})"
         allowed = [level for level in forecasts if self._allowed(memo, level)]
         told = [f"{names[chosen]}: the least seconds per effective step of {len(allowed)} that have {bound}"]
@@ -229,14 +243,6 @@ class Auto(Policy):
         self, decision: Decision, epoch: int, lr: float | None, next_lr: float | None, norms: Mapping[str, float]
     ) -> Decision:
         return decision
-
-
-def _forecasts(memo: Mapping[str, Any]) -> dict[int, Forecast]:
-    noise = memo.get("noise", {})
-    return {
-        int(level): Forecast(noise[level], seconds * (1 + FACTOR * noise[level]))
-        for level, seconds in memo.get("seconds", {}).items()
-    }
 
 
 def _sound(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """How well the noise ratio that `auto` measures foretells the steps that a training takes.
 
 python -m benchmarks.noise 'transformer:dense;eden:bits=1;topk' 'image:dense;topk' --seeds 2 -o out/noise.jsonl
+python -m benchmarks.noise --show benchmarks/results/noise.jsonl    # the table of docs/guide.md
 
 Trains quick tasks of `grace bench tasks` with PyTorch, all workers in this process, so that no time is measured. For
 each method: the noise ratio over the first steps and over all, its last quality, the steps in which dense was as good,
@@ -128,6 +129,11 @@ def steps_to(curve: list[tuple[int, float]], higher: bool, target: float) -> flo
     return None
 
 
+def stored(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file that ``-o`` wrote."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def last_quality(rows: list[dict[str, Any]]) -> float:
     """After the last step, mean over the seeds."""
     return statistics.mean(row["curve"][-1][1] for row in rows)
@@ -163,13 +169,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("jobs", nargs="+", help="TASK:METHOD;METHOD, methods as `grace bench tasks` has them")
+    parser.add_argument("jobs", nargs="*", help="TASK:METHOD;METHOD, methods as `grace bench tasks` has them")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="train nothing: the table of rows that are stored")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("-o", "--output", type=Path, help="rows are added to this file, as JSON lines")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
+    rows = [] if args.show is None else stored(args.show)
     for seed in range(args.seeds):
         for job in args.jobs:
             name, _, methods = job.partition(":")

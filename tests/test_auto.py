@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from grace.policies.auto import DELAY_FACTOR, DENSE, FACTOR, FIRST, FLUSH, Auto,
 from grace.simulate import Gradients
 from grace.transports.local import LocalTransport, World
 
+ROOT = Path(__file__).parents[1]
 SHAPES = {"w": (60, 50), "v": (2000,), "small": (10,)}
 AUTO = {
     "compressor": "auto",
@@ -452,6 +454,15 @@ def test_nothing_is_lost_where_levels_follow_in_any_order(again):
     for worker in gradients(13, workers=4):
         total += step(worker)
         np.testing.assert_allclose(total + held([grc.state_dict() for grc in graces], "w", 3000), 0, atol=5e-4)
+
+
+# -- what it was measured by -------------------------------------------------------------------------------------------
+def test_the_guide_has_what_was_measured():
+    pytest.importorskip("torch")
+    from benchmarks.noise import stored, table
+
+    rows = stored(ROOT / "benchmarks" / "results" / "noise.jsonl")
+    assert table(rows) in (ROOT / "docs" / "guide.md").read_text()
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

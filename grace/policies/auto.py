@@ -40,8 +40,9 @@ the gradient's square: about half of that, since part of a training is limited b
 DELAY_FACTOR = 0.15
 """FACTOR of methods with error feedback, whose noise ratio is a delay (`noise_ratio`).
 
-Fitted to short trainings of the same Transformer (docs/guide.md, `python -m benchmarks.noise`): powersgd of rank 16 and
-4 and topk of 10 % and 1 % had ratios of 0.26, 1.9, 0.48 and 9.4, and took 1.01, 1.33, 1.26 and 2.25 steps for one.
+About what short trainings of the same Transformer showed (docs/guide.md, `python -m benchmarks.noise`): powersgd of
+rank 16 and 4 and topk of 10 % and 1 % had ratios of 0.26, 1.9, 0.48 and 9.4, and took 1.01, 1.33, 1.26 and 2.25 steps
+for one.
 """
 WORST = 1e9
 """Stands for a noise ratio that is larger, or not a number."""

@@ -76,7 +76,8 @@ class NoiseProbe:
         xp, held, sums = self._xp, self._held[name], self._sums[name]
         wanted = exact + held.read()
         error, apart = wanted - self.sample(name, mean), mine - exact
-        row = xp.concat([xp.reshape(xp.sum(each * each), (1,)) for each in (error, wanted, apart)])
+        rows = xp.reshape(xp.concat([error, wanted, apart]), (3, -1))
+        row = xp.sum(rows * rows, 1)
         ok = xp.finite(row)
         sums.assign(xp.choose(ok, sums.read() + row, sums.read()))
         held.assign(xp.choose(ok, error * feeds_back, held.read()))

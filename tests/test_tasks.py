@@ -272,6 +272,18 @@ def test_quick_fits_into_half_an_hour_and_begins_with_baselines():
     assert all(plan.known(method) for method in plan.FULL)
 
 
+def test_auto_is_a_method_with_settings_of_its_own():
+    assert plan.known("auto:effort=fast") == "auto:effort=fast"
+    job = dataclasses.replace(JOB, method="auto:effort=fast,trial_steps=1")
+    assert job.params == {"compressor": "auto", "effort": "fast", "trial_steps": 1}
+    with pytest.raises(ValueError, match="choose 'safe', 'balanced', 'fast'"):
+        plan.known("auto:effort=slow")
+    first, second = told(job, 0), told(job, 1)
+    first[1]["chosen"] = "topk: why not"
+    assert run.rows_of(job, [first, second])[0]["chosen"] == "topk: why not"
+    assert "chosen" not in run.rows_of(JOB, [told(JOB, 0), second])[0]
+
+
 def test_a_job_is_read_as_it_was_written(tmp_path):
     job = quick_jobs(seed=3, steps=8)[7]
     job.write(tmp_path / "job.json")

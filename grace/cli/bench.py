@@ -252,7 +252,7 @@ def tasks(
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="dense, fp16, or such as topk:compress_ratio=0.001; may be repeated."),
+        typer.Option(help="dense, fp16, auto, or such as topk:compress_ratio=0.001; may be repeated."),
     ] = None,
     bandwidth: Annotated[str, typer.Option(help=f"Of emulated links, with commas: {inputs.RATES}.")] = "100mbit,1gbit",
     workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "2",

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grace.bench.plan import parse
+from grace.bench.plan import Case, parse
 from grace.bench.tasks.tasks import Scale, task_of
 
 TOOLKITS = ("torch", "keras")
 LAUNCHERS = {"torch": "torchrun", "keras": "horovodrun"}
 BASELINES = ("dense", "fp16")
 """The toolkit's own exchange in float32 and in float16."""
+AUTO = "auto"
 LOOPBACK = "loopback"
 """The bandwidth of workers that share a machine without emulated links."""
 AS_IS = "as it is"
@@ -60,7 +61,7 @@ class Job:
     @property
     def params(self) -> dict[str, Any] | str:
         """What the trainer is told: a dictionary of `grace_from_params`, or a baseline's name."""
-        return self.method if self.method in BASELINES else parse(self.method).params
+        return self.method if self.method in BASELINES else _parsed(self.method).params
 
     @property
     def sized(self) -> Scale:
@@ -116,7 +117,15 @@ def jobs(
 
 def known(method: str) -> str:
     """The method as it is written in tables. Raises ValueError, naming the remedy."""
-    return method if method in BASELINES else parse(method).label
+    return method if method in BASELINES else _parsed(method).label
+
+
+def _parsed(method: str) -> Case:
+    # As `parse`, and "auto" with its settings, which is no compressor.
+    case = parse(method)
+    if method.partition(":")[0] != AUTO:
+        return case
+    return dataclasses.replace(case, label=method, params={**case.params, "compressor": AUTO})
 
 
 # Seconds of a launch, and of a training with its looks at the quality: measured with 2 workers on 2 cores.

@@ -52,6 +52,7 @@ class Trainer:
         """Learn from one batch."""
         self._optimizer.learning_rate = lr
         self._model.train_on_batch(_one_or_list(inputs), targets)
+        self._grace.tune()  # a graph cannot
 
     def predict(self, inputs: Arrays) -> Any:
         """Logits, as the metrics want them."""
@@ -61,6 +62,11 @@ class Trainer:
     def sent(self) -> int:
         """Bytes that this worker has handed over so far."""
         return self._grace.report().bytes_sent
+
+    @property
+    def chosen(self) -> str:
+        """What the method "auto" chose, and why; empty of others."""
+        return self._grace.report().chosen
 
     def agree(self, number: int) -> int:
         """Worker 0's number, on all workers; nobody goes on before all have come."""

@@ -85,6 +85,11 @@ class Trainer:
         """Bytes that this worker has handed over so far."""
         return self._counted if self._grace is None else self._grace.report().bytes_sent
 
+    @property
+    def chosen(self) -> str:
+        """What the method "auto" chose, and why; empty of others."""
+        return "" if self._grace is None else self._grace.report().chosen
+
     def agree(self, number: int) -> int:
         """Worker 0's number, on all workers; nobody goes on before all have come."""
         value = torch.tensor([number if self.rank == 0 else 0])

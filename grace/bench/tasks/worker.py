@@ -65,7 +65,7 @@ class Worker:
                 self.tell("looked", step=done, quality=curve[-1][1])
         self.trainer.agree(0)
         if self.trainer.rank == 0:
-            self.tell("trained", curve=curve)
+            self.tell("trained", curve=curve, chosen=self.trainer.chosen)
 
     def time(self, bandwidth: str) -> None:
         """Some steps at a bandwidth. Their rate of learning is nought: it is not the training that is measured."""

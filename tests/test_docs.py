@@ -35,6 +35,7 @@ def scripts():
                 yield pytest.param(code, id=f"{page.stem}-{number}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", list(scripts()))
 def test_code_runs(code, tmp_path):
     for name in TOOLKITS:

@@ -40,6 +40,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # `grace.torch` and `grace.tensorflow` import their toolkit on first use.
-    if name in ("torch", "tensorflow", "checkpoint", "elastic") or f"grace.{name}" in ALIASES:
+    if name in ("torch", "tensorflow", "checkpoint", "elastic", "local") or f"grace.{name}" in ALIASES:
         return importlib.import_module(f"grace.{name}")
     raise AttributeError(f"module 'grace' has no attribute {name!r}")

@@ -43,10 +43,10 @@ def TorchState(
 ) -> Any:
     """A horovod.torch.elastic.TorchState that includes a Grace.
 
-    ``grace``: by default that of a distributed optimizer. ``folder``: write every commit there, too, as with
-    `grace.checkpoint.save`, so that a worker's commits outlive it. Use a new folder for each job, on a disk (or
-    /dev/shm) that another worker of the machine, or all workers, can read. Everything else is Horovod's: more models,
-    optimizers and samplers by name, and plain objects. Create it before `run`; it sends no messages.
+    ``grace``: by default that of a distributed optimizer; or a `grace.local.DiLoCo`. ``folder``: write every commit
+    there, too, as with `grace.checkpoint.save`, so that a worker's commits outlive it. Use a new folder for each job,
+    on a disk (or /dev/shm) that another worker of the machine, or all workers, can read. Everything else is Horovod's:
+    more models, optimizers and samplers by name, and plain objects. Create it before `run`; it sends no messages.
     """
     return _torch_state()(model, optimizer, grace, folder, **kwargs)
 

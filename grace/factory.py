@@ -30,8 +30,8 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
     ``world_size``, which must be the transport's if given. Defaults: the compressor's default memory, and communicator
     "auto", the exchange with the fewest bytes for the method and the workers.
 
-    ``compressor="auto"``: the first steps try dense gradients and several methods (``candidates``), and training
-    continues with the fastest; see `grace.policies.auto.Auto`.
+    ``compressor="auto"``: the first steps try dense gradients and several methods (``candidates``), and training goes
+    on with what is expected to reach a quality first; see `grace.policies.auto.Auto`.
 
     ``plan``: a strategy, and optionally a method, for each tensor, instead of a communicator: a file written by
     `grace plan`, or its content. Worker 0's plan holds for all; only with a policy every worker needs it. If the plan

@@ -106,14 +106,14 @@ ROWS = [
     {"compressor": "3lc", "communicator": "twostage", **ALL},
     {"compressor": "onebit", "communicator": "twostage", "min_shard": 256, **ALL},
 ]
-# For four workers on few cores with a graph per row: each way to exchange a payload, once.
+# Each way to exchange a payload, once: for four workers on few cores, over Horovod.
 FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24, 30, 33, -4, -3, -1]
 
 
-def rows(toolkit: str, size: int) -> list[int]:
-    """Which rows a launch exchanges."""
+def rows(transport: str, size: int) -> list[int]:
+    """Which rows a launch exchanges: all by two workers of either transport, and by four of torch.distributed."""
     few = [index % len(ROWS) for index in FEW]
-    return few if toolkit == "tensorflow" and size > 2 else list(range(len(ROWS)))
+    return few if transport == "horovod" and size > 2 else list(range(len(ROWS)))
 
 
 def gradients(step: int, rank: int) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ FLOORS = (
     ("compressors", "memories", "communicators", "policies", "transports"),
     ("backends", "kernels"),
     ("engine",),
-    ("checkpoint", "factory", "gossip", "planner", "simulate", "testing"),
+    ("checkpoint", "factory", "gossip", "local", "planner", "simulate", "testing"),
     ("elastic", "factorize", "tensorflow", "torch"),
     ("__main__", "bench", "cli"),
 )

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from launch import launch
 
 import grace.engine.policy_runner
 from grace import grace_from_params, simulate
-from grace.policies import Decision
-from grace.policies.auto import DENSE, FIRST, FLUSH, Auto
+from grace.core.registry import triple
+from grace.engine.probe import positions
+from grace.policies import Decision, Noise
+from grace.policies.auto import DELAY_FACTOR, DENSE, FACTOR, FIRST, FLUSH, Auto, noise_ratio
 from grace.simulate import Gradients
 from grace.transports.local import LocalTransport, World
 
+ROOT = Path(__file__).parents[1]
 SHAPES = {"w": (60, 50), "v": (2000,), "small": (10,)}
 AUTO = {
     "compressor": "auto",
+    "effort": "fast",
     "trial_steps": 2,
     "candidates": ["topk", {"compressor": "efsignsgd", "block_size": 512}, "powersgd"],
 }
@@ -47,14 +54,36 @@ def clock(monkeypatch):
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
-def decide(policy: Auto, seconds: dict[int, float], decision: Decision | None = None, workers: int = 2) -> list[int]:
-    """The sequence of levels for given step times."""
+def outcome(
+    policy: Auto,
+    seconds: dict[int, float],
+    noise: dict[int, float] | None = None,
+    decision: Decision | None = None,
+    workers: int = 2,
+) -> tuple[list[int], Decision]:
+    """The levels that hold until one is chosen, when steps take so long at each and add noise of such ratios."""
     decision = decision or Decision({"w": 0})
-    found = []
-    while policy.trial(decision, workers) is not None:
-        decision = policy.on_trial_end(decision, workers, seconds[decision.levels["w"]])
+    found: list[int] = []
+    while decision.memo.get("workers") != workers or decision.memo["chosen"] != decision.levels["w"]:
+        level = decision.levels["w"]
+        decision = policy.on_trial_end(
+            decision, workers, seconds[level], told(policy, level, (noise or {}).get(level, 0))
+        )
         found.append(decision.levels["w"])
-    return found
+        assert len(found) < 20, "it never chooses"
+    return found, decision
+
+
+def told(policy: Auto, level: int, ratio: float) -> dict[str, Noise]:
+    """What a trial of that noise ratio tells."""
+    feeds_back = level >= FIRST and triple(policy.candidates[level - FIRST])[0].memory.feedback
+    noise = {"w": Noise(ratio, 1.0 + ratio, 1.0)}
+    assert noise_ratio(noise, feeds_back) == pytest.approx(ratio)
+    return noise
+
+
+def decide(*args, **kwargs) -> list[int]:
+    return outcome(*args, **kwargs)[0]
 
 
 @pytest.mark.parametrize(
@@ -75,12 +104,137 @@ def test_what_memories_hold_is_sent_before_a_method_without_one_goes_on():
     assert decide(Auto(candidates=("fp16", "topk")), {0: 1.0, 1: 1.0, 2: 0.5, 3: 0.7}) == [0, 2, 3, FLUSH, 2]
 
 
+def test_methods_that_hold_nothing_are_tried_before_those_that_do():
+    policy = Auto(candidates=("topk", "fp16"))
+    assert decide(policy, {0: 1.0, 1: 1.0, 2: 0.5, 3: 0.7}) == [0, 3, 2, 2]
+
+
 def test_another_number_of_workers_is_tried_anew():
     policy = Auto(candidates=("topk",))
     seconds = {DENSE: 1.0, FLUSH: 1.0, FIRST: 0.5}
-    settled = Decision({"w": FIRST}, memo={"workers": 2, "chosen": FIRST, "seconds": {}})
-    assert decide(policy, seconds, settled) == []
-    assert decide(policy, seconds, settled, workers=3) == [DENSE, FIRST, FIRST]
+    _, settled = outcome(policy, seconds)
+    assert settled.levels == {"w": FIRST}
+    assert decide(policy, seconds, decision=settled) == []
+    assert decide(policy, seconds, decision=settled, workers=3) == [FLUSH, DENSE, FIRST, FIRST]
+
+
+@pytest.mark.parametrize(
+    "effort, chosen",
+    [
+        ("safe", "fp16"),  # 0.6 s; that of all others is above 0.05
+        ("balanced", "eden"),  # 0.4 (1 + 0.4 / 2) = 0.48 s
+        ("fast", "topk"),  # 0.2 (1 + 0.15 1.9) = 0.26 s
+    ],
+)
+def test_the_least_seconds_per_effective_step_are_chosen_within_the_effort(effort, chosen):
+    policy = Auto(candidates=("fp16", "eden", "topk", "signsgd"), effort=effort)
+    seconds = {DENSE: 1.0, FLUSH: 1.0, 2: 0.6, 3: 0.4, 4: 0.2, 5: 0.1}
+    noise = {2: 0.0, 3: 0.4, 4: 1.9, 5: 3.0}
+    levels, decision = outcome(policy, seconds, noise)
+    names = ["dense", "flush", *policy.candidates]
+    assert names[levels[-1]] == chosen
+    for level, forecast in policy.forecasts(decision).items():
+        factor = DELAY_FACTOR if names[level] == "topk" else FACTOR
+        assert forecast.seconds == pytest.approx(seconds[level] * (1 + factor * noise.get(level, 0)))
+    assert policy.why(decision, names).startswith(f"{chosen}: the least seconds per effective step of ")
+
+
+def test_a_method_whose_noise_rises_is_left_for_the_next_best():
+    policy = Auto(candidates=("fp16", "eden", {"compressor": "eden", "bits": 1}), watch_steps=7)
+    seconds, noise = {DENSE: 1.0, 2: 0.6, 3: 0.4, 4: 0.3}, {2: 1e-7, 3: 0.02, 4: 0.4}
+    _, decision = outcome(policy, seconds, noise)
+    assert decision.levels == {"w": 4}
+    assert policy.trial(decision, 2) == 7
+    assert policy.on_trial_end(decision, 2, 0.3, told(policy, 4, 0.5)) == decision
+    decision = policy.on_trial_end(decision, 2, 0.3, told(policy, 4, 0.6))
+    assert decision.levels == {"w": 3}
+    assert policy.forecasts(decision)[3].noise_ratio == pytest.approx(0.03)  # as if all had risen alike
+    assert "rose to 0.6: one bit" in policy.why(decision, ["dense", "flush", "fp16", "four bits", "one bit"])
+    decision = policy.on_trial_end(decision, 2, 0.4, told(policy, 3, 0.7))
+    assert decision.levels == {"w": 2}
+    assert policy.on_trial_end(decision, 2, 0.6, told(policy, 2, 0.7)).levels == {"w": DENSE}
+
+
+def test_what_is_held_is_sent_where_noise_rises_beyond_what_is_allowed():
+    policy = Auto(candidates=("fp16", "topk"))
+    _, decision = outcome(policy, {DENSE: 1.0, 2: 0.6, 3: 0.4})
+    decision = policy.on_trial_end(decision, 2, 0.4, told(policy, 3, 2.0))
+    assert decision.levels == {"w": FLUSH}
+    assert policy.trial(decision, 2) == 0
+    assert policy.on_trial_end(decision, 2, 1.0, {}).levels == {"w": 2}
+
+
+def test_a_noise_that_is_no_number_is_the_worst():
+    for error, wanted, sampling in ((1.0, 1.0, 0.0), (np.nan, 1.0, 1.0), (np.inf, np.inf, 1.0)):
+        for feeds_back in (False, True):
+            assert noise_ratio({"w": Noise(error, wanted, sampling)}, feeds_back) == 1e9
+
+
+# -- the noise ---------------------------------------------------------------------------------------------------------
+def noisy(workers: int, steps: int) -> list[Gradients]:
+    """Gradients of one mean of square 0.5 and a sampling noise of square 1 between workers."""
+    draw = np.random.default_rng(0).standard_normal
+    mean = np.sqrt(0.5) * draw((300, 1000))
+    return [[{"w": (mean + draw(mean.shape)).astype("float32")} for _ in range(workers)] for _ in range(steps)]
+
+
+# eden's error is 0.117 of the square of what it compresses (normal numbers, Lloyd and Max, 2 bits); with two stages the
+# mean, of square 0.5 + 1 / 4, is compressed again. A random quarter of the elements makes (1 - 1 / 4) / (1 / 4).
+@pytest.mark.parametrize(
+    "params, workers, ratio",
+    [
+        ({"compressor": "eden", "bits": 2}, 2, 0.117 * 1.5 / 2 / (1 / 2)),
+        ({"compressor": "eden", "bits": 2}, 4, (0.117 * 1.5 / 4 + 0.117 * 0.75) / (1 / 4)),
+        ({"compressor": "randomk", "compress_ratio": 0.25, "memory": "residual"}, 2, 3.0),
+        ("fp16", 2, 0.0),
+    ],
+)
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_the_noise_of_an_exchange_is_measured(params, workers, ratio, backend):
+    auto = {"compressor": "auto", "candidates": [params], "trial_steps": 12, "effort": "fast"}
+    out = simulate(auto, noisy(workers, 1), backend, steps=30)
+    (found,) = (value for name, value in out.report.noise.items() if name != "none")
+    assert found == pytest.approx(ratio, rel=0.3, abs=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "tensorflow"])
+@pytest.mark.parametrize("workers", [2, 4])  # gathered, and in two stages
+def test_what_is_held_of_the_sample_is_what_memories_hold(backend, workers):
+    given = [[{"w": x["w"][:60, :500]} for x in step] for step in noisy(workers, 12)]
+    auto = {"compressor": "auto", "candidates": [{"compressor": "topk", "compress_ratio": 0.05}], "trial_steps": 5}
+    out = simulate(auto, given, backend)
+    sampled = positions("w", 30_000)
+    for state in out.state:
+        np.testing.assert_allclose(state["policy"]["held"]["w"], held(out.state, "w", 30_000)[sampled], atol=1e-5)
+    assert np.abs(held(out.state, "w", 30_000)[sampled]).max() > 1
+
+
+def held(states, name, size):
+    """What the workers' memories hold of the mean: in the first stage as many parts of it, in the second the mean's."""
+    total = np.zeros(size)
+    for state in states:
+        arrays = {key: x for key, x in state["tensors"].get(name, {}).items() if "compressor" not in key}
+        for key, array in arrays.items():
+            point = key.removesuffix("memory/residual").removesuffix("/")
+            start, count = (0, size) if key == "carried" else state["points"][name][point]
+            total[start : start + count] += np.asarray(array) / (1 if point == "server" else len(states))
+    return total
+
+
+def test_a_discarded_exchange_is_not_measured():
+    grc = grace_from_params(AUTO, LocalTransport(World(1), 0))
+    grc.build({"w": np.zeros((60, 50), np.float32)})
+    grc.defer_commit = True
+    for step, worker in enumerate(gradients(12, workers=1)):
+        before = grc.state_dict()["policy"]["held"]["w"]
+        grc.step({"w": worker[0]["w"]})
+        if step % 3 == 2:
+            grc.rollback()
+            np.testing.assert_array_equal(grc.state_dict()["policy"]["held"]["w"], before)
+        else:
+            grc.commit()
+            grc.tune()
+    assert np.abs(before).max() > 0
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch", "tensorflow"])
@@ -128,9 +282,26 @@ def test_what_was_sent_and_what_is_kept_add_up_to_all_gradients(backend):
         assert all(np.array_equal(a, out.means[1][name]) for name, a in out.means[0].items())
         for name in ("w", "v"):
             sent = sum(step[0][name] for step in out.history).reshape(-1)
-            kept = sum(np.asarray(state["tensors"].get(name, {}).get("memory/residual", 0.0)) for state in out.state)
             everything = sum(worker[name] for workers in given[:steps] for worker in workers).reshape(-1) / 2
-            np.testing.assert_allclose(sent + kept / 2, everything, atol=2e-4)
+            np.testing.assert_allclose(sent + held(out.state, name, len(sent)), everything, atol=2e-4)
+
+
+@pytest.mark.parametrize("saved", [1 + TRIAL + 2, 1 + 2 * TRIAL + 1, 1 + 3 * TRIAL, STEPS + TRIAL])
+def test_nothing_is_lost_where_candidates_hold_it_in_different_places(saved):
+    # Of four workers powersgd has residuals of whole tensors, and the others of shards, each in its own places.
+    sparse = {"compressor": "topk", "compress_ratio": 0.05}
+    auto = {**AUTO, "candidates": [sparse, "powersgd", {"compressor": "efsignsgd", "block_size": 512}]}
+    given = gradients(STEPS + TRIAL, workers=4)[:saved]
+    out = simulate(auto, given)
+    exchanges = {way.communicator.registered_name for way in _ways(auto, 4)}
+    assert exchanges == {"allreduce", "twostage"}
+    sent = sum(step[0]["w"] for step in out.history).reshape(-1)
+    everything = sum(worker["w"] for workers in given for worker in workers).reshape(-1) / 4
+    np.testing.assert_allclose(sent + held(out.state, "w", len(sent)), everything, atol=4e-4)
+
+
+def _ways(params, workers):
+    return grace_from_params(params, LocalTransport(World(workers), 0))._setup.ways
 
 
 def test_a_candidate_alone_gives_what_the_method_gives():
@@ -147,7 +318,8 @@ def test_a_dense_trial_is_the_plain_mean_in_one_message():
     for step, workers in enumerate(given):
         for name in SHAPES:
             np.testing.assert_allclose(out.history[step][0][name], (workers[0][name] + workers[1][name]) / 2, rtol=1e-6)
-    assert out.report.bytes_sent == out.report.bytes_dense
+    samples = 3 * 4 * len(positions("w", 60 * 50))
+    assert out.report.bytes_sent == out.report.bytes_dense + samples
 
 
 @pytest.mark.parametrize("saved", [1 + TRIAL + 1, 1 + 2 * TRIAL, STEPS - 1])
@@ -170,6 +342,7 @@ def test_a_run_goes_on_from_the_middle_of_the_trials(saved, clock):
     first, second = new(), new()
     run(first, given[:saved])
     second.load_state_dict(first.state_dict())
+    np.testing.assert_array_equal(*(grc.state_dict()["policy"]["held"]["w"] for grc in (first, second)))
     # Those that follow within the trial: it is timed anew, and so may end later.
     rest = given[saved : saved + 2]
     for a, b in zip(run(first, rest), run(second, rest), strict=True):
@@ -177,16 +350,22 @@ def test_a_run_goes_on_from_the_middle_of_the_trials(saved, clock):
             np.testing.assert_array_equal(a[name], b[name])
 
 
+MEMO = {"workers": 1, "seconds": {}, "noise": {}, "left": {}, "chosen": None}
+
+
 @pytest.mark.parametrize(
     "memo",
     [
         {"workers": 1},
-        {"workers": 1, "seconds": {}},
-        {"workers": "1", "seconds": {}, "chosen": None},
-        {"workers": 1, "seconds": {"1": 0.5}, "chosen": None},
-        {"workers": 1, "seconds": {"0": "fast"}, "chosen": None},
-        {"workers": 1, "seconds": {}, "chosen": 9},
-        {"workers": 1, "seconds": [], "chosen": None},
+        {"workers": 1, "seconds": {}, "chosen": None},
+        {**MEMO, "workers": "1"},
+        {**MEMO, "seconds": {"1": 0.5}, "noise": {"1": 0.5}},
+        {**MEMO, "seconds": {"0": "fast"}, "noise": {"0": 0.0}},
+        {**MEMO, "seconds": {"0": 1.0}},
+        {**MEMO, "seconds": {"0": 1.0}, "noise": {"0": -1.0}},
+        {**MEMO, "chosen": 9},
+        {**MEMO, "chosen": 0},
+        {**MEMO, "seconds": []},
     ],
 )
 def test_a_choice_that_cannot_have_been_made_is_not_believed(memo):
@@ -206,11 +385,84 @@ def test_what_is_kept_follows_the_number_of_workers():
     graces = [grace_from_params(AUTO, LocalTransport(world, rank)) for rank in range(4)]
     for grc in graces:
         grc.build({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
-        new, _ = grc.check_state(*out.state)
-        (residual,) = (
-            a for _, _, cell, a in new if cell is grc._setup.store.held({"w": FIRST})["w"]["memory/residual"]
-        )
+        new, _ = grc.check_state(*out.state)  # two workers gathered; four have two stages, here of one shard
+        (residual,) = (a for unit, key, _, a in new if (unit, key) == ("w", "worker/memory/residual"))
         np.testing.assert_allclose(residual, kept / 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("saved", [1 + TRIAL + 2, 1 + 2 * TRIAL + 2])  # in two stages, in one round
+@pytest.mark.parametrize("workers", [2, 4])
+def test_nothing_is_lost_where_fewer_workers_go_on_with_other_exchanges(saved, workers):
+    auto = {**AUTO, "candidates": [{"compressor": "topk", "compress_ratio": 0.05}, "powersgd"]}
+    given = gradients(saved + 3, workers=4)
+    out = simulate(auto, given[:saved])
+    before = held(out.state, "w", 3000) * 4
+    assert np.abs(before).max() > 0
+    world = World(workers)
+    graces = [grace_from_params(auto, LocalTransport(world, rank)) for rank in range(workers)]
+    for grc in graces:
+        grc.build({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
+        grc.load_state_dict(*(out.state if workers != 4 else [out.state[grc.rank]]))
+    np.testing.assert_allclose(held([grc.state_dict() for grc in graces], "w", 3000) * workers, before, atol=1e-4)
+
+
+@dataclass(frozen=True)
+class Turns(Auto):
+    """One level after the other, a step each, without sending before what memories hold."""
+
+    def trial(self, decision, workers):
+        return 0
+
+    def on_trial_end(self, decision, workers, seconds, noise=None):
+        level = (decision.levels["w"] + 1) % len(self.levels(None))
+        return replace(decision, levels={"w": level})
+
+
+@pytest.mark.parametrize("again", [0, 4, 5, 7])
+def test_nothing_is_lost_where_levels_follow_in_any_order(again):
+    # Levels dense, flush, two stages, one round, none, two stages. ``again``: a state of that step is loaded later.
+    sparse = {"compressor": "topk", "compress_ratio": 0.05}
+    turns = Turns(candidates=(sparse, "powersgd", "none", {"compressor": "efsignsgd", "block_size": 512}))
+    world = World(4)
+    graces = [grace_from_params({"compressor": "none", "policy": turns}, LocalTransport(world, r)) for r in range(4)]
+    for grc in graces:
+        grc.build({"w": np.zeros((60, 50), np.float32)})
+    saved, total = [], np.zeros(3000)
+
+    def finished(flights):
+        while [flight for flight in flights if not flight.advance()]:
+            pass
+
+    def step(worker):
+        """What the mean has beyond the gradients' mean."""
+        for grc, gradient in zip(graces, worker, strict=True):
+            grc.launch({"w": gradient["w"]})
+        finished(graces)
+        for grc in graces:
+            grc.land()
+        finished([grc.tuning() for grc in graces])
+        means = [grc.mean("w") for grc in graces]
+        return (means[0] - sum(each["w"] for each in worker) / 4).reshape(-1)
+
+    for worker in gradients(10, workers=4):
+        total += step(worker)
+        saved.append(([grc.state_dict() for grc in graces], total.copy()))
+    if again:
+        states, total = saved[again]
+        for grc, state in zip(graces, states, strict=True):
+            grc.load_state_dict(state)
+    for worker in gradients(13, workers=4):
+        total += step(worker)
+        np.testing.assert_allclose(total + held([grc.state_dict() for grc in graces], "w", 3000), 0, atol=5e-4)
+
+
+# -- what it was measured by -------------------------------------------------------------------------------------------
+def test_the_guide_has_what_was_measured():
+    pytest.importorskip("torch")
+    from benchmarks.noise import stored, table
+
+    rows = stored(ROOT / "benchmarks" / "results" / "noise.jsonl")
+    assert table(rows) in (ROOT / "docs" / "guide.md").read_text()
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -235,6 +487,7 @@ def test_a_graph_tries_all_methods_without_being_traced_again(clock):
         grc.tune()
     assert len(traces) == 1
     assert grc.report().method == "efsignsgd + residual + allgather"
+    assert grc.report().noise == pytest.approx(simulate(AUTO, given).report.noise, rel=1e-3)
     kept = grc.state_dict()["tensors"]["w"]["memory/residual"].reshape(60, 50)
     np.testing.assert_allclose(sent + kept, sum(worker["w"] for (worker,) in given), atol=2e-4)
 
@@ -250,7 +503,9 @@ def test_a_graph_tries_all_methods_without_being_traced_again(clock):
         ({"candidates": []}, "give a list"),
         ({"candidates": ["topkk"]}, "did you mean 'topk'"),
         ({"candidates": [{"compressor": "topk", "ratio": 0.1}]}, "compress_ratio"),
-        ({"candidates": [{"compressor": "blockint", "communicator": "twostage"}]}, "use allreduce or allgather"),
+        ({"candidates": [{"compressor": "blockint", "communicator": "reducescatter"}]}, "leave it out, or use allred"),
+        ({"effort": "brave"}, "choose 'safe', 'balanced', 'fast'"),
+        ({"watch_steps": -1}, "or 0 for none"),
         ({"candidates": ["dgc"]}, "use residual or none"),
         ({"trial_steps": 0}, "at least 1"),
         ({"margin": 1.0}, r"\[0, 1\)"),

@@ -268,6 +268,7 @@ def test_short_calls_are_repeated_until_a_sample_is_long_enough(seconds, calls, 
     assert clock.results()["encode"]["us"] == pytest.approx(1e6 * seconds)
 
 
+@pytest.mark.slow
 def test_rounds_end_with_the_budget(spend):
     def samples(budget):
         said = []
@@ -293,6 +294,7 @@ def test_what_it_takes_to_make_a_graph_is_not_taken_for_what_a_call_takes(traced
     assert (clock.seconds > 0.2) is not traced
 
 
+@pytest.mark.slow
 def test_cases_for_which_there_is_no_room_are_put_off_to_another_process(monkeypatch):
     def messages(job, config, limits):
         said = []
@@ -363,6 +365,7 @@ def test_a_device_is_waited_for_and_named(device, monkeypatch):
     assert re.search(r"host waits.*\n.*topk .* 2 ", console.file.getvalue())
 
 
+@pytest.mark.slow
 def test_where_there_is_no_device_that_is_said(bench, monkeypatch):
     import torch
 
@@ -462,6 +465,7 @@ def test_a_peer_is_measured_in_the_same_run(bench, tmp_path):
     assert "upstream topk + residual" in done.stdout
 
 
+@pytest.mark.slow
 def test_tensorflow_is_measured_eagerly_and_in_a_graph(bench):
     pytest.importorskip("tensorflow")
     found, _ = bench("powersgd", "--backend", "tensorflow", "--allocator", "asis", *QUICK, "--budget", "0.1")
@@ -469,6 +473,7 @@ def test_tensorflow_is_measured_eagerly_and_in_a_graph(bench):
     assert {record["workers_decoded"] for record in found["records"]} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is counted in Linux's /proc")
 def test_memory_of_a_step_is_told_apart_from_what_is_kept(bench):
     arguments = ("--backend", "numpy", "--sizes", "4e6", "--threads", "1", "--allocator", "asis", "--rounds", "3")

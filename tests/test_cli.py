@@ -329,6 +329,7 @@ def test_rows_of_another_command_are_no_tasks(files, idle):
     refused(("bench", "tasks", "--show", "--out", "out"), "line 1, is no row")
 
 
+@pytest.mark.slow
 # -- printing ----------------------------------------------------------------------------------------------------------
 def test_output_without_utf8_stays_readable(files):
     full = process("report", "run.jsonl", PYTHONIOENCODING="utf-8", COLUMNS=80)
@@ -559,6 +560,7 @@ def test_tables_of_the_documentation_are_put_in_by_a_command(tmp_path):
     assert lines[-1] == "Dense training ends at 0.900."
 
 
+@pytest.mark.slow
 # -- how they end ------------------------------------------------------------------------------------------------------
 def test_a_reader_that_leaves_ends_a_command_quietly(files):
     for words in (("--version",), ("report", "run.jsonl", "--json"), ("methods",)):

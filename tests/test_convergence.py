@@ -122,6 +122,7 @@ def three_workers(memory):
     return np.linalg.norm(x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*without error feedback")
 def test_topk_needs_its_memory():
     assert three_workers("none") > 1e6

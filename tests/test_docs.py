@@ -23,7 +23,7 @@ GENERATED = [
     *sorted((ROOT / "docs" / "methods").glob("*.md")),
 ]
 GENERATOR = [sys.executable, str(ROOT / "docs" / "generate_methods.py")]
-TOOLKITS = ("horovod", "keras", "tensorflow", "torch")
+TOOLKITS = ("horovod", "keras", "ray", "tensorflow", "torch")
 
 
 def scripts():
@@ -35,6 +35,7 @@ def scripts():
                 yield pytest.param(code, id=f"{page.stem}-{number}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", list(scripts()))
 def test_code_runs(code, tmp_path):
     for name in TOOLKITS:

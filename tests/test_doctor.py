@@ -183,6 +183,7 @@ def test_methods_lists_the_registry():
     assert len(listed["compressors"]) >= 18 + 20
 
 
+@pytest.mark.slow
 def test_methods_prints_tables_and_single_methods():
     done = grace_command("methods")
     assert done.returncode == 0, done.stderr

@@ -39,6 +39,14 @@ def test_torch_over_torch_distributed(tmp_path):
     check(out, "PyTorch", 2, 2, 25)
 
 
+def test_local_training_over_torch_distributed(tmp_path):
+    out = tmp_path / "result.json"
+    options = ["--method", "qsgd", "--every", 4, "--fragments", 2, "--delay", 1, "--epochs", 2, "--json", out]
+    printed = run(*launcher("torchrun", 2), EXAMPLES / "local_torch.py", *options, log=tmp_path / "log")
+    check(out, "PyTorch", 2, 2, 12)
+    assert "every 4 steps, 2 fragments" in printed
+
+
 def test_torch_alone(tmp_path):
     out = tmp_path / "result.json"
     options = ["--params", '{"compress_ratio": 0.05}', "--epochs", 1, "--json", out]

@@ -296,6 +296,7 @@ def test_random_factors_have_the_variance_of_the_weights():
     assert np.std(model.layers[0].kernel) == pytest.approx(spread, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_dense_checkpoint_and_back(tmp_path):
     trained, x = functional(), normal(*IMAGES)
     trained.save_weights(tmp_path / "dense.weights.h5")
@@ -313,6 +314,7 @@ def test_a_dense_checkpoint_and_back(tmp_path):
     close(plain(x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [functional, subclassed])
 def test_weights_files_and_saved_models(make, tmp_path):
     model, x = make(), normal(*IMAGES)

@@ -375,6 +375,7 @@ def test_factorised_models_are_saved_and_loaded(tmp_path):
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
+@pytest.mark.slow
 def test_factorised_models_compile_in_one_graph_and_export():
     model, x = words(), torch.randn(2, 5, 16)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

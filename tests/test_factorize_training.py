@@ -28,6 +28,7 @@ def test_parameters_of_the_forms():
         assert (made.parameters, made.parameters_after) == (DENSE, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm, share, points", [("hybrid, warm-up", 0.5, 2.0), ("low rank, warm-up", 0.33, 2.5)])
 def test_accuracy_after_a_warm_up(dense, arm, share, points):
     # The means of five seeds are held to 1.0 and 1.5 points by the benchmark; one image is 0.22.
@@ -36,12 +37,14 @@ def test_accuracy_after_a_warm_up(dense, arm, share, points):
     assert 100 * found["accuracy"][-1] >= 100 * dense["accuracy"][-1] - points
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", [arm for arm, (_, _, method) in ARMS.items() if method is not None])
 def test_compressed_gradients_of_factors_train_too(dense, arm):
     found = train(arm, 0, EPOCHS)
     assert 100 * found["accuracy"][-1] >= 100 * dense["accuracy"][-1] - 2.5
 
 
+@pytest.mark.slow
 def test_a_warm_up_helps_a_student_of_low_rank():
     pairs = [teacher_student(seed) for seed in range(5)]
     assert sum(warm for warm, _ in pairs) <= sum(cold for _, cold in pairs)

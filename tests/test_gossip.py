@@ -257,6 +257,7 @@ def test_consensus_is_linear_down_to_a_thousandth():
     assert sent < consensus(Full(), start, 100)[1] / 3
 
 
+@pytest.mark.slow
 def test_choco_with_signs_at_its_own_rate_needs_fewer_bytes_here_and_fails_at_others():
     # The claim that power gossip beats tuned CHOCO for each byte does not hold for this problem and precision.
     # What holds: it needs no rate, and CHOCO's is found among those that stall or diverge.

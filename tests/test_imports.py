@@ -47,6 +47,7 @@ def test_elastic_states_import_their_toolkit_when_they_are_made():
     assert loaded("import grace; grace.elastic.run") == set()
 
 
+@pytest.mark.slow
 def test_the_door_of_tensorflow_leaves_torch_shut():
     backend("tensorflow")
     assert {"torch", "horovod"} & loaded("import os, grace; grace.tensorflow") == set()

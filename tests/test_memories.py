@@ -449,7 +449,8 @@ def test_keras_tells_the_learning_rate_of_a_schedule_in_a_graph():
 
 @pytest.mark.parametrize("toolkit", ["torch", "tensorflow"])
 @pytest.mark.parametrize("memory", ["dgc", "residual"])
-def test_momentum_twice_is_warned_of(toolkit, memory, recwarn):
+@pytest.mark.parametrize("kind, momentum", [("SGD", 0.9), ("SGD", 0.0), ("Adam", 0.9), ("Adam", 0.0)])
+def test_momentum_twice_is_warned_of(toolkit, memory, kind, momentum, recwarn):
     backend(toolkit)
     import grace
 
@@ -457,14 +458,36 @@ def test_momentum_twice_is_warned_of(toolkit, memory, recwarn):
     if toolkit == "torch":
         import torch
 
+        key = {"momentum": momentum} if kind == "SGD" else {"betas": (momentum, 0.999)}
         parameter = torch.nn.Parameter(torch.ones(4))
-        grace.torch.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1, momentum=0.9), grace=grc)
+        grace.torch.DistributedOptimizer(getattr(torch.optim, kind)([parameter], lr=0.1, **key), grace=grc)
     else:
         import keras
 
-        grace.tensorflow.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), grace=grc)
+        key = {"momentum" if kind == "SGD" else "beta_1": momentum}
+        grace.tensorflow.DistributedOptimizer(getattr(keras.optimizers, kind)(0.1, **key), grace=grc)
     warned = [str(w.message) for w in recwarn if "momentum of its own" in str(w.message)]
-    assert len(warned) == (memory == "dgc")
+    assert len(warned) == (memory == "dgc" and momentum > 0)
+
+
+@pytest.mark.parametrize("memory", ["dgc", "residual"])
+def test_momentum_twice_is_warned_of_where_a_hook_averages(memory, recwarn):
+    torch = pytest.importorskip("torch")
+    import grace
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        model.register_comm_hook(grc := grace_from_params({**TOPK, "memory": memory}), grace.torch.ddp_hook)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        assert grc.steps == 3
+    finally:
+        torch.distributed.destroy_process_group()
+    warned = [w for w in recwarn if "momentum of its own" in str(w.message)]
+    assert [w.filename for w in warned] == [__file__] * (memory == "dgc")
 
 
 # -- 1-bit Adam for what its warm-up has not seen ----------------------------------------------------------------------

@@ -48,6 +48,7 @@ def test_it_is_listed(run):
     assert entry["parameters"] == {"block_size": 64}
 
 
+@pytest.mark.slow
 def test_its_own_tests_hold_it_against_the_laws(run):
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", "-k", "numpy", check=False)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -73,6 +73,7 @@ def running_means(chosen, params, steps):
     return np.array(errors)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*without error feedback")
 def test_a_memory_at_every_compression_loses_nothing():
     topk, chosen = {"compressor": "topk", "compress_ratio": 0.25}, [o for o in GPU if o.compressions][::4]
@@ -323,6 +324,7 @@ MIXED = {
 }
 
 
+@pytest.mark.slow
 def test_digits_with_a_plan_that_mixes_strategies():
     dense, planned = (trained(params) for params in ({"compressor": "none", "min_numel": 0}, {"plan": MIXED}))
     assert dense > 95

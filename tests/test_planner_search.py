@@ -70,6 +70,7 @@ def figures(found):
     return f"mean {mean(found):.4f}, p95 {quantiles(found, n=20)[-1]:.4f}, max {max(found):.4f}"
 
 
+@pytest.mark.slow
 def test_gap_to_the_optimum():
     # 200 instances of 2 to 5 tensors with 8 strategies each, against all 8^n combinations.
     refined, paper = [], []

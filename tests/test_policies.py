@@ -621,6 +621,7 @@ def test_keras_refuses_batches_that_it_cannot_add_up():
         grace.tensorflow.DistributedOptimizer(keras.optimizers.SGD(0.1), grace=grc)
 
 
+@pytest.mark.slow
 # -- A5, A6: what it is good for, in short; `python -m benchmarks.accordion` is the whole ------------------------------
 def test_accordion_recovers_what_much_compression_loses():
     from benchmarks import accordion
@@ -665,6 +666,7 @@ def test_larger_batches_need_fewer_updates_for_the_same_loss():
     assert large["updates"] in grown
 
 
+@pytest.mark.slow
 def test_the_placebo_does_as_well():
     """Not what the paper claims: as many epochs of low compression elsewhere help as much, here and over five seeds."""
     from benchmarks import accordion

@@ -157,6 +157,7 @@ def test_noise_is_the_same_bits_on_every_toolkit(xp, start, n):
         assert np.array_equal(found, streams.noise(**name, start=start, n=n) if n else [])
 
 
+@pytest.mark.slow
 def test_noise_of_any_two_elements_is_independent():
     # Of neighbours, of the same place in another run of 65536 elements, and in another tensor.
     shared = {"seed": 0, "label": "round", "step": 3, "worker": 1, "start": 0}

@@ -236,6 +236,7 @@ def width(label):
     return found["high"] - found["low"]
 
 
+@pytest.mark.slow
 def test_it_is_steadier_than_one_small_sample_but_not_than_ours():
     # The paper's competitor, a sample of 1 %; ours is larger, and its threshold is corrected by counting.
     assert width("SIDCo-P robust") < width("one sample of 1%")
@@ -447,6 +448,7 @@ def test_selectors_serve_every_sparsifier_that_takes_them():
     assert method(compressor="dgc").compressor.selector == "sampled"
 
 
+@pytest.mark.slow
 # -- the command ---------------------------------------------------------------------------------------------------
 def test_the_command_measures_and_shows():
     pytest.importorskip("typer", reason="the grace command needs the extra [cli]")

@@ -1,5 +1,6 @@
 """`grace bench tasks`: data, models and metrics are correct, and no measurement is lost."""
 
+import csv
 import dataclasses
 import json
 import os
@@ -16,9 +17,9 @@ from typer.testing import CliRunner
 
 from grace.bench.lab import Loopback
 from grace.bench.lab.launch import Outcome
-from grace.bench.tasks import cluster, data, plan, run, show
+from grace.bench.tasks import cluster, data, plan, results, run, show
 from grace.bench.tasks.plan import Job
-from grace.bench.tasks.tasks import TASKS, batch, rate
+from grace.bench.tasks.tasks import TASKS, batch, rate, tasks
 from grace.cli.app import app
 
 ROOT = Path(__file__).parents[1]
@@ -271,6 +272,18 @@ def test_quick_fits_into_half_an_hour_and_begins_with_baselines():
     assert all(plan.known(method) for method in plan.FULL)
 
 
+def test_auto_is_a_method_with_settings_of_its_own():
+    assert plan.known("auto:effort=fast") == "auto:effort=fast"
+    job = dataclasses.replace(JOB, method="auto:effort=fast,trial_steps=1")
+    assert job.params == {"compressor": "auto", "effort": "fast", "trial_steps": 1}
+    with pytest.raises(ValueError, match="choose 'safe', 'balanced', 'fast'"):
+        plan.known("auto:effort=slow")
+    first, second = told(job, 0), told(job, 1)
+    first[1]["chosen"] = "topk: why not"
+    assert run.rows_of(job, [first, second])[0]["chosen"] == "topk: why not"
+    assert "chosen" not in run.rows_of(JOB, [told(JOB, 0), second])[0]
+
+
 def test_a_job_is_read_as_it_was_written(tmp_path):
     job = quick_jobs(seed=3, steps=8)[7]
     job.write(tmp_path / "job.json")
@@ -405,10 +418,59 @@ def test_a_target_that_is_not_fixed_follows_dense(rows):
     assert "since dense is missing" in show.markdown(without)
 
 
-def test_seeds_are_medians(rows):
-    more = [{**row, "seed": 1, "curve": [[20, 0.9]]} for row in rows if row.get("method") == "dense" and "curve" in row]
-    dense = show.lines([*rows, *more])[0]
-    assert (dense["quality"], dense["to_target"]) == (0.9, 30)
+def test_seeds_are_means_with_an_interval(rows):
+    dense = [row for row in rows if row.get("method") == "dense" and "curve" in row and row["task"] == "image"]
+    more = [{**row, "seed": seed, "curve": [[20, q]]} for row in dense for seed, q in ((1, 0.84), (2, 0.96))]
+    found = show.lines([*rows, *more])[0]
+    assert (found["seeds"], found["quality"]) == (3, pytest.approx(0.9))
+    assert found["to_target"] == pytest.approx((40 + 20 + 20) / 3)
+    assert found["interval"] == pytest.approx(4.302653 * 0.06 / 3**0.5, rel=1e-6)
+    assert "| dense | 0.9 ± 0.15 | 26.67 |" in show.markdown([*rows, *more])
+
+
+def test_quantiles_of_students_t():
+    known = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445, 9: 2.262157, 29: 2.045230, 120: 1.979930}
+    assert {freedom: results.student(freedom) for freedom in known} == pytest.approx(known, rel=1e-6)
+    assert results.student(2, 0.5) == pytest.approx(0.816497, rel=1e-6)
+    assert results.interval([3.0]) is None
+
+
+def test_the_relative_target_is_there_beside_the_fixed_one(rows):
+    dense, _, never, topk = show.lines(rows)[:4]
+    assert (dense["target"], dense["relative"]) == (0.8, pytest.approx(0.873))
+    assert (dense["to_target"], dense["to_relative"], topk["to_relative"]) == (40, 40, 60)
+    assert never["to_relative"] is None
+    words = [line for line in show.lines(rows) if line["task"] == "lstm"]
+    assert {(line["target"], round(line["relative"], 6)) for line in words} == {(52.0, 41.2)}
+    assert {line["method"]: line["to_relative"] for line in words if line["toolkit"] == "torch"} == {
+        **dict.fromkeys(("qsgd", "randomk", "topk")),
+        "dense": 60,
+    }
+    assert "steps to dense less 3%" in show.markdown(rows)
+
+
+def test_results_are_written_as_json_lines_and_csv(rows, tmp_path):
+    results.write(results.results(show.lines(rows)), tmp_path)
+    found = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert results.check(found) == found
+    with (tmp_path / "results.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [list(row) for row in table] == [list(results.FIELDS)] * len(found)
+    assert [row["quality"] for row in table] == ["" if row["quality"] is None else str(row["quality"]) for row in found]
+    (dense,) = (
+        row
+        for row in found
+        if (row["task"], row["toolkit"], row["method"], row["bandwidth"]) == ("image", "torch", "dense", "100mbit")
+    )
+    assert (dense["seconds_to_target"], dense["seconds_to_relative"]) == (pytest.approx(16), pytest.approx(16))
+    assert {row["error"] for row in found if row["method"] == "qsgd"} == {
+        "training: ValueError: <no>; 100mbit: ValueError: <no>"
+    }
+    for odd in ({"task": "image"}, {**dense, "more": 1}):
+        with pytest.raises(ValueError, match="result 2 lacks"):
+            results.check([dense, odd])
+    with pytest.raises(ValueError, match="no list"):
+        results.check(dense)
 
 
 def test_what_lost_is_said(rows):
@@ -425,8 +487,8 @@ def test_tables_have_every_method_and_say_what_the_network_was(rows):
     for block in text.split("\n\n"):
         lines = [line for line in block.splitlines() if line.startswith("|")]
         assert len({line.count("|") for line in lines}) <= 1
-    assert "| dense | 0.9 | 40 | 0.004 | 0.0044 | 0.4 | 80 | 16 | 0.05 | 640 | 2 |" in text
-    assert "| qsgd | - | failed | - | - | failed |" in text
+    assert "| dense | 0.9 | 40 | 40 | 0.004 | 0.0044 | 0.4 | 80 | 16 | 16 | 0.05 | 640 | 2 | 2 |" in text
+    assert "| qsgd | - | failed | failed | - | - | failed |" in text
     assert "| topk | 2.67 (4.00) |" in text
     assert "Emulated network" in text
     assert "100mbit: 95 Mbit/s" in text
@@ -447,6 +509,8 @@ def test_the_page_holds_tables_plots_and_failures(rows, tmp_path):
     for name in ("throughput", "volume", "time"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     assert (tmp_path / "report.md").read_text() == show.markdown(rows)
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) > 8
+    assert (tmp_path / "results.csv").exists()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -499,6 +563,72 @@ def test_a_cluster_gets_jobs_and_scripts(tmp_path):
     rows = cluster.collect(tmp_path)
     assert [(row["kind"], row["workers"]) for row in rows] == [("trained", 2), ("timed", 2)]
     assert grace_bench("--full", "--collect", "--out", tmp_path).exit_code == 0
+
+
+OWN = """
+import numpy, torch
+from grace.bench.tasks.data import Data
+from grace.bench.tasks.tasks import Scale, Task
+
+class Points(Data):
+    source, sizes = "points", {"classes": 2}
+    def batch(self, rng, size):
+        x = rng.standard_normal((size, 3)).astype("float32")
+        return (x,), (x.sum(1) > 0).astype("int64")
+    def quality(self, predict):
+        (x,), y = self.batch(numpy.random.default_rng(0), 640)
+        return float((predict((x,)).argmax(-1) == y).mean())
+
+def line(classes, width):
+    return torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.ReLU(), torch.nn.Linear(width, classes))
+
+scale = Scale(40, 20, 16, 0.2, {"width": 4})
+TASK = Task(name="points", title="points", model="own_{toolkit}:line", metric="accuracy", higher=True, target=0.9,
+            unit="points", unit_size=1, binary=False, optimizer="sgd", quick=scale, full=scale, made=Points)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """An installed package with a task, and with two that cannot be."""
+    (tmp_path / "own_torch.py").write_text(OWN)
+    (tmp_path / "own-1.dist-info").mkdir()
+    entries = "[grace.bench.tasks]\nmine = own_torch:TASK\nodd = own_torch:Points\ngone = nowhere:TASK\n"
+    (tmp_path / "own-1.dist-info" / "entry_points.txt").write_text(entries)
+    (tmp_path / "own-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tasks.cache_clear()
+    yield tmp_path
+    tasks.cache_clear()
+
+
+def test_a_package_may_offer_tasks_of_its_own(own):
+    pytest.importorskip("torch")
+    with pytest.warns(UserWarning, match="own offers the task") as told:
+        assert [*tasks()] == [*TASKS, "points"]
+    assert {str(each.message).partition(", but: ")[2][:9] for each in told} == {"TypeError", "ModuleNot"}
+    job = Job("points", "torch", 2, "dense", ())
+    assert (job.sized.steps, plan.seconds_of(job) > 0) == (40, True)
+
+
+def test_rows_of_a_task_that_is_gone_are_named(rows, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, "task": "chess"}) + "\n" for row in rows))
+    done = grace_bench("--out", tmp_path, "--show")
+    assert done.exit_code == 2
+    assert "no installed package offers the tasks chess" in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.processes
+def test_a_task_of_ones_own_is_trained(own):
+    pytest.importorskip("torch")
+    words = ["--loopback", "--task", "points", "--toolkit", "torch", "--method", "dense", "--workers", "1"]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{own}", "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-W", "ignore", "-m", "grace.cli", "bench", "tasks", *words, "--out", str(own)]
+    done = subprocess.run(line, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (found,) = (json.loads(line) for line in (own / "results.jsonl").read_text().splitlines())
+    assert (found["task"], found["error"], found["seeds"]) == ("points", "", 1)
+    assert found["quality"] > 0.8
 
 
 # -- real workers ------------------------------------------------------------------------------------------------------

@@ -44,16 +44,19 @@ def passing(name, *options, **environment):
     return int(summary)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part, least", [("encode", 150), ("mean", 150), ("not encode and not mean", 10)])
 def test_interpreted(part, least):
     assert passing("triton_interpreted.py", "-k", part, TRITON_INTERPRET="1") >= least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_compiled(architecture, tmp_path):
     assert passing("triton_compiled.py", "-k", f"{architecture} or tried", TRITON_CACHE_DIR=str(tmp_path)) == 13
 
 
+@pytest.mark.slow
 def test_are_used_only_where_they_are_asked_for_and_can_run():
     code = "import sys, grace.backends as b; k = b.get_backend('torch').kernels; print(getattr(k, 'isa', ''), "
     code += "'triton' in sys.modules)"

@@ -24,6 +24,7 @@ from grace.bench.tasks import plan as task_plan
 from grace.bench.tasks import run as task_run
 from grace.bench.tasks import show as task_show
 from grace.bench.tasks.tasks import TASKS
+from grace.bench.tasks.tasks import tasks as every_task
 from grace.cli import inputs
 
 app = typer.Typer(name="bench", help="Measure the time of methods and their effect on training.", no_args_is_help=True)
@@ -242,10 +243,13 @@ def tasks(
             "--full/--quick", help="Write scripts for a cluster, or run half an hour on this machine with 2 cores."
         ),
     ] = False,
-    task: Annotated[list[str] | None, typer.Option(help=f"Task, one of {', '.join(TASKS)}; may be repeated.")] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Task, one of {', '.join(TASKS)}, or of an installed package; may be repeated."),
+    ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="dense, fp16, or such as topk:compress_ratio=0.001; may be repeated."),
+        typer.Option(help="dense, fp16, auto, or such as topk:compress_ratio=0.001; may be repeated."),
     ] = None,
     bandwidth: Annotated[
         str, typer.Option(help=f"Rates of emulated links, separated by commas: {inputs.RATES}.")
@@ -305,7 +309,7 @@ def tasks(
         "data": str(data.resolve()) if data else "",
         "steps": steps,
     }
-    names, methods = listed(",".join(task or TASKS), tuple(TASKS), "--task"), _methods(method or [], full)
+    names, methods = listed(",".join(task or TASKS), tuple(every_task()), "--task"), _methods(method or [], full)
     counts = numbers(workers, "--workers")
     jobs = [
         job for seed in range(seeds) for job in task_plan.jobs(names, methods, toolkits, counts, **common, seed=seed)
@@ -331,6 +335,8 @@ def tasks(
                 console.print(f"over plain loopback: an emulated network needs {'; and '.join(lacks)}")
             left_out = _train(jobs, store, not lacks, limit, 60 * minutes, retry, console)
         rows = store.rows
+    if unknown := sorted({row["task"] for row in rows if "task" in row} - set(every_task())):
+        raise typer.BadParameter(f"--out: no installed package offers the tasks {', '.join(unknown)}")
     if not any(row["kind"] == task_run.TRAINED for row in rows):
         console.print(f"nothing was measured in {out}")
         raise typer.Exit(1)
@@ -341,7 +347,9 @@ def tasks(
         task_show.render(rows, inputs.console())
     for line in left_out:
         console.print(f"not measured, time ran out: {line}; the same command goes on from here")
-    console.print(f"page, tables and plots: {out / 'report.html'}, report.md, *.png")
+    console.print(
+        f"page, tables, plots and results: {out / 'report.html'}, report.md, *.png, results.jsonl, results.csv"
+    )
 
 
 def _present(toolkits: list[str]) -> list[str]:

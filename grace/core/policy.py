@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from grace.core import Compressor, name_of
 from grace.core.communicator import Communicator
@@ -32,6 +32,25 @@ class Decision:
     """Data that the policy keeps for its next decision."""
 
 
+class Noise(NamedTuple):
+    """Squared norms of one tensor, summed over some steps, in units that cancel; the same on all workers."""
+
+    error: float
+    """Of the exchanged mean less the wanted one: the exact mean, and what error feedback holds of it."""
+    wanted: float
+    sampling: float
+    """Of the exact mean's sampling noise, as the differences between the workers' gradients show it."""
+
+
+class Forecast(NamedTuple):
+    """What a level is expected to cost."""
+
+    noise_ratio: float
+    """Noise that it adds to the mean, relative to the sampling noise."""
+    seconds: float
+    """For as much progress as a step with exact means makes."""
+
+
 class Policy(ABC):
     """Decides at the end of each epoch. Subclasses are frozen dataclasses of settings; training begins at level 0.
 
@@ -45,7 +64,9 @@ class Policy(ABC):
     batch: ClassVar[bool] = False
     """Whether it decides on ``micro_steps``."""
     switches_methods: ClassVar[bool] = False
-    """Whether its levels are whole methods, each with its own memory and communicator."""
+    """Its levels are methods, each with the memory and the communicator that it has."""
+    measures_noise: ClassVar[bool] = False
+    """`on_trial_end` gets the noise that the exchange added to the means."""
 
     @property
     def together(self) -> bool:
@@ -79,13 +100,26 @@ class Policy(ABC):
         """Number of steps to time now, after two untimed ones; 0: decide after this step; None: no trial."""
         return None
 
-    def on_trial_end(self, decision: Decision, workers: int, seconds: float) -> Decision:
-        """The decision after a trial. ``seconds``: its median step, on the slowest worker."""
+    def on_trial_end(
+        self, decision: Decision, workers: int, seconds: float, noise: Mapping[str, Noise] | None = None
+    ) -> Decision:
+        """What holds after a trial. ``seconds``: its median step, on the slowest worker.
+
+        ``noise``: by tensor, over the timed steps; handed over only if the policy measures it.
+        """
         return decision
 
     def trials(self, decision: Decision) -> dict[int, float]:
         """Seconds per step by level tried, for the report."""
         return {}
+
+    def forecasts(self, decision: Decision) -> dict[int, Forecast]:
+        """What the levels that were tried are expected to cost, for the report."""
+        return {}
+
+    def why(self, decision: Decision, names: Sequence[str]) -> str:
+        """Why the present level holds, for the report. ``names``: the levels' as text."""
+        return ""
 
     def remembers(self, memo: Mapping[str, Any]) -> bool:
         """Whether this is a valid ``memo``: a state may come from a file or another worker."""

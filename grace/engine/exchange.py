@@ -13,7 +13,7 @@ from grace.engine.buckets import Unit
 from grace.engine.commit import DENSE, Commit
 from grace.engine.handshake import HEADER, header, in_step, out_of_step
 from grace.engine.scheduler import RoundScheduler
-from grace.engine.setup import PRESENT, Setup, on_host
+from grace.engine.setup import PRESENT, SAMPLE, Setup, on_host
 from grace.engine.workspace import Workspace
 
 
@@ -32,6 +32,7 @@ class Exchange:
         self._launched = 0  # number of launched buckets
         self._departed = False  # all launched schedulers have sent; some may wait for the pool
         self._switched: dict[str, Array] = {}
+        self._samples: dict[Unit, Array] = {}  # of this worker's gradients, for a policy that measures noise
 
     @property
     def begun(self) -> bool:
@@ -96,6 +97,8 @@ class Exchange:
             setup.hold(units)
         flat = {unit: self._flatten(unit) for unit in units}
         self._show_policy(flat, ("rank0", "mean"))
+        if setup.probe is not None:
+            self._samples |= {unit: setup.probe.sample(unit.name, x) for unit, x in flat.items() if not unit.dense}
         flat = {unit: setup.store.with_carried(unit, x) for unit, x in flat.items()}
         if setup.schedule is None or not setup.xp.tracing:
             self._flights.append((self._flight(name, flat, setup.levels(units), step), flat))
@@ -126,6 +129,8 @@ class Exchange:
             programs[DENSE] = _averaged(tuple(sent))
         if setup.track_missing or setup.tagged:
             programs[PRESENT] = self._presence(flat)
+        if samples := [self._samples[unit] for unit in flat if unit in self._samples]:
+            programs[SAMPLE] = _averaged((xp.concat(samples),))
         nbytes = sum(map(xp.nbytes, flat.values())) if xp.mutable else 0
         with xp.quiet():
             last = self._flights[-1][0] if self._flights else None
@@ -148,6 +153,10 @@ class Exchange:
         setup = self._setup
         assert setup.schedule is not None
         names = [tensor.name for unit in flat for tensor in unit.tensors]
+        counted = [*(unit.name for unit in flat), *([SAMPLE] if setup.probe is not None else [])]
+
+        def exact(flight: RoundScheduler) -> tuple[Array, ...]:
+            return flight.results[SAMPLE] if setup.probe is not None else ()
 
         def at(level: int) -> Callable[[], Any]:
             def exchange() -> Any:
@@ -156,15 +165,18 @@ class Exchange:
                 while not flight.advance():
                     pass
                 means, counts = self._commit(flight, flat, levels)
-                rows = [counts[unit.name] for unit in flat]
-                return [means[each] for each in names], setup.xp.asarray(rows, "int64")
+                rows = [counts[name] for name in counted]
+                return [means[each] for each in names], setup.xp.asarray(rows, "int64"), exact(flight)
 
             return exchange
 
         index = setup.schedule.index(next(iter(flat)).name)
-        means, rows = setup.xp.switch(index, [at(level) for level in range(len(setup.ways))])
-        setup.meter.add({unit.name: setup.xp.integers(rows[number]) for number, unit in enumerate(flat)})
-        self._switched.update(zip(names, means, strict=True))
+        means, rows, exact_means = setup.xp.switch(index, [at(level) for level in range(len(setup.ways))])
+        setup.meter.add({name: setup.xp.integers(rows[number]) for number, name in enumerate(counted)})
+        found = dict(zip(names, means, strict=True))
+        self._switched.update(found)
+        if setup.probe is not None:
+            self._show_probe(flat, exact_means[0], found)
 
     def _flatten(self, unit: Unit) -> Array:
         # A vector that the exchange may overwrite if arrays are mutable: the donated gradient itself, or else a copy.
@@ -232,6 +244,8 @@ class Exchange:
                     found, counts = self._commit(flight, flat, setup.levels(flat))
                     setup.meter.add(counts)
                     means.update(found)
+                    if SAMPLE in flight.results:
+                        self._show_probe(flat, flight.results[SAMPLE][0], found)
         self._show_policy_means(means)
         return means
 
@@ -263,15 +277,33 @@ class Exchange:
             schedule.on_gradient({unit.name: x for unit, x in flat.items() if not unit.dense})
 
     def _show_policy_means(self, means: Mapping[str, Array | None]) -> None:
-        setup, xp = self._setup, self._setup.xp
+        setup = self._setup
         if setup.schedule is None or setup.schedule.policy.norm_source != "aggregated":
             return
-        flat = {}
-        for unit in dict.fromkeys(setup.table.unit(name) for name in means):
-            parts = [means.get(tensor.name) for tensor in unit.tensors]
-            if not any(part is None for part in parts):
-                flat[unit] = xp.concat([xp.cast(xp.reshape(part, (-1,)), "float32") for part in parts])
+        units = dict.fromkeys(setup.table.unit(name) for name in means)
+        flat = {unit: mean for unit in units if (mean := self._joined(unit, means)) is not None}
         self._show_policy(flat, ("aggregated",))
+
+    def _joined(self, unit: Unit, means: Mapping[str, Array | None]) -> Array | None:
+        # The mean of a unit as float32[n]; None where one of its tensors has none.
+        xp, parts = self._setup.xp, [means.get(tensor.name) for tensor in unit.tensors]
+        if any(part is None for part in parts):
+            return None
+        flat = [xp.cast(xp.reshape(part, (-1,)), "float32") for part in parts]
+        return xp.concat(flat) if len(flat) > 1 else flat[0]
+
+    def _show_probe(self, flat: Iterable[Unit], exact: Array, means: Mapping[str, Array | None]) -> None:
+        # ``exact``: the means of all samples, one after the other.
+        setup = self._setup
+        assert setup.schedule is not None
+        assert setup.probe is not None
+        units = [unit for unit in flat if unit in self._samples]
+        parts = setup.xp.split(exact, [setup.probe.count(unit.name) for unit in units])
+        for unit, part in zip(units, parts, strict=True):
+            mean = self._joined(unit, means)
+            if mean is not None:
+                feeds_back = setup.schedule.feeds_back(unit.name)
+                setup.probe.observe(unit.name, self._samples[unit], part, mean, feeds_back)
 
 
 def _averaged(arrays: tuple[Array, ...]) -> Program[tuple[Array, ...]]:

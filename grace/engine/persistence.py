@@ -42,7 +42,11 @@ def _export_policy(setup: Setup) -> dict[str, Any] | None:
     if setup.schedule is None:
         return None
     state = setup.schedule.state_dict()
-    return {**state, "sums": {name: exported(array, setup.xp) for name, array in state["sums"].items()}}
+    books: dict[str, Any] = {key: state[key] for key in ("sums", "held") if key in state}
+    arrays: dict[str, Any] = {
+        key: {name: exported(x, setup.xp) for name, x in book.items()} for key, book in books.items()
+    }
+    return {**state, **arrays}
 
 
 def under_own_names(setup: Setup, states: Sequence[State]) -> tuple[State, ...]:

@@ -17,6 +17,7 @@ from grace.core.collectives import Broadcast, Collective, Reduce
 from grace.core.communicator import Communicator
 from grace.core.method import Method
 from grace.core.policy import Decision, Policy, number
+from grace.engine.probe import NoiseProbe
 
 
 class Schedule:
@@ -41,6 +42,9 @@ class Schedule:
         self._sums: dict[str, Any] = {}
         self._cells: dict[str, Any] = {}  # levels, for graphs
         self._flag: Any = None  # whether this epoch is watched, for graphs
+        self._feeding: Any = None  # by level, whether what a mean lacks is held for later steps
+        self.probe = NoiseProbe() if policy.measures_noise else None
+        """Measures the noise of exchanges, if the policy wants it."""
 
     def extend(self, sizes: Mapping[str, int], xp: Backend, rank: int) -> None:
         """Add tensors with their numbers of elements; known ones stay unchanged."""
@@ -58,12 +62,18 @@ class Schedule:
                 self._cells[name] = xp.cell(xp.asarray(first, "int32"))
         if xp.traced and self._flag is None:
             self._flag = xp.cell(xp.asarray(int(self.watching), "int32"))
+        if self.probe is not None:
+            self.probe.extend({name: size for name, size in sizes.items() if name not in self.probe.held}, xp)
+            if xp.traced:
+                self._feeding = xp.asarray(self._feeds_back, "float32")
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop removed tensors."""
         for name in names:
             for book in (self.decision.levels, self.history, self._sums, self._cells):
                 book.pop(name, None)
+            if self.probe is not None:
+                self.probe.forget([name])
 
     @property
     def told(self) -> bool:
@@ -84,10 +94,21 @@ class Schedule:
         return self._cells[name].read()
 
     # -- within an epoch --------------------------------------------------------------------------------------------
+    def cells(self, name: str) -> list[Any]:
+        """The cells of a tensor that this step changes: the sum of the epoch's gradients, and the probe's."""
+        sums = [self._sums[name]] if self.watching and name in self._sums else []
+        return sums if self.probe is None else [*sums, *self.probe.cells(name)]
+
+    def feeds_back(self, name: str) -> Any:
+        """1 if what a tensor's mean lacks is held for later steps, else 0; in a graph read when it runs."""
+        if self._feeding is not None:
+            return self._xp.take(self._feeding, self._xp.reshape(self.index(name), (1,)))
+        return self._feeds_back[self.level(name)]
+
     @property
-    def sums(self) -> list[Any]:
-        """The cells that hold the sums of this epoch's gradients."""
-        return list(self._sums.values())
+    def _feeds_back(self) -> list[float]:
+        ways = (method for method, _ in self.ways)
+        return [float(way.memory.feedback or way.compressor.traits.internal_feedback) for way in ways]
 
     def on_gradient(self, gradients: Mapping[str, Array]) -> None:
         """Add gradients, float32[n], to the sums; the caller may change them afterwards."""
@@ -147,6 +168,8 @@ class Schedule:
             return False
         self._told = step
         self._moments.append((perf_counter(), step))
+        if self.probe is not None and len(self._moments) == 2:
+            self.probe.reset()  # as times, noise is that of the steps after these
         return len(self._moments) > (wanted and wanted + 1)
 
     def on_trial_end(self, step: int, rank: int, workers: int) -> Program[list[str]]:
@@ -155,11 +178,15 @@ class Schedule:
         # Skip two steps: one that began before the trial, and one for warm-up.
         steps = [(b - a) / (j - i) for (a, i), (b, j) in pairwise(self._moments[1:])]
         mine = statistics.median(steps) if steps else 0.0
-        wanted = (Reduce((xp.asarray([mine], "float32"),), "max"),)
-        ((slowest,),) = yield from self._agreed(wanted, "this trial ended: every worker must make the same steps")
+        wanted = [Reduce((xp.asarray([mine], "float32"),), "max")]
+        if self.probe is not None:
+            wanted.append(Reduce((self.probe.sums(),), "mean"))
+        event = "this trial ended: every worker must make the same steps"
+        (slowest,), *sums = yield from self._agreed(tuple(wanted), event)
         if rank == 0:
             (seconds,) = xp.to_numpy(slowest).tolist()
-            self._adopt(self.policy.on_trial_end(self.decision, workers, seconds), step)
+            told = [] if self.probe is None else [self.probe.noise(sums[0][0], workers)]
+            self._adopt(self.policy.on_trial_end(self.decision, workers, seconds, *told), step)
         changed = yield from self._spread(before)
         self._moments = []
         self._publish()
@@ -269,7 +296,8 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """Plain data, and the toolkit arrays of an unfinished epoch's sums (not copied)."""
         sums = {name: cell.read() for name, cell in self._sums.items()} if self.watching else {}
-        return {"settings": repr(self.policy), **json.loads(self.text()), "sums": sums}
+        held = {} if self.probe is None else {"held": self.probe.held}
+        return {"settings": repr(self.policy), **json.loads(self.text()), "sums": sums, **held}
 
     def taken_over(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Another worker's state, without sums that this worker does not collect."""
@@ -290,6 +318,7 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._read(state)
+        self._moments, self._told = [], 0  # a trial under way is timed anew
         for name, cell in self._sums.items():
             old = cell.read()
             saved = state["sums"].get(name)
@@ -298,6 +327,9 @@ class Schedule:
                 if saved is None
                 else self._xp.copy(self._xp.asarray(saved, "float32"))
             )
+        if self.probe is not None:
+            held = state.get("held")
+            self.probe.load(held if isinstance(held, Mapping) else {})
         self._publish()
 
     def text(self) -> str:

@@ -58,7 +58,13 @@ class Report:
     discarded: int = 0
     """Exchanges whose means no optimizer applied: their state was rolled back, but their bytes count."""
     trials: dict[str, float] = field(default_factory=dict)
-    """With the compressor "auto": seconds per step, by candidate."""
+    """With the compressor "auto": seconds of a step, by what was tried."""
+    noise: dict[str, float] = field(default_factory=dict)
+    """With the compressor "auto": noise that each adds to the mean, relative to the sampling noise."""
+    predicted: dict[str, float] = field(default_factory=dict)
+    """With the compressor "auto": seconds for as much progress as a step with exact means makes."""
+    chosen: str = ""
+    """With the compressor "auto": what holds now, and why; empty during the trials."""
     exchange: str = ""
     """Why the communicator was chosen; empty if it was named."""
     plan: str = ""
@@ -114,7 +120,13 @@ class Report:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in self.times.items())
         trials = "  ".join(f"{level} {seconds * 1e3:.1f} ms" for level, seconds in self.trials.items())
-        ends = [times, trials and f"tried: {trials}", self.exchange, self.plan and f"plan: {self.plan}", self.heavier]
+        noise = "  ".join(
+            f"{level} {seconds * 1e3:.1f} ms (noise ratio {self.noise[level]:.2g})"
+            for level, seconds in self.predicted.items()
+        )
+        tried = [trials and f"tried: {trials}", noise and f"per effective step: {noise}"]
+        tried.append(self.chosen and f"chosen: {self.chosen}")
+        ends = [times, *tried, self.exchange, self.plan and f"plan: {self.plan}", self.heavier]
         return "\n".join([head, *lines, *filter(None, ends)])
 
 

@@ -34,7 +34,7 @@ class Reporter:
         leading = next((setup.way(unit) for unit in units if not unit.dense), setup.ways[0])
         parts = (leading.method.compressor, leading.method.memory, leading.communicator)
         method = " + ".join(name_of(part) for part in parts)
-        exchange = setup.choice and f"{name_of(leading.communicator)}: {setup.choice}"
+        exchange = leading.choice and f"{name_of(leading.communicator)}: {leading.choice}"
         if not setup.bound:
             return Report(0, setup.rank, setup.world_size, method, 0, 0, 0, exchange=exchange)
         traffic = setup.meter.read()
@@ -53,7 +53,7 @@ class Reporter:
             times={} if setup.xp.traced else dict(setup.trace.totals),
             skipped=self.skipped,
             discarded=self.discarded,
-            trials=self._trials(),
+            **self._trials(),
             exchange=exchange,
             plan=leading.communicator.origin,
         )
@@ -82,12 +82,19 @@ class Reporter:
             return []
         return [(epoch, dict(schedule.levels[level])) for epoch, level in schedule.history[unit.name]]
 
-    def _trials(self) -> dict[str, float]:
+    def _trials(self) -> dict[str, Any]:
         schedule = self._setup.schedule
         if schedule is None:
             return {}
-        found = schedule.policy.trials(schedule.decision)
-        return {leveled(schedule.levels[level]): seconds for level, seconds in found.items()}
+        names = [leveled(level) for level in schedule.levels]
+        seconds = schedule.policy.trials(schedule.decision)
+        forecasts = schedule.policy.forecasts(schedule.decision)
+        return {
+            "trials": {names[level]: each for level, each in seconds.items()},
+            "noise": {names[level]: each.noise_ratio for level, each in forecasts.items()},
+            "predicted": {names[level]: each.seconds for level, each in forecasts.items()},
+            "chosen": schedule.policy.why(schedule.decision, names),
+        }
 
     def begin_anew(self) -> None:
         """Reset all counts."""

@@ -29,7 +29,10 @@ from grace.engine.state_store import Fitted, Snapshot
 from grace.transports import get_transport
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-MOMENTUM_TWICE = "memory {!r} has momentum of its own: set the optimizer's momentum to 0"
+MOMENTUM_TWICE = (
+    "memory {!r} has momentum of its own: set the optimizer's momentum to 0 (of Adam and its kin: the first beta), or "
+    "use another memory, such as 'residual'"
+)
 SPARSE = "its sparse gradients are made dense first"
 
 
@@ -383,8 +386,10 @@ class Grace:
 
     def abandon(self) -> None:
         """Drop an unfinished step: wait for the messages in flight, and discard means and state."""
-        self._exchange.abandon()
-        self._next_exchange()
+        try:
+            self._exchange.abandon()
+        finally:  # even if a message in flight is lost
+            self._next_exchange()
 
     def abort(self, reason: str) -> NoReturn:
         """Give up the current step: all workers raise RuntimeError with the reason, and keep the previous state.
@@ -481,7 +486,7 @@ class Grace:
             self._reporter.discarded += 1
             return
         for unit in dict.fromkeys(setup.table.unit(name) for name in names):
-            setup.snapshot.restore(setup.xp, setup.store.cells(unit, setup.level(unit)))
+            setup.snapshot.restore(setup.xp, setup.cells(unit))
 
     def _restore(self) -> None:
         self._setup.restore()

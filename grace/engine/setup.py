@@ -23,8 +23,9 @@ from grace.engine.handshake import agree
 from grace.engine.meter import Meter
 from grace.engine.options import Options
 from grace.engine.policy_runner import Schedule
+from grace.engine.probe import NoiseProbe
 from grace.engine.scheduler import WorkerPool
-from grace.engine.state_store import Snapshot, StateStore, Way
+from grace.engine.state_store import Snapshot, StateStore, Way, residual_layout
 from grace.engine.tensors import TensorTable
 from grace.engine.trace import Trace
 from grace.engine.workspace import Workspace
@@ -32,8 +33,10 @@ from grace.transports import get_transport
 from grace.transports.local import LocalTransport, World
 
 PRESENT = "(present)"
-"""The program that carries the header and counts the workers with a gradient."""
-_built = 0  # number of Graces in this process that have compared their tensors with other workers
+"""The program that carries the header and counts who has a gradient."""
+SAMPLE = "(sample)"
+"""The program that averages a sample of each tensor exactly, for a policy that measures noise."""
+_built = 0  # Graces of this process that have compared their tensors with other workers
 
 
 class Setup:
@@ -52,8 +55,6 @@ class Setup:
         """The communicator as given, before the number of workers is known."""
         self.schedule = None if policy is None else Schedule(policy, method, communicator)
         self.ways: list[Way] = []
-        self.choice = ""
-        """Why the communicator was chosen; empty if it was named."""
         self.table = TensorTable()
         self.store = StateStore(self.ways, self.schedule)
         self.snapshot = Snapshot()
@@ -146,7 +147,6 @@ class Setup:
         ways = []
         for method, communicator in self._methods:
             carrier = transport or LocalTransport(World(getattr(communicator, "node_size", 0) or 1))
-            self.choice = communicator.choice(method, carrier)
             fitted = communicator.resolve(method, carrier)
             fitted.check(method, carrier.size)
             if fitted.reduce_scatters and self.options.fuse != "tensor":
@@ -157,7 +157,8 @@ class Setup:
             parts = (method.compressor, method.memory, fitted)
             encoder = FastMethod(method.compressor, method.memory)
             plain = [name_of(part) for part in parts] == ["none", "none", "allreduce"]
-            ways.append(Way(method, encoder, fitted, plain))
+            choice = communicator.choice(method, carrier)
+            ways.append(Way(method, encoder, fitted, plain, residual_layout(method, fitted), choice))
         self.ways[:] = ways
 
     # -- tensors -----------------------------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ class Setup:
     def reset_meter(self) -> None:
         """Reset the byte counts."""
         self.meter = Meter(self.xp)
-        self.meter.extend([PRESENT])
+        self.meter.extend([PRESENT] if self.probe is None else [PRESENT, SAMPLE])
 
     def _refusal(self, ctx: Context) -> str:
         ctx = replace(ctx, rank=self.rank, world_size=self.world_size)
@@ -306,6 +307,11 @@ class Setup:
             _workspace=workspace,
         )
 
+    @property
+    def probe(self) -> NoiseProbe | None:
+        """Measures the noise of exchanges, where a policy wants it."""
+        return None if self.schedule is None else self.schedule.probe
+
     def deferred_kernels(self) -> DeferredKernels | None:
         """A queue for deferred kernels; None: call kernels immediately."""
         return DeferredKernels() if self.xp.mutable and on_host(self.xp) and self.xp.kernels else None
@@ -317,11 +323,13 @@ class Setup:
     def hold(self, units: Iterable[Unit]) -> None:
         """Copy the state of units before an exchange that may be discarded."""
         for unit in units:
-            for cell in self.store.cells(unit, self.level(unit)):
+            for cell in self.cells(unit):
                 self.snapshot.take(self.xp, cell)
-        if self.schedule is not None and self.schedule.watching:
-            for cell in self.schedule.sums:
-                self.snapshot.take(self.xp, cell)
+
+    def cells(self, unit: Unit) -> list[Any]:
+        """The cells of a unit that an exchange changes."""
+        cells = self.store.cells(unit, self.level(unit))
+        return cells if self.schedule is None else [*cells, *self.schedule.cells(unit.name)]
 
     def restore(self) -> None:
         """Restore all copied state."""

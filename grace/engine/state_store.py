@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from grace.backends import Backend
-from grace.core import Array, Context, Resize, State, apart, name_of
+from grace.core import Array, Context, Resize, State, apart, name_of, sharding
 from grace.core.communicator import Communicator
 from grace.core.method import Method
 from grace.engine.buckets import Unit
@@ -29,7 +29,20 @@ class Way(NamedTuple):
     """The fast version of the method."""
     communicator: Communicator
     dense: bool
-    """Whether it averages gradients uncompressed, in their bucket's single dense message."""
+    """It averages gradients as they are: together, in their bucket's one dense message."""
+    layout: str = ""
+    """Where it keeps residuals, if that is elsewhere than for whole tensors on each worker."""
+    choice: str = ""
+    """Why the communicator was chosen; empty if it was named."""
+
+
+def residual_layout(method: Method, communicator: Communicator) -> str:
+    """`Way.layout`: equal texts mean equal keys and shapes of all residuals."""
+    compressor = method.compressor
+    if not method.memory.feedback or type(communicator).compression_points is Communicator.compression_points:
+        return ""
+    shards = "rows" if compressor.traits.needs_shape else sharding.unit(compressor)
+    return repr((communicator, method.memory, shards, sharding.cuttable(compressor)))
 
 
 class Fitted(NamedTuple):
@@ -113,6 +126,16 @@ class StateStore:
         """The strategy that a plan gives a unit; else empty."""
         return "" if unit.dense else self._ways[level].communicator.strategy(unit.name)
 
+    def _layout(self, unit: Unit, level: int) -> str:
+        # Levels of one layout share what outlasts a change of level; to another one it is carried.
+        return self._ways[level].layout if self.switches else self.strategy(unit, level)
+
+    def _alike(self, unit: Unit, level: int) -> list[Cells]:
+        # The cells of all levels of this one's layout that exist so far.
+        cells = self._cells[unit.name]
+        layout = self._layout(unit, level)
+        return [held for each, held in enumerate(cells) if self._layout(unit, each) == layout]
+
     def strategies(self, levels: Mapping[str, int], names: Iterable[str]) -> dict[str, str]:
         """Strategies by name, including those of dense units; omits units without a plan."""
         each = {name: self._ways[levels.get(name, 0)].communicator.strategy(name) for name in names}
@@ -124,15 +147,14 @@ class StateStore:
         self._cells[unit.name] = []
         for level, state in enumerate(states):
             self._cells[unit.name].append(self._made(unit, level, state))
-        if not unit.dense and len({self.strategy(unit, level) for level in range(len(self._ways))}) > 1:
+        if not unit.dense and len({self._layout(unit, level) for level in range(len(self._ways))}) > 1:
             carried = self.xp.cell(self.xp.zeros(math.prod(unit.shape)))
             for cells in self._cells[unit.name]:
                 cells[CARRIED] = carried
 
     def _made(self, unit: Unit, level: int, state: State) -> Cells:
-        # State that survives a change of level is shared with the earlier levels of the same strategy.
-        xp, cells, way, strategy = self.xp, {}, self._ways[level], self.strategy(unit, level)
-        before = [held for each, held in enumerate(self._cells[unit.name]) if self.strategy(unit, each) == strategy]
+        # What outlasts a change of level is shared with the levels before at which the unit travels the same way.
+        xp, cells, way, before = self.xp, {}, self._ways[level], self._alike(unit, level)
         for number, (key, value) in enumerate(state.items()):
             old = next((held[key] for held in before if key in held), None)
             if before and _lasting(key, way) and not (old is None and self.switches):
@@ -248,7 +270,7 @@ class StateStore:
 
         ``ctx``: this worker's. The residual of an abandoned strategy is carried to the next gradient.
         """
-        elsewhere = self.strategy(unit, before) != self.strategy(unit, level)
+        elsewhere = self._layout(unit, before) != self._layout(unit, level)
         if elsewhere:
             self._carry(unit, before, ctx)
         for key, value in state.items():
@@ -256,20 +278,24 @@ class StateStore:
                 self._cells[unit.name][level][key].assign(self.xp.copy(value))
 
     def _carry(self, unit: Unit, level: int, ctx: Context) -> None:
-        # Add the residuals of all points of the abandoned strategy to this worker's next gradient, scaled so that
-        # they count in the mean as before: 1 / holders there, 1 / workers here.
-        xp, cells = self.xp, self._cells[unit.name][level]
+        # What was not sent at any point of a way that a tensor leaves is added to this worker's next gradient, so that
+        # it counts in the mean as it did: 1 / holders there, 1 / workers here.
+        xp = self.xp
+        cells = {key: cell for held in self._alike(unit, level) for key, cell in held.items()}
         everybody = [self.points(unit, level, replace(ctx, rank=rank)) for rank in range(ctx.world_size)]
         places = [{name: (at.offset, at.size) for name, (_, at) in points.items()} for points in everybody]
         total = cells[CARRIED].read()
         for key, cell in cells.items():
             point, part, field = parsed(key)
-            if key == CARRIED or everybody[ctx.rank][point][0].reshard(part).get(field) is not Resize.SUM:
+            if key == CARRIED or point not in everybody[ctx.rank]:  # another level's compressor may have other points
+                continue
+            if everybody[ctx.rank][point][0].reshard(part).get(field) is not Resize.SUM:
                 continue
             start, size = places[ctx.rank][point]
             share = ctx.world_size / sharing(point, (start, size), places)
             rest = math.prod(unit.shape) - start - size
             total = total + xp.concat([xp.zeros(start), cell.read() * share, xp.zeros(rest)])
+            cell.assign(xp.zeros(size, xp.dtype(cell.read())))
         cells[CARRIED].assign(total)
         self._carrying.add(unit.name)
 
@@ -279,7 +305,7 @@ class StateStore:
         A dense unit has one point, and its state belongs to its memory.
         """
         way = self._ways[level]
-        if self.switches:  # one memory, shared by all methods
+        if self.switches and not way.layout:  # one memory, whichever method uses it now
             memories = (each.method.memory for each in self._ways)
             memory = next((memory for memory in memories if memory.feedback), way.method.memory)
             return {"": (replace(way.method, memory=memory), ctx)}
@@ -298,7 +324,8 @@ class StateStore:
         held = {unit: cells[levels.get(unit, 0)] for unit, cells in self._cells.items()}
         if self.switches:
             for unit, cells in self._cells.items():
-                pairs = zip(self._ways, cells, strict=False)
+                layout = self._ways[levels.get(unit, 0)].layout
+                pairs = [(way, each) for way, each in zip(self._ways, cells, strict=False) if way.layout == layout]
                 lasting = {key: cell for way, each in pairs for key, cell in each.items() if _lasting(key, way)}
                 held[unit] = {**lasting, **held[unit]}
         return {unit: cells for unit, cells in held.items() if cells}
@@ -359,7 +386,13 @@ class StateStore:
         return found
 
     def load(self, fitted: Iterable[Fitted]) -> None:
-        """Set the cells to these arrays."""
+        """Go on with these arrays."""
+        xp = self.xp
+        for levels in self._cells.values() if self.switches else ():
+            # Nothing is held where levels of another layout would.
+            for way, cells in zip(self._ways, levels, strict=False):
+                for cell in (cell for key, cell in cells.items() if _lasting(key, way)):
+                    cell.assign(xp.zeros(xp.shape(cell.read()), xp.dtype(cell.read())))
         for unit, key, cell, array in fitted:
             cell.assign(array)
             if key == CARRIED:  # for a tensor that goes dense now, the cell is new

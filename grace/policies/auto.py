@@ -1,59 +1,119 @@
-"""The method with the shortest measured step."""
+"""The method that is expected to reach a quality first."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from grace.core import Compressor, name_of
 from grace.core.communicator import Communicator
 from grace.core.method import Method
-from grace.core.policy import Decision, Level, Policy, number
-from grace.core.registry import communicators, register, triple, usual_communicator
+from grace.core.policy import Decision, Forecast, Level, Noise, Policy, number
+from grace.core.registry import register, triple
 
 DENSE, FLUSH, FIRST = 0, 1, 2
 """Levels: gradients as they are; the same, and with them what memories still hold; the first candidate."""
-CANDIDATES = ("fp16", "powersgd", "topk", {"compressor": "efsignsgd", "block_size": 512})
+CANDIDATES = (
+    "fp16",
+    {"compressor": "blockint", "bits": 8, "rounding": "stochastic"},
+    {"compressor": "blockint", "bits": 4, "rounding": "stochastic"},
+    {"compressor": "eden", "bits": 4},
+    {"compressor": "eden", "bits": 2},
+    {"compressor": "eden", "bits": 1},
+    {"compressor": "powersgd", "compress_rank": 16},
+    {"compressor": "powersgd", "compress_rank": 4},
+    {"compressor": "topk", "compress_ratio": 0.1},
+    {"compressor": "topk", "compress_ratio": 0.01},
+)
+EFFORTS = {"safe": 0.05, "balanced": 0.5, "fast": 2.0}
+"""The largest noise ratio that a method may have."""
+FACTOR = 0.5
+"""A step with noise ratio r counts as 1 / (1 + FACTOR r) steps.
+
+Twice the noise in a gradient halves what a step is worth where noise alone limits it (McCandlish et al.,
+arXiv:1812.06162, section 2.2), which would be a factor of 1. Trainings of a Transformer that took 180 steps to a
+perplexity of 38 with dense gradients took 200 and 220 with eden of 2 bits and 1 bit, whose errors are 0.13 and 0.57 of
+the gradient's square: about half of that, since part of a training is limited by curvature, not by noise.
+"""
+DELAY_FACTOR = 0.15
+"""FACTOR of methods with error feedback, whose noise ratio is a delay (`noise_ratio`).
+
+About what short trainings of the same Transformer showed (docs/guide.md, `python -m benchmarks.noise`): powersgd of
+rank 16 and 4 and topk of 10 % and 1 % had ratios of 0.26, 1.9, 0.48 and 9.4, and took 1.01, 1.33, 1.26 and 2.25 steps
+for one.
+"""
+WORST = 1e9
+"""Stands for a noise ratio that is larger, or not a number."""
+
+
+def noise_ratio(noise: Mapping[str, Noise], feeds_back: bool) -> float:
+    """The noise that an exchange adds to the mean of a model, relative to the mean's own sampling noise; at most WORST.
+
+    Of a method with error feedback it is a model: what is held back over what is sent, both as squared norms. That is
+    the number of steps by which a gradient is late on average: a fraction d sent in each step makes (1 - d) / d. Errors
+    that are sent later do not add up as noise does, and theory has 1 / d only in a term that vanishes faster than that
+    of the noise (Stich and Karimireddy, arXiv:1909.05350), so for long trainings the model is too strict. Effort bounds
+    both kinds alike: in short trainings a delay of half a step came at about the quality of a noise ratio of a half.
+    """
+    error, wanted, sampling = (sum(values) for values in zip(*noise.values(), strict=True)) if noise else (0.0,) * 3
+    over = wanted - error if feeds_back else sampling
+    if error == 0:
+        return 0.0
+    ratio = error / over if over > 0 else WORST
+    return ratio if ratio < WORST else WORST
 
 
 @register("auto")
 @dataclass(frozen=True)
 class Auto(Policy):
-    """Try methods on the first steps of a training, and go on with the one whose steps are shortest.
+    """Try methods on the first steps of a training, and go on with the one that is expected to make most of a second.
 
-    Steps are timed whole, with the model's own work, and the slowest worker counts. Every trial trains: candidates
-    share one error-feedback memory, and what it holds is sent before gradients go on dense. Another number of workers
-    is another question: the trials begin anew.
+    Steps are timed whole, with the model's own work, and the slowest worker counts. In the same steps the noise that
+    the exchange adds is measured (`noise_ratio`). The seconds of a step, times 1 + FACTOR (or DELAY_FACTOR) times the
+    noise ratio, are those of a step's worth of progress; the least is chosen. Afterwards the noise is measured on:
+    where it exceeds what ``effort`` allows, another choice is made, as if all methods' noise had grown alike.
+
+    Every trial trains: what a method did not send is sent before gradients go on by a method without error feedback.
+    Methods without it are tried first. Another number of workers is another question: the trials begin anew.
 
     ``candidates``: names of compressors, or settings as for `grace.grace_from_params` (compressor, memory,
-    communicator and their parameters). Their memory is "residual" or "none", their communicator "allreduce" or
-    "allgather".
+    communicator and their parameters). Their memory is "residual" or "none".
+    ``effort``: "safe", "balanced" or "fast": noise ratios of at most 0.05, 0.5 or 2.
     ``trial_steps``: timed steps of each; two before them are not timed. The median counts.
-    ``margin``: by what part of its time a step must be shorter than a dense one for dense gradients to be given up.
+    ``watch_steps``: steps from one look at the noise to the next, afterwards; 0: none.
+    ``margin``: by what part of its cost a method must be cheaper than dense gradients for these to be given up.
     """
 
     candidates: tuple[Any, ...] = CANDIDATES
-    trial_steps: int = 5
+    effort: str = "balanced"
+    trial_steps: int = 3
+    watch_steps: int = 100
     margin: float = 0.03
     switches_methods: ClassVar[bool] = True
+    measures_noise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if isinstance(self.candidates, (str, Mapping)) or not self.candidates:
             raise ValueError(f"candidates={self.candidates!r}: give a list of compressors or settings")
         object.__setattr__(self, "candidates", tuple(self.candidates))
+        if self.effort not in EFFORTS:
+            raise ValueError(f"effort={self.effort!r}: choose {', '.join(map(repr, EFFORTS))}")
         if self.trial_steps < 1:
             raise ValueError(f"trial_steps={self.trial_steps!r} must be at least 1")
+        if self.watch_steps < 0:
+            raise ValueError(f"watch_steps={self.watch_steps!r} must be a number of steps, or 0 for none")
         if not 0 <= self.margin < 1:
             raise ValueError(f"margin={self.margin!r} must lie in [0, 1)")
         for settings in self.candidates:
             self._fits(settings)
 
     def _fits(self, settings: Any) -> None:
-        method, communicator = _one_round(settings)
-        if (kind := name_of(communicator)) not in ("allreduce", "allgather"):
-            raise ValueError(f"candidate {settings!r}: communicator {kind!r} has its own memories, which other "
-                             "candidates would not send; candidates use allreduce or allgather")  # fmt: skip
+        method, communicator = triple(settings)
+        if communicator.reduce_scatters or name_of(communicator) == "planned":
+            raise ValueError(f"candidate {settings!r}: communicator {name_of(communicator)!r} is not for whole means "
+                             "of any method; leave it out, or use allreduce, allgather or twostage")  # fmt: skip
         if (kind := name_of(method.memory)) not in ("none", "residual"):
             raise ValueError(f"candidate {settings!r}: memory {kind!r} cannot be shared with other methods; "
                              "candidates use residual or none")  # fmt: skip
@@ -63,47 +123,121 @@ class Auto(Policy):
         return {"compressor": "none"}, {"compressor": "none", "memory": "residual"}, *each  # DENSE, FLUSH, FIRST ...
 
     def ways(self, method: Method, communicator: Communicator) -> tuple[tuple[Method, Communicator], ...]:
-        return tuple(_one_round(level) for level in self.levels(method.compressor))
+        return tuple(triple(level) for level in self.levels(method.compressor))
 
+    # -- trials ------------------------------------------------------------------------------------------------------
     def trial(self, decision: Decision, workers: int) -> int | None:
-        memo = decision.memo
-        if memo.get("workers") != workers or _current(decision) == FLUSH:
+        memo, level = decision.memo, _current(decision)
+        if memo.get("workers") != workers or level == FLUSH:
             return 0
-        return self.trial_steps if memo["chosen"] is None else None
+        if memo["chosen"] is None:
+            return self.trial_steps
+        return self.watch_steps or None if level != DENSE else None
 
-    def on_trial_end(self, decision: Decision, workers: int, seconds: float) -> Decision:
+    def on_trial_end(
+        self, decision: Decision, workers: int, seconds: float, noise: Mapping[str, Noise] | None = None
+    ) -> Decision:
         memo, level = decision.memo, _current(decision)
         if memo.get("workers") != workers:
-            return _at(decision, DENSE, {"workers": workers, "seconds": {}, "chosen": None})
+            # What memories hold of the steps before is sent first, where there were any.
+            first = FLUSH if memo else DENSE
+            return _at(decision, first, {"workers": workers, "seconds": {}, "chosen": None, "noise": {}, "left": {}})
         if level == FLUSH:
-            return _at(decision, memo["chosen"], memo)
-        times = {**memo["seconds"], str(level): seconds}
-        memo = {**memo, "seconds": times}
-        following = FIRST if level == DENSE else level + 1
-        if following < FIRST + len(self.candidates):
-            return _at(decision, following, memo)
-        best = int(min(times, key=lambda each: times[each]))
-        if times[str(best)] > (1 - self.margin) * times[str(DENSE)]:
-            best = DENSE
-        memo = {**memo, "chosen": best}
-        feeds_back = best != DENSE and triple(self.candidates[best - FIRST])[0].memory.feedback
-        return _at(decision, best if feeds_back else FLUSH, memo)
+            return _at(decision, DENSE if memo["chosen"] is None else memo["chosen"], memo)
+        ratio = 0.0 if level == DENSE else noise_ratio(noise or {}, self._feeds_back(level))
+        if memo["chosen"] is not None:
+            return self._watched(decision, ratio)
+        seen = {"seconds": {**memo["seconds"], str(level): seconds}, "noise": {**memo["noise"], str(level): ratio}}
+        memo = {**memo, **seen}
+        order = self._order()
+        if level != order[-1]:
+            return self._go(decision, order[order.index(level) + 1], memo)
+        return self._go(decision, self._best(memo), {**memo, "chosen": self._best(memo)})
+
+    def _watched(self, decision: Decision, ratio: float) -> Decision:
+        # The next choice, if the noise of the one that holds has grown beyond what is allowed.
+        memo, level = decision.memo, _current(decision)
+        if ratio <= EFFORTS[self.effort]:
+            return decision
+        before = memo["noise"][str(level)]
+        growth = max(1.0, ratio / before) if before else 1.0
+        noise = {each: min(value * growth, WORST) for each, value in memo["noise"].items()} | {str(level): ratio}
+        memo = {**memo, "noise": noise, "left": {**memo["left"], str(level): ratio}}
+        return self._go(decision, self._best(memo), {**memo, "chosen": self._best(memo)})
+
+    def _go(self, decision: Decision, level: int, memo: dict[str, Any]) -> Decision:
+        flush = self._feeds_back(_current(decision)) and not self._feeds_back(level)
+        return _at(decision, FLUSH if flush else level, memo)
+
+    def _order(self) -> list[int]:
+        # Of the trials: what a method did not send must not come into the noise of one that holds nothing.
+        tried = range(FIRST, FIRST + len(self.candidates))
+        return [DENSE, *sorted(tried, key=self._feeds_back)]
+
+    def _feeds_back(self, level: int) -> bool:
+        if level < FIRST:
+            return False
+        method, _ = triple(self.candidates[level - FIRST])
+        return method.memory.feedback or method.compressor.traits.internal_feedback
+
+    # -- the choice --------------------------------------------------------------------------------------------------
+    def _best(self, memo: Mapping[str, Any]) -> int:
+        costs = {level: each.seconds for level, each in self._forecasts(memo).items() if self._allowed(memo, level)}
+        best = min(costs, key=lambda level: costs[level])
+        return best if costs[best] <= (1 - self.margin) * costs[DENSE] else DENSE
+
+    def _allowed(self, memo: Mapping[str, Any], level: int) -> bool:
+        return memo["noise"][str(level)] <= EFFORTS[self.effort] and str(level) not in memo["left"]
 
     def trials(self, decision: Decision) -> dict[int, float]:
         return {int(level): seconds for level, seconds in decision.memo.get("seconds", {}).items()}
 
+    def forecasts(self, decision: Decision) -> dict[int, Forecast]:
+        return self._forecasts(decision.memo)
+
+    def _forecasts(self, memo: Mapping[str, Any]) -> dict[int, Forecast]:
+        found = {}
+        for level, seconds in ((int(key), value) for key, value in memo.get("seconds", {}).items()):
+            ratio = memo["noise"][str(level)]
+            factor = DELAY_FACTOR if self._feeds_back(level) else FACTOR
+            found[level] = Forecast(ratio, seconds * (1 + factor * ratio))
+        return found
+
+    def why(self, decision: Decision, names: Sequence[str]) -> str:
+        memo = decision.memo
+        if not memo or memo["chosen"] is None:
+            return ""
+        chosen, forecasts = memo["chosen"], self._forecasts(memo)
+        bound = f"a noise ratio of at most {EFFORTS[self.effort]:g} (effort {self.effort!r})"
+        allowed = [level for level in forecasts if self._allowed(memo, level)]
+        told = [f"{names[chosen]}: the least seconds per effective step of {len(allowed)} that have {bound}"]
+        if chosen == DENSE and len(allowed) > 1:
+            told = [f"{names[chosen]}: none of {len(allowed)} that have {bound} is {self.margin:.0%} cheaper"]
+        elif chosen == DENSE:
+            told = [f"{names[chosen]}: no other has {bound}"]
+        told += [
+            f"left since its noise ratio rose to {memo['left'][key]:.2g}: {names[int(key)]}" for key in memo["left"]
+        ]
+        return "; ".join(told)
+
+    # -- state -------------------------------------------------------------------------------------------------------
     def remembers(self, memo: Mapping[str, Any]) -> bool:
         if not memo:
             return True
-        levels = [DENSE, *range(FIRST, FIRST + len(self.candidates))]
-        seconds, chosen = memo.get("seconds"), memo.get("chosen")
+        levels = self._order()
+        chosen = memo.get("chosen")
+
+        def numbers(key: str, known: set[str]) -> bool:
+            found = memo.get(key)
+            return isinstance(found, Mapping) and set(found) <= known and all(map(_sound, found.values()))
+
+        known = set(map(str, levels))
         return (
-            set(memo) == {"workers", "seconds", "chosen"}
+            set(memo) == {"workers", "seconds", "chosen", "noise", "left"}
             and type(memo["workers"]) is int
-            and isinstance(seconds, Mapping)
-            and set(seconds) <= set(map(str, levels))
-            and all(map(number, seconds.values()))
-            and (chosen is None or (type(chosen) is int and chosen in levels))
+            and all(numbers(key, known) for key in ("seconds", "noise", "left"))
+            and set(memo["seconds"]) == set(memo["noise"])
+            and (chosen is None or (type(chosen) is int and chosen in levels and set(memo["seconds"]) == known))
         )
 
     def on_epoch_end(
@@ -112,12 +246,8 @@ class Auto(Policy):
         return decision
 
 
-def _one_round(settings: Any) -> tuple[Method, Communicator]:
-    # Methods share one memory, so each is compressed at one point.
-    method, communicator = triple(settings)
-    if name_of(communicator) == "auto":
-        communicator = communicators.find(usual_communicator(method.compressor))()
-    return method, communicator
+def _sound(value: Any) -> bool:
+    return number(value) and math.isfinite(value) and value >= 0
 
 
 def _current(decision: Decision) -> int:

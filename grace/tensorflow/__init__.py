@@ -12,6 +12,7 @@ from grace.tensorflow.callbacks import (
 from grace.tensorflow.checkpoint import CheckpointState
 from grace.tensorflow.gradients import DistributedGradientTape, average_gradients, build
 from grace.tensorflow.keras import DistributedOptimizer, release
+from grace.tensorflow.local import LocalCallback, local_variables
 
 __all__ = [
     "BroadcastCallback",
@@ -19,6 +20,7 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "GossipCallback",
+    "LocalCallback",
     "MetricAverageCallback",
     "PolicyCallback",
     "RecordCallback",
@@ -26,5 +28,6 @@ __all__ = [
     "broadcast_variables",
     "build",
     "gossip_variables",
+    "local_variables",
     "release",
 ]

@@ -52,7 +52,7 @@ def DistributedOptimizer(
             f"policy {name_of(grace.schedule.policy)!r} adds up gradients before they are exchanged, and Keras "
             "exchanges them in every step: use it in a loop of your own, or with PyTorch"
         )
-    if grace.method.memory.includes_momentum and getattr(optimizer, "momentum", None):
+    if grace.method.memory.includes_momentum and any(getattr(optimizer, key, None) for key in ("momentum", "beta_1")):
         warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=2)
 
     # Attributes on the user's own object, whose class stays: it saves, loads and copies as before. They hold weak

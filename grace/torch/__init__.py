@@ -6,6 +6,7 @@ from grace.torch.ddp import ddp_hook, name_parameters
 from grace.torch.fsdp import fsdp
 from grace.torch.neighbours import gossip
 from grace.torch.optimizer import DistributedOptimizer, release
+from grace.torch.outer import local
 from grace.torch.policy import PolicyScheduler
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "ddp_hook",
     "fsdp",
     "gossip",
+    "local",
     "name_parameters",
     "release",
 ]

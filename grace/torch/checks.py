@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from grace.engine.session import FLOATS, Grace
+from grace.core import name_of
+from grace.engine.session import FLOATS, MOMENTUM_TWICE, Grace
 from grace.transports.launched import loaded_horovod
 
 
@@ -46,6 +48,15 @@ def check_optimizer(optimizer: Any, call: str = "DistributedOptimizer(optimizer,
     if type(optimizer).__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow"):
         raise TypeError(f"{_kind(optimizer)} is Keras's: use grace.tensorflow.DistributedOptimizer")
     raise TypeError(f"a torch.optim.Optimizer is needed, not {_kind(optimizer)}: {call}")
+
+
+def warn_of_momentum(grace: Grace, optimizer: Any, stacklevel: int) -> None:
+    """Warn where the optimizer adds momentum to a memory's own: SGD's ``momentum``, or Adam's first beta."""
+    memory = grace.method.memory
+    if memory.includes_momentum and any(
+        group.get("momentum") or (group.get("betas") or (0.0,))[0] for group in optimizer.param_groups
+    ):
+        warnings.warn(MOMENTUM_TWICE.format(name_of(memory)), stacklevel=stacklevel + 1)
 
 
 def named_pairs(named: Any) -> list[tuple[str, torch.Tensor]] | None:

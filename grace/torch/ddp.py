@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakMethod, ref
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet, ref
 
 import torch
 
 from grace.engine.session import Grace
-from grace.torch.checks import check_grace
+from grace.torch.checks import check_grace, warn_of_momentum
 from grace.torch.gradients import dense, plain
 from grace.torch.ownership import HOOK, Claim, claim, claimed, extend
 from grace.torch.provisional import Sample, nonzero
@@ -105,8 +105,9 @@ class _Book:
         self.names: dict[torch.Tensor, str] = {}
         self.claim: Claim | None = None
         self.waiting: list[_Arrived] = []
-        self.launched = 0  # number of launched buckets among the waiting ones
-        self.before = Sample()  # parameters at the last exchange
+        self.launched = 0  # of those that wait
+        self.before = Sample()  # of the parameters at the last exchange
+        self._seen: WeakSet[Any] = WeakSet()  # optimizers that were looked at
         self._models: list[ref[torch.nn.Module]] = []
 
     def hold(self, grace: Grace, parameters: list[torch.Tensor]) -> None:
@@ -170,7 +171,11 @@ class _Book:
             grace.tune()
 
     def before_another(self, optimizer: Any) -> None:
-        """Called before another optimizer steps these parameters."""
+        """An optimizer is about to step these parameters."""
+        grace = None if self.claim is None else self.claim.grace
+        if grace is not None and optimizer not in self._seen:
+            self._seen.add(optimizer)
+            warn_of_momentum(grace, optimizer, stacklevel=4)
 
     def after_another(self, optimizer: Any) -> None:
         """Called after another optimizer has stepped these parameters."""

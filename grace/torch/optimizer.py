@@ -12,10 +12,9 @@ from weakref import WeakMethod
 
 import torch
 
-from grace.core import name_of
 from grace.core.collectives import Reduce
 from grace.engine.handshake import OutOfStep
-from grace.engine.session import MOMENTUM_TWICE, Grace
+from grace.engine.session import Grace
 from grace.torch.checks import (
     check_grace,
     check_horovod,
@@ -25,6 +24,7 @@ from grace.torch.checks import (
     check_passes,
     named_pairs,
     ordinary,
+    warn_of_momentum,
 )
 from grace.torch.gradients import dense, plain
 from grace.torch.ownership import OPTIMIZER, claim, extend
@@ -143,8 +143,7 @@ class _Driver:
         try:
             grace.track_missing = grace.defer_commit = True
             grace.learning_rate = self._learning_rate
-            if grace.method.memory.includes_momentum and any(group.get("momentum") for group in optimizer.param_groups):
-                warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=3)
+            warn_of_momentum(grace, optimizer, stacklevel=3)
             self._adopt()
         except BaseException:
             self._claim.release("wrapping it failed")

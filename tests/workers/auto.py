@@ -87,6 +87,7 @@ found = {
     "weights": hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest(),
     "levels": [tensor.levels for tensor in report.tensors],
     "trials": report.trials,
+    "noise": report.noise,
     "chosen": report.method.split(" + ")[0],
     "bytes_sent": report.bytes_sent,
 }

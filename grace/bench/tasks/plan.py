@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grace.bench.plan import parse
-from grace.bench.tasks.tasks import TASKS, Scale
+from grace.bench.plan import Case, parse
+from grace.bench.tasks.tasks import Scale, task_of
 
 TOOLKITS = ("torch", "keras")
 LAUNCHERS = {"torch": "torchrun", "keras": "horovodrun"}
 BASELINES = ("dense", "fp16")
 """The toolkit's own exchange in float32 and in float16."""
+AUTO = "auto"
 LOOPBACK = "loopback"
 """The bandwidth of workers that share a machine without emulated links."""
 AS_IS = "as it is"
@@ -59,13 +60,13 @@ class Job:
 
     @property
     def params(self) -> dict[str, Any] | str:
-        """The trainer's setting: a dictionary of `grace_from_params`, or a baseline's name."""
-        return self.method if self.method in BASELINES else parse(self.method).params
+        """What the trainer is told: a dictionary of `grace_from_params`, or a baseline's name."""
+        return self.method if self.method in BASELINES else _parsed(self.method).params
 
     @property
     def sized(self) -> Scale:
         """How large its task is."""
-        scale = TASKS[self.task].scale(self.full)
+        scale = task_of(self.task).scale(self.full)
         if not self.steps:
             return scale
         return dataclasses.replace(scale, steps=self.steps, every=min(scale.every, max(self.steps // 4, 1)))
@@ -116,7 +117,15 @@ def jobs(
 
 def known(method: str) -> str:
     """The method as it is written in tables. Raises ValueError, naming the remedy."""
-    return method if method in BASELINES else parse(method).label
+    return method if method in BASELINES else _parsed(method).label
+
+
+def _parsed(method: str) -> Case:
+    # As `parse`, and "auto" with its settings, which is no compressor.
+    case = parse(method)
+    if method.partition(":")[0] != AUTO:
+        return case
+    return dataclasses.replace(case, label=method, params={**case.params, "compressor": AUTO})
 
 
 # Seconds of a launch, and of a training with its looks at the quality: measured with 2 workers on 2 cores.
@@ -135,6 +144,6 @@ def estimate(found: Iterable[Job]) -> float:
 def seconds_of(job: Job) -> float:
     """See `estimate`."""
     crowd = max(1.0, job.workers / (os.cpu_count() or 1))
-    scale, quick = job.sized, TASKS[job.task].quick
-    trained = TRAINING[job.toolkit][job.task] * scale.steps / quick.steps * job.train
+    scale, quick, known = job.sized, task_of(job.task).quick, TRAINING[job.toolkit]
+    trained = known.get(job.task, max(known.values())) * scale.steps / quick.steps * job.train
     return START[job.toolkit] * crowd + trained * crowd + len(job.bandwidths) * (job.seconds + 1) * crowd

@@ -172,8 +172,9 @@ def rows_of(job: Job, ranks: Sequence[Sequence[Row]], outcome: Outcome | None = 
         failed = {"error": "the workers did not come to their end"}
     rows: list[Row] = []
     if job.train:
-        found = {"curve": first["trained"]["curve"]} if "trained" in first else failed
-        rows.append({"kind": TRAINED, **head, **found})
+        trained = first.get("trained", {})
+        found = {key: trained[key] for key in ("curve", "chosen") if trained.get(key)}
+        rows.append({"kind": TRAINED, **head, **(found or failed)})
     for bandwidth in job.bandwidths:
         timed = [e for rank in ranks for e in rank if e["event"] == "timed" and e["bandwidth"] == bandwidth]
         row = {"kind": TIMED, **head, "bandwidth": bandwidth, "shaped": job.shaped}

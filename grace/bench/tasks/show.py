@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from grace.bench.lab.network import bits_per_second
 from grace.bench.tasks.plan import AS_IS, BASELINES, LOOPBACK
+from grace.bench.tasks.results import interval, results, write
 from grace.bench.tasks.run import MACHINE, PROBED, TIMED, TRAINED, Row, latest
-from grace.bench.tasks.tasks import TASKS, TOLERANCE
+from grace.bench.tasks.tasks import TOLERANCE, task_of, tasks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,41 +32,47 @@ def measured(rows: Iterable[Row]) -> list[Row]:
 def lines(rows: Iterable[Row]) -> list[Row]:
     """One line for each method of each group (task, toolkit, workers, size): its training, and its times by bandwidth.
 
-    Of several seeds medians count. ``to_target``: steps until the quality was first seen to be at the target; None if
-    it never was. ``times[bandwidth]``: seconds of a step, examples per second, seconds to the target, and the last two
-    relative to dense (more is faster).
+    Of several seeds means count, of times medians. ``interval``: half of the quality's 95 % interval. ``to_target``:
+    steps until the quality was first seen to be at the target; None if a seed's never was. ``relative``: the target
+    that follows from dense, whether or not the task has its own. ``times[bandwidth]``: seconds of a step, examples per
+    second, seconds to the targets, and throughput and times relative to dense (more is faster).
     """
     rows = measured(rows)
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in GROUP), []).append(row)
     found = []
-    for group in sorted(groups, key=lambda key: ([*TASKS].index(key[0]), key[1] != "torch", *key[2:])):
+    for group in sorted(groups, key=lambda key: ([*tasks()].index(key[0]), key[1] != "torch", *key[2:])):
         found += _group(dict(zip(GROUP, group, strict=True)), groups[group])
     return found
 
 
 def _group(head: Row, rows: Sequence[Row]) -> list[Row]:
-    task = TASKS[head["task"]]
+    task = task_of(head["task"])
     methods = sorted({row["method"] for row in rows}, key=_order)
     trained = {m: [r for r in rows if (r["kind"], r["method"]) == (TRAINED, m) and "curve" in r] for m in methods}
     dense = [_last(row) for row in trained.get("dense", [])]
     fixed = head["scale"] == "quick" and not head["real"] and head["steps"] == task.quick.steps
-    target: float | None = task.target if fixed else None
-    if target is None and dense and None not in dense:
-        target = task.near(statistics.median(dense))  # type: ignore[type-var, arg-type]
+    relative: float | None = None
+    if dense and None not in dense:
+        relative = task.near(statistics.mean(dense))  # type: ignore[type-var, arg-type]
+    target = task.target if fixed else relative
     found = []
     for method in methods:
-        line = {**head, "method": method, "target": target, "fixed": fixed, "errors": []}
+        line = {**head, "method": method, "target": target, "fixed": fixed, "relative": relative, "errors": []}
+        line |= {"metric": task.metric, "higher": task.higher, "seeds": len(trained[method])}
         mine = [row for row in rows if row["method"] == method]
         line["errors"] = [(row.get("bandwidth", "training"), row["error"]) for row in mine if "error" in row]
         line |= {key: mine[0].get(key) for key in ("parameters", "source", "batch")}
         lasts = [_last(row) for row in trained[method]]
-        line["quality"] = statistics.median(lasts) if lasts and None not in lasts else None  # type: ignore[type-var]
+        sound: list[float] = [] if None in lasts else lasts  # type: ignore[assignment]
+        line["quality"] = statistics.mean(sound) if sound else None
+        line["interval"] = interval(sound)
         line["diverged"] = None in lasts
         line["curves"] = [row["curve"] for row in trained[method]]
-        steps = [_steps(row["curve"], task, target) for row in trained[method]]
-        line["to_target"] = statistics.median(steps) if steps and None not in steps else None  # type: ignore[type-var]
+        for key, goal in (("to_target", target), ("to_relative", relative)):
+            steps = [_steps(row["curve"], task, goal) for row in trained[method]]
+            line[key] = statistics.mean(steps) if steps and None not in steps else None  # type: ignore[type-var]
         timed = [row for row in mine if row["kind"] == TIMED and "seconds" in row]
         line["sent"] = statistics.median(r["sent"] for r in timed) if timed else None
         wires = [r["wire"] for r in timed if r["wire"] is not None]
@@ -75,15 +82,16 @@ def _group(head: Row, rows: Sequence[Row]) -> list[Row]:
             at = [row for row in timed if row["bandwidth"] == bandwidth]
             seconds = statistics.median(row["seconds"] for row in at)
             examples = head["workers"] * at[0]["batch"] * task.unit_size
-            time = None if line["to_target"] is None else line["to_target"] * seconds
-            line["times"][bandwidth] = {"seconds": seconds, "throughput": examples / seconds, "time": time}
+            line["times"][bandwidth] = {"seconds": seconds, "throughput": examples / seconds}
+            for key, steps_to in (("time", line["to_target"]), ("time_relative", line["to_relative"])):
+                line["times"][bandwidth][key] = None if steps_to is None else steps_to * seconds
         found.append(line)
     base = next((line for line in found if line["method"] == "dense"), None)
     for line in found:
         line["volume"] = base["sent"] / line["sent"] if base and base["sent"] and line["sent"] else None
         for bandwidth, times in line["times"].items():
             reference = base["times"].get(bandwidth, {}) if base else {}
-            for key, more in (("throughput", True), ("time", False)):
+            for key, more in (("throughput", True), ("time", False), ("time_relative", False)):
                 a, b = times[key], reference.get(key)
                 times[f"x_{key}"] = None if not a or not b else (a / b if more else b / a)
     return found
@@ -148,7 +156,7 @@ def grouped(found: Sequence[Row]) -> list[list[Row]]:
 def title(head: Row) -> str:
     """What a table is of."""
     size = "" if head["scale"] == "quick" else ", full"
-    return f"{TASKS[head['task']].title}, {NAMES[head['toolkit']]}, {head['workers']} workers{size}"
+    return f"{task_of(head['task']).title}, {NAMES[head['toolkit']]}, {head['workers']} workers{size}"
 
 
 def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
@@ -179,9 +187,10 @@ def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
             f"cell, {max(spans):.0%} in the worst."
         )
     seeds = len({row["seed"] for row in rows if row["kind"] == TRAINED})
+    several = f"{seeds} seeds, means, with 95 % intervals (Student's t) of the quality"
     texts.append(
-        f"{'One seed' if seeds == 1 else f'{seeds} seeds, medians'}; the same data, batches, learning rate and number "
-        "of steps for all methods, none of them tuned."
+        f"{'One seed' if seeds == 1 else several}; the same data, batches, learning rate and number of steps for all "
+        "methods, none of them tuned."
     )
     if {line["toolkit"] for line in found} >= {"torch"}:
         texts.append(
@@ -202,24 +211,32 @@ def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 def table(group: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """The heads and rows of one group's table."""
-    task = TASKS[group[0]["task"]]
+    task = task_of(group[0]["task"])
     bandwidths = sorted({b for line in group for b in line["times"]}, key=_rate)
-    heads = ["method", task.metric, "steps to target", "MB sent", "MB on wire"]
+    fixed = group[0]["fixed"]  # else both targets are one
+    near = f"dense less {TOLERANCE:.0%}"
+    heads = ["method", task.metric, "steps to target", *[f"steps to {near}"] * fixed, "MB sent", "MB on wire"]
     for bandwidth in bandwidths:
-        heads += [f"{bandwidth}: s/step", f"{task.unit}/s", "s to target"]
+        heads += [f"{bandwidth}: s/step", f"{task.unit}/s", "s to target", *[f"s to {near}"] * fixed]
     body = []
     for line in group:
         quality = "diverged" if line["diverged"] else _number(line["quality"], ".4g")
+        if line["interval"] is not None:
+            quality += f" ± {line['interval']:.2g}"
         cells = [line["method"], quality]
-        cells.append("failed" if line["errors"] and not line["curves"] else _number(line["to_target"], "g", "never"))
+        failed = bool(line["errors"] and not line["curves"])
+        cells += [
+            "failed" if failed else _number(line[key], ".4g", "never")
+            for key in ("to_target", *["to_relative"] * fixed)
+        ]
         cells += [_number(line[key] and line[key] / 1e6, ".3g") for key in ("sent", "wire")]
         for bandwidth in bandwidths:
             times = line["times"].get(bandwidth)
             if times is None:
-                cells += ["failed" if any(b == bandwidth for b, _ in line["errors"]) else "-", "", ""]
+                cells += ["failed" if any(b == bandwidth for b, _ in line["errors"]) else "-", "", "", *[""] * fixed]
                 continue
             cells += [f"{times['seconds']:.3g}", f"{times['throughput']:,.0f}"]
-            cells.append(_number(times["time"], ".3g", "never"))
+            cells += [_number(times[key], ".3g", "never") for key in ("time", *["time_relative"] * fixed)]
         body.append(cells)
     return heads, body
 
@@ -230,7 +247,7 @@ def _number(value: float | None, form: str, none: str = "-") -> str:
 
 def caption(group: Sequence[Row]) -> str:
     """What is above a table."""
-    head, task = group[0], TASKS[group[0]["task"]]
+    head, task = group[0], task_of(group[0]["task"])
     goal = "no target, since dense is missing"
     if head["target"] is not None:
         goal = f"target {task.metric} {head['target']:.3g} or {'more' if task.higher else 'less'}"
@@ -238,8 +255,12 @@ def caption(group: Sequence[Row]) -> str:
     return f"{title(head)}: {size}{head['steps']} steps, {goal}"
 
 
-def overview(found: Sequence[Row]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Time to the target, as many times faster than dense: methods by tasks, a table for each toolkit and bandwidth."""
+def overview(found: Sequence[Row], near: bool) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Time to the target, as many times faster than dense: methods by tasks, a table for each toolkit and bandwidth.
+
+    ``near``: to dense's own quality less the tolerance.
+    """
+    to, time = ("to_relative", "x_time_relative") if near else ("to_target", "x_time")
     out = []
     keys = dict.fromkeys((line["toolkit"], line["workers"], line["scale"], b) for line in found for b in line["times"])
     for toolkit, workers, scale, bandwidth in sorted(keys, key=lambda k: (k[0] != "torch", k[1], k[2], _rate(k[3]))):
@@ -258,8 +279,8 @@ def overview(found: Sequence[Row]) -> list[tuple[str, list[str], list[list[str]]
                 if line is None:
                     cells.append("-")
                 else:
-                    x, way = line["times"][bandwidth]["x_time"], line["times"][bandwidth]["x_throughput"]
-                    late = "never" if line["to_target"] is None else "-"
+                    x, way = line["times"][bandwidth][time], line["times"][bandwidth]["x_throughput"]
+                    late = "never" if line[to] is None else "-"
                     cells.append(f"{_number(x, '.2f', late)} ({_number(way, '.2f')})")
             body.append(cells)
         name = f"{NAMES[toolkit]}, {workers} workers, {bandwidth}{', full' if scale == 'full' else ''}"
@@ -268,13 +289,21 @@ def overview(found: Sequence[Row]) -> list[tuple[str, list[str], list[list[str]]
 
 
 OVERVIEW = "Times faster than dense to the target (in brackets: in throughput)"
+NEAR = f"Times faster than dense to its own quality less {TOLERANCE:.0%} (in brackets: in throughput)"
+
+
+def overviews(found: Sequence[Row]) -> list[tuple[str, list[tuple[str, list[str], list[list[str]]]]]]:
+    """The overview for each kind of target that there is, with what is above it."""
+    fixed = [line for line in found if line["fixed"]]
+    return [*([(OVERVIEW, overview(fixed, near=False))] if fixed else []), (NEAR, overview(found, near=True))]
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """All of it for a page."""
     found = lines(rows)
-    parts = [f"**{OVERVIEW}**"]
-    parts += [f"{name}\n\n{_markdown(heads, body)}" for name, heads, body in overview(found)]
+    parts = []
+    for above, tables in overviews(found):
+        parts += [f"**{above}**", *(f"{name}\n\n{_markdown(heads, body)}" for name, heads, body in tables)]
     if losers := lost(found):
         parts.append("**What lost**\n\n" + "\n".join(f"- {text}" for text in losers))
     for group in grouped(found):
@@ -308,9 +337,10 @@ def render(rows: Sequence[Row], console: Console) -> None:
 
     for group in grouped(found):
         shown(caption(group), *table(group))
-    console.print(f"{OVERVIEW}:")
-    for name, heads, body in overview(found):
-        shown(name, heads, body)
+    for above, tables in overviews(found):
+        console.print(f"{above}:")
+        for name, heads, body in tables:
+            shown(name, heads, body)
     for text in lost(found):
         console.print(escape(f"Lost: {text}"))
     for text in notes(rows, found):
@@ -389,7 +419,7 @@ def _scatter(found: Sequence[Row], throughput: bool) -> Any:
     bandwidths = sorted({b for line in found for b in line["times"]}, key=_rate)
     marks = dict(zip(bandwidths, "osD^vP*X", strict=False))
     for axis, group in used:
-        task = TASKS[group[0]["task"]]
+        task = task_of(group[0]["task"])
         for line in group:
             if line["quality"] is None:
                 continue
@@ -420,7 +450,7 @@ def _curves(found: Sequence[Row]) -> Any:
 
     figure, used, colours = _panels(found)
     for axis, group in used:
-        task = TASKS[group[0]["task"]]
+        task = task_of(group[0]["task"])
         slow = min((b for line in group for b in line["times"]), key=_rate)
         for line in group:
             if slow in line["times"]:
@@ -462,8 +492,10 @@ def page(rows: Sequence[Row], pictures: Mapping[str, bytes], left_out: Sequence[
         return "<ul>" + "".join(f"<li>{html.escape(text)}</li>" for text in texts) + "</ul>"
 
     parts = [f"<h1>Tasks</h1><p><code>{html.escape(command)}</code></p>", listed(notes(rows, found))]
-    parts.append(f"<h2>Time to target</h2><p>{OVERVIEW}.</p>")
-    parts += [f"<h3>{html.escape(name)}</h3>{made(heads, body)}" for name, heads, body in overview(found)]
+    parts.append("<h2>Time to target</h2>")
+    for above, tables in overviews(found):
+        parts.append(f"<p>{above}.</p>")
+        parts += [f"<h3>{html.escape(name)}</h3>{made(heads, body)}" for name, heads, body in tables]
     parts.append("<h2>What lost</h2>" + listed(lost(found) or ["Nothing."]))
     if left_out:
         parts.append("<h2>Not measured</h2><p>Time ran out; the same command goes on from here.</p>" + listed(left_out))
@@ -495,7 +527,8 @@ def _png(figure: Any) -> bytes:
 
 
 def save(rows: Sequence[Row], folder: Path, left_out: Sequence[str] = (), command: str = "grace bench tasks") -> None:
-    """Write report.html, report.md and the plots into a folder."""
+    """Write report.html, report.md, results.jsonl, results.csv and the plots into a folder."""
+    write(results(lines(rows)), folder)
     pictures = plots(rows)
     (folder / "report.html").write_text(page(rows, pictures, left_out, command))
     (folder / "report.md").write_text(markdown(rows))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +39,10 @@ class Task:
     name: str
     title: str
     model: str
-    """Which builder of `torch_models` and `keras_models`."""
+    """Which builder of `torch_models` and `keras_models`; or one's own, as "package.{toolkit}_models:builder".
+
+    A builder takes the data's sizes and the scale's model, and gives a model that logits come from.
+    """
     metric: str
     higher: bool
     """Whether more of the metric is better."""
@@ -50,12 +57,17 @@ class Task:
     binary: bool
     """Whether the model gives one logit for yes and no, not one for each class."""
     optimizer: str
-    """sgd (momentum 0.9) or adam."""
+    """sgd (momentum 0.9) or adam (first beta 0.9); with a memory that has momentum of its own it is 0."""
     quick: Scale
     full: Scale
     made: Callable[[], Data]
     real: tuple[tuple[str, Callable[[Path], Data]], ...] = ()
     """Files that may be in a user's folder, and what reads them; the first that is there is read."""
+
+    def builder(self, toolkit: str, known: Mapping[str, Any]) -> Any:
+        """The model's builder for "torch" or "keras"; ``known``: those that GRACE has for it."""
+        module, _, name = self.model.format(toolkit=toolkit).partition(":")
+        return getattr(importlib.import_module(module), name) if name else known[self.model]
 
     def data(self, folder: Path | None = None) -> Data:
         """The user's real data, if ``folder`` has it; else made data."""
@@ -105,6 +117,8 @@ _TEXTS = (
     ("wikitext-2/wiki.train.raw", _wikitext),
     ("ptb/ptb.train.txt", _ptb),
 )
+GROUP = "grace.bench.tasks"
+"""The entry points of tasks of one's own."""
 TASKS = {
     task.name: task
     for task in (
@@ -189,3 +203,34 @@ TASKS = {
         ),
     )
 }
+
+
+@cache
+def tasks() -> dict[str, Task]:
+    """All tasks by name: GRACE's, and those that installed packages offer as entry points of "grace.bench.tasks".
+
+    What fails to load, or has another task's name, is left out with a warning.
+    """
+    found = dict(TASKS)
+    for entry in entry_points(group=GROUP):
+        try:
+            task = entry.load()
+            if not isinstance(task, Task):
+                raise TypeError(f"it is no {Task.__qualname__} but {task!r:.60}")
+            if task.name in found:
+                raise ValueError(f"there is a task {task.name!r} already")
+        except Exception as error:  # other people's code: what is left still works
+            owner = entry.dist.name if entry.dist else "a package"
+            warnings.warn(f"{owner} offers the task {entry.value!r}, but: {error!r}", stacklevel=2)
+        else:
+            found[task.name] = task
+    return found
+
+
+def task_of(name: str) -> Task:
+    """The task of that name; ValueError if there is none."""
+    if name not in tasks():
+        raise ValueError(
+            f"there is no task {name!r}: install the package that offers it, or choose {', '.join(tasks())}"
+        )
+    return tasks()[name]

@@ -31,15 +31,16 @@ class Trainer:
         hvd.init()
         self.rank, self.size = hvd.rank(), hvd.size()
         keras.utils.set_random_seed(seed)
-        self._model = MODELS[task.model](**sizes, **scale.model)
+        self._model = task.builder("keras", MODELS)(**sizes, **scale.model)
         self.tensors = [int(np.prod(variable.shape)) for variable in self._model.trainable_variables]
         names = {"dense": "none", "fp16": "fp16"}
         self._grace = grace_from_params({"compressor": names[params]} if isinstance(params, str) else params)
+        momentum = 0.0 if self._grace.method.memory.includes_momentum else 0.9
         optimizer: Any
         if task.optimizer == "adam":
-            optimizer = keras.optimizers.Adam(scale.lr)
+            optimizer = keras.optimizers.Adam(scale.lr, beta_1=momentum)
         else:
-            optimizer = keras.optimizers.SGD(scale.lr, 0.0 if self._grace.method.memory.includes_momentum else 0.9)
+            optimizer = keras.optimizers.SGD(scale.lr, momentum)
         self._optimizer = grace.tensorflow.DistributedOptimizer(optimizer, grace=self._grace)
         losses = keras.losses
         loss = (losses.BinaryCrossentropy if task.binary else losses.SparseCategoricalCrossentropy)(from_logits=True)
@@ -51,6 +52,7 @@ class Trainer:
         """Learn from one batch."""
         self._optimizer.learning_rate = lr
         self._model.train_on_batch(_one_or_list(inputs), targets)
+        self._grace.tune()  # a graph cannot
 
     def predict(self, inputs: Arrays) -> Any:
         """Logits, as the metrics want them."""
@@ -60,6 +62,11 @@ class Trainer:
     def sent(self) -> int:
         """Bytes that this worker has handed over so far."""
         return self._grace.report().bytes_sent
+
+    @property
+    def chosen(self) -> str:
+        """What the method "auto" chose, and why; empty of others."""
+        return self._grace.report().chosen
 
     def agree(self, number: int) -> int:
         """Worker 0's number, on all workers; nobody goes on before all have come."""

@@ -27,7 +27,7 @@ class Trainer:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(seed)
         self._binary, self._counted, self._grace = task.binary, 0, None
-        self._model = MODELS[task.model](**sizes, **scale.model)
+        self._model = task.builder("torch", MODELS)(**sizes, **scale.model)
         self.tensors = [p.numel() for p in self._model.parameters()]
         momentum = 0.9
         # Each worker's statistics of norms are its own: nothing but gradients travels.
@@ -45,7 +45,7 @@ class Trainer:
         trained = self._model.parameters()
         self._optimizer: torch.optim.Optimizer
         if task.optimizer == "adam":
-            self._optimizer = torch.optim.Adam(trained, scale.lr)
+            self._optimizer = torch.optim.Adam(trained, scale.lr, betas=(momentum, 0.999))
         else:
             self._optimizer = torch.optim.SGD(trained, scale.lr, momentum=momentum)
 
@@ -84,6 +84,11 @@ class Trainer:
     def sent(self) -> int:
         """Bytes that this worker has handed over so far."""
         return self._counted if self._grace is None else self._grace.report().bytes_sent
+
+    @property
+    def chosen(self) -> str:
+        """What the method "auto" chose, and why; empty of others."""
+        return "" if self._grace is None else self._grace.report().chosen
 
     def agree(self, number: int) -> int:
         """Worker 0's number, on all workers; nobody goes on before all have come."""

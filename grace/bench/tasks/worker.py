@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.bench.tasks.plan import Job
-from grace.bench.tasks.tasks import TASKS, batch, rate
+from grace.bench.tasks.tasks import batch, rate, task_of
 
 WARM_UP = 3  # DDP rebuilds its buckets after the first step; graphs are traced in it
 WARM_AT_RATE = 2
@@ -34,7 +34,7 @@ class Worker:
 
     def __init__(self, job: Job, folder: Path):
         self.job, self.folder, self.steps = job, folder, 0
-        self.task = TASKS[job.task]
+        self.task = task_of(job.task)
         self.scale = job.sized
         self.data = self.task.data(Path(job.data) if job.data else None)
         module = importlib.import_module(f"grace.bench.tasks.train_{job.toolkit}")
@@ -65,7 +65,7 @@ class Worker:
                 self.tell("looked", step=done, quality=curve[-1][1])
         self.trainer.agree(0)
         if self.trainer.rank == 0:
-            self.tell("trained", curve=curve)
+            self.tell("trained", curve=curve, chosen=self.trainer.chosen)
 
     def time(self, bandwidth: str) -> None:
         """Some steps at a bandwidth. Their rate of learning is nought: it is not the training that is measured."""

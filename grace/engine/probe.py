@@ -1,0 +1,125 @@
+"""The noise that an exchange adds to means, measured on a sample of each tensor's elements."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from grace.backends.base import Backend
+from grace.core import Array
+from grace.core.policy import Noise
+
+LEAST, SHARE = 64, 2048
+"""A sample has one element of ``SHARE``, and at least ``LEAST`` of a tensor that has as many."""
+
+
+def positions(name: str, size: int) -> list[int]:
+    """Which elements of a tensor are looked at: one at random of each of equally long parts; fewer of a small tensor.
+
+    The same on all workers and toolkits.
+    """
+    count = min(size, max(LEAST, size // SHARE))
+    draw = random.Random(name)  # its own generator: seeds nothing else
+    return [min(int((part + draw.random()) * size / count), size - 1) for part in range(count)]
+
+
+class NoiseProbe:
+    """Compares exchanged means with exact ones, which cost a message of the sampled elements in each step.
+
+    What error feedback holds back follows from the means: the wanted mean is the exact one and what was held before,
+    and what it lacks is held next. So residuals need not be read, wherever they lie. It is the same on all workers, as
+    means are; the sampling noise is each worker's part of it (`sums`).
+    """
+
+    def __init__(self) -> None:
+        self._xp: Any = None
+        self._positions: dict[str, Array] = {}
+        self._sizes: dict[str, int] = {}
+        self._held: dict[str, Any] = {}  # by tensor, float32[sample]
+        self._sums: dict[str, Any] = {}  # by tensor, float32[3], as `Noise`
+
+    def extend(self, sizes: Mapping[str, int], xp: Backend) -> None:
+        """Take up tensors with so many elements."""
+        self._xp = xp
+        for name, size in sizes.items():
+            chosen = positions(name, size)
+            self._positions[name] = xp.asarray(chosen, "int32")
+            self._sizes[name] = size
+            self._held[name] = xp.cell(xp.zeros(len(chosen)))
+            self._sums[name] = xp.cell(xp.zeros(3))
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop tensors that are no more."""
+        for name in names:
+            for book in (self._positions, self._sizes, self._held, self._sums):
+                book.pop(name, None)
+
+    def cells(self, name: str) -> list[Any]:
+        """What changes of a tensor in a step."""
+        return [book[name] for book in (self._held, self._sums) if name in book]
+
+    def count(self, name: str) -> int:
+        """Elements of a tensor's sample."""
+        return int(self._xp.shape(self._positions[name])[0])
+
+    def sample(self, name: str, x: Array) -> Array:
+        """The sample, float32, of a tensor of any float dtype."""
+        return self._xp.cast(self._xp.take(x, self._positions[name]), "float32")
+
+    def observe(self, name: str, mine: Array, exact: Array, mean: Array, feeds_back: Any) -> None:
+        """Compare one step's mean. A step whose mean is not finite changes nothing.
+
+        ``mine``, ``exact``: samples of this worker's gradient and of the exact mean. ``mean``: the exchanged mean of
+        the whole tensor. ``feeds_back``: 1 if what it lacks is held for later steps, else 0; may be traced.
+        """
+        xp, held, sums = self._xp, self._held[name], self._sums[name]
+        wanted = exact + held.read()
+        error, apart = wanted - self.sample(name, mean), mine - exact
+        rows = xp.reshape(xp.concat([error, wanted, apart]), (3, -1))
+        row = xp.sum(rows * rows, 1)
+        ok = xp.finite(row)
+        sums.assign(xp.choose(ok, sums.read() + row, sums.read()))
+        held.assign(xp.choose(ok, error * feeds_back, held.read()))
+
+    def reset(self) -> None:
+        """Begin to add up anew; what is held stays."""
+        for cell in self._sums.values():
+            cell.assign(self._xp.zeros(3))
+
+    def sums(self) -> Array:
+        """float32[3 * tensors]: of each tensor error, wanted, and the distance of this worker's gradients to the mean.
+
+        The mean over the workers is for `noise`.
+        """
+        xp = self._xp
+        rows = [cell.read() * (self._sizes[name] / self.count(name)) for name, cell in self._sums.items()]
+        return xp.concat(rows) if rows else xp.zeros(0)
+
+    def noise(self, sums: Array, workers: int) -> dict[str, Noise]:
+        """By tensor. ``sums``: the mean over the workers of `sums`.
+
+        The sampling noise of a mean is the variance between workers over their number: the distances, over the number
+        less one. One worker has nobody to compare with: then it is all that is wanted.
+        """
+        numbers = self._xp.to_numpy(sums).tolist()
+        found = {}
+        for number, name in enumerate(self._sums):
+            error, wanted, apart = numbers[3 * number : 3 * number + 3]
+            found[name] = Noise(error, wanted, apart / (workers - 1) if workers > 1 else wanted)
+        return found
+
+    # -- state -------------------------------------------------------------------------------------------------------
+    @property
+    def held(self) -> dict[str, Array]:
+        """What error feedback holds of each tensor's sample, for a checkpoint."""
+        return {name: cell.read() for name, cell in self._held.items()}
+
+    def load(self, held: Mapping[str, Any]) -> None:
+        """Go on with what a checkpoint has; what does not fit begins at zero, as without one."""
+        xp = self._xp
+        for name, cell in self._held.items():
+            saved, shape = held.get(name), xp.shape(cell.read())
+            fits = tuple(getattr(saved, "shape", (None,))) == shape
+            cell.assign(xp.copy(xp.asarray(saved, "float32")) if fits else xp.zeros(shape))
+        self.reset()

@@ -1,0 +1,73 @@
+"""Local training: workers step their own optimizers, and a Grace averages pseudo-gradients every H steps.
+
+    local = grace.local.DiLoCo(grc, sync_every=100)
+    grace.torch.local(optimizer, local, model.named_parameters())        # or grace.tensorflow.LocalCallback(local)
+    ...
+    local.finish()                                                       # before evaluation and export
+
+LocalSGD, SlowMo, Streaming DiLoCo and SparseLoCo are settings of one class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from grace.core import Transport
+from grace.engine.session import Grace
+from grace.factory import grace_from_params
+from grace.local.diloco import Access, DiLoCo, in_turn
+from grace.local.settings import Settings
+
+__all__ = ["Access", "DiLoCo", "LocalSGD", "Settings", "SlowMo", "SparseLoCo", "Streaming", "from_params", "in_turn"]
+
+
+def LocalSGD(grace: Grace, sync_every: int, **settings: Any) -> DiLoCo:
+    """Average parameters every H steps: `DiLoCo` with outer_lr=1 and no momentum.
+
+    Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv:1805.09767, algorithm 1.
+    """
+    return DiLoCo(grace, sync_every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **settings})
+
+
+def SlowMo(grace: Grace, sync_every: int, outer_momentum: float, **settings: Any) -> DiLoCo:
+    """Average parameters every H steps, with heavy-ball momentum: `DiLoCo` with outer_lr=1 and nesterov=False.
+
+    Equals the paper for a constant inner learning rate, by which its momentum is divided; here it is not.
+    Wang et al., "SlowMo", ICLR 2020, arXiv:1910.00643, algorithm 1.
+    """
+    preset = {"outer_lr": 1.0, "outer_momentum": outer_momentum, "nesterov": False}
+    return DiLoCo(grace, sync_every, **{**preset, **settings})
+
+
+def Streaming(grace: Grace, sync_every: int, fragments: Any, fragment_sync_delay: int = 1, **settings: Any) -> DiLoCo:
+    """Exchange fragments in turn, overlapped with training: `DiLoCo` with a delay and fragment_update_alpha=0.5.
+
+    Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, arXiv:2501.18512, section 2. Its
+    fragments are layers at equal distances: list their names; a number makes contiguous ones.
+    """
+    preset = {"fragments": fragments, "fragment_sync_delay": fragment_sync_delay, "fragment_update_alpha": 0.5}
+    return DiLoCo(grace, sync_every, **{**preset, **settings})
+
+
+def SparseLoCo(sync_every: int = 30, transport: str | Transport | None = None, **settings: Any) -> DiLoCo:
+    """Send the 64 largest of 4096 elements of a pseudo-gradient in two bits each, with decaying error feedback.
+
+    The Grace is ``{"compressor": "chunktopk", "memory": "residual", "beta": 0.95}``; outer_lr=1, no momentum.
+    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv:2508.15706. Departures: chunks
+    are consecutive elements, not tiles of 64 x 64; each chunk has two magnitudes; means are over all workers.
+    """
+    grace = grace_from_params({"compressor": "chunktopk", "memory": "residual", "beta": 0.95}, transport)
+    return DiLoCo(grace, sync_every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **settings})
+
+
+def from_params(params: Mapping[str, Any], transport: str | Transport | None = None) -> DiLoCo:
+    """A DiLoCo from a dictionary: its settings under "local", and the keys of `grace.grace_from_params`.
+
+    ``{"local": {"sync_every": 100}, "compressor": "chunktopk", "beta": 0.95}``. Raises as that and as `DiLoCo`.
+    """
+    rest = dict(params)
+    settings = rest.pop("local", None)
+    if not isinstance(settings, Mapping) or "sync_every" not in settings:
+        raise ValueError('params says how often workers exchange: {"local": {"sync_every": 100}, "compressor": ...}')
+    return DiLoCo(grace_from_params(rest, transport), **settings)

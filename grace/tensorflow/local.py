@@ -1,0 +1,72 @@
+"""Local training in Keras: counts training steps and averages pseudo-gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from grace.local import Access, DiLoCo
+from grace.tensorflow.checks import check_backend
+from grace.tensorflow.names import names_of
+
+
+def local_variables(local: DiLoCo, variables: Sequence[Any], others: Sequence[Any] = ()) -> None:
+    """Set the variables of local training, once; then call ``local.step()`` after each training step.
+
+    Values must be equal on all workers.
+
+    ``others``: variables that are not trained, of which floats (BatchNorm's moving means) are averaged once in H steps.
+    Eagerly: RuntimeError inside a graph.
+    """
+    if tf.inside_function():
+        raise RuntimeError("local training is no part of a graph: call it outside of the tf.function that steps")
+    names = names_of([*variables, *others])
+    named = dict(zip(names, [*variables, *others], strict=True))
+    floats = [name for name in names[len(variables) :] if tf.as_dtype(named[name].dtype).is_floating]
+    trained = {name: named[name] for name in names[: len(variables)]}
+    local.build(trained, {name: named[name] for name in floats}, Access(tf.convert_to_tensor, _assign))
+
+
+def _assign(variable: Any, value: Any) -> None:
+    variable.assign(value)
+
+
+class LocalCallback(keras.callbacks.Callback):
+    """Count the calls of the model's training step in ``fit``, in local training.
+
+    The optimizer is a plain one: gradients stay each worker's own. BatchNorm's moving means are averaged once in H
+    steps. ``fit`` ends with ``local.finish()``, after which all workers have the same model; call it yourself before an
+    evaluation in between. With ``steps_per_execution`` above 1, H counts calls of that many steps. Put
+    `BroadcastCallback` before it, so that all workers start from the same variables; all must make the same number of
+    steps. Raises TypeError for anything but a DiLoCo, ValueError for a model that is not built or has other variables.
+    """
+
+    def __init__(self, local: DiLoCo):
+        check_backend("grace.tensorflow.LocalCallback")
+        if not isinstance(local, DiLoCo):
+            raise TypeError(f"a grace.local.DiLoCo is needed, not {type(local).__name__}: grace.local.DiLoCo(grc, 100)")
+        super().__init__()
+        self._local = local
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        trained = self.model.trainable_variables
+        if not trained:
+            raise ValueError("the model has no variables yet: give it an Input, or call it on a batch before fit")
+        if not self._local.built:
+            local_variables(self._local, trained, self.model.non_trainable_weights)
+        if not self._local.settled:
+            self._local.settle()
+        if names_of(trained) != self._local.names:
+            raise ValueError(
+                "the model has other trainable variables than local training began with: make a new DiLoCo"
+            )
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._local.step()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._local.built:
+            self._local.finish()

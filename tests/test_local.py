@@ -419,7 +419,6 @@ class Lossy(LocalTransport):
         return finish
 
 
-@grace.register("failing")
 @dataclass(frozen=True)
 class Failing(TopK):
     """Top-k that fails where `Lossy.fault` says so."""
@@ -433,7 +432,7 @@ class Failing(TopK):
 @pytest.mark.parametrize("fault", ["launch", "compress", "flight"])
 def test_an_exchange_that_fails_changes_nothing_and_the_next_one_has_it_all(fault, xp):
     def make(transport):
-        params = {"compressor": "failing", "compress_ratio": 0.1, "min_numel": 0}
+        params = {"compressor": Failing(0.1), "min_numel": 0}
         return DiLoCo(grace_from_params(params, transport), 4, fragment_sync_delay=1, weights=1.0)
 
     def own(worker):

@@ -34,7 +34,8 @@ def SlowMo(grace: Grace, sync_every: int, outer_momentum: float, **settings: Any
     """Average parameters every H steps, with heavy-ball momentum: `DiLoCo` with outer_lr=1 and nesterov=False.
 
     Equals the paper for a constant inner learning rate, by which its momentum is divided; here it is not.
-    Wang et al., "SlowMo", ICLR 2020, arXiv:1910.00643, algorithm 1.
+    Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020,
+    arXiv:1910.00643, algorithm 1.
     """
     preset = {"outer_lr": 1.0, "outer_momentum": outer_momentum, "nesterov": False}
     return DiLoCo(grace, sync_every, **{**preset, **settings})
@@ -43,7 +44,8 @@ def SlowMo(grace: Grace, sync_every: int, outer_momentum: float, **settings: Any
 def Streaming(grace: Grace, sync_every: int, fragments: Any, fragment_sync_delay: int = 1, **settings: Any) -> DiLoCo:
     """Exchange fragments in turn, overlapped with training: `DiLoCo` with a delay and fragment_update_alpha=0.5.
 
-    Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, arXiv:2501.18512, section 2. Its
+    Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025,
+    arXiv:2501.18512, section 2. Its
     fragments are layers at equal distances: list their names; a number makes contiguous ones.
     """
     preset = {"fragments": fragments, "fragment_sync_delay": fragment_sync_delay, "fragment_update_alpha": 0.5}

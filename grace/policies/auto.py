@@ -32,10 +32,11 @@ EFFORTS = {"safe": 0.05, "balanced": 0.5, "fast": 2.0}
 FACTOR = 0.5
 """A step with noise ratio r counts as 1 / (1 + FACTOR r) steps.
 
-Twice the noise in a gradient halves what a step is worth where noise alone limits it (McCandlish et al.,
-arXiv:1812.06162, section 2.2), which would be a factor of 1. Trainings of a Transformer that took 180 steps to a
-perplexity of 38 with dense gradients took 200 and 220 with eden of 2 bits and 1 bit, whose errors are 0.13 and 0.57 of
-the gradient's square: about half of that, since part of a training is limited by curvature, not by noise.
+Twice the noise in a gradient halves what a step is worth where noise alone limits it (McCandlish et al., "An Empirical
+Model of Large-Batch Training", 2018, arXiv:1812.06162, section 2.2), which would be a factor of 1. Trainings of a
+Transformer that took 180 steps to a perplexity of 38 with dense gradients took 200 and 220 with eden of 2 bits and 1
+bit, whose errors are 0.13 and 0.57 of the gradient's square: about half of that, since part of a training is limited by
+curvature, not by noise.
 """
 DELAY_FACTOR = 0.15
 """FACTOR of methods with error feedback, whose noise ratio is a delay (`noise_ratio`).
@@ -54,7 +55,8 @@ def noise_ratio(noise: Mapping[str, Noise], feeds_back: bool) -> float:
     Of a method with error feedback it is a model: what is held back over what is sent, both as squared norms. That is
     the number of steps by which a gradient is late on average: a fraction d sent in each step makes (1 - d) / d. Errors
     that are sent later do not add up as noise does, and theory has 1 / d only in a term that vanishes faster than that
-    of the noise (Stich and Karimireddy, arXiv:1909.05350), so for long trainings the model is too strict. Effort bounds
+    of the noise (Stich and Karimireddy, "The Error-Feedback Framework: Better Rates for SGD with Delayed Gradients and
+    Compressed Communication", 2019, arXiv:1909.05350), so for long trainings the model is too strict. Effort bounds
     both kinds alike: in short trainings a delay of half a step came at about the quality of a noise ratio of a half.
     """
     error, wanted, sampling = (sum(values) for values in zip(*noise.values(), strict=True)) if noise else (0.0,) * 3

@@ -162,7 +162,7 @@ def test_every_output_is_tried_before_the_work(words, option, files, idle):
         return
     refused((*given, option, f"nowhere/x{end}"), "No such folder: 'nowhere'")
     refused((*given, option, f"there{end}"), "is a folder, not a file")
-    refused((*given, option, f"/proc/x{end}"), "cannot be made")
+    refused((*given, option, f"/proc/x{end}"), "cannot be created")
     assert set(os.listdir(files)) >= {"text", "folder"}
     assert not (files / f"x{end}").exists()
 

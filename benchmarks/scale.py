@@ -17,6 +17,7 @@ import numpy as np
 from grace import grace_from_params
 from grace.communicators.allreduce import Allreduce
 from grace.core.registry import compressors
+from grace.testing.cases import lockstep
 from grace.transports.local import LocalTransport, World
 
 STEPS = 3
@@ -30,13 +31,7 @@ def measure(name: str, size: int, elements: int) -> tuple[float, float]:
     for grace in graces:
         grace.build(gradients[0])
     for _ in range(STEPS):
-        for grace, mine in zip(graces, gradients, strict=True):
-            grace.launch(mine)
-        while [grace for grace in graces if not grace.advance()]:
-            pass
-        for grace in graces:
-            grace.land()
-            grace.mean("w")
+        lockstep(graces, gradients)
     reports = [grace.report() for grace in graces]
     dense = STEPS * 2 * (size - 1) / size * 4 * elements
     received = mean(report.bytes_received for report in reports) / dense

@@ -15,7 +15,7 @@ LEAST, SHARE = 64, 2048
 
 
 def positions(name: str, size: int) -> list[int]:
-    """Which elements of a tensor are looked at: one at random of each of equally long parts; fewer of a small tensor.
+    """Positions of the sampled elements: one at random in each of equally long parts; all of a small tensor.
 
     The same on all workers and toolkits.
     """
@@ -40,7 +40,7 @@ class NoiseProbe:
         self._sums: dict[str, Any] = {}  # by tensor, float32[3], as `Noise`
 
     def extend(self, sizes: Mapping[str, int], xp: Backend) -> None:
-        """Take up tensors with so many elements."""
+        """Add tensors, by their numbers of elements."""
         self._xp = xp
         for name, size in sizes.items():
             chosen = positions(name, size)
@@ -50,13 +50,13 @@ class NoiseProbe:
             self._sums[name] = xp.cell(xp.zeros(3))
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop tensors that are no more."""
+        """Drop the probes of these tensors."""
         for name in names:
             for book in (self._positions, self._sizes, self._held, self._sums):
                 book.pop(name, None)
 
     def cells(self, name: str) -> list[Any]:
-        """What changes of a tensor in a step."""
+        """The cells of a tensor that a step changes."""
         return [book[name] for book in (self._held, self._sums) if name in book]
 
     def count(self, name: str) -> int:
@@ -83,7 +83,7 @@ class NoiseProbe:
         held.assign(xp.choose(ok, error * feeds_back, held.read()))
 
     def reset(self) -> None:
-        """Begin to add up anew; what is held stays."""
+        """Zero the sums; keep the held errors."""
         for cell in self._sums.values():
             cell.assign(self._xp.zeros(3))
 
@@ -116,7 +116,7 @@ class NoiseProbe:
         return {name: cell.read() for name, cell in self._held.items()}
 
     def load(self, held: Mapping[str, Any]) -> None:
-        """Go on with what a checkpoint has; what does not fit begins at zero, as without one."""
+        """Restore held errors from a checkpoint; errors of another shape start at zero."""
         xp = self._xp
         for name, cell in self._held.items():
             saved, shape = held.get(name), xp.shape(cell.read())

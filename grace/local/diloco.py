@@ -77,8 +77,8 @@ class DiLoCo:
     make the same calls. Raises TypeError and ValueError, naming the remedy, for settings that cannot work.
 
     Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, arXiv:2311.08105,
-    algorithm 1; Douillard et al., "Streaming DiLoCo", 2025,
-    arXiv:2501.18512, section 2, for fragments, delay and mixture.
+    algorithm 1; Douillard et al., "Streaming DiLoCo", 2025, arXiv:2501.18512, section 2, for fragments, delay and
+    mixture.
     """
 
     def __init__(

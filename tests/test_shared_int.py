@@ -76,11 +76,14 @@ def test_a_weak_worker_is_not_lost(xp):
     assert mean.mean() == pytest.approx(0.505, abs=5 * 0.5 * 0.1 / n**0.5)
 
 
-@pytest.mark.parametrize("bits, size, dtype", [(4, 17, "uint8"), (4, 18, "int32"), (8, 1, "uint8"), (8, 2, "int32")])
-def test_thc_sums_bytes_as_long_as_they_hold(xp, bits, size, dtype):
+@pytest.mark.parametrize(
+    "bits, size, dtype, sent",
+    [(4, 17, "uint8", 64), (4, 18, "int32", 32), (8, 1, "uint8", 64), (8, 128, "int32", 32), (8, 129, "int32", 64)],
+)
+def test_thc_sums_in_as_few_bits_as_hold_the_sums(xp, bits, size, dtype, sent):
     made, x = compressor(compressor="thc", bits=bits, block_size=64), xp.asarray(normal(64), "float32")
     norms, codes = handed_over(lambda ctx: made.compress(x, {}, ctx), context(xp, 64, world_size=size))
-    assert (xp.dtype(norms), xp.dtype(codes)) == ("float32", dtype)
+    assert (xp.dtype(norms), xp.dtype(codes), *xp.shape(codes)) == ("float32", dtype, sent)
     graces = workers({"compressor": "thc", "bits": bits, "block_size": 64}, size)
     for grace in graces:
         grace.build({"w": xp.zeros(64)})

@@ -23,7 +23,8 @@ class THC(Blockwise):
     """Rotate each block at random, alike on all workers, round to equal steps at random, and sum on the wire.
 
     Two rounds: each block's norms float32[m] are gathered, and the largest is used; then the codes are summed, in one
-    byte each while N * (2**bits - 1) <= 255, else in four. A block has d elements on the wire, padded with zeros.
+    byte each while N * (2**bits - 1) <= 255, in two while it is below 32,768, else in four. A block has d elements on
+    the wire, padded with zeros.
     Payload: sums uint8[d * m] or int32[d * m]; norms float32[m]; this worker's own codes, which stay with it.
     ``bits``: there are 2**bits - 1 steps, from -2.15 to 2.15 standard deviations; larger values are clipped. 2 .. 8.
     ``block_size``: d, a power of two; tensors of fewer elements have the next power of two, at least 8.
@@ -54,7 +55,7 @@ class THC(Blockwise):
         rows = blocks.rows(ctx.xp, x, width_of(ctx, self.block_size))
         norm = yield from blocks.largest_of_all(ctx.xp, blocks.norms(ctx.xp, rows))
         own = self.codes(x, norm, ctx)
-        (total,) = yield Reduce((own,), "sum")
+        total = yield from self.total(own, ctx)
         return (total, norm, own), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
@@ -72,8 +73,19 @@ class THC(Blockwise):
         steps = ctx.rng("round").rounded(xp.reshape(steps, (-1,)), xp.shape(norm)[0] * d)
         return xp.cast(xp.minimum(steps, float(self.top)), dtype)
 
+    def total(self, own: Array, ctx: Context) -> Program[Array]:
+        """The sum of all workers' codes, in the dtype of ``own``."""
+        xp, d = ctx.xp, width_of(ctx, self.block_size)
+        if self.dtype(ctx) == "uint8" or self.top * ctx.world_size >= 1 << 15:
+            (total,) = yield Reduce((own,), "sum")
+            return total
+        # Two codes share an integer: neither half's sum reaches its 16th bit.
+        low, high = xp.split(own, [blocks.block_count(ctx.size, d) * d // 2] * 2)
+        (words,) = yield Reduce((xp.bitwise_or(low, xp.shift_left(high, 16)),), "sum")
+        return xp.concat([xp.bitwise_and(words, (1 << 16) - 1), xp.shift_right(words, 16)])
+
     def dtype(self, ctx: Context) -> str:
-        """The dtype of sums on the wire."""
+        """The dtype of codes and of their sums."""
         return "uint8" if self.top * ctx.world_size <= 255 else "int32"
 
     def step(self, workers: int) -> float:

@@ -38,7 +38,7 @@ def shared_int(block=0, levels=0, dtype="int8", golden=None):
 
 
 def thc(bits, block, golden=None):
-    """One byte for each element of a whole block (four, where sums of all workers need it), and one norm."""
+    """One byte for each element of a whole block (two, where sums of all four workers need them), and one norm."""
     top, cut = 2**bits - 1, 2.1538746940614573  # which a normal variable exceeds, on one side, with a chance of 1/64
 
     def agreed(xs, where):
@@ -62,7 +62,7 @@ def thc(bits, block, golden=None):
         {"compressor": "thc", "bits": bits, "block_size": block},
         ("allreduce",),
         # Of four workers.
-        lambda x: sent(x.size, block)[0] * (1 if 4 * top <= 255 else 4) + 4 * sent(x.size, block)[1],
+        lambda x: sent(x.size, block)[0] * (1 if 4 * top <= 255 else 2) + 4 * sent(x.size, block)[1],
         agreed=agreed,
         random=True,
         golden=golden,

@@ -9,7 +9,6 @@ from grace.compressors.demo import DeMo
 from grace.compressors.eden import Eden
 from grace.compressors.thc import CUT, THC
 from grace.core import Array, Context, MaybeProgram, Payload, Program, State
-from grace.core.collectives import Reduce
 from grace.engine.accelerators.base import Accelerator, has
 from grace.engine.workspace import kernels
 from grace.ops import blocks
@@ -47,7 +46,7 @@ class RotatedSums(Accelerator[THC]):
         norm = yield from blocks.largest_of_all(ctx.xp, kernels(ctx).norms(x, d))
         how = top, compressor.dtype(ctx), CUT, top / (2 * CUT)
         own = kernels(ctx).steps_encode(x, norm, d, *how, ctx.shared_rng("rotation"), ctx.rng("round"))
-        (total,) = yield Reduce((own,), "sum")
+        total = yield from compressor.total(own, ctx)
         return (total, norm, own), state
 
     def mean(self, compressor: THC, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:

@@ -106,14 +106,15 @@ ROWS = [
     {"compressor": "3lc", "communicator": "twostage", **ALL},
     {"compressor": "onebit", "communicator": "twostage", "min_shard": 256, **ALL},
 ]
-# Each way to exchange a payload, once: for four workers on few cores, over Horovod.
+# Each way to exchange a payload, once.
 FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24, 30, 33, -4, -3, -1]
+WHOLE = [("torch", "torch", 4), ("tensorflow", "horovod", 2)]
 
 
-def rows(transport: str, size: int) -> list[int]:
-    """Which rows a launch exchanges: all by two workers of either transport, and by four of torch.distributed."""
+def rows(toolkit: str, transport: str, size: int) -> list[int]:
+    """Which rows a launch exchanges: all of them once in each toolkit, and a few in every other launch."""
     few = [index % len(ROWS) for index in FEW]
-    return few if transport == "horovod" and size > 2 else list(range(len(ROWS)))
+    return list(range(len(ROWS))) if (toolkit, transport, size) in WHOLE else few
 
 
 def gradients(step: int, rank: int) -> dict[str, np.ndarray]:

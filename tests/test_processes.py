@@ -38,7 +38,7 @@ def test_every_part_is_exchanged_by_real_workers():
         assert set(registry) == found, f"no row has {set(registry) - found}"
 
 
-CASES = [(case, index) for case in LAUNCHES for index in rows(case[3], case[1])]
+CASES = [(case, index) for case in LAUNCHES for index in rows(*case[2:], case[1])]
 
 
 @pytest.fixture(scope="module")

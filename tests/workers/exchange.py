@@ -53,7 +53,7 @@ else:
 
 
 found = {}
-for index in rows(transport, hvd.size() if transport == "horovod" else dist.get_world_size()):
+for index in rows(toolkit, transport, hvd.size() if transport == "horovod" else dist.get_world_size()):
     grc = grace.grace_from_params(ROWS[index])
     means = list(exchange(grc))
     report = grc.report()

@@ -75,7 +75,7 @@ def exchanged(xp, method, n=N, steps=3, compile=False, **fields):
         ctx = context(xp, n, rank=1, step=step, _workspace=Workspace(compile=compile), **fields)
         x = xp.asarray(spread(n, seed=step), "float32")
         payload, state = alone(lambda ctx, x=x, state=state: method.encode(x, state, ctx), ctx)
-        state = {key: xp.copy(value) for key, value in state.items()}
+        state = {key: xp.buffers.copy(value) for key, value in state.items()}
         mean = method.mean([payload] * 3, ctx).into(xp.zeros(n))
         found.append([*host(xp, payload), *host(xp, state.values()), xp.to_numpy(mean).copy()])
     return found

@@ -54,8 +54,10 @@ class Worker:
     def __init__(self, xp, start, make, transport, dtype="float32", buffers=()):
         self.xp, self.local = xp, make(transport)
         self.dtype = dtype
-        self.values = {name: xp.copy(xp.asarray(value, dtype)) for name, value in start.items()}
-        self.buffers = {name: xp.copy(xp.asarray(value, str(value.dtype))) for name, value in dict(buffers).items()}
+        self.values = {name: xp.buffers.copy(xp.asarray(value, dtype)) for name, value in start.items()}
+        self.buffers = {
+            name: xp.buffers.copy(xp.asarray(value, str(value.dtype))) for name, value in dict(buffers).items()
+        }
         access = grace.local.Access(lambda name: self._of(name)[name], self._put)
         self.local.build({name: name for name in self.values}, {name: name for name in self.buffers}, access)
 
@@ -64,7 +66,7 @@ class Worker:
 
     def _put(self, name, value):
         assert self.xp.dtype(value) == self.xp.dtype(self._of(name)[name])
-        self._of(name)[name] = self.xp.copy(value)
+        self._of(name)[name] = self.xp.buffers.copy(value)
 
     def move(self, changes):
         """An inner step: parameters minus these."""

@@ -54,7 +54,7 @@ class LazyMean(Lazy):
         """float32[n], filled later if ``deferred`` has the kernel. ValueError names the sender of a bad payload."""
         xp, ctx = self._ctx.xp, self._ctx
         if xp.mutable and (xp.kernels or in_chunks(self._compressor, ctx)):
-            return self.into(xp.empty(ctx.size, ctx.dtype), deferred)
+            return self.into(xp.buffers.empty(ctx.size, ctx.dtype), deferred)
         with self._named():
             return self._whole()
 

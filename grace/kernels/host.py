@@ -9,8 +9,8 @@ from ctypes import byref, c_int64
 from functools import partial
 from typing import Any, TypeVar
 
-from grace.backends.base import recent
 from grace.backends.deferred import DeferredKernels
+from grace.backends.random import recent
 from grace.core.gathered import GatheredPayloads
 from grace.core.rng import NOISE, Rng
 from grace.kernels import Codes, Library, library
@@ -83,7 +83,7 @@ class HostKernels:
 
         ``moments``: float64[3], receives ``xp.excess`` of the sum and 0.
         """
-        xp, at = self._xp, self._xp.address
+        xp, at = self._xp, self._xp.buffers.address
         self.library.accumulate(at(x), at(last), beta, gamma, at(moments), xp.shape(x)[0], xp.threads)
         self._note(x, last)
         return last
@@ -100,7 +100,7 @@ class HostKernels:
         self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
     ) -> tuple[Array, ...]:
         """float32[n] -> codes, scales, and the new residual. ``rng``: round at random."""
-        n, at = self._xp.shape(x)[0], self._xp.address
+        n, at = self._xp.shape(x)[0], self._xp.buffers.address
         table, offsets, start = self._noise(rng, n)
         return self._encode(
             "ints", x, residual, (n, block, bits), (at(table), at(offsets), start), table, offsets, flat=True
@@ -114,7 +114,7 @@ class HostKernels:
         self, x: Array, residual: Array | None, block: int, bits: int, levels: int, rng: Rng
     ) -> tuple[Array, ...]:
         """float32[n] -> codes, scales, and the new residual. levels = 0: ternary."""
-        n, at = self._xp.shape(x)[0], self._xp.address
+        n, at = self._xp.shape(x)[0], self._xp.buffers.address
         table, offsets, _ = self._noise(rng if levels else None, n)
         noise = at(table), at(offsets), rng.offset, *rng.keys
         return self._encode("levels", x, residual, (n, block, bits, levels), noise, table, offsets, flat=True)
@@ -125,7 +125,7 @@ class HostKernels:
 
     def votes_encode(self, x: Array) -> tuple[Array, ...]:
         """float32[n] -> bits, flags."""
-        x = self._xp.contiguous(x)
+        x = self._xp.buffers.contiguous(x)
         return self._encode("votes", x, None, self._xp.shape(x), alone=True)[0]
 
     def votes_mean(self, payloads: Pairs, out: Array | None, n: int) -> Array:
@@ -144,8 +144,8 @@ class HostKernels:
         self, x: Array, residual: Array | None, block: int, sparsity: float, runs: bool
     ) -> tuple[Array, Array, Array]:
         """float32[n] -> bytes uint8[K], scales float32[m], and the new residual."""
-        xp, at, n = self._xp, self._xp.address, self._xp.shape(x)[0]
-        bytes_, scales = xp.empty(blocks(n, 5), "uint8"), xp.part(blocks(n, block))
+        xp, at, n = self._xp, self._xp.buffers.address, self._xp.shape(x)[0]
+        bytes_, scales = xp.buffers.empty(blocks(n, 5), "uint8"), xp.buffers.empty_payload(blocks(n, block))
         left, out, swap = self._left(x, residual)
         where = at(x), at(residual), out, at(bytes_), at(scales)
         size = self.library.trits_encode(*where, n, block, sparsity, runs, xp.threads, swap)
@@ -158,14 +158,14 @@ class HostKernels:
         counts = [xp.shape(bytes_)[0] for bytes_, _ in payloads] if runs else [blocks(n, 5)] * len(payloads)
         kept = self._ragged(payloads, [(("uint8", count), scales) for count in counts])
         out, columns = self._out(out, n), self._columns(kept)
-        self.library.trits_mean(*columns, counts, len(kept), xp.address(out), n, block, runs, xp.threads)
+        self.library.trits_mean(*columns, counts, len(kept), xp.buffers.address(out), n, block, runs, xp.threads)
         return out
 
     def codes_encode(
         self, x: Array, residual: Array | None, block: int, codes: Codes, rng: Rng | None = None
     ) -> tuple[tuple[Array, ...], Array]:
         """float32[n] -> the payload, codes and (unless "bfloat16") scales; and the new residual."""
-        n, at = self._xp.shape(x)[0], self._xp.address
+        n, at = self._xp.shape(x)[0], self._xp.buffers.address
         table, offsets, _ = self._noise(rng if codes.kind == "fp8" else None, n)
         keys, start = (None, 0) if rng is None else (rng.keys, rng.offset)
         codec, sizes = codes.with_random(keys, at(table), at(offsets), start), _parts(codes, n, block)
@@ -206,17 +206,17 @@ class HostKernels:
         """float32[n] -> float32[m]: `grace.ops.blocks.norms` of blocks."""
         xp, (x,) = self._xp, self._ready(x)
         (n,) = xp.shape(x)
-        norms = xp.empty(blocks(n, block))
-        self.library.norms(xp.address(x), xp.address(norms), n, block, xp.threads)
+        norms = xp.buffers.empty(blocks(n, block))
+        self.library.norms(xp.buffers.address(x), xp.buffers.address(norms), n, block, xp.threads)
         return norms
 
     def steps_encode(
         self, x: Array, norms: Array, width: int, top: int, dtype: str, cut: float, factor: float, rng: Rng, draw: Rng
     ) -> Array:
         """float32[n], float32[m] -> codes of ``dtype``, uint8 or int32. ``rng``: to rotate; ``draw``: to round."""
-        xp, at, (x, norms) = self._xp, self._xp.address, self._ready(x, norms)
+        xp, at, (x, norms) = self._xp, self._xp.buffers.address, self._ready(x, norms)
         (n,) = xp.shape(x)
-        codes = xp.empty(blocks(n, width) * width, dtype)
+        codes = xp.buffers.empty(blocks(n, width) * width, dtype)
         table, offsets, start = self._noise(draw, xp.shape(codes)[0])
         how, noise = (top, dtype == "int32", cut, factor), (at(table), at(offsets))
         self.library.steps_encode(at(x), at(norms), at(codes), n, width, *how, *noise, *rng.keys, start, xp.threads)
@@ -226,7 +226,7 @@ class HostKernels:
         self, sums: Array, norms: Array, out: Array | None, n: int, width: int, cut: float, factor: float, rng: Rng
     ) -> Array:
         """Summed codes of `steps_encode` -> float32[n], in ``out`` if given. ``factor``: the value of one step."""
-        xp, at, (sums, norms), out = self._xp, self._xp.address, self._ready(sums, norms), self._out(out, n)
+        xp, at, (sums, norms), out = self._xp, self._xp.buffers.address, self._ready(sums, norms), self._out(out, n)
         arrays, how = (at(sums), None, at(norms), None, at(out), None), (xp.dtype(sums) == "int32", cut, factor, 0.0)
         where = *rng.keys, rng.offset, xp.threads
         self._do(partial(self.library.steps_values, *arrays, n, width, *how, *where), None, out, sums, norms)
@@ -248,15 +248,15 @@ class HostKernels:
 
         ``factors``: the values of one step of the sums, and of one step of own.
         """
-        xp, at, (own, norms) = self._xp, self._xp.address, self._ready(own, norms)
-        sums = None if sums is None else xp.contiguous(sums)
+        xp, at, (own, norms) = self._xp, self._xp.buffers.address, self._ready(own, norms)
+        sums = None if sums is None else xp.buffers.contiguous(sums)
         arrays, how = (at(sums), at(own), at(norms), at(x), at(x), at(rest)), (xp.dtype(own) == "int32", cut, *factors)
         self.library.steps_values(*arrays, xp.shape(x)[0], width, *how, *rng.keys, rng.offset, xp.threads)
 
     def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[Array, Array, Array]:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and the new residual."""
-        xp, at = self._xp, self._xp.address
-        values, positions = xp.part(k), xp.part(k, "int32")
+        xp, at = self._xp, self._xp.buffers.address
+        values, positions = xp.buffers.empty_payload(k), xp.buffers.empty_payload(k, "int32")
         left, swap = (x, False) if self._log is None or residual is None else (residual, True)
         where = at(x), at(residual), at(left), at(values), at(positions)
         encode = partial(self.library.topk_encode, *where, self._xp.shape(x)[0], k, xp.threads, swap)
@@ -265,11 +265,11 @@ class HostKernels:
 
     def threshold_encode(self, x: Array, residual: Array | None, bound: float) -> tuple[Array, Array, Array]:
         """float32[n] -> values and positions of all that reach the bound or are not finite, and the new residual."""
-        xp, at = self._xp, self._xp.address
+        xp, at = self._xp, self._xp.buffers.address
         (n,) = xp.shape(x)
         room = min(n, max(1024, n // 16))
         while True:
-            values, positions = xp.empty(room), xp.empty(room, "int32")
+            values, positions = xp.buffers.empty(room), xp.buffers.empty(room, "int32")
             count = self.library.threshold_encode(
                 at(x), at(residual), at(x), bound, at(values), at(positions), room, n, xp.threads
             )
@@ -279,23 +279,23 @@ class HostKernels:
 
     def topk_abs(self, x: Array, k: int) -> Array:
         """float32[n] -> int32[k], or float32[m, n] -> int32[m, k]: `grace.backends.base.Backend.topk_abs`."""
-        xp, at, shape = self._xp, self._xp.address, self._xp.shape(x)
+        xp, at, shape = self._xp, self._xp.buffers.address, self._xp.shape(x)
         (x,), k = self._ready(x), min(k, shape[-1])
         if len(shape) == 2:
-            places = xp.empty((shape[0], k), "int32")
+            places = xp.buffers.empty((shape[0], k), "int32")
             self.library.topk_rows(at(x), shape[0], shape[1], k, at(places), xp.threads)
             return places
-        values, positions = xp.empty(k), xp.empty(k, "int32")
+        values, positions = xp.buffers.empty(k), xp.buffers.empty(k, "int32")
         self.library.topk_encode(at(x), None, None, at(values), at(positions), shape[0], k, xp.threads)
         return positions
 
     def beyond(self, x: Array, bound: float) -> Array:
         """float32[n] -> int32[K]: `grace.backends.base.Backend.beyond`."""
-        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
+        xp, at, (x,) = self._xp, self._xp.buffers.address, self._ready(x)
         (n,) = xp.shape(x)
         room = min(n, max(1024, n // 16))
         while True:
-            values, positions = xp.empty(room), xp.empty(room, "int32")
+            values, positions = xp.buffers.empty(room), xp.buffers.empty(room, "int32")
             count = self.library.beyond(at(x), bound, at(values), at(positions), room, n, xp.threads)
             if count <= room:
                 return positions[:count]
@@ -303,26 +303,28 @@ class HostKernels:
 
     def excess(self, x: Array, bound: float) -> Array:
         """float32[n] -> float64[3]: `grace.backends.base.Backend.excess`."""
-        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
-        found = xp.empty(3, "float64")
+        xp, at, (x,) = self._xp, self._xp.buffers.address, self._ready(x)
+        found = xp.buffers.empty(3, "float64")
         self.library.excess(at(x), bound, at(found), xp.shape(x)[0], xp.threads)
         return found
 
     def sample(self, key0: int, key1: int, start: int, n: int, k: int) -> Array:
-        """int32[k]: `grace.backends.base.Backend.sample`."""
-        positions = self._xp.empty(min(k, n), "int32")
-        self.library.smallest_words(key0, key1, start, n, min(k, n), self._xp.address(positions), self._xp.threads)
+        """int32[k]: `grace.backends.random.Random.sample`."""
+        positions = self._xp.buffers.empty(min(k, n), "int32")
+        self.library.smallest_words(
+            key0, key1, start, n, min(k, n), self._xp.buffers.address(positions), self._xp.threads
+        )
         return positions
 
     def sampled(
         self, x: Array, rng: Rng, sample: int, rank: int, factors: Array, miss: Array, first: int, k: int, most: int
     ) -> Array:
         """float32[n] -> int32[K]: `grace.compressors.selectors.Sampled.select`."""
-        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
+        xp, at, (x,) = self._xp, self._xp.buffers.address, self._ready(x)
         (n,), (many,) = xp.shape(x), xp.shape(factors)
         room = min(n, max(1024, n // 16))
         while True:
-            values, positions = xp.empty(room), xp.empty(room, "int32")
+            values, positions = xp.buffers.empty(room), xp.buffers.empty(room, "int32")
             count = self.library.sampled(
                 at(x), n, *rng.keys, rng.offset, sample, rank, at(factors), at(miss), many, first, k, most, at(values),
                 at(positions), room, xp.threads,
@@ -333,9 +335,13 @@ class HostKernels:
 
     def corrected(self, x: Array, u: Array, v: Array, momentum: float, nesterov: bool) -> tuple[Array, Array]:
         """The next momentum, in new memory, and v plus its contribution, as in `grace.memories.dgc`."""
-        xp, at = self._xp, self._xp.address
+        xp, at = self._xp, self._xp.buffers.address
         (n,) = xp.shape(x)
-        fresh, total, last = xp.empty(n), (x if self._log is None else v), (None if self._log is None else at(x))
+        fresh, total, last = (
+            xp.buffers.empty(n),
+            (x if self._log is None else v),
+            (None if self._log is None else at(x)),
+        )
         self.library.correct(at(x), at(u), at(v), at(fresh), at(total), last, momentum, nesterov, n, xp.threads)
         self._note(x, v)
         return fresh, total
@@ -349,7 +355,7 @@ class HostKernels:
             return self.sparse_sums(payloads, out, n, (False,))
         kept, columns = self._received(payloads, (("float32", k), ("int32", k)))
         xp, out = self._xp, self._out(out, n)
-        self.library.sparse_mean(*columns, [k] * len(kept), len(kept), xp.address(out), n, xp.threads)
+        self.library.sparse_mean(*columns, [k] * len(kept), len(kept), xp.buffers.address(out), n, xp.threads)
         return out
 
     def sparse_sums(self, payloads: Pairs, out: Array | None, n: int, pairs: Sequence[bool]) -> Array:
@@ -364,7 +370,7 @@ class HostKernels:
             [(("float32", 2 if pair else size), ("int32", size)) for pair, size in zip(kinds, sizes, strict=True)],
         )
         xp, out, marks = self._xp, self._out(out, n), bytes(kinds) if any(kinds) else None
-        where = *self._columns(kept), sizes, marks, len(kept), len(pairs), xp.address(out)
+        where = *self._columns(kept), sizes, marks, len(kept), len(pairs), xp.buffers.address(out)
         self.library.sparse_means(*where, n, xp.threads)
         return out
 
@@ -379,15 +385,15 @@ class HostKernels:
 
     def largest_of_signs(self, x: Array, residual: Array | None, ratio: float) -> tuple[tuple[Array, Array], Array]:
         """float32[n] -> the payload of `grace.compressors.adaq`, and the new residual."""
-        xp, at = self._xp, self._xp.address
+        xp, at = self._xp, self._xp.buffers.address
         (n,) = xp.shape(x)
         left, out, swap = self._left(x, residual)
         signs = (c_int64 * 3)()
         self.library.signs_count(at(x), at(residual), out, signs, n, xp.threads, swap)
         self._note(x, residual)
-        means, room = xp.empty(2), min(n, int(ratio * n) + 2)
+        means, room = xp.buffers.empty(2), min(n, int(ratio * n) + 2)
         while True:
-            sent = xp.empty(room, "int32")
+            sent = xp.buffers.empty(room, "int32")
             count = self.library.largest_of_signs(at(left), signs, ratio, at(means), at(sent), out, room, n)
             if count <= room:
                 return (means, sent[:count]), left
@@ -395,28 +401,33 @@ class HostKernels:
 
     def count_sketch(self, x: Array, words: Array, group: int, width: int) -> Array:
         """float32[n] -> float32[rows * width]: `grace.compressors.sketch_sgd.SketchSGD.sketch`, by all rows' words."""
-        xp, at, (x, words) = self._xp, self._xp.address, self._ready(x, words)
+        xp, at, (x, words) = self._xp, self._xp.buffers.address, self._ready(x, words)
         (n,) = xp.shape(x)
         rows = xp.shape(words)[0] // (group + -(-n // group))
-        table = xp.empty(rows * width)
+        table = xp.buffers.empty(rows * width)
         self.library.count_sketch(at(x), at(words), at(table), n, rows, group, width, xp.threads)
         return table
 
     def count_sketch_estimate(self, table: Array, words: Array, n: int, group: int, width: int) -> Array:
         """float32[rows * width] -> float32[n]: `grace.compressors.sketch_sgd.SketchSGD.estimate`."""
-        xp, at, (table, words) = self._xp, self._xp.address, self._ready(table, words)
-        out, rows = xp.empty(n), xp.shape(table)[0] // width
+        xp, at, (table, words) = self._xp, self._xp.buffers.address, self._ready(table, words)
+        out, rows = xp.buffers.empty(n), xp.shape(table)[0] // width
         self.library.count_sketch_estimate(at(table), at(words), at(out), n, rows, group, width, xp.threads)
         return out
 
     def tagged_encode(self, x: Array, lowest: int, middle: int) -> tuple[Array, ...]:
         """float32[n] -> tags uint8[ceil(n/4)], and numbers of 32, 16 and 8 bits: `grace.compressors.inceptionn`."""
-        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
+        xp, at, (x,) = self._xp, self._xp.buffers.address, self._ready(x)
         (n,) = xp.shape(x)
-        starts = xp.empty(3 * (-(-n // 65536) + 1), "int64")
+        starts = xp.buffers.empty(3 * (-(-n // 65536) + 1), "int64")
         self.library.tagged_count(at(x), at(starts), n, lowest, middle, xp.threads)
         wide, two, one = xp.integers(starts[-3:])
-        payload = xp.empty(-(-n // 4), "uint8"), xp.empty(wide), xp.empty(2 * two, "uint8"), xp.empty(one, "uint8")
+        payload = (
+            xp.buffers.empty(-(-n // 4), "uint8"),
+            xp.buffers.empty(wide),
+            xp.buffers.empty(2 * two, "uint8"),
+            xp.buffers.empty(one, "uint8"),
+        )
         self.library.tagged_encode(at(x), at(starts), *map(at, payload), n, lowest, middle, xp.threads)
         return payload
 
@@ -432,16 +443,20 @@ class HostKernels:
         )
         numbers = [number for wide, two, one in counts for number in (wide, two // 2, one)]
         out = self._out(out, n)
-        where = *self._columns(kept), numbers, len(kept), xp.address(out)
+        where = *self._columns(kept), numbers, len(kept), xp.buffers.address(out)
         self.library.tagged_mean(*where, n, lowest, middle, xp.threads)
         return out
 
     def bins_encode(self, x: Array, residual: Array, size: int) -> tuple[Array, Array, Array, Array]:
         """Counts uint8[m], places uint8[K], scale float32[1], and the new residual: `grace.compressors.adacomp`."""
-        xp, at, (x, residual) = self._xp, self._xp.address, self._ready(x, residual)
+        xp, at, (x, residual) = self._xp, self._xp.buffers.address, self._ready(x, residual)
         (n,) = xp.shape(x)
-        counts, places, scale = xp.empty(blocks(n, size), "uint8"), xp.empty(n, "uint8"), xp.empty(1)
-        left, payload = xp.empty(n), (at(counts), at(places), at(scale))
+        counts, places, scale = (
+            xp.buffers.empty(blocks(n, size), "uint8"),
+            xp.buffers.empty(n, "uint8"),
+            xp.buffers.empty(1),
+        )
+        left, payload = xp.buffers.empty(n), (at(counts), at(places), at(scale))
         sent = self.library.bins_encode(at(x), at(residual), at(left), *payload, n, size, xp.threads)
         return counts, places[:sent], scale, left
 
@@ -453,16 +468,16 @@ class HostKernels:
             payloads, [(("uint8", blocks(n, size)), ("uint8", count), ("float32", 1)) for count in sizes]
         )
         out = self._out(out, n)
-        self.library.bins_mean(*self._columns(kept), sizes, len(kept), xp.address(out), n, size, xp.threads)
+        self.library.bins_mean(*self._columns(kept), sizes, len(kept), xp.buffers.address(out), n, size, xp.threads)
         return out
 
     def chances_encode(self, x: Array, ratio: float, iterations: int, rng: Rng) -> tuple[Array, ...]:
         """float32[n] -> the payload of `grace.compressors.wangni`."""
-        xp, at, (x,) = self._xp, self._xp.address, self._ready(x)
-        (n,), magnitude = xp.shape(x), xp.empty(1)
+        xp, at, (x,) = self._xp, self._xp.buffers.address, self._ready(x)
+        (n,), magnitude = xp.shape(x), xp.buffers.empty(1)
         room = min(n, int(1.25 * ratio * n) + 64)
         while True:
-            arrays = xp.empty(room, "int32"), xp.empty(room), xp.empty(room, "int32"), magnitude
+            arrays = xp.buffers.empty(room, "int32"), xp.buffers.empty(room), xp.buffers.empty(room, "int32"), magnitude
             where, sent = (*rng.keys, rng.offset, *map(at, arrays), room), (c_int64 * 2)()
             self.library.chances_encode(at(x), ratio * n, iterations, *where, sent, n, xp.threads)
             certain, drawn = sent
@@ -472,16 +487,16 @@ class HostKernels:
 
     def shared_encode(self, x: Array, scales: Array, block: int, top: int, dtype: str, rng: Rng) -> Array:
         """float32[n], float32[m] -> integers [n] of ``dtype``, int8 or int32: `grace.compressors.shared_int`."""
-        xp, at, (x, scales) = self._xp, self._xp.address, self._ready(x, scales)
+        xp, at, (x, scales) = self._xp, self._xp.buffers.address, self._ready(x, scales)
         (n,) = xp.shape(x)
-        codes, (table, offsets, start) = xp.empty(n, dtype), self._noise(rng, n)
+        codes, (table, offsets, start) = xp.buffers.empty(n, dtype), self._noise(rng, n)
         how, noise = (n, block, top, dtype == "int32"), (at(table), at(offsets), start)
         self.library.shared_encode(at(x), at(scales), at(codes), *how, *noise, xp.threads)
         return codes
 
     def shared_mean(self, sums: Array, scales: Array, out: Array | None, block: int, steps: int) -> Array:
         """Summed integers of `shared_encode` -> float32[n], in ``out`` if given. ``steps``: per scale."""
-        xp, at, (sums, scales) = self._xp, self._xp.address, self._ready(sums, scales)
+        xp, at, (sums, scales) = self._xp, self._xp.buffers.address, self._ready(sums, scales)
         (n,) = xp.shape(sums)
         out = self._out(out, n)
         where, wide = (None, at(sums), at(scales), at(out)), xp.dtype(sums) == "int32"
@@ -491,25 +506,25 @@ class HostKernels:
 
     def shared_left(self, x: Array, own: Array, scales: Array, block: int, steps: int) -> Array:
         """float32[n] minus the decoded integers, in place."""
-        xp, at, (x, own, scales) = self._xp, self._xp.address, self._ready(x, own, scales)
+        xp, at, (x, own, scales) = self._xp, self._xp.buffers.address, self._ready(x, own, scales)
         where, wide = (at(x), at(own), at(scales), at(x)), xp.dtype(own) == "int32"
         self.library.shared_values(*where, xp.shape(x)[0], block, steps, wide, xp.threads)
         return x
 
     def signed_sums(self, x: Array, words: Array, size: int) -> Array:
         """float32[n], int32[many * size] -> float32[ceil(n / size), many]: `grace.compressors.arctopk`."""
-        xp, at, (x, words) = self._xp, self._xp.address, self._ready(x, words)
+        xp, at, (x, words) = self._xp, self._xp.buffers.address, self._ready(x, words)
         (n,), many = xp.shape(x), xp.shape(words)[0] // size
         rows = blocks(n, size)
-        sums = xp.empty(rows * many)
+        sums = xp.buffers.empty(rows * many)
         self.library.signed_sums(at(x), at(words), at(sums), n, size, many, xp.threads)
         return xp.reshape(sums, (rows, many))
 
     def largest_sums(self, payloads: Pairs, n: int, k: int) -> tuple[Array, Array]:
         """Each worker's k values and ascending positions -> those of the k largest sums over the workers."""
         xp, (kept, columns) = self._xp, self._received(payloads, (("float32", k), ("int32", k)))
-        sums, places = xp.empty(k), xp.empty(k, "int32")
-        self.library.largest_sums(*columns, len(kept), k, xp.address(sums), xp.address(places), n, k)
+        sums, places = xp.buffers.empty(k), xp.buffers.empty(k, "int32")
+        self.library.largest_sums(*columns, len(kept), k, xp.buffers.address(sums), xp.buffers.address(places), n, k)
         return sums, places
 
     def cosines_encode(
@@ -523,7 +538,7 @@ class HostKernels:
 
     def cosines_left(self, x: Array, payload: tuple[Array, ...], sizes: tuple[int, int, int, int], k: int) -> Array:
         """float32[n] minus a decoded payload, in place; ValueError for an invalid one."""
-        (x,), at = self._ready(x), self._xp.address
+        (x,), at = self._ready(x), self._xp.buffers.address
         _kept, columns = self._received([payload], CODECS["cosines"].sizes(*sizes, k))
         where = [column and column[0] for column in columns]
         self.library.cosines_left(at(x), *where, at(x), *sizes, k, self._xp.threads)
@@ -547,10 +562,10 @@ class HostKernels:
 
     def positions_write(self, positions: Array, widths: Sequence[int], marks: int) -> tuple[Array, ...]:
         """int32[k] -> planes of lower bits, and the upper bits' code: "elias_fano" in `grace.ops.index_coding`."""
-        xp, at, (positions,) = self._xp, self._xp.address, self._ready(positions)
+        xp, at, (positions,) = self._xp, self._xp.buffers.address, self._ready(positions)
         (k,) = xp.shape(positions)
-        planes = [xp.part(packed_size(bits, k), "uint8") for bits in widths]
-        upper = xp.part(packed_size(1, marks), "uint8")
+        planes = [xp.buffers.empty_payload(packed_size(bits, k), "uint8") for bits in widths]
+        upper = xp.buffers.empty_payload(packed_size(1, marks), "uint8")
         where = list(map(at, planes)), at(upper), marks
         if self.library.positions_write(at(positions), k, sum(widths), *where) != k:
             raise ValueError("positions do not ascend, each once, below the number of elements")
@@ -560,8 +575,8 @@ class HostKernels:
         """The inverse of `positions_write`: int32[k]; None if the number of positions is different."""
         sizes = [("uint8", packed_size(bits, k)) for bits in widths]
         (arrays,), xp = fitted(self._xp, [tuple(sent)], *sizes, ("uint8", packed_size(1, marks))), self._xp
-        positions, (*planes, upper) = xp.empty(k, "int32"), map(xp.address, arrays)
-        found = self.library.positions_read(planes, upper, marks, k, sum(widths), xp.address(positions))
+        positions, (*planes, upper) = xp.buffers.empty(k, "int32"), map(xp.buffers.address, arrays)
+        found = self.library.positions_read(planes, upper, marks, k, sum(widths), xp.buffers.address(positions))
         return positions if found == k else None
 
     def chunks_encode(self, x: Array, residual: Array | None, chunk: int, k: int) -> tuple[tuple[Array, ...], Array]:
@@ -572,9 +587,11 @@ class HostKernels:
         """The inverse: float32[K], and positions int32[K]. None: some places are outside their chunks."""
         sizes, xp = CODECS["chunks"].sizes(n, chunk, k), self._xp
         _kept, columns = self._received([tuple(payload)], sizes)
-        values, positions = xp.empty(sizes[0][1]), xp.empty(sizes[0][1], "int32")
+        values, positions = xp.buffers.empty(sizes[0][1]), xp.buffers.empty(sizes[0][1], "int32")
         where = [column and column[0] for column in columns]
-        wrong = self.library.chunks_values(*where, n, chunk, k, xp.address(values), xp.address(positions))
+        wrong = self.library.chunks_values(
+            *where, n, chunk, k, xp.buffers.address(values), xp.buffers.address(positions)
+        )
         return None if wrong else (values, positions)
 
     def finite(self, addresses: Sequence[int], counts: Sequence[int]) -> bool:
@@ -592,7 +609,7 @@ class HostKernels:
 
     def product(self, x: Array | None, p: Array, q: Array, out: Array) -> Array:
         """The vector x minus p[a, r] q[r, b], or the product alone without x, written to ``out``, which may be x."""
-        xp, at = self._xp, self._xp.address
+        xp, at = self._xp, self._xp.buffers.address
         p, q, a, b, r = self._fitting(p, q, *(each for each in (x, out) if each is not None))
         self.library.product(at(x), at(p), at(q), at(out), a, b, r, xp.threads)
         return out
@@ -602,7 +619,7 @@ class HostKernels:
 
         ``taken``: two factors of the same shapes, whose product is subtracted instead.
         """
-        xp, at = self._xp, self._xp.address
+        xp, at = self._xp, self._xp.buffers.address
         p, q, a, b, r = self._fitting(p, q, x, rest)
         left, right, *sizes = (p, q, a, b, r) if taken is None else self._fitting(*taken, x, rest)
         if sizes != [a, b, r]:
@@ -612,8 +629,8 @@ class HostKernels:
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
         """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; adds the vector ``residual`` to m first, if given."""
         xp, (matrix, q) = self._xp, self._ready(matrix, q)
-        at, (a, b), (r, _) = xp.address, xp.shape(matrix), xp.shape(q)
-        p = xp.empty((a, r))
+        at, (a, b), (r, _) = xp.buffers.address, xp.shape(matrix), xp.shape(q)
+        p = xp.buffers.empty((a, r))
         self._check_residual(residual, a, b)
         self.library.left(at(matrix), at(residual), at(q), at(p), a, b, r, xp.threads)
         return p
@@ -621,8 +638,8 @@ class HostKernels:
     def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
         """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; adds the vector ``residual`` to m first, if given."""
         xp, (p, matrix) = self._xp, self._ready(p, matrix)
-        at, (a, b), (_, r) = xp.address, xp.shape(matrix), xp.shape(p)
-        q = xp.empty((r, b))
+        at, (a, b), (_, r) = xp.buffers.address, xp.shape(matrix), xp.shape(p)
+        q = xp.buffers.empty((r, b))
         self._check_residual(residual, a, b)
         self.library.right(at(matrix), at(residual), at(p), at(q), a, b, r, xp.threads)
         return q
@@ -632,9 +649,9 @@ class HostKernels:
             raise ValueError(f"a residual of {self._xp.shape(residual)} for a matrix of {(a, b)}")
 
     def words(self, key0: int, key1: int, start: int, n: int) -> Array:
-        """int32[n]: `grace.backends.base.Backend.words`."""
-        out = self._xp.empty(n, "int32")
-        self.library.words(key0, key1, start, n, self._xp.address(out), self._xp.threads)
+        """int32[n]: `grace.backends.random.Random.words`."""
+        out = self._xp.buffers.empty(n, "int32")
+        self.library.words(key0, key1, start, n, self._xp.buffers.address(out), self._xp.threads)
         return out
 
     def _noise(self, rng: Rng | None, n: int) -> tuple[Array | None, Array | None, int]:
@@ -643,15 +660,15 @@ class HostKernels:
             return None, None, 0
         xp, table, start = self._xp, self._table(rng.table), rng.offset
         first, last = start // NOISE, -(-(start + n) // NOISE)
-        offsets = xp.empty(last, "int16")
-        self.library.noise_table(*rng.keys, last, xp.address(offsets))
+        offsets = xp.buffers.empty(last, "int16")
+        self.library.noise_table(*rng.keys, last, xp.buffers.address(offsets))
         return table, offsets[first:] if first else offsets, start
 
     def _table(self, keys: tuple[int, int]) -> Array:
         def made() -> Array:
             # Not from pooled memory: it would raise the memory need of the first steps.
             table = self._xp.zeros(NOISE, "int16")
-            self.library.noise_table(*keys, NOISE, self._xp.address(table))
+            self.library.noise_table(*keys, NOISE, self._xp.buffers.address(table))
             return table
 
         return recent(self._tables, keys, made)
@@ -659,7 +676,7 @@ class HostKernels:
     def _left(self, x: Array, residual: Array | None) -> tuple[Array, int | None, bool]:
         # The array of the new residual, its address if it is written, and whether x and the residual are swapped.
         left, swap = (x, False) if self._log is None or residual is None else (residual, True)
-        return left, None if residual is None else self._xp.address(left), swap
+        return left, None if residual is None else self._xp.buffers.address(left), swap
 
     def _encode(
         self,
@@ -678,14 +695,14 @@ class HostKernels:
         # Encode with one of `schema.CODECS`: returns the payload and the new residual. ``how``: determines the array
         # sizes; followed by ``more``. ``used``: arrays to keep alive. ``alone``: no residual. ``now``: do not defer.
         xp, codec = self._xp, CODECS[name]
-        at, left = xp.address, x
+        at, left = xp.buffers.address, x
         payload: list[Array] = []
         addresses: list[int | None] = []
         for dtype, n in sizes or codec.sizes(*how):
             if n is None:
                 addresses.append(None)
             else:
-                payload.append(array := xp.part(n, dtype))
+                payload.append(array := xp.buffers.empty_payload(n, dtype))
                 addresses.append(at(array))
         kernel = getattr(self.library, codec.encode)
         if alone:
@@ -717,7 +734,7 @@ class HostKernels:
         xp, out, codec = self._xp, self._out(out, how[0]), CODECS[name]
         kept, columns = self._received(payloads, sizes or codec.sizes(*how))
         kernel = getattr(self.library, codec.mean)
-        call = partial(kernel, *first, *columns, len(kept), xp.address(out), *how, *more, xp.threads)
+        call = partial(kernel, *first, *columns, len(kept), xp.buffers.address(out), *how, *more, xp.threads)
         if self._deferred is None or now:
             call()
         else:
@@ -746,7 +763,7 @@ class HostKernels:
             self._log.append((residual, x))
 
     def _out(self, out: Array | None, n: int) -> Array:
-        return self._xp.empty(n) if out is None else out
+        return self._xp.buffers.empty(n) if out is None else out
 
     def _received(self, payloads: Pairs, sizes: Sequence[tuple[str, int | None]]) -> tuple[Pairs, list[Any]]:
         # The payloads, and the addresses of their arrays: None for absent ones.
@@ -762,7 +779,7 @@ class HostKernels:
         return [fitted(self._xp, [payload], *each)[0] for payload, each in zip(payloads, sizes, strict=True)]
 
     def _ready(self, *arrays: Array) -> tuple[Array, ...]:
-        return tuple(self._xp.contiguous(array) for array in arrays)
+        return tuple(self._xp.buffers.contiguous(array) for array in arrays)
 
     def _fitting(self, p: Array, q: Array, *vectors: Array) -> tuple[Array, Array, int, int, int]:
         # p and q in contiguous memory, and a, b, r. A kernel does not check lengths.
@@ -775,7 +792,7 @@ class HostKernels:
     def _columns(self, payloads: Pairs) -> list[list[int]]:
         if isinstance(payloads, GatheredPayloads):
             return payloads.addresses()
-        return [[self._xp.address(array) for array in arrays] for arrays in zip(*payloads, strict=True)]
+        return [[self._xp.buffers.address(array) for array in arrays] for arrays in zip(*payloads, strict=True)]
 
 
 def partly(kernels: type[T]) -> type[T]:
@@ -793,7 +810,7 @@ def fitted(xp: Any, payloads: Pairs, *sizes: tuple[str, int]) -> Pairs:
     for payload in payloads:
         for array, (dtype, n) in zip(payload, sizes, strict=True):
             fitting(xp, array, dtype, n, "arrays")
-    return [tuple(xp.contiguous(array) for array in payload) for payload in payloads]
+    return [tuple(xp.buffers.contiguous(array) for array in payload) for payload in payloads]
 
 
 def _parts(codes: Codes, n: int, block: int) -> list[tuple[str, int | None]]:

@@ -423,7 +423,7 @@ kernel(
     """From now on this thread writes results of n elements in all, one after the other; 0: each by itself. What does
     not stay in a cache is written past it. Returns what it was.""",
 )
-kernel(f"void words({KEYS}, int64_t n, int32_t* out, {THREADS})", "grace.backends.base.Backend.words.")
+kernel(f"void words({KEYS}, int64_t n, int32_t* out, {THREADS})", "grace.backends.random.Random.words.")
 kernel(
     f"void noise_table(int64_t key0, int64_t key1, int64_t n, uint16_t* out, {THREADS})",
     "The upper halves of the words 0 .. n-1.",

@@ -179,5 +179,5 @@ class TensorflowKernels:
 
     def _upper(self, keys: tuple[Any, Any], start: int, n: int) -> Tensor:
         # The upper halves of words.
-        words = tf.bitcast(self._xp.words(*keys, start, n), tf.uint32)
+        words = tf.bitcast(self._xp.random.words(*keys, start, n), tf.uint32)
         return tf.cast(tf.bitwise.right_shift(words, tf.constant(16, tf.uint32)), tf.uint16)

@@ -377,7 +377,7 @@ class TritonKernels:
         """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], new residual (if there is a residual)."""
         xp, (n,), add = self._xp, x.shape, residual is not None
         m = block_count(n, block or None)
-        bits, scales = xp.part(-(-n // 8), "uint8"), xp.part(m)
+        bits, scales = xp.buffers.empty_payload(-(-n // 8), "uint8"), xp.buffers.empty_payload(m)
         if n == 0:
             return bits, scales, x
         v = x, x if residual is None else residual
@@ -386,7 +386,7 @@ class TritonKernels:
             self._launch(signs_blocks, -(-m // rows), *v, bits, scales, n, BLOCK=block, ROWS=rows, **form, ADD=add)
             return bits, scales, x
         tiles, size = _tiles(n, block)
-        sums = xp.empty(m * tiles, "float64")
+        sums = xp.buffers.empty(m * tiles, "float64")
         self._launch(signs_sums, m * tiles, *v, sums, n, size, tiles, TILE=TILE, ADD=add)
         self._launch(signs_scales, m, sums, scales, n, size, tiles, TILE=1024)
         self._launch(signs_rest, m * tiles, *v, bits, scales, n, size, tiles, TILE=TILE, ADD=add)
@@ -403,7 +403,7 @@ class TritonKernels:
         """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], new residual. ``rng``: round at random."""
         xp, (n,) = self._xp, x.shape
         m = block_count(n, block or None)
-        codes, scales = xp.part(-(-n * bits // 8), "uint8"), xp.part(m)
+        codes, scales = xp.buffers.empty_payload(-(-n * bits // 8), "uint8"), xp.buffers.empty_payload(m)
         if n == 0:
             return codes, scales, x
         v = x, x if residual is None else residual
@@ -429,11 +429,11 @@ class TritonKernels:
     def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[Array, Array, Array]:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and the new residual."""
         xp, (n,), add = self._xp, x.shape, residual is not None
-        values, positions = xp.part(k), xp.part(k, "int32")
+        values, positions = xp.buffers.empty_payload(k), xp.buffers.empty_payload(k, "int32")
         if k == 0:
             return values, positions, x
         tiles, v = -(-n // TILE), (x, residual if add else x)
-        magnitudes, counts = xp.empty(n), xp.empty((2, tiles), "int32")
+        magnitudes, counts = xp.buffers.empty(n), xp.buffers.empty((2, tiles), "int32")
         self._launch(topk_magnitudes, tiles, *v, magnitudes, n, TILE=TILE, ADD=add)
         bound = torch.topk(magnitudes, k, sorted=False).values.min()
         self._launch(topk_counts, tiles, magnitudes, bound, counts, n, tiles, TILE=TILE)
@@ -443,7 +443,7 @@ class TritonKernels:
         return values, positions, x
 
     def _mean(self, kernel: Any, payloads: Pairs, out: Array | None, n: int, **form: Any) -> Array:
-        workers, out = len(payloads), self._xp.empty(n) if out is None else out
+        workers, out = len(payloads), self._xp.buffers.empty(n) if out is None else out
         for first in range(0, workers if n else 0, GROUP):
             sent, scales = zip(*payloads[first : first + GROUP], strict=True)
             divide = 1 < workers <= first + GROUP

@@ -198,7 +198,7 @@ class DiLoCo:
             if odd := [tensor for tensor in tensors.values() if tensor.dtype not in FLOATS]:
                 raise TypeError(f"{odd[0].name!r} has dtype {odd[0].dtype}: only {', '.join(FLOATS)} can be averaged")
             fragments = self.settings.split({name: tensor.nbytes for name, tensor in tensors.items()})
-            base = {name: xp.copy(xp.cast(value, _wide(xp.dtype(value)))) for name, value in values.items()}
+            base = {name: xp.buffers.copy(xp.cast(value, _wide(xp.dtype(value)))) for name, value in values.items()}
             for names in fragments:  # separate calls, so that no bucket spans two fragments
                 self.grace.build({name: base[name] for name in names})
             self._access, self._parameters, self._tensors, self._fragments = access, named, tensors, fragments
@@ -229,7 +229,7 @@ class DiLoCo:
     def _put(self, handle: Any, value: Array, dtype: str) -> None:
         value = self._xp.cast(value, dtype)
         if self._access.write is None:
-            self._xp.write(handle, value)
+            self._xp.buffers.write(handle, value)
         else:
             self._access.write(handle, value)
 
@@ -247,7 +247,7 @@ class DiLoCo:
         self._require_built()
         if not self._steps:
             with self._access.inside():
-                self._base = {name: self._stored(self._xp.copy(self._theta(name))) for name in self._tensors}
+                self._base = {name: self._stored(self._xp.buffers.copy(self._theta(name))) for name in self._tensors}
         self._compare()
 
     def _compare(self) -> None:
@@ -367,7 +367,7 @@ class DiLoCo:
             if fragments[-1] == self.settings.parts - 1:
                 for buffer in self._buffers.values():
                     value = self._access.read(buffer)
-                    value = xp.copy(xp.cast(value, _wide(xp.dtype(value))))
+                    value = xp.buffers.copy(xp.cast(value, _wide(xp.dtype(value))))
                     side.append(value if weight is None else value * weight)
             self._start(fragments, deltas, tuple(side))
 
@@ -616,7 +616,7 @@ class DiLoCo:
 
     def _loaded(self, array: Any) -> Array:
         array = host(array)
-        return self._xp.copy(self._xp.asarray(array, str(array.dtype)))
+        return self._xp.buffers.copy(self._xp.asarray(array, str(array.dtype)))
 
     # -- report ------------------------------------------------------------------------------------------------------
     def report(self) -> Report:

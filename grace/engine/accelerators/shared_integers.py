@@ -45,7 +45,7 @@ class SharedIntegers(Accelerator[SharedInt]):
 
     def decode_into(self, compressor: SharedInt, out: Array, payload: Payload, ctx: Context) -> Array:
         for start, stop, values in compressor.decoded(payload[0], payload[1], ctx.world_size, ctx):
-            ctx.xp.write(out[start:stop], values)
+            ctx.xp.buffers.write(out[start:stop], values)
         return out
 
 

@@ -47,13 +47,13 @@ class ScatteredSums(Accelerator[C]):
         return self.aggregate_into(compressor, out, [payload], ctx)
 
     def aggregate_into(self, compressor: C, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
-        ctx.xp.write(out, 0.0)
+        ctx.xp.buffers.write(out, 0.0)
         total = out
         for payload in payloads:
             total = self.add(compressor, total, payload, ctx)
-        total = ctx.xp.divide_in(total, len(payloads)) if len(payloads) > 1 else total
-        if not ctx.xp.same_memory(total, out):
-            ctx.xp.write(out, total)
+        total = ctx.xp.inplace.divide(total, len(payloads)) if len(payloads) > 1 else total
+        if not ctx.xp.buffers.same_memory(total, out):
+            ctx.xp.buffers.write(out, total)
         return out
 
 
@@ -95,11 +95,11 @@ class DecodedSums(PlacedSums[P], SparseMean[P]):
         total = ctx.xp.zeros(ctx.size)
         for payload in payloads:
             total = self.add(compressor, total, payload, ctx)
-        return ctx.xp.divide_in(total, len(payloads))
+        return ctx.xp.inplace.divide(total, len(payloads))
 
     def residual(self, compressor: P, x: Array, payload: Payload, ctx: Context) -> Array:
         values, positions = self.parts(compressor, payload, ctx)
-        return ctx.xp.put(x, positions, ctx.xp.take(x, positions) - values)
+        return ctx.xp.inplace.scatter(x, positions, ctx.xp.take(x, positions) - values)
 
 
 class CodedSums(SparseSums[K]):
@@ -150,7 +150,7 @@ class Moments(CodedSums[SIDCo]):
     ) -> tuple[Array, Program[tuple[Payload, State]]] | None:
         if workspace(ctx).rollback_log is None or not has(ctx, "accumulate"):
             return None
-        moments = ctx.xp.empty(3, "float64")
+        moments = ctx.xp.buffers.empty(3, "float64")
         total = kernels(ctx).accumulate(x, residual, 1.0, 1.0, moments)
         return total, as_program(compressor.compress(total, state, ctx, moments))
 
@@ -209,7 +209,7 @@ class Selectors(CodedSums[E], Selection[E]):
         return compressor.elements.matched(payload[0], self.read(compressor, payload[1:], ctx), ctx)
 
     def residual(self, compressor: E, x: Array, payload: Payload, ctx: Context) -> Array:
-        return ctx.xp.put(x, self.read(compressor, payload[1:], ctx), 0.0)
+        return ctx.xp.inplace.scatter(x, self.read(compressor, payload[1:], ctx), 0.0)
 
     def for_memory(self, compressor: E) -> Any:
         return super().for_memory(compressor) if compressor.index_coding in ELIAS_FANO else compressor
@@ -255,7 +255,7 @@ class SharedPositions(Selection[RandomK]):
             return None
         xp, positions = ctx.xp, self.positions(compressor, ctx)
         x = accumulated(ctx, x, residual)
-        return poisoned(xp, xp.take(x, positions), x), positions, xp.put(x, positions, 0.0)
+        return poisoned(xp, xp.take(x, positions), x), positions, xp.inplace.scatter(x, positions, 0.0)
 
     def compress(
         self, compressor: RandomK, x: Array, state: State, ctx: Context
@@ -268,7 +268,7 @@ class SharedPositions(Selection[RandomK]):
     def residual(self, compressor: RandomK, x: Array, payload: Payload, ctx: Context) -> Array:
         if compressor.unbiased_scale:
             return compressor.residual(x, payload, ctx)
-        return ctx.xp.put(x, self.positions(compressor, ctx), 0.0)
+        return ctx.xp.inplace.scatter(x, self.positions(compressor, ctx), 0.0)
 
     def decode(self, compressor: RandomK, payload: Payload, ctx: Context) -> Array:
         values, positions = self.parts(compressor, payload, ctx)
@@ -278,11 +278,11 @@ class SharedPositions(Selection[RandomK]):
         return self._put(compressor, ctx.xp.zeros(ctx.size), payloads, ctx)
 
     def aggregate_into(self, compressor: RandomK, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
-        ctx.xp.write(out, 0.0)
+        ctx.xp.buffers.write(out, 0.0)
         return self._put(compressor, out, payloads, ctx)
 
     def _put(self, compressor: RandomK, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
-        return ctx.xp.put(out, self.positions(compressor, ctx, last=True), compressor.values(payloads, ctx))
+        return ctx.xp.inplace.scatter(out, self.positions(compressor, ctx, last=True), compressor.values(payloads, ctx))
 
 
 class Chunks(DecodedSums[ChunkTopK]):

@@ -85,7 +85,7 @@ class Cosines(Accelerator[DeMo]):
         if not self._runs(ctx):
             return compressor.compress(x, state, ctx)
         xp = ctx.xp
-        return xp.kernels.cosines_encode(xp.contiguous(x), None, *self._sizes(compressor, ctx))[0], state
+        return xp.kernels.cosines_encode(xp.buffers.contiguous(x), None, *self._sizes(compressor, ctx))[0], state
 
     def encode(self, compressor: DeMo, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         return kernels(ctx).cosines_encode(x, residual, *self._sizes(compressor, ctx)) if self._runs(ctx) else None

@@ -46,7 +46,7 @@ class NumpyBuffers(Buffers):
         out[...] = x
 
     def streaming_writes(self, n: int) -> AbstractContextManager[None]:
-        return self._xp.kernels.together(n) if self._xp.kernels else nullcontext()
+        return self._xp.kernels.arrays.streaming_writes(n) if self._xp.kernels else nullcontext()
 
 
 class NumpyInPlace(InPlace):
@@ -85,26 +85,28 @@ class NumpyLinalg(Linalg):
         return np.linalg.qr(x)[0]
 
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
-        return (self._xp.kernels.left_factor if self._xp.kernels else products.left_factor)(matrix, q, residual)
+        return (self._xp.kernels.arrays.left_factor if self._xp.kernels else products.left_factor)(matrix, q, residual)
 
     def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
-        return (self._xp.kernels.right_factor if self._xp.kernels else products.right_factor)(p, matrix, residual)
+        return (self._xp.kernels.arrays.right_factor if self._xp.kernels else products.right_factor)(
+            p, matrix, residual
+        )
 
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
         if self._xp.kernels:
-            return self._xp.kernels.product(None, p, q, out)
+            return self._xp.kernels.arrays.product(None, p, q, out)
         products.write_product(out, p, q)
         return out
 
     def subtract_product(self, x: Array, p: Array, q: Array) -> Array:
         if self._xp.kernels:
-            return self._xp.kernels.product(x, p, q, x)
+            return self._xp.kernels.arrays.product(x, p, q, x)
         for part, product in products.products(p, q, np.empty(products.room(p, q), np.float32)):
             x[part] -= product
         return x
 
     def part_product(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
-        (self._xp.kernels.part if self._xp.kernels else products.part_product)(x, p, q, rest, taken)
+        (self._xp.kernels.arrays.part_product if self._xp.kernels else products.part_product)(x, p, q, rest, taken)
 
     def eigh(self, x: Array) -> tuple[Array, Array]:
         values, vectors = np.linalg.eigh(x)
@@ -119,7 +121,7 @@ class NumpyRandom(Random):
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         if self._xp.kernels:
-            return self._xp.kernels.words(key0, key1, start, n)
+            return self._xp.kernels.arrays.words(key0, key1, start, n)
         counter = np.arange(start, start + n, dtype=np.int64)
         h = _mix(((counter + int(key0)) & MASK32).astype(np.uint32))
         h ^= (((counter >> 32) + int(key1)) & MASK32).astype(np.uint32)
@@ -127,7 +129,7 @@ class NumpyRandom(Random):
 
     def sample(self, key0: Any, key1: Any, start: int, n: int, k: int) -> Array:
         if self._xp.kernels:
-            return self._xp.kernels.sample(key0, key1, start, n, k)
+            return self._xp.kernels.arrays.sample(key0, key1, start, n, k)
         return selection.smallest(self.words(key0, key1, start, n), k)
 
     def noise(self, table: tuple[Any, Any], keys: tuple[Any, Any], start: int, n: int) -> Array:
@@ -305,7 +307,7 @@ class NumpyBackend(Backend):
 
     def excess(self, x: Array, bound: Array) -> Array:
         if self.kernels:
-            return self.kernels.excess(x, float(bound[0]))
+            return self.kernels.arrays.excess(x, float(bound[0]))
         return np.array(selection.excess(x, float(bound[0])))
 
     def bitwise_and(self, x: Array, y: Any) -> Array:
@@ -340,7 +342,7 @@ class NumpyBackend(Backend):
 
     def topk_abs(self, x: Array, k: int) -> Array:
         if self.kernels and x.dtype == np.float32:
-            return self.kernels.topk_abs(x, k)
+            return self.kernels.arrays.topk_abs(x, k)
         if x.ndim == 2:
             return selection.largest_in_rows(x, k)
         return (
@@ -357,7 +359,7 @@ class NumpyBackend(Backend):
         return np.flatnonzero(mask).astype(np.int32)
 
     def beyond(self, x: Array, bound: Array) -> Array:
-        return self.kernels.beyond(x, float(bound[0])) if self.kernels else selection.beyond(x, float(bound[0]))
+        return self.kernels.arrays.beyond(x, float(bound[0])) if self.kernels else selection.beyond(x, float(bound[0]))
 
     def searchsorted(self, bounds: Array, x: Array) -> Array:
         return selection.searchsorted(bounds, x)

@@ -68,7 +68,7 @@ class TorchLinalg(Linalg):
     # with different numbers of threads must get the same bits.
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
         if self._xp.host_kernels:
-            return self._xp.host_kernels.left_factor(matrix, q, residual)
+            return self._xp.host_kernels.arrays.left_factor(matrix, q, residual)
         if self._threaded:
             return super().left_factor(matrix, q, residual)
         return torch.from_numpy(
@@ -77,7 +77,7 @@ class TorchLinalg(Linalg):
 
     def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
         if self._xp.host_kernels:
-            return self._xp.host_kernels.right_factor(p, matrix, residual)
+            return self._xp.host_kernels.arrays.right_factor(p, matrix, residual)
         if self._threaded:
             return super().right_factor(p, matrix, residual)
         return torch.from_numpy(
@@ -86,7 +86,7 @@ class TorchLinalg(Linalg):
 
     def product_into(self, out: Array, p: Array, q: Array) -> Array:
         if self._xp.host_kernels:
-            return self._xp.host_kernels.product(None, p, q, out)
+            return self._xp.host_kernels.arrays.product(None, p, q, out)
         if not self._xp.on_host:
             torch.mm(p, q, out=out.view(p.shape[0], q.shape[1]))
             return out
@@ -95,7 +95,7 @@ class TorchLinalg(Linalg):
 
     def subtract_product(self, x: Array, p: Array, q: Array) -> Array:
         if self._xp.host_kernels:
-            return self._xp.host_kernels.product(x, p, q, x)
+            return self._xp.host_kernels.arrays.product(x, p, q, x)
         if self._threaded:
             x.view(p.shape[0], q.shape[1]).addmm_(p, q, alpha=-1)
             return x
@@ -105,7 +105,7 @@ class TorchLinalg(Linalg):
 
     def part_product(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
         if self._xp.host_kernels:
-            self._xp.host_kernels.part(x, p, q, rest, taken)
+            self._xp.host_kernels.arrays.part_product(x, p, q, rest, taken)
         elif not self._xp.on_host:
             super().part_product(x, p, q, rest, taken)
         else:
@@ -335,7 +335,7 @@ class TorchBackend(Backend):
         if not self.on_host:
             return super().excess(x, bound)
         if self.host_kernels:
-            return self.host_kernels.excess(x, float(bound))
+            return self.host_kernels.arrays.excess(x, float(bound))
         return torch.tensor(selection.excess(x.numpy(), float(bound)), dtype=torch.float64, device=CPU)
 
     def bitwise_and(self, x: Array, y: Any) -> Array:
@@ -379,7 +379,7 @@ class TorchBackend(Backend):
 
     def topk_abs(self, x: Array, k: int) -> Array:
         if self.host_kernels and x.dtype == torch.float32:
-            return self.host_kernels.topk_abs(x, k)
+            return self.host_kernels.arrays.topk_abs(x, k)
         if self.on_host and x.ndim == 2:
             return torch.from_numpy(selection.largest_in_rows(x.numpy(), k))
         if self.on_host and len(x) > 65536 and 0 < k <= len(x) // 8:
@@ -401,7 +401,7 @@ class TorchBackend(Backend):
 
     def beyond(self, x: Array, bound: Array) -> Array:
         if self.host_kernels:
-            return self.host_kernels.beyond(x, float(bound))
+            return self.host_kernels.arrays.beyond(x, float(bound))
         return torch.from_numpy(selection.beyond(x.numpy(), float(bound))) if self.on_host else super().beyond(x, bound)
 
     def ascending(self, x: Array, n: int) -> Array:

@@ -62,7 +62,7 @@ class TorchRandom(Random):
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         if self._xp.host_kernels:
-            return self._xp.host_kernels.words(key0, key1, start, n)
+            return self._xp.host_kernels.arrays.words(key0, key1, start, n)
         pieces = []
         while n > 0:  # a chunk ends where the upper half of the counter changes
             low, high = start & MASK32, start >> 32
@@ -75,7 +75,7 @@ class TorchRandom(Random):
 
     def sample(self, key0: Any, key1: Any, start: int, n: int, k: int) -> Array:
         if self._xp.host_kernels:
-            return self._xp.host_kernels.sample(key0, key1, start, n, k)
+            return self._xp.host_kernels.arrays.sample(key0, key1, start, n, k)
         if not self._xp.on_host:
             return super().sample(key0, key1, start, n, k)
         return torch.from_numpy(smallest(self.words(key0, key1, start, n).numpy(), k))

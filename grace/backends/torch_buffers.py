@@ -191,7 +191,7 @@ class TorchBuffers(Buffers):
         return x if dtype == "uint8" and len(shape) == 1 else super().from_bytes(x, dtype, shape)
 
     def streaming_writes(self, n: int) -> AbstractContextManager[None]:
-        return self._xp.host_kernels.together(n) if self._xp.host_kernels else nullcontext()
+        return self._xp.host_kernels.arrays.streaming_writes(n) if self._xp.host_kernels else nullcontext()
 
     def _copied(self, arrays: Sequence[Array]) -> Array:
         if not self._xp.on_host:

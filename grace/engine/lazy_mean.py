@@ -186,7 +186,7 @@ class DeferredResidual:
 def all_finite(means: Sequence[LazyMean], xp: Any) -> bool:
     """Whether the marks of all these means are finite: one check for all is cheaper than one each."""
     kernels = xp.kernels
-    if kernels and kernels.finite and all(mean.placed for mean in means):
+    if kernels and kernels.arrays.finite and all(mean.placed for mean in means):
         places = [place for mean in means for place in mean.places()]
-        return bool(kernels.finite([address for address, _ in places], [count for _, count in places]))
+        return bool(kernels.arrays.finite([address for address, _ in places], [count for _, count in places]))
     return bool(xp.finite(xp.concat([array for mean in means for array in mean.marks()])))

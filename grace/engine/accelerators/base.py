@@ -101,10 +101,10 @@ class Accelerator(Generic[C]):
         return total
 
 
-def has(ctx: Context, kernel: str) -> bool:
+def has(ctx: Context, family: str, kernel: str) -> bool:
     """Whether the backend has a kernel."""
     found = ctx.xp.kernels
-    return bool(found and getattr(found, kernel))
+    return bool(found and getattr(getattr(found, family), kernel))
 
 
 def at_once_encoded(

@@ -32,7 +32,7 @@ class Chains(DecodedSums[H]):
         selection = accelerator_of(first)
         if not isinstance(selection, Selection) or (done := selection.chosen(first, x, residual, ctx)) is None:
             return None
-        values, positions, left = done
+        (values, positions), left = done
         where = compressor.second(ctx)
         coded = encode(second, ctx.xp.buffers.copy(values), None, where)
         found, _ = coded or run_local(second.compress(values, {}, where), second)

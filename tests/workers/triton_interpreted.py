@@ -288,9 +288,9 @@ def test_steps_are_the_same_without_kernels(monkeypatch, method):
     ]
     gradients[1][1]["w"][0, 77] = np.inf  # the step does not count
     launched = []
-    launch = kernels.TritonKernels._launch
+    launch = kernels.Launcher._launch
     monkeypatch.setattr(
-        kernels.TritonKernels, "_launch", lambda self, kernel, *rest, **form: launched.append(kernel)
+        kernels.Launcher, "_launch", lambda self, kernel, *rest, **form: launched.append(kernel)
         or launch(self, kernel, *rest, **form),
     )  # fmt: skip
     found = {}

@@ -101,9 +101,8 @@ class Exchange:
             for name in (name for number in fragments for name in self.fragments[number]):
                 delta = model.base(name) - model.current(name)
                 deltas[name] = delta if weight is None else delta * weight
-            landed = float(
-                self._progress.landed % math.isqrt(2**24 // self._grace.world_size)
-            )  # sums of squares are exact
+            limit = math.isqrt(2**24 // self._grace.world_size)  # sums of squares are exact
+            landed = float(self._progress.landed % limit)
             side = [xp.asarray([landed, landed * landed, 1.0 if weight is None else weight], "float32")]
             if fragments[-1] == self._settings.parts - 1:
                 side += [value if weight is None else value * weight for value in model.buffer_values()]
@@ -156,10 +155,10 @@ class Exchange:
                 model.store(name, base, momentum)
                 model.put(name, mixed)
             if side:
-                counts = (
-                    self._grace.world_size if weight is None else xp.cast(about[2:], xp.dtype(each)) for each in side
+                count = self._grace.world_size if weight is None else about[2:]
+                model.put_buffers(
+                    [each / (count if weight is None else xp.cast(count, xp.dtype(each))) for each in side]
                 )
-                model.put_buffers([total / count for total, count in zip(side, counts, strict=True)])
         self.side_bytes += sum(int(xp.nbytes(each)) for each in flight.side)
         self.flight = None
         self._progress.landed += 1
@@ -178,9 +177,9 @@ class Exchange:
         landed, squares, _ = self._grace.xp.to_numpy(about).tolist()
         if landed * landed != self._grace.world_size * squares:
             raise RuntimeError(
-                f"the workers have landed different numbers of exchanges (this one {self._progress.landed}): one failed on some "
-                "of them only, so that their bases differ. Load a checkpoint on all workers, or go on from the last "
-                "base by reset(transport, states)"
+                "the workers have landed different numbers of exchanges "
+                f"(this one {self._progress.landed}): one failed on some of them only, so that their bases differ. "
+                "Load a checkpoint on all workers, or go on from the last base by reset(transport, states)"
             )
 
     def _weight(self) -> float | None:

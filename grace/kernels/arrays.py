@@ -16,7 +16,7 @@ class Arrays(Family):
 
     def topk_abs(self, x: Array, k: int) -> Array:
         """float32[n] -> int32[k], or float32[m, n] -> int32[m, k]: `grace.backends.base.Backend.topk_abs`."""
-        xp, at, shape = self._xp, self._xp.buffers.address, self._xp.shape(x)
+        xp, at, shape = self._xp, self._at, self._xp.shape(x)
         (x,), k = self._ready(x), min(k, shape[-1])
         if len(shape) == 2:
             places = xp.buffers.empty((shape[0], k), "int32")
@@ -28,7 +28,7 @@ class Arrays(Family):
 
     def beyond(self, x: Array, bound: float) -> Array:
         """float32[n] -> int32[K]: `grace.backends.base.Backend.beyond`."""
-        xp, at, (x,) = self._xp, self._xp.buffers.address, self._ready(x)
+        xp, at, (x,) = self._xp, self._at, self._ready(x)
         (n,) = xp.shape(x)
         room = min(n, max(1024, n // 16))
         while True:
@@ -40,7 +40,7 @@ class Arrays(Family):
 
     def excess(self, x: Array, bound: float) -> Array:
         """float32[n] -> float64[3]: `grace.backends.base.Backend.excess`."""
-        xp, at, (x,) = self._xp, self._xp.buffers.address, self._ready(x)
+        xp, at, (x,) = self._xp, self._at, self._ready(x)
         found = xp.buffers.empty(3, "float64")
         self.library.excess(at(x), bound, at(found), xp.shape(x)[0], xp.threads)
         return found
@@ -48,20 +48,18 @@ class Arrays(Family):
     def sample(self, key0: int, key1: int, start: int, n: int, k: int) -> Array:
         """int32[k]: `grace.backends.random.Random.sample`."""
         positions = self._xp.buffers.empty(min(k, n), "int32")
-        self.library.smallest_words(
-            key0, key1, start, n, min(k, n), self._xp.buffers.address(positions), self._xp.threads
-        )
+        self.library.smallest_words(key0, key1, start, n, min(k, n), self._at(positions), self._xp.threads)
         return positions
 
     def words(self, key0: int, key1: int, start: int, n: int) -> Array:
         """int32[n]: `grace.backends.random.Random.words`."""
         out = self._xp.buffers.empty(n, "int32")
-        self.library.words(key0, key1, start, n, self._xp.buffers.address(out), self._xp.threads)
+        self.library.words(key0, key1, start, n, self._at(out), self._xp.threads)
         return out
 
     def product(self, x: Array | None, p: Array, q: Array, out: Array) -> Array:
         """The vector x minus p[a, r] q[r, b], or the product alone without x, written to ``out``, which may be x."""
-        xp, at = self._xp, self._xp.buffers.address
+        xp, at = self._xp, self._at
         p, q, a, b, r = self._fitting(p, q, *(each for each in (x, out) if each is not None))
         self.library.product(at(x), at(p), at(q), at(out), a, b, r, xp.threads)
         return out
@@ -71,7 +69,7 @@ class Arrays(Family):
 
         ``taken``: two factors of the same shapes, whose product is subtracted instead.
         """
-        xp, at = self._xp, self._xp.buffers.address
+        xp, at = self._xp, self._at
         p, q, a, b, r = self._fitting(p, q, x, rest)
         left, right, *sizes = (p, q, a, b, r) if taken is None else self._fitting(*taken, x, rest)
         if sizes != [a, b, r]:
@@ -81,7 +79,7 @@ class Arrays(Family):
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
         """m[a, b], q[r, b] -> m qᵀ, float32[a, r]; adds the vector ``residual`` to m first, if given."""
         xp, (matrix, q) = self._xp, self._ready(matrix, q)
-        at, (a, b), (r, _) = xp.buffers.address, xp.shape(matrix), xp.shape(q)
+        at, (a, b), (r, _) = self._at, xp.shape(matrix), xp.shape(q)
         p = xp.buffers.empty((a, r))
         self._check_residual(residual, a, b)
         self.library.left(at(matrix), at(residual), at(q), at(p), a, b, r, xp.threads)
@@ -90,7 +88,7 @@ class Arrays(Family):
     def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
         """p[a, r], m[a, b] -> pᵀ m, float32[r, b]; adds the vector ``residual`` to m first, if given."""
         xp, (p, matrix) = self._xp, self._ready(p, matrix)
-        at, (a, b), (_, r) = xp.buffers.address, xp.shape(matrix), xp.shape(p)
+        at, (a, b), (_, r) = self._at, xp.shape(matrix), xp.shape(p)
         q = xp.buffers.empty((r, b))
         self._check_residual(residual, a, b)
         self.library.right(at(matrix), at(residual), at(p), at(q), a, b, r, xp.threads)

@@ -37,6 +37,7 @@ class Family:
         deferred: DeferredKernels | None = None,
     ):
         self._xp, self.library, self._tables, self._log, self._deferred = xp, library, tables, log, deferred
+        self._at = xp.buffers.address
 
     def _noise(self, rng: Rng | None, n: int) -> tuple[Array | None, Array | None, int]:
         # The noise table, the offsets for n elements, and the start position; all empty without rng.
@@ -45,14 +46,14 @@ class Family:
         xp, table, start = self._xp, self._table(rng.table), rng.offset
         first, last = start // NOISE, -(-(start + n) // NOISE)
         offsets = xp.buffers.empty(last, "int16")
-        self.library.noise_table(*rng.keys, last, xp.buffers.address(offsets))
+        self.library.noise_table(*rng.keys, last, self._at(offsets))
         return table, offsets[first:] if first else offsets, start
 
     def _table(self, keys: tuple[int, int]) -> Array:
         def made() -> Array:
             # Not from pooled memory: it would raise the memory need of the first steps.
             table = self._xp.zeros(NOISE, "int16")
-            self.library.noise_table(*keys, NOISE, self._xp.buffers.address(table))
+            self.library.noise_table(*keys, NOISE, self._at(table))
             return table
 
         return recent(self._tables, keys, made)
@@ -60,7 +61,7 @@ class Family:
     def _left(self, x: Array, residual: Array | None) -> tuple[Array, int | None, bool]:
         # The array of the new residual, its address if it is written, and whether x and the residual are swapped.
         left, swap = (x, False) if self._log is None or residual is None else (residual, True)
-        return left, None if residual is None else self._xp.buffers.address(left), swap
+        return left, None if residual is None else self._at(left), swap
 
     def _encode(
         self,
@@ -78,7 +79,7 @@ class Family:
         # Encode with one of `schema.CODECS`: returns the payload and the new residual. ``how``: determines the array
         # sizes; followed by ``more``. ``used``: arrays to keep alive. ``alone``: no residual. ``now``: do not defer.
         xp, codec = self._xp, CODECS[name]
-        at, left = xp.buffers.address, x
+        at, left = self._at, x
         payload: list[Array] = []
         addresses: list[int | None] = []
         for dtype, n in sizes or codec.sizes(*how):
@@ -93,12 +94,11 @@ class Family:
         else:
             left, out, swap = self._left(x, residual)
             call = partial(kernel, *first, at(x), at(residual), out, *addresses, *how, *more, xp.threads, swap)
-        if self._deferred is None or now:
+        if now:
             call()
-            if self._log is not None and residual is not None:
-                self._log.append((residual, x))
+            self._note(x, residual)
         else:
-            self._defer(call, (x, residual), *payload, *used)
+            self._do(call, (x, residual), *payload, *used)
         return tuple(payload), left
 
     def _mean(
@@ -117,25 +117,20 @@ class Family:
         xp, out, codec = self._xp, self._out(out, how[0]), CODECS[name]
         kept, columns = self._received(payloads, sizes or codec.sizes(*how))
         kernel = getattr(self.library, codec.mean)
-        call = partial(kernel, *first, *columns, len(kept), xp.buffers.address(out), *how, *more, xp.threads)
-        if self._deferred is None or now:
+        call = partial(kernel, *first, *columns, len(kept), self._at(out), *how, *more, xp.threads)
+        if now:
             call()
         else:
-            self._deferred.add(call, out, kept, *used)
+            self._do(call, None, out, kept, *used)
         return out
 
     def _do(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
         # ``swapped``: x and the residual, logged after the kernel has run: until then the residual is in place.
-        if self._deferred is not None:
-            self._defer(kernel, swapped, *used)
-            return
-        kernel()
-        if swapped is not None:
-            self._note(*swapped)
-
-    def _defer(self, kernel: Callable[[], Any], swapped: tuple[Array, Array | None] | None, *used: Any) -> None:
-        assert self._deferred is not None
-        self._deferred.add(kernel if swapped is None else partial(self._noted, kernel, *swapped), *used)
+        call = kernel if swapped is None else partial(self._noted, kernel, *swapped)
+        if self._deferred is None:
+            call()
+        else:
+            self._deferred.add(call, *used)
 
     def _noted(self, kernel: Callable[[], Any], x: Array, residual: Array | None) -> None:
         kernel()
@@ -167,7 +162,7 @@ class Family:
     def _columns(self, payloads: Pairs) -> list[list[int]]:
         if isinstance(payloads, GatheredPayloads):
             return payloads.addresses()
-        return [[self._xp.buffers.address(array) for array in arrays] for arrays in zip(*payloads, strict=True)]
+        return [[self._at(array) for array in arrays] for arrays in zip(*payloads, strict=True)]
 
 
 def encoder(name: str) -> Callable[..., tuple[tuple[Array, ...], Array]]:

@@ -17,14 +17,14 @@ class Memories(Family):
 
         ``moments``: float64[3], receives ``xp.excess`` of the sum and 0.
         """
-        xp, at = self._xp, self._xp.buffers.address
+        xp, at = self._xp, self._at
         self.library.accumulate(at(x), at(last), beta, gamma, at(moments), xp.shape(x)[0], xp.threads)
         self._note(x, last)
         return last
 
     def corrected(self, x: Array, u: Array, v: Array, momentum: float, nesterov: bool) -> tuple[Array, Array]:
         """The next momentum, in new memory, and v plus its contribution, as in `grace.memories.dgc`."""
-        xp, at = self._xp, self._xp.buffers.address
+        xp, at = self._xp, self._at
         (n,) = xp.shape(x)
         fresh, total, last = (
             xp.buffers.empty(n),

@@ -24,7 +24,7 @@ class Quantisers(Family):
         self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
     ) -> tuple[tuple[Array, ...], Array]:
         """float32[n] -> the payload and the new residual. ``rng``: round at random."""
-        n, at = self._xp.shape(x)[0], self._xp.buffers.address
+        n, at = self._xp.shape(x)[0], self._at
         table, offsets, start = self._noise(rng, n)
         return self._encode("ints", x, residual, (n, block, bits), (at(table), at(offsets), start), table, offsets)
 
@@ -34,7 +34,7 @@ class Quantisers(Family):
         self, x: Array, residual: Array | None, block: int, bits: int, levels: int, rng: Rng
     ) -> tuple[tuple[Array, ...], Array]:
         """float32[n] -> the payload and the new residual. levels = 0: ternary."""
-        n, at = self._xp.shape(x)[0], self._xp.buffers.address
+        n, at = self._xp.shape(x)[0], self._at
         table, offsets, _ = self._noise(rng if levels else None, n)
         noise = at(table), at(offsets), rng.offset, *rng.keys
         return self._encode("levels", x, residual, (n, block, bits, levels), noise, table, offsets)
@@ -54,7 +54,7 @@ class Quantisers(Family):
         self, x: Array, residual: Array | None, block: int, sparsity: float, runs: bool
     ) -> tuple[tuple[Array, Array], Array]:
         """float32[n] -> bytes uint8[K] and scales float32[m]; and the new residual."""
-        xp, at, n = self._xp, self._xp.buffers.address, self._xp.shape(x)[0]
+        xp, at, n = self._xp, self._at, self._xp.shape(x)[0]
         bytes_, scales = xp.buffers.empty(blocks(n, 5), "uint8"), xp.buffers.empty_payload(blocks(n, block))
         left, out, swap = self._left(x, residual)
         where = at(x), at(residual), out, at(bytes_), at(scales)
@@ -68,14 +68,14 @@ class Quantisers(Family):
         counts = [xp.shape(bytes_)[0] for bytes_, _ in payloads] if runs else [blocks(n, 5)] * len(payloads)
         kept = self._ragged(payloads, [(("uint8", count), scales) for count in counts])
         out, columns = self._out(out, n), self._columns(kept)
-        self.library.trits_mean(*columns, counts, len(kept), xp.buffers.address(out), n, block, runs, xp.threads)
+        self.library.trits_mean(*columns, counts, len(kept), self._at(out), n, block, runs, xp.threads)
         return out
 
     def codes_encode(
         self, x: Array, residual: Array | None, block: int, codes: Codes, rng: Rng | None = None
     ) -> tuple[tuple[Array, ...], Array]:
         """float32[n] -> the payload, codes and (unless "bfloat16") scales; and the new residual."""
-        n, at = self._xp.shape(x)[0], self._xp.buffers.address
+        n, at = self._xp.shape(x)[0], self._at
         table, offsets, _ = self._noise(rng if codes.kind == "fp8" else None, n)
         keys, start = (None, 0) if rng is None else (rng.keys, rng.offset)
         codec, sizes = codes.with_random(keys, at(table), at(offsets), start), _parts(codes, n, block)
@@ -97,7 +97,7 @@ class Quantisers(Family):
 
     def tagged_encode(self, x: Array, lowest: int, middle: int) -> tuple[Array, ...]:
         """float32[n] -> tags uint8[ceil(n/4)], and numbers of 32, 16 and 8 bits: `grace.compressors.inceptionn`."""
-        xp, at, (x,) = self._xp, self._xp.buffers.address, self._ready(x)
+        xp, at, (x,) = self._xp, self._at, self._ready(x)
         (n,) = xp.shape(x)
         starts = xp.buffers.empty(3 * (-(-n // 65536) + 1), "int64")
         self.library.tagged_count(at(x), at(starts), n, lowest, middle, xp.threads)
@@ -123,13 +123,13 @@ class Quantisers(Family):
         )
         numbers = [number for wide, two, one in counts for number in (wide, two // 2, one)]
         out = self._out(out, n)
-        where = *self._columns(kept), numbers, len(kept), xp.buffers.address(out)
+        where = *self._columns(kept), numbers, len(kept), self._at(out)
         self.library.tagged_mean(*where, n, lowest, middle, xp.threads)
         return out
 
     def shared_encode(self, x: Array, scales: Array, block: int, top: int, dtype: str, rng: Rng) -> Array:
         """float32[n], float32[m] -> integers [n] of ``dtype``, int8 or int32: `grace.compressors.shared_int`."""
-        xp, at, (x, scales) = self._xp, self._xp.buffers.address, self._ready(x, scales)
+        xp, at, (x, scales) = self._xp, self._at, self._ready(x, scales)
         (n,) = xp.shape(x)
         codes, (table, offsets, start) = xp.buffers.empty(n, dtype), self._noise(rng, n)
         how, noise = (n, block, top, dtype == "int32"), (at(table), at(offsets), start)
@@ -138,7 +138,7 @@ class Quantisers(Family):
 
     def shared_mean(self, sums: Array, scales: Array, out: Array | None, block: int, steps: int) -> Array:
         """Summed integers of `shared_encode` -> float32[n], in ``out`` if given. ``steps``: per scale."""
-        xp, at, (sums, scales) = self._xp, self._xp.buffers.address, self._ready(sums, scales)
+        xp, at, (sums, scales) = self._xp, self._at, self._ready(sums, scales)
         (n,) = xp.shape(sums)
         out = self._out(out, n)
         where, wide = (None, at(sums), at(scales), at(out)), xp.dtype(sums) == "int32"
@@ -148,7 +148,7 @@ class Quantisers(Family):
 
     def shared_left(self, x: Array, own: Array, scales: Array, block: int, steps: int) -> Array:
         """float32[n] minus the decoded integers, in place."""
-        xp, at, (x, own, scales) = self._xp, self._xp.buffers.address, self._ready(x, own, scales)
+        xp, at, (x, own, scales) = self._xp, self._at, self._ready(x, own, scales)
         where, wide = (at(x), at(own), at(scales), at(x)), xp.dtype(own) == "int32"
         self.library.shared_values(*where, xp.shape(x)[0], block, steps, wide, xp.threads)
         return x

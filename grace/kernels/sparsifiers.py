@@ -20,7 +20,7 @@ class Sparsifiers(Family):
 
     def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[tuple[Array, Array], Array]:
         """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes; and the new residual."""
-        xp, at = self._xp, self._xp.buffers.address
+        xp, at = self._xp, self._at
         values, positions = xp.buffers.empty_payload(k), xp.buffers.empty_payload(k, "int32")
         left, swap = (x, False) if self._log is None or residual is None else (residual, True)
         where = at(x), at(residual), at(left), at(values), at(positions)
@@ -30,7 +30,7 @@ class Sparsifiers(Family):
 
     def threshold_encode(self, x: Array, residual: Array | None, bound: float) -> tuple[tuple[Array, Array], Array]:
         """float32[n] -> values and positions of all that reach the bound or are not finite; and the new residual."""
-        xp, at = self._xp, self._xp.buffers.address
+        xp, at = self._xp, self._at
         (n,) = xp.shape(x)
         room = min(n, max(1024, n // 16))
         while True:
@@ -46,7 +46,7 @@ class Sparsifiers(Family):
         self, x: Array, rng: Rng, sample: int, rank: int, factors: Array, miss: Array, first: int, k: int, most: int
     ) -> Array:
         """float32[n] -> int32[K]: `grace.compressors.selectors.Sampled.select`."""
-        xp, at, (x,) = self._xp, self._xp.buffers.address, self._ready(x)
+        xp, at, (x,) = self._xp, self._at, self._ready(x)
         (n,), (many,) = xp.shape(x), xp.shape(factors)
         room = min(n, max(1024, n // 16))
         while True:
@@ -68,7 +68,7 @@ class Sparsifiers(Family):
             return self.sparse_sums(payloads, out, n, (False,))
         kept, columns = self._received(payloads, (("float32", k), ("int32", k)))
         xp, out = self._xp, self._out(out, n)
-        self.library.sparse_mean(*columns, [k] * len(kept), len(kept), xp.buffers.address(out), n, xp.threads)
+        self.library.sparse_mean(*columns, [k] * len(kept), len(kept), self._at(out), n, xp.threads)
         return out
 
     def sparse_sums(self, payloads: Pairs, out: Array | None, n: int, pairs: Sequence[bool]) -> Array:
@@ -83,13 +83,13 @@ class Sparsifiers(Family):
             [(("float32", 2 if pair else size), ("int32", size)) for pair, size in zip(kinds, sizes, strict=True)],
         )
         xp, out, marks = self._xp, self._out(out, n), bytes(kinds) if any(kinds) else None
-        where = *self._columns(kept), sizes, marks, len(kept), len(pairs), xp.buffers.address(out)
+        where = *self._columns(kept), sizes, marks, len(kept), len(pairs), self._at(out)
         self.library.sparse_means(*where, n, xp.threads)
         return out
 
     def positions_write(self, positions: Array, widths: Sequence[int], marks: int) -> tuple[Array, ...]:
         """int32[k] -> planes of lower bits, and the upper bits' code: "elias_fano" in `grace.ops.index_coding`."""
-        xp, at, (positions,) = self._xp, self._xp.buffers.address, self._ready(positions)
+        xp, at, (positions,) = self._xp, self._at, self._ready(positions)
         (k,) = xp.shape(positions)
         planes = [xp.buffers.empty_payload(packed_size(bits, k), "uint8") for bits in widths]
         upper = xp.buffers.empty_payload(packed_size(1, marks), "uint8")
@@ -102,8 +102,8 @@ class Sparsifiers(Family):
         """The inverse of `positions_write`: int32[k]; None if the number of positions is different."""
         sizes = [("uint8", packed_size(bits, k)) for bits in widths]
         (arrays,), xp = fitted(self._xp, [tuple(sent)], *sizes, ("uint8", packed_size(1, marks))), self._xp
-        positions, (*planes, upper) = xp.buffers.empty(k, "int32"), map(xp.buffers.address, arrays)
-        found = self.library.positions_read(planes, upper, marks, k, sum(widths), xp.buffers.address(positions))
+        positions, (*planes, upper) = xp.buffers.empty(k, "int32"), map(self._at, arrays)
+        found = self.library.positions_read(planes, upper, marks, k, sum(widths), self._at(positions))
         return positions if found == k else None
 
     chunks_encode = encoder("chunks")
@@ -114,14 +114,12 @@ class Sparsifiers(Family):
         _kept, columns = self._received([tuple(payload)], sizes)
         values, positions = xp.buffers.empty(sizes[0][1]), xp.buffers.empty(sizes[0][1], "int32")
         where = [column and column[0] for column in columns]
-        wrong = self.library.chunks_values(
-            *where, n, chunk, k, xp.buffers.address(values), xp.buffers.address(positions)
-        )
+        wrong = self.library.chunks_values(*where, n, chunk, k, self._at(values), self._at(positions))
         return None if wrong else (values, positions)
 
     def largest_of_signs(self, x: Array, residual: Array | None, ratio: float) -> tuple[tuple[Array, Array], Array]:
         """float32[n] -> the payload of `grace.compressors.adaq`, and the new residual."""
-        xp, at = self._xp, self._xp.buffers.address
+        xp, at = self._xp, self._at
         (n,) = xp.shape(x)
         left, out, swap = self._left(x, residual)
         signs = (c_int64 * 3)()
@@ -137,7 +135,7 @@ class Sparsifiers(Family):
 
     def bins_encode(self, x: Array, residual: Array, size: int) -> tuple[tuple[Array, Array, Array], Array]:
         """Counts uint8[m], places uint8[K], scale float32[1]; and the new residual: `grace.compressors.adacomp`."""
-        xp, at, (x, residual) = self._xp, self._xp.buffers.address, self._ready(x, residual)
+        xp, at, (x, residual) = self._xp, self._at, self._ready(x, residual)
         (n,) = xp.shape(x)
         counts, places, scale = (
             xp.buffers.empty(blocks(n, size), "uint8"),
@@ -156,12 +154,12 @@ class Sparsifiers(Family):
             payloads, [(("uint8", blocks(n, size)), ("uint8", count), ("float32", 1)) for count in sizes]
         )
         out = self._out(out, n)
-        self.library.bins_mean(*self._columns(kept), sizes, len(kept), xp.buffers.address(out), n, size, xp.threads)
+        self.library.bins_mean(*self._columns(kept), sizes, len(kept), self._at(out), n, size, xp.threads)
         return out
 
     def chances_encode(self, x: Array, ratio: float, iterations: int, rng: Rng) -> tuple[Array, ...]:
         """float32[n] -> the payload of `grace.compressors.wangni`."""
-        xp, at, (x,) = self._xp, self._xp.buffers.address, self._ready(x)
+        xp, at, (x,) = self._xp, self._at, self._ready(x)
         (n,), magnitude = xp.shape(x), xp.buffers.empty(1)
         room = min(n, int(1.25 * ratio * n) + 64)
         while True:
@@ -175,7 +173,7 @@ class Sparsifiers(Family):
 
     def count_sketch(self, x: Array, words: Array, group: int, width: int) -> Array:
         """float32[n] -> float32[rows * width]: `grace.compressors.sketch_sgd.SketchSGD.sketch`, by all rows' words."""
-        xp, at, (x, words) = self._xp, self._xp.buffers.address, self._ready(x, words)
+        xp, at, (x, words) = self._xp, self._at, self._ready(x, words)
         (n,) = xp.shape(x)
         rows = xp.shape(words)[0] // (group + -(-n // group))
         table = xp.buffers.empty(rows * width)
@@ -184,14 +182,14 @@ class Sparsifiers(Family):
 
     def count_sketch_estimate(self, table: Array, words: Array, n: int, group: int, width: int) -> Array:
         """float32[rows * width] -> float32[n]: `grace.compressors.sketch_sgd.SketchSGD.estimate`."""
-        xp, at, (table, words) = self._xp, self._xp.buffers.address, self._ready(table, words)
+        xp, at, (table, words) = self._xp, self._at, self._ready(table, words)
         out, rows = xp.buffers.empty(n), xp.shape(table)[0] // width
         self.library.count_sketch_estimate(at(table), at(words), at(out), n, rows, group, width, xp.threads)
         return out
 
     def signed_sums(self, x: Array, words: Array, size: int) -> Array:
         """float32[n], int32[many * size] -> float32[ceil(n / size), many]: `grace.compressors.arctopk`."""
-        xp, at, (x, words) = self._xp, self._xp.buffers.address, self._ready(x, words)
+        xp, at, (x, words) = self._xp, self._at, self._ready(x, words)
         (n,), many = xp.shape(x), xp.shape(words)[0] // size
         rows = blocks(n, size)
         sums = xp.buffers.empty(rows * many)
@@ -202,5 +200,5 @@ class Sparsifiers(Family):
         """Each worker's k values and ascending positions -> those of the k largest sums over the workers."""
         xp, (kept, columns) = self._xp, self._received(payloads, (("float32", k), ("int32", k)))
         sums, places = xp.buffers.empty(k), xp.buffers.empty(k, "int32")
-        self.library.largest_sums(*columns, len(kept), k, xp.buffers.address(sums), xp.buffers.address(places), n, k)
+        self.library.largest_sums(*columns, len(kept), k, self._at(sums), self._at(places), n, k)
         return sums, places

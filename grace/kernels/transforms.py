@@ -45,14 +45,14 @@ class Transforms(Family):
         xp, (x,) = self._xp, self._ready(x)
         (n,) = xp.shape(x)
         norms = xp.buffers.empty(blocks(n, block))
-        self.library.norms(xp.buffers.address(x), xp.buffers.address(norms), n, block, xp.threads)
+        self.library.norms(self._at(x), self._at(norms), n, block, xp.threads)
         return norms
 
     def steps_encode(
         self, x: Array, norms: Array, width: int, top: int, dtype: str, cut: float, factor: float, rng: Rng, draw: Rng
     ) -> Array:
         """float32[n], float32[m] -> codes of ``dtype``, uint8 or int32. ``rng``: to rotate; ``draw``: to round."""
-        xp, at, (x, norms) = self._xp, self._xp.buffers.address, self._ready(x, norms)
+        xp, at, (x, norms) = self._xp, self._at, self._ready(x, norms)
         (n,) = xp.shape(x)
         codes = xp.buffers.empty(blocks(n, width) * width, dtype)
         table, offsets, start = self._noise(draw, xp.shape(codes)[0])
@@ -64,7 +64,7 @@ class Transforms(Family):
         self, sums: Array, norms: Array, out: Array | None, n: int, width: int, cut: float, factor: float, rng: Rng
     ) -> Array:
         """Summed codes of `steps_encode` -> float32[n], in ``out`` if given. ``factor``: the value of one step."""
-        xp, at, (sums, norms), out = self._xp, self._xp.buffers.address, self._ready(sums, norms), self._out(out, n)
+        xp, at, (sums, norms), out = self._xp, self._at, self._ready(sums, norms), self._out(out, n)
         arrays, how = (at(sums), None, at(norms), None, at(out), None), (xp.dtype(sums) == "int32", cut, factor, 0.0)
         where = *rng.keys, rng.offset, xp.threads
         self._do(partial(self.library.steps_values, *arrays, n, width, *how, *where), None, out, sums, norms)
@@ -86,7 +86,7 @@ class Transforms(Family):
 
         ``factors``: the values of one step of the sums, and of one step of own.
         """
-        xp, at, (own, norms) = self._xp, self._xp.buffers.address, self._ready(own, norms)
+        xp, at, (own, norms) = self._xp, self._at, self._ready(own, norms)
         sums = None if sums is None else xp.buffers.contiguous(sums)
         arrays, how = (at(sums), at(own), at(norms), at(x), at(x), at(rest)), (xp.dtype(own) == "int32", cut, *factors)
         self.library.steps_values(*arrays, xp.shape(x)[0], width, *how, *rng.keys, rng.offset, xp.threads)
@@ -102,7 +102,7 @@ class Transforms(Family):
 
     def cosines_left(self, x: Array, payload: tuple[Array, ...], sizes: tuple[int, int, int, int], k: int) -> Array:
         """float32[n] minus a decoded payload, in place; ValueError for an invalid one."""
-        (x,), at = self._ready(x), self._xp.buffers.address
+        (x,), at = self._ready(x), self._at
         _kept, columns = self._received([payload], CODECS["cosines"].sizes(*sizes, k))
         where = [column and column[0] for column in columns]
         self.library.cosines_left(at(x), *where, at(x), *sizes, k, self._xp.threads)

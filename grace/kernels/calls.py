@@ -157,7 +157,7 @@ class Family:
         return [fitted(self._xp, [payload], *each)[0] for payload, each in zip(payloads, sizes, strict=True)]
 
     def _ready(self, *arrays: Array) -> tuple[Array, ...]:
-        return tuple(self._xp.buffers.contiguous(array) for array in arrays)
+        return tuple(map(self._xp.buffers.contiguous, arrays))
 
     def _columns(self, payloads: Pairs) -> list[list[int]]:
         if isinstance(payloads, GatheredPayloads):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grace.backends.deferred import DeferredKernels
 from grace.kernels import Library, library
@@ -51,8 +50,23 @@ def host_kernels(xp: Any) -> HostKernels | None:
     return kernels
 
 
+FAMILIES = {
+    "quantisers": Quantisers,
+    "sparsifiers": Sparsifiers,
+    "transforms": Transforms,
+    "memories": Memories,
+    "arrays": Arrays,
+}
+
+
 class HostKernels:
     """A `Library` for a backend's arrays, in families of kernels."""
+
+    quantisers: Quantisers
+    sparsifiers: Sparsifiers
+    transforms: Transforms
+    memories: Memories
+    arrays: Arrays
 
     def __init__(
         self,
@@ -70,25 +84,14 @@ class HostKernels:
         xp, library, tables, *_ = self._bound
         return HostKernels(xp, library, tables, log, deferred)
 
-    @cached_property
-    def quantisers(self) -> Quantisers:
-        return Quantisers(*self._bound)
+    if not TYPE_CHECKING:
 
-    @cached_property
-    def sparsifiers(self) -> Sparsifiers:
-        return Sparsifiers(*self._bound)
-
-    @cached_property
-    def transforms(self) -> Transforms:
-        return Transforms(*self._bound)
-
-    @cached_property
-    def memories(self) -> Memories:
-        return Memories(*self._bound)
-
-    @cached_property
-    def arrays(self) -> Arrays:
-        return Arrays(*self._bound)
+        def __getattr__(self, name: str) -> Any:
+            # Made on first use, and without the lock of a cached_property: `within` is called for each tensor.
+            if name not in FAMILIES:
+                raise AttributeError(f"host kernels have no {name!r}")
+            found = self.__dict__[name] = FAMILIES[name](*self._bound)
+            return found
 
 
 def partly(family: type[Family]) -> Callable[[type[T]], type[T]]:

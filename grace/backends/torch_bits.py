@@ -68,8 +68,8 @@ class TorchRandom(Random):
             low, high = start & MASK32, start >> 32
             count = min(n, MASK32 + 1 - low)
             h = torch.arange(count, dtype=torch.int32, device=self._xp.device)
-            h = _mix(h.add_(_signed(low + key0)))
-            pieces.append(_mix(h.bitwise_xor_(_signed(high + key1))))
+            h = _mix(h.add_(signed(low + key0)))
+            pieces.append(_mix(h.bitwise_xor_(signed(high + key1))))
             start, n = start + count, n - count
         return self._xp.concat(pieces) if pieces else self._xp.zeros(0, "int32")
 
@@ -101,17 +101,16 @@ class TorchRandom(Random):
         return self._whole_table(table), offsets
 
 
-def _signed(word: int) -> int:
-    # The int32 with the same bits as the 32-bit word.
-    word = int(word) & MASK32
-    return word - 2**32 if word >= 2**31 else word
+def signed(word: int) -> int:
+    """The int32 with the same bits as the 32-bit word."""
+    return ((int(word) & MASK32) ^ 2**31) - 2**31
 
 
 def _mix(h: Array) -> Array:
     # grace.core.rng.mix on int32 vectors, in place: products wrap, and masks undo the arithmetic shift.
     h ^= (h >> 16) & 0xFFFF
-    h *= _signed(0x85EBCA6B)
+    h *= signed(0x85EBCA6B)
     h ^= (h >> 13) & 0x7FFFF
-    h *= _signed(0xC2B2AE35)
+    h *= signed(0xC2B2AE35)
     h ^= (h >> 16) & 0xFFFF
     return h

@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from grace.backends.torch_bits import signed
 from grace.core.errors import Unavailable
-from grace.core.rng import MASK32, Rng
+from grace.core.rng import Rng
 from grace.kernels.arrays import Arrays
 from grace.kernels.calls import Pairs, fitted
 from grace.kernels.host import absent, partly
@@ -421,7 +422,7 @@ class TritonQuantisers(Launcher):
         if n == 0:
             return (codes, scales), x
         v = x, x if residual is None else residual
-        noise = (0,) * 5 if rng is None else (rng.offset, *(_signed(key) for key in (*rng.table, *rng.keys)))
+        noise = (0,) * 5 if rng is None else (rng.offset, *(signed(key) for key in (*rng.table, *rng.keys)))
         form = {"BITS": bits, "RANDOM": rng is not None, "ADD": residual is not None}
         if 0 < block <= LARGE:
             rows, shape = _rows(block)
@@ -497,8 +498,3 @@ def _tiles(n: int, block: int) -> tuple[int, int]:
     # Tiles per large block, and its size.
     size = block or n
     return -(-size // TILE), size
-
-
-def _signed(word: int) -> int:
-    # The int32 with the same bits, so that a kernel's argument types are the same in each step.
-    return ((int(word) & MASK32) ^ 2**31) - 2**31

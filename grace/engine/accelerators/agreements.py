@@ -53,7 +53,7 @@ class CountSketches(SparseSums[SketchSGD]):
     ) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "sparsifiers", "count_sketch"):
             return compressor.compress(x, state, ctx)
-        n, native, words = ctx.size, kernels(ctx), ctx.xp.concat(compressor.hashes(ctx))
+        n, native, words = ctx.size, kernels(ctx).sparsifiers, ctx.xp.concat(compressor.hashes(ctx))
         where = compressor.group(n), compressor.width(n)
 
         def estimate(table: Array) -> Array:

@@ -121,8 +121,8 @@ def test_a_backend_shows_few_names():
 
 
 FORMER_NAMES = """
-buffers: address concat_bytes=joined contiguous copy empty empty_payload=part from_bytes overlap payload_arena=side_by_side
-    same_memory streaming_writes=together to_bytes write
+buffers: address concat_bytes=joined contiguous copy empty empty_payload=part from_bytes overlap
+    payload_arena=side_by_side same_memory streaming_writes=together to_bytes write
 inplace: add=add_to add_product divide=divide_in floor=floor_in multiply=multiply_in scatter=put subtract=subtract_from
 linalg: eigh left_factor part_product product_into qr right_factor solve subtract_product unit_rows
 bits: map_bytes=by_byte pack=pack_bits pack_signs unpack=unpack_bits unpack_signs

@@ -36,10 +36,12 @@ class ChocoSign(Mixing):
     def mix(self, x: Array, state: State, ctx: Context, near: Sequence[Edge]) -> Program[tuple[Array, State]]:
         xp = ctx.xp
         lacks = x - state[str(ctx.rank)]
-        mine = (xp.pack_signs(lacks), xp.reshape(xp.sum(xp.abs(lacks)) / ctx.size, (1,)))
+        mine = (xp.bits.pack_signs(lacks), xp.reshape(xp.sum(xp.abs(lacks)) / ctx.size, (1,)))
         received = yield from swap({edge.peer: mine for edge in near}, ctx)
         sent = {ctx.rank: mine, **{edge.peer: part for edge, part in zip(near, received, strict=True)}}
-        state = {str(w): state[str(w)] + xp.unpack_signs(bits, ctx.size) * scale for w, (bits, scale) in sent.items()}
+        state = {
+            str(w): state[str(w)] + xp.bits.unpack_signs(bits, ctx.size) * scale for w, (bits, scale) in sent.items()
+        }
         for edge in near:
             x = x + self.gamma * edge.weight * (state[str(edge.peer)] - state[str(ctx.rank)])
         return x, state

@@ -172,7 +172,10 @@ class PowerGossip(Mixing):
             # At full rank only the basis of the shorter side spans the whole space.
             left = step % 2 == 0 if r < min(a, b) else a <= b
             bases = [self._basis(left, state, edge, ctx) for edge in near]
-            mine = [xp.right_factor(basis, matrix) if left else xp.left_factor(matrix, basis) for basis in bases]
+            mine = [
+                xp.linalg.right_factor(basis, matrix) if left else xp.linalg.left_factor(matrix, basis)
+                for basis in bases
+            ]
             parts = {edge.peer: (product,) for edge, product in zip(near, mine, strict=True)}
             received = yield from swap(parts, ctx)
             change = xp.zeros((a, b))
@@ -211,7 +214,7 @@ class PowerGossip(Mixing):
         if self.sign:
             columns = xp.transpose((xp.cast(rows >= 0, "float32") * 2.0 - 1.0) / math.sqrt(count))
         else:
-            columns = xp.qr(xp.transpose(rows))
+            columns = xp.linalg.qr(xp.transpose(rows))
         return columns if left else xp.transpose(columns)
 
 

@@ -32,10 +32,10 @@ class Identity(Compressor):
     traits = Traits(memory="none")
 
     def compress(self, x, state, ctx):
-        return (ctx.xp.to_bytes(x),), {}
+        return (ctx.xp.buffers.to_bytes(x),), {}
 
     def decompress(self, payload, ctx):
-        return ctx.xp.from_bytes(payload[0], "float32", (ctx.size,))
+        return ctx.xp.buffers.from_bytes(payload[0], "float32", (ctx.size,))
 
 
 LOSSLESS = [{"compressor": Identity()}, {"compressor": "topk", "compress_ratio": 1.0}, {"compressor": "none"}]

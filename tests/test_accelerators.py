@@ -103,15 +103,15 @@ def steps(method, xp, shape, fast, in_place=False):
         x = xp.asarray(spread(n, seed=step), "float32")
 
         def program(ctx, x=x, state=state):
-            own = {key: xp.copy(value) for key, value in state.items()}
-            return method.encode(xp.copy(x), own, ctx, defer=fast)
+            own = {key: xp.buffers.copy(value) for key, value in state.items()}
+            return method.encode(xp.buffers.copy(x), own, ctx, defer=fast)
 
         payload, state = alone(program, ctx)
         residual = state.get("memory/residual")
         if isinstance(residual, DeferredResidual):
             residual.into(out := xp.zeros(n))
             state["memory/residual"] = out
-        state = {key: xp.copy(value) for key, value in state.items()}
+        state = {key: xp.buffers.copy(value) for key, value in state.items()}
         means = [method.mean([payload], ctx, agreed=True), *([] if agreed else [method.mean([payload] * 3, ctx)])]
         arrays = [np.array(xp.to_numpy(materialize(mean))) for mean in means]
         for mean, array in zip(means if fast else [], arrays, strict=False):

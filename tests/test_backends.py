@@ -18,11 +18,23 @@ import streams
 from methods import BACKENDS, backend
 
 from grace.backends import Backend, backend_of, get_backend
-from grace.backends.base import ITEMSIZE, RECENT, recent
+from grace.backends.base import ITEMSIZE
+from grace.backends.bits import Bits
+from grace.backends.buffers import Buffers, InPlace
+from grace.backends.former import FORMER
+from grace.backends.linalg import Linalg
+from grace.backends.random import RECENT, Random, recent
 
 N = 1003
 INF, NAN = math.inf, math.nan
-OPS = [name for name, value in vars(Backend).items() if inspect.isfunction(value) and not name.startswith("_")]
+GROUPS = {"buffers": Buffers, "inplace": InPlace, "linalg": Linalg, "bits": Bits, "random": Random}
+
+
+def functions(cls):
+    return [name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("_")]
+
+
+OPS = functions(Backend) + [f"{group}.{name}" for group, cls in GROUPS.items() for name in functions(cls)]
 
 
 class Ops:
@@ -88,20 +100,55 @@ def equal(found, expected):
 # -- the same functions everywhere ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
 def test_signatures_are_the_same(xp, op):
-    assert inspect.signature(getattr(type(xp), op)) == inspect.signature(getattr(Backend, op))
+    group, _, name = op.rpartition(".")
+    own, base = (type(getattr(xp, group)), GROUPS[group]) if group else (type(xp), Backend)
+    assert inspect.signature(getattr(own, name)) == inspect.signature(getattr(base, name))
 
 
 def test_nothing_is_left_out_and_nothing_is_added(xp):
     cls = type(xp)
     assert not cls.__abstractmethods__
     assert issubclass(cls, Backend)
-    public = {name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("_")}
-    assert public - set(OPS) == set()
+    assert set(functions(cls)) <= set(OPS)
+    for group, base in GROUPS.items():
+        own = type(getattr(xp, group))
+        assert issubclass(own, base)
+        assert set(functions(own)) - set(functions(base)) <= {"noise_parts"}, "PyTorch's, for its compiler"
+
+
+def test_a_backend_shows_few_names():
+    assert len([name for name in dir(Backend) if not name.startswith("_")]) <= 80
+
+
+FORMER_NAMES = """
+buffers: address concat_bytes=joined contiguous copy empty empty_payload=part from_bytes overlap
+    payload_arena=side_by_side same_memory streaming_writes=together to_bytes write
+inplace: add=add_to add_product divide=divide_in floor=floor_in multiply=multiply_in scatter=put subtract=subtract_from
+linalg: eigh left_factor part_product product_into qr right_factor solve subtract_product unit_rows
+bits: map_bytes=by_byte pack=pack_bits pack_signs unpack=unpack_bits unpack_signs
+random: cached=kept noise sample uniform words
+"""
+
+
+def test_former_names_of_functions(xp):
+    told = {}
+    for word in FORMER_NAMES.split():
+        if word.endswith(":"):
+            group = word[:-1]
+        else:
+            new, _, old = word.partition("=")
+            told[old or new] = (group, new)
+    assert told == FORMER
+    for old, (group, new) in told.items():
+        assert getattr(xp, old) == getattr(getattr(xp, group), new)
+        assert old not in dir(xp)
+    with pytest.raises(AttributeError, match="'emptied'"):
+        xp.emptied  # noqa: B018
 
 
 def test_every_function_is_tested_here():
     source = Path(__file__).read_text()
-    assert [op for op in OPS if not re.search(rf"\bxp\.{op}\(", source)] == []
+    assert [op for op in OPS if not re.search(rf"\bxp\.{re.escape(op)}\(", source)] == []
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -125,35 +172,35 @@ def test_memory_of_arrays_that_can_be_written_to(name):
     xp = backend(name)
     assert xp.mutable
     for dtype in ("float32", "uint8", "int32"):
-        assert (xp.shape(xp.empty((3, 4), dtype)), xp.dtype(xp.empty(5, dtype))) == ((3, 4), dtype)
+        assert (xp.shape(xp.buffers.empty((3, 4), dtype)), xp.dtype(xp.buffers.empty(5, dtype))) == ((3, 4), dtype)
     x = xp.asarray(mixed(special=False), "float32")
-    own = xp.copy(x)
+    own = xp.buffers.copy(x)
     assert np.array_equal(xp.to_numpy(own), xp.to_numpy(x))
-    assert xp.same_memory(x, x[:5])
-    assert not xp.same_memory(x, x[5:])
-    assert not xp.same_memory(x, own)
-    assert xp.overlap(x, x[5:])
-    assert not xp.overlap(x, own)
-    assert (xp.address(x[3:]) - xp.address(x), xp.address(None)) == (12, 0)
-    strided = xp.contiguous(x[::2])
+    assert xp.buffers.same_memory(x, x[:5])
+    assert not xp.buffers.same_memory(x, x[5:])
+    assert not xp.buffers.same_memory(x, own)
+    assert xp.buffers.overlap(x, x[5:])
+    assert not xp.buffers.overlap(x, own)
+    assert (xp.buffers.address(x[3:]) - xp.buffers.address(x), xp.buffers.address(None)) == (12, 0)
+    strided = xp.buffers.contiguous(x[::2])
     assert np.array_equal(xp.to_numpy(strided), mixed(special=False)[::2])
-    xp.write(own[:7], 2.5)
-    xp.write(own[7:9], x[:2])
+    xp.buffers.write(own[:7], 2.5)
+    xp.buffers.write(own[7:9], x[:2])
     assert xp.to_numpy(own)[:9].tolist() == [2.5] * 7 + mixed(special=False)[:2].tolist()
 
 
 def test_tensors_of_graphs_have_no_memory_of_their_own():
     xp = backend("tensorflow")
     x = xp.zeros(3)
-    assert xp.copy(x) is x
+    assert xp.buffers.copy(x) is x
     assert not xp.mutable
-    for call in (lambda: xp.write(x, 0.0), lambda: xp.address(x)):
+    for call in (lambda: xp.buffers.write(x, 0.0), lambda: xp.buffers.address(x)):
         with pytest.raises(TypeError, match="tensorflow"):
             call()
 
 
 def test_a_pool_gives_memory_out_again_only_when_nobody_has_it():
-    from grace.backends.torch import Pool
+    from grace.backends.torch_buffers import Pool
 
     xp, pool = backend("torch"), Pool()
     import torch
@@ -161,21 +208,21 @@ def test_a_pool_gives_memory_out_again_only_when_nobody_has_it():
     n = 2**18
     one = pool.empty((n,), torch.float32)
     view = one.view(torch.uint8)[8:]
-    place = xp.address(one)
+    place = xp.buffers.address(one)
     del one
     other = pool.empty((n,), torch.float32)
-    assert xp.address(other) != place, "a view still refers to it"
+    assert xp.buffers.address(other) != place, "a view still refers to it"
     del view
     again = pool.empty((n - 5,), torch.float32)
-    assert xp.address(again) == place
+    assert xp.buffers.address(again) == place
     sizes = [pool.empty((n + 5000 * i,), torch.float32) for i in range(4)]
-    assert len({xp.address(array) for array in [*sizes, again, other]}) == 6
+    assert len({xp.buffers.address(array) for array in [*sizes, again, other]}) == 6
 
 
 def test_a_pool_gives_out_the_smallest_that_fits():
     import torch
 
-    from grace.backends.torch import Pool
+    from grace.backends.torch_buffers import Pool
 
     pool, n = Pool(), 2**18
     given = [pool.empty((n * k,), torch.uint8) for k in (5, 1, 3, 2, 4)]
@@ -193,7 +240,7 @@ def test_a_pool_gives_out_the_smallest_that_fits():
 def test_a_pool_keeps_large_and_small_that_are_wanted_in_turn_and_drops_what_is_not_wanted_any_more():
     import torch
 
-    from grace.backends.torch import Pool
+    from grace.backends.torch_buffers import Pool
 
     made = []
     pool = Pool(lambda size: made.append(size) or np.empty(size, np.uint8))
@@ -225,31 +272,33 @@ def test_divided_into_memory(name, workers):
     values = mixed(special=False)
     values[:4] = [1e-45, 4.2e-45, 1e-38, 3e38]  # TensorFlow has no subnormal numbers
     x, out = xp.asarray(values.copy(), "float32"), xp.zeros(N + 2)
-    assert xp.same_memory(xp.divided(x, workers, out[1:-1]), out[1:-1])
+    assert xp.buffers.same_memory(xp.divided(x, workers, out[1:-1]), out[1:-1])
     assert equal(xp.to_numpy(out), np.r_[0, values / np.float32(workers), 0])
     assert equal(xp.to_numpy(x), values)
 
 
 def test_spent_arguments(ops):
     x, y = mixed(), mixed(seed=1)
-    own = lambda xp, x: x if xp.traced else xp.copy(x)  # noqa: E731
+    own = lambda xp, x: x if xp.traced else xp.buffers.copy(x)  # noqa: E731
     with np.errstate(all="ignore"):
-        assert equal(ops(lambda xp, x, y: xp.add_to(own(xp, x), y), x, y), x + y)
-        assert equal(ops(lambda xp, x, y: xp.subtract_from(own(xp, x), y), x, y), x - y)
-        assert equal(ops(lambda xp, x, y: xp.multiply_in(own(xp, x), y), x, y), x * y)
-        assert equal(ops(lambda xp, x: xp.divide_in(own(xp, x), 4.0), x), x / np.float32(4))
-        assert equal(ops(lambda xp, x: xp.floor_in(own(xp, x)), x), np.floor(x))
+        assert equal(ops(lambda xp, x, y: xp.inplace.add(own(xp, x), y), x, y), x + y)
+        assert equal(ops(lambda xp, x, y: xp.inplace.subtract(own(xp, x), y), x, y), x - y)
+        assert equal(ops(lambda xp, x, y: xp.inplace.multiply(own(xp, x), y), x, y), x * y)
+        assert equal(ops(lambda xp, x: xp.inplace.divide(own(xp, x), 4.0), x), x / np.float32(4))
+        assert equal(ops(lambda xp, x: xp.inplace.floor(own(xp, x)), x), np.floor(x))
         signs = np.where(y >= 0, np.float32(1), np.float32(-1))  # their products are exact
-        assert equal(ops(lambda xp, x, y, z: xp.add_product(own(xp, x), y, z), x, signs, y), x + signs * y)
+        assert equal(ops(lambda xp, x, y, z: xp.inplace.add_product(own(xp, x), y, z), x, signs, y), x + signs * y)
         table, scale = x[:1000].reshape(-1, 8), y[: 1000 // 8].reshape(-1, 1)
-        found = ops(lambda xp, x, y, z: xp.add_product(own(xp, x), y, z), table, signs[:1000].reshape(-1, 8), scale)
+        found = ops(
+            lambda xp, x, y, z: xp.inplace.add_product(own(xp, x), y, z), table, signs[:1000].reshape(-1, 8), scale
+        )
         assert equal(found.reshape(-1), (table + signs[:1000].reshape(-1, 8) * scale).reshape(-1))
     places = np.array([4, 0, 77], np.int32)
     expected = x.copy()
     expected[places] = 0
-    assert equal(ops(lambda xp, x, i: xp.put(own(xp, x), i, 0.0), x, places), expected)
+    assert equal(ops(lambda xp, x, i: xp.inplace.scatter(own(xp, x), i, 0.0), x, places), expected)
     expected[places] = [1, 2, 3]
-    assert equal(ops(lambda xp, x, i, v: xp.put(own(xp, x), i, v), x, places, f32([1, 2, 3])), expected)
+    assert equal(ops(lambda xp, x, i, v: xp.inplace.scatter(own(xp, x), i, v), x, places, f32([1, 2, 3])), expected)
 
 
 @pytest.fixture(params=["kernels", "plain", "plain, many threads"])
@@ -266,20 +315,20 @@ MATRICES = [(10, 7, 3), (700, 401, 4), (3, 140_000, 2), (5, 1, 1)]  # the second
 def test_products_of_factors(ops, products, a, b, r):
     p, q = mixed(a * r, special=False).reshape(a, r), mixed(r * b, seed=1, special=False).reshape(r, b)
     x, product = mixed(a * b, seed=2, special=False), (p.astype(float) @ q).reshape(-1)
-    own = lambda xp, x: x if xp.traced else xp.copy(x)  # noqa: E731
-    found = ops(lambda xp, x, p, q: xp.subtract_product(own(xp, x), p, q), x, p, q)
+    own = lambda xp, x: x if xp.traced else xp.buffers.copy(x)  # noqa: E731
+    found = ops(lambda xp, x, p, q: xp.linalg.subtract_product(own(xp, x), p, q), x, p, q)
     np.testing.assert_allclose(found, x - product, atol=1e-5)
     if not ops.xp.traced:
-        found = ops(lambda xp, p, q: xp.product_into(xp.empty(a * b), p, q), p, q)
+        found = ops(lambda xp, p, q: xp.linalg.product_into(xp.buffers.empty(a * b), p, q), p, q)
         np.testing.assert_allclose(found, product, atol=1e-5)
         # Decoding beside a residual gives the same result as decoding alone.
         given, rest = ops.xp.asarray(x.copy(), "float32"), ops.xp.zeros(a * b)
-        ops.xp.part_product(given, ops.xp.asarray(p, "float32"), ops.xp.asarray(q, "float32"), rest)
+        ops.xp.linalg.part_product(given, ops.xp.asarray(p, "float32"), ops.xp.asarray(q, "float32"), rest)
         assert np.array_equal(ops.xp.to_numpy(given), found)
         assert np.array_equal(ops.xp.to_numpy(rest), x - found)
         others = [mixed(a * r, seed=3, special=False).reshape(a, r), mixed(r * b, seed=4, special=False).reshape(r, b)]
         given, *pairs = (ops.xp.asarray(each.copy(), "float32") for each in (x, p, q, *others))
-        ops.xp.part_product(given, *pairs[:2], rest, tuple(pairs[2:]))
+        ops.xp.linalg.part_product(given, *pairs[:2], rest, tuple(pairs[2:]))
         assert np.array_equal(ops.xp.to_numpy(given), found)
         taken = (others[0].astype(float) @ others[1]).reshape(-1)
         np.testing.assert_allclose(ops.xp.to_numpy(rest), x - taken, atol=1e-5)
@@ -289,19 +338,22 @@ def test_products_of_factors(ops, products, a, b, r):
 def test_factors_of_matrices(ops, products, a, b, r):
     rng = np.random.default_rng(0)
     m, p, q = (rng.standard_normal(shape).astype(np.float32) for shape in ((a, b), (a, r), (r, b)))
-    left, right = ops(lambda xp, m, q: xp.left_factor(m, q), m, q), ops(lambda xp, p, m: xp.right_factor(p, m), p, m)
+    left, right = (
+        ops(lambda xp, m, q: xp.linalg.left_factor(m, q), m, q),
+        ops(lambda xp, p, m: xp.linalg.right_factor(p, m), p, m),
+    )
     np.testing.assert_allclose(left, m.astype(float) @ q.T, atol=1e-5 * b**0.5 * 4)
     np.testing.assert_allclose(right, p.T.astype(float) @ m, atol=1e-5 * a**0.5 * 4)
     if not ops.xp.traced:  # a residual is added first
         before, residual = m - np.float32(1), mixed(a * b, seed=3, special=False)
         total = before + residual.reshape(a, b)
         given, kept, rows = (ops.xp.asarray(each.copy(), "float32") for each in (before, residual, q))
-        found = ops.xp.to_numpy(ops.xp.left_factor(given, rows, kept))
+        found = ops.xp.to_numpy(ops.xp.linalg.left_factor(given, rows, kept))
         assert np.array_equal(ops.xp.to_numpy(given), total)
         assert np.array_equal(ops.xp.to_numpy(kept), residual)
         np.testing.assert_allclose(found, total.astype(float) @ q.T, atol=1e-5 * b**0.5 * (4 + abs(residual).max()))
         given, columns = ops.xp.asarray(before.copy(), "float32"), ops.xp.asarray(p, "float32")
-        found = ops.xp.to_numpy(ops.xp.right_factor(columns, given, kept))
+        found = ops.xp.to_numpy(ops.xp.linalg.right_factor(columns, given, kept))
         assert np.array_equal(ops.xp.to_numpy(given), total)
         assert np.array_equal(ops.xp.to_numpy(kept), residual)
         np.testing.assert_allclose(found, p.T.astype(float) @ total, atol=1e-5 * a**0.5 * (4 + abs(residual).max()))
@@ -317,9 +369,9 @@ def test_mended(ops):
 @pytest.mark.parametrize("n", [1, 7, 8, 9, N])
 def test_signs_as_bits(ops, n):
     x = mixed()[:n]
-    packed = ops(lambda xp, x: xp.pack_signs(x), x)
+    packed = ops(lambda xp, x: xp.bits.pack_signs(x), x)
     assert np.array_equal(packed, np.packbits(x >= 0, bitorder="little"))
-    assert np.array_equal(ops(lambda xp, p: xp.unpack_signs(p, n), packed), np.where(x >= 0, 1.0, -1.0))
+    assert np.array_equal(ops(lambda xp, p: xp.bits.unpack_signs(p, n), packed), np.where(x >= 0, 1.0, -1.0))
 
 
 @pytest.mark.parametrize("m", [0, 1, 511, 512, N])
@@ -333,7 +385,7 @@ def test_values_by_byte(ops, m, each):
 
     x = packed.astype(np.float32)
     expected = np.stack([x * np.float32(0.5), x - 3, x * x][:each], 1).ravel()
-    assert equal(ops(lambda xp, p: xp.by_byte(lambda part, m: values(xp, part), p, m), packed), expected)
+    assert equal(ops(lambda xp, p: xp.bits.map_bytes(lambda part, m: values(xp, part), p, m), packed), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 50])
@@ -350,18 +402,19 @@ def test_unit_rows(ops, monkeypatch):
         if ops.xp.name == "torch":  # which has another form for devices
             monkeypatch.setattr(ops.xp, "on_host", on_host)
         for given in (x, x.T.copy().T):  # a transposed one, too
-            rows, alive = ops(lambda xp, x: xp.unit_rows(x), given)
+            rows, alive = ops(lambda xp, x: xp.linalg.unit_rows(x), given)
             assert np.array_equal(rows, expected, equal_nan=True)
             assert np.array_equal(alive, [[True], [False], [True], [True], [False]])
 
 
 def test_what_is_kept_is_made_once(ops, monkeypatch):
-    monkeypatch.setitem(ops.xp.__dict__, "_kept", {})
+    monkeypatch.setattr(ops.xp.random, "_cached", {})
     made = []
 
     def plus(key):  # in a graph of its own each time
         return ops(
-            lambda xp, x: x + xp.kept((key, 1), lambda: made.append(key) or xp.full(3, float(key))), f32([1, 2, 3])
+            lambda xp, x: x + xp.random.cached((key, 1), lambda: made.append(key) or xp.full(3, float(key))),
+            f32([1, 2, 3]),
         )
 
     for _ in range(2):
@@ -405,9 +458,9 @@ def test_topk_abs_of_rows(ops, kind, m, n, k):
 
 @pytest.mark.parametrize("n, k", [(1, 1), (N, 10), (N, N), (N, 0), (2**19 + 5, 5000), (2**19 + 5, 2**19)])
 def test_sample(ops, n, k):
-    words = ops(lambda xp, x: xp.words(5, 7, 3, n), f32([])).view(np.uint32)
+    words = ops(lambda xp, x: xp.random.words(5, 7, 3, n), f32([])).view(np.uint32)
     expected = np.sort(np.argsort(words, kind="stable")[:k])
-    assert ops(lambda xp, x: xp.sample(5, 7, 3, n, k), f32([])).tolist() == expected.tolist()
+    assert ops(lambda xp, x: xp.random.sample(5, 7, 3, n, k), f32([])).tolist() == expected.tolist()
 
 
 # -- making and reading --------------------------------------------------------------------------------------------
@@ -558,15 +611,18 @@ def test_bitcast(ops, source, target):
 def test_to_bytes_and_back(ops, dtype):
     x = sample_of(dtype, 24 * 50) if dtype != "bool" else mixed(1200) > 0
     for shape in ((1200,), (24, 50), (2, 3, 200), (1200, 1)):
-        octets = ops(lambda xp, x: xp.to_bytes(x), x.reshape(shape))
+        octets = ops(lambda xp, x: xp.buffers.to_bytes(x), x.reshape(shape))
         assert octets.dtype == np.uint8
         assert octets.tobytes() == x.tobytes()
-        back = ops(lambda xp, octets: xp.from_bytes(octets, dtype, shape), octets)
+        back = ops(lambda xp, octets: xp.buffers.from_bytes(octets, dtype, shape), octets)
         assert back.shape == shape
         assert back.dtype.name == dtype
         assert back.tobytes() == x.tobytes()
-    assert ops(lambda xp, x: xp.to_bytes(x), x[0].reshape(())).tobytes() == x[:1].tobytes()
-    assert ops(lambda xp, x: xp.to_bytes(xp.transpose(x)), x.reshape(24, 50)).tobytes() == x.reshape(24, 50).T.tobytes()
+    assert ops(lambda xp, x: xp.buffers.to_bytes(x), x[0].reshape(())).tobytes() == x[:1].tobytes()
+    assert (
+        ops(lambda xp, x: xp.buffers.to_bytes(xp.transpose(x)), x.reshape(24, 50)).tobytes()
+        == x.reshape(24, 50).T.tobytes()
+    )
 
 
 def test_a_vector_is_split_and_bytes_are_counted(ops):
@@ -583,11 +639,11 @@ def test_a_vector_is_split_and_bytes_are_counted(ops):
 
 def test_arrays_are_joined_whether_or_not_they_lie_side_by_side(ops):
     x, y = f32(range(6)), np.arange(5, dtype=np.uint8)
-    joined = ops(lambda xp, x, y: xp.joined([x, y, xp.transpose(xp.reshape(x, (2, 3)))]), x, y)
+    joined = ops(lambda xp, x, y: xp.buffers.concat_bytes([x, y, xp.transpose(xp.reshape(x, (2, 3)))]), x, y)
     assert joined.tobytes() == x.tobytes() + y.tobytes() + x.reshape(2, 3).T.tobytes()
-    empty = ops(lambda xp, x, y: xp.joined([y[:0], x[2:2]]), x, y)
+    empty = ops(lambda xp, x, y: xp.buffers.concat_bytes([y[:0], x[2:2]]), x, y)
     assert (empty.dtype, empty.shape) == (np.uint8, (0,))
-    parts = ops(lambda xp, x, y: xp.joined([x[:0], x[:2], y[:0], x[2:4], y[5:]]), x, y)
+    parts = ops(lambda xp, x, y: xp.buffers.concat_bytes([x[:0], x[:2], y[:0], x[2:4], y[5:]]), x, y)
     assert parts.tobytes() == x[:4].tobytes()
 
 
@@ -596,38 +652,46 @@ def test_what_is_written_together_is_said_for_a_while(toolkit, monkeypatch):
     from grace.kernels import library
 
     xp, lib = backend(toolkit), library()
-    with xp.together(10**9), xp.together(3):
+    with xp.buffers.streaming_writes(10**9), xp.buffers.streaming_writes(3):
         assert lib is None or toolkit == "tensorflow" or lib.gathered(3) == 3
     assert lib is None or lib.gathered(0) == 0
     monkeypatch.setenv("GRACE_KERNELS", "off")
-    with xp.together(10**9):
+    with xp.buffers.streaming_writes(10**9):
         assert lib is None or lib.gathered(0) == 0
 
 
 def test_parts_of_a_message_lie_side_by_side():
     xp = backend("torch")
-    with xp.side_by_side(400_000):
-        parts = [xp.part(40_000, "uint8"), xp.part((100, 30)), xp.part(3, "uint8")]
-        odd, large = xp.part(7, "int32"), xp.part(90_000)
-        more = xp.part(1, "uint8")
+    with xp.buffers.payload_arena(400_000):
+        parts = [
+            xp.buffers.empty_payload(40_000, "uint8"),
+            xp.buffers.empty_payload((100, 30)),
+            xp.buffers.empty_payload(3, "uint8"),
+        ]
+        odd, large = xp.buffers.empty_payload(7, "int32"), xp.buffers.empty_payload(90_000)
+        more = xp.buffers.empty_payload(1, "uint8")
     for number, part in enumerate(parts):
         part[...] = number
-    joined = xp.joined(parts)
-    assert xp.same_memory(joined, parts[0])
+    joined = xp.buffers.concat_bytes(parts)
+    assert xp.buffers.same_memory(joined, parts[0])
     assert joined.shape == (40_000 + 12_000 + 3,)
     assert xp.to_numpy(joined).tobytes() == b"".join(xp.to_numpy(part).tobytes() for part in parts)
-    assert xp.overlap(joined, more), "what did not fit took no room"
-    for other in (odd, large, xp.part(10)):  # one that would not be aligned, one that is too long, one too late
-        assert not xp.overlap(joined, other)
+    assert xp.buffers.overlap(joined, more), "what did not fit took no room"
+    for other in (
+        odd,
+        large,
+        xp.buffers.empty_payload(10),
+    ):  # one that would not be aligned, one that is too long, one too late
+        assert not xp.buffers.overlap(joined, other)
         other[...] = 1
-        assert not xp.overlap(xp.joined([parts[0], other]), parts[0])
-    assert not xp.same_memory(xp.joined([parts[0], parts[2]]), parts[0]), "there is a gap"
+        assert not xp.buffers.overlap(xp.buffers.concat_bytes([parts[0], other]), parts[0])
+    assert not xp.buffers.same_memory(xp.buffers.concat_bytes([parts[0], parts[2]]), parts[0]), "there is a gap"
     # Adjacent by accident: two views of one larger array.
     whole = xp.asarray(range(200), "uint8")
     import torch
 
     one, two = (torch.frombuffer(memoryview(whole.numpy())[i : i + 100], dtype=torch.uint8) for i in (0, 100))
-    assert xp.to_numpy(xp.joined([one, two])).tolist() == list(range(200))
+    assert xp.to_numpy(xp.buffers.concat_bytes([one, two])).tolist() == list(range(200))
 
 
 @pytest.mark.parametrize("dtype", FIXED)
@@ -635,7 +699,7 @@ def test_from_bytes_of_slices_that_are_not_aligned(ops, dtype):
     size = ITEMSIZE[dtype] * 125
     octets = sample_of("uint8", size + 16)
     for start in range(1, 9):
-        found = ops(lambda xp, octets: xp.from_bytes(octets[start : start + size], dtype, (25, 5)), octets)
+        found = ops(lambda xp, octets: xp.buffers.from_bytes(octets[start : start + size], dtype, (25, 5)), octets)
         assert found.shape == (25, 5)
         assert found.tobytes() == octets[start : start + size].tobytes()
 
@@ -648,8 +712,8 @@ def test_bfloat16_where_the_toolkit_has_it(name):
     assert xp.dtype(half) == "bfloat16"
     bits = x.view(np.uint32).astype(np.uint64)
     expected = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    assert xp.to_numpy(xp.to_bytes(half)).tobytes() == expected.tobytes()
-    back = xp.from_bytes(xp.to_bytes(half), "bfloat16", (N,))
+    assert xp.to_numpy(xp.buffers.to_bytes(half)).tobytes() == expected.tobytes()
+    back = xp.buffers.from_bytes(xp.buffers.to_bytes(half), "bfloat16", (N,))
     assert np.array_equal(xp.to_numpy(xp.cast(back, "float32")).view(np.uint32), expected.astype(np.uint32) << 16)
     assert np.array_equal(np.asarray(xp.to_numpy(half), np.float32).view(np.uint32), expected.astype(np.uint32) << 16)
 
@@ -1021,7 +1085,7 @@ def matrices():
 @pytest.mark.parametrize("kind", matrices())
 def test_qr_is_orthonormal_and_spans_the_columns(ops, kind):
     x = matrices()[kind]
-    q = ops(lambda xp, x: xp.qr(x), x).astype(np.float64)
+    q = ops(lambda xp, x: xp.linalg.qr(x), x).astype(np.float64)
     assert q.shape == x.shape
     np.testing.assert_allclose(q.T @ q, np.eye(x.shape[1]), atol=2e-6)
     scale = max(np.abs(x).max(), np.finfo(np.float32).tiny)
@@ -1032,7 +1096,7 @@ def test_qr_is_orthonormal_and_spans_the_columns(ops, kind):
 def test_eigh(ops, n):
     x = mixed(n * n, special=False).reshape(n, n)
     x = x + x.T
-    values, vectors = ops(lambda xp, a: xp.eigh(a), x)
+    values, vectors = ops(lambda xp, a: xp.linalg.eigh(a), x)
     assert (values.shape, vectors.shape) == ((n,), (n, n))
     assert (np.diff(values) <= 0).all()
     np.testing.assert_allclose((vectors * values) @ vectors.T, x, atol=1e-5 * abs(x).max() * n)
@@ -1042,7 +1106,7 @@ def test_eigh(ops, n):
 def test_solve(ops):
     a = mixed(36, special=False).reshape(6, 6) + 9 * np.eye(6, dtype=np.float32)
     b = mixed(18, seed=1, special=False).reshape(6, 3)
-    np.testing.assert_allclose(a @ ops(lambda xp, a, b: xp.solve(a, b), a, b), b, atol=1e-5)
+    np.testing.assert_allclose(a @ ops(lambda xp, a, b: xp.linalg.solve(a, b), a, b), b, atol=1e-5)
 
 
 def test_axes_in_another_order(ops):
@@ -1061,16 +1125,16 @@ def test_matrix_product(ops):
 
 # -- random bits (more in test_rng.py) -----------------------------------------------------------------------------
 def test_words_and_uniform(ops):
-    words = ops(lambda xp: xp.words(1, 2, 0, N))
+    words = ops(lambda xp: xp.random.words(1, 2, 0, N))
     assert words.dtype == np.int32
     assert words.view(np.uint32)[:3].tolist() == [0x2E7DCC10, 0xC6B37AB1, 0x1677D57F]
-    u = ops(lambda xp: xp.uniform(1, 2, 0, N))
+    u = ops(lambda xp: xp.random.uniform(1, 2, 0, N))
     assert u.dtype == np.float32
     assert u.tolist() == [(word >> 8) / 2**24 for word in words.view(np.uint32).tolist()]
 
 
 def test_noise(ops):
-    noise = ops(lambda xp: xp.noise((1, 2), (3, 4), 65000, 20000))
+    noise = ops(lambda xp: xp.random.noise((1, 2), (3, 4), 65000, 20000))
     assert noise.dtype == np.float32
     table, own = (
         streams.words(*keys, 0, count).astype(np.int64) >> 16 for keys, count in (((1, 2), 2**16), ((3, 4), 2))
@@ -1085,10 +1149,10 @@ def test_pack_bits(ops, n):
     mask = mixed(1003)[:n] > 0
     bits = mask.tolist()
     expected = [sum(bit << j for j, bit in enumerate(bits[i : i + 8])) for i in range(0, n, 8)]
-    packed = ops(lambda xp, mask: xp.pack_bits(mask), mask)
+    packed = ops(lambda xp, mask: xp.bits.pack(mask), mask)
     assert packed.dtype == np.uint8
     assert packed.tolist() == expected
-    back = ops(lambda xp, packed: xp.unpack_bits(packed, n), packed)
+    back = ops(lambda xp, packed: xp.bits.unpack(packed, n), packed)
     assert back.dtype == bool
     assert back.tolist() == bits
 
@@ -1096,8 +1160,8 @@ def test_pack_bits(ops, n):
 def test_every_byte_is_packed_and_unpacked(ops):
     octets = np.arange(256, dtype=np.uint8)
     bits = [bool(v >> j & 1) for v in range(256) for j in range(8)]
-    assert ops(lambda xp, p: xp.unpack_bits(p, 2048), octets).tolist() == bits
-    assert ops(lambda xp, m: xp.pack_bits(m), np.array(bits)).tolist() == octets.tolist()
+    assert ops(lambda xp, p: xp.bits.unpack(p, 2048), octets).tolist() == bits
+    assert ops(lambda xp, m: xp.bits.pack(m), np.array(bits)).tolist() == octets.tolist()
 
 
 # -- state ---------------------------------------------------------------------------------------------------------

@@ -60,8 +60,8 @@ def exchanged(xp, method, ctx, steps=3):
     for step in range(steps):
         ctx = context(xp, N, rank=ctx.rank, step=step)
         x = xp.asarray(spread(N, seed=step), "float32")
-        payload, state = alone(lambda ctx, x=x, state=state: method.encode(xp.copy(x), state, ctx), ctx)
-        state = {key: xp.copy(value) for key, value in state.items()}
+        payload, state = alone(lambda ctx, x=x, state=state: method.encode(xp.buffers.copy(x), state, ctx), ctx)
+        state = {key: xp.buffers.copy(value) for key, value in state.items()}
         mean = method.mean([payload] * 3, ctx).into(xp.zeros(N))
         assert np.array_equal(xp.to_numpy(method.mean([payload] * 3, ctx).array()), xp.to_numpy(mean))
         found.append((host(xp, payload), host(xp, state.values()), xp.to_numpy(mean).copy()))
@@ -121,9 +121,9 @@ def test_methods_that_exchange_inside_are_the_same_in_pieces(params, name, monke
     for piece in (0, 4096):
         monkeypatch.setattr(xp, "piece", piece)
         x = xp.asarray(spread(N), "float32")
-        payload, _ = alone(lambda ctx, x=x: compressor.compress(xp.copy(x), {}, ctx), ctx)
+        payload, _ = alone(lambda ctx, x=x: compressor.compress(xp.buffers.copy(x), {}, ctx), ctx)
         assert np.array_equal(xp.to_numpy(x), spread(N))
-        decoded, left = compressor.decompress(payload, ctx), compressor.residual(xp.copy(x), payload, ctx)
+        decoded, left = compressor.decompress(payload, ctx), compressor.residual(xp.buffers.copy(x), payload, ctx)
         into = accelerator_of(compressor).decode_into(compressor, xp.zeros(N), payload, ctx)
         assert np.array_equal(xp.to_numpy(decoded), xp.to_numpy(into))
         found.append([*host(xp, payload), xp.to_numpy(decoded), xp.to_numpy(left)])
@@ -161,10 +161,10 @@ def test_spent_gradients_hold_the_mean_and_others_are_left_alone(params, name):
     found = again.mean("w")
     assert np.array_equal(xp.to_numpy(found), mean)
     if params["compressor"] != "none":
-        assert xp.same_memory(found, given)
+        assert xp.buffers.same_memory(found, given)
     residual = xp.to_numpy(grc._setup.store.held({})["w"]["memory/residual"].read())
     np.testing.assert_allclose(residual + mean, first, atol=1e-6)
-    assert not xp.overlap(again._setup.store.held({})["w"]["memory/residual"].read(), given), (
+    assert not xp.buffers.overlap(again._setup.store.held({})["w"]["memory/residual"].read(), given), (
         "the state lies in the gradient"
     )
 
@@ -242,11 +242,13 @@ def test_a_shard_that_does_not_fit_names_its_worker(xp):
 
 
 def test_steps_use_memory_again_that_they_had_before(monkeypatch):
-    from grace.backends import torch as module
+    from grace.backends import torch, torch_bits, torch_buffers
 
     made = []
-    for name, make in (("POOL", module._octets), ("SPARSE", module._sparse_octets)):
-        monkeypatch.setattr(module, name, module.Pool(lambda size, make=make: made.append(size) or make(size)))
+    for name, make in (("POOL", torch_buffers._octets), ("SPARSE", torch_buffers._sparse_octets)):
+        pool = torch_buffers.Pool(lambda size, make=make: made.append(size) or make(size))
+        for module in (torch, torch_bits, torch_buffers):
+            monkeypatch.setattr(module, name, pool, raising=False)
     xp = backend("torch")
     params = {"compressor": "blockint", "bits": 8, "rounding": "stochastic", "communicator": "twostage"}
     grc = grace_from_params({**params, "memory": "residual"}, LocalTransport())
@@ -389,8 +391,8 @@ def residuals(grace):
 @pytest.mark.parametrize("name", HOSTS)
 def test_a_step_on_a_host_with_kernels_copies_no_residual(name, monkeypatch):
     xp, grc, _ = begun(name, SWAPPING[0])
-    written, write = [], type(xp).write
-    monkeypatch.setattr(type(xp), "write", lambda self, out, x: written.append(out) or write(self, out, x))
+    written, write = [], type(xp.buffers).write
+    monkeypatch.setattr(type(xp.buffers), "write", lambda self, out, x: written.append(out) or write(self, out, x))
     grc.land()
     assert not written
 
@@ -407,8 +409,8 @@ def test_a_gradient_is_parted_in_mean_and_residual_once_both_are_kept(compressor
     grc.start("w", given, spent=True)
     grc.flush()
     mean, residual = grc.mean("w"), grc._setup.store.held({})["w"]["memory/residual"].read()
-    assert xp.same_memory(mean, given)
-    assert not xp.overlap(residual, given)
+    assert xp.buffers.same_memory(mean, given)
+    assert not xp.buffers.overlap(residual, given)
     assert np.linalg.norm(xp.to_numpy(residual)) > 0.1 * np.linalg.norm(first)
     np.testing.assert_allclose(xp.to_numpy(residual).reshape(50, 100) + xp.to_numpy(mean), first, atol=1e-6)
     before = xp.to_numpy(residual).copy()
@@ -466,7 +468,7 @@ def test_a_spent_gradient_may_lie_scattered_in_memory(name):
     for scattered in (True, False):
         grc = grace_from_params({"compressor": "efsignsgd", "block_size": 64}, LocalTransport())
         whole = xp.asarray(spread(8000), "float32")
-        given = whole[::2] if scattered else xp.copy(whole[::2])
+        given = whole[::2] if scattered else xp.buffers.copy(whole[::2])
         grc.build({"w": given})
         grc.start("w", given, spent=True)
         grc.flush()

@@ -1090,14 +1090,14 @@ def test_what_is_written_together_is_the_same(lib):
 def test_words(lib, n, start):
     out = Memory(n, np.int32, 4)
     lib.words(0xDEADBEEF, 0x12345678, start, n, out.address, 2)
-    equal(out.check(), XP.words(0xDEADBEEF, 0x12345678, start, n))
+    equal(out.check(), XP.random.words(0xDEADBEEF, 0x12345678, start, n))
 
 
 @loop("n", [0, 1, 17, 65536])
 def test_noise_table(lib, n):
     out = Memory(n, np.uint16, 2)
     lib.noise_table(0xDEADBEEF, 0x12345678, n, out.address)
-    equal(out.check(), (XP.words(0xDEADBEEF, 0x12345678, 0, n).view(np.uint32) >> 16).astype(np.uint16))
+    equal(out.check(), (XP.random.words(0xDEADBEEF, 0x12345678, 0, n).view(np.uint32) >> 16).astype(np.uint16))
 
 
 # -- all together ------------------------------------------------------------------------------------------------------

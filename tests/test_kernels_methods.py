@@ -168,8 +168,8 @@ def test_count_sketches(lib, n, kind, offset, rows):
         compressor, plain, native = SketchSGD(rows=rows, columns=columns), context(Plain(), n, offset), Guarded(lib)
         x, hashes, group = gradient(compressor, n, 1, kind), compressor.hashes(plain), compressor.group(n)
         table, words = compressor.sketch(x, hashes, plain), np.concatenate(hashes)
-        equal(native.kernels.count_sketch(Memory.of(x, 4).array, words, group, columns), table)
-        found = native.kernels.count_sketch_estimate(Memory.of(table, 4).array, words, n, group, columns)
+        equal(native.kernels.sparsifiers.count_sketch(Memory.of(x, 4).array, words, group, columns), table)
+        found = native.kernels.sparsifiers.count_sketch_estimate(Memory.of(table, 4).array, words, n, group, columns)
         equal(found + np.float32(0), compressor.estimate(table, hashes, plain) + np.float32(0))  # of two zeros either
     native.check()
     one, other = (

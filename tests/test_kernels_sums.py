@@ -62,7 +62,7 @@ def test_integers_are_those_of_the_compressor(lib, compressor, n, kind, offset):
 
 def test_sums_of_integers_that_floats_cannot_hold(lib):
     codes, scales = np.int32([2**31 - 1, -(2**31), 2**24 + 1, 0, -1]), np.ones(1, np.float32)
-    out = Guarded(lib).kernels.shared_mean(codes, scales, None, 0, 127 * 2**24)
+    out = Guarded(lib).kernels.quantisers.shared_mean(codes, scales, None, 0, 127 * 2**24)
     equal(out, codes.astype(np.float32) / np.float32(127 * 2**24))
 
 
@@ -82,7 +82,7 @@ def test_sums_that_do_not_fit_are_refused(lib, wrong):
 def test_sums_of_rows(lib, n, kind, size, many):
     x, native = vector(n, 1, kind), Guarded(lib)
     words = np.random.default_rng(2).integers(-(2**31), 2**31, many * size).astype(np.int32)
-    found = native.kernels.signed_sums(Memory.of(x, 4).array, Memory.of(words, 4).array, size)
+    found = native.kernels.sparsifiers.signed_sums(Memory.of(x, 4).array, Memory.of(words, 4).array, size)
     rows = np.pad(x, (0, -n % size)).reshape(-1, size).astype(np.float64)
     signs = np.where(words < 0, -1.0, 1.0).reshape(many, size)
     expected = np.stack([(rows * each).sum(1) for each in signs], 1)
@@ -136,7 +136,7 @@ def test_largest_of_sums(lib, n, k, kind):
             total[positions] += values
         native = Guarded(lib)
         moved = [tuple(Memory.of(each, 4).array for each in payload) for payload in payloads]
-        sums, positions = native.kernels.largest_sums(moved, n, k)
+        sums, positions = native.kernels.sparsifiers.largest_sums(moved, n, k)
         native.check()
         magnitudes = np.where(np.isnan(total), np.inf, np.abs(total))
         equal(positions, np.sort(np.argsort(-magnitudes, kind="stable")[:k]).astype(np.int32))

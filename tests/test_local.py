@@ -54,8 +54,10 @@ class Worker:
     def __init__(self, xp, start, make, transport, dtype="float32", buffers=()):
         self.xp, self.local = xp, make(transport)
         self.dtype = dtype
-        self.values = {name: xp.copy(xp.asarray(value, dtype)) for name, value in start.items()}
-        self.buffers = {name: xp.copy(xp.asarray(value, str(value.dtype))) for name, value in dict(buffers).items()}
+        self.values = {name: xp.buffers.copy(xp.asarray(value, dtype)) for name, value in start.items()}
+        self.buffers = {
+            name: xp.buffers.copy(xp.asarray(value, str(value.dtype))) for name, value in dict(buffers).items()
+        }
         access = grace.local.Access(lambda name: self._of(name)[name], self._put)
         self.local.build({name: name for name in self.values}, {name: name for name in self.buffers}, access)
 
@@ -64,7 +66,7 @@ class Worker:
 
     def _put(self, name, value):
         assert self.xp.dtype(value) == self.xp.dtype(self._of(name)[name])
-        self._of(name)[name] = self.xp.copy(value)
+        self._of(name)[name] = self.xp.buffers.copy(value)
 
     def move(self, changes):
         """An inner step: parameters minus these."""
@@ -274,7 +276,7 @@ def test_a_base_on_the_host_has_the_same_bits(xp):
         for t in range(4):
             step(workers, lambda rank, t=t: drift(t, rank, SHAPES))
         found.append([workers[0].local.global_state(), {name: workers[0].numpy(name) for name in SHAPES}])
-        assert isinstance(workers[0].local._base["a"], np.ndarray) == (on_host or xp.name == "numpy")
+        assert isinstance(workers[0].local._model.bases["a"], np.ndarray) == (on_host or xp.name == "numpy")
     assert equal(*found)
 
 
@@ -395,7 +397,7 @@ def test_later_rounds_leave_while_training_goes_on():
     rounds = []
     for t in range(8):
         step(workers, lambda rank, t=t: drift(t, rank, SHAPES))
-        rounds.append(workers[0].local._flight.rounds if workers[0].local.in_flight else None)
+        rounds.append(workers[0].local._exchange.flight.rounds if workers[0].local.in_flight else None)
     assert rounds == [None, 0, 0, None, None, 0, 1, None]
     assert "an exchange has 2 rounds" in workers[0].local.report().exchange
 
@@ -637,7 +639,7 @@ def test_pytorch_buffers_inference_mode_and_parameters_that_come_later():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     local = LocalSGD(grace_from_params(NONE), 2, fragments=2)
     grace.torch.local(optimizer, local, model.named_parameters(), model.named_buffers())
-    assert list(local._buffers) == ["1.running_mean", "1.running_var"]
+    assert list(local._model.buffers) == ["1.running_mean", "1.running_var"]
     with torch.no_grad():
         model[0].bias.fill_(7.0)  # as a broadcast does: the base is what the first step finds
 

@@ -150,7 +150,7 @@ def test_spare_directions_are_drawn_once_for_all_tensors(xp, monkeypatch):
     drawn = []
     plain = Rng.normal
     monkeypatch.setattr(Rng, "normal", lambda rng, n: drawn.append(n) or plain(rng, n))
-    monkeypatch.setitem(xp.__dict__, "_kept", {})
+    monkeypatch.setattr(xp.random, "_cached", {})
     for step in range(3):
         for name, columns in (("w", 30), ("v", 50)):
             revived(xp, (60, columns), np.zeros((4, columns), np.float32), step=step, name=name)

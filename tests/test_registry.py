@@ -307,10 +307,10 @@ def test_a_method_of_thirty_lines_works_everywhere():
         scale: float = 0.5
 
         def compress(self, x, state, ctx):
-            return (ctx.xp.pack_bits(x >= 0),), state
+            return (ctx.xp.bits.pack(x >= 0),), state
 
         def decompress(self, payload, ctx):
-            signs = ctx.xp.cast(ctx.xp.unpack_bits(payload[0], ctx.size), "float32") * 2.0 - 1.0
+            signs = ctx.xp.cast(ctx.xp.bits.unpack(payload[0], ctx.size), "float32") * 2.0 - 1.0
             return signs * self.scale
 
     x = normal(2000)

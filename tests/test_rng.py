@@ -49,24 +49,24 @@ def test_golden_keys():
 
 def test_golden_words(xp):
     first = "2e7dcc10 c6b37ab1 1677d57f 6e39fcec 43f01ed0 7f1bf794 3464c686 c74f41dd"
-    assert " ".join(f"{word:08x}" for word in as_words(xp, xp.words(1, 2, 0, 8))) == first
+    assert " ".join(f"{word:08x}" for word in as_words(xp, xp.random.words(1, 2, 0, 8))) == first
     far = "310cd3b7 22af7e60 bbee4c92"
-    assert " ".join(f"{word:08x}" for word in as_words(xp, xp.words(1, 2, 2**32, 3))) == far
+    assert " ".join(f"{word:08x}" for word in as_words(xp, xp.random.words(1, 2, 2**32, 3))) == far
     u = [0.181607, 0.776176, 0.087766, 0.430572, 0.265383, 0.496520, 0.204663, 0.778553]
-    np.testing.assert_allclose(xp.to_numpy(xp.uniform(1, 2, 0, 8)), u, atol=1e-6)
+    np.testing.assert_allclose(xp.to_numpy(xp.random.uniform(1, 2, 0, 8)), u, atol=1e-6)
 
 
 @pytest.mark.parametrize("key0, key1", [(0, 0), (1, 2), (0xFFFFFFFF, 0xFFFFFFFF), (0x80000000, 0x7FFFFFFF)])
 def test_words_are_the_same_bits_on_every_toolkit(xp, key0, key1):
-    assert np.array_equal(as_words(xp, xp.words(key0, key1, 0, N)), streams.words(key0, key1, 0, N))
+    assert np.array_equal(as_words(xp, xp.random.words(key0, key1, 0, N)), streams.words(key0, key1, 0, N))
 
 
 @pytest.mark.parametrize("start", [1, 777, 2**31 - 50, 2**32 - 50, 2**32 + 5, 3 * 2**32 - 1, 2**40])
 def test_words_from_anywhere(xp, start):
     # Also where the counter leaves 32 bits, and its lower half starts again.
     key0, key1 = 0xDEADBEEF, 0xFFFFFFF0
-    assert np.array_equal(as_words(xp, xp.words(key0, key1, start, 100)), streams.words(key0, key1, start, 100))
-    assert xp.shape(xp.words(key0, key1, start, 0)) == (0,)
+    assert np.array_equal(as_words(xp, xp.random.words(key0, key1, start, 100)), streams.words(key0, key1, start, 100))
+    assert xp.shape(xp.random.words(key0, key1, start, 0)) == (0,)
 
 
 def test_streams_are_named_by_seed_label_tensor_step_and_worker(xp):

@@ -72,8 +72,8 @@ def test_randomk_covers_everything_in_time(xp):
 @pytest.mark.parametrize("name", ["numpy", "torch"])
 def test_randomk_draws_once_a_step_and_holds_nothing_on_to(name, monkeypatch):
     xp, found = backend(name), []
-    sample = type(xp).sample
-    monkeypatch.setattr(type(xp), "sample", lambda *args: found.append(sample(*args)) or found[-1])
+    sample = type(xp.random).sample
+    monkeypatch.setattr(type(xp.random), "sample", lambda *args: found.append(sample(*args)) or found[-1])
     for kernels in ("on", "off"):
         monkeypatch.setenv("GRACE_KERNELS", kernels)
         graces = workers({"compressor": "randomk", "compress_ratio": 0.1}, 2)

@@ -11,35 +11,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from grace.backends.bits import Bits
+from grace.backends.buffers import Buffers, InPlace
+from grace.backends.former import FORMER
+from grace.backends.linalg import Linalg
+from grace.backends.random import Random
 from grace.core.dtypes import ITEMSIZE
-from grace.core.rng import NOISE
 
 Array = Any
 PIECE = 2**19
 """Elements per chunk that fit a core's cache with a few temporaries; smaller chunks cost more calls."""
 
-LARGE = 2**14
-"""Minimum elements for computing a whole noise table, which all tensors of a step share."""
-
 HOSTED = 2**14
 """Minimum elements for passing arrays to another toolkit's kernels on the same host."""
-
-RECENT = 16
-"""Number of cached tables: those of a step's labels and workers."""
-
-
-def recent(known: dict[Any, Array], key: Any, make: Callable[[], Array]) -> Array:
-    """The cached value of a key, computed if missing; evicts the oldest entries. Thread-safe."""
-    found = known.get(key)
-    if found is None:
-        found = make()
-        for old in list(known)[: max(0, len(known) + 1 - RECENT)]:
-            known.pop(old, None)
-        known[key] = found
-    return found
 
 
 class Backend(ABC):
@@ -49,9 +37,34 @@ class Backend(ABC):
     traced: bool = False
     """Values may be symbolic: the code runs once, while a graph is traced."""
     mutable: bool = False
-    """Arrays can be written to: `write`, `empty` and `same_memory` work."""
+    """Arrays can be written to: all of `buffers` works."""
     piece: int = 0
     """Elements per cache-sized chunk of a long vector; 0: do not cut."""
+
+    buffers = cached_property(Buffers)
+    """Arrays as memory."""
+    inplace = cached_property(InPlace)
+    """Functions that may reuse the memory of a donated argument."""
+    bits = cached_property(Bits)
+    """Packed bits."""
+
+    @cached_property
+    @abstractmethod
+    def linalg(self) -> Linalg:
+        """Linear algebra."""
+
+    @cached_property
+    @abstractmethod
+    def random(self) -> Random:
+        """Random bits."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in FORMER:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            group, new = FORMER[name]
+            return getattr(getattr(self, group), new)
 
     @property
     def kernels(self) -> Any:
@@ -118,54 +131,6 @@ class Backend(ABC):
             size = size * (self.integers(self.lengths([x]))[0] if length is None else length)
         return size
 
-    def empty(self, shape: Any, dtype: str = "float32") -> Array:
-        """An uninitialised array, to be written to."""
-        return self.zeros(shape, dtype)
-
-    def side_by_side(self, size: int) -> AbstractContextManager[None]:
-        """A context whose `part` arrays are adjacent, if they fit into ``size`` bytes: joining them is free."""
-        return nullcontext()
-
-    def together(self, n: int) -> AbstractContextManager[None]:
-        """A context for writing n elements in total that are not read soon."""
-        return nullcontext()
-
-    def part(self, shape: Any, dtype: str = "float32") -> Array:
-        """As `empty`, for an array that will be part of a message."""
-        return self.empty(shape, dtype)
-
-    def joined(self, arrays: Sequence[Array]) -> Array:
-        """uint8[nbytes of all]: their memory, concatenated. Not copied if the arrays are already adjacent."""
-        return self.concat([self.to_bytes(array) for array in arrays])
-
-    def copy(self, x: Array) -> Array:
-        """A separate array with the values of x; x itself if arrays are immutable."""
-        if not self.mutable:
-            return x
-        out = self.empty(self.shape(x), self.dtype(x))
-        self.write(out, x)
-        return out
-
-    def same_memory(self, x: Array, y: Array) -> bool:
-        """Whether both arrays begin at the same address."""
-        return False
-
-    def contiguous(self, x: Array) -> Array:
-        """The same values, contiguous in memory."""
-        return x
-
-    def address(self, x: Array | None) -> int:
-        """Address of a host array; 0 for None."""
-        raise TypeError(f"arrays of {self.name} have no address")
-
-    def overlap(self, x: Array, y: Array) -> bool:
-        """Whether the arrays may share memory."""
-        return False
-
-    def write(self, out: Array, x: Any) -> None:
-        """Copy x, an array or a number, into an existing array of a backend that is `mutable`."""
-        raise TypeError(f"arrays of {self.name} cannot be written to")
-
     # -- shape ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def reshape(self, x: Array, shape: Any) -> Array: ...
@@ -195,44 +160,13 @@ class Backend(ABC):
     def bitcast(self, x: Array, dtype: str) -> Array:
         """Reinterpret a vector's bytes as another dtype; the length changes with the item size."""
 
-    def to_bytes(self, x: Array) -> Array:
-        """uint8[nbytes], the array's memory in C order."""
-        return self.bitcast(self.reshape(x, (-1,)), "uint8")
-
-    def from_bytes(self, x: Array, dtype: str, shape: Any) -> Array:
-        """The inverse of `to_bytes`."""
-        return self.reshape(self.bitcast(x, dtype), shape)
-
     # -- elementwise ------------------------------------------------------------------------------------------------
-    def add_to(self, x: Array, y: Array) -> Array:
-        """x + y, but may reuse x's memory: x is donated."""
-        return x + y
-
-    def subtract_from(self, x: Array, y: Array) -> Array:
-        """x - y, but may reuse x's memory: x is donated."""
-        return x - y
-
-    def multiply_in(self, x: Array, y: Any) -> Array:
-        """x * y, but may reuse x's memory: x is donated, and y broadcasts to its shape."""
-        return x * y
-
-    def divide_in(self, x: Array, y: Any) -> Array:
-        """x / y, but may reuse x's memory: x is donated, and y broadcasts to its shape."""
-        return x / y
-
     def divided(self, x: Array, y: Any, out: Array | None = None) -> Array:
         """x / y, where y broadcasts to x's shape; written to ``out`` if `mutable`."""
         if out is None:
             return x / y
-        self.write(out, x / y)
+        self.buffers.write(out, x / y)
         return out
-
-    def add_product(self, x: Array, y: Array, z: Array) -> Array:
-        """x + y * z, but may reuse x's memory: x is donated, and y and z broadcast to its shape.
-
-        Each product must be exact in float32: a toolkit may round once or twice.
-        """
-        return self.add_to(x, y * z)
 
     @abstractmethod
     def where(self, condition: Array, x: Any, y: Any) -> Array: ...
@@ -250,10 +184,6 @@ class Backend(ABC):
 
     @abstractmethod
     def floor(self, x: Array) -> Array: ...
-
-    def floor_in(self, x: Array) -> Array:
-        """`floor`, but may reuse x's memory: x is donated."""
-        return self.floor(x)
 
     @abstractmethod
     def round(self, x: Array) -> Array:
@@ -310,11 +240,6 @@ class Backend(ABC):
     def max_abs(self, x: Array) -> Array:
         """[m, n] -> [m]: each row's largest magnitude; NaN if it has NaN."""
         return self.max(self.abs(x), 1)
-
-    def unit_rows(self, x: Array) -> tuple[Array, Array]:
-        """[m, n] -> each row divided by its largest magnitude (or 1 if that is 0), and bool[m, 1]: is it above 0."""
-        largest = self.reshape(self.max_abs(x), (-1, 1))
-        return x / self.where(largest == 0, 1.0, largest), largest > 0
 
     @abstractmethod
     def all(self, x: Array) -> Array:
@@ -403,10 +328,6 @@ class Backend(ABC):
     def scatter(self, x: Array, indices: Array, values: Any) -> Array:
         """A copy of a vector with ``values`` (an array or a number) at the distinct ``indices``."""
 
-    def put(self, x: Array, indices: Array, values: Any) -> Array:
-        """As `scatter`, but may reuse x's memory: x is donated."""
-        return self.scatter(x, indices, values)
-
     @abstractmethod
     def scatter_add(self, x: Array, indices: Array, values: Array) -> Array:
         """A vector with ``values`` added at the distinct ``indices``. May reuse x's memory: x is donated."""
@@ -414,123 +335,6 @@ class Backend(ABC):
     @abstractmethod
     def segment_sum(self, values: Array, segments: Array, count: int) -> Array:
         """float32[count]: sums of the float32 ``values`` with equal ``segments`` (int32, 0 .. count-1), in float64."""
-
-    # -- linear algebra ---------------------------------------------------------------------------------------------
-    @abstractmethod
-    def qr(self, x: Array) -> Array:
-        """The orthonormal factor Q[a, r] of a tall matrix x[a, r]; completed arbitrarily if x is rank-deficient."""
-
-    def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
-        """matrix[a, b] qᵀ for q[r, b]: float32[a, r].
-
-        ``residual``, float32[a * b], only if `mutable`: first added to the contiguous matrix in place.
-        """
-        if residual is not None:
-            self.add_to(self.reshape(matrix, (-1,)), residual)
-        return matrix @ self.transpose(q)
-
-    def right_factor(self, p: Array, matrix: Array, residual: Array | None = None) -> Array:
-        """pᵀ matrix[a, b] for p[a, r]: float32[r, b]. ``residual``: as in `left_factor`."""
-        if residual is not None:
-            self.add_to(self.reshape(matrix, (-1,)), residual)
-        return self.transpose(p) @ matrix
-
-    def product_into(self, out: Array, p: Array, q: Array) -> Array:
-        """Write the product p[a, r] q[r, b] to the vector ``out``, if `mutable`; returns out."""
-        self.write(out, self.reshape(p @ q, (-1,)))
-        return out
-
-    def subtract_product(self, x: Array, p: Array, q: Array) -> Array:
-        """The vector x minus the product p[a, r] q[r, b], but may reuse x's memory: x is donated."""
-        return self.subtract_from(x, self.reshape(p @ q, (-1,)))
-
-    def part_product(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:
-        """Write x minus the product p[a, r] q[r, b] to ``rest``, and the product to the vector x; if `mutable`.
-
-        ``taken``: two factors of the same shapes, whose product is subtracted instead.
-        """
-        self.write(rest, x)
-        self.subtract_product(rest, *(taken or (p, q)))
-        self.product_into(x, p, q)
-
-    @abstractmethod
-    def eigh(self, x: Array) -> tuple[Array, Array]:
-        """w[n], descending, and v[n, n], columns, with x v = v diag(w), for a symmetric and finite x[n, n]."""
-
-    @abstractmethod
-    def solve(self, a: Array, b: Array) -> Array:
-        """x[n, m] with a x = b, for a regular a[n, n]."""
-
-    # -- random bits ------------------------------------------------------------------------------------------------
-    @abstractmethod
-    def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
-        """int32[n]: the bits of mix(mix(lo(j) + key0) ^ (hi(j) + key1)), j = start .. start+n-1 (`grace.core.rng`)."""
-
-    def sample(self, key0: Any, key1: Any, start: int, n: int, k: int) -> Array:
-        """int32[k]: ascending positions of the k smallest of the n `words`, as unsigned numbers; read-only."""
-        return self.topk(self.bitwise_xor(self.words(key0, key1, start, n), 0x7FFFFFFF), k)
-
-    def uniform(self, key0: Any, key1: Any, start: int, n: int) -> Array:
-        """float32[n] in [0, 1): the upper 24 bits of each word."""
-        upper = self.bitwise_and(self.shift_right(self.words(key0, key1, start, n), 8), 0xFFFFFF)
-        return self.cast(upper, "float32") * 2.0**-24
-
-    def noise(self, table: tuple[Any, Any], keys: tuple[Any, Any], start: int, n: int) -> Array:
-        """float32[n] in (0, 1): `grace.core.rng.Rng.noise`, elements start .. start+n-1."""
-        first, rows = start % NOISE, -(-(start % NOISE + n) // NOISE)
-        if rows < 2:
-            sums = self._upper(table, first, n) + self._upper(keys, start // NOISE, 1)
-        else:
-            offsets = self.reshape(self._upper(keys, start // NOISE, rows), (-1, 1))
-            sums = self.reshape(offsets + self.reshape(self._upper(table, 0, NOISE), (1, -1)), (-1,))
-            sums = sums[first : first + n]
-        return sums - self.floor(sums) + 2.0**-17
-
-    def kept(self, keys: tuple[int, int], make: Callable[[], Array]) -> Array:
-        """The cached result of ``make()``, which depends on these keys alone; also valid while a graph is traced."""
-        return recent(self.__dict__.setdefault("_kept", {}), keys, lambda: self._outside(make))
-
-    def _outside(self, make: Callable[[], Array]) -> Array:
-        return make()
-
-    def _whole_table(self, keys: tuple[Any, Any]) -> Array:
-        # For eager toolkits: one table per step serves all its tensors. Centred in steps of 2**-16.
-        known = self.__dict__.setdefault("_tables", {})
-        return recent(known, keys, lambda: self._upper(keys, 0, NOISE) + 2.0**-17)
-
-    def _upper(self, keys: tuple[Any, Any], start: int, n: int) -> Array:
-        # The upper 16 bits of words, as fractions of 1.
-        upper = self.bitwise_and(self.shift_right(self.words(*keys, start, n), 16), 0xFFFF)
-        return self.cast(upper, "float32") * 2.0**-16
-
-    # -- bits -------------------------------------------------------------------------------------------------------
-    def pack_bits(self, mask: Array) -> Array:
-        """bool[n] -> uint8[ceil(n/8)]; element j is bit j % 8 of byte j // 8, padded with 0."""
-        n = self.shape(mask)[0]
-        octets = self.bitcast(self.pad(self.cast(mask, "uint8"), -(-n // 8) * 8), "int64")
-        # One multiplication moves byte i of the word to bit 56 + i: the sum of 2**(56 - 7i).
-        gathered = self.shift_right(octets * 0x0102040810204080, 56)
-        return self.cast(self.bitwise_and(gathered, 0xFF), "uint8")
-
-    def pack_signs(self, x: Array) -> Array:
-        """float32[n] -> uint8[ceil(n/8)]: `pack_bits` of x >= 0, which is false for NaN."""
-        return self.pack_bits(x >= 0)
-
-    def unpack_signs(self, packed: Array, n: int) -> Array:
-        """uint8[ceil(n/8)] -> float32[n]: 1 for a set bit, else -1."""
-        return self.cast(self.unpack_bits(packed, n), "float32") * 2.0 - 1.0
-
-    def by_byte(self, values: Callable[[Array, int], Array], packed: Array, m: int) -> Array:
-        """``values(packed, m)``: float32[m * k] from uint8[m], k numbers per byte, each byte independently.
-
-        If a table is faster, a toolkit may compute the values of all 256 bytes once and look them up.
-        """
-        return values(packed, m)
-
-    def unpack_bits(self, packed: Array, n: int) -> Array:
-        """uint8[ceil(n/8)] -> bool[n]."""
-        spread = self.cast(packed, "int64") * 0x0101010101010101
-        return self.bitcast(self.bitwise_and(spread, -0x7FBFDFEFF7FBFDFF), "uint8")[:n] != 0
 
     # -- control -----------------------------------------------------------------------------------------------------
     def loop(

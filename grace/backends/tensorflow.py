@@ -4,15 +4,53 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import tensorflow as tf
 
 from grace.backends.base import HOSTED, PIECE, Array, Backend
+from grace.backends.linalg import Linalg
 from grace.backends.numpy import NumpyBackend
+from grace.backends.random import Random
 from grace.core.dtypes import ITEMSIZE
 from grace.core.rng import MASK32
+
+
+class TensorflowLinalg(Linalg):
+    """TensorFlow linear algebra."""
+
+    def qr(self, x: Array) -> Array:
+        # float32 squares of very large or small numbers overflow, and TensorFlow's QR does not scale.
+        return tf.cast(tf.linalg.qr(tf.cast(x, tf.float64)).q, x.dtype)
+
+    def eigh(self, x: Array) -> tuple[Array, Array]:
+        values, vectors = tf.linalg.eigh(x)
+        return values[::-1], vectors[:, ::-1]
+
+    def solve(self, a: Array, b: Array) -> Array:
+        return tf.linalg.solve(a, b)
+
+
+class TensorflowRandom(Random):
+    """Random bits, of symbolic keys too."""
+
+    def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
+        pieces = []
+        while n > 0:  # a chunk ends where the upper half of the counter changes
+            low, high = start & MASK32, start >> 32
+            count = min(n, MASK32 + 1 - low)
+            h = _mix(tf.bitcast(tf.range(count), tf.uint32) + _word(low + key0))
+            pieces.append(_mix(tf.bitwise.bitwise_xor(h, _word(high + key1))))
+            start, n = start + count, n - count
+        return tf.bitcast(self._xp.concat(pieces), tf.int32) if pieces else tf.zeros(0, tf.int32)
+
+    def cached(self, keys: tuple[int, int], make: Callable[[], Array]) -> Array:
+        def outside() -> Array:
+            with tf.init_scope():
+                return make()
+
+        return super().cached(keys, outside)
 
 
 class TensorflowBackend(Backend):
@@ -20,6 +58,8 @@ class TensorflowBackend(Backend):
 
     name = "tensorflow"
     traced = True
+    linalg = cached_property(TensorflowLinalg)
+    random = cached_property(TensorflowRandom)
     switching = False
     """Whether a branch of a `switch` is being traced."""
 
@@ -239,31 +279,6 @@ class TensorflowBackend(Backend):
 
     def segment_sum(self, values: Array, segments: Array, count: int) -> Array:
         return tf.cast(tf.math.unsorted_segment_sum(tf.cast(values, tf.float64), segments, count), tf.float32)
-
-    def qr(self, x: Array) -> Array:
-        # float32 squares of very large or small numbers overflow, and TensorFlow's QR does not scale.
-        return tf.cast(tf.linalg.qr(tf.cast(x, tf.float64)).q, x.dtype)
-
-    def eigh(self, x: Array) -> tuple[Array, Array]:
-        values, vectors = tf.linalg.eigh(x)
-        return values[::-1], vectors[:, ::-1]
-
-    def solve(self, a: Array, b: Array) -> Array:
-        return tf.linalg.solve(a, b)
-
-    def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
-        pieces = []
-        while n > 0:  # a chunk ends where the upper half of the counter changes
-            low, high = start & MASK32, start >> 32
-            count = min(n, MASK32 + 1 - low)
-            h = _mix(tf.bitcast(tf.range(count), tf.uint32) + _word(low + key0))
-            pieces.append(_mix(tf.bitwise.bitwise_xor(h, _word(high + key1))))
-            start, n = start + count, n - count
-        return tf.bitcast(self.concat(pieces), tf.int32) if pieces else tf.zeros(0, tf.int32)
-
-    def _outside(self, make: Callable[[], Array]) -> Array:
-        with tf.init_scope():
-            return make()
 
     def loop(
         self, more: Callable[..., Array], body: Callable[..., tuple[Array, ...]], values: tuple[Array, ...]

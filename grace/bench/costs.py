@@ -146,7 +146,7 @@ def _handled(transport: Transport, params: Mapping[str, Any], size: int, steps: 
     found = []
     for step in range(WARM_UP + steps):
         others = others + 1  # evict the caches, as a step's other work does
-        gradient = xp.copy(given[step % 2])
+        gradient = xp.buffers.copy(given[step % 2])
         transport.exchange("")  # all workers start together
         waited, began = exchange.trace.totals["wait"], time.perf_counter()
         job = exchange.start("tensor", gradient, spent=True)

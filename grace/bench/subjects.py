@@ -85,14 +85,14 @@ class Bench:
     def memcpy(self) -> None:
         """Copy as many bytes as the gradient has, between existing arrays. For TensorFlow, NumPy copies."""
         if self.xp.mutable:
-            self.xp.write(self._target, self._source)
+            self.xp.buffers.write(self._target, self._source)
         else:
             np.copyto(self._target, self._source)
 
     def refill(self, turn: int) -> None:
         """Copy one of the gradients to the staging buffer."""
         if self.xp.mutable:
-            self.xp.write(self.staging, self.gradients[turn % SEVERAL])
+            self.xp.buffers.write(self.staging, self.gradients[turn % SEVERAL])
 
     def x(self, turn: int) -> Array:
         """The vector to encode: the staging buffer, or the gradient if arrays are immutable."""
@@ -331,10 +331,10 @@ class Ours:
         ]
 
     def _spent(self, new: Any, x: Array) -> bool:
-        return not isinstance(new, DeferredResidual) and self.bench.xp.same_memory(new, x)
+        return not isinstance(new, DeferredResidual) and self.bench.xp.buffers.same_memory(new, x)
 
     def commit(self) -> None:
-        with self.bench.xp.together(self.bench.n):  # as in `Grace.land`
+        with self.bench.xp.buffers.streaming_writes(self.bench.n):  # as in `Grace.land`
             for cell, old, new, spent in self._moves:
                 commit(self.bench.xp, cell, old, new, spent, self._ok)
 
@@ -343,7 +343,7 @@ class Ours:
         if self._traced_decode is not None:
             self._traced_decode(payloads)
         else:
-            with self.bench.xp.together(self.bench.n):
+            with self.bench.xp.buffers.streaming_writes(self.bench.n):
                 self._decode(payloads)
 
     def _decode(self, payloads: list[list[Payload]]) -> list[Array]:
@@ -394,8 +394,8 @@ def stepper(grace: Grace, mode: str) -> Callable[[dict[str, Array]], Any]:
         grace.land()
         for name, gradient in gradients.items():
             mean = grace.mean(name)
-            if grace.xp.mutable and not grace.xp.same_memory(mean, gradient):
-                grace.xp.write(gradient, mean)
+            if grace.xp.mutable and not grace.xp.buffers.same_memory(mean, gradient):
+                grace.xp.buffers.write(gradient, mean)
 
     return step
 
@@ -407,7 +407,7 @@ def commit(xp: Backend, cell: Any, old: Array, new: Array, spent: bool, ok: Arra
     if isinstance(new, DeferredResidual):
         new.into(old)
     elif spent:
-        xp.write(old, xp.choose(ok, new, old))
+        xp.buffers.write(old, xp.choose(ok, new, old))
     else:
         cell.assign(xp.choose(ok, new, old))
 
@@ -450,7 +450,7 @@ def copied(xp: Backend, arrays: Any) -> Any:
     """Arrays, and sequences of arrays, copied."""
     if isinstance(arrays, Sequence):
         return (tuple if isinstance(arrays, tuple) else list)(copied(xp, each) for each in arrays)
-    return xp.copy(arrays)
+    return xp.buffers.copy(arrays)
 
 
 def nbytes(xp: Backend, array: Array) -> int:

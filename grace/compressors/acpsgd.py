@@ -42,10 +42,10 @@ class ACPSGD(Agreed):
             return (yield from self._either(matrix, state, ctx, even))
         if even:
             q = self._columns(state, ctx)
-            mine = xp.left_factor(matrix, q, residual)
+            mine = xp.linalg.left_factor(matrix, q, residual)
         else:
             p = self._rows(state, ctx)
-            mine = xp.right_factor(p, matrix, residual)
+            mine = xp.linalg.right_factor(p, matrix, residual)
         (mean,) = yield Reduce((mine,), "mean")
         pairs = (mean, q, mine, q) if even else (p, mean, p, mine)
         return pairs, {"p": pairs[0], "q": pairs[1]}
@@ -53,12 +53,12 @@ class ACPSGD(Agreed):
     def _rows(self, state: State, ctx: Context) -> Array:
         # float32[a, r], orthonormal: the basis for Q.
         xp = ctx.xp
-        return xp.qr(xp.transpose(self.revived(xp.transpose(state["p"]), ctx, "p")))
+        return xp.linalg.qr(xp.transpose(self.revived(xp.transpose(state["p"]), ctx, "p")))
 
     def _columns(self, state: State, ctx: Context) -> Array:
         # float32[r, b], orthonormal: the basis for P.
         xp = ctx.xp
-        return xp.transpose(xp.qr(xp.transpose(self.revived(state["q"], ctx, "q"))))
+        return xp.transpose(xp.linalg.qr(xp.transpose(self.revived(state["q"], ctx, "q"))))
 
     def _either(self, matrix: Array, state: State, ctx: Context, even: Any) -> Program[tuple[Payload, State]]:
         # One graph serves both kinds of steps: it computes both factors, padded to the longer one, and sends one.
@@ -68,7 +68,7 @@ class ACPSGD(Agreed):
         def flat(factor: Array) -> Array:
             return xp.pad(xp.reshape(factor, (-1,)), room)
 
-        mine = xp.choose(even, flat(xp.left_factor(matrix, q)), flat(xp.right_factor(p, matrix)))
+        mine = xp.choose(even, flat(xp.linalg.left_factor(matrix, q)), flat(xp.linalg.right_factor(p, matrix)))
         length: Any = xp.choose(even, xp.asarray(a * r, "int64"), xp.asarray(b * r, "int64"))
         (mean,) = yield Reduce((mine[:length],), "mean")
         mean = xp.reshape(xp.concat([mean, xp.zeros(room)])[:room], (room,))
@@ -80,4 +80,4 @@ class ACPSGD(Agreed):
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         # Relative to this worker's own factors, not to the mean.
-        return ctx.xp.subtract_product(x, payload[2], payload[3])
+        return ctx.xp.linalg.subtract_product(x, payload[2], payload[3])

@@ -74,7 +74,7 @@ class Atomo(LowRank):
         matrix = matrix if a <= b else xp.transpose(matrix)
         # The eigenvectors of the shorter side's Gram matrix take a third of the time of an SVD. The vectors of the
         # other side are their products with the matrix: the expectation is x even if the eigenvectors are inexact.
-        squares, vectors = xp.eigh(matrix @ xp.transpose(matrix))
+        squares, vectors = xp.linalg.eigh(matrix @ xp.transpose(matrix))
 
         def of(chosen: Array) -> tuple[Array, Array]:
             short = xp.take(xp.transpose(vectors), chosen)
@@ -91,11 +91,11 @@ class Atomo(LowRank):
         sketch = matrix @ xp.transpose(xp.reshape(random, (count + PROBES, max(a, b))))
         ok = xp.finite(sketch)  # the sketch is finite only if the matrix is: it sums all elements
         sketch = xp.where(ok, sketch, 0.0)
-        basis = xp.qr(sketch[:, :count])
+        basis = xp.linalg.qr(sketch[:, :count])
         inside = xp.where(ok, xp.transpose(basis) @ matrix, 0.0)
         # Rotate both so that the parts are as unequal as possible; in double precision as above.
         turn, wide = xp.cast(basis, "float64"), xp.cast(inside, "float64")
-        squares, turned = xp.eigh(wide @ xp.transpose(wide))
+        squares, turned = xp.linalg.eigh(wide @ xp.transpose(wide))
         basis, inside = xp.cast(turn @ turned, "float32"), xp.cast(xp.transpose(turned) @ wide, "float32")
         # Estimate the lengths of the remaining rows with random numbers independent of the basis. The estimate need not
         # be exact: it only changes how often a row is sampled, not the row itself. A nonzero row must not get a zero or

@@ -61,8 +61,12 @@ class BlockInt(Rounded):
         rows = blocks.rows(xp, x, self.traits.block_size)
         scale = xp.max_abs(rows)
         relative = xp.divided(rows, blocks.divisor(xp, scale))
-        steps = blocks.flat(xp, xp.multiply_in(relative, float(self.top)), n)
-        steps = xp.floor_in(xp.add_to(steps, ctx.rng("round").noise(n))) if self.traits.unbiased else xp.round(steps)
+        steps = blocks.flat(xp, xp.inplace.multiply(relative, float(self.top)), n)
+        steps = (
+            xp.inplace.floor(xp.inplace.add(steps, ctx.rng("round").noise(n)))
+            if self.traits.unbiased
+            else xp.round(steps)
+        )
         return (pack(xp, self.bits, xp.cast(steps, "int8")), scale), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:

@@ -32,7 +32,7 @@ class EFSignSGD(Blockwise):
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         total = xp.sum_abs(blocks.rows(xp, x, self.traits.block_size))
-        return (xp.pack_signs(x), total / blocks.counts(xp, n, self.traits.block_size)), state
+        return (xp.bits.pack_signs(x), total / blocks.counts(xp, n, self.traits.block_size)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         return blocks.scaled(ctx.xp, self.signs(payload, ctx), payload[1], self.traits.block_size)
@@ -42,4 +42,4 @@ class EFSignSGD(Blockwise):
 
     def signs(self, payload: Payload, ctx: Context) -> Array:
         """float32[n]: 1 and -1."""
-        return ctx.xp.unpack_signs(fitting(ctx.xp, payload[0], "uint8", -(-ctx.size // 8), "bits"), ctx.size)
+        return ctx.xp.bits.unpack_signs(fitting(ctx.xp, payload[0], "uint8", -(-ctx.size // 8), "bits"), ctx.size)

@@ -43,10 +43,10 @@ class GradZip(WarmStarted):
         matrix = xp.reshape(x, (a, b))
 
         def left(rows: Array) -> Array:
-            return xp.transpose(xp.left_factor(matrix, rows, residual))
+            return xp.transpose(xp.linalg.left_factor(matrix, rows, residual))
 
         def right(rows: Array) -> Array:
-            return xp.right_factor(xp.transpose(rows), matrix)
+            return xp.linalg.right_factor(xp.transpose(rows), matrix)
 
         (p,) = yield Reduce((self._fit(left, self.revived(state["q"], ctx, "q"), ctx),), "mean")
         (q,) = yield Reduce((self._fit(right, p, ctx),), "mean")
@@ -68,4 +68,4 @@ class GradZip(WarmStarted):
         system = xp.where(
             xp.isfinite(system), system, identity
         )  # solvers reject NaN, which reaches the result by the other operand
-        return xp.cast(xp.solve(system, xp.cast(product(unit), "float64")), "float32") / scale
+        return xp.cast(xp.linalg.solve(system, xp.cast(product(unit), "float64")), "float32") / scale

@@ -36,8 +36,8 @@ class GTopK(AgreedSparsifier):
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         xp, own = ctx.xp, payload[2]
-        used = xp.put(xp.zeros(ctx.size, "uint8"), payload[1], 1)
-        return xp.put(x, own, xp.where(xp.take(used, own) != 0, 0.0, xp.take(x, own)))
+        used = xp.inplace.scatter(xp.zeros(ctx.size, "uint8"), payload[1], 1)
+        return xp.inplace.scatter(x, own, xp.where(xp.take(used, own) != 0, 0.0, xp.take(x, own)))
 
     def merged(self, payloads: Sequence[Payload], ctx: Context) -> tuple[Array, Array]:
         """float32[k] and int32[k]: the largest elements of the sum of all payloads, and their positions."""

@@ -63,7 +63,7 @@ class LowRank(Compressor):
 
     def revived(self, rows: Array, ctx: Context, label: str) -> Array:
         """Directions at unit scale; a zero direction, which would stay zero forever, is replaced by a random one."""
-        scaled, alive = ctx.xp.unit_rows(rows)
+        scaled, alive = ctx.xp.linalg.unit_rows(rows)
         return ctx.xp.mended(alive, scaled, lambda: self._spare(ctx, label, ctx.xp.shape(rows)[1]))
 
     def _spare(self, ctx: Context, label: str, count: int) -> Array:
@@ -74,7 +74,7 @@ class LowRank(Compressor):
             return self.directions(ctx, label, count)
         stream = Rng(ctx.xp, ctx.seed, label, "", 0, 0)
         start = ctx.step * STRIDE % (NOISE - r * count)
-        table = ctx.xp.kept(stream.keys, lambda: stream.normal(NOISE))
+        table = ctx.xp.random.cached(stream.keys, lambda: stream.normal(NOISE))
         return ctx.xp.reshape(table[start : start + r * count], (r, count))
 
 
@@ -100,4 +100,4 @@ class WarmStarted(Agreed):
         return {"q": self.directions(ctx, "q", self.sizes(ctx)[1])}
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        return ctx.xp.subtract_product(x, *payload)
+        return ctx.xp.linalg.subtract_product(x, *payload)

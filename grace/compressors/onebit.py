@@ -42,12 +42,12 @@ class OneBit(Blockwise):
             xp.reshape(xp.sum(blocks.rows(xp, part, self.traits.block_size), 1), (-1, 1)) / blocks.divisor(xp, count)
             for part, count in parts
         ]
-        return (xp.pack_bits(negative), xp.reshape(xp.concat(means, 1), (-1,))), state
+        return (xp.bits.pack(negative), xp.reshape(xp.concat(means, 1), (-1,))), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
         bits = fitting(xp, payload[0], "uint8", -(-n // 8), "bits")
-        negative = blocks.rows(xp, xp.unpack_bits(bits, n), self.traits.block_size)
+        negative = blocks.rows(xp, xp.bits.unpack(bits, n), self.traits.block_size)
         means = fitting(xp, payload[1], "float32", 2 * blocks.block_count(n, self.traits.block_size), "means")
         means = xp.reshape(means, (-1, 2))
         # A non-finite mean must show in both classes, since one of them may be empty.

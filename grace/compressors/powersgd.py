@@ -39,8 +39,8 @@ class PowerSGD(WarmStarted):
         # for both passes and the mean, instead of 4.5).
         # Only directions count: unit scale keeps the products in range.
         q = self.revived(state["q"], ctx, "q")
-        (p,) = yield Reduce((xp.left_factor(matrix, q, residual),), "mean")
-        p = xp.qr(p)
+        (p,) = yield Reduce((xp.linalg.left_factor(matrix, q, residual),), "mean")
+        p = xp.linalg.qr(p)
         # (Pᵀ M) rather than Mᵀ P: the same numbers without a strided pass over M.
-        (q,) = yield Reduce((xp.right_factor(p, matrix),), "mean")
+        (q,) = yield Reduce((xp.linalg.right_factor(p, matrix),), "mean")
         return (p, q), {"q": q}

@@ -66,12 +66,14 @@ class QSGD(Compressor):
         xp, n = ctx.xp, ctx.size
         if 8 % self.bits:  # codes cross byte boundaries
             codes = unpack(xp, self.bits, payload[0], n)
-            level = xp.by_byte(lambda codes, m: self._levels(xp, codes), codes, n)
+            level = xp.bits.map_bytes(lambda codes, m: self._levels(xp, codes), codes, n)
         else:
             size = packed_size(self.bits, n)
             packed = fitting(xp, payload[0], "uint8", size, "codes")
             each = 8 // self.bits
-            level = xp.by_byte(lambda part, m: self._levels(xp, unpack(xp, self.bits, part, m * each)), packed, size)
+            level = xp.bits.map_bytes(
+                lambda part, m: self._levels(xp, unpack(xp, self.bits, part, m * each)), packed, size
+            )
         return blocks.scaled(xp, level[:n], payload[1], self.traits.block_size)
 
     def _levels(self, xp: Any, codes: Array) -> Array:

@@ -74,15 +74,15 @@ class RandomK(Sparsifier, Selector):
         return Compressor.residual(self, x, payload, ctx) if self.unbiased_scale else super().residual(x, payload, ctx)
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        return ctx.xp.put(ctx.xp.zeros(ctx.size), self.positions(ctx), self.values(payloads, ctx))
+        return ctx.xp.inplace.scatter(ctx.xp.zeros(ctx.size), self.positions(ctx), self.values(payloads, ctx))
 
     def values(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         """float32[k]: the mean of all workers' values."""
         xp, k = ctx.xp, kept(self.compress_ratio, ctx.size)
         total = xp.zeros(k)
         for (values,) in payloads:
-            total = xp.add_to(total, fitting(xp, values, "float32", k, "values"))
-        return xp.divide_in(total, len(payloads))
+            total = xp.inplace.add(total, fitting(xp, values, "float32", k, "values"))
+        return xp.inplace.divide(total, len(payloads))
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,10 @@ class SharedInt(Blockwise):
         if len(spans) == 1:
             own = self._integers(x, scale, ctx)
         else:
-            own = xp.empty(ctx.size, self.dtype)
+            own = xp.buffers.empty(ctx.size, self.dtype)
             for start, stop in spans:
                 part = self._integers(x[start:stop], self._scales(scale, start, stop), ctx.piece(start, stop - start))
-                xp.write(own[start:stop], part)
+                xp.buffers.write(own[start:stop], part)
         (total,) = yield Reduce((own,), "sum")
         return (total, scale, own), state
 
@@ -91,16 +91,16 @@ class SharedInt(Blockwise):
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         if len(self._spans(ctx)) == 1:
             return self._values(payload[0], payload[1], ctx.world_size, ctx)
-        out = ctx.xp.empty(ctx.size)
+        out = ctx.xp.buffers.empty(ctx.size)
         for start, stop, values in self.decoded(payload[0], payload[1], ctx.world_size, ctx):
-            ctx.xp.write(out[start:stop], values)
+            ctx.xp.buffers.write(out[start:stop], values)
         return out
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         xp, found = ctx.xp, []
         for start, stop, values in self.decoded(payload[2], payload[1], 1, ctx):
-            found.append(xp.subtract_from(x[start:stop], values))
-        return x if xp.mutable and xp.same_memory(found[0], x) else xp.concat(found)
+            found.append(xp.inplace.subtract(x[start:stop], values))
+        return x if xp.mutable and xp.buffers.same_memory(found[0], x) else xp.concat(found)
 
     def _spans(self, ctx: Context) -> list[tuple[int, int]]:
         return spans(ctx.xp, ctx.size, self.traits.block_size or 8)

@@ -44,12 +44,12 @@ class SignSGD(Compressor):
         xp = ctx.xp
         if not self.packed:
             return (xp.cast(x >= 0, "int8") * 2 - 1, xp.cast(_flags(xp, x), "int8")), state
-        return (xp.pack_signs(x), _flags(xp, x)), state
+        return (xp.bits.pack_signs(x), _flags(xp, x)), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n, m = ctx.xp, ctx.size, block_count(ctx.size, CHECKED)
         if self.packed:
-            signs = xp.unpack_signs(fitting(xp, payload[0], "uint8", -(-n // 8), "bits"), n)
+            signs = xp.bits.unpack_signs(fitting(xp, payload[0], "uint8", -(-n // 8), "bits"), n)
         else:
             signs = xp.cast(fitting(xp, payload[0], "int8", n, "votes"), "float32")
         flags = fitting(xp, payload[1], "uint8" if self.packed else "int8", m, "flags")

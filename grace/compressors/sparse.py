@@ -33,7 +33,7 @@ class Scattered(Compressor):
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         pairs = (pair for payload in payloads for pair in self._pairs(payload, ctx))
-        return ctx.xp.divide_in(scattered(ctx.xp, pairs, ctx.size), len(payloads))
+        return ctx.xp.inplace.divide(scattered(ctx.xp, pairs, ctx.size), len(payloads))
 
 
 class Placed(Scattered):
@@ -45,7 +45,7 @@ class Placed(Scattered):
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         values, positions = self.parts(payload, ctx)
-        return ctx.xp.put(x, positions, ctx.xp.take(x, positions) - values)
+        return ctx.xp.inplace.scatter(x, positions, ctx.xp.take(x, positions) - values)
 
     def _pairs(self, payload: Payload, ctx: Context) -> list[tuple[Array, Array]]:
         return [self.parts(payload, ctx)]
@@ -145,7 +145,7 @@ class Sparsifier(Scattered):
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         # Exact, bit for bit: unsent elements stay unchanged.
-        return ctx.xp.put(x, self.elements.read(payload[1:], ctx), 0.0)
+        return ctx.xp.inplace.scatter(x, self.elements.read(payload[1:], ctx), 0.0)
 
     def _pairs(self, payload: Payload, ctx: Context) -> list[tuple[Array, Array]]:
         return [self.elements.parts(payload, ctx)]

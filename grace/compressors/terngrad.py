@@ -57,5 +57,5 @@ class TernGrad(Blockwise):
         xp, n = ctx.xp, ctx.size
         size = packed_size(2, n)
         packed = fitting(xp, payload[0], "uint8", size, "codes")
-        signs = xp.by_byte(lambda part, m: xp.cast(unpack(xp, 2, part, 4 * m), "float32") - 1.0, packed, size)
+        signs = xp.bits.map_bytes(lambda part, m: xp.cast(unpack(xp, 2, part, 4 * m), "float32") - 1.0, packed, size)
         return blocks.scaled(xp, signs[:n], payload[1], self.traits.block_size)

@@ -73,7 +73,7 @@ class ThreeLC(Blockwise):
         sent, size = payload[0], packed_trits(n)
         sent = _lengthen(xp, sent, size) if self.zero_run and n else fitting(xp, sent, "uint8", size, "bytes")
         sent = xp.cast(sent, "uint8")
-        trits = xp.by_byte(lambda part, m: xp.cast(unpack_trits(xp, part, 5 * m), "float32"), sent, size)
+        trits = xp.bits.map_bytes(lambda part, m: xp.cast(unpack_trits(xp, part, 5 * m), "float32"), sent, size)
         return blocks.scaled(xp, trits[:n], payload[1], self.traits.block_size)
 
 

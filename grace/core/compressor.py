@@ -53,14 +53,14 @@ class Compressor(ABC):
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         """float32[n]: x minus the decoded payload. x is donated: its memory may be reused."""
-        return ctx.xp.subtract_from(x, self.decompress(payload, ctx))
+        return ctx.xp.inplace.subtract(x, self.decompress(payload, ctx))
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
         """All workers' payloads, in rank order -> float32[n], the mean, in one dense buffer."""
         (total,) = apart((self.decompress(payloads[0], ctx),), payloads[0], ctx.xp)
         for payload in payloads[1:]:
-            total = ctx.xp.add_to(total, self.decompress(payload, ctx))
-        return ctx.xp.divide_in(total, len(payloads)) if len(payloads) > 1 else total
+            total = ctx.xp.inplace.add(total, self.decompress(payload, ctx))
+        return ctx.xp.inplace.divide(total, len(payloads)) if len(payloads) > 1 else total
 
     def reduced(self, payload: Payload, ctx: Context) -> Array:
         """A payload reduced on the wire (combine MEAN) -> float32[n]. Floats are averaged, integers summed."""

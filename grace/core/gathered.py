@@ -36,7 +36,7 @@ class GatheredBuffers:
     """A byte buffer from each worker, all of one layout. ``cut`` splits a buffer into the layout's arrays."""
 
     def __init__(self, xp: Any, buffers: Sequence[Array], layout: Layout, cut: Callable[[Array, Layout], Payload]):
-        self._xp, self._buffers, self._cut = xp, [xp.contiguous(buffer) for buffer in buffers], cut
+        self._xp, self._buffers, self._cut = xp, [xp.buffers.contiguous(buffer) for buffer in buffers], cut
         self.layout, self.size = layout, len(buffers)
         self._arrays: dict[int, Payload] = {}
 
@@ -54,7 +54,7 @@ class GatheredBuffers:
     @cached_property
     def bases(self) -> list[int]:
         """Address of each worker's message; on hosts only."""
-        return [self._xp.address(buffer) for buffer in self._buffers]
+        return [self._xp.buffers.address(buffer) for buffer in self._buffers]
 
 
 class GatheredPayloads(Sequence[Payload]):

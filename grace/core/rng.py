@@ -107,11 +107,11 @@ class Rng:
 
     def bits(self, n: int) -> Any:
         """int32[n]: 32 random bits each."""
-        return self._xp.words(*self.keys, self.offset, n)
+        return self._xp.random.words(*self.keys, self.offset, n)
 
     def uniform(self, n: int) -> Any:
         """float32[n] in [0, 1), multiples of 2**-24."""
-        return self._xp.uniform(*self.keys, self.offset, n)
+        return self._xp.random.uniform(*self.keys, self.offset, n)
 
     def noise(self, n: int) -> Any:
         """float32[n] in (0, 1), odd multiples of 2**-17: for rounding, at a fraction of the cost of `uniform`.
@@ -122,7 +122,7 @@ class Rng:
         next integer by rounding. Probabilities are exact up to 2**-17, and so is the expectation of a rounded value, in
         units of a level; a smaller fraction always becomes 0.
         """
-        return self._xp.noise(self.table, self.keys, self.offset, n)
+        return self._xp.random.noise(self.table, self.keys, self.offset, n)
 
     def rounded(self, x: Any, n: int) -> Any:
         """The float32[n] ``x``, each element rounded at random to a neighbouring integer, with expectation x.
@@ -134,7 +134,7 @@ class Rng:
 
     def normal(self, n: int) -> Any:
         """float32[n] of mean 0 and variance 1 (Box and Muller, 1958). Equal across toolkits up to rounding."""
-        u = self._xp.uniform(*self.keys, 2 * self.offset, 2 * n)
+        u = self._xp.random.uniform(*self.keys, 2 * self.offset, 2 * n)
         radius = self._xp.sqrt(-2.0 * self._xp.log(1.0 - u[0::2]))
         return radius * self._xp.cos((2.0 * math.pi) * u[1::2])
 
@@ -144,4 +144,4 @@ class Rng:
         They are the positions with the k smallest words, as unsigned numbers. Ties cannot occur for n <= 2**32: the
         hash permutes the counters.
         """
-        return self._xp.sample(*self.keys, self.offset, n, k)
+        return self._xp.random.sample(*self.keys, self.offset, n, k)

@@ -35,7 +35,7 @@ class Resize(Enum):
 
 def apart(arrays: Payload, others: Payload, xp: Any) -> Payload:
     """The arrays in memory of their own; copies those that overlap any of ``others``."""
-    return tuple(xp.copy(x) if any(xp.overlap(x, other) for other in others) else x for x in arrays)
+    return tuple(xp.buffers.copy(x) if any(xp.buffers.overlap(x, other) for other in others) else x for x in arrays)
 
 
 def scope(state: State, prefix: str) -> State:

@@ -98,7 +98,7 @@ def _encode_chunks(compressor: Compressor, x: Array, residual: Array | None, ctx
     each = template(compressor, xp, (units,), ctx.wire)
     # Allocate the whole payload, slightly too long, and let each chunk write its part: concatenation would copy once
     # more.
-    whole = [xp.empty(-(-ctx.size // units) * shape[0], dtype) for dtype, shape in each]
+    whole = [xp.buffers.empty(-(-ctx.size // units) * shape[0], dtype) for dtype, shape in each]
     ends: list[int] = []
     forms = compiled(xp) if workspace(ctx).compile and not compressor.traits.lossless else None
     for start, stop in pieces(compressor, ctx):
@@ -111,14 +111,14 @@ def _encode_chunks(compressor: Compressor, x: Array, residual: Array | None, ctx
             if forms.encode(compressor, part, rest, outs, here):
                 continue
         if rest is not None:
-            part = xp.add_to(part, rest)
+            part = xp.inplace.add(part, rest)
         found: Any = compressor.compress(part, {}, here)
         payload: Payload = found[0]
         ends = [first + xp.shape(array)[0] for first, array in zip(firsts, payload, strict=True)]
         for place, first, end, array in zip(whole, firsts, ends, payload, strict=True):
-            xp.write(place[first:end], array)
+            xp.buffers.write(place[first:end], array)
         if residual is not None:
             left = compressor.residual(part, payload, here)
-            if not xp.same_memory(left, x[start:stop]):
-                xp.write(x[start:stop], left)
+            if not xp.buffers.same_memory(left, x[start:stop]):
+                xp.buffers.write(x[start:stop], left)
     return tuple(array[:end] for array, end in zip(whole, ends, strict=True)), x

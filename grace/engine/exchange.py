@@ -136,7 +136,7 @@ class Exchange:
             last = self._flights[-1][0] if self._flights else None
             before = None if last is None or last.depart() else last
             label = f"{name}.of{setup.number}" if setup.number else name  # a name that TensorFlow accepts
-            room = partial(xp.side_by_side, nbytes)
+            room = partial(xp.buffers.payload_arena, nbytes)
             return RoundScheduler(label, programs, setup.transport, setup.trace, setup.offload, before, room, deferred)
 
     def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
@@ -188,11 +188,11 @@ class Exchange:
                 parts.append(xp.zeros(tensor.size, unit.dtype))
                 owned = True
             else:
-                flat = xp.contiguous(xp.cast(xp.reshape(gradient, (-1,)), unit.dtype))
-                owned = tensor.name in self._donated or (xp.mutable and not xp.same_memory(flat, gradient))
+                flat = xp.buffers.contiguous(xp.cast(xp.reshape(gradient, (-1,)), unit.dtype))
+                owned = tensor.name in self._donated or (xp.mutable and not xp.buffers.same_memory(flat, gradient))
                 parts.append(flat)
         owned = owned or len(parts) > 1 or unit.dense != ""
-        return xp.concat(parts) if owned else xp.copy(parts[0])
+        return xp.concat(parts) if owned else xp.buffers.copy(parts[0])
 
     # -- headers -----------------------------------------------------------------------------------------------------
     def _presence(self, units: Iterable[Unit]) -> Program[Array]:
@@ -238,7 +238,7 @@ class Exchange:
         self._check_headers()
         means: dict[str, Array | None] = dict(self._switched)
         elements = sum(math.prod(unit.shape) for _, flat in self._flights for unit in flat)
-        with setup.xp.quiet(), setup.xp.together(elements):
+        with setup.xp.quiet(), setup.xp.buffers.streaming_writes(elements):
             for flight, flat in self._flights:
                 with setup.trace.span("decompress", flight.name):
                     found, counts = self._commit(flight, flat, setup.levels(flat))

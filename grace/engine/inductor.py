@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from grace.backends.base import Backend
-from grace.backends.torch import DTYPES, TorchBackend
+from grace.backends.buffers import InPlace
+from grace.backends.torch import TorchBackend
+from grace.backends.torch_bits import TorchBits, TorchRandom
+from grace.backends.torch_buffers import DTYPES, TorchBuffers
 from grace.core import Array, Compressor, Context, Payload, name_of
 from grace.core.rng import NOISE, Rng
 
@@ -35,39 +39,24 @@ class Uncompiled(Exception):
     """The reason why a chunk cannot be compiled."""
 
 
-class Traceable(TorchBackend):
-    """PyTorch functions in forms that a compiler can trace and vectorise. None of them reads values."""
+class TraceableBits(TorchBits):
+    """Bits without NumPy."""
 
-    mutable = False  # the compiler decides which arrays share memory
-    add_to = Backend.add_to
-    subtract_from = Backend.subtract_from
-    multiply_in = Backend.multiply_in
-    divide_in = Backend.divide_in
-    divided = Backend.divided
-    add_product = Backend.add_product
-    floor_in = Backend.floor_in
-    put = Backend.put
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.on_host = False  # a compiler cannot trace NumPy views or pooled memory
-        self.piece = 0
-
-    def pack_bits(self, mask: Array) -> Array:
+    def pack(self, mask: Array) -> Array:
         n = mask.shape[0]
         if n % 8:
-            return super().pack_bits(mask)
+            return super().pack(mask)
         # Floats vectorise; integers do not.
         weights = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], dtype=torch.float32, device="cpu")
         return (mask.view(-1, 8).to(torch.float32) * weights).sum(1).to(torch.uint8)
 
-    def unpack_bits(self, packed: Array, n: int) -> Array:
-        return self._bits(packed) != 0 if n % 32 == 0 else super().unpack_bits(packed, n)
+    def unpack(self, packed: Array, n: int) -> Array:
+        return self._bits(packed) != 0 if n % 32 == 0 else super().unpack(packed, n)
 
     def unpack_signs(self, packed: Array, n: int) -> Array:
         return self._bits(packed).to(torch.float32) * 2 - 1 if n % 32 == 0 else super().unpack_signs(packed, n)
 
-    def by_byte(self, values: Callable[[Array, int], Array], packed: Array, m: int) -> Array:
+    def map_bytes(self, values: Callable[[Array, int], Array], packed: Array, m: int) -> Array:
         return values(packed, m)
 
     def _bits(self, packed: Array) -> Array:
@@ -75,14 +64,38 @@ class Traceable(TorchBackend):
         words = packed.view(torch.int32).view(-1, 1)
         return ((words >> torch.arange(32, dtype=torch.int32, device="cpu")) & 1).view(-1)
 
-    def bitcast(self, x: Array, dtype: str) -> Array:
-        return x.contiguous().view(DTYPES[dtype])
+
+class TraceableBuffers(TorchBuffers):
+    """The traced code writes to no array."""
 
     def overlap(self, x: Array, y: Array) -> bool:
-        return False  # the traced code writes to no array
+        return False
+
+
+class TraceableRandom(TorchRandom):
+    """No random numbers: they are inputs."""
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         raise Uncompiled("it draws random numbers of a kind that is not compiled")
+
+
+class Traceable(TorchBackend):
+    """PyTorch functions in forms that a compiler can trace and vectorise. None of them reads values."""
+
+    mutable = False  # the compiler decides which arrays share memory
+    buffers = cached_property(TraceableBuffers)
+    inplace = cached_property(InPlace)
+    bits = cached_property(TraceableBits)
+    random = cached_property(TraceableRandom)
+    divided = Backend.divided
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.on_host = False  # a compiler cannot trace NumPy views or pooled memory
+        self.piece = 0
+
+    def bitcast(self, x: Array, dtype: str) -> Array:
+        return x.contiguous().view(DTYPES[dtype])
 
     def sound(self, x: Array, ok: Callable[[], Array], message: str) -> Array:
         raise Uncompiled("it looks at the values of payloads")
@@ -102,7 +115,7 @@ class Draw:
         """The input arrays for these numbers."""
         rng = ctx.shared_rng(self.label) if self.shared else ctx.rng(self.label)
         if self.kind == "noise" and self.n % NOISE == 0 and rng.offset % NOISE == 0:
-            return ctx.xp._noise_parts(rng.table, rng.keys, rng.offset // NOISE, self.n // NOISE)
+            return ctx.xp.random.noise_parts(rng.table, rng.keys, rng.offset // NOISE, self.n // NOISE)
         return (getattr(rng, self.kind)(self.n),)
 
 

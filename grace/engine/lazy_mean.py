@@ -54,7 +54,7 @@ class LazyMean(Lazy):
         """float32[n], filled later if ``deferred`` has the kernel. ValueError names the sender of a bad payload."""
         xp, ctx = self._ctx.xp, self._ctx
         if xp.mutable and (xp.kernels or in_chunks(self._compressor, ctx)):
-            return self.into(xp.empty(ctx.size, ctx.dtype), deferred)
+            return self.into(xp.buffers.empty(ctx.size, ctx.dtype), deferred)
         with self._named():
             return self._whole()
 
@@ -186,7 +186,7 @@ class DeferredResidual:
 def all_finite(means: Sequence[LazyMean], xp: Any) -> bool:
     """Whether the marks of all these means are finite: one check for all is cheaper than one each."""
     kernels = xp.kernels
-    if kernels and kernels.finite and all(mean.placed for mean in means):
+    if kernels and kernels.arrays.finite and all(mean.placed for mean in means):
         places = [place for mean in means for place in mean.places()]
-        return bool(kernels.finite([address for address, _ in places], [count for _, count in places]))
+        return bool(kernels.arrays.finite([address for address, _ in places], [count for _, count in places]))
     return bool(xp.finite(xp.concat([array for mean in means for array in mean.marks()])))

@@ -325,7 +325,7 @@ class Schedule:
             cell.assign(
                 self._xp.zeros(self._xp.shape(old))
                 if saved is None
-                else self._xp.copy(self._xp.asarray(saved, "float32"))
+                else self._xp.buffers.copy(self._xp.asarray(saved, "float32"))
             )
         if self.probe is not None:
             held = state.get("held")

@@ -121,5 +121,5 @@ class NoiseProbe:
         for name, cell in self._held.items():
             saved, shape = held.get(name), xp.shape(cell.read())
             fits = tuple(getattr(saved, "shape", (None,))) == shape
-            cell.assign(xp.copy(xp.asarray(saved, "float32")) if fits else xp.zeros(shape))
+            cell.assign(xp.buffers.copy(xp.asarray(saved, "float32")) if fits else xp.zeros(shape))
         self.reset()

@@ -68,9 +68,9 @@ class Snapshot:
         value = cell.read()
         _, copy = self._copies.get(id(cell), (cell, None))
         if copy is None or xp.shape(copy) != xp.shape(value) or not xp.mutable:
-            self._copies[id(cell)] = (cell, xp.copy(value))
+            self._copies[id(cell)] = (cell, xp.buffers.copy(value))
         else:
-            xp.write(copy, value)
+            xp.buffers.write(copy, value)
         self._taken[id(cell)] = cell
 
     def read(self, cell: Any) -> Array | None:
@@ -83,7 +83,7 @@ class Snapshot:
             if (copy := self.read(cell)) is not None:
                 del self._taken[id(cell)]
                 if xp.mutable:
-                    xp.write(cell.read(), copy)
+                    xp.buffers.write(cell.read(), copy)
                 else:
                     cell.assign(copy)
 
@@ -246,16 +246,16 @@ class StateStore:
         if isinstance(new, DeferredResidual):
             if ok:
                 new.into(old)
-            return bool(ok) and self.xp.same_memory(new.x, x) and self.xp.shape(new.x) == self.xp.shape(x)
-        if self.xp.mutable and self.xp.overlap(new, x):
-            self.xp.write(old, self.xp.choose(ok, new, old))  # the mean needs x
+            return bool(ok) and self.xp.buffers.same_memory(new.x, x) and self.xp.shape(new.x) == self.xp.shape(x)
+        if self.xp.mutable and self.xp.buffers.overlap(new, x):
+            self.xp.buffers.write(old, self.xp.choose(ok, new, old))  # the mean needs x
         else:
             cell.assign(self.xp.choose(ok, new, old))
         return False
 
     def _restore(self, noted: list[tuple[Array, Array]]) -> None:
         for residual, last in reversed(noted):
-            self.xp.write(residual, last)
+            self.xp.buffers.write(residual, last)
 
     def _last(self, unit: str, cell: Any, snapshot: Snapshot) -> Array:
         # A state array as it was at the beginning of the current step.
@@ -275,7 +275,7 @@ class StateStore:
             self._carry(unit, before, ctx)
         for key, value in state.items():
             if elsewhere or not _lasting(key, self._ways[level]):
-                self._cells[unit.name][level][key].assign(self.xp.copy(value))
+                self._cells[unit.name][level][key].assign(self.xp.buffers.copy(value))
 
     def _carry(self, unit: Unit, level: int, ctx: Context) -> None:
         # What was not sent at any point of a way that a tensor leaves is added to this worker's next gradient, so that
@@ -382,7 +382,7 @@ class StateStore:
                     shapes = f"{getattr(new, 'shape', None)}, but the model needs {xp.shape(old)}"
                     raise ValueError(f"state {key!r} of {unit!r} has shape {shapes}")
                 check_kind(new, xp.dtype(old), f"state {key!r} of {unit!r}")
-                found.append(Fitted(unit, key, cell, xp.copy(xp.asarray(new, xp.dtype(old)))))
+                found.append(Fitted(unit, key, cell, xp.buffers.copy(xp.asarray(new, xp.dtype(old)))))
         return found
 
     def load(self, fitted: Iterable[Fitted]) -> None:

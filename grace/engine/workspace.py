@@ -69,6 +69,6 @@ def kernels(ctx: Context) -> Any:
 
 def accumulated(ctx: Context, x: Array, last: Array, beta: float = 1.0, gamma: float = 1.0) -> Array:
     """`weighted_sum`. With a rollback log, a kernel writes the sum over ``last``."""
-    if workspace(ctx).rollback_log is not None and (found := kernels(ctx)) and found.accumulate:
-        return found.accumulate(x, last, beta, gamma)
+    if workspace(ctx).rollback_log is not None and (found := kernels(ctx)) and found.memories.accumulate:
+        return found.memories.accumulate(x, last, beta, gamma)
     return weighted_sum(ctx, x, last, beta, gamma)

@@ -19,7 +19,12 @@ import tensorflow as tf
 from grace.core import Compressor, name_of
 from grace.core.rng import NOISE, Rng
 from grace.kernels import library
-from grace.kernels.host import partly
+from grace.kernels.arrays import Arrays
+from grace.kernels.host import absent, partly
+from grace.kernels.memories import Memories
+from grace.kernels.quantisers import Quantisers
+from grace.kernels.sparsifiers import Sparsifiers
+from grace.kernels.transforms import Transforms
 
 __all__ = [
     "TensorflowKernels",
@@ -127,23 +132,17 @@ def _refusals() -> Iterator[None]:
         raise ValueError(error.message) from error
 
 
-@partly
-class TensorflowKernels:
-    """As `grace.kernels.host.HostKernels`, for TensorFlow's CPU tensors."""
+@partly(Quantisers)
+class TensorflowQuantisers:
+    """As `Quantisers`, for TensorFlow's CPU tensors."""
 
     def __init__(self, xp: Any):
-        found = library()
-        self._xp, self.isa = xp, found.isa if found else ""
+        self._xp = xp
 
-    def whole(self, compressor: Compressor) -> bool:
-        """Whether a few operations cover the whole method; otherwise NumPy's kernels run it."""
-        if name_of(compressor) == "topk":
-            return (compressor.selector, compressor.index_coding) == ("exact", "int32")  # type: ignore[attr-defined]
-        return name_of(compressor) in ("none", "fp16", "blockint", "efsignsgd")
-
-    def signs_encode(self, x: Tensor, residual: Tensor | None, block: int) -> tuple[Tensor, Tensor, Tensor]:
-        """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], new residual."""
-        return signs_encode(x, residual, block, self._xp.threads)
+    def signs_encode(self, x: Tensor, residual: Tensor | None, block: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        """float32[n] -> bits uint8[ceil(n/8)], scales float32[m]; new residual."""
+        *payload, left = signs_encode(x, residual, block, self._xp.threads)
+        return tuple(payload), left
 
     def signs_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int, block: int) -> Tensor:
         """Each worker's bits and scales -> float32[n]."""
@@ -153,13 +152,15 @@ class TensorflowKernels:
 
     def ints_encode(
         self, x: Tensor, residual: Tensor | None, block: int, bits: int, rng: Rng | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], new residual. ``rng``: round at random."""
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m]; new residual. ``rng``: round at random."""
         if rng is None:
-            return ints_encode(x, residual, block, bits, threads=self._xp.threads)
+            *payload, left = ints_encode(x, residual, block, bits, threads=self._xp.threads)
+            return tuple(payload), left
         rows = range(rng.offset // NOISE, -(-(rng.offset + x.shape[0]) // NOISE))
         table, offsets = self._upper(rng.table, 0, NOISE), self._upper(rng.keys, rows.start, len(rows))
-        return ints_encode(x, residual, block, bits, table, offsets, rng.offset, self._xp.threads)
+        *payload, left = ints_encode(x, residual, block, bits, table, offsets, rng.offset, self._xp.threads)
+        return tuple(payload), left
 
     def ints_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int, block: int, bits: int) -> Tensor:
         """Each worker's codes and scales -> float32[n]."""
@@ -167,9 +168,23 @@ class TensorflowKernels:
         with _refusals():
             return ints_mean(codes, scales, n, block, bits, self._xp.threads)
 
-    def topk_encode(self, x: Tensor, residual: Tensor | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and the new residual."""
-        return topk_encode(x, residual, k, self._xp.threads)
+    def _upper(self, keys: tuple[Any, Any], start: int, n: int) -> Tensor:
+        # The upper halves of words.
+        words = tf.bitcast(self._xp.random.words(*keys, start, n), tf.uint32)
+        return tf.cast(tf.bitwise.right_shift(words, tf.constant(16, tf.uint32)), tf.uint16)
+
+
+@partly(Sparsifiers)
+class TensorflowSparsifiers:
+    """As `Sparsifiers`, for TensorFlow's CPU tensors."""
+
+    def __init__(self, xp: Any):
+        self._xp = xp
+
+    def topk_encode(self, x: Tensor, residual: Tensor | None, k: int) -> tuple[tuple[Tensor, ...], Tensor]:
+        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes; and the new residual."""
+        *payload, left = topk_encode(x, residual, k, self._xp.threads)
+        return tuple(payload), left
 
     def sparse_mean(self, payloads: Sequence[tuple[Tensor, ...]], out: None, n: int) -> Tensor:
         """Each worker's values and ascending positions -> float32[n]."""
@@ -177,7 +192,19 @@ class TensorflowKernels:
         with _refusals():
             return sparse_mean(values, positions, n, self._xp.threads)
 
-    def _upper(self, keys: tuple[Any, Any], start: int, n: int) -> Tensor:
-        # The upper halves of words.
-        words = tf.bitcast(self._xp.words(*keys, start, n), tf.uint32)
-        return tf.cast(tf.bitwise.right_shift(words, tf.constant(16, tf.uint32)), tf.uint16)
+
+class TensorflowKernels:
+    """As `grace.kernels.host.HostKernels`, for TensorFlow's CPU tensors."""
+
+    transforms, memories, arrays = absent(Transforms), absent(Memories), absent(Arrays)
+
+    def __init__(self, xp: Any):
+        found = library()
+        self.quantisers, self.sparsifiers = TensorflowQuantisers(xp), TensorflowSparsifiers(xp)
+        self.isa = found.isa if found else ""
+
+    def whole(self, compressor: Compressor) -> bool:
+        """Whether a few operations cover the whole method; otherwise NumPy's kernels run it."""
+        if name_of(compressor) == "topk":
+            return (compressor.selector, compressor.index_coding) == ("exact", "int32")  # type: ignore[attr-defined]
+        return name_of(compressor) in ("none", "fp16", "blockint", "efsignsgd")

@@ -15,9 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
+from grace.backends.torch_bits import signed
 from grace.core.errors import Unavailable
-from grace.core.rng import MASK32, Rng
-from grace.kernels.host import Pairs, fitted, partly
+from grace.core.rng import Rng
+from grace.kernels.arrays import Arrays
+from grace.kernels.calls import Pairs, fitted
+from grace.kernels.host import absent, partly
+from grace.kernels.memories import Memories
+from grace.kernels.quantisers import Quantisers
+from grace.kernels.sparsifiers import Sparsifiers
+from grace.kernels.transforms import Transforms
 from grace.ops.blocks import block_count
 
 Array = Any
@@ -357,101 +364,14 @@ def topk_take(
 
 
 # -- on arrays ---------------------------------------------------------------------------------------------------------
-@partly
-class TritonKernels:
-    """As `grace.kernels.host.HostKernels`, for device tensors; x always receives the new residual.
+class Launcher:
+    """Launches kernels on device tensors; x always receives the new residual.
 
     A kernel that cannot be compiled or launched raises `Unavailable`, before writing any output.
     """
 
-    isa = "triton"
-
     def __init__(self, xp: Any, give_up: Callable[[Exception], None]):
         self._xp, self._give_up = xp, give_up
-
-    def within(self, log: Any, deferred: Any) -> TritonKernels:
-        """These kernels unchanged: a device needs no log and no deferral."""
-        return self
-
-    def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[Array, Array, Array]:
-        """float32[n] -> bits uint8[ceil(n/8)], scales float32[m], new residual (if there is a residual)."""
-        xp, (n,), add = self._xp, x.shape, residual is not None
-        m = block_count(n, block or None)
-        bits, scales = xp.part(-(-n // 8), "uint8"), xp.part(m)
-        if n == 0:
-            return bits, scales, x
-        v = x, x if residual is None else residual
-        if 0 < block <= LARGE:
-            rows, form = _rows(block)
-            self._launch(signs_blocks, -(-m // rows), *v, bits, scales, n, BLOCK=block, ROWS=rows, **form, ADD=add)
-            return bits, scales, x
-        tiles, size = _tiles(n, block)
-        sums = xp.empty(m * tiles, "float64")
-        self._launch(signs_sums, m * tiles, *v, sums, n, size, tiles, TILE=TILE, ADD=add)
-        self._launch(signs_scales, m, sums, scales, n, size, tiles, TILE=1024)
-        self._launch(signs_rest, m * tiles, *v, bits, scales, n, size, tiles, TILE=TILE, ADD=add)
-        return bits, scales, x
-
-    def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
-        """Each worker's bits and scales -> float32[n], in ``out`` if given."""
-        sizes = ("uint8", -(-n // 8)), ("float32", block_count(n, block or None))
-        return self._mean(signs_mean, fitted(self._xp, payloads, *sizes), out, n, BLOCK=block)
-
-    def ints_encode(
-        self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
-    ) -> tuple[Array, Array, Array]:
-        """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m], new residual. ``rng``: round at random."""
-        xp, (n,) = self._xp, x.shape
-        m = block_count(n, block or None)
-        codes, scales = xp.part(-(-n * bits // 8), "uint8"), xp.part(m)
-        if n == 0:
-            return codes, scales, x
-        v = x, x if residual is None else residual
-        noise = (0,) * 5 if rng is None else (rng.offset, *(_signed(key) for key in (*rng.table, *rng.keys)))
-        form = {"BITS": bits, "RANDOM": rng is not None, "ADD": residual is not None}
-        if 0 < block <= LARGE:
-            rows, shape = _rows(block)
-            self._launch(
-                ints_blocks, -(-m // rows), *v, codes, scales, n, *noise, BLOCK=block, ROWS=rows, **shape, **form
-            )
-            return codes, scales, x
-        tiles, size = _tiles(n, block)
-        most = scales.view(torch.int32).zero_()
-        self._launch(ints_largest, m * tiles, *v, most, n, size, tiles, TILE=TILE, ADD=form["ADD"])
-        self._launch(ints_rest, m * tiles, *v, codes, scales, n, size, tiles, *noise, TILE=TILE, **form)
-        return codes, scales, x
-
-    def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
-        """Each worker's codes and scales -> float32[n], in ``out`` if given."""
-        sizes = ("uint8", -(-n * bits // 8)), ("float32", block_count(n, block or None))
-        return self._mean(ints_mean, fitted(self._xp, payloads, *sizes), out, n, BLOCK=block, BITS=bits)
-
-    def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[Array, Array, Array]:
-        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes, and the new residual."""
-        xp, (n,), add = self._xp, x.shape, residual is not None
-        values, positions = xp.part(k), xp.part(k, "int32")
-        if k == 0:
-            return values, positions, x
-        tiles, v = -(-n // TILE), (x, residual if add else x)
-        magnitudes, counts = xp.empty(n), xp.empty((2, tiles), "int32")
-        self._launch(topk_magnitudes, tiles, *v, magnitudes, n, TILE=TILE, ADD=add)
-        bound = torch.topk(magnitudes, k, sorted=False).values.min()
-        self._launch(topk_counts, tiles, magnitudes, bound, counts, n, tiles, TILE=TILE)
-        ends = torch.cumsum(counts, 1, dtype=torch.int32)
-        found = magnitudes, bound, counts, ends, values, positions
-        self._launch(topk_take, tiles, *v, *found, n, k, tiles, TILE=TILE, ADD=add)
-        return values, positions, x
-
-    def _mean(self, kernel: Any, payloads: Pairs, out: Array | None, n: int, **form: Any) -> Array:
-        workers, out = len(payloads), self._xp.empty(n) if out is None else out
-        for first in range(0, workers if n else 0, GROUP):
-            sent, scales = zip(*payloads[first : first + GROUP], strict=True)
-            divide = 1 < workers <= first + GROUP
-            self._launch(
-                kernel, -(-n // TILE), sent, scales, out, n, float(workers), **form,
-                WORKERS=len(sent), FIRST=first == 0, DIVIDE=divide, TILE=TILE,
-            )  # fmt: skip
-        return out
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **form: Any) -> None:
         # On the tensors' own device, which may not be the current one. NumPy would warn of NaN and infinity.
@@ -464,6 +384,110 @@ class TritonKernels:
             raise Unavailable(str(error)) from error
 
 
+@partly(Quantisers)
+class TritonQuantisers(Launcher):
+    """As `Quantisers`, for device tensors."""
+
+    def signs_encode(self, x: Array, residual: Array | None, block: int) -> tuple[tuple[Array, Array], Array]:
+        """float32[n] -> bits uint8[ceil(n/8)], scales float32[m]; new residual (if there is a residual)."""
+        xp, (n,), add = self._xp, x.shape, residual is not None
+        m = block_count(n, block or None)
+        bits, scales = xp.buffers.empty_payload(-(-n // 8), "uint8"), xp.buffers.empty_payload(m)
+        if n == 0:
+            return (bits, scales), x
+        v = x, x if residual is None else residual
+        if 0 < block <= LARGE:
+            rows, form = _rows(block)
+            self._launch(signs_blocks, -(-m // rows), *v, bits, scales, n, BLOCK=block, ROWS=rows, **form, ADD=add)
+            return (bits, scales), x
+        tiles, size = _tiles(n, block)
+        sums = xp.buffers.empty(m * tiles, "float64")
+        self._launch(signs_sums, m * tiles, *v, sums, n, size, tiles, TILE=TILE, ADD=add)
+        self._launch(signs_scales, m, sums, scales, n, size, tiles, TILE=1024)
+        self._launch(signs_rest, m * tiles, *v, bits, scales, n, size, tiles, TILE=TILE, ADD=add)
+        return (bits, scales), x
+
+    def signs_mean(self, payloads: Pairs, out: Array | None, n: int, block: int) -> Array:
+        """Each worker's bits and scales -> float32[n], in ``out`` if given."""
+        sizes = ("uint8", -(-n // 8)), ("float32", block_count(n, block or None))
+        return self._mean(signs_mean, fitted(self._xp, payloads, *sizes), out, n, BLOCK=block)
+
+    def ints_encode(
+        self, x: Array, residual: Array | None, block: int, bits: int, rng: Rng | None
+    ) -> tuple[tuple[Array, Array], Array]:
+        """float32[n] -> codes uint8[ceil(n * bits / 8)], scales float32[m]; new residual. ``rng``: round at random."""
+        xp, (n,) = self._xp, x.shape
+        m = block_count(n, block or None)
+        codes, scales = xp.buffers.empty_payload(-(-n * bits // 8), "uint8"), xp.buffers.empty_payload(m)
+        if n == 0:
+            return (codes, scales), x
+        v = x, x if residual is None else residual
+        noise = (0,) * 5 if rng is None else (rng.offset, *(signed(key) for key in (*rng.table, *rng.keys)))
+        form = {"BITS": bits, "RANDOM": rng is not None, "ADD": residual is not None}
+        if 0 < block <= LARGE:
+            rows, shape = _rows(block)
+            self._launch(
+                ints_blocks, -(-m // rows), *v, codes, scales, n, *noise, BLOCK=block, ROWS=rows, **shape, **form
+            )
+            return (codes, scales), x
+        tiles, size = _tiles(n, block)
+        most = scales.view(torch.int32).zero_()
+        self._launch(ints_largest, m * tiles, *v, most, n, size, tiles, TILE=TILE, ADD=form["ADD"])
+        self._launch(ints_rest, m * tiles, *v, codes, scales, n, size, tiles, *noise, TILE=TILE, **form)
+        return (codes, scales), x
+
+    def ints_mean(self, payloads: Pairs, out: Array | None, n: int, block: int, bits: int) -> Array:
+        """Each worker's codes and scales -> float32[n], in ``out`` if given."""
+        sizes = ("uint8", -(-n * bits // 8)), ("float32", block_count(n, block or None))
+        return self._mean(ints_mean, fitted(self._xp, payloads, *sizes), out, n, BLOCK=block, BITS=bits)
+
+    def _mean(self, kernel: Any, payloads: Pairs, out: Array | None, n: int, **form: Any) -> Array:
+        workers, out = len(payloads), self._xp.buffers.empty(n) if out is None else out
+        for first in range(0, workers if n else 0, GROUP):
+            sent, scales = zip(*payloads[first : first + GROUP], strict=True)
+            divide = 1 < workers <= first + GROUP
+            self._launch(
+                kernel, -(-n // TILE), sent, scales, out, n, float(workers), **form,
+                WORKERS=len(sent), FIRST=first == 0, DIVIDE=divide, TILE=TILE,
+            )  # fmt: skip
+        return out
+
+
+@partly(Sparsifiers)
+class TritonSparsifiers(Launcher):
+    """As `Sparsifiers`, for device tensors."""
+
+    def topk_encode(self, x: Array, residual: Array | None, k: int) -> tuple[tuple[Array, Array], Array]:
+        """float32[n] -> values float32[k] and positions int32[k] of the largest magnitudes; and the new residual."""
+        xp, (n,), add = self._xp, x.shape, residual is not None
+        values, positions = xp.buffers.empty_payload(k), xp.buffers.empty_payload(k, "int32")
+        if k == 0:
+            return (values, positions), x
+        tiles, v = -(-n // TILE), (x, residual if add else x)
+        magnitudes, counts = xp.buffers.empty(n), xp.buffers.empty((2, tiles), "int32")
+        self._launch(topk_magnitudes, tiles, *v, magnitudes, n, TILE=TILE, ADD=add)
+        bound = torch.topk(magnitudes, k, sorted=False).values.min()
+        self._launch(topk_counts, tiles, magnitudes, bound, counts, n, tiles, TILE=TILE)
+        ends = torch.cumsum(counts, 1, dtype=torch.int32)
+        found = magnitudes, bound, counts, ends, values, positions
+        self._launch(topk_take, tiles, *v, *found, n, k, tiles, TILE=TILE, ADD=add)
+        return (values, positions), x
+
+
+class TritonKernels:
+    """As `grace.kernels.host.HostKernels`, for device tensors."""
+
+    isa = "triton"
+    transforms, memories, arrays = absent(Transforms), absent(Memories), absent(Arrays)
+
+    def __init__(self, xp: Any, give_up: Callable[[Exception], None]):
+        self.quantisers, self.sparsifiers = TritonQuantisers(xp, give_up), TritonSparsifiers(xp, give_up)
+
+    def within(self, log: Any, deferred: Any) -> TritonKernels:
+        """These kernels unchanged: a device needs no log and no deferral."""
+        return self
+
+
 def _rows(block: int) -> tuple[int, dict[str, int]]:
     # Blocks per program, and the power of two that holds one.
     width = max(8, triton.next_power_of_2(block))
@@ -474,8 +498,3 @@ def _tiles(n: int, block: int) -> tuple[int, int]:
     # Tiles per large block, and its size.
     size = block or n
     return -(-size // TILE), size
-
-
-def _signed(word: int) -> int:
-    # The int32 with the same bits, so that a kernel's argument types are the same in each step.
-    return ((int(word) & MASK32) ^ 2**31) - 2**31

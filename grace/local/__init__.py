@@ -16,7 +16,8 @@ from typing import Any
 from grace.core import Transport
 from grace.engine.session import Grace
 from grace.factory import grace_from_params
-from grace.local.diloco import Access, DiLoCo, in_turn
+from grace.local.diloco import DiLoCo, in_turn
+from grace.local.model import Access
 from grace.local.settings import Settings
 
 __all__ = ["Access", "DiLoCo", "LocalSGD", "Settings", "SlowMo", "SparseLoCo", "Streaming", "from_params", "in_turn"]

@@ -57,12 +57,12 @@ class DGC(Memory):
         if not 0 < xp.piece < ctx.size:
             u, step = self._momentum(x, u)
             return v + step, {**state, "momentum": u}
-        fresh = xp.empty(ctx.size)  # the old state stays until the exchange is over
+        fresh = xp.buffers.empty(ctx.size)  # the old state stays until the exchange is over
         for start in range(0, ctx.size, xp.piece):
             part = slice(start, min(start + xp.piece, ctx.size))
             momentum, step = self._momentum(x[part], u[part])
-            xp.write(fresh[part], momentum)
-            xp.write(x[part], v[part] + step)
+            xp.buffers.write(fresh[part], momentum)
+            xp.buffers.write(x[part], v[part] + step)
         return x, {**state, "momentum": fresh}
 
     def clipped(self, x: Array, ctx: Context) -> Array:

@@ -44,7 +44,7 @@ class Diana(Memory):
         return x - state["shift"], state
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
-        sent = x - compressor.residual(ctx.xp.copy(x), payload, ctx)
+        sent = x - compressor.residual(ctx.xp.buffers.copy(x), payload, ctx)
         return {**state, "shift": state["shift"] + sent * self.rate(compressor, ctx)}
 
     def after_mean(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:

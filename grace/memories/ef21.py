@@ -33,7 +33,7 @@ class EF21(Memory):
         return x - state["estimate"], state
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
-        sent = x - compressor.residual(ctx.xp.copy(x), payload, ctx)
+        sent = x - compressor.residual(ctx.xp.buffers.copy(x), payload, ctx)
         return {**state, "estimate": state["estimate"] + sent}
 
     def after_mean(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:

@@ -62,14 +62,14 @@ def norms(xp: Any, table: Array) -> Array:
 def scaled(xp: Any, values: Array, scale: Array, block: int | None) -> Array:
     """[n], float32[m] -> [n]: each value times the scale of its block. The values are donated."""
     scale = fitting(xp, scale, "float32", block_count(xp.shape(values)[0], block), "scales")
-    return flat(xp, xp.multiply_in(rows(xp, values, block), xp.reshape(scale, (-1, 1))), xp.shape(values)[0])
+    return flat(xp, xp.inplace.multiply(rows(xp, values, block), xp.reshape(scale, (-1, 1))), xp.shape(values)[0])
 
 
 def add_scaled(xp: Any, x: Array, signs: Array, scale: Array, block: int | None) -> Array:
     """[n] + signs[n] * scale[m] of each block, in one pass if possible. x is donated; signs are -1 and 1."""
     n = xp.shape(x)[0]
     scale = xp.reshape(fitting(xp, scale, "float32", block_count(n, block), "scales"), (-1, 1))
-    return flat(xp, xp.add_product(rows(xp, x, block), rows(xp, signs, block), scale), n)
+    return flat(xp, xp.inplace.add_product(rows(xp, x, block), rows(xp, signs, block), scale), n)
 
 
 def check_block(key: str, block: int) -> None:

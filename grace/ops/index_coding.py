@@ -41,7 +41,7 @@ def write(xp: Any, coding: str, positions: Array, n: int, k: int | None = None) 
     if coding == "int32":
         return (positions,)
     if coding == "bitmap":
-        return (xp.pack_bits(xp.scatter(xp.zeros(n, "uint8"), positions, 1) != 0),)
+        return (xp.bits.pack(xp.scatter(xp.zeros(n, "uint8"), positions, 1) != 0),)
     assert k is not None
     lower, upper = widths(n, k)
     planes, shift = [], 0
@@ -49,7 +49,7 @@ def write(xp: Any, coding: str, positions: Array, n: int, k: int | None = None) 
         planes.append(pack(xp, bits, xp.bitwise_and(xp.shift_right(positions, shift), 2**bits - 1)))
         shift += bits
     marks = xp.scatter(xp.zeros(upper, "uint8"), xp.shift_right(positions, shift) + xp.arange(k), 1)
-    return (*planes, xp.pack_bits(marks != 0))
+    return (*planes, xp.bits.pack(marks != 0))
 
 
 def read(xp: Any, coding: str, sent: tuple[Array, ...], n: int, k: int | None = None) -> Array:
@@ -70,7 +70,7 @@ def read(xp: Any, coding: str, sent: tuple[Array, ...], n: int, k: int | None = 
 
 def _set(xp: Any, packed: Array, n: int, k: int | None) -> Array:
     # int32[k]: the positions of the set bits among n.
-    found = xp.nonzero(xp.unpack_bits(fitting(xp, packed, "uint8", packed_size(1, n), "bits of positions"), n))
+    found = xp.nonzero(xp.bits.unpack(fitting(xp, packed, "uint8", packed_size(1, n), "bits of positions"), n))
     return found if k is None else xp.reshape(fitting(xp, found, "int32", k, "positions"), (k,))
 
 

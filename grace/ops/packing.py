@@ -32,7 +32,7 @@ def pack(xp: Any, bits: int, codes: Array) -> Array:
     if bits == 8:
         return xp.cast(codes, "uint8")
     if bits == 1:
-        return xp.pack_bits(codes != 0)
+        return xp.bits.pack(codes != 0)
     if 8 % bits == 0:  # bytes hold whole codes: collect the codes of each word in its first byte
         each = 8 // bits
         words = xp.bitcast(xp.pad(xp.cast(codes, "uint8"), packed_size(bits, n) * each), WORDS[each])
@@ -54,7 +54,7 @@ def unpack(xp: Any, bits: int, packed: Array, n: int) -> Array:
     if bits == 8:
         return packed
     if bits == 1:
-        return xp.cast(xp.unpack_bits(packed, n), "uint8")
+        return xp.cast(xp.bits.unpack(packed, n), "uint8")
     mask = (1 << bits) - 1
     if 8 % bits == 0:
         each = 8 // bits

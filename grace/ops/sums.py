@@ -9,10 +9,10 @@ def weighted_sum(ctx: Context, x: Array, last: Array, beta: float = 1.0, gamma: 
     """float32[n]: beta * last + gamma * x. x is donated."""
     xp = ctx.xp
     if beta == gamma == 1.0:
-        return xp.add_to(x, last)
+        return xp.inplace.add(x, last)
     if not 0 < xp.piece < ctx.size:
-        return xp.add_to(x * gamma, last * beta)
+        return xp.inplace.add(x * gamma, last * beta)
     for start in range(0, ctx.size, xp.piece):
         part = slice(start, min(start + xp.piece, ctx.size))
-        xp.write(x[part], last[part] * beta + x[part] * gamma)
+        xp.buffers.write(x[part], last[part] * beta + x[part] * gamma)
     return x

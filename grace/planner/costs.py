@@ -1,21 +1,12 @@
-"""The cost of each action of a strategy: links, compressors, and the chain of operations after a gradient.
-
-A collective among w workers that each hold V bytes takes A(w) a + B(w) V b, with the latency a in seconds and the
-seconds per byte b of its level, and A and B from `COEFFICIENTS` (Thakur et al., 2005). a and b come from the link's
-bandwidth and latency, or are fitted to measurements of each collective. The workers of a machine share its link to
-other machines.
+"""The cost of a strategy: the chain of operations after a gradient, on a cluster with a compressor.
 
 Espresso, section 4.2.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import combinations
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -23,378 +14,38 @@ from grace.communicators.planned.runner import carries, summable
 from grace.communicators.planned.strategy import (
     DENSE_FLAT,
     DENSE_HIERARCHICAL,
-    DEVICES,
     Action,
     Device,
-    Kind,
-    Level,
     Option,
     options,
     parse,
     states,
 )
 from grace.core.registry import triple
-from grace.planner.profile import but
-from grace.planner.profile import seconds as checked
+from grace.planner.codecs import Codec, Curve, Speed, codec
+from grace.planner.links import COEFFICIENTS, Cluster, Link, Rate, cluster, fitted
 from grace.planner.timeline import CPU, DEVICE, INTER, INTRA, Chain
 
-FORMAT = 1
+__all__ = [
+    "COEFFICIENTS",
+    "Cluster",
+    "Codec",
+    "Costs",
+    "Curve",
+    "Link",
+    "Rate",
+    "Speed",
+    "Term",
+    "cluster",
+    "codec",
+    "fitted",
+    "terms",
+]
+
 MIN_NUMEL = 1024
 """Smaller tensors go dense with other tensors' messages, as by default in `grace.engine.session.Options`."""
 KEPT = 12
 """Maximum number of strategies per tensor size in a search."""
-
-
-def _tree(w: int) -> float:
-    return math.ceil(math.log2(w)) if w > 1 else 0.0
-
-
-COEFFICIENTS: dict[Kind, Callable[[int], tuple[float, float]]] = {
-    "allreduce": lambda w: (2.0 * (w - 1), 2.0 * (w - 1) / w),
-    "reduce_scatter": lambda w: (w - 1.0, (w - 1) / w),
-    "alltoall": lambda w: (w - 1.0, (w - 1) / w),
-    "allgather": lambda w: (w - 1.0, w - 1.0),
-    "gather": lambda w: (w - 1.0, w - 1.0),
-    "reduce": lambda w: (_tree(w), float(w > 1)),
-    "broadcast": lambda w: (_tree(w), float(w > 1)),
-}
-"""By collective, for w workers: the number of latencies, and the multiple of a worker's bytes."""
-TREE: tuple[Kind, Kind] = ("reduce", "broadcast")
-LIKE: dict[Kind, Kind] = {
-    "reduce_scatter": "alltoall",
-    "gather": "allgather",
-    "reduce": "broadcast",
-}
-"""Substitutes for collectives that were not measured."""
-
-
-class Rate(NamedTuple):
-    """Seconds of latency, and seconds per byte."""
-
-    latency: float
-    per_byte: float
-
-
-NOTHING = Rate(0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class Link:
-    """The connection between the workers of a level."""
-
-    latency: float
-    """Seconds."""
-    bandwidth: float
-    """Bytes per second; infinity: no cost."""
-    fits: Mapping[Kind, Rate] = field(default_factory=dict)
-    """Measured rates of single collectives, which take precedence."""
-
-    def rate(self, kind: Kind) -> Rate:
-        """Latency and seconds per byte of a collective."""
-        found = self.fits.get(kind) or self.fits.get(LIKE.get(kind, kind))
-        return found or Rate(self.latency, 1 / self.bandwidth)
-
-    def scaled(self, latency: float = 1.0, bandwidth: float = 1.0) -> Link:
-        """A link with scaled latency and bandwidth."""
-        fits = {kind: Rate(rate.latency * latency, rate.per_byte / bandwidth) for kind, rate in self.fits.items()}
-        return Link(self.latency * latency, self.bandwidth * bandwidth, fits)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: microseconds and Gbit/s; fits in seconds and seconds per byte."""
-        plain: dict[str, Any] = {"latency_us": self.latency * 1e6, "gbit_per_s": self.bandwidth * 8e-9}
-        return plain | ({"fits": {kind: list(rate) for kind, rate in self.fits.items()}} if self.fits else {})
-
-
-def link(data: Any, what: str) -> Link:
-    """A `Link` from JSON data: {"latency_us", "gbit_per_s", "fits": {collective: [seconds, seconds per byte]}}."""
-    if not isinstance(data, Mapping) or not set(data) <= {"latency_us", "gbit_per_s", "fits"}:
-        raise ValueError(f'{what} is {{"gbit_per_s": ..., "latency_us": ...}}, not {data!r}')
-    gbit = data.get("gbit_per_s")
-    gbit = gbit if gbit == math.inf else checked(gbit, f"gbit_per_s of {what}")
-    if gbit == 0:
-        raise ValueError(f"gbit_per_s of {what} is 0: write what the link carries")
-    fits = {}
-    if not isinstance(data.get("fits", {}), Mapping):
-        raise ValueError(f"fits of {what} are {{collective: [seconds, seconds per byte]}}, not {data['fits']!r}")
-    for kind, pair in data.get("fits", {}).items():
-        if kind not in COEFFICIENTS:
-            raise ValueError(f"fits of {what} are {{collective: [seconds, seconds per byte]}}, not of {kind!r}")
-        fits[kind] = _rate(pair, kind)
-    return Link(checked(data.get("latency_us", 50.0), f"latency_us of {what}") * 1e-6, gbit / 8e-9, fits)
-
-
-def _rate(pair: Any, what: str) -> Rate:
-    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-        raise ValueError(f"{what} is [seconds, seconds per byte], not {pair!r}")
-    return Rate(checked(pair[0], f"latency of {what}"), checked(pair[1], f"seconds per byte of {what}"))
-
-
-INTRA_LINK = Link(5e-6, 100e9)
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Machines with the same number of workers each, and the links within and between them."""
-
-    nodes: int
-    per_node: int
-    inter: Link
-    """Between one machine and the others; all its workers share it."""
-    intra: Link = INTRA_LINK
-    """Between the workers of one machine. Default: 5 us and 100 GB/s, roughly NVLink."""
-    source: str = "given"
-    flat: Link | None = None
-    """For collectives among all workers; None: use the link between machines, if there are several."""
-    message: Rate = NOTHING
-    """Time of a collective on the computing thread, which submits it and takes its result."""
-
-    def __post_init__(self) -> None:
-        if min(self.nodes, self.per_node) < 1:
-            raise ValueError(f"{self.nodes} machines with {self.per_node} workers: write at least 1 of each")
-
-    @property
-    def workers(self) -> int:
-        return self.nodes * self.per_node
-
-    @property
-    def levels(self) -> bool:
-        """Whether strategies of several levels make sense."""
-        return min(self.nodes, self.per_node) > 1
-
-    def size(self, level: Level) -> int:
-        """Number of workers that take part at a level."""
-        return {"flat": self.workers, "intra": self.per_node, "inter": self.nodes}[level]
-
-    def link(self, level: Level) -> Link:
-        """The link of a level's collectives."""
-        if level == "flat" and self.flat is not None:
-            return self.flat
-        return self.inter if self.between(level) else self.intra
-
-    def between(self, level: Level) -> bool:
-        """Whether a level's collectives use the link between machines."""
-        return level == "inter" or (level == "flat" and self.nodes > 1)
-
-    def among(self, workers: int, per_node: int = 0) -> Cluster:
-        """The same links with another number of workers, by the formulas of collectives instead of measurements.
-
-        ``per_node``: workers per machine; 0: unchanged if that divides them, else each worker counts as a machine of
-        its own (on one machine: all stay on it). ValueError for machines of unequal size.
-        """
-        size = per_node or (self.per_node if workers % self.per_node == 0 else workers if self.nodes == 1 else 1)
-        if workers % size:
-            raise ValueError(f"node_size={size} does not divide {workers} workers")
-        if (workers // size, size) == (self.nodes, self.per_node):
-            return self
-        source = f"{self.source} among {self.workers} workers, scaled to {workers}"
-        flat = self.flat if (workers > size) == (self.nodes > 1) else None  # it was measured over another kind of link
-        return replace(self, nodes=workers // size, per_node=size, flat=flat, source=source)
-
-    def seconds(self, action: Action, held: float, sharing: int = 1, joined: bool = False) -> float:
-        """Time of a collective. ``held``: bytes per worker; ``sharing``: number of workers that share a machine's link.
-
-        ``joined``: it travels with another message, and adds no latency of its own. An allreduce that was not measured
-        uses a ring or a tree, whichever is faster.
-        """
-        link = self.link(action.level)
-        if action.kind == "allreduce" and "allreduce" not in link.fits:
-            tree = sum(self._seconds(half, action.level, held, sharing, joined) for half in TREE)
-            return min(self._seconds("allreduce", action.level, held, sharing, joined), tree)
-        return self._seconds(action.kind, action.level, held, sharing, joined)
-
-    def _seconds(self, kind: Kind, level: Level, held: float, sharing: int, joined: bool) -> float:
-        latencies, bytes_ = COEFFICIENTS[kind](self.size(level))
-        rate = self.link(level).rate(kind)
-        return latencies * rate.latency * (not joined) + bytes_ * held * rate.per_byte * sharing
-
-    def handling(self, held: float, joined: bool = False) -> float:
-        """Seconds that the computing thread spends on a collective of this size; ``joined`` as in `seconds`."""
-        return self.message.latency * (not joined) + self.message.per_byte * held
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `cluster` is the inverse."""
-        parts: dict[str, Any] = {"inter": self.inter.to_dict(), "intra": self.intra.to_dict()}
-        if self.flat is not None:
-            parts["flat"] = self.flat.to_dict()
-        if any(self.message):
-            parts["message"] = list(self.message)
-        return {"nodes": self.nodes, "workers_per_node": self.per_node, **parts, "source": self.source}
-
-
-def cluster(data: Any) -> Cluster:
-    """A `Cluster` from JSON data: {"nodes", "workers_per_node", "inter": link, "intra": link}; else ValueError."""
-    if not isinstance(data, Mapping) or "inter" not in data:
-        raise ValueError(
-            'a cluster is {"nodes": 4, "workers_per_node": 8, "inter": {"gbit_per_s": 10}, "intra": ...}' + but(data)
-        )
-    if unknown := set(data) - {"nodes", "workers_per_node", "inter", "intra", "flat", "message", "source"}:
-        raise ValueError(f"a cluster has no {sorted(unknown)[0]!r}")
-    counts = [data.get(key, 1) for key in ("nodes", "workers_per_node")]
-    if not all(type(count) is int and count >= 1 for count in counts):
-        raise ValueError(f"nodes and workers_per_node are whole numbers of at least 1, not {counts}")
-    nodes, per_node = counts
-    intra = link(data["intra"], "intra") if "intra" in data else INTRA_LINK
-    flat = link(data["flat"], "flat") if "flat" in data else None
-    message = _rate(data.get("message", (0.0, 0.0)), "message")
-    return Cluster(
-        nodes, per_node, link(data["inter"], "inter"), intra, str(data.get("source", "given")), flat, message
-    )
-
-
-def fitted(kind: Kind, workers: int, measured: Iterable[tuple[float, float]]) -> Rate:
-    """Latency and seconds per byte, both non-negative, from measured pairs (bytes held, seconds).
-
-    Chooses, among lines through two of the pairs or with their slope, the one with the smallest sum of errors, as
-    ratios: sizes span decades, and an outlier (a burst that a link passes at once, a disturbance) must not bend the
-    line.
-    """
-    latencies, bytes_ = COEFFICIENTS[kind](workers)
-    points = [(bytes_ * held, t) for held, t in measured if t > 0]
-    if not points or latencies == 0:
-        raise ValueError(f"{kind} needs measurements between at least 2 workers to be fitted")
-    least = min(t for _, t in points)
-    lines = [(t, 0.0) for _, t in points] + [(0.0, t / x) for x, t in points if x > 0]
-    for (x, t), (y, u) in combinations(points, 2):
-        if x != y and (slope := (u - t) / (y - x)) >= 0:
-            lines += [(max(t - slope * x, 0.0), slope), (least, slope)]
-
-    def error(line: tuple[float, float]) -> float:
-        start, slope = line
-        return sum(abs(math.log(max(start + slope * x, 1e-12) / t)) for x, t in points)
-
-    latency, per_byte = min(lines, key=error)
-    latency /= latencies
-    return Rate(latency, per_byte)
-
-
-# -- compressors ---------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Curve:
-    """A quantity as a function of the number of elements, with linear interpolation between known sizes.
-
-    Below the smallest size it is constant. Beyond the largest it follows the last power law, but grows at most linearly
-    (with a single known size: linearly).
-    """
-
-    sizes: tuple[float, ...]
-    values: tuple[float, ...]
-
-    def __call__(self, size: float) -> float:
-        sizes, values = self.sizes, self.values
-        if size <= sizes[0]:
-            return values[0]
-        right = bisect_right(sizes, size)
-        if right == len(sizes):
-            return values[-1] * (size / sizes[-1]) ** self._power
-        slope = (values[right] - values[right - 1]) / (sizes[right] - sizes[right - 1])
-        return values[right - 1] + slope * (size - sizes[right - 1])
-
-    def scaled(self, factor: float) -> Curve:
-        """All values multiplied by ``factor``."""
-        return Curve(self.sizes, tuple(value * factor for value in self.values))
-
-    @cached_property
-    def _power(self) -> float:
-        if len(self.sizes) == 1 or min(self.values[-2:]) <= 0:
-            return 1.0
-        (a, b), (u, v) = self.sizes[-2:], self.values[-2:]
-        return min(max(math.log(v / u) / math.log(b / a), 0.0), 1.0)
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Seconds of a compressor on one device, by number of elements."""
-
-    encode: Curve
-    decode: Curve
-    """From one payload to a dense vector."""
-    piece: Curve
-    """For each further payload added to it."""
-
-    def slowed(self, factor: float) -> Speed:
-        """All seconds multiplied by ``factor``."""
-        return Speed(*(c.scaled(factor) for c in (self.encode, self.decode, self.piece)))
-
-
-@dataclass(frozen=True)
-class Codec:
-    """The costs of a compressor: bytes on the wire, and seconds on each device."""
-
-    params: Mapping[str, Any]
-    """As for `grace.grace_from_params`: the compressor and its parameters."""
-    wire: Curve
-    """Bytes of a payload, by number of elements."""
-    speeds: Mapping[Device, Speed]
-    source: str = "given"
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """Devices with known costs, the one that computes gradients first."""
-        return tuple(device for device in DEVICES if device in self.speeds)
-
-    def encode(self, size: float, device: Device = "gpu") -> float:
-        """Seconds to compress ``size`` elements."""
-        return self.speeds[device].encode(size)
-
-    def decode(self, size: float, pieces: int = 1, device: Device = "gpu") -> float:
-        """Seconds to decode ``pieces`` payloads of ``size`` elements into one dense sum."""
-        speed = self.speeds[device]
-        return speed.decode(size) + (pieces - 1) * speed.piece(size)
-
-    def slowed(self, factor: float) -> Codec:
-        """The same bytes with all seconds multiplied by ``factor``, on every device."""
-        speeds = {device: speed.slowed(factor) for device, speed in self.speeds.items()}
-        return replace(self, speeds=speeds)
-
-    def offloaded(self, device: float = 1.0, pool: float = 1.0) -> Codec:
-        """Both devices' costs from a codec measured on a host, with a factor on the seconds of each."""
-        host = self.speeds["gpu"]
-        return replace(self, speeds={"gpu": host.slowed(device), "cpu": host.slowed(pool)})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `codec` is the inverse."""
-
-        def pairs(curve: Curve) -> list[list[float]]:
-            return [list(pair) for pair in zip(curve.sizes, curve.values, strict=True)]
-
-        speeds = {
-            device: {"encode": pairs(speed.encode), "decode": pairs(speed.decode), "piece": pairs(speed.piece)}
-            for device, speed in self.speeds.items()
-        }
-        return {"params": dict(self.params), "wire": pairs(self.wire), "speeds": speeds, "source": self.source}
-
-
-def codec(data: Any) -> Codec:
-    """A `Codec` from JSON data, as `Codec.to_dict` writes it. ValueError explains what is wrong."""
-    if not isinstance(data, Mapping) or not {"params", "wire", "speeds"} <= set(data):
-        raise ValueError(
-            'compression costs are {"params": {...}, "wire": [[elements, bytes], ...], "speeds": {...}}' + but(data)
-        )
-    if not isinstance(data["params"], Mapping) or "compressor" not in data["params"]:
-        raise ValueError('params of compression costs name a "compressor"')
-    name = data["params"]["compressor"]
-
-    def curve(pairs: Any, what: str) -> Curve:
-        if (
-            not isinstance(pairs, Sequence)
-            or not pairs
-            or not all(isinstance(p, Sequence) and len(p) == 2 for p in pairs)
-        ):
-            raise ValueError(f"{what} of {name!r} is [[elements, value], ...], not {pairs!r}")
-        rows = [(checked(size, f"elements in {what}"), checked(value, what)) for size, value in pairs]
-        sizes, values = zip(*rows, strict=True)
-        if list(sizes) != sorted(set(sizes)) or sizes[0] <= 0:
-            raise ValueError(f"the numbers of elements in {what} of {name!r} must rise from above 0")
-        return Curve(sizes, values)
-
-    speeds = {}
-    for device, each in data["speeds"].items() if isinstance(data["speeds"], Mapping) else ():
-        if device not in DEVICES or not isinstance(each, Mapping) or set(each) != {"encode", "decode", "piece"}:
-            raise ValueError(f'speeds of {name!r} are {{"gpu" or "cpu": {{"encode", "decode", "piece"}}}}')
-        speeds[device] = Speed(*(curve(each[what], what) for what in ("encode", "decode", "piece")))
-    if not speeds:
-        raise ValueError(f"speeds of {name!r} are empty: give those of at least one device")
-    return Codec(dict(data["params"]), curve(data["wire"], "wire"), speeds, str(data.get("source", "given")))
 
 
 class Term(NamedTuple):

@@ -129,14 +129,14 @@ def arguments_are_left_alone_and_twice_is_the_same(compressor: Compressor, xp: A
         assert same(host(xp, state.values()), before), "compress changes the state that it was given: return a new one"
         assert same(host(xp, [array]), [x.reshape(-1)]), "compress changes the gradient"
         assert same(host(xp, payload), host(xp, again)), "the same gradient, step and worker give another payload"
-        payload = tuple(xp.copy(array) for array in payload)
+        payload = tuple(xp.buffers.copy(array) for array in payload)
         copied = host(xp, payload)
         found = [receive(compressor, xp, payload, ctx) for _ in range(2)]
         assert same(found[:1], found[1:]), "decompress gives another result the second time"
         if compressor.traits.combine is not Combine.AGREED:
             means = [host(xp, [compressor.aggregate([payload] * 3, ctx)]) for _ in range(2)]
             assert same(means[0], means[1]), "aggregate gives another result the second time"
-        left = compressor.residual(xp.copy(array), payload, ctx)
+        left = compressor.residual(xp.buffers.copy(array), payload, ctx)
         assert xp.shape(left) == (ctx.size,), "residual must have the gradient's size"
         assert same(host(xp, payload), copied), "decompress, aggregate or residual changes the payload"
 

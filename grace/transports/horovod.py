@@ -157,14 +157,14 @@ class _BoundHorovod(MessageTransport):
         xp, n = self.xp, self.xp.shape(buffer)[0]
         each = -(-n // self.size)
         shares = xp.split(xp.pad(buffer, each * self.size), [each] * self.size)
-        wait = self.all_to_all([xp.to_bytes(share) for share in shares], [2 * each] * self.size, name)
+        wait = self.all_to_all([xp.buffers.to_bytes(share) for share in shares], [2 * each] * self.size, name)
 
         def finish() -> Array:
-            total, *others = (xp.cast(xp.from_bytes(part, "bfloat16", (each,)), "float32") for part in wait())
+            total, *others = (xp.cast(xp.buffers.from_bytes(part, "bfloat16", (each,)), "float32") for part in wait())
             for other in others:
                 total = total + other
-            parts = self.gather(xp.to_bytes(xp.cast(total, "bfloat16")), f"{name}.sums")()
-            return xp.concat([xp.from_bytes(part, "bfloat16", (each,)) for part in parts])[:n]
+            parts = self.gather(xp.buffers.to_bytes(xp.cast(total, "bfloat16")), f"{name}.sums")()
+            return xp.concat([xp.buffers.from_bytes(part, "bfloat16", (each,)) for part in parts])[:n]
 
         return finish
 
@@ -211,7 +211,7 @@ class TorchHorovod(_BoundHorovod):
         xp, n = self.xp, buffer.shape[0]
         mine = xp.zeros(-(-n // 4), "int32")
         xp.bitcast(mine, "uint8")[:n] = buffer
-        wait = self.reduce_wide(xp.copy(mine), "sum", name)
+        wait = self.reduce_wide(xp.buffers.copy(mine), "sum", name)
 
         def finish() -> list[Array]:
             other = xp.bitcast(wait().sub_(mine), "uint8")[:n]

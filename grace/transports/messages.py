@@ -94,11 +94,11 @@ class MessageTransport(Transport):
 
     def all_to_all_ragged(self, buffers: list[Array], name: str) -> Wait:
         """As `all_to_all`, for buffers whose sizes only their senders know."""
-        heads = [self.xp.to_bytes(self.xp.lengths([buffer])) for buffer in buffers]
+        heads = [self.xp.buffers.to_bytes(self.xp.lengths([buffer])) for buffer in buffers]
         sizes = self.all_to_all(heads, [8] * self.size, f"{name}.sizes")
 
         def finish() -> list[Array]:
-            lengths = [int(self.xp.integers(self.xp.from_bytes(size, "int64", (1,)))[0]) for size in sizes()]
+            lengths = [int(self.xp.integers(self.xp.buffers.from_bytes(size, "int64", (1,)))[0]) for size in sizes()]
             received: list[Array] = self.all_to_all(buffers, lengths, name)()
             return received
 
@@ -163,10 +163,10 @@ class MessageTransport(Transport):
     def _reduced(self, payloads: Sequence[Sequence[Array]], asked: Reduce) -> tuple[Array, ...]:
         xp, shapes = self.xp, [self.xp.shape(array) for array in asked.arrays]
         (total,), *others = payloads
-        total = xp.copy(total)
+        total = xp.buffers.copy(total)
         for (other,) in others:
-            total = xp.add_to(total, other)
-        total = xp.divide_in(total, self.size) if asked.op == "mean" else total
+            total = xp.inplace.add(total, other)
+        total = xp.inplace.divide(total, self.size) if asked.op == "mean" else total
         parts = xp.split(total, [math.prod(shape) for shape in shapes])
         return tuple(xp.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True))
 
@@ -189,7 +189,7 @@ class MessageTransport(Transport):
             if ITEMSIZE[dtype] == 2:  # half precision overflows in the sum: divide first
                 mine = [(array / self.size if mean else array, False) for array, mean in mine]
             parts = [array for array, _ in mine]
-            buffer = xp.concat(parts) if len(parts) > 1 else xp.copy(parts[0])
+            buffer = xp.concat(parts) if len(parts) > 1 else xp.buffers.copy(parts[0])
             op = "sum" if items[0].op == "mean" else items[0].op
             whole = all(mean for _, mean in mine)
             waits[dtype] = self._reduce_buffer(buffer, op, whole, f"{tag}.{dtype}")
@@ -203,7 +203,7 @@ class MessageTransport(Transport):
                 dtype, shape = xp.dtype(array), xp.shape(array)
                 found = next(parts[dtype])
                 if mean and dtype not in divided:
-                    found = xp.divide_in(found, self.size)
+                    found = xp.inplace.divide(found, self.size)
                 reduced.append(xp.reshape(found, (-1,) if None in shape else shape))
             return [tuple(reduced[part]) for part in _slices(items)]
 
@@ -218,7 +218,7 @@ class MessageTransport(Transport):
         if self.xp.shape(buffer)[0] == 0:
             return lambda: buffer
         wait = self.reduce(buffer, op, tag)
-        return (lambda: self.xp.divide_in(wait(), self.size)) if mean else wait
+        return (lambda: self.xp.inplace.divide(wait(), self.size)) if mean else wait
 
     def _start_gather(self, items: list[Gather], tag: str) -> Wait:
         buffer, layout = self._pack(array for item in items for array in item.arrays)
@@ -296,7 +296,7 @@ class MessageTransport(Transport):
         return self._joined(arrays), self._layout(arrays)
 
     def _joined(self, arrays: list[Array]) -> Array:
-        return self.xp.joined(arrays) if arrays else self.xp.zeros((0,), "uint8")
+        return self.xp.buffers.concat_bytes(arrays) if arrays else self.xp.zeros((0,), "uint8")
 
     def _layout(self, arrays: list[Array]) -> Layout:
         xp = self.xp
@@ -313,20 +313,20 @@ class MessageTransport(Transport):
 
     def _cut(self, buffer: Array, layout: Layout) -> tuple[Array, ...]:
         parts = self.xp.split(buffer, [nbytes(dtype, shape) for dtype, shape in layout])
-        return tuple(self.xp.from_bytes(part, *form) for part, form in zip(parts, layout, strict=True))
+        return tuple(self.xp.buffers.from_bytes(part, *form) for part, form in zip(parts, layout, strict=True))
 
     def _pack_ragged(self, items: Sequence[Gather | Broadcast]) -> tuple[Array, Layout]:
         # The buffer begins with the lengths of its arrays, so a receiver needs no layout from the sender.
         arrays = [array for item in items for array in item.arrays]
         body, layout = self._pack(arrays)
-        return self.xp.concat([self.xp.to_bytes(self.xp.lengths(arrays)), body]), layout
+        return self.xp.concat([self.xp.buffers.to_bytes(self.xp.lengths(arrays)), body]), layout
 
     def _unpack_ragged(self, buffer: Array, layout: Layout, sender: int) -> tuple[Array, ...]:
         xp, head = self.xp, 8 * len(layout)
         (size,) = xp.shape(buffer)
         if size is not None and size < head:
             raise self._misfit(sender, f"has {size} bytes, which are too few")
-        heads = xp.from_bytes(buffer[:head], "int64", (len(layout),))
+        heads = xp.buffers.from_bytes(buffer[:head], "int64", (len(layout),))
         widths = [nbytes(dtype, shape[1:]) for dtype, shape in layout]
         why = "has other lengths than it says"
         if xp.tracing:

@@ -148,7 +148,7 @@ class TorchDistributedTransport(MessageTransport):
         large = BETWEEN_TWO if self.size == 2 else LARGE
         if self.size > 1 and buffer.device.type == "cpu" and buffer.shape[0] > large:
             return self._gather_around(buffer, [buffer.shape[0]] * self.size, name)
-        gathered = self.xp.empty(self.size * buffer.shape[0], "uint8")
+        gathered = self.xp.buffers.empty(self.size * buffer.shape[0], "uint8")
         work = ALL_GATHER(gathered, buffer, self._group, async_op=True)
 
         def finish() -> list[Array]:
@@ -259,14 +259,14 @@ class TorchDistributedTransport(MessageTransport):
 
     def _places(self, own: Array, sizes: list[int]) -> list[Array]:
         # Receive buffers for every worker; this worker's is its own data.
-        return [own if w == self.rank else self.xp.empty(size, "uint8") for w, size in enumerate(sizes)]
+        return [own if w == self.rank else self.xp.buffers.empty(size, "uint8") for w, size in enumerate(sizes)]
 
     def _global(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     def gather_ragged(self, buffer: Array, name: str) -> Wait:
         # Exchange sizes first: all_gather needs equal ones, so all workers pad to the largest.
-        sizes = self.gather(self.xp.to_bytes(self.xp.lengths([buffer])), name)
+        sizes = self.gather(self.xp.buffers.to_bytes(self.xp.lengths([buffer])), name)
 
         def finish() -> list[Array]:
             lengths = [int(size.view(torch.int64)) for size in sizes()]

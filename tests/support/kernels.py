@@ -1,10 +1,10 @@
 """Shared by tests of kernels: guarded memory, difficult vectors, NumPy with and without kernels."""
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from grace.backends.numpy import NumpyBackend
+from grace.backends.numpy import NumpyBackend, NumpyBuffers
 from grace.kernels.host import HostKernels
 
 GUARD = 64
@@ -97,6 +97,28 @@ def ulps(a, b):
     assert gap.size == 0 or gap.max() <= 1
 
 
+class OddBuffers(NumpyBuffers):
+    """Payloads lie at odd addresses."""
+
+    def empty_payload(self, shape, dtype="float32"):
+        return Memory(shape, dtype, 1 if dtype == "uint8" else 4).array
+
+
+class GuardedBuffers(NumpyBuffers):
+    """All arrays lie at odd addresses, between guard bytes."""
+
+    def __init__(self, xp):
+        super().__init__(xp)
+        self.made = []
+
+    def empty(self, shape, dtype="float32"):
+        memory = Memory(shape if isinstance(shape, int) else shape[0], dtype, 1 if dtype == "uint8" else 4)
+        self.made.append(memory)
+        return memory.array
+
+    empty_payload = empty
+
+
 class Native(NumpyBackend):
     """NumPy with one instruction set's kernels."""
 
@@ -111,8 +133,7 @@ class Native(NumpyBackend):
     def threads(self):
         return 2
 
-    def part(self, shape, dtype="float32"):
-        return Memory(shape, dtype, 1 if dtype == "uint8" else 4).array
+    buffers = cached_property(OddBuffers)
 
 
 class Plain(NumpyBackend):
@@ -124,19 +145,10 @@ class Plain(NumpyBackend):
 class Guarded(Native):
     """All of whose results lie at odd addresses, between guard bytes."""
 
-    def __init__(self, lib):
-        super().__init__(lib)
-        self.made = []
-
-    def empty(self, shape, dtype="float32"):
-        memory = Memory(shape if isinstance(shape, int) else shape[0], dtype, 1 if dtype == "uint8" else 4)
-        self.made.append(memory)
-        return memory.array
-
-    part = empty
+    buffers = cached_property(GuardedBuffers)
 
     def check(self):
-        for memory in self.made:
+        for memory in self.buffers.made:
             memory.check()
 
 

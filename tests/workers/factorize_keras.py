@@ -75,12 +75,12 @@ for name, params in METHODS.items():
     train(model, optimizer, range(3), eager)
     report = grc.report()
     before, state = values(model), grc.state_dict()["tensors"]
-    original = grace.factorize.keras.svd_factor
+    original = grace.factorize.keras_layers.svd_factor
     if rank == 1:
-        grace.factorize.keras.svd_factor = lambda matrix, r: tuple(-part for part in original(matrix, r))
+        grace.factorize.keras_layers.svd_factor = lambda matrix, r: tuple(-part for part in original(matrix, r))
     warmup = WarmUp(1)
     model, new = warmup.switch(model, optimizer, make)
-    grace.factorize.keras.svd_factor = original
+    grace.factorize.keras_layers.svd_factor = original
     after, kept = values(model), grc.state_dict()["tensors"]
     fresh = not new.built
     train(model, new, range(3, 6), eager)

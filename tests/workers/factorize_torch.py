@@ -75,17 +75,17 @@ def snapshot(model, optimizer, grc, warmup):
 
 
 # What changes at the switch, and what does not. Worker 1's own SVD would be another.
-original = grace.factorize.torch.svd_factor
+original = grace.factorize.torch_layers.svd_factor
 for name, params in METHODS.items():
     model, grc, optimizer = begin(params)
     train(model, optimizer, range(3))
     report = grc.report()
     before, state = values(model), grc.state_dict()["tensors"]
     if rank == 1:
-        grace.factorize.torch.svd_factor = lambda matrix, r: tuple(-part for part in original(matrix, r))
+        grace.factorize.torch_layers.svd_factor = lambda matrix, r: tuple(-part for part in original(matrix, r))
     warmup = WarmUp(1)
     model, new = warmup.switch(model, optimizer, make)
-    grace.factorize.torch.svd_factor = original
+    grace.factorize.torch_layers.svd_factor = original
     after, kept = values(model), grc.state_dict()["tensors"]
     fresh = new.state_dict()["state"] == {}
     train(model, new, range(3, 6))

@@ -55,7 +55,7 @@ def plain(monkeypatch):
 class Plain(TorchBackend):
     """As on a device: sums of magnitudes are made in float64, also of short rows."""
 
-    _native = None
+    host_kernels = None
     sum_abs = Backend.sum_abs
 
 
@@ -80,7 +80,7 @@ def test_signs_encode(xp, plain, n, kind, block, fed_back):
     x, residual, v = pair(n, kind)
     v = v if fed_back else x
     spent, kept = tensor(x), tensor(residual)
-    bits, scales, left = xp.kernels.signs_encode(spent, kept if fed_back else None, block)
+    (bits, scales), left = xp.kernels.quantisers.signs_encode(spent, kept if fed_back else None, block)
     with np.errstate(all="ignore"):
         expected_bits, expected_scales = signs_oracle(v, block)
     equal(bits, expected_bits)
@@ -99,9 +99,9 @@ def test_signs_encode(xp, plain, n, kind, block, fed_back):
 def test_signs_mean(xp, plain, n, kind, block, workers):
     compressor, ctx = EFSignSGD(block_size=block), Context(plain, "w", (n,))
     payloads = [compressor.compress(tensor(vector(n, 10 + w, kind)), {}, ctx)[0] for w in range(workers)]
-    equal(xp.kernels.signs_mean(payloads, None, n, block), compressor.aggregate(payloads, ctx))
+    equal(xp.kernels.quantisers.signs_mean(payloads, None, n, block), compressor.aggregate(payloads, ctx))
     out = torch.full((n + 2,), 7.0)
-    assert xp.kernels.signs_mean(payloads, out[1:-1], n, block).data_ptr() == out[1:].data_ptr()
+    assert xp.kernels.quantisers.signs_mean(payloads, out[1:-1], n, block).data_ptr() == out[1:].data_ptr()
     equal(out[1:-1], compressor.aggregate(payloads, ctx))
     assert out[0] == out[-1] == 7
 
@@ -118,7 +118,7 @@ def test_ints_encode(xp, plain, n, kind, block, bits, rounding):
     rest = compressor.residual(tensor(v), payload, ctx).numpy()
     rng = ctx.rng("round") if rounding == "stochastic" else None
     spent, kept = tensor(x), tensor(residual)
-    codes, scales, left = xp.kernels.ints_encode(spent, kept, block, bits, rng)
+    (codes, scales), left = xp.kernels.quantisers.ints_encode(spent, kept, block, bits, rng)
     equal(scales, payload[1])
     equal(kept, residual)
     finite = np.isfinite(repeated(scales.numpy(), v, block))
@@ -129,7 +129,7 @@ def test_ints_encode(xp, plain, n, kind, block, bits, rounding):
     assert not np.isfinite(left.numpy()[~np.isfinite(rest)]).any()
 
     spent = tensor(v)  # without a residual x stays as it is
-    again, _, left = xp.kernels.ints_encode(spent, None, block, bits, rng)
+    (again, _), left = xp.kernels.quantisers.ints_encode(spent, None, block, bits, rng)
     equal(again, codes)
     equal(left, v)
 
@@ -141,7 +141,7 @@ def test_noise_goes_on_where_a_row_of_it_ends(xp, plain, block):
         ctx = Context(plain, "w", (5001,), seed=3, offset=offset)
         x = vector(5001)
         payload, _ = compressor.compress(tensor(x), {}, ctx)
-        codes, _, _ = xp.kernels.ints_encode(tensor(x), None, block, 8, ctx.rng("round"))
+        (codes, _), _ = xp.kernels.quantisers.ints_encode(tensor(x), None, block, 8, ctx.rng("round"))
         equal(codes, payload[0])
 
 
@@ -155,7 +155,7 @@ def test_halves_are_rounded_to_even_and_divisions_to_nearest(xp, plain, bits):
     v = np.where(np.arange(20_000) % 8 == 0, v, np.where(np.arange(20_000) % 2, near, turn)).astype(np.float32)
     compressor, ctx = BlockInt(bits=bits, block_size=8), Context(plain, "w", (20_000,))
     payload, _ = compressor.compress(tensor(v), {}, ctx)
-    codes, _, left = xp.kernels.ints_encode(tensor(v), torch.zeros(20_000), 8, bits, None)
+    (codes, _), left = xp.kernels.quantisers.ints_encode(tensor(v), torch.zeros(20_000), 8, bits, None)
     equal(codes, payload[0])
     equal(left, compressor.residual(tensor(v), payload, ctx))
 
@@ -165,7 +165,7 @@ def test_halves_are_rounded_to_even_and_divisions_to_nearest(xp, plain, bits):
 def test_ints_mean(xp, plain, n, kind, block, bits, workers):
     compressor, ctx = BlockInt(bits=bits, block_size=block), Context(plain, "w", (n,))
     payloads = [compressor.compress(tensor(vector(n, 10 + w, kind)), {}, ctx)[0] for w in range(workers)]
-    equal(xp.kernels.ints_mean(payloads, None, n, block, bits), compressor.aggregate(payloads, ctx))
+    equal(xp.kernels.quantisers.ints_mean(payloads, None, n, block, bits), compressor.aggregate(payloads, ctx))
 
 
 # -- top-k -------------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_topk_encode(xp, plain, n, kind, ratio, fed_back):
     payload, _ = compressor.compress(tensor(v), {}, ctx)
     rest = compressor.residual(tensor(v), payload, ctx)
     spent = tensor(x if fed_back else v)
-    values, positions, left = xp.kernels.topk_encode(spent, tensor(residual) if fed_back else None, k)
+    (values, positions), left = xp.kernels.sparsifiers.topk_encode(spent, tensor(residual) if fed_back else None, k)
     equal(positions, payload[1])
     equal(values, payload[0])
     equal(left, rest if fed_back else v)
@@ -192,20 +192,24 @@ def test_topk_encode(xp, plain, n, kind, ratio, fed_back):
 @pytest.mark.parametrize("block", [0, 512])
 def test_nothing(xp, block):
     nothing = torch.zeros(0)
-    encoded = xp.kernels.signs_encode(nothing, nothing, block), xp.kernels.ints_encode(nothing, None, block, 4, None)
-    assert all(array.shape == (0,) for arrays in encoded for array in arrays)
-    assert [array.shape for array in xp.kernels.topk_encode(nothing, nothing, 0)] == [(0,)] * 3
-    assert xp.kernels.signs_mean([encoded[0][:2]] * 2, None, 0, block).shape == (0,)
-    assert xp.kernels.ints_mean([encoded[1][:2]] * 2, None, 0, block, 4).shape == (0,)
+    encoded = (
+        xp.kernels.quantisers.signs_encode(nothing, nothing, block),
+        xp.kernels.quantisers.ints_encode(nothing, None, block, 4, None),
+    )
+    assert all(array.shape == (0,) for payload, left in encoded for array in (*payload, left))
+    payload, left = xp.kernels.sparsifiers.topk_encode(nothing, nothing, 0)
+    assert [array.shape for array in (*payload, left)] == [(0,)] * 3
+    assert xp.kernels.quantisers.signs_mean([encoded[0][0]] * 2, None, 0, block).shape == (0,)
+    assert xp.kernels.quantisers.ints_mean([encoded[1][0]] * 2, None, 0, block, 4).shape == (0,)
 
 
 def test_payloads_that_do_not_fit_are_refused(xp):
     bits, scales = torch.zeros(125, dtype=torch.uint8), torch.zeros(2)
     for wrong in ((bits[1:], scales), (bits, scales[1:]), (bits.view(torch.int8), scales), (bits, scales.double())):
         with pytest.raises(ValueError, match="its arrays are"):
-            xp.kernels.signs_mean([(bits, scales), wrong], None, 1000, 512)
+            xp.kernels.quantisers.signs_mean([(bits, scales), wrong], None, 1000, 512)
         with pytest.raises(ValueError, match="its arrays are"):
-            xp.kernels.ints_mean([wrong], None, 1000, 512, 1)
+            xp.kernels.quantisers.ints_mean([wrong], None, 1000, 512, 1)
 
 
 @pytest.mark.parametrize("name", ["signs_rest", "ints_rest", "topk_take"])
@@ -284,9 +288,9 @@ def test_steps_are_the_same_without_kernels(monkeypatch, method):
     ]
     gradients[1][1]["w"][0, 77] = np.inf  # the step does not count
     launched = []
-    launch = kernels.TritonKernels._launch
+    launch = kernels.Launcher._launch
     monkeypatch.setattr(
-        kernels.TritonKernels, "_launch", lambda self, kernel, *rest, **form: launched.append(kernel)
+        kernels.Launcher, "_launch", lambda self, kernel, *rest, **form: launched.append(kernel)
         or launch(self, kernel, *rest, **form),
     )  # fmt: skip
     found = {}

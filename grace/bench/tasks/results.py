@@ -72,7 +72,7 @@ def student(freedom: int, chance: float = 0.95) -> float:
 
 
 def results(lines: Iterable[Row]) -> list[Row]:
-    """The rows of what `show.lines` gives."""
+    """Rows from the lines of `figures.lines`."""
     found = []
     for line in lines:
         for bandwidth, times in line["times"].items() or [(None, {})]:

@@ -306,7 +306,7 @@ class _Worker:
         x, found = materialize(self.dense), []
         bounds = list(accumulate((leaf.size for leaf in leg.leaves), initial=0))
         # A leaf's state may overwrite the memory of its data, so each leaf gets a copy.
-        parts = [x] if len(bounds) == 2 else [self._xp.copy(x[start:stop]) for start, stop in pairwise(bounds)]
+        parts = [x] if len(bounds) == 2 else [self._xp.buffers.copy(x[start:stop]) for start, stop in pairwise(bounds)]
         for (key, leaf), part in zip(leg.kept(), parts, strict=True):
             payload, kept = yield from leg.method(self._method).encode(part, scope(self.state, key), leaf)
             self.state |= join(**{key: kept})
@@ -355,7 +355,7 @@ class _Worker:
         x = self._sent(self.dense) if leg.place == 0 else self._xp.zeros(leg.region.size, self._wire)
         (received,) = yield Broadcast((x,), 0, group=GROUPS[leg.action.level])
         self.dense = self._xp.cast(
-            self._xp.copy(received), self._dtype
+            self._xp.buffers.copy(received), self._dtype
         )  # workers of one process would share the result, which is donated next
 
     # -- payloads ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ class LargestSums(SparseSums[GTopK]):
     """gtopk."""
 
     def compress(self, compressor: GTopK, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
-        if not has(ctx, "largest_sums"):
+        if not has(ctx, "sparsifiers", "largest_sums"):
             return compressor.compress(x, state, ctx)
         return self._merged(compressor, x, state, ctx)
 
@@ -28,7 +28,7 @@ class LargestSums(SparseSums[GTopK]):
         own, found = compressor.select(x, ctx), None
         payloads = yield Gather((ctx.xp.take(x, own), own))
         with suppress(ValueError):  # the plain function names the worker whose payload is malformed
-            found = kernels(ctx).largest_sums(payloads, ctx.size, compressor.count(ctx.size))
+            found = kernels(ctx).sparsifiers.largest_sums(payloads, ctx.size, compressor.count(ctx.size))
         sums, positions = compressor.merged(payloads, ctx) if found is None else found
         return (sums / ctx.world_size, positions, own), state
 
@@ -39,9 +39,9 @@ class RowSketches(Accelerator[ARCTopK]):
     def compress(
         self, compressor: ARCTopK, x: Array, state: State, ctx: Context
     ) -> MaybeProgram[tuple[Payload, State]]:
-        if not has(ctx, "signed_sums"):
+        if not has(ctx, "sparsifiers", "signed_sums"):
             return compressor.compress(x, state, ctx)
-        sketch = kernels(ctx).signed_sums(x, compressor.words(ctx), compressor.row_size)
+        sketch = kernels(ctx).sparsifiers.signed_sums(x, compressor.words(ctx), compressor.row_size)
         return compressor.agree(x, sketch, state, ctx)
 
 
@@ -51,9 +51,9 @@ class CountSketches(SparseSums[SketchSGD]):
     def compress(
         self, compressor: SketchSGD, x: Array, state: State, ctx: Context
     ) -> MaybeProgram[tuple[Payload, State]]:
-        if not has(ctx, "count_sketch"):
+        if not has(ctx, "sparsifiers", "count_sketch"):
             return compressor.compress(x, state, ctx)
-        n, native, words = ctx.size, kernels(ctx), ctx.xp.concat(compressor.hashes(ctx))
+        n, native, words = ctx.size, kernels(ctx).sparsifiers, ctx.xp.concat(compressor.hashes(ctx))
         where = compressor.group(n), compressor.width(n)
 
         def estimate(table: Array) -> Array:

@@ -48,10 +48,10 @@ class Accelerator(Generic[C]):
     def split_residual(self, compressor: C, x: Array, payload: Payload, residual: Array, ctx: Context) -> None:
         """Write the decoded payload over x, and `residual` to float32[n] ``residual``."""
         xp = ctx.xp
-        xp.write(residual, x)
+        xp.buffers.write(residual, x)
         found = self.residual(compressor, residual, payload, ctx)
-        if not xp.same_memory(found, residual):
-            xp.write(residual, found)
+        if not xp.buffers.same_memory(found, residual):
+            xp.buffers.write(residual, found)
         self.decode_into(compressor, x, payload, ctx)
 
     def mean(self, compressor: C, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
@@ -64,7 +64,7 @@ class Accelerator(Generic[C]):
 
     def decode_into(self, compressor: C, out: Array, payload: Payload, ctx: Context) -> Array:
         """`decode`, written to float32[n] ``out``."""
-        ctx.xp.write(out, self.decode(compressor, payload, ctx))
+        ctx.xp.buffers.write(out, self.decode(compressor, payload, ctx))
         return out
 
     def aggregate(self, compressor: C, payloads: Sequence[Payload], ctx: Context) -> Array:
@@ -72,18 +72,18 @@ class Accelerator(Generic[C]):
         if type(compressor).aggregate is not Compressor.aggregate:
             return compressor.aggregate(payloads, ctx)
         total = self._total(compressor, payloads, ctx)
-        return ctx.xp.divide_in(total, len(payloads)) if len(payloads) > 1 else total
+        return ctx.xp.inplace.divide(total, len(payloads)) if len(payloads) > 1 else total
 
     def aggregate_into(self, compressor: C, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
         """`aggregate`, written to float32[n] ``out``."""
         if type(compressor).aggregate is Compressor.aggregate and len(payloads) > 1:
             return ctx.xp.divided(self._total(compressor, payloads, ctx), len(payloads), out)
-        ctx.xp.write(out, self.aggregate(compressor, payloads, ctx))
+        ctx.xp.buffers.write(out, self.aggregate(compressor, payloads, ctx))
         return out
 
     def add_decoded(self, compressor: C, total: Array, payload: Payload, ctx: Context) -> Array:
         """float32[n] ``total`` + `decode`. total is donated."""
-        return ctx.xp.add_to(total, self.decode(compressor, payload, ctx))
+        return ctx.xp.inplace.add(total, self.decode(compressor, payload, ctx))
 
     def for_memory(self, compressor: C) -> Any:
         """The compressor that a memory receives: its `residual` is this accelerator's."""
@@ -101,10 +101,10 @@ class Accelerator(Generic[C]):
         return total
 
 
-def has(ctx: Context, kernel: str) -> bool:
+def has(ctx: Context, family: str, kernel: str) -> bool:
     """Whether the backend has a kernel."""
     found = ctx.xp.kernels
-    return bool(found and getattr(found, kernel))
+    return bool(found and getattr(getattr(found, family), kernel))
 
 
 def at_once_encoded(

@@ -32,14 +32,14 @@ class Chains(DecodedSums[H]):
         selection = accelerator_of(first)
         if not isinstance(selection, Selection) or (done := selection.chosen(first, x, residual, ctx)) is None:
             return None
-        values, positions, left = done
+        (values, positions), left = done
         where = compressor.second(ctx)
-        coded = encode(second, ctx.xp.copy(values), None, where)
+        coded = encode(second, ctx.xp.buffers.copy(values), None, where)
         found, _ = coded or run_local(second.compress(values, {}, where), second)
         payload = (*found, *selection.write(first, positions, ctx))
         if residual is None:
             return payload, left
-        return payload, ctx.xp.put(left, positions, values - self._decoded(compressor, found, ctx))
+        return payload, ctx.xp.inplace.scatter(left, positions, values - self._decoded(compressor, found, ctx))
 
     def parts(self, compressor: H, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         first = compressor.sparsifier

@@ -50,11 +50,11 @@ class Coded(Accelerator[C]):
         return size
 
     def encode(self, compressor: C, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        kernel, how = kernels(ctx).codes_encode, (self.block_size(compressor), self.codes(compressor))
+        kernel, how = kernels(ctx).quantisers.codes_encode, (self.block_size(compressor), self.codes(compressor))
         return kernel(x, residual, *how, self.rng(compressor, ctx)) if kernel else None
 
     def mean(self, compressor: C, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        kernel, how = kernels(ctx).codes_mean, (self.block_size(compressor), self.codes(compressor))
+        kernel, how = kernels(ctx).quantisers.codes_mean, (self.block_size(compressor), self.codes(compressor))
         return kernel(payloads, out, ctx.size, *how) if kernel else None
 
 

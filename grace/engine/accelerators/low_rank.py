@@ -24,24 +24,24 @@ class Factors(Accelerator[A]):
         return x, compressor.agree(x, state, ctx, residual)
 
     def split_residual(self, compressor: A, x: Array, payload: Payload, residual: Array, ctx: Context) -> None:
-        ctx.xp.part_product(x, *compressor.factors(payload, ctx), residual)
+        ctx.xp.linalg.part_product(x, *compressor.factors(payload, ctx), residual)
 
     def decode_into(self, compressor: A, out: Array, payload: Payload, ctx: Context) -> Array:
-        return ctx.xp.product_into(out, *compressor.factors(payload, ctx))
+        return ctx.xp.linalg.product_into(out, *compressor.factors(payload, ctx))
 
 
 class OwnFactors(Factors[ACPSGD]):
     """acpsgd: the residual comes from this worker's own factors."""
 
     def split_residual(self, compressor: ACPSGD, x: Array, payload: Payload, residual: Array, ctx: Context) -> None:
-        ctx.xp.part_product(x, *compressor.factors(payload, ctx), residual, (payload[2], payload[3]))
+        ctx.xp.linalg.part_product(x, *compressor.factors(payload, ctx), residual, (payload[2], payload[3]))
 
 
 class RandomSingularValues(Accelerator[Atomo]):
     """atomo."""
 
     def aggregate_into(self, compressor: Atomo, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
-        return ctx.xp.product_into(out, *compressor.side_by_side(payloads, ctx))
+        return ctx.xp.linalg.product_into(out, *compressor.side_by_side(payloads, ctx))
 
 
 ACCELERATORS: dict[type, Accelerator[Any]] = {

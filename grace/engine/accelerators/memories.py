@@ -45,10 +45,10 @@ class CorrectedMomentum(MemoryAccelerator[DGC]):
     """dgc."""
 
     def compensate(self, memory: DGC, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
-        if not has(ctx, "corrected"):
+        if not has(ctx, "memories", "corrected"):
             return memory.compensate(x, state, ctx)
         x, u, v = memory.clipped(x, ctx), state["momentum"], state["residual"]
-        u, v = kernels(ctx).corrected(x, u, v, memory.momentum, memory.nesterov)
+        u, v = kernels(ctx).memories.corrected(x, u, v, memory.momentum, memory.nesterov)
         return v, {"momentum": u, "residual": v}
 
 

@@ -27,11 +27,10 @@ class ScaledSigns(Accelerator[EFSignSGD]):
     def encode(
         self, compressor: EFSignSGD, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        bits, scales, left = kernels(ctx).signs_encode(x, residual, compressor.block_size)
-        return (bits, scales), left
+        return kernels(ctx).quantisers.signs_encode(x, residual, compressor.block_size)
 
     def mean(self, compressor: EFSignSGD, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return kernels(ctx).signs_mean(payloads, out, ctx.size, compressor.block_size)
+        return kernels(ctx).quantisers.signs_mean(payloads, out, ctx.size, compressor.block_size)
 
     def add_decoded(self, compressor: EFSignSGD, total: Array, payload: Payload, ctx: Context) -> Array:
         # In one pass, if the toolkit supports it.
@@ -46,15 +45,14 @@ class Halves(Accelerator[OneBit]):
     def encode(
         self, compressor: OneBit, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        if not kernels(ctx).halves_encode:
+        if not kernels(ctx).quantisers.halves_encode:
             return None
-        bits, means, left = kernels(ctx).halves_encode(x, residual, compressor.block_size)
-        return (bits, means), left
+        return kernels(ctx).quantisers.halves_encode(x, residual, compressor.block_size)
 
     def mean(self, compressor: OneBit, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not kernels(ctx).halves_encode:
+        if not kernels(ctx).quantisers.halves_encode:
             return None
-        return kernels(ctx).halves_mean(payloads, out, ctx.size, compressor.block_size)
+        return kernels(ctx).quantisers.halves_mean(payloads, out, ctx.size, compressor.block_size)
 
 
 class Integers(Accelerator[BlockInt]):
@@ -64,28 +62,26 @@ class Integers(Accelerator[BlockInt]):
         self, compressor: BlockInt, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
         rng = ctx.rng("round") if compressor.traits.unbiased else None
-        codes, scales, left = kernels(ctx).ints_encode(x, residual, compressor.block_size, compressor.bits, rng)
-        return (codes, scales), left
+        return kernels(ctx).quantisers.ints_encode(x, residual, compressor.block_size, compressor.bits, rng)
 
     def mean(self, compressor: BlockInt, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        return kernels(ctx).ints_mean(payloads, out, ctx.size, compressor.block_size, compressor.bits)
+        return kernels(ctx).quantisers.ints_mean(payloads, out, ctx.size, compressor.block_size, compressor.bits)
 
 
 class Levels(Accelerator[QSGD]):
     """qsgd."""
 
     def encode(self, compressor: QSGD, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        if not kernels(ctx).levels_encode:
+        if not kernels(ctx).quantisers.levels_encode:
             return None
         how = compressor.bucket_size, compressor.bits, compressor.quantum_num
-        codes, norms, left = kernels(ctx).levels_encode(x, residual, *how, ctx.rng("round"))
-        return (codes, norms), left
+        return kernels(ctx).quantisers.levels_encode(x, residual, *how, ctx.rng("round"))
 
     def mean(self, compressor: QSGD, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not kernels(ctx).levels_encode:
+        if not kernels(ctx).quantisers.levels_encode:
             return None
         how = compressor.bucket_size, compressor.bits, compressor.quantum_num
-        return kernels(ctx).levels_mean(payloads, out, ctx.size, *how)
+        return kernels(ctx).quantisers.levels_mean(payloads, out, ctx.size, *how)
 
 
 class RandomTernary(Accelerator[TernGrad]):
@@ -94,15 +90,14 @@ class RandomTernary(Accelerator[TernGrad]):
     def encode(
         self, compressor: TernGrad, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        if compressor.clip or not kernels(ctx).levels_encode:
+        if compressor.clip or not kernels(ctx).quantisers.levels_encode:
             return None
-        codes, scales, left = kernels(ctx).levels_encode(x, residual, compressor.block_size, 2, 0, ctx.rng("round"))
-        return (codes, scales), left
+        return kernels(ctx).quantisers.levels_encode(x, residual, compressor.block_size, 2, 0, ctx.rng("round"))
 
     def mean(self, compressor: TernGrad, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not kernels(ctx).levels_encode:
+        if not kernels(ctx).quantisers.levels_encode:
             return None
-        return kernels(ctx).levels_mean(payloads, out, ctx.size, compressor.block_size, 2, 0)
+        return kernels(ctx).quantisers.levels_mean(payloads, out, ctx.size, compressor.block_size, 2, 0)
 
 
 class Votes(Accelerator[SignSGD]):
@@ -112,21 +107,21 @@ class Votes(Accelerator[SignSGD]):
         self, compressor: SignSGD, x: Array, state: State, ctx: Context
     ) -> MaybeProgram[tuple[Payload, State]]:
         kernels: Any = ctx.xp.kernels
-        if compressor.packed and kernels and kernels.votes_encode:
-            return kernels.votes_encode(x), state
+        if compressor.packed and kernels and kernels.quantisers.votes_encode:
+            return kernels.quantisers.votes_encode(x), state
         return compressor.compress(x, state, ctx)
 
     def encode(
         self, compressor: SignSGD, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        if not (compressor.packed and kernels(ctx).votes_encode):
+        if not (compressor.packed and kernels(ctx).quantisers.votes_encode):
             return None
-        return kernels(ctx).votes_encode(x), x  # no residual: a vote has none
+        return kernels(ctx).quantisers.votes_encode(x), x  # no residual: a vote has none
 
     def mean(self, compressor: SignSGD, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not (compressor.packed and kernels(ctx).votes_encode):
+        if not (compressor.packed and kernels(ctx).quantisers.votes_encode):
             return None
-        return kernels(ctx).votes_mean(payloads, out, ctx.size)
+        return kernels(ctx).quantisers.votes_mean(payloads, out, ctx.size)
 
 
 class ThreeValues(Accelerator[ThreeLC]):
@@ -135,16 +130,15 @@ class ThreeValues(Accelerator[ThreeLC]):
     def encode(
         self, compressor: ThreeLC, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        if not kernels(ctx).trits_encode:
+        if not kernels(ctx).quantisers.trits_encode:
             return None
         how = compressor.block_size, compressor.sparsity, compressor.zero_run
-        sent, scales, left = kernels(ctx).trits_encode(x, residual, *how)
-        return (sent, scales), left
+        return kernels(ctx).quantisers.trits_encode(x, residual, *how)
 
     def mean(self, compressor: ThreeLC, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not kernels(ctx).trits_encode:
+        if not kernels(ctx).quantisers.trits_encode:
             return None
-        return kernels(ctx).trits_mean(payloads, out, ctx.size, compressor.block_size, compressor.zero_run)
+        return kernels(ctx).quantisers.trits_mean(payloads, out, ctx.size, compressor.block_size, compressor.zero_run)
 
 
 class Tagged(Accelerator[Inceptionn]):
@@ -153,7 +147,7 @@ class Tagged(Accelerator[Inceptionn]):
     def encode(
         self, compressor: Inceptionn, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        kernel = kernels(ctx).tagged_encode
+        kernel = kernels(ctx).quantisers.tagged_encode
         if not kernel:
             return None
         return at_once_encoded(compressor, lambda v: kernel(v, *compressor.powers), x, residual, ctx)
@@ -161,9 +155,9 @@ class Tagged(Accelerator[Inceptionn]):
     def mean(
         self, compressor: Inceptionn, payloads: Sequence[Payload], out: Array | None, ctx: Context
     ) -> Array | None:
-        if not kernels(ctx).tagged_encode:
+        if not kernels(ctx).quantisers.tagged_encode:
             return None
-        return kernels(ctx).tagged_mean(payloads, out, ctx.size, *compressor.powers)
+        return kernels(ctx).quantisers.tagged_mean(payloads, out, ctx.size, *compressor.powers)
 
 
 class Quantiles(Accelerator[Sketch]):
@@ -172,15 +166,15 @@ class Quantiles(Accelerator[Sketch]):
     def encode(
         self, compressor: Sketch, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        kernel = kernels(ctx).quantiles_encode
+        kernel = kernels(ctx).quantisers.quantiles_encode
         if not kernel or ctx.size >= 2**31:
             return None
         return at_once_encoded(compressor, lambda v: kernel(v, *compressor.sizes(ctx)), x, residual, ctx)
 
     def mean(self, compressor: Sketch, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not kernels(ctx).quantiles_encode:
+        if not kernels(ctx).quantisers.quantiles_encode:
             return None
-        return kernels(ctx).quantiles_mean(payloads, out, ctx.size, *compressor.sizes(ctx))
+        return kernels(ctx).quantisers.quantiles_mean(payloads, out, ctx.size, *compressor.sizes(ctx))
 
 
 ACCELERATORS: dict[type, Accelerator[Any]] = {

@@ -47,13 +47,13 @@ class ScatteredSums(Accelerator[C]):
         return self.aggregate_into(compressor, out, [payload], ctx)
 
     def aggregate_into(self, compressor: C, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
-        ctx.xp.write(out, 0.0)
+        ctx.xp.buffers.write(out, 0.0)
         total = out
         for payload in payloads:
             total = self.add(compressor, total, payload, ctx)
-        total = ctx.xp.divide_in(total, len(payloads)) if len(payloads) > 1 else total
-        if not ctx.xp.same_memory(total, out):
-            ctx.xp.write(out, total)
+        total = ctx.xp.inplace.divide(total, len(payloads)) if len(payloads) > 1 else total
+        if not ctx.xp.buffers.same_memory(total, out):
+            ctx.xp.buffers.write(out, total)
         return out
 
 
@@ -75,10 +75,10 @@ class SparseMean(ScatteredSums[C]):
     """A kernel adds up the values at each position."""
 
     def mean(self, compressor: C, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not kernels(ctx).sparse_mean:
+        if not kernels(ctx).sparsifiers.sparse_mean:
             return None
         pairs = [self.parts(compressor, payload, ctx) for payload in payloads]  # the kernel checks positions
-        return kernels(ctx).sparse_mean(pairs, out, ctx.size)
+        return kernels(ctx).sparsifiers.sparse_mean(pairs, out, ctx.size)
 
 
 class SparseSums(ElementSums[K], SparseMean[K]):
@@ -95,11 +95,11 @@ class DecodedSums(PlacedSums[P], SparseMean[P]):
         total = ctx.xp.zeros(ctx.size)
         for payload in payloads:
             total = self.add(compressor, total, payload, ctx)
-        return ctx.xp.divide_in(total, len(payloads))
+        return ctx.xp.inplace.divide(total, len(payloads))
 
     def residual(self, compressor: P, x: Array, payload: Payload, ctx: Context) -> Array:
         values, positions = self.parts(compressor, payload, ctx)
-        return ctx.xp.put(x, positions, ctx.xp.take(x, positions) - values)
+        return ctx.xp.inplace.scatter(x, positions, ctx.xp.take(x, positions) - values)
 
 
 class CodedSums(SparseSums[K]):
@@ -110,7 +110,7 @@ class CodedSums(SparseSums[K]):
         return compressor.elements.coding(n) == "int32"
 
     def mean(self, compressor: K, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        k, kernel = compressor.elements.count(ctx.size), kernels(ctx).sparse_mean
+        k, kernel = compressor.elements.count(ctx.size), kernels(ctx).sparsifiers.sparse_mean
         if kernel and k is not None and isinstance(payloads, GatheredPayloads) and self.uncoded(compressor, ctx.size):
             return kernel(payloads, out, ctx.size, k)  # the kernel checks the positions
         return super().mean(compressor, payloads, out, ctx)
@@ -122,8 +122,8 @@ class Selection(ElementSums[K]):
     @abstractmethod
     def chosen(
         self, compressor: K, x: Array, residual: Array | None, ctx: Context
-    ) -> tuple[Array, Array, Array] | None:
-        """`encode` without index coding: values float32[K], positions int32[K], residual; None: no kernel."""
+    ) -> tuple[tuple[Array, Array], Array] | None:
+        """`encode` without index coding: (values float32[K], positions int32[K]), residual; None: no kernel."""
 
     @abstractmethod
     def uncoded(self, compressor: K, n: int) -> bool:
@@ -138,7 +138,7 @@ class Selection(ElementSums[K]):
             ctx = deferring(ctx, None)  # index coding reads the positions right away
         if (done := self.chosen(compressor, x, residual, ctx)) is None:
             return None
-        values, positions, left = done
+        (values, positions), left = done
         return (values, *self.write(compressor, positions, ctx)), left
 
 
@@ -148,10 +148,10 @@ class Moments(CodedSums[SIDCo]):
     def compensated(
         self, compressor: SIDCo, x: Array, residual: Array, state: State, ctx: Context
     ) -> tuple[Array, Program[tuple[Payload, State]]] | None:
-        if workspace(ctx).rollback_log is None or not has(ctx, "accumulate"):
+        if workspace(ctx).rollback_log is None or not has(ctx, "memories", "accumulate"):
             return None
-        moments = ctx.xp.empty(3, "float64")
-        total = kernels(ctx).accumulate(x, residual, 1.0, 1.0, moments)
+        moments = ctx.xp.buffers.empty(3, "float64")
+        total = kernels(ctx).memories.accumulate(x, residual, 1.0, 1.0, moments)
         return total, as_program(compressor.compress(total, state, ctx, moments))
 
 
@@ -160,8 +160,8 @@ class Thresholds(CodedSums[Threshold], Selection[Threshold]):
 
     def chosen(
         self, compressor: Threshold, x: Array, residual: Array | None, ctx: Context
-    ) -> tuple[Array, Array, Array] | None:
-        kernel = kernels(ctx).threshold_encode
+    ) -> tuple[tuple[Array, Array], Array] | None:
+        kernel = kernels(ctx).sparsifiers.threshold_encode
         return kernel(x, residual, compressor.threshold) if kernel else None
 
 
@@ -170,16 +170,16 @@ class Selectors(CodedSums[E], Selection[E]):
 
     def chosen(
         self, compressor: E, x: Array, residual: Array | None, ctx: Context
-    ) -> tuple[Array, Array, Array] | None:
+    ) -> tuple[tuple[Array, Array], Array] | None:
         if compressor.selector != "exact":
             return None
-        found: tuple[Array, Array, Array] = kernels(ctx).topk_encode(
+        found: tuple[tuple[Array, Array], Array] = kernels(ctx).sparsifiers.topk_encode(
             x, residual, kept(compressor.compress_ratio, ctx.size)
         )
         return found
 
     def compress(self, compressor: E, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
-        if not has(ctx, "sampled"):
+        if not has(ctx, "sparsifiers", "sampled"):
             return compressor.compress(x, state, ctx)
         selector = compressor.elements.selector
         if isinstance(selector, Sampled) and (sample := selector.sample(ctx.size)) < ctx.size:
@@ -192,13 +192,13 @@ class Selectors(CodedSums[E], Selection[E]):
         if not _elias_fano(compressor, ctx):
             return compressor.elements.write(positions, ctx)
         widths = index_coding.widths(ctx.size, kept(compressor.compress_ratio, ctx.size))
-        return tuple(ctx.xp.kernels.positions_write(positions, *widths))
+        return tuple(ctx.xp.kernels.sparsifiers.positions_write(positions, *widths))
 
     def read(self, compressor: E, sent: tuple[Array, ...], ctx: Context) -> Array:
         """`Elements.read`."""
         if _elias_fano(compressor, ctx):
             k = kept(compressor.compress_ratio, ctx.size)
-            found = ctx.xp.kernels.positions_read(sent, *index_coding.widths(ctx.size, k), k)
+            found = ctx.xp.kernels.sparsifiers.positions_read(sent, *index_coding.widths(ctx.size, k), k)
             if found is not None:  # otherwise the plain function raises the error
                 return found
         return compressor.elements.read(sent, ctx)
@@ -209,7 +209,7 @@ class Selectors(CodedSums[E], Selection[E]):
         return compressor.elements.matched(payload[0], self.read(compressor, payload[1:], ctx), ctx)
 
     def residual(self, compressor: E, x: Array, payload: Payload, ctx: Context) -> Array:
-        return ctx.xp.put(x, self.read(compressor, payload[1:], ctx), 0.0)
+        return ctx.xp.inplace.scatter(x, self.read(compressor, payload[1:], ctx), 0.0)
 
     def for_memory(self, compressor: E) -> Any:
         return super().for_memory(compressor) if compressor.index_coding in ELIAS_FANO else compressor
@@ -221,7 +221,7 @@ ELIAS_FANO = ("elias_fano", "auto")
 
 def _elias_fano(compressor: SelectingSparsifier, ctx: Context) -> bool:
     wanted = compressor.index_coding in ELIAS_FANO and compressor.elements.coding(ctx.size) == "elias_fano"
-    return wanted and has(ctx, "positions_write")
+    return wanted and has(ctx, "sparsifiers", "positions_write")
 
 
 def _sampled(selector: Sampled, x: Array, sample: int, ctx: Context) -> Array:
@@ -229,7 +229,7 @@ def _sampled(selector: Sampled, x: Array, sample: int, ctx: Context) -> Array:
     xp, k = ctx.xp, kept(selector.compress_ratio, ctx.size)
     rank, most = math.ceil(selector.compress_ratio * sample), math.ceil(1.3 * k)
     factors, miss = xp.asarray(FACTORS, "float32"), xp.asarray(MISS, "float32")
-    return xp.kernels.sampled(x, ctx.rng("sample"), sample, rank, factors, miss, selector.likely, k, most)
+    return xp.kernels.sparsifiers.sampled(x, ctx.rng("sample"), sample, rank, factors, miss, selector.likely, k, most)
 
 
 class SharedPositions(Selection[RandomK]):
@@ -250,12 +250,12 @@ class SharedPositions(Selection[RandomK]):
 
     def chosen(
         self, compressor: RandomK, x: Array, residual: Array | None, ctx: Context
-    ) -> tuple[Array, Array, Array] | None:
+    ) -> tuple[tuple[Array, Array], Array] | None:
         if compressor.unbiased_scale or residual is None:
             return None
         xp, positions = ctx.xp, self.positions(compressor, ctx)
         x = accumulated(ctx, x, residual)
-        return poisoned(xp, xp.take(x, positions), x), positions, xp.put(x, positions, 0.0)
+        return (poisoned(xp, xp.take(x, positions), x), positions), xp.inplace.scatter(x, positions, 0.0)
 
     def compress(
         self, compressor: RandomK, x: Array, state: State, ctx: Context
@@ -268,7 +268,7 @@ class SharedPositions(Selection[RandomK]):
     def residual(self, compressor: RandomK, x: Array, payload: Payload, ctx: Context) -> Array:
         if compressor.unbiased_scale:
             return compressor.residual(x, payload, ctx)
-        return ctx.xp.put(x, self.positions(compressor, ctx), 0.0)
+        return ctx.xp.inplace.scatter(x, self.positions(compressor, ctx), 0.0)
 
     def decode(self, compressor: RandomK, payload: Payload, ctx: Context) -> Array:
         values, positions = self.parts(compressor, payload, ctx)
@@ -278,11 +278,11 @@ class SharedPositions(Selection[RandomK]):
         return self._put(compressor, ctx.xp.zeros(ctx.size), payloads, ctx)
 
     def aggregate_into(self, compressor: RandomK, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
-        ctx.xp.write(out, 0.0)
+        ctx.xp.buffers.write(out, 0.0)
         return self._put(compressor, out, payloads, ctx)
 
     def _put(self, compressor: RandomK, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
-        return ctx.xp.put(out, self.positions(compressor, ctx, last=True), compressor.values(payloads, ctx))
+        return ctx.xp.inplace.scatter(out, self.positions(compressor, ctx, last=True), compressor.values(payloads, ctx))
 
 
 class Chunks(DecodedSums[ChunkTopK]):
@@ -291,8 +291,8 @@ class Chunks(DecodedSums[ChunkTopK]):
     def encode(
         self, compressor: ChunkTopK, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        if kernels(ctx).chunks_encode:
-            found: tuple[Payload, Array] = kernels(ctx).chunks_encode(
+        if kernels(ctx).sparsifiers.chunks_encode:
+            found: tuple[Payload, Array] = kernels(ctx).sparsifiers.chunks_encode(
                 x, residual, compressor.chunk_size, compressor.chunk_k
             )
             return found
@@ -302,8 +302,10 @@ class Chunks(DecodedSums[ChunkTopK]):
         )
 
     def parts(self, compressor: ChunkTopK, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        if has(ctx, "chunks_encode"):
-            found = ctx.xp.kernels.chunks_values(payload, ctx.size, compressor.chunk_size, compressor.chunk_k)
+        if has(ctx, "sparsifiers", "chunks_encode"):
+            found = ctx.xp.kernels.sparsifiers.chunks_values(
+                payload, ctx.size, compressor.chunk_size, compressor.chunk_k
+            )
             if found is not None:  # otherwise the plain function raises the error
                 values, positions = found
                 return values, positions
@@ -314,13 +316,13 @@ class SignedMeans(PlacedSums[AdaQ]):
     """adaq."""
 
     def encode(self, compressor: AdaQ, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
-        kernel = kernels(ctx).largest_of_signs
+        kernel = kernels(ctx).sparsifiers.largest_of_signs
         return kernel(x, residual, compressor.compress_ratio) if kernel else None
 
     def mean(self, compressor: AdaQ, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not kernels(ctx).largest_of_signs:
+        if not kernels(ctx).sparsifiers.largest_of_signs:
             return None
-        return kernels(ctx).sparse_sums(payloads, out, ctx.size, (True,))
+        return kernels(ctx).sparsifiers.sparse_sums(payloads, out, ctx.size, (True,))
 
 
 class Bins(PlacedSums[AdaComp]):
@@ -329,15 +331,15 @@ class Bins(PlacedSums[AdaComp]):
     def compress(
         self, compressor: AdaComp, x: Array, state: State, ctx: Context
     ) -> MaybeProgram[tuple[Payload, State]]:
-        if not has(ctx, "bins_encode"):
+        if not has(ctx, "sparsifiers", "bins_encode"):
             return compressor.compress(x, state, ctx)
-        *sent, left = kernels(ctx).bins_encode(x, state["residual"], compressor.bin_size)
-        return tuple(sent), {"residual": left}
+        payload, left = kernels(ctx).sparsifiers.bins_encode(x, state["residual"], compressor.bin_size)
+        return payload, {"residual": left}
 
     def mean(self, compressor: AdaComp, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not kernels(ctx).bins_encode:
+        if not kernels(ctx).sparsifiers.bins_encode:
             return None
-        return kernels(ctx).bins_mean(payloads, out, ctx.size, compressor.bin_size)
+        return kernels(ctx).sparsifiers.bins_mean(payloads, out, ctx.size, compressor.bin_size)
 
 
 class Chances(Accelerator[Wangni]):
@@ -346,19 +348,19 @@ class Chances(Accelerator[Wangni]):
     def encode(
         self, compressor: Wangni, x: Array, residual: Array | None, ctx: Context
     ) -> tuple[Payload, Array] | None:
-        kernel, rng = kernels(ctx).chances_encode, ctx.rng("keep")
+        kernel, rng = kernels(ctx).sparsifiers.chances_encode, ctx.rng("keep")
         if not kernel:
             return None
         how = compressor.compress_ratio, compressor.iterations, rng
         return at_once_encoded(compressor, lambda v: kernel(v, *how), x, residual, ctx)
 
     def mean(self, compressor: Wangni, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        if not kernels(ctx).chances_encode:
+        if not kernels(ctx).sparsifiers.chances_encode:
             return None
         xp, pairs = ctx.xp, []
         for certain, values, drawn, magnitude in payloads:
             pairs += [(values, certain), (xp.concat([magnitude, -magnitude]), drawn)]
-        return kernels(ctx).sparse_sums(pairs, out, ctx.size, (False, True))
+        return kernels(ctx).sparsifiers.sparse_sums(pairs, out, ctx.size, (False, True))
 
 
 ACCELERATORS: dict[type, Accelerator[Any]] = {

@@ -1,0 +1,205 @@
+"""What follows from the rows of trainings and times: quality, speed relative to dense, and what lost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from grace.bench.lab.network import bits_per_second
+from grace.bench.tasks.plan import AS_IS, BASELINES, LOOPBACK
+from grace.bench.tasks.results import interval
+from grace.bench.tasks.run import PROBED, TIMED, TRAINED, Row, latest
+from grace.bench.tasks.tasks import TOLERANCE, task_of, tasks
+
+if TYPE_CHECKING:
+    pass
+
+GROUP = ("task", "toolkit", "workers", "scale", "steps", "real")
+NAMES = {"torch": "PyTorch", "keras": "Keras"}
+
+
+def measured(rows: Iterable[Row]) -> list[Row]:
+    """The newest row of each training and each time."""
+    return latest(row for row in rows if row["kind"] in (TRAINED, TIMED))
+
+
+def lines(rows: Iterable[Row]) -> list[Row]:
+    """One line for each method of each group (task, toolkit, workers, size): its training, and its times by bandwidth.
+
+    Of several seeds means count, of times medians. ``interval``: half of the quality's 95 % interval. ``to_target``:
+    steps until the quality was first seen to be at the target; None if a seed's never was. ``relative``: the target
+    that follows from dense, whether or not the task has its own. ``times[bandwidth]``: seconds of a step, examples per
+    second, seconds to the targets, and throughput and times relative to dense (more is faster).
+    """
+    rows = measured(rows)
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in GROUP), []).append(row)
+    found = []
+    for group in sorted(groups, key=lambda key: ([*tasks()].index(key[0]), key[1] != "torch", *key[2:])):
+        found += _group(dict(zip(GROUP, group, strict=True)), groups[group])
+    return found
+
+
+def _group(head: Row, rows: Sequence[Row]) -> list[Row]:
+    task = task_of(head["task"])
+    methods = sorted({row["method"] for row in rows}, key=order)
+    trained = {m: [r for r in rows if (r["kind"], r["method"]) == (TRAINED, m) and "curve" in r] for m in methods}
+    dense = [_last(row) for row in trained.get("dense", [])]
+    fixed = head["scale"] == "quick" and not head["real"] and head["steps"] == task.quick.steps
+    relative: float | None = None
+    if dense and None not in dense:
+        relative = task.near(statistics.mean(dense))  # type: ignore[type-var, arg-type]
+    target = task.target if fixed else relative
+    found = []
+    for method in methods:
+        line = {**head, "method": method, "target": target, "fixed": fixed, "relative": relative, "errors": []}
+        line |= {"metric": task.metric, "higher": task.higher, "seeds": len(trained[method])}
+        mine = [row for row in rows if row["method"] == method]
+        line["errors"] = [(row.get("bandwidth", "training"), row["error"]) for row in mine if "error" in row]
+        line |= {key: mine[0].get(key) for key in ("parameters", "source", "batch")}
+        lasts = [_last(row) for row in trained[method]]
+        sound: list[float] = [] if None in lasts else lasts  # type: ignore[assignment]
+        line["quality"] = statistics.mean(sound) if sound else None
+        line["interval"] = interval(sound)
+        line["diverged"] = None in lasts
+        line["curves"] = [row["curve"] for row in trained[method]]
+        for key, goal in (("to_target", target), ("to_relative", relative)):
+            steps = [_steps(row["curve"], task, goal) for row in trained[method]]
+            line[key] = statistics.mean(steps) if steps and None not in steps else None  # type: ignore[type-var]
+        timed = [row for row in mine if row["kind"] == TIMED and "seconds" in row]
+        line["sent"] = statistics.median(r["sent"] for r in timed) if timed else None
+        wires = [r["wire"] for r in timed if r["wire"] is not None]
+        line["wire"] = statistics.median(wires) if wires else None
+        line["times"] = {}
+        for bandwidth in sorted({row["bandwidth"] for row in timed}, key=rate):
+            at = [row for row in timed if row["bandwidth"] == bandwidth]
+            seconds = statistics.median(row["seconds"] for row in at)
+            examples = head["workers"] * at[0]["batch"] * task.unit_size
+            line["times"][bandwidth] = {"seconds": seconds, "throughput": examples / seconds}
+            for key, steps_to in (("time", line["to_target"]), ("time_relative", line["to_relative"])):
+                line["times"][bandwidth][key] = None if steps_to is None else steps_to * seconds
+        found.append(line)
+    base = next((line for line in found if line["method"] == "dense"), None)
+    for line in found:
+        line["volume"] = base["sent"] / line["sent"] if base and base["sent"] and line["sent"] else None
+        for bandwidth, times in line["times"].items():
+            reference = base["times"].get(bandwidth, {}) if base else {}
+            for key, more in (("throughput", True), ("time", False), ("time_relative", False)):
+                a, b = times[key], reference.get(key)
+                times[f"x_{key}"] = None if not a or not b else (a / b if more else b / a)
+    return found
+
+
+def order(method: str) -> tuple[int, str]:
+    """Sort key of methods: dense and other baselines first."""
+    return (BASELINES.index(method) if method in BASELINES else len(BASELINES)), method
+
+
+def rate(bandwidth: str) -> float:
+    """Bits per second, for sorting."""
+    return 0.0 if bandwidth in (LOOPBACK, AS_IS) else bits_per_second(bandwidth)
+
+
+def _last(row: Row) -> float | None:
+    return row["curve"][-1][1]
+
+
+def _steps(curve: Sequence[Sequence[Any]], task: Any, target: float | None) -> int | None:
+    if target is None:
+        return None
+    return next((step for step, quality in curve if quality is not None and task.reached(quality, target)), None)
+
+
+def lost(found: Sequence[Row]) -> list[str]:
+    """What did not pay, a line for each group: methods that missed the target, and that came later than a baseline."""
+    texts = []
+    for group in grouped(found):
+        missed, late = [], []
+        bests: dict[str, tuple[float, str]] = {}
+        for line in group:
+            for bandwidth, times in line["times"].items():
+                if line["method"] in BASELINES and times["time"]:
+                    bests[bandwidth] = min(bests.get(bandwidth, (float("inf"), "")), (times["time"], line["method"]))
+        for line in group:
+            if line["errors"]:
+                missed.append(f"{line['method']} failed ({line['errors'][0][1][:60]})")
+            elif line["target"] is not None and line["to_target"] is None and line["curves"]:
+                value = "it diverged" if line["diverged"] else f"{line['quality']:.3g}"
+                missed.append(f"{line['method']} missed it ({value})")
+            if line["method"] in BASELINES:
+                continue
+            for bandwidth, times in line["times"].items():
+                best, name = bests.get(bandwidth, (0.0, ""))
+                if name and times["time"] and times["time"] > best:
+                    late.append(f"{line['method']} at {bandwidth} ({times['time'] / best:.2f}x the time of {name})")
+        parts = [", ".join(missed)] * bool(missed) + ["slower to it: " + ", ".join(late)] * bool(late)
+        if parts:
+            head = group[0]
+            goal = "" if head["target"] is None else f", target {head['target']:.3g}"
+            texts.append(f"{title(head)}{goal}: " + "; ".join(parts) + ".")
+    return texts
+
+
+def grouped(found: Sequence[Row]) -> list[list[Row]]:
+    """The lines of each table."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for line in found:
+        groups.setdefault(tuple(line[key] for key in GROUP), []).append(line)
+    return list(groups.values())
+
+
+def title(head: Row) -> str:
+    """What a table is of."""
+    size = "" if head["scale"] == "quick" else ", full"
+    return f"{task_of(head['task']).title}, {NAMES[head['toolkit']]}, {head['workers']} workers{size}"
+
+
+def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
+    """What a reader of the figures must know."""
+    bandwidths = {bandwidth for line in found for bandwidth in line["times"]}
+    texts = []
+    if bandwidths - {LOOPBACK, AS_IS}:
+        reached = {row["bandwidth"]: row["reached"] / 1e6 for row in rows if row["kind"] == PROBED}
+        probes = ", ".join(f"{key}: {value:.0f} Mbit/s" for key, value in sorted(reached.items(), key=lambda p: p[1]))
+        texts.append(
+            "Emulated network: hosts are network namespaces of one machine, one worker on each, links are shaped "
+            f"both ways; the workers share the machine's cores. One TCP connection was seen to carry {probes or '?'}."
+        )
+    if LOOPBACK in bandwidths:
+        texts.append(
+            "Plain loopback, no network: the workers share one machine (root and iproute2 would give shaped links), so "
+            "bytes cost next to nothing and compression can only lose time."
+        )
+    texts.append(
+        "Steps to the target were measured once for each method, without a limit on the links; the time of a step was "
+        "measured at each bandwidth, over a few steps that follow. Time to the target is their product. Quality is "
+        "looked at every so many steps, which is how finely steps to the target are known."
+    )
+    spans = [(r["quartiles"][1] - r["quartiles"][0]) / r["seconds"] for r in measured(rows) if "quartiles" in r]
+    if spans:
+        texts.append(
+            f"The middle half of a cell's timed steps spans {statistics.median(spans):.0%} of their median in a usual "
+            f"cell, {max(spans):.0%} in the worst."
+        )
+    seeds = len({row["seed"] for row in rows if row["kind"] == TRAINED})
+    several = f"{seeds} seeds, means, with 95 % intervals (Student's t) of the quality"
+    texts.append(
+        f"{'One seed' if seeds == 1 else several}; the same data, batches, learning rate and number of steps for all "
+        "methods, none of them tuned."
+    )
+    if {line["toolkit"] for line in found} >= {"torch"}:
+        texts.append(
+            "PyTorch: DistributedDataParallel over gloo; dense and fp16 are its own hooks, a method is GRACE's hook."
+        )
+    if {line["toolkit"] for line in found} >= {"keras"}:
+        texts.append(
+            "Keras: train_on_batch over Horovod with GRACE's optimizer; dense and fp16 are one allreduce (compressors "
+            "none and fp16), since Horovod's own optimizer does not work with Keras 3."
+        )
+    if any(not line["fixed"] for line in found):
+        texts.append(
+            f"Where the target is not the task's own, it is the dense run's last quality less {TOLERANCE:.0%}."
+        )
+    return texts

@@ -1,0 +1,97 @@
+"""A worker's progress in local training, and its comparison: among workers, and with saved states."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grace.core import Transport
+from grace.local.settings import Settings
+
+FORMAT = 1
+"""Of `DiLoCo.state_dict`."""
+State = Mapping[str, Any]
+
+REMEDIES = {
+    "inner steps": "Load checkpoints of one step",
+    "parameters": "Begin from the same: grace.torch.broadcast_parameters or BroadcastCallback",
+}
+"""For differences between workers; by default, "Use the same on every worker"."""
+
+
+@dataclass
+class Progress:
+    """Counters. A slot is the time from one landing to the next."""
+
+    steps: int = 0
+    """Inner steps in all."""
+    first_step: int = 0
+    """Inner steps when this object began."""
+    inner: int = 0
+    """Inner steps of the slot under way."""
+    turns: int = 0
+    """Slots that are over: fragments follow them, also where an exchange failed on some workers."""
+    landed: int = 0
+    """Exchanges that have landed."""
+    apart: bool = False
+    """Whether parameters may differ from the base."""
+    rounds: int = 0
+    """Rounds of an exchange, once known."""
+
+    def step(self) -> None:
+        """Count an inner step."""
+        self.steps += 1
+        self.inner += 1
+        self.apart = True
+
+    def end_slot(self) -> None:
+        """Begin the next slot."""
+        self.inner = 0
+        self.turns += 1
+
+    def take(self, state: State) -> None:
+        """Continue from a state, in a new slot."""
+        self.first_step += state["step"] - self.steps
+        self.steps, self.turns, self.landed = state["step"], state["turns"], state["landed"]
+        self.rounds, self.inner, self.apart = state["rounds"], 0, True
+
+
+def compare(transport: Transport, mine: dict[str, str]) -> None:
+    """Raise ValueError on all workers, naming the difference, unless all have the same texts."""
+    texts = [json.loads(text) for text in transport.exchange(json.dumps(mine))]
+    for worker, theirs in enumerate(texts):
+        for key, value in texts[0].items():
+            if theirs[key] != value:
+                raise ValueError(
+                    f"worker 0 and worker {worker} differ in their {key}: {value} and {theirs[key]}. "
+                    + REMEDIES.get(key, "Use the same on every worker")
+                )
+
+
+def check_states(
+    states: Sequence[State], settings: Settings, shapes: Mapping[str, tuple[int, ...]], lost: bool
+) -> None:
+    """Raise ValueError, naming the difference, for states that do not fit. ``shapes``: of the parameters, if known.
+
+    ``lost``: workers may have missed the last landing.
+    """
+    for state in states:
+        if state.get("format") != FORMAT or "base" not in state:
+            raise ValueError(
+                f"this state has format {state.get('format')!r} or is none of local training, of which this "
+                f"version of grace reads format {FORMAT}"
+            )
+        if state["settings"] != repr(settings):
+            raise ValueError(
+                f"this state belongs to {state['settings']}, but this is {settings!r}: use the same settings"
+            )
+        if state["step"] != states[0]["step"] or not (lost or state["landed"] == states[0]["landed"]):
+            raise ValueError(
+                f"states of steps {states[0]['step']} and {state['step']}: load states that were saved together"
+            )
+        theirs = {name: tuple(array.shape) for name, array in state["base"].items()}
+        if shapes and shapes != theirs:
+            odd = sorted(shapes.items() ^ theirs.items())[0]
+            raise ValueError(f"this state belongs to another model: {odd} is in one of them only")

@@ -111,7 +111,7 @@ class PipelineStage(TorchStage):
         self._arriving: dict[str, dict[int, list[tuple[int, torch.Tensor]]]] = {"forward": {}, "backward": {}}
         self._next_ids: Any = None
         self._ids: Any = None
-        self._agreed = False
+        self._disagreement: str | None = None
         _STAGES.append(weakref.ref(self))
 
     # -- for users -----------------------------------------------------------------------------------------------------
@@ -147,8 +147,10 @@ class PipelineStage(TorchStage):
     def clear_runtime_states(self) -> None:
         """Begin a step: compare settings in the first one, and take over the batch's ids."""
         super().clear_runtime_states()
-        if not self._agreed:
+        if self._disagreement is None:
             _agree(self.group)
+        if self._disagreement:
+            raise ValueError(self._disagreement)
         self._owned.clear()  # all sends of the last step are complete
         for arriving in self._arriving.values():
             arriving.clear()
@@ -159,12 +161,21 @@ class PipelineStage(TorchStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """As torch's, of compressed activations."""
         if any(isinstance(out, DTensor) for out in self.fwd_cache[fwd_chunk_id][0]):
-            raise TypeError(_DTENSORS.format(self.stage_index))
+            raise TypeError(
+                f"stage {self.stage_index} returns a DTensor, but compression is of plain tensors: return .to_local() "
+                "and make the DTensor again behind the edge, or use torch's own stages"
+            )
         return self._sends("forward", super().get_fwd_send_ops(fwd_chunk_id), fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """As torch's, of compressed gradients."""
-        return self._sends("backward", super().get_bwd_send_ops(bwd_chunk_id), bwd_chunk_id)
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        if ops and self._how[1].masked and len(ops) != len(self.args_recv_info[bwd_chunk_id]):
+            raise ValueError(
+                f"stage {self.stage_index} has {len(ops)} gradients for {len(self.args_recv_info[bwd_chunk_id])} inputs, so "
+                "that masks and gradients do not match: use same_mask=False"
+            )
+        return self._sends("backward", ops, bwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """As torch's, into buffers of messages."""
@@ -258,30 +269,44 @@ class PipelineStage(TorchStage):
 
     @property
     def _settings(self) -> str:
-        names = ("compressor", "feedback", "masked", "seed", "debug", "samples", "stored")
-        ahead, back = ({name: str(getattr(how, name)) for name in names} for how in self._how)
-        return f"GRACE {VERSION}, forward {ahead}, backward {back}, compress_in_eval {self.compress_in_eval}"
-
-
-_DTENSORS = "stage {} returns a DTensor: compression is of plain tensors; return .to_local() and rebuild it behind the edge"
+        ahead, back = self._how
+        words = {
+            "GRACE": VERSION,
+            "forward": ahead.compressor,
+            "backward": "the forward mask" if back.masked else back.compressor,
+            "feedback": ahead.feedback,
+            "samples": ahead.samples,
+            "stored": ahead.stored,
+            "seed": ahead.seed,
+            "debug": ahead.debug,
+            "compress_in_eval": self.compress_in_eval,
+        }
+        return ", ".join(f"{name} {value}" for name, value in words.items())
 
 
 def _agree(group: Any) -> None:
-    """Compare the settings of all stages of a group; all ranks raise the same error. A collective, once per stage."""
-    alive = [stage for stage in (reference() for reference in _STAGES) if stage is not None]
-    mine = [stage for stage in alive if stage.group is group]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, [(s.stage_index, s.num_stages, s._settings) for s in mine], group)
+    """Compare the settings of all new stages of a group, a collective. All ranks find the same."""
+    new = [stage for reference in _STAGES if (stage := reference()) is not None and stage.group is group]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, [(s.stage_index, s.num_stages, s._settings) for s in new], group)
+    # Several pipelines may be new: sets of settings.
     settings: dict[int, set[tuple[int, str]]] = defaultdict(set)
-    for index, count, text in (each for rank in found for each in rank):
+    for index, count, text in (each for rank in gathered for each in rank):
         settings[index].add((count, text))
-    first, wanted = min(settings), settings[min(settings)]
+    for stage in new:
+        stage._disagreement = _difference(settings)
+    _STAGES[:] = [reference for reference in _STAGES if (stage := reference()) is not None and stage not in new]
+
+
+def _difference(settings: dict[int, set[tuple[int, str]]]) -> str:
+    first = min(settings)
     for index, texts in sorted(settings.items()):
-        if texts != wanted:
-            (one, *_), (other, *_) = sorted(wanted - texts) or sorted(wanted), sorted(texts - wanted) or sorted(texts)
-            raise ValueError(f"stages {first} and {index} have other settings: {one[1]}; and {other[1]}. Make them equal")
-    if lost := sorted(set(range(max(count for count, _ in wanted))) - set(settings)):
-        raise ValueError(f"stage {lost[0]} is no grace.torch.PipelineStage: make all stages of the pipeline such")
-    for stage in mine:
-        stage._agreed = True
-    _STAGES[:] = [reference for reference in _STAGES if (stage := reference()) is not None and not stage._agreed]
+        if odd := sorted(settings[first] ^ texts):
+            (count, text) = odd[0]
+            return (
+                f"stages {first} and {index} have other settings: only one of them has {count} stages and {text}. Give "
+                "all stages of a pipeline the same arguments"
+            )
+    if lost := set(range(max(count for count, _ in settings[first]))) - set(settings):
+        return f"stage {min(lost)} is no grace.torch.PipelineStage: make all stages of the pipeline such"
+    return ""

@@ -5,7 +5,7 @@ import pytest
 from launch import launch
 from methods import BACKENDS, backend
 
-from grace.core import Compressor
+from grace.core.registry import compressors
 from grace.stages import Codec, End, directions
 
 B4 = {"compressor": "blockint", "bits": 4}
@@ -129,7 +129,11 @@ def test_aq_keeps_activations_by_sample(storage, tmp_path):
     again = ends(B4, "aq", samples=6, stored="float32", storage=tmp_path if storage else None)
     for old, new in zip(pair, again, strict=True):
         new.load_state_dict(old.state_dict())
-    assert np.array_equal(cross(again, h[mixed], ids=mixed), cross(again, h[mixed], ids=mixed))
+    found = cross(again, h[mixed], ids=mixed)
+    assert again[0].report().nbytes == 3 * (16 + 4) + 8
+    assert np.abs(found[1:] - h[[2, 0]]).max() < 1e-6
+    if not storage:  # which both have in the same files
+        assert np.array_equal(found, cross(pair, h[mixed], ids=mixed))
     with pytest.raises(ValueError, match="not of feedback='none'"):
         ends(B4)[0].load_state_dict(pair[0].state_dict())
 
@@ -162,7 +166,7 @@ def test_debug_finds_a_buffer_that_differs():
     [
         ({"forward": "powersgd"}, "forward: 'powersgd' agrees with other workers"),
         ({"backward": "cltk"}, "backward: 'cltk' agrees with other workers"),
-        ({"forward": "signum"}, "keeps a state of one tensor"),
+        ({"forward": "adacomp"}, "keeps a state of one tensor"),
         ({"forward": {"compressor": "topk", "memory": "residual"}}, "stages have no memory"),
         ({"forward": {"compressor": "topk", "bits": 4}}, "forward: key 'bits' belongs to"),
         ({"forward": "topkk"}, "did you mean 'topk'"),
@@ -172,7 +176,6 @@ def test_debug_finds_a_buffer_that_differs():
         ({"same_mask": True}, "same_mask is of forward='topk'"),
         ({"forward": TOPK, "same_mask": True, "feedback": "ef21"}, "same_mask goes without feedback"),
         ({"forward": "signsgd", "feedback": "ef"}, "forward: feedback='ef' diverges"),
-        ({"backward": {"compressor": "randomk", "compress_ratio": 0.1}, "feedback": "ef21"}, "backward: .* diverges"),
     ],
 )
 def test_settings_that_do_not_go_together(settings, message):
@@ -181,8 +184,6 @@ def test_settings_that_do_not_go_together(settings, message):
 
 
 def test_most_methods_cross_an_edge():
-    from grace.core.registry import compressors
-
     h, refused = np.random.default_rng(0).standard_normal((2, 8, 8)).astype("f"), set()
     for name in compressors:
         try:
@@ -190,12 +191,13 @@ def test_most_methods_cross_an_edge():
         except ValueError:
             refused.add(name)
             continue
-        if isinstance(pair[0].how.compressor, Compressor) and pair[0].how.compressor.traits.variable_length:
-            refused.add(name)
-            continue
-        cross(pair, h)
-    assert len(refused) < len(compressors) / 2, refused
-    assert not refused & {"blockint", "topk", "fp16", "bf16", "fp8", "natural", "qsgd", "eden", "terngrad", "none"}
+        if pair[0].how.compressor.traits.variable_length:
+            pair[0].send(h)
+        else:
+            cross(pair, h)
+    # Those that agree with other workers, and one with a state.
+    agreed = {"acpsgd", "arctopk", "cltk", "gradzip", "gtopk", "powersgd", "shared_int", "sketch_sgd", "thc"}
+    assert refused == agreed | {"adacomp"}
 
 
 # -- PyTorch -----------------------------------------------------------------------------------------------------------
@@ -339,8 +341,7 @@ def test_a_boundary_in_torch():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"forward": B4, "backward": B4},
-        {"forward": TOPK, "backward": TOPK},
+        {"forward": B4, "backward": TOPK},
         {"forward": TOPK, "same_mask": True},
         {"forward": B4, "backward": TOPK, "feedback": "ef"},
         {"forward": TOPK, "backward": B4, "feedback": "ef21"},
@@ -359,7 +360,7 @@ def test_keras_computes_as_torch(settings):
     layer = grace.tensorflow.Boundary(**settings, batch_size=8)
     other = grace.torch.Boundary(**settings, stored="float32")
 
-    @tf.function(input_signature=[tf.TensorSpec((None, 5, 8)), tf.TensorSpec(None, tf.int64)])
+    @tf.function(input_signature=[tf.TensorSpec((None, 5, 8)), tf.TensorSpec((None,), tf.int64)])
     def run(x, ids):
         with tf.GradientTape() as tape:
             tape.watch(x)
@@ -377,6 +378,7 @@ def test_keras_computes_as_torch(settings):
         np.testing.assert_allclose(dx.numpy(), x.grad.numpy(), atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Keras with NumPy 2, when it saves
 def test_a_keras_layer_is_saved_and_trained(tmp_path):
     keras = pytest.importorskip("keras")
     import grace

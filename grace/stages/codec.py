@@ -67,17 +67,13 @@ class Codec:
         whole = isinstance(self.compressor, ExampleTopK) or (block and width % math.lcm(block, 8) == 0)
         if whole or rows == 1:
             return [ctx]
-        return [replace(ctx.piece(row * width, width), shape=(1, *ctx.shape[1:])) for row in range(rows)]
+        return [replace(ctx.stage(str(row)), shape=(1, *ctx.shape[1:])) for row in range(rows)]
 
     def compress(self, x: Array, ctx: Context) -> list[Payload]:
         """float32[n] -> a payload for each of the `pieces`. x is not changed."""
-        found = []
-        for part in self.pieces(ctx):
-            start = part.offset - ctx.offset
-            program = self.compressor.compress(x[start : start + part.size], {}, part)
-            payload, _ = run_local(program, self.compressor)
-            found.append(payload)
-        return found
+        parts = self.pieces(ctx)
+        rows = [x] if len(parts) == 1 else ctx.xp.split(x, [part.size for part in parts])
+        return [self._payload(row, part) for row, part in zip(rows, parts, strict=True)]
 
     def decompress(self, payloads: list[Payload], ctx: Context) -> Array:
         """Payloads -> float32[n], equal at both ends."""
@@ -88,8 +84,11 @@ class Codec:
     def layout(self, ctx: Context) -> list[Layout]:
         """dtypes and shapes of each payload's arrays, which do not depend on values."""
         parts = self.pieces(ctx)
-        example = run_local(self.compressor.compress(ctx.xp.zeros(parts[0].size), {}, parts[0]), self.compressor)[0]
-        return [tuple((ctx.xp.dtype(array), ctx.xp.shape(array)) for array in example)] * len(parts)
+        payload = self._payload(ctx.xp.zeros(parts[0].size), parts[0])
+        return [tuple((ctx.xp.dtype(array), ctx.xp.shape(array)) for array in payload)] * len(parts)
+
+    def _payload(self, x: Array, ctx: Context) -> Payload:
+        return run_local(self.compressor.compress(x, {}, ctx), self.compressor)[0]
 
     def positions(self, payloads: list[Payload], ctx: Context) -> Array:
         """int32[K]: where the batch has elements, ascending; only of `ExampleTopK`."""

@@ -400,3 +400,44 @@ def test_a_keras_layer_is_saved_and_trained(tmp_path):
         grace.tensorflow.Boundary(B4, feedback="ef")
     with pytest.raises(Exception, match="more examples than batch_size=32"):
         layers[0](x, training=True)
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+def test_the_step_of_a_pipeline_by_hand():
+    from grace.planner.costs import Codec, Curve, Link, Speed
+    from grace.planner.profile import Profile, TensorProfile
+    from grace.planner.stages import edge_seconds, step_seconds
+
+    # Four stages of 1 s forward and 2 s backward for each of two micro-batches.
+    profile = Profile((TensorProfile("w", (4,), 16.0),), "given", forward=8.0)
+    link = Link(latency=0.5, bandwidth=1e6)
+    dense = edge_seconds(4e6, link)
+    assert (dense.nbytes, dense.wire, dense.codec) == (4e6, 4.5, 0.0)
+    assert step_seconds(profile, 4, 2, dense) == pytest.approx(4 * (1 + 2) + 2 * 3 * 4.5 + 2 * 4.5)
+    assert step_seconds(profile, 1, 2, dense) == 24
+    curve = lambda value: Curve((1e6,), (value,))  # noqa: E731
+    quarter = Codec({"compressor": "blockint"}, curve(1e6), {"gpu": Speed(curve(0.25), curve(0.5), curve(0.5))})
+    small = edge_seconds(4e6, link, quarter)
+    assert (small.nbytes, small.wire, small.codec) == (1e6, 1.5, 0.75)
+    # Forward an edge takes 1.5 s and a stage 1.75; backward a stage takes 2.75.
+    assert step_seconds(profile, 4, 2, small) == pytest.approx(5 * (1.75 + 2.75) + 2 * 3 * 1.5)
+
+
+def test_advise_knows_edges():
+    import json
+
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from grace.cli.app import app
+
+    words = ["advise", "gpt2", "blockint:bits=8", "--stage-bytes", "3e6", "--workers", "4", "--backend", "numpy"]
+    run = lambda *more: CliRunner().invoke(app, [*words, *more])  # noqa: E731
+    slow = json.loads(run("--bandwidth", "0.1", "--json").stdout)
+    assert slow["best"] == "blockint:bits=8"
+    assert slow["methods"]["dense"]["wire"] == pytest.approx(3e6 * 8 / 1e8 + 50e-6)
+    assert slow["methods"]["dense"]["nbytes"] > 3.9 * slow["methods"]["blockint:bits=8"]["nbytes"]
+    assert "GPipe with 4 stages and 8 micro-batches" in run("--bandwidth", "0.1").stdout.replace("\n", " ")
+    refused = run("powersgd")
+    assert refused.exit_code == 2
+    assert "agrees with other" in refused.output

@@ -3,9 +3,9 @@
 python -m benchmarks.stages -o out/stages.jsonl                       # five seeds; about six minutes on one core
 python -m benchmarks.stages --show benchmarks/results/stages.jsonl    # the table of docs/stages.md
 
-Two `grace.torch.Boundary` cut each model into three stages. Each row has the quality of a model in use, on held-out data,
-with and without compression between its stages then. Digits: a network of two hidden layers, accuracy in percent. Text:
-a Transformer with three blocks on Python's own sources (`grace bench tasks`), perplexity.
+Two `grace.torch.Boundary` cut each model into three stages. Each row has the quality of a trained model on held-out
+data, in use with and without compression between its stages. Digits: a network of two hidden layers, accuracy in
+percent. Text: a Transformer with three blocks on Python's own sources (`grace bench tasks`), perplexity.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def test_both_ends_must_have_the_same_ids():
         receiver.receive(message, h.shape, "float32", ids=np.array([2, 1]))
     with pytest.raises(ValueError, match="needs the ids"):
         sender.send(h)
-    with pytest.raises(ValueError, match="are 0 .. 5"):
+    with pytest.raises(ValueError, match=r"are 0 \.\. 5"):
         sender.send(h, ids=np.array([1, 6]))
 
 
@@ -296,7 +296,7 @@ def test_a_torch_with_other_stages_is_refused():
     from grace.torch.stages import check_torch
 
     check_torch()
-    with pytest.raises(RuntimeError, match="no get_fwd_send_ops, .*_retrieve_recv_grads, which .* torch 2.13 has"):
+    with pytest.raises(RuntimeError, match=r"no get_fwd_send_ops, .*_retrieve_recv_grads, which .* torch 2.13 has"):
         check_torch(int)
 
 

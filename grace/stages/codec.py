@@ -13,6 +13,7 @@ from grace.ops.index_coding import narrow, widen
 from grace.ops.validate import fitting, placed
 
 FEEDBACKS = ("none", "ef", "ef21", "aq")
+SHAPED = replace(EXACT, needs_shape=True)
 NARROW = 2**16
 """Up to this many elements in an example, a place takes fewer than 32 bits."""
 
@@ -29,7 +30,9 @@ class ExampleTopK(Placed):
 
     compress_ratio: float
 
-    traits: Traits = replace(EXACT, needs_shape=True)  # type: ignore[misc]
+    @property
+    def traits(self) -> Traits:
+        return SHAPED
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, (m, n, k) = ctx.xp, self._sizes(ctx)

@@ -128,9 +128,7 @@ class End:
         self.count(xp.shape(message)[0], math.prod(shape) * ITEMSIZE[dtype])
         return message, value
 
-    def through(
-        self, x: Array, number: int = 0, microbatch: int = 0, ids: Any = None, training: bool = True
-    ) -> Array:
+    def through(self, x: Array, number: int = 0, microbatch: int = 0, ids: Any = None, training: bool = True) -> Array:
         """A batch -> float32[n] that the receiver computes with, where both ends are one process."""
         xp = backend_of(x)
         parts, value = self._transmit(xp, x, number, microbatch, ids, training)

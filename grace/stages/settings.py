@@ -90,8 +90,11 @@ def directions(
 
     ``forward``, ``backward``: a dictionary {"compressor": ..., its parameters}, a name, a Compressor, or None.
     ``feedback``: "none", "ef", "ef21", or "aq", which is of activations: gradients then have none.
-    ``same_mask``: gradients are sent only where the forward direction, a top-k, kept elements; ``backward`` is not used.
-    ``samples``, ``stored``, ``storage``: of "aq": number of examples; "float16" or "float32"; folder, or None for memory.
+    ``same_mask``: gradients are sent only where the forward direction, a top-k, kept elements; ``backward`` has no
+    effect. ``samples``, ``stored``, ``storage``: of "aq": the number of examples in the data set; dtype of the stored
+    activations, "float16" or "float32"; folder of memory-mapped files, or None for memory.
+    ``seed``: of random rounding; give data-parallel replicas different ones.
+    ``debug``: messages carry a digest of what the receiver must compute with.
     """
     if feedback not in FEEDBACKS:
         raise ValueError(f"feedback={feedback!r}: choose one of {', '.join(FEEDBACKS)}")

@@ -25,9 +25,9 @@ class Boundary(keras.layers.Layer):
     and dtype. Each example is compressed by itself, so the batch size need not be known. The gradient of the compressor
     is taken as the identity (straight through), except with ``same_mask``.
 
-    ``forward``, ``backward``, ``feedback``, ``same_mask``, ``samples``, ``seed``: as for `grace.stages.directions`; "aq"
-    stores float32 in the layer's weights. ``compress_in_eval``: compress activations also outside of training, without
-    feedback. ``batch_size``: of "ef" and "ef21", which keep a buffer for each place in a batch.
+    ``forward``, ``backward``, ``feedback``, ``same_mask``, ``samples``, ``seed``: as for `grace.stages.directions`.
+    "aq" stores float32 in the layer's weights. ``compress_in_eval``: compress activations outside of training, too,
+    without feedback. ``batch_size``: of "ef" and "ef21", which keep a buffer for each place in a batch.
     Raises ValueError for settings that do not go together.
     """
 

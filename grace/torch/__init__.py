@@ -1,8 +1,8 @@
-"""PyTorch integrations: DistributedOptimizer, a DDP communication hook, FSDP2, pipeline stages, broadcasts of the state."""
+"""PyTorch integrations: DistributedOptimizer, a DDP communication hook, FSDP2, pipeline stages, broadcasts."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grace.torch.boundary import Boundary
 from grace.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -13,6 +13,9 @@ from grace.torch.neighbours import gossip
 from grace.torch.optimizer import DistributedOptimizer, release
 from grace.torch.outer import local
 from grace.torch.policy import PolicyScheduler
+
+if TYPE_CHECKING:
+    from grace.torch.stages import PipelineStage
 
 __all__ = [
     "Boundary",

@@ -20,11 +20,12 @@ class Boundary(torch.nn.Module):
     unchanged. Output: the same shapes and dtypes. The gradient of the compressor is taken as the identity (straight
     through), except with ``same_mask``.
 
-    ``forward``, ``backward``: {"compressor": ..., its parameters}, a name, a Compressor, or None for no compression; the
-    default is `blockint` with 8 bits. ``feedback``: "none", "ef", "ef21" or "aq"; ``same_mask``, ``samples``,
-    ``storage``, ``stored``, ``seed``: as for `grace.stages.directions`. ``compress_in_eval``: in eval mode activations are
-    compressed too, without feedback. ``edge``: a name, which random streams depend on.
-    ``microbatch``, an attribute: index of the next input in a step, 0 at first; "ef" and "ef21" keep a buffer for each.
+    ``forward``, ``backward``: {"compressor": ..., its parameters}, a name, a Compressor, or None for no compression;
+    the default is `blockint` with 8 bits. ``feedback``: "none", "ef", "ef21" or "aq"; ``same_mask``, ``samples``,
+    ``storage``, ``stored``, ``seed``: as for `grace.stages.directions`. ``compress_in_eval``: compress activations in
+    eval mode too, without feedback. ``edge``: a name, which random streams depend on.
+    ``microbatch``, an attribute: index of the next input in a step, 0 at first; "ef" and "ef21" keep a buffer for
+    each.
     ``sample_ids``, an attribute: ids of the next input's examples, for "aq".
     Raises ValueError for settings that do not go together, TypeError for inputs that are no tensors.
     """

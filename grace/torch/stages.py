@@ -47,14 +47,14 @@ _STAGES: list[weakref.ref[PipelineStage]] = []
 class PipelineStage(TorchStage):
     """torch.distributed.pipelining.PipelineStage whose activations and gradients cross edges compressed.
 
-    ``submodule``, ``stage_index``, ``num_stages``, ``device``, and other keywords such as ``group`` and ``input_args``: as
-    for torch's stage. Use it with torch's schedules; stages of one pipeline are all of this class, with equal settings.
-    ``forward``, ``backward``: {"compressor": ..., its parameters}, a name, a Compressor, or None for no compression; the
-    default is `blockint` with 8 bits. Each example, a row of a micro-batch, is compressed by itself. Tensors that are not
-    floating, and those between stages of one rank, are not compressed.
-    ``feedback``: "none", "ef", "ef21" or "aq"; ``same_mask``, ``samples``, ``storage``, ``stored``, ``seed``: as for
-    `grace.stages.directions`; ``storage`` gets a folder for each rank. ``compress_in_eval``: `schedule.eval` compresses
-    activations too, without feedback. ``debug``: messages carry a digest of what the receiver must compute with.
+    ``submodule``, ``stage_index``, ``num_stages``, ``device``, and other keywords such as ``group`` and ``input_args``:
+    as for torch's stage. Use it with torch's schedules; all stages of a pipeline are of this class and set up alike.
+    ``forward``, ``backward``: {"compressor": ..., its parameters}, a name, a Compressor, or None for no compression;
+    the default is `blockint` with 8 bits. Each example, a row of a micro-batch, is compressed by itself. Tensors of
+    integers, and those between stages of one rank, are not compressed.
+    ``feedback``: "none", "ef", "ef21" or "aq"; ``same_mask``, ``samples``, ``storage``, ``stored``, ``seed``,
+    ``debug``: as for `grace.stages.directions`; ``storage`` gets a folder for each rank. ``compress_in_eval``:
+    `schedule.eval` compresses activations too, without feedback.
 
     With "aq", set ``sample_ids`` to the ids of the whole local batch, in its order, before each ``schedule.step``, on
     every rank; no id twice.
@@ -88,8 +88,8 @@ class PipelineStage(TorchStage):
         for how, what in ((ahead, "forward"), (back, "backward")):
             if how.compressor.traits.variable_length:
                 raise ValueError(
-                    f"{what}: the payloads of {how.compressor} have no fixed length, but the receiver must know it: use "
-                    "a method that sends as much each time, such as 'blockint' or 'topk' with selector='exact'"
+                    f"{what}: payloads of {how.compressor} have no fixed length, but the receiver must know it: use a "
+                    "method that sends as much each time, such as 'blockint' or 'topk' with selector='exact'"
                 )
         super().__init__(submodule, stage_index, num_stages, device, **torch_arguments)
         self.compress_in_eval = compress_in_eval
@@ -172,8 +172,8 @@ class PipelineStage(TorchStage):
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         if ops and self._how[1].masked and len(ops) != len(self.args_recv_info[bwd_chunk_id]):
             raise ValueError(
-                f"stage {self.stage_index} has {len(ops)} gradients for {len(self.args_recv_info[bwd_chunk_id])} inputs, so "
-                "that masks and gradients do not match: use same_mask=False"
+                f"stage {self.stage_index}: only {len(ops)} inputs have a gradient, so that masks do not match: "
+                "use same_mask=False"
             )
         return self._sends("backward", ops, bwd_chunk_id)
 

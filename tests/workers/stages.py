@@ -94,7 +94,7 @@ def refused(act):
 
 found = {"equal": {}, "int8": {}, "first": {}, "refused": {}}
 
-# Without compression: bit for bit torch's stage, under each schedule. DualPipeV wants eight micro-batches of four stages.
+# Without compression: bit for bit torch's stage, under each schedule. DualPipeV wants 2 micro-batches per rank.
 for group, ranks in ((None, 4), (half, 2)):
     for name in ("GPipe", "1F1B", *LOOPED, *V):
         chunks = 2 * ranks if name in V else CHUNKS

@@ -97,6 +97,9 @@ class End:
 
     ``edge``: as "0-1"; ``direction``: "forward" or "backward"; ``sender``: which end. ``masks``: with same_mask, shared
     by both directions at the same end. Both ends must be called for the same tensors, as often.
+
+    Arguments of the methods: ``number``: of a tensor among a stage's outputs; ``microbatch``: its index in a step;
+    ``ids``: int64[m] of NumPy, the examples' ids, of "aq"; ``training`` False: no feedback, and no state changes.
     """
 
     def __init__(
@@ -111,14 +114,10 @@ class End:
         self._layouts: dict[Any, list[Layout]] = {}
         self._messages = self._nbytes = self._dense = 0
 
-    # `number`: of the tensor among a stage's outputs; `microbatch`: its index in a step.
     def send(
         self, x: Array, number: int = 0, microbatch: int = 0, ids: Any = None, training: bool = True
     ) -> tuple[Array, Array]:
-        """A batch [m, ...] -> its message uint8[:], and float32[n] that the receiver computes with.
-
-        ``ids``: int64[m], of "aq". ``training`` False: no feedback, and no state changes.
-        """
+        """A batch [m, ...] -> its message uint8[:], and float32[n] that the receiver computes with."""
         xp = backend_of(x)
         shape, dtype = _batch(xp.shape(x)), xp.dtype(x)
         parts, value = self._transmit(xp, x, number, microbatch, ids, training)
@@ -327,6 +326,7 @@ class End:
         state = self._state.get(key)
         if state is None:
             state = codecs.init(self.how.feedback, ctx, self.sender)
+        state = {name: ctx.xp.asarray(array, "float32") for name, array in state.items()}  # a loaded one: to the device
         for array in state.values():
             if ctx.xp.shape(array) != (ctx.size,):
                 raise ValueError(

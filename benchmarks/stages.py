@@ -172,6 +172,11 @@ def _spread(values: list[float]) -> str:
     return f"{mean:.0f} ± {deviation:.0f}" if mean >= 1000 else f"{mean:.1f} ± {deviation:.1f}"
 
 
+def stored(file: Path) -> list[dict[str, Any]]:
+    """The rows of a file that ``-o`` wrote."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -179,16 +184,24 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("-o", "--output", type=Path, help="rows are added to this file, as JSON lines")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="rows are added to this file, as JSON lines; those that it has are not trained",
+    )
     args = parser.parse_args()
     if args.show is not None:
-        print(table([json.loads(line) for line in args.show.read_text().splitlines()]))
+        print(table(stored(args.show)))
         return
     torch.set_num_threads(1)
-    rows = []
+    rows = stored(args.output) if args.output is not None and args.output.exists() else []
+    known = {(each["task"], each["seed"], each["method"]) for each in rows}
     for task in args.tasks:
         for seed in range(args.seeds):
             for method in args.methods:
+                if (task, seed, method) in known:
+                    continue
                 rows.append(row(task, method, seed))
                 if args.output is not None:
                     with args.output.open("a") as file:

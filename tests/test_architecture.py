@@ -18,7 +18,7 @@ FLOORS = (
     ("compressors", "memories", "communicators", "policies", "transports"),
     ("backends", "kernels"),
     ("engine",),
-    ("checkpoint", "factory", "gossip", "local", "planner", "simulate", "testing"),
+    ("checkpoint", "factory", "gossip", "local", "planner", "simulate", "stages", "testing"),
     ("elastic", "factorize", "tensorflow", "torch"),
     ("__main__", "bench", "cli"),
 )

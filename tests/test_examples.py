@@ -59,3 +59,15 @@ def test_keras_over_horovod(tmp_path):
     options = ["--method", "powersgd", "--epochs", 2, "--json", out]
     run(*launcher("horovodrun", 2), EXAMPLES / "digits_keras.py", *options, log=tmp_path / "log")
     check(out, "Keras", 2, 2, 25)
+
+
+def test_a_pipeline_over_torch_distributed(tmp_path):
+    out = tmp_path / "result.json"
+    printed = run(
+        *launcher("torchrun", 2), EXAMPLES / "stages_torch.py", "--epochs", 2, "--json", out, log=tmp_path / "log"
+    )
+    found = json.loads(out.read_text())
+    assert found["accuracy"] > 0.7
+    assert [(edge["edge"], edge["direction"]) for edge in found["edges"]] == [("0-1", "forward"), ("0-1", "backward")]
+    assert all(edge["ratio"] > 3.9 for edge in found["edges"])
+    assert "epoch 2: loss" in printed

@@ -18,12 +18,15 @@ from grace.cli import inputs
 from grace.cli import plan as shared
 from grace.planner import advise as adviser
 from grace.planner import plan as planner
-from grace.planner import ways
-from grace.planner.costs import Cluster
+from grace.planner import stages, ways
+from grace.planner.costs import Cluster, Codec
 from grace.planner.profile import Profile
+from grace.stages.settings import compressor_of
 
 MOST = 4096  # workers of the plot
 USUAL = ("allreduce", "allgather")  # ways not shown, since they are the default
+STAGED = ("fp16", "blockint:bits=8", "blockint:bits=4")
+"""The default methods between pipeline stages."""
 SHARED = {
     **shared.LINKS,
     "cluster_file": "--cluster",
@@ -70,6 +73,16 @@ def advise(
             help="Write a chart of speed-ups against bandwidth and workers.",
         ),
     ] = None,
+    stage_bytes: Annotated[
+        float | None,
+        typer.Option(
+            metavar="BYTES",
+            callback=inputs.finite("of bytes"),
+            help="Compare compression between pipeline stages instead, one on each worker: float32 bytes of a "
+            "micro-batch's activations at an edge.",
+        ),
+    ] = None,
+    microbatches: Annotated[int, typer.Option(help="Micro-batches per step, with --stage-bytes.", min=1)] = 8,
     as_json: shared.AsJson = False,
 ) -> None:
     """Predict each method's speed-up over well-overlapped dense gradients, and what limits it.
@@ -82,7 +95,13 @@ def advise(
         inputs.alone(context, "--cluster", shared.LINKS)
     rates, latencies = (bandwidth, intra_bandwidth), (latency, intra_latency)
     there = shared.read_cluster(cluster_file, workers, per_node, rates, latencies)
-    codecs = shared.read_codecs(methods or adviser.METHODS, costs, backend, compress_speed, save_costs)
+    usual = adviser.METHODS if stage_bytes is None else STAGED
+    codecs = shared.read_codecs(methods or usual, costs, backend, compress_speed, save_costs)
+    if stage_bytes is not None:
+        inputs.alone(context, "--stage-bytes", {"plot_file": "--plot", "bucket_mb": "--bucket-mb"})
+        advise_stages(found, there, codecs, stage_bytes, microbatches, as_json)
+        return
+    inputs.alone(context, "gradients: without --stage-bytes", {"microbatches": "--microbatches"})
     candidates = [adviser.candidate(label, codec) for label, codec in codecs.items()]
     with Console(stderr=True).status("Comparing ..."):
         try:
@@ -98,6 +117,44 @@ def advise(
     else:
         best = advice.best if advice.best in codecs else next(iter(codecs), "topk")
         render(advice, there, sources, _plan_command(context, model, best), inputs.console())
+
+
+def advise_stages(
+    found: Profile, there: Cluster, codecs: dict[str, Codec], stage_bytes: float, microbatches: int, as_json: bool
+) -> None:
+    """Compare methods between the stages of a pipeline, one on each worker, in both directions."""
+    count, link = there.workers, there.link("flat")
+    edges = {"dense": stages.edge_seconds(stage_bytes, link)}
+    for label, codec in codecs.items():
+        try:
+            compressor_of({key: value for key, value in codec.params.items() if key != "memory"}, label)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        edges[label] = stages.edge_seconds(stage_bytes, link, codec)
+    steps = {label: stages.step_seconds(found, count, microbatches, edge) for label, edge in edges.items()}
+    order = sorted(steps, key=steps.__getitem__)
+    if as_json:
+        rows = {label: {**vars(edges[label]), "step": steps[label]} for label in order}
+        about = {"cluster": there.to_dict(), "stages": count, "microbatches": microbatches}
+        print(json.dumps({"best": order[0], **about, "methods": rows}, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("method", overflow="fold")
+    for head in ("step", "speed-up", "fewer\nbytes", "wire,\nms", "codec,\nms"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for label in order:
+        edge = edges[label]
+        cells = (f"{steps[label] * 1e3:.1f} ms", f"{steps['dense'] / steps[label]:.2f}x")
+        cells += (f"{stage_bytes / edge.nbytes:.1f}x", f"{edge.wire * 1e3:.1f}", f"{edge.codec * 1e3:.1f}")
+        table.add_row(escape(label), *cells, style="bold" if label == "dense" else None)
+    console = inputs.console()
+    console.print(table)
+    console.print(
+        f"GPipe with {count} stages and {microbatches} micro-batches; wire and codec are of one message, in each "
+        f"direction. {shared.describe(there)}. Computation {(found.forward + found.backward) * 1e3:.1f} ms, "
+        f"{found.source}.",
+        highlight=False,
+    )
 
 
 def _plan_command(context: typer.Context, model: str, method: str) -> str:

@@ -13,8 +13,10 @@ from grace.tensorflow.checkpoint import CheckpointState
 from grace.tensorflow.gradients import DistributedGradientTape, average_gradients, build
 from grace.tensorflow.keras import DistributedOptimizer, release
 from grace.tensorflow.local import LocalCallback, local_variables
+from grace.tensorflow.stages import Boundary
 
 __all__ = [
+    "Boundary",
     "BroadcastCallback",
     "CheckpointState",
     "DistributedGradientTape",

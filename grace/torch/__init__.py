@@ -1,5 +1,10 @@
-"""PyTorch integrations: DistributedOptimizer, a DDP communication hook, FSDP2, broadcasts of the initial state."""
+"""PyTorch integrations: DistributedOptimizer, a DDP communication hook, FSDP2, pipeline stages, broadcasts."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from grace.torch.boundary import Boundary
 from grace.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from grace.torch.checkpoint import CheckpointState
 from grace.torch.ddp import ddp_hook, name_parameters
@@ -9,9 +14,14 @@ from grace.torch.optimizer import DistributedOptimizer, release
 from grace.torch.outer import local
 from grace.torch.policy import PolicyScheduler
 
+if TYPE_CHECKING:
+    from grace.torch.stages import PipelineStage
+
 __all__ = [
+    "Boundary",
     "CheckpointState",
     "DistributedOptimizer",
+    "PipelineStage",
     "PolicyScheduler",
     "broadcast_optimizer_state",
     "broadcast_parameters",
@@ -22,3 +32,12 @@ __all__ = [
     "name_parameters",
     "release",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # torch.distributed.pipelining takes a while to import.
+    if name == "PipelineStage":
+        from grace.torch.stages import PipelineStage
+
+        return PipelineStage
+    raise AttributeError(f"module 'grace.torch' has no attribute {name!r}")

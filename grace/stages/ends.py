@@ -121,7 +121,7 @@ class End:
         xp = backend_of(x)
         shape, dtype = _batch(xp.shape(x)), xp.dtype(x)
         parts, value = self._transmit(xp, x, number, microbatch, ids, training)
-        message = xp.joined([array for payload in parts for array in payload])
+        message = xp.buffers.concat_bytes([array for payload in parts for array in payload])
         if (digest := self._digest(xp, value, ids, training)) is not None:
             message = xp.concat([message, digest])
         self.count(xp.shape(message)[0], math.prod(shape) * ITEMSIZE[dtype])
@@ -161,7 +161,7 @@ class End:
             arrays = []
             for form in layout:
                 stop = start + nbytes(*form)
-                arrays.append(xp.from_bytes(message[start:stop], *form))
+                arrays.append(xp.buffers.from_bytes(message[start:stop], *form))
                 start = stop
             parts.append(tuple(arrays))
         value = self._accept(xp, parts, shape, dtype, number, microbatch, ids, training)

@@ -122,7 +122,7 @@ def _gathers(
     found = []
     for module, (name, places) in zip(modules, managed.items(), strict=True):
         if places:
-            if any(p.is_meta for _, _, p in places):
+            if any(p.device.type == "meta" for _, _, p in places):
                 raise ValueError(
                     f"the parameters of {name!r} are on the meta device: call model.to_empty(device=...) and "
                     "initialise them before grace.torch.fsdp"

@@ -334,6 +334,7 @@ def uneven(no_grad, compress_no_grad):
         loss = model(torch.ones(2, 11)).sum()
     if not no_grad:
         loss.backward()
+    model.reshard()
     kept = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
     return {"seen": seen, "shards": shards, "kept": kept, "report": grc.report().to_dict()["parameters"]}
 
@@ -403,7 +404,8 @@ found["mixed"], found["mixed report"] = mixed, grc.report().parameters[0].reason
 if size == 2:
     train(plain, 100, first=100)
     grc, model = compressed(INT4, INT8)
-    train(model, 200)
+    train(model, 100)
+    train(model, 100, first=100)
     report = grc.report()
     found["parameters bytes"] = (report.to_dict()["parameters"], report.steps, str(report))
     found["parameters losses"] = (held_out(plain), held_out(model))
@@ -458,10 +460,10 @@ class Gather:
 grc, model = compressed(NONE, INT8)
 model.blocks[1].set_custom_all_gather(Gather())
 refuse("replaced", lambda: train(model, 1))
-pair = [FSDPMeshInfo(init_device_mesh("cpu", (size,), mesh_dim_names=(name,)), 0) for name in ("x", "y")]
+pair = [FSDPMeshInfo(flat[name], 0) for name in ("copies", "shards")]
 several = fully_shard(
     nn.Linear(4, 4),
-    mesh=pair[0].mesh,
+    mesh=flat["shards"],
     shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), pair[p.dim() - 1]),
 )
 refuse("meshes", lambda: grace.torch.fsdp(several, grace=grace.grace_from_params(NONE), parameters=INT8))

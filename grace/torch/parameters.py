@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -164,27 +164,26 @@ class ParameterGather:
     def _gather(self, out: torch.Tensor, x: torch.Tensor, transport: TorchDistributedTransport) -> None:
         rank, rows = transport.rank, out.view(transport.size, -1)
         parts = list(self._parts(transport.xp, DTYPES[x.dtype], transport.size))
-        payloads = [self._payload(x[place], compressed, context(rank)) for place, compressed, context in parts]
+        payloads = [self._payload(x[place], compressed, of_worker(rank=rank)) for place, compressed, of_worker in parts]
         self._sent += sum(array.nbytes for payload in payloads for array in payload)
         gathered = transport.start([Gather(payload) for payload in payloads], f"parameters of {self._name}")()
-        for (place, compressed, context), found in zip(parts, gathered, strict=True):
+        for (place, compressed, of_worker), found in zip(parts, gathered, strict=True):
             for worker, row in enumerate(rows):
                 if compressed:
-                    self._decode(found[worker], row[place], context(worker))
+                    self._decode(found[worker], row[place], of_worker(rank=worker))
                 elif worker != rank:
                     row[place].copy_(found[worker][0])
 
-    def _parts(self, xp: Any, wire: str, size: int) -> Iterator[tuple[slice, bool, Any]]:
+    def _parts(self, xp: Any, wire: str, size: int) -> Iterator[tuple[slice, bool, Callable[..., Context]]]:
         # Each parameter's place in a shard, whether to compress it, and its context by worker.
         ends = accumulate((row for _, row in self._parameters), initial=0)
         for i, ((p, row), (a, b)) in enumerate(zip(self._parameters, pairwise(ends), strict=True)):
             if row:
-                context = partial(
+                of_worker = partial(
                     Context, xp, f"{self._name}/parameter{i}", (row,), world_size=size, wire=wire,
                     step=self._grace.steps, seed=self._grace.options.seed,
                 )  # fmt: skip
-                ranked = lambda rank, context=context: context(rank=rank)  # noqa: E731
-                yield slice(a, b), p.dim() > 1 and self._compressor.applies(ranked(0)), ranked
+                yield slice(a, b), p.dim() > 1 and self._compressor.applies(of_worker()), of_worker
 
     def _payload(self, x: torch.Tensor, compressed: bool, ctx: Context) -> Payload:
         if not compressed:

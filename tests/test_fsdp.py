@@ -399,10 +399,10 @@ def test_a_model_from_the_meta_device_trains_once_it_is_on_its_device(found):
 
 
 @processes
-def test_parameters_of_eight_bits_and_gradients_of_four_train_within_a_hundredth_of_dense(found):
+def test_parameters_of_eight_bits_and_gradients_of_four_end_at_most_a_hundredth_above_dense(found):
     if len(found) == 2:
         dense, ours = found[0]["parameters losses"]
-        assert abs(ours - dense) <= 0.01 * dense
+        assert ours <= 1.01 * dense < 0.6 * found[0]["losses"][0]
 
 
 @processes

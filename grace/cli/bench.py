@@ -234,8 +234,12 @@ def gpu(
             output = (folder if folder.is_dir() else Path()) / device.file_name(torch.cuda.get_device_name())
     console = Console(stderr=True)
 
+    said = [""]
+
     def progress(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
+        if text != said[0]:
+            console.print(text, markup=False, highlight=False)
+        said[0] = text
 
     found = device.measure(backend, quick, minutes, output, progress)
     print(device.tables(found))

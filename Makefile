@@ -12,7 +12,7 @@ JOBS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick check format docs dist lab soak clean
+.PHONY: help install demo test quick check format docs dist lab soak gpu clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -95,6 +95,9 @@ soak: install ## feed bad input, kill workers in the middle of steps, train in i
 	$(BIN)/python -m benchmarks.soak --minutes 12 --json out/soak.json $(ARGS) || status=$$?; \
 	$(BIN)/python -m benchmarks.loops --steps 5000 --json out/loops.json || status=$$?; \
 	exit $$status
+
+gpu: install ## check and time everything on a CUDA device (under 10 minutes)
+	$(BIN)/grace bench gpu $(ARGS)
 
 clean: ## remove what was built; .venv and the cache of Horovod wheels stay
 	rm -rf build dist site out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

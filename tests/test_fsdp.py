@@ -239,7 +239,7 @@ def test_an_overflow_on_one_worker_shows_on_all_and_leaves_every_memory(found):
 @processes
 def test_a_checkpoint_continues_bit_for_bit(found):
     for worker in found:
-        assert np.array_equal(*worker["resumed"])
+        assert all(np.array_equal(straight, again) for straight, again in worker["resumed"])
 
 
 @processes
@@ -287,3 +287,145 @@ def test_what_does_not_fit_says_what_does(found):
     assert "use communicator 'reducescatter'" in refused["allgather"]
     assert "leave its communicator out" in refused["scattered copies"]
     assert "leave set_gradient_divide_factor alone" in refused["divide factor"]
+    assert "give a Grace" in refused["no Grace"]
+    assert "worker 1 has BlockInt" in refused["by worker"]
+    assert "shard over a mesh of one dimension" in refused["two dimensions"]
+    assert "something replaced the hook" in refused["replaced"]
+    assert "sharded over several meshes" in refused["meshes"]
+
+
+# -- compressed parameters ---------------------------------------------------------------------------------------------
+UNSUITABLE = [
+    ({"compressor": "powersgd"}, "all workers agree on one payload"),
+    ({"compressor": "threshold"}, "the length of its payload depends on the values"),
+    ({"compressor": "signsgd"}, "a majority vote"),
+    ({"compressor": "demo"}, "compresses matrices"),
+    ({"compressor": "topk"}, r"it loses 9\d% of the norm.*use .*blockint"),
+    ({"compressor": "blockint", "bits": 2}, r"it loses 8\d% of the norm"),
+    ({"compressor": "blockint", "memory": "residual"}, "no error to feed back: leave memory out"),
+    ({"compressor": "blockint", "min_numel": 3}, "unknown key 'min_numel'"),
+    ({"compressor": "blokint"}, "did you mean 'blockint'"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), UNSUITABLE)
+def test_a_method_that_does_not_suit_parameters_is_refused(given, message):
+    parameters = pytest.importorskip("grace.torch.parameters")
+    with pytest.raises(ValueError, match=message):
+        parameters.parameter_compressor(given)
+
+
+def test_a_method_with_state_is_refused_for_parameters():
+    parameters = pytest.importorskip("grace.torch.parameters")
+
+    class Stateful(compressors["blockint"]):
+        def init(self, ctx):
+            return {"level": ctx.xp.zeros((1,))}
+
+    with pytest.raises(ValueError, match="keeps state between steps"):
+        parameters.parameter_compressor(Stateful(bits=8))
+    with pytest.raises(TypeError, match="a dictionary or a compressor, not str"):
+        parameters.parameter_compressor("blockint")
+
+
+def rounded(shard, width=1024):
+    """Integers of 8 bits, with a scale per block."""
+    parts = [shard[i : i + width] for i in range(0, len(shard), width)]
+    scales = [np.abs(part).max() for part in parts]
+    return np.concatenate(
+        [np.round(p / (s or 1) * np.float32(127)) * (s / np.float32(127)) for p, s in zip(parts, scales, strict=True)]
+    )
+
+
+def decoded(value, workers):
+    """A parameter as all workers compute with it: matrices by shards of rows, padded with zeros; vectors exact."""
+    if value.ndim < 2:
+        return value
+    rows = -(-len(value) // workers)
+    padded = np.zeros((rows * workers, *value.shape[1:]), np.float32)
+    padded[: len(value)] = value
+    shards = [rounded(shard.reshape(-1)) for shard in padded.reshape(workers, -1)]
+    return np.concatenate(shards).reshape(padded.shape)[: len(value)]
+
+
+@processes
+def test_all_workers_compute_with_the_same_decoded_parameters_and_keep_exact_shards(found):
+    size = len(found)
+    for worker in found:
+        one = worker["uneven"]
+        for name, value in one["shards"].items():
+            assert np.array_equal(one["seen"][name], found[0]["uneven"]["seen"][name]), name
+            np.testing.assert_allclose(one["seen"][name], decoded(value, size), rtol=1e-6, atol=1e-7, err_msg=name)
+            assert np.array_equal(one["kept"][name], value)
+        assert not np.array_equal(one["seen"]["b.weight"], one["shards"]["b.weight"])
+
+
+@processes
+def test_passes_without_gradients_see_exact_parameters_unless_asked_otherwise(found):
+    for worker in found:
+        exact, asked, trained = (worker[key] for key in ("evaluated", "evaluated compressed", "uneven"))
+        for name, value in exact["shards"].items():
+            assert np.array_equal(exact["seen"][name], value)
+            assert np.array_equal(asked["seen"][name], trained["seen"][name])
+        assert exact["report"][0]["reason"] == "1 of 1 exact: passes without gradients"
+        assert asked["report"][0]["reason"] == ""
+
+
+@processes
+def test_exact_gathers_equal_fsdps_own(found):
+    for worker in found:
+        assert np.array_equal(worker["parameters none"], worker["none"])
+        assert np.array_equal(worker["parameters none bf16"], worker["bf16"])
+        assert np.array_equal(*worker["mixed"])
+        assert worker["mixed report"] == "1 of 1 exact: uint8 gathers"
+
+
+@processes
+@pytest.mark.parametrize("setting", ["plain", "drawn", "bf16", "accumulated"])
+def test_backward_passes_see_the_parameters_of_forward_passes(found, setting):
+    """Gathered again, kept, or gathered within a machine: the same bits."""
+    for worker in found:
+        first, *others = worker["again"][setting]
+        assert len(others) == (1 if len(found) == 2 else 2)
+        assert all(np.array_equal(first, other) for other in others)
+        assert np.isfinite(first).all()
+
+
+@processes
+def test_a_model_from_the_meta_device_trains_once_it_is_on_its_device(found):
+    for worker in found:
+        assert "to_empty" in worker["meta"]
+        assert np.array_equal(worker["from meta"], worker["again"]["plain"][0])
+
+
+@processes
+def test_parameters_of_eight_bits_and_gradients_of_four_end_at_most_a_hundredth_above_dense(found):
+    if len(found) == 2:
+        dense, ours = found[0]["parameters losses"]
+        assert ours <= 1.01 * dense < 0.6 * found[0]["losses"][0]
+
+
+@processes
+def test_bytes_of_parameters_are_those_of_the_formula(found):
+    if len(found) != 2:
+        return
+    rows, steps, text = found[0]["parameters bytes"]
+    assert steps == 200
+    for row in rows:
+        shards = [math.prod([-(-shape[0] // 2), *shape[1:]]) for shape in found[0]["shapes"][row["name"]]]
+        matrices = [len(shape) > 1 for shape in found[0]["shapes"][row["name"]]]
+        each = sum(n + 4 * math.ceil(n / 1024) if matrix else 4 * n for n, matrix in zip(shards, matrices, strict=True))
+        gathers = steps * (1 if row["name"] == "(root)" else 2)  # FSDP keeps the root's between the passes
+        assert (row["bytes_sent"], row["bytes_dense"]) == (each * gathers, 4 * sum(shards) * gathers)
+        assert row["shape"] == (2, sum(shards))
+    assert "parameters: blockint | per step" in text
+
+
+@processes
+def test_copies_of_shards_decode_the_same_parameters(found):
+    if len(found) == 4:
+        for one, other in ((0, 2), (1, 3)):
+            assert np.array_equal(found[one]["hybrid parameters"][0], found[other]["hybrid parameters"][0])
+        for worker in found:
+            for name, value in worker["hybrid parameters"][1].items():
+                assert np.array_equal(value, found[0]["hybrid parameters"][1][name])

@@ -78,7 +78,7 @@ def measure(
         for case in cases[config.tensors]:
             if reason := hopeless.get((case.label, *_kind(config))):
                 results.omit(case.label, reason, config)
-            elif case.source == "grace" or config.backend == "torch":
+            elif case.source == "grace" or config.toolkit == "torch":
                 mine.append(case)
             else:
                 results.omit(case.label, "peers are measured on torch only", config)

@@ -104,6 +104,23 @@ class Bench:
             cuda.synchronize()
 
     @property
+    def events(self) -> Callable[[Callable[[], None]], float] | None:
+        """Times a call by the device's events, in seconds; None on the host."""
+        cuda = cuda_of(self.xp)
+        if not cuda:
+            return None
+
+        def seconds(operation: Callable[[], None]) -> float:
+            began, ended = (cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            operation()
+            ended.record()
+            ended.synchronize()
+            return float(began.elapsed_time(ended)) / 1e3
+
+        return seconds
+
+    @property
     def device(self) -> str:
         """The device's name, unless it is the host."""
         cuda = cuda_of(self.xp)

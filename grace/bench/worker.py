@@ -29,13 +29,21 @@ Operation = tuple[str, Callable[[], None]]
 class Clock:
     """Samples of one sequence of operations, such as encode and commit."""
 
-    def __init__(self, subject: Any, operations: list[Operation], wait: Callable[[], None], traced: bool = False):
+    def __init__(
+        self,
+        subject: Any,
+        operations: list[Operation],
+        wait: Callable[[], None],
+        traced: bool = False,
+        events: Callable[[Callable[[], None]], float] | None = None,
+    ):
+        """``events``: seconds of a call by a device's own clock; None: by the host's."""
         self.seconds, self.once = 0.0, False
         self._traced = traced
         self.samples: dict[str, list[float]] = {name: [] for name, _ in operations if name}
         self.calls = 1
         """Calls per sample, so that a sample is long enough."""
-        self._subject, self._operations, self._wait = subject, operations, wait
+        self._subject, self._operations, self._wait, self._events = subject, operations, wait, events
 
     def call(self) -> dict[str, float]:
         """Seconds of one call of each operation."""
@@ -46,12 +54,15 @@ class Clock:
             if not name:  # untimed
                 operation()
                 continue
-            began = time.perf_counter()
-            operation()
-            self._wait()
-            found[name] = time.perf_counter() - began
+            found[name] = self._seconds(operation) if self._events is None else self._events(operation)
         self._subject.release()
         return found
+
+    def _seconds(self, operation: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        operation()
+        self._wait()
+        return time.perf_counter() - began
 
     def run(self) -> None:
         """Run each operation once, without recording it."""
@@ -170,7 +181,7 @@ def prepared(
         groups[0] = groups[0][:1]  # its memory commits by itself
     if case.source != "torch" and bench.config.tensors == "flat":
         groups = groups[:2]
-    clocks = [Clock(subject, operations, bench.wait, mode == "graph") for operations in groups]
+    clocks = [Clock(subject, operations, bench.wait, mode == "graph", bench.events) for operations in groups]
     for number, clock in enumerate(clocks):
         if number == 0 and case.source == "torch":
             subject.several(False)

@@ -1,4 +1,4 @@
-"""`grace bench kernels`, `sidco`, `tasks`: the time of methods, and their effect on training."""
+"""`grace bench kernels`, `gpu`, `sidco`, `tasks`: the time of methods, and their effect on training."""
 
 from __future__ import annotations
 
@@ -186,6 +186,82 @@ def kernels(
         show.plot(results, str(plot_file))
     if not results.records:
         raise typer.Exit(1)
+
+
+@app.command()
+def gpu(
+    context: typer.Context,
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE]...", help="With --show: results.")] = None,
+    backend: Annotated[str, typer.Option(help="cuda, or cpu to test the command itself.")] = "cuda",
+    quick: Annotated[bool, typer.Option("--quick", help="Small tensors and few methods.")] = False,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, callback=inputs.finite("of minutes"), help="About how long it may take.")
+    ] = 9.0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            callback=inputs.output_file,
+            help="Where to write; on a GPU by default benchmarks/results/gpu-NAME.json, or ./gpu-NAME.json.",
+        ),
+    ] = None,
+    show_only: Annotated[bool, typer.Option("--show", help="Measure nothing: print tables of FILEs.")] = False,
+) -> None:
+    """Laws, Triton kernels, times and exchanges on a CUDA device, in one call and one file."""
+    listed(backend, ("cuda", "cpu"), "--backend")
+    if show_only:
+        inputs.alone(context, "--show", {"quick": "--quick", "minutes": "--minutes", "output": "--output"})
+        _show_gpu(files or sorted(Path("benchmarks/results").glob("gpu-*.json")), backend == "cpu")
+        return
+    if files:
+        raise typer.BadParameter(f"{str(files[0])!r}: FILE has a meaning with --show only; --output is where to write")
+    if importlib.util.find_spec("torch") is None:
+        raise typer.BadParameter(f"PyTorch is missing: {bench.REMEDIES['torch']}")
+    from grace.bench import gpu as device
+
+    if backend == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise typer.BadParameter(
+                "PyTorch finds no CUDA device here, so there is nothing to measure. --backend cpu --quick tests the "
+                "command itself"
+            )
+        if output is None:
+            folder = Path("benchmarks/results")
+            output = (folder if folder.is_dir() else Path()) / device.file_name(torch.cuda.get_device_name())
+    console = Console(stderr=True)
+
+    said = [""]
+
+    def progress(text: str) -> None:
+        if text != said[0]:
+            console.print(text, markup=False, highlight=False)
+        said[0] = text
+
+    found = device.measure(backend, quick, minutes, output, progress)
+    print(device.tables(found))
+    for failure in (failures := device.failures(found)):
+        console.print(failure, markup=False)
+    if failures:
+        raise typer.Exit(1)
+
+
+def _show_gpu(files: Sequence[Path], with_cpu: bool) -> None:
+    # Tables of GPUs; a CPU's file only on request.
+    from grace.bench import gpu as device
+
+    try:
+        found = device.read(files)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    measured = [data for data in found if data["gpu"] or with_cpu]
+    if not measured:
+        raise typer.BadParameter("none of these files is of a GPU: run `grace bench gpu` on a machine with one")
+    for data in measured:
+        print(device.tables(data))
 
 
 @app.command()

@@ -69,6 +69,9 @@ class Report:
     """Why the communicator was chosen; empty if it was named."""
     plan: str = ""
     """What the plan in force was made for, and from what data; empty if unknown."""
+    parameters: list[TensorReport] = field(default_factory=list)
+    """With `grace.torch.fsdp(parameters=...)`: a row per `fully_shard` call, its shape [workers, elements of a shard].
+    Bytes are those of this worker's shards in all gathers; all other counts are of gradients only."""
 
     @property
     def ratio(self) -> float:
@@ -126,8 +129,18 @@ class Report:
         )
         tried = [trials and f"tried: {trials}", noise and f"per effective step: {noise}"]
         tried.append(self.chosen and f"chosen: {self.chosen}")
-        ends = [times, *tried, self.exchange, self.plan and f"plan: {self.plan}", self.heavier]
+        ends = [times, *tried, self.exchange, self.plan and f"plan: {self.plan}", self._gathered(steps), self.heavier]
         return "\n".join([head, *lines, *filter(None, ends)])
+
+    def _gathered(self, steps: int) -> str:
+        # The parameters in a line; empty without them.
+        sent, dense = (sum(getattr(row, key) for row in self.parameters) for key in ("bytes_sent", "bytes_dense"))
+        if not sent:
+            return ""
+        return (
+            f"parameters: {self.parameters[0].method} | per step {sent / steps:,.0f} bytes sent, dense "
+            f"{dense / steps:,.0f} | ratio {dense / sent:.1f}"
+        )
 
 
 def leveled(level: Mapping[str, Any]) -> str:

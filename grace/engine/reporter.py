@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from grace.core import name_of
@@ -21,6 +22,8 @@ class Reporter:
         self._setup = setup
         self.notes: dict[str, str] = {}
         """Remarks on tensors."""
+        self.parameters: Callable[[], list[TensorReport]] = list
+        """Returns the traffic of parameters."""
         self.first_step = 0
         self.skipped = 0
         self.discarded = 0
@@ -56,6 +59,7 @@ class Reporter:
             **self._trials(),
             exchange=exchange,
             plan=leading.communicator.origin,
+            parameters=self.parameters(),
         )
 
     def _tensor(self, unit: Unit, traffic: Any, residual: float | None) -> TensorReport:

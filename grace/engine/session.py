@@ -20,7 +20,7 @@ from grace.engine.buckets import Tensor
 from grace.engine.exchange import Exchange
 from grace.engine.options import Options
 from grace.engine.policy_runner import Schedule
-from grace.engine.report import Report
+from grace.engine.report import Report, TensorReport
 from grace.engine.reporter import Reporter
 from grace.engine.reshard import sizes_of
 from grace.engine.scheduler import RoundScheduler
@@ -296,7 +296,7 @@ class Grace:
             new = Grace(setup.method, setup.unresolved, get_transport(transport), setup.options, setup.policy)
         for key in ("learning_rate", "track_missing", "defer_commit", "trace"):
             setattr(new._setup, key, getattr(setup, key))
-        new._reporter.notes = self._reporter.notes
+        new._reporter.notes, new._reporter.parameters = self._reporter.notes, self._reporter.parameters
         if setup.bound:
             new._setup.bind(setup.xp)
             new._add(setup.table.tensors)
@@ -422,6 +422,10 @@ class Grace:
     def note(self, name: str, text: str) -> None:
         """Add a remark on a tensor to the report."""
         self._reporter.notes[name] = text
+
+    def report_parameters(self, source: Callable[[], list[TensorReport]]) -> None:
+        """Let the report include traffic of parameters, as ``source`` returns it."""
+        self._reporter.parameters = source
 
     def _check_gradients(self, gradients: Mapping[str, Array | None]) -> None:
         self._setup.settle()

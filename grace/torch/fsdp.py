@@ -1,8 +1,8 @@
-"""PyTorch's sharded training: compressed gradients for models under `fully_shard` (FSDP2), through its public hooks."""
+"""PyTorch's sharded training: compressed gradients and parameters of models under `fully_shard`, by FSDP2's hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -12,15 +12,22 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from grace.core import name_of
+from grace.core import Compressor, name_of
 from grace.core.collectives import Reduce
 from grace.engine.session import Grace
+from grace.torch.parameters import Mode, ParameterGather, parameter_compressor
 
 __all__ = ["fsdp"]
 
 
-def fsdp(model: nn.Module, grace: Grace | None = None, replicas: Grace | None = None) -> nn.Module:
-    """Compress the gradient reductions of a model under `fully_shard`. Returns the model.
+def fsdp(
+    model: nn.Module,
+    grace: Grace | None = None,
+    replicas: Grace | None = None,
+    parameters: Mapping[str, Any] | Compressor | None = None,
+    compress_no_grad: bool = False,
+) -> nn.Module:
+    """Compress what FSDP sends for a model under `fully_shard`: gradients, and parameters. Returns the model.
 
     ``grace``: for the reduce-scatter among the workers that share the parameters; it needs communicator "reducescatter"
     and their transport. The parameters of one `fully_shard` call, which FSDP reduces together, form one tensor, and
@@ -29,9 +36,23 @@ def fsdp(model: nn.Module, grace: Grace | None = None, replicas: Grace | None = 
     use the transport of the other dimension's group. It accepts any communicator except "reducescatter". Compression
     pays here first: links are fast within machines and slow between them.
 
+    ``parameters``: for the all-gather before forward and backward passes; a compressor, or its keys, such as
+    ``{"compressor": "blockint", "bits": 8, "block_size": 1024}``. Needs one of the above; ``{"compressor": "none",
+    "communicator": "reducescatter"}`` leaves gradients exact. It suits stateless methods whose payload has a fixed
+    length and that keep values to within 20 %. Every worker computes with the decoded values, its own shard's too;
+    shards themselves stay exact, in the optimizer and in checkpoints, so errors do not add up. Vectors are not
+    compressed, nor are blocks shared by parameters. Nor are gathers of other dtypes than float32, float16 and
+    bfloat16, or those among fewer workers after ``reshard_after_forward=int``. Random rounding draws the same numbers
+    in the forward and backward passes of a step. `Report.parameters` has the bytes.
+    ``compress_no_grad``: compress them also in forward passes under `torch.no_grad`, which by default see exact values.
+    Markov, Vladu, Guo and Alistarh, "Quantized Distributed Training of Large Models with Convergence Guarantees", ICML
+    2023, arXiv:2302.02390.
+
     Both of FSDP's reductions, mean and sum, are supported (as is its scaling for fp16); they are computed in float32.
-    Every worker must make this call, after `fully_shard` and before the first backward pass. Raises TypeError for a
-    model without FSDP2 modules, ValueError for an unsuitable Grace.
+    Every worker must make this call, after `fully_shard` and before the first backward pass; with ``parameters``, once
+    they are on their device. Raises TypeError for a model without FSDP2 modules, ValueError for an unsuitable Grace or
+    compressor, and for different ``parameters`` on different workers; in the first forward pass RuntimeError if FSDP
+    does not gather through GRACE.
 
     Parameters may be unused in a step, on some or all workers: a missing gradient counts as zeros. If no worker has
     one, there is none, except with error feedback, where the residual of earlier steps may arrive. The workers compare
@@ -53,7 +74,11 @@ def fsdp(model: nn.Module, grace: Grace | None = None, replicas: Grace | None = 
     if not modules:
         raise TypeError("the model has no FSDP2 module: call torch.distributed.fsdp.fully_shard on it first")
     if grace is None and replicas is None:
-        raise ValueError("give a Grace for the reduce-scatter (grace=), for copies of shards (replicas=), or both")
+        raise ValueError(
+            "give a Grace for the reduce-scatter (grace=), for copies of shards (replicas=), or both; compressor "
+            "'none' leaves gradients exact"
+        )
+    compressor = None if parameters is None else parameter_compressor(parameters)
     if grace is not None and not grace.communicator.reduce_scatters:
         raise ValueError(
             f"grace= has communicator {name_of(grace.communicator)!r}, but each worker wants its own shard: use "
@@ -67,17 +92,45 @@ def fsdp(model: nn.Module, grace: Grace | None = None, replicas: Grace | None = 
     if replicas is not None:
         exchanges.append(replicas)
     step = _Step(exchanges)
-    for name, module in modules.items():
-        managed = list(_managed(module))
-        if managed:
-            group = _Group(name or "(root)", managed, step)
+    managed = {name or "(root)": list(_managed(module)) for name, module in modules.items()}
+    if compressor is not None:
+        gathers = _gathers(modules.values(), managed, compressor, exchanges[0], None if compress_no_grad else Mode())
+        exchanges[0].report_parameters(lambda: [gather.report() for gather in gathers])
+    for (name, found), module in zip(managed.items(), modules.values(), strict=True):
+        if found:
+            group = _Group(name, found, step)
             group.extend()
             module.register_forward_pre_hook(group.watch)
             if grace is not None:
                 module.set_custom_reduce_scatter(_ReduceScatter(group, grace))
             if replicas is not None:
                 module.set_all_reduce_hook(_Replicas(group, replicas))
+    for each in exchanges:
+        settings = each.transport.exchange(f"{compressor!r}, compress_no_grad={compress_no_grad}")
+        for worker, other in enumerate(settings):
+            if other != settings[0]:
+                raise ValueError(
+                    f"parameters= must be the same on all workers: worker 0 has {settings[0]}, worker {worker} has "
+                    f"{other}"
+                )
     return model
+
+
+def _gathers(
+    modules: Iterable[nn.Module], managed: dict[str, Any], compressor: Compressor, grace: Grace, mode: Mode | None
+) -> list[ParameterGather]:
+    found = []
+    for module, (name, places) in zip(modules, managed.items(), strict=True):
+        if places:
+            if any(p.device.type == "meta" for _, _, p in places):
+                raise ValueError(
+                    f"the parameters of {name!r} are on the meta device: call model.to_empty(device=...) and "
+                    "initialise them before grace.torch.fsdp"
+                )
+            rows = [(p, _row(p)) for _, _, p in places]
+            found.append(ParameterGather(name, module, rows, compressor, grace))
+            found[-1].mode = mode
+    return found
 
 
 def _managed(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -101,6 +154,11 @@ def _managed(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 def _row(p: Any) -> int:
     # Number of elements per worker: the padded shard.
+    if len(p.placements) != 1:
+        raise TypeError(
+            f"a parameter of shape {list(p.shape)} is placed as {p.placements}: shard over a mesh of one dimension, "
+            "such as mesh['shards'], and give replicas= for the other"
+        )
     (place,) = p.placements
     if not isinstance(place, Shard):
         raise TypeError(f"a parameter of shape {list(p.shape)} is placed as {place}: only shards are reduced")

@@ -9,6 +9,8 @@ from launch import leave_gloo, save
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 
 import grace
 from grace.transports.torch_distributed import TorchDistributedTransport
@@ -21,6 +23,8 @@ found = {}
 TOKENS, WIDTH, LENGTH = 64, 32, 16
 NONE = {"compressor": "none", "communicator": "reducescatter"}
 INT4 = {"compressor": "blockint", "bits": 4, "communicator": "reducescatter"}
+INT8 = {"compressor": "blockint", "bits": 8, "block_size": 1024}
+DRAWN = {**INT8, "rounding": "stochastic"}
 
 
 class Block(nn.Module):
@@ -98,9 +102,9 @@ def held_out(model):
         return sum(loss_of(model, text(-1 - i, 64)).item() for i in range(4)) / 4
 
 
-def compressed(params, **options):
+def compressed(params, parameters=None, **options):
     grc = grace.grace_from_params(params)
-    return grc, grace.torch.fsdp(sharded(**options), grace=grc)
+    return grc, grace.torch.fsdp(sharded(**options), grace=grc, parameters=parameters)
 
 
 # What is exact equals FSDP's own reduction.
@@ -160,23 +164,27 @@ found["overflow"] = {
 }
 found["overflow memory"] = (before, residuals())
 
-# A checkpoint goes on bit for bit.
-grc, model = compressed(INT4)
-optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-train(model, 3, optimizer)
-saved = [
-    {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in model.state_dict().items()},
-    optimizer.state_dict(),
-    grc.state_dict(),
-]
-saved[1] = copy.deepcopy(saved[1])
-straight = train(model, 3, optimizer, first=3)
-grc, model = compressed(INT4)
-optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-model.load_state_dict(saved[0])
-optimizer.load_state_dict(saved[1])
-grc.load_state_dict(saved[2])
-found["resumed"] = (straight, train(model, 3, optimizer, first=3))
+
+# A checkpoint goes on bit for bit, also where parameters are rounded at random.
+def resumed(parameters):
+    grc, model = compressed(INT4, parameters)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    train(model, 3, optimizer)
+    saved = [
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in model.state_dict().items()},
+        copy.deepcopy(optimizer.state_dict()),
+        grc.state_dict(),
+    ]
+    straight = train(model, 3, optimizer, first=3)
+    grc, model = compressed(INT4, parameters)
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    grc.load_state_dict(saved[2])
+    return straight, train(model, 3, optimizer, first=3)
+
+
+found["resumed"] = [resumed(None), resumed(DRAWN)]
 
 # PyTorch's own checkpoints, which otherwise keep one worker's tensors for all.
 from torch.distributed import checkpoint as dcp
@@ -287,6 +295,135 @@ found["branches"] = {mode: branches(mode, {"compressor": "none"}) for mode in MO
 topk = {"compressor": "topk", "compress_ratio": 0.1}
 found["sparse branches"] = {mode: branches(mode, topk, rate=0.0) for mode in MODES}
 
+
+# -- compressed parameters ---------------------------------------------------------------------------------------------
+class Uneven(nn.Module):
+    """Shards of different lengths, a matrix of several blocks, vectors, and frozen parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(11))
+        self.a, self.b, self.c = nn.Linear(11, 301), nn.Linear(301, 13), nn.Linear(13, 1)
+        self.b.requires_grad_(False)
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x * self.scale)))))
+
+
+def watched(model):
+    """What each forward pass computes with, by parameter."""
+    seen = {}
+
+    def look(module, inputs):
+        for name, p in model.named_parameters():
+            if not isinstance(p, torch.distributed.tensor.DTensor):
+                seen[name] = p.detach().clone().numpy()
+
+    for module in model.modules():
+        module.register_forward_pre_hook(look)
+    return seen
+
+
+def uneven(no_grad, compress_no_grad):
+    torch.manual_seed(3)
+    model = fully_shard(Uneven())
+    grc = grace.grace_from_params(NONE)
+    grace.torch.fsdp(model, grace=grc, parameters=INT8, compress_no_grad=compress_no_grad)
+    seen, shards = watched(model), {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
+    with torch.set_grad_enabled(not no_grad):
+        loss = model(torch.ones(2, 11)).sum()
+    if not no_grad:
+        loss.backward()
+    model.reshard()
+    kept = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
+    return {"seen": seen, "shards": shards, "kept": kept, "report": grc.report().to_dict()["parameters"]}
+
+
+found["uneven"] = uneven(False, False)
+found["evaluated"], found["evaluated compressed"] = uneven(True, False), uneven(True, True)
+
+# Exact gathers equal FSDP's own.
+found["parameters none"] = train(compressed(NONE, {"compressor": "none"})[1], 5)
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+found["parameters none bf16"] = train(compressed(NONE, {"compressor": "none"}, policy=policy)[1], 3)
+
+# Backward passes see what forward passes saw: whether parameters are gathered again makes no difference.
+SETTINGS = {
+    "plain": (INT8, {}),
+    "drawn": (DRAWN, {}),
+    "bf16": (DRAWN, {"policy": policy}),
+    "accumulated": (DRAWN, {"parts": 2}),
+}
+found["again"] = {}
+for name, (parameters, options) in SETTINGS.items():
+    parts = options.get("parts", 1)
+    options = {key: value for key, value in options.items() if key != "parts"}
+    found["again"][name] = [
+        train(compressed(NONE, parameters, **options, reshard_after_forward=again)[1], 3, parts=parts)
+        for again in (True, False, *[2] * (size == 4))
+    ]
+
+# Parameters that are made on the meta device.
+with torch.device("meta"):
+    model = Transformer()
+for block in model.blocks:
+    fully_shard(block)
+fully_shard(model)
+try:
+    grace.torch.fsdp(model, grace=grace.grace_from_params(NONE), parameters=INT8)
+except ValueError as error:
+    found["meta"] = str(error)
+model.to_empty(device="cpu")
+model.load_state_dict(sharded().state_dict())
+grace.torch.fsdp(model, grace=grace.grace_from_params(NONE), parameters=INT8)
+found["from meta"] = train(model, 3)
+
+
+# A frozen parameter of another dtype: FSDP gathers bytes, which pass unchanged.
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(11, 13)
+        self.b = nn.Parameter(torch.randn(13, 3).bfloat16(), requires_grad=False)
+
+    def forward(self, x):
+        return self.a(x) @ self.b.float()
+
+
+mixed = []
+for parameters in (None, INT8):
+    torch.manual_seed(4)
+    model = fully_shard(Mixed())
+    grc = grace.grace_from_params(NONE)
+    grace.torch.fsdp(model, grace=grc, parameters=parameters)
+    model(torch.ones(2, 11)).square().sum().backward()
+    mixed.append(model.a.weight.grad.full_tensor().numpy())
+found["mixed"], found["mixed report"] = mixed, grc.report().parameters[0].reason
+
+# Both directions compressed: loss and bytes.
+if size == 2:
+    train(plain, 100, first=100)
+    grc, model = compressed(INT4, INT8)
+    train(model, 100)
+    train(model, 100, first=100)
+    report = grc.report()
+    found["parameters bytes"] = (report.to_dict()["parameters"], report.steps, str(report))
+    found["parameters losses"] = (held_out(plain), held_out(model))
+    groups = {"(root)": model, "blocks.0": model.blocks[0], "blocks.1": model.blocks[1]}
+    found["shapes"] = {
+        name: [list(p.shape) for key, p in group.named_parameters() if group is not model or "blocks" not in key]
+        for name, group in groups.items()
+    }
+else:
+    both = grace.torch.fsdp(
+        sharded(mesh=mesh["shards"]),
+        grace=grace.grace_from_params(NONE, transport=within),
+        replicas=grace.grace_from_params({"compressor": "none"}, transport=across),
+        parameters=DRAWN,
+    )
+    seen = watched(both)
+    found["hybrid parameters"] = (train(both, 5), seen)
+
 # What does not fit is refused.
 refused = {}
 
@@ -294,7 +431,7 @@ refused = {}
 def refuse(name, attempt):
     try:
         attempt()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         refused[name] = str(error)
 
 
@@ -305,6 +442,31 @@ refuse("scattered copies", lambda: grace.torch.fsdp(sharded(), replicas=grace.gr
 grc, model = compressed(NONE)
 model.set_gradient_divide_factor(3.0)
 refuse("divide factor", lambda: train(model, 1))
+
+refuse("no Grace", lambda: grace.torch.fsdp(sharded(), parameters=INT8))
+refuse("by worker", lambda: compressed(NONE, {**INT8, "bits": 8 if rank == 0 else 4}))
+flat = init_device_mesh("cpu", (1, size), mesh_dim_names=("copies", "shards"))
+refuse("two dimensions", lambda: compressed(NONE, INT8, mesh=flat))
+
+
+class Gather:
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+grc, model = compressed(NONE, INT8)
+model.blocks[1].set_custom_all_gather(Gather())
+refuse("replaced", lambda: train(model, 1))
+pair = [FSDPMeshInfo(flat[name], 0) for name in ("copies", "shards")]
+several = fully_shard(
+    nn.Linear(4, 4),
+    mesh=flat["shards"],
+    shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), pair[p.dim() - 1]),
+)
+refuse("meshes", lambda: grace.torch.fsdp(several, grace=grace.grace_from_params(NONE), parameters=INT8))
 found["refused"] = refused
 
 save(out, rank, found)

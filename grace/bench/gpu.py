@@ -1,0 +1,376 @@
+"""`grace bench gpu`: laws, kernels, times and exchanges on a CUDA device, in one call and one file.
+
+On a CPU the same parts run with small tensors, to test the command itself; such a file is marked as no GPU's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grace.backends import get_backend
+from grace.bench import kernels as bench
+from grace.bench import plan
+from grace.bench.subjects import backend, cuda_of, drive, gradient, own, stepper
+from grace.core import Context
+from grace.core.method import Method, materialize
+from grace.core.registry import compressors
+from grace.factory import grace_from_params
+from grace.planner import models
+from grace.testing.compressors import LAWS
+
+FORMAT = 1
+SIZE, QUICK_SIZE = 25_000_000, 100_000
+QUICK = ("blockint", "powersgd", "topk")
+"""Methods of a quick run."""
+KERNELS = (
+    "efsignsgd:block_size=512",
+    "efsignsgd:block_size=0",
+    "blockint:bits=4",
+    "blockint:bits=8,rounding=stochastic,memory=residual",
+    "topk:compress_ratio=0.01",
+)
+"""Methods with Triton kernels."""
+BASELINE = "bf16 allreduce"
+EXCHANGED = {
+    BASELINE: None,
+    "fp16": {"compressor": "fp16"},
+    "blockint, 8 bits": {"compressor": "blockint", "bits": 8},
+    "blockint, 4 bits": {"compressor": "blockint", "bits": 4},
+    "efsignsgd": {"compressor": "efsignsgd", "block_size": 512},
+    "topk, 1 %": {"compressor": "topk", "compress_ratio": 0.01},
+    "powersgd, rank 4": {"compressor": "powersgd", "compress_rank": 4},
+}
+BUCKET = 25 * 2**20 // 4
+"""Elements of the baseline's buckets."""
+WARM_UPS, STEPS = 3, 20
+
+
+class Run:
+    """Results so far, written after each part."""
+
+    def __init__(self, device: str, quick: bool, output: Path | None, progress: Callable[[str], None]):
+        xp = backend(plan.Config(device, 1, "asis", 1))
+        cuda = cuda_of(xp)
+        self.device, self.quick, self.xp, self._output, self.progress = device, quick, xp, output, progress
+        self.data: dict[str, Any] = {
+            "format": FORMAT,
+            "gpu": bool(cuda),
+            "device": str(cuda.get_device_name()) if cuda else "CPU",
+            "quick": quick,
+            "machine": bench.machine(),
+            "complete": False,
+        }
+
+    def keep(self, part: str, found: dict[str, Any]) -> None:
+        """Add a part, and write the file."""
+        self.data[part] = found
+        self.save()
+
+    def save(self) -> None:
+        """Write the file, in one move."""
+        if self._output is not None:
+            draft = self._output.with_suffix(".part")
+            draft.write_text(json.dumps(self.data, indent=1) + "\n")
+            draft.replace(self._output)
+
+
+def measure(
+    device: str, quick: bool, minutes: float, output: Path | None, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """All parts, on "cuda" or "cpu" (``quick``: small tensors, few methods). RuntimeError if the device is missing."""
+    run = Run("torch" if device == "cpu" else device, quick, output, progress)
+    began = time.monotonic()
+    left = lambda share: share * (60 * minutes - (time.monotonic() - began))  # noqa: E731
+    run.keep("laws", laws(run, left(0.3)))
+    run.keep("kernels", same_bits(run))
+    run.keep("times", times(run, left(0.6)))
+    run.keep("exchange", exchanges(run, left(0.9)))
+    run.data["complete"], run.data["seconds"] = True, round(time.monotonic() - began, 1)
+    run.save()
+    return run.data
+
+
+def failures(data: Mapping[str, Any]) -> list[str]:
+    """What did not hold."""
+    found = [f"law: {each}" for each in data["laws"]["broken"]]
+    found += [f"kernels: {each['case']} differs" for each in data["kernels"]["cases"] if not each["equal"]]
+    found += [f"host waits: {each['label']} waits {each['host_waits']} times" for each in waiting(data)]
+    return found
+
+
+def waiting(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Methods of a fixed payload length for which the host waited."""
+    return [each for each in data["times"]["records"] if each["host_waits"] and not each["variable_length"]]
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+def laws(run: Run, seconds: float) -> dict[str, Any]:
+    """The laws of `grace.testing` for every compressor, on the device."""
+    ends, held, broken, left = time.monotonic() + seconds, 0, [], []
+    for name in QUICK if run.quick else compressors:
+        if time.monotonic() > ends:
+            left.append(name)
+            continue
+        run.progress(f"laws of {name}")
+        for law, check in LAWS.items():
+            if getattr(check, "graphs", False) or getattr(check, "reference", False):
+                continue
+            try:
+                check(compressors[name](), run.xp)
+                held += 1
+            except Exception as error:
+                broken.append(f"{name}: {law}: {type(error).__name__}: {error}"[:300])
+    return {"held": held, "broken": broken, "left_out": left}
+
+
+@contextmanager
+def kernels(setting: str) -> Iterator[None]:
+    """With this value of GRACE_KERNELS."""
+    before = os.environ.get("GRACE_KERNELS")
+    os.environ["GRACE_KERNELS"] = setting
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["GRACE_KERNELS"]
+        else:
+            os.environ["GRACE_KERNELS"] = before
+
+
+def same_bits(run: Run) -> dict[str, Any]:
+    """Two steps of each method with kernels on the device, against the plain functions of NumPy."""
+    on = "triton" if run.data["gpu"] else "on"
+    with kernels(on):
+        isa = getattr(run.xp.kernels, "isa", "")
+    cases = []
+    for spec in KERNELS if isa else ():
+        for n in (4101, QUICK_SIZE if run.quick else 3_000_001):
+            run.progress(f"kernels: {spec}, n = {n:,}")
+            with kernels(on):
+                fast = _steps(plan.method_of(plan.parse(spec).params), run.xp, n)
+            with kernels("off"):
+                method = plan.method_of(plan.parse(spec).params)
+                plain = _steps(Method(method.compressor, method.memory), get_backend("numpy"), n)
+            ulps = max(map(_ulps, fast, plain))
+            # Sums of float64 may be made in another order, which may change the last bit of a scale.
+            cases.append({"case": f"{spec}, n = {n}", "ulps": ulps, "equal": ulps <= 1})
+    return {"isa": isa, "cases": cases}
+
+
+def _steps(method: Method, xp: Any, n: int) -> list[Any]:
+    # Payload, residual and mean of two steps, as NumPy arrays.
+    ctx = Context(xp, "w", (n,), lr=lambda: 0.1)
+    state, found = method.init(ctx), []
+    for step in range(2):
+        ctx = Context(xp, "w", (n,), step=step, lr=lambda: 0.1)
+        payload, state = drive(method.encode(own(xp, gradient(n, step)), state, ctx), [])
+        mean = materialize(method.mean([payload] * 3, ctx))
+        arrays = [*payload, *(state[key] for key in sorted(state)), mean]
+        found += [np.array(xp.to_numpy(array)) for array in arrays]  # the next step reuses memory
+    return found
+
+
+def _ulps(a: Any, b: Any) -> float:
+    # The largest distance of floats, in units of the largest one's last place; infinite for different integers.
+    if a.dtype != np.float32:
+        return 0.0 if np.array_equal(a, b) else math.inf
+    unit = np.spacing(np.max(np.abs(b), initial=np.float32(1e-30)))
+    return float(np.max(np.abs(a.astype(np.float64) - b), initial=0.0) / unit)
+
+
+def times(run: Run, seconds: float) -> dict[str, Any]:
+    """Encode, commit and decode of every method, and torch's PowerSGD hook, in units of a copy on the device."""
+    cases, left_out = plan.everything()
+    if run.quick:
+        cases = [case for case in cases if case.label in QUICK]
+    cases.append(plan.Case(plan.HOOK, {"name": "powersgd", "rank": 4}, "torch"))
+    config = plan.Config(run.device, 1, "asis", QUICK_SIZE if run.quick else SIZE)
+    budget = max(0.1, seconds / len(cases) / 2)  # half for gradients and warm-ups
+    limits = plan.Limits(rounds=3 if run.quick else STEPS, budget=budget, call=30.0)
+    results = bench.Results(run.data["machine"])
+    for label, reason in left_out.items():
+        results.omit(label, reason)
+    bench.measure(results, {"flat": cases}, [config], limits, memory=False, progress=run.progress)
+    kept = ("label", "bits_per_element", "state_bytes", "memcpy", "encode", "commit", "decode", "step", "host_waits")
+    records = []
+    for record in results.records:
+        name = record["compressor"] if record["source"] == "grace" else ""
+        varies = bool(name) and compressors[name]().traits.variable_length
+        records.append({key: record[key] for key in kept} | {"variable_length": varies})
+    return {"elements": config.size, "records": records, "left_out": results.left_out}
+
+
+def exchanges(run: Run, seconds: float) -> dict[str, Any]:
+    """Steps of two processes on one device, for two models, over gloo and, on a GPU, NCCL."""
+    rows, left_out = [], []
+    networks = ("gloo", "nccl") if run.data["gpu"] else ("gloo",)
+    for network in networks:
+        run.progress(f"exchange between two processes over {network}")
+        with tempfile.TemporaryDirectory() as folder:
+            context = multiprocessing.get_context("spawn")
+            job = (network, run.device, run.quick, folder, time.time() + seconds / len(networks))
+            workers = [context.Process(target=_worker, args=(rank, *job)) for rank in range(2)]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join(max(1.0, job[-1] + 30 - time.time()))
+            for worker in workers:
+                if worker.is_alive():
+                    worker.kill()
+                    worker.join()
+            written = Path(folder, "rows.jsonl")
+            lines = written.read_text().splitlines() if written.exists() else []
+            rows += [{"network": network, **json.loads(line)} for line in lines]
+            if any(worker.exitcode for worker in workers):
+                failed = Path(folder, "error.txt")
+                left_out.append({"network": network, "reason": failed.read_text() if failed.exists() else "killed"})
+    return {"rows": rows, "left_out": left_out}
+
+
+def shapes_of(quick: bool) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The parameters of ResNet-50 and of GPT-2 with 124 million; ``quick``: the small ones."""
+    found = {}
+    for model, layers in (("ResNet-50", models.resnet50()), ("GPT-2 124M", models.gpt2())):
+        found[model] = {layer.name: tuple(layer.shape) for layer in layers}
+        if quick:
+            small = [(name, shape) for name, shape in found[model].items() if math.prod(shape) <= 10**5]
+            found[model] = dict(small[:12])
+    return found
+
+
+def _worker(rank: int, network: str, device: str, quick: bool, folder: str, ends: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    store = dist.FileStore(f"{folder}/store", 2)
+    try:
+        dist.init_process_group(network, store=store, rank=rank, world_size=2)
+        config = plan.Config(device, 1, "asis", 1)
+        xp = backend(config)
+        for model, shapes in shapes_of(quick).items():
+            for label, params in EXCHANGED.items():
+                late = torch.tensor([float(time.time() > ends)]).to(xp.device)
+                dist.all_reduce(late)
+                if late.item():  # both stop together
+                    raise TimeoutError(f"no time was left for {label} on {model}")
+                row = _exchange(xp, shapes, params, rank, quick)
+                if rank == 0:
+                    with open(f"{folder}/rows.jsonl", "a") as file:
+                        file.write(json.dumps({"model": model, "method": label, **row}) + "\n")
+    except Exception as error:
+        Path(folder, "error.txt").write_text(f"{type(error).__name__}: {error}"[:500])
+        os._exit(1)  # do not wait for the other
+    dist.destroy_process_group()
+
+
+def _exchange(xp: Any, shapes: Mapping[str, tuple[int, ...]], params: Any, rank: int, quick: bool) -> dict[str, Any]:
+    # Median milliseconds of a step, and bytes per step.
+    import torch.distributed as dist
+
+    flat = xp.asarray(gradient(sum(map(math.prod, shapes.values())), rank), "float32")
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    parts = zip(shapes.items(), flat.split(sizes), strict=True)
+    gradients = {name: part.view(shape) for (name, shape), part in parts}
+    if params is None:
+        step, report = (lambda _: _baseline(flat)), None
+    else:
+        grace = grace_from_params(params, "torch")
+        grace.build(gradients)
+        step, report = stepper(grace, "eager"), grace.report
+    cuda, seconds = cuda_of(xp), []
+    for number in range(WARM_UPS + (5 if quick else STEPS)):
+        dist.barrier()
+        if cuda:
+            cuda.synchronize()
+        began = time.perf_counter()
+        step(gradients)
+        if cuda:
+            cuda.synchronize()
+        if number >= WARM_UPS:
+            seconds.append(time.perf_counter() - began)
+    sent = 2 * flat.numel() if report is None else report().bytes_sent / report().steps
+    return {"ms": 1e3 * statistics.median(seconds), "bytes": sent, "elements": flat.numel()}
+
+
+def _baseline(flat: Any) -> None:
+    # As torch's bf16_compress_hook, for buckets of 25 MiB.
+    import torch
+    import torch.distributed as dist
+
+    sent = [part.to(torch.bfloat16).div_(2) for part in flat.split(BUCKET)]
+    for work in [dist.all_reduce(part, async_op=True) for part in sent]:
+        work.wait()
+    for part, mean in zip(flat.split(BUCKET), sent, strict=True):
+        part.copy_(mean)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+def file_name(device: str) -> str:
+    """The name of a device's file."""
+    return f"gpu-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+
+
+def tables(data: Mapping[str, Any]) -> str:
+    """Markdown."""
+    head = f"**{data['device']}**" if data["gpu"] else "**A CPU: a test of the command, no result of a GPU**"
+    if not data["complete"]:
+        return f"{head}: the run did not end"
+    laws, cases = data["laws"], data["kernels"]["cases"]
+    summary = (
+        f"{head}{', small tensors' * data['quick']}, PyTorch {data['machine'].get('torch', '?')}, "
+        f"{data['seconds']:.0f} s. Laws: {laws['held']} hold, {len(laws['broken'])} broken, "
+        f"{len(laws['left_out'])} methods not reached. Kernels ({data['kernels']['isa'] or 'none here'}): "
+        f"{sum(case['equal'] for case in cases)} of {len(cases)} cases equal the plain functions. The host waits in "
+        f"{len(waiting(data))} methods of a fixed length."
+    )
+    lines = [
+        summary,
+        "",
+        f"Times in copies of {data['times']['elements']:,} elements on the device:",
+        "",
+        "| method | bits per element | encode | decode | host waits |",
+        "|---|---|---|---|---|",
+    ]
+    for record in data["times"]["records"]:
+        times = [
+            "" if not record[key] else f"{bench.multiple(record, key):.3g}"
+            for key in (("encode", "decode") if record["encode"] else ("step", "decode"))
+        ]
+        waits = "not counted" if record["host_waits"] is None else record["host_waits"]
+        cells = [record["label"], f"{record['bits_per_element']:.3g}", *times, str(waits)]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "Steps of two processes on this device:", ""]
+    lines += ["| model | network | method | ms | against bf16 | bytes |", "|---|---|---|---|---|---|"]
+    base: dict[Any, float] = {}
+    for row in data["exchange"]["rows"]:
+        if row["method"] == BASELINE:
+            base[row["model"], row["network"]] = row["ms"]
+        ratio = f"{base[row['model'], row['network']] / row['ms']:.2f}"
+        cells = [row["model"], row["network"], row["method"], f"{row['ms']:.3g}", ratio, f"{row['bytes']:,.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [f"\n{each['network']} left out: {each['reason']}" for each in data["exchange"]["left_out"]]
+    return "\n".join(lines) + "\n"
+
+
+def read(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """Results; ValueError for another format."""
+    found = []
+    for file in files:
+        data = json.loads(file.read_text())
+        if not isinstance(data, dict) or data.get("format") != FORMAT or "gpu" not in data:
+            raise ValueError(f"{file.name} was not written by `grace bench gpu`")
+        found.append(data)
+    return found

@@ -1,0 +1,72 @@
+"""`grace bench gpu`, on a CPU: no CUDA device has run it yet."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("typer", reason="the command line")
+
+from typer.testing import CliRunner
+
+from grace.bench import gpu
+from grace.cli.app import app
+
+
+def call(*words, status=0):
+    done = CliRunner().invoke(app, ["bench", "gpu", *map(str, words)], env={"COLUMNS": "400", "TERM": "dumb"})
+    assert done.exit_code == status, done.output
+    return re.sub(r"[\u2502\s]+", " ", done.output)
+
+
+@pytest.mark.processes
+def test_all_parts_run_to_the_end_on_a_cpu_and_the_result_is_marked(tmp_path):
+    file = tmp_path / "cpu.json"
+    said = call("--backend", "cpu", "--quick", "--output", file)
+    found = json.loads(file.read_text())
+    assert found["complete"]
+    assert (found["gpu"], found["device"], found["quick"]) == (False, "CPU", True)
+    assert found["seconds"] < 120
+    assert found["laws"]["held"] >= 30
+    assert not found["laws"]["broken"]
+    assert not found["laws"]["left_out"]
+    assert bool(found["kernels"]["cases"]) == bool(found["kernels"]["isa"])
+    assert all(case["equal"] for case in found["kernels"]["cases"])
+    assert {each["label"] for each in found["times"]["records"]} == {*gpu.QUICK, "torch powerSGD_hook"}
+    exchanged = found["exchange"]
+    assert not exchanged["left_out"]
+    assert {(row["model"], row["method"]) for row in exchanged["rows"]} == {
+        (model, method) for model in ("ResNet-50", "GPT-2 124M") for method in gpu.EXCHANGED
+    }
+    for row in exchanged["rows"]:
+        assert row["ms"] > 0
+        assert row["bytes"] == 2 * row["elements"] if row["method"] == gpu.BASELINE else row["bytes"] > 0
+    assert "A CPU: a test of the command, no result of a GPU" in said
+    refused = call("--show", file, status=2)
+    assert "none of these files is of a GPU" in refused
+    assert "no result of a GPU" in call("--show", file, "--backend", "cpu")
+
+
+def test_without_a_device_nothing_is_measured(monkeypatch, tmp_path):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no CUDA device here" in call(status=2)
+    (other := tmp_path / "other.json").write_text("{}")
+    assert "other.json was not written by" in call("--show", other, status=2)
+    assert "none of these files is of a GPU" in call("--show", "--backend", "cpu", status=2)
+
+
+def test_what_does_not_hold_is_named():
+    waits = {"label": "a", "host_waits": 2, "variable_length": False}
+    data = {
+        "laws": {"broken": ["a: law: AssertionError"]},
+        "kernels": {"cases": [{"case": "b", "equal": False}, {"case": "c", "equal": True}]},
+        "times": {"records": [waits, {**waits, "label": "d", "variable_length": True}, {**waits, "host_waits": None}]},
+    }
+    assert gpu.failures(data) == ["law: a: law: AssertionError", "kernels: b differs", "host waits: a waits 2 times"]
+
+
+def test_files_are_named_after_their_device():
+    assert gpu.file_name("NVIDIA H100 80GB HBM3") == "gpu-nvidia-h100-80gb-hbm3.json"

@@ -62,7 +62,7 @@ WHEN = {
     "demo": "Few bits for matrices whose neighbouring elements are correlated. Two small matrix products transform "
     "each chunk.",
     "dion": "Orthonormal updates (as Muon's) of large hidden matrices, with two small sums per step. For SGD without "
-    "momentum; vectors, embeddings and heads need another optimizer. A `rank_fraction` that is too small costs accuracy.",
+    "momentum; vectors, embeddings and heads need another optimizer. Too small a `rank_fraction` costs accuracy.",
     "dettmers8": "Four times fewer bytes (with `nf4` eight), with small relative errors even for elements far below "
     "the largest.",
     "dgc": "Large tensors with ratios around 0.001. A sample sets the threshold, so large tensors are not sorted.",

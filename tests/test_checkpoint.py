@@ -385,7 +385,11 @@ def test_what_is_not_declared_is_the_same_on_all_workers():
     for name in [*compressors, *memories]:
         params = {"compressor": name} if name in compressors else {"compressor": "topk", "memory": name}
         if name in memories:
-            partners = {"diana": "qsgd", "decoupled": "dion", **dict.fromkeys(("onebit_adam", "efsignsgd"), "efsignsgd")}
+            partners = {
+                "diana": "qsgd",
+                "decoupled": "dion",
+                **dict.fromkeys(("onebit_adam", "efsignsgd"), "efsignsgd"),
+            }
             params["compressor"] = partners.get(name, params["compressor"])
         if name == "efsignsgd":
             params["memory"] = "residual"

@@ -71,7 +71,10 @@ def test_golden_factors_of_low_rank(xp):
 
 def test_golden_update_of_dion(xp):
     compressor, ctx, payload = sent(xp, {"compressor": "dion", "rank_fraction": 0.5}, shape=(2, 4))
-    assert [(array.shape, array.dtype.name) for array in host(xp, payload)] == [((2, 1), "float32"), ((1, 4), "float32")]
+    assert [(array.shape, array.dtype.name) for array in host(xp, payload)] == [
+        ((2, 1), "float32"),
+        ((1, 4), "float32"),
+    ]
     # One direction of norm sqrt(2 / 4): p is M q of norm 1, and the update p (pᵀ M of norm 1) of that norm.
     m, q = X.reshape(2, 4).astype(np.float64), host(xp, [compressor.init(ctx)["q"]])[0].astype(np.float64)
     p = m @ q.T / np.linalg.norm(m @ q.T)

@@ -360,6 +360,7 @@ def test_atomo_draws_rows_of_what_the_largest_values_leave(kind, shape):
     best = (s**2 * (1 / np.maximum(chance, 1e-9) - 1)).sum()
     assert best * 0.9 < square < 3 * best
 
+
 # -- dion -----------------------------------------------------------------------------------------------------------
 def ortho(gradient, m, q, mu=0.95):
     """Dion's update, momentum and Q[r, b] of one worker with the mean gradient, by the paper's algorithm 1."""
@@ -444,7 +445,10 @@ def test_dion_leaves_what_would_not_shrink_exact(xp):
 def test_dions_momentum_belongs_to_dion():
     for params, message in (
         ({"compressor": "powersgd", "memory": "decoupled"}, "not of 'powersgd': use memory 'residual'"),
-        ({"compressor": "dion", "memory": "residual"}, "cannot feed back what 'dion' leaves out.* Use memory 'decoupled'"),
+        (
+            {"compressor": "dion", "memory": "residual"},
+            "cannot feed back what 'dion' leaves out.* Use memory 'decoupled'",
+        ),
         ({"compressor": "dion", "memory": "ef21"}, "Use memory 'decoupled'"),
         ({"compressor": "dion", "rank_fraction": 0.0}, r"rank_fraction=0.0 must lie in \(0, 1\]"),
         ({"compressor": "dion", "rank_fraction": 1.5}, "rank_fraction=1.5"),
@@ -467,7 +471,9 @@ def test_dion_refuses_optimizers_with_momentum(toolkit):
             import torch
 
             matrix, vector = (torch.nn.Parameter(torch.ones(shape)) for shape in ((4, 4), (4,)))
-            groups = [{"params": [matrix], "momentum": 0.0}, {"params": [vector]}] if kind == "groups" else [matrix, vector]
+            groups = (
+                [{"params": [matrix], "momentum": 0.0}, {"params": [vector]}] if kind == "groups" else [matrix, vector]
+            )
             kind = "SGD" if kind == "groups" else kind
             return grace.torch.DistributedOptimizer(getattr(torch.optim, kind)(groups, lr=0.1, **key), grace=grc)
         import keras
@@ -482,7 +488,6 @@ def test_dion_refuses_optimizers_with_momentum(toolkit):
     wrapped("SGD")
     if toolkit == "torch":
         wrapped("groups", momentum=0.9)
-
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (100, 70), (16, 8, 3, 3), (130,)])

@@ -81,8 +81,7 @@ def test_parameters_are_recovered():
     assert total / number_ == pytest.approx(3, rel=0.01)
     for shape in (0.3, 0.5, 0.8, 1.0):
         x = rng.gamma(shape, size=n).astype(np.float32)
-        mean = xp.excess(x, np.zeros(1, np.float32))[1:2] / n
-        log = SIDCo(sid="gp")._log(xp, x, mean)
+        log = SIDCo(sid="gp")._log(xp, x, xp.excess(x, np.zeros(1, np.float32)))
         assert number(xp, tails.gamma_shape(xp, log)) == pytest.approx(shape, rel=0.03)
     for xi in (-0.5, -0.1, 0.1, 0.25):
         x = (((1 - rng.random(n)) ** -xi - 1) / xi).astype(np.float32)

@@ -338,7 +338,11 @@ def passed(model, rank, step):
 
 def test_muon_steps_along_the_mean_gradient():
     """Two workers with ef21's top-k before Muon: as Muon alone, given the means."""
-    params, world, steps = {"compressor": "topk", "compress_ratio": 0.2, "memory": "ef21", "min_numel": 0}, Threads(2), 4
+    params, world, steps = (
+        {"compressor": "topk", "compress_ratio": 0.2, "memory": "ef21", "min_numel": 0},
+        Threads(2),
+        4,
+    )
 
     def train(rank):
         model = layers()

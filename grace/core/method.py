@@ -43,8 +43,8 @@ class Method:
             )
         if self.memory.feedback and traits.update_direction and traits.memory != name_of(self.memory):
             raise ValueError(
-                f"memory {name_of(self.memory)!r} cannot feed back what {name!r} leaves out: its result is an update, no "
-                f"estimate of the gradient. Use memory {traits.memory!r}, or 'none'"
+                f"memory {name_of(self.memory)!r} cannot feed back what {name!r} leaves out: its result is an update, "
+                f"no estimate of the gradient. Use memory {traits.memory!r}, or 'none'"
             )
         self.memory.check(compressor)
         lossy = not traits.unbiased and not traits.majority_vote and traits.memory != "none"

@@ -18,13 +18,13 @@ from grace.engine.session import Grace
 from grace.torch.checks import (
     check_grace,
     check_horovod,
+    check_momentum,
     check_optimizer,
     check_parameter,
     check_parameters,
     check_passes,
     named_pairs,
     ordinary,
-    check_momentum,
 )
 from grace.torch.gradients import dense, plain
 from grace.torch.ownership import OPTIMIZER, claim, extend

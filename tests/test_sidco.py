@@ -99,6 +99,27 @@ def test_the_closed_form_chooses_too_few():
     assert many[False] / 10_000 == pytest.approx(1, abs=0.08)
 
 
+def with_zeros(law, n, share, seed=0):
+    """Numbers of a law, a share of them zero, as gradients of unused inputs are."""
+    x = draw(law, n, seed)
+    x[np.random.default_rng([seed, 8]).random(n) < share] = 0
+    return x
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.1, 0.3])
+def test_the_gamma_law_is_fitted_as_the_authors_do(xp, zeros):
+    # Their code adds 2 ** -52 to magnitudes that are divided by the vector's norm.
+    scipy = pytest.importorskip("scipy.special")
+    x = with_zeros("Laplace", N, zeros)
+    a = abs(x).astype(np.float64) / np.linalg.norm(x.astype(np.float64))
+    s = np.log(a.mean()) - np.log(a + 2.0**-52).mean()
+    shape = (3 - s + np.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
+    for ratio in (0.25, 0.01):
+        wanted = np.linalg.norm(x) * a.mean() / shape * scipy.gammainccinv(shape, ratio)
+        found = number(xp, SIDCo(ratio, "gp", stages=1).threshold(xp, xp.asarray(x, "float32"), stages(xp, 1)))
+        assert found == pytest.approx(wanted, rel=1e-4)
+
+
 # -- stages --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ratio", [*RATIOS, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("many", [1, 2, 3, 7])

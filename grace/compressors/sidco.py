@@ -172,10 +172,8 @@ class SIDCo(Sparsifier, Selector):
         # The mean of ln((|x| + SMALLEST |x|₂) / mean), in chunks that fit a cache. ``whole``: `xp.excess` of x and 0.
         n = xp.shape(x)[0]
         mean = xp.where(whole[1:2] > 0, whole[1:2] / n, 1.0)
-        unit, floor = (
-            xp.cast(mean, "float32"),
-            xp.cast(xp.maximum(xp.sqrt(whole[2:]) / mean, 1.0) * tails.SMALLEST, "float32"),
-        )
+        floor = xp.cast(xp.maximum(xp.sqrt(whole[2:]) / mean, 1.0) * tails.SMALLEST, "float32")
+        unit = xp.cast(mean, "float32")
         total = xp.zeros(1, "float64")
         for start in range(0, n, xp.piece or n):
             relative = xp.abs(x[start : start + (xp.piece or n)]) / unit

@@ -120,6 +120,14 @@ def test_the_gamma_law_is_fitted_as_the_authors_do(xp, zeros):
         assert found == pytest.approx(wanted, rel=1e-4)
 
 
+def test_zeros_and_the_number_of_elements():
+    # K / k of the authors' code, at 1 % in two stages; with the floor in units of the mean: 1.70, 2.46 and 1.98.
+    for zeros, wanted in ((0.0, 1.0), (0.1, 1.52), (0.3, 2.26), (0.5, 1.93)):
+        x = with_zeros("Laplace", 10**6, zeros)
+        many = len(chosen(backend("numpy"), SIDCo(0.01, "gp", stages=2), x)[0])
+        assert many / 10**4 == pytest.approx(wanted, abs=0.03), zeros
+
+
 # -- stages --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ratio", [*RATIOS, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("many", [1, 2, 3, 7])

@@ -168,7 +168,7 @@ def decide(
     last = set(weighted[-1:]) if keep_last else set()
     excluded = _matching(names, exclude, "exclude")
     included = set(names) if include is None else _matching(names, include, "include")
-    forced: dict[str, int] = {}
+    forced: dict[str, int | Sequence[int]] = {}
     for pattern, rank in (ranks or {}).items():
         forced.update(dict.fromkeys(_matching(names, pattern, "ranks"), rank))
 

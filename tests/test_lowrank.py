@@ -363,7 +363,7 @@ def test_atomo_draws_rows_of_what_the_largest_values_leave(kind, shape):
 
 # -- dion -----------------------------------------------------------------------------------------------------------
 def ortho(gradient, m, q, mu=0.95):
-    """Dion's update, momentum and Q[r, b] of one worker with the mean gradient, by the paper's algorithm 1."""
+    """Dion's update, momentum and Q[r, b] of one worker with the mean gradient, by the paper."""
     m = m + gradient
     p = np.linalg.qr(m @ q.T)[0]
     r = p.T @ m

@@ -27,7 +27,7 @@ class Dion(Factored):
     ``epsilon``: added to the norms of R's rows.
     The shape is cut where a + b is smallest. Departure from the paper: a row of Q that became zero is replaced by a
     random one. Non-finite gradients are treated as with any other method: the option ``nonfinite``.
-    Ahn et al., "Dion: Distributed Orthonormalized Updates", 2025, arXiv:2504.05295, algorithm 1 and section 3.
+    Ahn et al., "Dion: Distributed Orthonormalized Updates", 2025, arXiv:2504.05295.
     """
 
     rank_fraction: float = 0.25

@@ -38,7 +38,7 @@ class Decoupled(Memory):
     Each worker keeps its own M. Only their mean affects the updates, and it is the momentum that one worker would have
     with the mean gradients. State: momentum float32[n] (M).
     ``mu``: the momentum's decay, in [0, 1).
-    Ahn et al., "Dion: Distributed Orthonormalized Updates", 2025, arXiv:2504.05295, algorithm 1 and section 3.
+    Ahn et al., "Dion: Distributed Orthonormalized Updates", 2025, arXiv:2504.05295.
     """
 
     mu: float = 0.95

@@ -433,6 +433,16 @@ def test_dion_without_gradients_moves_nothing(xp):
     assert not xp.to_numpy(lockstep([zeroed], [{"w": xp.full((20, 16), np.nan)}])[0]["w"]).any()
 
 
+def test_dion_of_a_momentum_outside_q_moves_nothing(xp):
+    # P is zero, though the momentum is not: no update along whatever basis a QR completes.
+    method, ctx = method_of(compressor="dion", rank_fraction=0.25), context(xp, (20, 16))
+    m, q = spread(20, 16), np.eye(4, 16, dtype=np.float32)
+    m[:, :4] = 0
+    payload, state = send(method, xp, m, ctx, {"q": xp.asarray(q, "float32")})
+    assert not receive(method, xp, payload, ctx).any()
+    np.testing.assert_array_equal(host(xp, state.values())[0], q)
+
+
 def test_dion_leaves_what_would_not_shrink_exact(xp):
     (grace,) = workers({"compressor": "dion", "rank_fraction": 0.5}, 1)
     tensors = {"vector": spread(40), "square": spread(8, 8), "wide": spread(8, 9)}  # 4 (8 + 8) = 64; 4 (8 + 9) < 72

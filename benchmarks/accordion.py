@@ -2,8 +2,9 @@
 
 Four workers in this process learn from a teacher network: 32 Gaussian inputs, a tanh layer of 64, 10 classes. Samples
 come as a stream of chunks, each used for two epochs, so that nothing can be memorised. Accuracy and floats sent
-are compared for low compression, Accordion, high compression, and a placebo: low compression in as many epochs of each
-layer as with Accordion, but in random other ones.
+are compared for low compression, Accordion, high compression, and two controls: a placebo, low compression in as many
+epochs of each layer as with Accordion, but in random other ones; and one fixed level that sends as many floats as
+Accordion did (for ranks: at most as many).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "powersgd": ({"compressor": "powersgd", "min_rate": 1.0}, {"compress_rank": 8}, {"compress_rank": 1}),
     "topk": ({"compressor": "topk"}, {"compress_ratio": 0.1}, {"compress_ratio": 0.003}),
 }
-ARMS = ("low", "accordion", "high", "placebo")
+ARMS = ("low", "accordion", "high", "static", "placebo")
+
+CONTROLS = ("static", "placebo")
 
 
 @dataclass(frozen=True)
@@ -200,12 +203,22 @@ def run(method: str, feedback: bool, seed: int, epochs: int, arms: Sequence[str]
             params = {**base, "policy": "accordion", "k_low": low, "k_high": high, "window": WINDOW}
         elif arm == "placebo":
             params = {**base, "policy": Planned(low, high, placebo(found["accordion"]["levels"], low, epochs, seed))}
+        elif arm == "static":
+            params = {**base, **static(found, low, high)}
         else:
             params = {**base, **(low if arm == "low" else high)}
         found[arm] = train(params, seed, epochs)
     for each in found.values():
         each["low"] = share(each["levels"], low) if each["levels"] else None
     return found
+
+
+def static(found: Mapping[str, Mapping[str, Any]], low: Level, high: Level) -> Level:
+    """The fixed level with Accordion's floats: a ratio, or the largest rank that sends no more."""
+    most, mine, least = (found[arm]["floats"] for arm in ("low", "accordion", "high"))
+    ((key, top),), (bottom,) = low.items(), high.values()
+    value = bottom + (top - bottom) * (mine - least) / (most - least)
+    return {key: int(value) if isinstance(top, int) else value}
 
 
 def share(levels: Mapping[str, Sequence[Any]], low: Any) -> float:
@@ -285,9 +298,11 @@ def summary(method: str, feedback: bool, runs: Sequence[Mapping[str, Mapping[str
         "recovered": (rows["accordion"]["accuracy"] - rows["high"]["accuracy"]) / gap if gap else None,
         "floats": rows["accordion"]["floats"] / rows["low"]["floats"],
     }
-    if "placebo" in rows:
-        both = [[each[arm]["accuracy"] for each in runs] for arm in ("accordion", "placebo")]
-        found["p of no better than the placebo"] = better(*both)
+    for control in CONTROLS:
+        if control in rows:
+            both = [[each[arm]["accuracy"] for each in runs] for arm in ("accordion", control)]
+            found[f"p of no better than {control}"] = better(*both)
+            found[f"seeds better than {control}"] = int(sum(one > other for one, other in zip(*both, strict=True)))
     return found
 
 
@@ -299,14 +314,16 @@ def table(found: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for arm, row in found["arms"].items():
-        low = {"low": 1.0, "high": 0.0}.get(arm, row.get("low", 0.0))
+        low = {"low": 1.0, "high": 0.0, "static": 0.0}.get(arm, row.get("low", 0.0))
         lines.append(
             f"| {arm} | {row['accuracy']:.4f} | {row['deviation']:.4f} | {row['loss']:.3f} "
             f"| {row['floats'] / 1e6:.2f} | {low:.0%} |"
         )
     lines += ["", f"of the gap in accuracy recovered {found['recovered']:.2f}, floats {found['floats']:.2f} of low"]
-    if "p of no better than the placebo" in found:
-        lines.append(f"one-sided p against the placebo {found['p of no better than the placebo']:.3f}")
+    for control in CONTROLS:
+        if (p := found.get(f"p of no better than {control}")) is not None:
+            wins = found[f"seeds better than {control}"]
+            lines.append(f"better than {control} in {wins} of {found['seeds']} seeds, one-sided p {p:.3f}")
     return "\n".join(lines)
 
 
@@ -338,6 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--method", choices=list(METHODS), default="powersgd")
+    parser.add_argument("--short", action="store_true", help="levels alone: neither the batch mode nor the overhead")
     parser.add_argument("--processes", type=int, default=1, help="seeds that run side by side")
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--plot", type=Path, help="draw the critical regimes there")
@@ -346,20 +364,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     seeds = range(options.seeds)
     with ProcessPoolExecutor(options.processes) as pool:
         plain = list(pool.map(partial(run, options.method, False, epochs=options.epochs), seeds))
-        fed = list(pool.map(partial(run, options.method, True, epochs=options.epochs, arms=ARMS[:3]), seeds))
-        grown = list(pool.map(partial(batches, epochs=options.epochs), seeds))
+        fed = list(pool.map(partial(run, options.method, True, epochs=options.epochs, arms=ARMS[:4]), seeds))
+        grown = [] if options.short else list(pool.map(partial(batches, epochs=options.epochs), seeds))
     found = [summary(options.method, False, plain), summary(options.method, True, fed)]
     for each in found:
         print(table(each), end="\n\n")
-    modes = {
+    modes: dict[str, dict[str, float]] = {
         arm: {key: float(np.mean([each[arm][key] for each in grown])) for key in ("loss", "accuracy", "updates")}
-        for arm in grown[0]
+        for arm in (grown[0] if grown else ())
     }
     for arm, each in modes.items():
         ratio = each["loss"] / modes["small"]["loss"]
         print(f"batches {arm}: {each['updates']:.0f} updates, accuracy {each['accuracy']:.4f}, loss x {ratio:.4f}")
-    cost = overhead()
-    print(f"cost of looking: {cost}")
+    cost = {} if options.short else overhead()
+    if cost:
+        print(f"cost of looking: {cost}")
     print(f"{time.perf_counter() - began:.0f} s")
     if options.json:
         result = {"tables": found, "batch mode": modes, "overhead": cost, "runs": {"none": plain, "residual": fed}}

@@ -61,6 +61,8 @@ WHEN = {
     "elements for all.",
     "demo": "Few bits for matrices whose neighbouring elements are correlated. Two small matrix products transform "
     "each chunk.",
+    "dion": "Orthonormal updates (as Muon's) of large hidden matrices, with two small sums per step. For SGD without "
+    "momentum; vectors, embeddings and heads need another optimizer. Too small a `rank_fraction` costs accuracy.",
     "dettmers8": "Four times fewer bytes (with `nf4` eight), with small relative errors even for elements far below "
     "the largest.",
     "dgc": "Large tensors with ratios around 0.001. A sample sets the threshold, so large tensors are not sorted.",
@@ -109,6 +111,7 @@ WHEN = {
     "topk": "When a few large elements carry most of the gradient. The simplest sparse method and the usual baseline.",
     "wangni": "When sparse gradients must be unbiased, or a residual needs too much memory. Large elements are always "
     "sent, small ones with a probability.",
+    "decoupled": "The default of `dion`, and for it alone. Use SGD without momentum.",
     "decoupled_momentum": "The default of `demo`. Use an optimizer without momentum.",
     "diana": "With unbiased methods, if compression noise, not gradient noise, limits convergence.",
     "ef21": "Instead of `residual`, if gradients differ much between workers or the residual grows too large.",

@@ -57,6 +57,7 @@ ROWS = [
     },
     {"compressor": "acpsgd", **ALL},
     {"compressor": "gradzip", **ALL},
+    {"compressor": "dion", "rank_fraction": 0.1, **ALL},
     {"compressor": "atomo", **ALL},
     {"compressor": "demo", **ALL},
     {"compressor": "topk", "compress_ratio": 0.05, "index_coding": "elias_fano", **ALL},

@@ -25,8 +25,8 @@ from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
 from grace.transports.local import LocalTransport
 
-PLAIN = {"none", "fp16"}
-"""Compressors that are one cast, which every toolkit has."""
+PLAIN = {"none", "fp16", "dion"}
+"""Compressors of casts or matrix products, which every toolkit has."""
 ROUNDED = {"demo", "thc"}
 """Their kernels sum in another order: tests/test_cosines.py and tests/test_kernels.py check bounds."""
 HOOKS = {

@@ -384,8 +384,13 @@ def test_what_is_not_declared_is_the_same_on_all_workers():
     tried = set()
     for name in [*compressors, *memories]:
         params = {"compressor": name} if name in compressors else {"compressor": "topk", "memory": name}
-        if name in ("diana", "onebit_adam", "efsignsgd") and name in memories:
-            params["compressor"] = "qsgd" if name == "diana" else "efsignsgd"
+        if name in memories:
+            partners = {
+                "diana": "qsgd",
+                "decoupled": "dion",
+                **dict.fromkeys(("onebit_adam", "efsignsgd"), "efsignsgd"),
+            }
+            params["compressor"] = partners.get(name, params["compressor"])
         if name == "efsignsgd":
             params["memory"] = "residual"
         graces = made(params, 2)

@@ -236,6 +236,7 @@ BITS = {  # by methods' own formulas at 2^20 elements: ratios 0.01 (dgc, sketch_
     "powersgd": 0.25,
     "acpsgd": 0.125,
     "gradzip": 0.25,
+    "dion": 32 * 256 * 2048 / 2**20,
     "atomo": 0.25,
     "chunktopk": 64 / 4096 * 14 + 64 / 4096,
     "stc": 0.01 * (6.64 + 2.5),

@@ -63,6 +63,8 @@ def test_settings(settings, chosen):
         ({"keep_first": -1}, "keep_first=-1"),
         ({"exclude": "nte.1"}, "exclude names 'nte.1', but no layer matches"),
         ({"ranks": {"net.0": 33}}, "its ranks are 1 to 32"),
+        ({"ranks": {"net.0": (8, 8)}}, r"ranks \(8, 8\), but its matrices have up to \(32,\)"),
+        ({"ranks": {"net.0": (33,)}}, r"ranks \(33,\), but"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings, words):

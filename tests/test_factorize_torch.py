@@ -483,3 +483,13 @@ def test_the_switch_on_one_worker():
         WarmUp(0).switch(plain, old := make(plain), lambda _: old)
     with pytest.raises(ValueError, match="nothing would be factorised"):
         WarmUp(0, exclude="*").switch(network(), None, make)
+
+
+def test_an_lstms_matrices_may_have_ranks_of_their_own():
+    # The authors' LSTM: a quarter of the input's size for the input matrices, of the hidden size for the others.
+    lstm = torch.nn.LSTM(48, 16)
+    for settings, ranks in (({"ranks": {"": (12, 4)}}, (12, 4)), ({"keep_first": 0, "keep_last": False}, (4, 4))):
+        assert plan(lstm, min_numel=0, **settings).ranks == {"": ranks}
+    made, _ = factorize(lstm, ranks={"": (12, 4)})
+    assert made.u_ih_l0.shape == (4 * 12, 48)
+    assert made.v_hh_l0.shape == (4 * 16, 4)

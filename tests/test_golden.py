@@ -47,7 +47,7 @@ GOLDEN = [row for row in ROWS if row.golden]
 
 def test_every_method_has_golden_bytes():
     # The factors of matrices are unique up to signs; a cosine transform is not the same in its last bit everywhere.
-    assert {row.name for row in GOLDEN} | {"powersgd", "acpsgd", "gradzip", "atomo", "demo"} == set(compressors)
+    assert {row.name for row in GOLDEN} | {"powersgd", "acpsgd", "gradzip", "atomo", "demo", "dion"} == set(compressors)
 
 
 def test_golden_coefficients_of_demo(xp):
@@ -67,6 +67,20 @@ def test_golden_factors_of_low_rank(xp):
     values, left, right = host(xp, payload)  # rank 2 of 2: every singular value, for certain
     assert [array.shape for array in (values, left, right)] == [(2,), (2, 2), (2, 4)]
     np.testing.assert_allclose(values, np.linalg.svd(X.reshape(2, 4), compute_uv=False), rtol=1e-6)
+
+
+def test_golden_update_of_dion(xp):
+    compressor, ctx, payload = sent(xp, {"compressor": "dion", "rank_fraction": 0.5}, shape=(2, 4))
+    assert [(array.shape, array.dtype.name) for array in host(xp, payload)] == [
+        ((2, 1), "float32"),
+        ((1, 4), "float32"),
+    ]
+    # One direction of norm sqrt(2 / 4): p is M q of norm 1, and the update p (pᵀ M of norm 1) of that norm.
+    m, q = X.reshape(2, 4).astype(np.float64), host(xp, [compressor.init(ctx)["q"]])[0].astype(np.float64)
+    p = m @ q.T / np.linalg.norm(m @ q.T)
+    r = p.T @ m
+    found = xp.to_numpy(compressor.decompress(payload, ctx)).reshape(2, 4)
+    np.testing.assert_allclose(found, p @ r / np.linalg.norm(r) * 0.5**0.5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=str)

@@ -327,6 +327,8 @@ def test_settings_that_cannot_work_name_the_remedy():
         DiLoCo(grace_from_params({"compressor": "auto"}), 4)
     with pytest.warns(UserWarning, match="set outer_momentum to 0"):
         DiLoCo(grace_from_params({"compressor": "topk", "memory": "dgc"}), 4)
+    with pytest.raises(ValueError, match=r"'dion' returns updates.*set outer_momentum to 0"):
+        DiLoCo(grace_from_params({"compressor": "dion"}), 4)
     built = grace_from_params(NONE)
     built.build(START)
     with pytest.raises(ValueError, match="averages tensors already"):

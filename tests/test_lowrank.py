@@ -1,14 +1,31 @@
-"""Methods that see matrices: powersgd, acpsgd, gradzip, atomo, demo."""
+"""Methods that see matrices: powersgd, acpsgd, gradzip, atomo, dion, demo."""
 
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from methods import backend, context, host, lockstep, method_of, receive, send, spread, states, workers
+from methods import (
+    backend,
+    context,
+    host,
+    lockstep,
+    method_of,
+    receive,
+    send,
+    spread,
+    states,
+    together,
+    workers,
+)
 from table.transforms import dct
 
+from grace import grace_from_params
 from grace.backends.numpy import NumpyBackend
+from grace.compressors.dion import Dion
+from grace.core.method import Method
 from grace.core.rng import NOISE, Rng
+from grace.memories.decoupled import Decoupled
+from grace.transports.local import LocalTransport
 
 
 def product(a, b, rank, seed=0):
@@ -342,6 +359,145 @@ def test_atomo_draws_rows_of_what_the_largest_values_leave(kind, shape):
     chance = water(s, 3)
     best = (s**2 * (1 / np.maximum(chance, 1e-9) - 1)).sum()
     assert best * 0.9 < square < 3 * best
+
+
+# -- dion -----------------------------------------------------------------------------------------------------------
+def ortho(gradient, m, q, mu=0.95):
+    """Dion's update, momentum and Q[r, b] of one worker with the mean gradient, by the paper."""
+    m = m + gradient
+    p = np.linalg.qr(m @ q.T)[0]
+    r = p.T @ m
+    q = r / (np.linalg.norm(r, axis=1, keepdims=True) + 1e-8)
+    return np.sqrt(m.shape[0] / m.shape[1]) * p @ q, m - (1 - mu) * p @ r, q
+
+
+def test_dion_of_many_workers_is_that_of_one():
+    """Decoupled momenta change nothing: the same parameters, and the momenta's mean is the one worker's momentum."""
+    xp, size, shape, method = backend("numpy"), 4, (12, 8), Method(Dion(rank_fraction=3 / 8), Decoupled())
+    contexts = [context(xp, shape, dtype="float64", rank=rank, world_size=size) for rank in range(size)]
+    rng, kept = np.random.default_rng(0), [method.init(ctx) for ctx in contexts]
+    q = rng.standard_normal((3, 8))
+    kept = [{**state, "compressor/q": q} for state in kept]
+    target, many, one = rng.standard_normal(shape), np.zeros(shape), np.zeros(shape)
+    momentum = np.zeros(shape)
+    for step in range(30):
+        noise = 10 * rng.standard_normal((size, *shape))
+        mine = [many - target + each for each in noise]
+        programs = [
+            method.encode(g.reshape(-1).copy(), state, context(xp, shape, dtype="float64", rank=rank, step=step))
+            for rank, (g, state) in enumerate(zip(mine, kept, strict=True))
+        ]
+        found, _ = together(xp, programs)
+        kept = [state for _, state in found]
+        update, momentum, q = ortho(one - target + noise.mean(0), momentum, q)
+        many = many - 0.05 * method.compressor.decompress(found[0][0], contexts[0]).reshape(shape)
+        one = one - 0.05 * update
+        np.testing.assert_allclose(many, one, rtol=0, atol=1e-14 * (1 + step))
+    momenta = [state["memory/momentum"].reshape(shape) for state in kept]
+    assert momenta[0].dtype == np.float64
+    np.testing.assert_allclose(np.mean(momenta, 0), momentum, rtol=0, atol=1e-12)
+    assert min(np.linalg.norm(a - b) for a, b in pairwise(momenta)) > 20
+
+
+@pytest.mark.parametrize("shape, sides, axis", [((40, 25), (40, 25), 0), ((4, 3, 3, 8), (12, 24), -1)])
+def test_dion_follows_the_formula(xp, shape, sides, axis):
+    graces = workers({"compressor": "dion", "rank_fraction": 0.1, "output_axis": axis, "mu": 0.9}, 3)
+    for grace in graces:
+        grace.build({"w": xp.zeros(shape)})
+    q = states(graces)[0]["w", "compressor/q"].astype(np.float64)
+    momentum = np.zeros(sides)
+    fan_out = shape[axis]
+    for step in range(4):
+        gradients = [spread(*shape, seed=10 * step + rank) for rank in range(3)]
+        means = lockstep(graces, [{"w": xp.asarray(g, "float32")} for g in gradients])
+        wanted, momentum, q = ortho(np.mean(gradients, 0, dtype=np.float64).reshape(sides), momentum, q, 0.9)
+        wanted = wanted / np.sqrt(sides[0] / sides[1]) * np.sqrt(fan_out / (wanted.size / fan_out))
+        for worker in means:
+            np.testing.assert_allclose(xp.to_numpy(worker["w"]).reshape(sides), wanted, atol=2e-4 * abs(wanted).max())
+    mean = np.mean([state["w", "memory/momentum"].reshape(sides) for state in states(graces)], 0)
+    np.testing.assert_allclose(mean, momentum, atol=2e-4 * abs(momentum).max())
+
+
+def test_dion_without_gradients_moves_nothing(xp):
+    (grace,) = workers({"compressor": "dion"}, 1)
+    grace.build({"w": xp.zeros((20, 16))})
+    for bad in (0.0, np.nan):
+        before = states([grace])[0]
+        found = lockstep([grace], [{"w": xp.full((20, 16), bad)}])[0]["w"]
+        after = states([grace])[0]
+        assert np.array_equal(xp.to_numpy(found), np.full((20, 16), bad), equal_nan=True) or np.isnan(bad)
+        for key, array in before.items():
+            np.testing.assert_array_equal(after[key], array)
+    zeroed = grace_from_params({"compressor": "dion", "nonfinite": "zero", "min_numel": 0}, LocalTransport())
+    zeroed.build({"w": xp.zeros((20, 16))})
+    assert not xp.to_numpy(lockstep([zeroed], [{"w": xp.full((20, 16), np.nan)}])[0]["w"]).any()
+
+
+def test_dion_of_a_momentum_outside_q_moves_nothing(xp):
+    # P is zero, though the momentum is not: no update along whatever basis a QR completes.
+    method, ctx = method_of(compressor="dion", rank_fraction=0.25), context(xp, (20, 16))
+    m, q = spread(20, 16), np.eye(4, 16, dtype=np.float32)
+    m[:, :4] = 0
+    payload, state = send(method, xp, m, ctx, {"q": xp.asarray(q, "float32")})
+    assert not receive(method, xp, payload, ctx).any()
+    np.testing.assert_array_equal(host(xp, state.values())[0], q)
+
+
+def test_dion_leaves_what_would_not_shrink_exact(xp):
+    (grace,) = workers({"compressor": "dion", "rank_fraction": 0.5}, 1)
+    tensors = {"vector": spread(40), "square": spread(8, 8), "wide": spread(8, 9)}  # 4 (8 + 8) = 64; 4 (8 + 9) < 72
+    grace.build({name: xp.asarray(x, "float32") for name, x in tensors.items()})
+    (means,) = lockstep([grace], [{name: xp.asarray(x, "float32") for name, x in tensors.items()}])
+    same = {name: np.array_equal(xp.to_numpy(means[name]), x) for name, x in tensors.items()}
+    assert same == {"vector": True, "square": True, "wide": False}
+
+
+def test_dions_momentum_belongs_to_dion():
+    for params, message in (
+        ({"compressor": "powersgd", "memory": "decoupled"}, "not of 'powersgd': use memory 'residual'"),
+        (
+            {"compressor": "dion", "memory": "residual"},
+            "cannot feed back what 'dion' leaves out.* Use memory 'decoupled'",
+        ),
+        ({"compressor": "dion", "memory": "ef21"}, "Use memory 'decoupled'"),
+        ({"compressor": "dion", "rank_fraction": 0.0}, r"rank_fraction=0.0 must lie in \(0, 1\]"),
+        ({"compressor": "dion", "rank_fraction": 1.5}, "rank_fraction=1.5"),
+        ({"compressor": "dion", "output_axis": 1}, "output_axis=1: choose 0"),
+        ({"compressor": "dion", "epsilon": 0.0}, "epsilon=0.0 must be positive"),
+        ({"compressor": "dion", "mu": 1.0}, "mu=1.0 must lie in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grace_from_params(params, "local")
+
+
+@pytest.mark.parametrize("toolkit", ["torch", "tensorflow"])
+def test_dion_refuses_optimizers_with_momentum(toolkit):
+    backend(toolkit)
+    import grace
+
+    def wrapped(kind, **key):
+        grc = grace_from_params({"compressor": "dion"}, LocalTransport())
+        if toolkit == "torch":
+            import torch
+
+            matrix, vector = (torch.nn.Parameter(torch.ones(shape)) for shape in ((4, 4), (4,)))
+            groups = (
+                [{"params": [matrix], "momentum": 0.0}, {"params": [vector]}] if kind == "groups" else [matrix, vector]
+            )
+            kind = "SGD" if kind == "groups" else kind
+            return grace.torch.DistributedOptimizer(getattr(torch.optim, kind)(groups, lr=0.1, **key), grace=grc)
+        import keras
+
+        return grace.tensorflow.DistributedOptimizer(getattr(keras.optimizers, kind)(0.1, **key), grace=grc)
+
+    refused = [("SGD", {"momentum": 0.9}), ("Adam", {})]
+    refused += [("Adam", {"betas": (0.0, 0.9)})] if toolkit == "torch" else [("Adam", {"beta_1": 0.0})]
+    for kind, key in refused:
+        with pytest.raises(ValueError, match=f"'dion' returns updates.*SGD with momentum 0, not {kind}"):
+            wrapped(kind, **key)
+    wrapped("SGD")
+    if toolkit == "torch":
+        wrapped("groups", momentum=0.9)
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (100, 70), (16, 8, 3, 3), (130,)])

@@ -249,7 +249,7 @@ def exchanged(xp, graces, tensors):
 
 
 def test_every_memory_is_here():
-    assert {name for name, *_ in CASES} | {"onebit_adam"} == set(memories)
+    assert {name for name, *_ in CASES} | {"onebit_adam", "decoupled"} == set(memories)
 
 
 @pytest.mark.filterwarnings("ignore:.*without error feedback")

@@ -169,7 +169,7 @@ def test_the_report_says_why():
 
 def test_every_memory_is_carried():
     for name in memories:
-        compressor = "none" if name == "diana" else "efsignsgd" if name == "onebit_adam" else "topk"
+        compressor = {"diana": "none", "onebit_adam": "efsignsgd", "decoupled": "dion"}.get(name, "topk")
         method, communicator = triple({"compressor": compressor, "memory": name})
         for size in (1, 2, 3, 8):
             communicator.resolve(method, LocalTransport(World(size))).check(method, size)

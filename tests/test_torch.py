@@ -7,6 +7,7 @@ import pickle
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -293,3 +294,54 @@ def test_a_trace_is_kept_where_it_is_asked_for(tmp_path):
     with pytest.raises(ValueError, match="'trace': 20"):
         grc.report(trace=tmp_path / "step.json")
     assert grc.report().times["compress"] > 0
+
+
+# -- Muon -----------------------------------------------------------------------------------------------------------
+def layers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(12, 20, bias=False), torch.nn.Tanh(), torch.nn.Linear(20, 8, bias=False))
+
+
+def passed(model, step):
+    """Compute the gradients of a step's batch."""
+    x = torch.from_numpy(np.random.default_rng(step).standard_normal((16, 12)).astype(np.float32))
+    model.zero_grad()
+    (model(x) - x[:, :8]).square().mean().backward()
+
+
+def test_muon_steps_along_what_the_exchange_returns():
+    """With ef21's top-k before Muon: as Muon alone, given the estimates G = G + top-k(g - G)."""
+    models = [layers(), layers()]
+    behind, alone = (torch.optim.Muon(model.parameters(), lr=0.05) for model in models)
+    params = {"compressor": "topk", "compress_ratio": 0.2, "memory": "ef21", "min_numel": 0}
+    grc = grace.grace_from_params(params, transport="local")
+    grace.torch.DistributedOptimizer(behind, grc, named_parameters=models[0].named_parameters())
+    estimates = [torch.zeros(p.numel()) for p in models[1].parameters()]
+    for step in range(5):
+        for model in models:
+            passed(model, step)
+        for p, estimate in zip(models[1].parameters(), estimates, strict=True):
+            rest = p.grad.reshape(-1) - estimate
+            largest = rest.abs().topk(rest.numel() // 5).indices
+            estimate[largest] += rest[largest]
+            p.grad = estimate.reshape(p.shape).clone()
+        for optimizer in (behind, alone):
+            optimizer.step()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_inside_local_training():
+    """One worker whose outer step lands where its parameters are: as Muon alone."""
+    models = [layers(), layers()]
+    alone, inner = (torch.optim.Muon(model.parameters(), lr=0.05) for model in models)
+    local = grace.local.LocalSGD(grace.grace_from_params({"compressor": "none"}, transport="local"), 2)
+    grace.torch.local(inner, local, models[1].named_parameters())
+    for step in range(5):
+        for model, optimizer in zip(models, (alone, inner), strict=True):
+            passed(model, step)
+            optimizer.step()
+    local.finish()
+    assert local.grace.steps == 3
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

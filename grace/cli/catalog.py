@@ -31,6 +31,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 """Keys to show for methods that pass keys to their parts."""
 PARTNERS: dict[str, dict[str, Any]] = {
     "allreduce": {"compressor": "powersgd"},
+    "decoupled": {"compressor": "dion"},
     "decoupled_momentum": {"compressor": "demo"},
     "diana": {"compressor": "qsgd"},
     "efsignsgd": {"compressor": "efsignsgd"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,46 +16,29 @@ STRIDE = 7919
 
 
 @cache
-def _cut(shape: tuple[int, ...]) -> tuple[int, int]:
+def cut(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a shape's matrix, whose sum is smallest."""
     size = math.prod(shape)
-    rows = (math.prod(shape[:cut]) for cut in range(1, len(shape)))
+    rows = (math.prod(shape[:axis]) for axis in range(1, len(shape)))
     a = min(rows, key=lambda a: a + size // max(a, 1), default=1)
     return a, size // max(a, 1)
 
 
-@dataclass(frozen=True)
-class LowRank(Compressor):
-    """Sends factors of rank ``compress_rank``.
+class Factored(Compressor):
+    """Treats a tensor as a matrix and sends its factors.
 
-    Tensors that would not shrink by the factor ``min_rate`` go dense, as do vectors. The shape is cut into rows and
-    columns so that their sum is smallest: shape[0] x rest for PyTorch's convolutions, and also right for Keras's,
-    whose output channels come last.
+    The shape is cut into rows and columns so that their sum is smallest: shape[0] x rest for PyTorch's convolutions,
+    and also right for Keras's, whose output channels come last.
     """
 
-    compress_rank: int = 4
-    min_rate: float = 2.0
-
-    traits = Traits(family="low rank", needs_shape=True)
-
-    def __post_init__(self) -> None:
-        if self.compress_rank < 1:
-            raise ValueError(f"compress_rank={self.compress_rank!r} must be at least 1")
-        if self.min_rate <= 0:
-            raise ValueError(f"min_rate={self.min_rate!r} must be positive")
-
+    @abstractmethod
     def sizes(self, ctx: Context) -> tuple[int, int, int]:
         """Rows a, columns b and rank r of the tensor's matrix."""
-        a, b = _cut(ctx.shape)
-        return a, b, min(self.compress_rank, a, b)
-
-    def applies(self, ctx: Context) -> bool:
-        a, b, r = self.sizes(ctx)
-        return len(ctx.shape) >= 2 and ctx.size > 0 and r * (a + b) * self.min_rate <= a * b
 
     def factors(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         """P float32[a, r] and Q float32[r, b], the first arrays of a payload. ValueError for other shapes."""
-        xp, (a, b, r) = ctx.xp, self.sizes(ctx)
-        return fitting(xp, payload[0], "float32", (a, r), "rows"), fitting(xp, payload[1], "float32", (r, b), "columns")
+        xp, (a, b, r), dtype = ctx.xp, self.sizes(ctx), ctx.dtype
+        return fitting(xp, payload[0], dtype, (a, r), "rows"), fitting(xp, payload[1], dtype, (r, b), "columns")
 
     def directions(self, ctx: Context, label: str, count: int) -> Array:
         """float32[r, count]: random directions, equal on all workers."""
@@ -76,6 +60,33 @@ class LowRank(Compressor):
         start = ctx.step * STRIDE % (NOISE - r * count)
         table = ctx.xp.random.cached(stream.keys, lambda: stream.normal(NOISE))
         return ctx.xp.reshape(table[start : start + r * count], (r, count))
+
+
+@dataclass(frozen=True)
+class LowRank(Factored):
+    """Sends factors of rank ``compress_rank``.
+
+    Tensors that would not shrink by the factor ``min_rate`` go dense, as do vectors.
+    """
+
+    compress_rank: int = 4
+    min_rate: float = 2.0
+
+    traits = Traits(family="low rank", needs_shape=True)
+
+    def __post_init__(self) -> None:
+        if self.compress_rank < 1:
+            raise ValueError(f"compress_rank={self.compress_rank!r} must be at least 1")
+        if self.min_rate <= 0:
+            raise ValueError(f"min_rate={self.min_rate!r} must be positive")
+
+    def sizes(self, ctx: Context) -> tuple[int, int, int]:
+        a, b = cut(ctx.shape)
+        return a, b, min(self.compress_rank, a, b)
+
+    def applies(self, ctx: Context) -> bool:
+        a, b, r = self.sizes(ctx)
+        return len(ctx.shape) >= 2 and ctx.size > 0 and r * (a + b) * self.min_rate <= a * b
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class SIDCo(Sparsifier, Selector):
         share = self.share(xp, one, stages)
         if self.sid == "gp":
             mean = whole[1:2] / n
-            start = tails.gamma(xp, mean, self._log(xp, x, mean), share, self.closed_form)
+            start = tails.gamma(xp, mean, self._log(xp, x, whole), share, self.closed_form)
         else:
             start = self._law(xp, whole, n, share)
         return xp.cast(xp.loop(left, refined, (one + 1, start))[1], "float32")
@@ -168,14 +168,16 @@ class SIDCo(Sparsifier, Selector):
             return tails.exponential(xp, mean, share)
         return tails.pareto(xp, mean, tail[2:] / number - mean * mean, share)
 
-    def _log(self, xp: Any, x: Array, mean: Array) -> Array:
-        # The mean of ln(|x| / mean), in chunks that fit a cache.
+    def _log(self, xp: Any, x: Array, whole: Array) -> Array:
+        # The mean of ln((|x| + SMALLEST |x|₂) / mean), in chunks that fit a cache. ``whole``: `xp.excess` of x and 0.
         n = xp.shape(x)[0]
-        unit = xp.cast(xp.where(mean > 0, mean, 1.0), "float32")
+        mean = xp.where(whole[1:2] > 0, whole[1:2] / n, 1.0)
+        floor = xp.cast(xp.maximum(xp.sqrt(whole[2:]) / mean, 1.0) * tails.SMALLEST, "float32")
+        unit = xp.cast(mean, "float32")
         total = xp.zeros(1, "float64")
         for start in range(0, n, xp.piece or n):
             relative = xp.abs(x[start : start + (xp.piece or n)]) / unit
-            total = total + xp.cast(xp.reshape(xp.sum(xp.log(relative + tails.SMALLEST)), (1,)), "float64")
+            total = total + xp.cast(xp.reshape(xp.sum(xp.log(relative + floor)), (1,)), "float64")
         return total / float(n)
 
     def _capped(self, xp: Any, x: Array, found: Array, many: Array, k: int) -> Array:

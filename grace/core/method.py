@@ -41,6 +41,11 @@ class Method:
                 f"memory {name_of(self.memory)!r} diverges with {name!r} at these settings: its error can exceed the "
                 "gradient. It is unbiased, so use memory 'none'"
             )
+        if self.memory.feedback and traits.update_direction and traits.memory != name_of(self.memory):
+            raise ValueError(
+                f"memory {name_of(self.memory)!r} cannot feed back what {name!r} leaves out: its result is an update, "
+                f"no estimate of the gradient. Use memory {traits.memory!r}, or 'none'"
+            )
         self.memory.check(compressor)
         lossy = not traits.unbiased and not traits.majority_vote and traits.memory != "none"
         if lossy and not self.memory.feedback and traits.memory != name_of(self.memory):

@@ -43,6 +43,8 @@ class Traits:
     """Elements are sent as they are or not at all: `residual` is x with zeros where elements were sent."""
     majority_vote: bool = False
     """The result is a majority vote, so there is no residual."""
+    update_direction: bool = False
+    """The result is an update of its own scale, for SGD without momentum, and no estimate of the gradient."""
     nonfinite_in_payload: bool = False
     """NaN and infinity in x appear in the payload's float32 arrays."""
     internal_feedback: bool = False

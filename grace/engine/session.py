@@ -33,6 +33,10 @@ MOMENTUM_TWICE = (
     "memory {!r} has momentum of its own: set the optimizer's momentum to 0 (of Adam and its kin: the first beta), or "
     "use another memory, such as 'residual'"
 )
+PLAIN_SGD = (
+    "compressor {!r} returns updates, with a momentum of its own memory: its parameters need an optimizer without "
+    "momentum or moments, SGD with momentum 0, not {}. Vectors may have another one, in a parameter group of their own"
+)
 SPARSE = "its sparse gradients are made dense first"
 
 

@@ -26,7 +26,8 @@ def plan(model: Any, *, example: Any = None, **settings: Any) -> Plan:
     including embeddings; or their names. ``keep_last`` (True): keep the last of them dense.
     ``include``: names of the only layers to factorise; ``exclude`` (none): layers to leave alone. A name stands for
     the layer, for all layers below it ("layer4"), or is a pattern ("*.shortcut.*").
-    ``ranks``: rank by name, for layers to factorise regardless of the other settings.
+    ``ranks``: rank by name, for layers to factorise regardless of the other settings; or a rank for each matrix of the
+    layer, in the order of the plan.
     ``min_numel`` (1024): layers of fewer weights stay dense, as do layers whose factors would not be smaller.
     ``example``: an input (or a tuple of inputs) for a call of the model that counts multiply-adds.
 

@@ -149,7 +149,7 @@ def decide(
     keep_last: bool = True,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
-    ranks: Mapping[str, int] | None = None,
+    ranks: Mapping[str, int | Sequence[int]] | None = None,
     min_numel: int = MIN_NUMEL,
 ) -> Plan:
     """The plan for these layers; `grace.factorize.plan` explains the settings.
@@ -168,7 +168,7 @@ def decide(
     last = set(weighted[-1:]) if keep_last else set()
     excluded = _matching(names, exclude, "exclude")
     included = set(names) if include is None else _matching(names, include, "include")
-    forced: dict[str, int] = {}
+    forced: dict[str, int | Sequence[int]] = {}
     for pattern, rank in (ranks or {}).items():
         forced.update(dict.fromkeys(_matching(names, pattern, "ranks"), rank))
 
@@ -201,11 +201,16 @@ def decide(
     return Plan(tuple(plans))
 
 
-def _forced(layer: Layer, rank: int) -> tuple[int, ...]:
-    largest = max(min(m.rows, m.cols) for m in layer.matrices)
+def _forced(layer: Layer, rank: int | Sequence[int]) -> tuple[int, ...]:
+    most = tuple(min(m.rows, m.cols) for m in layer.matrices)
+    if not isinstance(rank, int):
+        if len(rank) != len(most) or not all(1 <= r <= m for r, m in zip(rank, most, strict=True)):
+            raise ValueError(f"ranks gives {layer.name!r} ranks {tuple(rank)}, but its matrices have up to {most}")
+        return tuple(rank)
+    largest = max(most)
     if not 1 <= rank <= largest:
         raise ValueError(f"ranks gives {layer.name!r} rank {rank}, but its ranks are 1 to {largest}")
-    return tuple(min(rank, m.rows, m.cols) for m in layer.matrices)
+    return tuple(min(rank, m) for m in most)
 
 
 def _planned(layer: Layer, ranks: tuple[int, ...], reason: str, positions: Sequence[int] | None) -> LayerPlan:

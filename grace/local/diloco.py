@@ -404,6 +404,11 @@ def _check_grace(grace: Any, outer_momentum: float) -> None:
         raise ValueError("compressor 'auto' times training steps, of which few exchange here: name a method")
     if grace.names:
         raise ValueError("this Grace averages tensors already: make one for local training alone")
+    if outer_momentum and grace.method.compressor.traits.update_direction:
+        raise ValueError(
+            f"compressor {name_of(grace.method.compressor)!r} returns updates, with a momentum of its own memory: set "
+            "outer_momentum to 0"
+        )
     if outer_momentum and grace.method.memory.includes_momentum:
         warnings.warn(
             f"memory {name_of(grace.method.memory)!r} has momentum of its own: set outer_momentum to 0", stacklevel=3

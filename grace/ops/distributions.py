@@ -17,7 +17,8 @@ ROUNDS = 8
 """Iterations of Halley's method. Four suffice for shapes 0.01 .. 100 and shares from 1e-7; the rest costs
 microseconds."""
 SMALLEST = 2.0**-52
-"""Added to magnitudes, in units of their mean, before the logarithm: they may be zero."""
+"""Added to magnitudes, in units of their Euclidean norm as in the authors' code, before the logarithm: they may be
+zero."""
 
 
 def exponential(xp: Any, mean: Array, share: Array) -> Array:
@@ -42,7 +43,7 @@ def pareto_shape(xp: Any, mean: Array, variance: Array) -> Array:
 
 
 def gamma(xp: Any, mean: Array, log: Array, share: Array, closed: bool = False) -> Array:
-    """Magnitudes with a gamma law; ``log``: the mean of ln(x / mean + `SMALLEST`), at most about 0.
+    """Magnitudes with a gamma law; ``log``: the mean of ln((x + `SMALLEST` * norm) / mean), at most about 0.
 
     ``closed``: the paper's closed form, scale * -(share + lnGamma(shape)), which is too high for shapes below 1: it
     drops the factor x ** (shape - 1).

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from grace.core import name_of
-from grace.engine.session import MOMENTUM_TWICE, Grace
+from grace.engine.session import MOMENTUM_TWICE, PLAIN_SGD, Grace
 from grace.tensorflow.checks import HOROVOD_OPTIMIZER, check_grace, check_horovod, check_optimizer, check_replicas
 from grace.tensorflow.gradients import DRIVEN, exchange
 
@@ -52,7 +52,10 @@ def DistributedOptimizer(
             f"policy {name_of(grace.schedule.policy)!r} adds up gradients before they are exchanged, and Keras "
             "exchanges them in every step: use it in a loop of your own, or with PyTorch"
         )
-    if grace.method.memory.includes_momentum and any(getattr(optimizer, key, None) for key in ("momentum", "beta_1")):
+    moments = any(getattr(optimizer, key, None) for key in ("momentum", "beta_1"))
+    if grace.method.compressor.traits.update_direction and (moments or hasattr(optimizer, "beta_1")):
+        raise ValueError(PLAIN_SGD.format(name_of(grace.method.compressor), type(optimizer).__name__))
+    if grace.method.memory.includes_momentum and moments:
         warnings.warn(MOMENTUM_TWICE.format(name_of(grace.method.memory)), stacklevel=2)
 
     # Attributes on the user's own object, whose class stays: it saves, loads and copies as before. They hold weak

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from grace.core import name_of
-from grace.engine.session import FLOATS, MOMENTUM_TWICE, Grace
+from grace.engine.session import FLOATS, MOMENTUM_TWICE, PLAIN_SGD, Grace
 from grace.transports.launched import loaded_horovod
 
 
@@ -50,10 +50,18 @@ def check_optimizer(optimizer: Any, call: str = "DistributedOptimizer(optimizer,
     raise TypeError(f"a torch.optim.Optimizer is needed, not {_kind(optimizer)}: {call}")
 
 
-def warn_of_momentum(grace: Grace, optimizer: Any, stacklevel: int) -> None:
-    """Warn where the optimizer adds momentum to a memory's own: SGD's ``momentum``, or Adam's first beta."""
-    memory = grace.method.memory
-    if memory.includes_momentum and any(
+def check_momentum(grace: Grace, optimizer: Any, stacklevel: int) -> None:
+    """Warn where the optimizer adds momentum to a memory's own: SGD's ``momentum``, or Adam's first beta.
+
+    Raises ValueError for momentum or moments of matrices if the method returns updates in the place of gradients.
+    """
+    compressor, memory = grace.method.compressor, grace.method.memory
+    if compressor.traits.update_direction:
+        for group in optimizer.param_groups:
+            moments = group.get("momentum") or "betas" in group
+            if moments and any(p.ndim > 1 and p.requires_grad for p in group["params"]):
+                raise ValueError(PLAIN_SGD.format(name_of(compressor), type(optimizer).__name__))
+    elif memory.includes_momentum and any(
         group.get("momentum") or (group.get("betas") or (0.0,))[0] for group in optimizer.param_groups
     ):
         warnings.warn(MOMENTUM_TWICE.format(name_of(memory)), stacklevel=stacklevel + 1)

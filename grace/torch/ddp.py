@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, WeakMethod, WeakSet, ref
 import torch
 
 from grace.engine.session import Grace
-from grace.torch.checks import check_grace, warn_of_momentum
+from grace.torch.checks import check_grace, check_momentum
 from grace.torch.gradients import dense, plain
 from grace.torch.ownership import HOOK, Claim, claim, claimed, extend
 from grace.torch.provisional import Sample, nonzero
@@ -175,7 +175,7 @@ class _Book:
         grace = None if self.claim is None else self.claim.grace
         if grace is not None and optimizer not in self._seen:
             self._seen.add(optimizer)
-            warn_of_momentum(grace, optimizer, stacklevel=4)
+            check_momentum(grace, optimizer, stacklevel=4)
 
     def after_another(self, optimizer: Any) -> None:
         """Called after another optimizer has stepped these parameters."""

@@ -18,13 +18,13 @@ from grace.engine.session import Grace
 from grace.torch.checks import (
     check_grace,
     check_horovod,
+    check_momentum,
     check_optimizer,
     check_parameter,
     check_parameters,
     check_passes,
     named_pairs,
     ordinary,
-    warn_of_momentum,
 )
 from grace.torch.gradients import dense, plain
 from grace.torch.ownership import OPTIMIZER, claim, extend
@@ -143,7 +143,7 @@ class _Driver:
         try:
             grace.track_missing = grace.defer_commit = True
             grace.learning_rate = self._learning_rate
-            warn_of_momentum(grace, optimizer, stacklevel=3)
+            check_momentum(grace, optimizer, stacklevel=3)
             self._adopt()
         except BaseException:
             self._claim.release("wrapping it failed")

@@ -1,4 +1,4 @@
-"""Factors of a matrix: powersgd, acpsgd, gradzip, atomo."""
+"""Factors of a matrix: powersgd, acpsgd, gradzip, atomo, dion."""
 
 import math
 
@@ -35,6 +35,15 @@ def drawn(leading):
     )
 
 
+def orthonormal(fraction, **settings):
+    def nbytes(x):
+        a, b, _ = sides(1, x.shape)
+        return 4 * math.ceil(fraction * min(a, b)) * (a + b)
+
+    params = {"compressor": "dion", "rank_fraction": fraction, **settings}
+    return Row(params, ("allreduce",), nbytes, matrix=True, state=("q",))
+
+
 ROWS = [
     factors("powersgd", 1, ("q",), lambda a, b, r: r * (a + b)),
     factors("powersgd", 4, ("q",), lambda a, b, r: r * (a + b)),
@@ -42,4 +51,6 @@ ROWS = [
     factors("gradzip", 4, ("q",), lambda a, b, r: r * (a + b)),
     drawn(0),
     drawn(3),
+    orthonormal(0.25),
+    orthonormal(0.1, output_axis=-1),
 ]

@@ -67,7 +67,7 @@ class Dion(Factored):
         matrix = xp.reshape(x, (a, b))
         (p,) = yield Reduce((matrix @ xp.transpose(self.revived(state["q"], ctx, "q")),), "mean")
         zero = xp.max(xp.abs(p)) == 0  # NaN is not zero: it must stay visible
-        p = xp.where(zero, p, xp.qr(p))
+        p = xp.where(zero, p, xp.linalg.qr(p))
         (r,) = yield Reduce((xp.transpose(p) @ matrix,), "mean")
         return (p, r), {"q": xp.where(zero, state["q"], self._normalized(r, ctx))}
 
@@ -81,6 +81,6 @@ class Dion(Factored):
         # Divided by the largest magnitude first: squares of large numbers overflow.
         xp = ctx.xp
         largest = xp.reshape(xp.max_abs(r), (-1, 1))
-        unit, _ = xp.unit_rows(r)
+        unit, _ = xp.linalg.unit_rows(r)
         norm = xp.sqrt(xp.sum(unit * unit, 1, keepdims=True))
         return r / (largest * norm + self.epsilon)

@@ -62,9 +62,9 @@ class Decoupled(Memory):
         return {"momentum": ctx.xp.zeros(ctx.size, ctx.dtype)}
 
     def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
-        return ctx.xp.add_to(x, state["momentum"]), state
+        return ctx.xp.inplace.add(x, state["momentum"]), state
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
         assert isinstance(compressor, Dion)
         p, r = compressor.factors(payload, ctx)
-        return {"momentum": ctx.xp.subtract_from(x, ctx.xp.reshape(p @ (r * (1.0 - self.mu)), (-1,)))}
+        return {"momentum": ctx.xp.inplace.subtract(x, ctx.xp.reshape(p @ (r * (1.0 - self.mu)), (-1,)))}

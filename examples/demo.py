@@ -1,4 +1,4 @@
-"""Train with and without compression, in PyTorch and in Keras, and show bytes sent and accuracy.
+"""Train with and without compression, in PyTorch and in Keras on both backends; show bytes sent and accuracy.
 
     make demo
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 WORKERS = 2
-TOOLKITS = {"torch": "PyTorch", "keras": "Keras"}
+TOOLKITS = {"torch": "PyTorch", "keras": "Keras on TensorFlow", "keras-torch": "Keras on PyTorch"}
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},
     "top-k 1%": {"compressor": "topk", "compress_ratio": 0.01, "memory": "residual"},
@@ -49,7 +49,7 @@ def main() -> int:
     import digits
 
     parser = digits.arguments("Compare methods in PyTorch and in Keras.", one_method=False)
-    parser.add_argument("--toolkit", choices=TOOLKITS, help="only this one (default: both)")
+    parser.add_argument("--toolkit", choices=TOOLKITS, help="only this one (default: all)")
     parser.add_argument("--worker", choices=TOOLKITS, help=argparse.SUPPRESS)
     parser.add_argument("--events", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -59,7 +59,7 @@ def main() -> int:
 # -- in each worker --------------------------------------------------------------------------------------------------
 def work(options: argparse.Namespace) -> int:
     """Train with one method after another; worker 0 writes what happens to a file, one JSON object a line."""
-    example = importlib.import_module(f"digits_{options.worker}")
+    example = importlib.import_module(f"digits_{options.worker.split('-')[0]}")
     from grace import grace_from_params
 
     example.start()
@@ -131,10 +131,11 @@ def watch(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     # One thread per worker: they share the machine's cores.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
+    backend = {"KERAS_BACKEND": "torch" if toolkit == "keras-torch" else "tensorflow"}
+    env = {**os.environ, **backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
     results: list[dict[str, Any]] = []
     columns = (
-        TextColumn("{task.description:18}"),
+        TextColumn("{task.description:28}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("steps  {task.fields[note]}"),
@@ -240,7 +241,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     colours = dict(zip(METHODS, ("#4d4d4d", "#0072b2", "#d55e00", "#009e73"), strict=True))
-    styles = {"PyTorch": ("o", "-"), "Keras": ("s", "--")}
+    styles = {"PyTorch": ("o", "-"), "Keras on TensorFlow": ("s", "--"), "Keras on PyTorch": ("^", ":")}
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure, (end, way) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for one in results:

@@ -1,8 +1,12 @@
-"""Handwritten digits with Keras on TensorFlow: each worker trains on its own images, and gradients are compressed.
+"""Handwritten digits with Keras: each worker trains on its own images, and gradients are compressed.
 
 python examples/digits_keras.py                                              # one worker
 horovodrun -np 2 --gloo python examples/digits_keras.py --method powersgd    # two, over Horovod
 python examples/digits_keras.py --method topk --params '{"compress_ratio": 0.05}'
+
+On PyTorch instead of TensorFlow, and over torch.distributed:
+
+KERAS_BACKEND=torch torchrun --nproc-per-node 2 examples/digits_keras.py
 """
 
 from __future__ import annotations
@@ -17,21 +21,26 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import digits
 import keras
-import tensorflow as tf
 from keras import layers
 
-import grace.tensorflow
+import grace.keras
 from grace import Grace, grace_from_params
+
+TOOLKIT = {"tensorflow": "Keras on TensorFlow", "torch": "Keras on PyTorch"}[keras.backend.backend()]
 
 
 def start() -> None:
     """Join the other workers, if a launcher started some."""
-    tf.config.threading.set_intra_op_parallelism_threads(1)  # more threads do not help so small a model
-    tf.config.threading.set_inter_op_parallelism_threads(1)
-    if {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"} & set(os.environ):
-        import horovod.tensorflow as hvd
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
 
-        hvd.init()
+        tf.config.threading.set_intra_op_parallelism_threads(1)  # more threads do not help so small a model
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+    else:
+        import torch
+
+        torch.set_num_threads(1)
+    grace.init()
 
 
 def make_model() -> keras.Model:
@@ -73,12 +82,10 @@ def train(grc: Grace, options: argparse.Namespace, tell: digits.Tell) -> dict[st
     keras.utils.set_random_seed(options.seed)
     model = make_model()
     steps = len(images) // options.batch_size
-    batches = tf.data.Dataset.from_tensor_slices((images[..., None], labels))
-    batches = batches.shuffle(len(images), seed=options.seed).batch(options.batch_size, drop_remainder=True)
-
+    kept = steps * options.batch_size  # whole batches only
     schedule = keras.optimizers.schedules.CosineDecay(options.lr, options.epochs * steps)
     optimizer = keras.optimizers.SGD(schedule, momentum=options.momentum)
-    optimizer = grace.tensorflow.DistributedOptimizer(optimizer, grace=grc)
+    optimizer = grace.keras.DistributedOptimizer(optimizer, grace=grc)
     model.compile(
         optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -88,22 +95,23 @@ def train(grc: Grace, options: argparse.Namespace, tell: digits.Tell) -> dict[st
     watch = Watch(grc, options.epochs, steps, tell)
     began = time.perf_counter()
     model.fit(
-        batches,
+        images[:kept, ..., None],
+        labels[:kept],
+        batch_size=options.batch_size,
         epochs=options.epochs,
         validation_data=(test_images[..., None], test_labels),  # all test images on every worker, since they are few
         validation_batch_size=len(test_images),
-        callbacks=[grace.tensorflow.BroadcastCallback(0), grace.tensorflow.MetricAverageCallback(), watch],
-        shuffle=False,  # the dataset shuffles
+        callbacks=[grace.keras.BroadcastCallback(0), grace.keras.MetricAverageCallback(), watch],
         verbose=0,
     )
-    return digits.result("Keras", grc, watch.history, time.perf_counter() - began)
+    return digits.result(TOOLKIT, grc, watch.history, time.perf_counter() - began)
 
 
 def main() -> None:
-    options = digits.arguments("Handwritten digits with Keras on TensorFlow.").parse_args()
+    options = digits.arguments(f"Handwritten digits with {TOOLKIT}.").parse_args()
     start()
     grc = grace_from_params({"compressor": options.method, **options.params})
-    with digits.progress(f"Keras {options.method}", grc.rank) as tell:
+    with digits.progress(f"{TOOLKIT} {options.method}", grc.rank) as tell:
         outcome = train(grc, options, tell)
     digits.finish(options, grc, outcome)
 

@@ -15,6 +15,7 @@ from grace.core.version import VERSION
 from grace.engine.session import Grace
 from grace.factory import grace_from_params
 from grace.simulate import simulate
+from grace.start import init
 
 __version__ = VERSION
 __all__ = [
@@ -33,13 +34,14 @@ __all__ = [
     "Transport",
     "__version__",
     "grace_from_params",
+    "init",
     "register",
     "simulate",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # `grace.torch` and `grace.tensorflow` import their toolkit on first use.
-    if name in ("torch", "tensorflow", "checkpoint", "elastic", "local") or f"grace.{name}" in ALIASES:
+    # `grace.torch`, `grace.tensorflow` and `grace.keras` import their toolkit on first use.
+    if name in ("torch", "tensorflow", "keras", "checkpoint", "elastic", "local") or f"grace.{name}" in ALIASES:
         return importlib.import_module(f"grace.{name}")
     raise AttributeError(f"module 'grace' has no attribute {name!r}")

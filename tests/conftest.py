@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # read when TensorFlow is imported
 
 import pytest
+from launch import launch
 from methods import BACKENDS, PLAIN, backend, built
 from support.cases import ONLY
 
@@ -27,6 +28,12 @@ def lib(request):
         pytest.skip(f"this processor has no {request.param}")
     assert found.isa == request.param
     return found
+
+
+@pytest.fixture(scope="session")
+def keras_doors(tmp_path_factory):
+    """What two workers of Keras on TensorFlow found; one launch for two files of tests."""
+    return launch("horovodrun", 2, "keras_doors.py", tmp_path_factory.mktemp("out"))
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ FLOORS = (
     ("compressors", "memories", "communicators", "policies", "transports"),
     ("backends", "kernels"),
     ("engine",),
-    ("checkpoint", "factory", "gossip", "local", "planner", "simulate", "stages", "testing"),
-    ("elastic", "factorize", "tensorflow", "torch"),
+    ("checkpoint", "factory", "gossip", "local", "planner", "simulate", "stages", "start", "testing"),
+    ("elastic", "factorize", "keras", "tensorflow", "torch"),
     ("__main__", "bench", "cli"),
 )
 TOOLS = FLOORS[-1]

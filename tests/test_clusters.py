@@ -2,13 +2,18 @@
 
 import ast
 import os
+import random
 import re
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from launch import free_port, run
+
+from grace.transports.jobs import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -65,23 +70,47 @@ def test_the_jobs_names_fit_together():
     )
 
 
-TRAIN = """
+STEP = """
 import torch
 import torch.distributed as dist
-import grace
-grc = grace.grace_from_params({"compressor": "topk", "min_numel": 0})
 grc.build({"w": torch.ones(64, 64)})
 grc.step({"w": torch.randn(64, 64)})
 if grc.rank == 0:
     print(grc.report())
 dist.destroy_process_group()
 """
+GRACE = """
+import grace
+grc = grace.grace_from_params({"compressor": "topk", "min_numel": 0})
+"""
+# The same processes again, as if mpirun had started them: each of four on one machine.
+AGAIN = """
+import os
+rank = os.environ["SLURM_PROCID"]
+for key in list(os.environ):
+    if key.startswith("SLURM_") or key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[key]
+os.environ |= {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": rank}
+os.environ |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": os.environ["MPI_JOB"]}
+grc = grace.grace_from_params({"compressor": "topk", "min_numel": 0}, grace.init())
+"""
+
+
+def free_job():
+    """An ID of a job whose port nobody listens on."""
+    while True:
+        job = random.randrange(20000)
+        with socket.socket() as place, suppress(OSError):
+            place.bind(("127.0.0.1", 10000 + job))
+            return job
 
 
 @pytest.mark.processes
 def test_torchrun_on_two_machines_and_the_exchange_between_them(tmp_path):
     pytest.importorskip("torch")
-    (tmp_path / "train.py").write_text('import torch.distributed as dist\ndist.init_process_group("gloo")\n' + TRAIN)
+    (tmp_path / "train.py").write_text(
+        'import torch.distributed as dist\ndist.init_process_group("gloo")\n' + GRACE + STEP
+    )
     block = next(block for block in blocks(DOCS / "clusters.md", "bash") if "--node-rank 1" in block)
     script = block.replace("host0", "127.0.0.1").replace("29500", str(free_port()))
     script = script.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
@@ -93,17 +122,24 @@ def test_torchrun_on_two_machines_and_the_exchange_between_them(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_task_for_each_worker_under_slurms_variables(tmp_path):
+def test_a_task_for_each_worker_under_slurms_and_open_mpis_variables(tmp_path):
     pytest.importorskip("torch")
-    (lines,) = [block for block in blocks(DOCS / "clusters.md", "python") if "SLURM_PROCID" in block]
-    (tmp_path / "train.py").write_text(lines + TRAIN)
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
-    env |= {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "2", "OMP_NUM_THREADS": "1"}
+    (lines,) = [block for block in blocks(DOCS / "clusters.md", "python") if "srun's tasks" in block]
+    (tmp_path / "train.py").write_text(lines + STEP + AGAIN + STEP)
+    taken = {name for names in VARIABLES.values() for name in names}
+    env = {key: value for key, value in os.environ.items() if key not in taken}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPI_JOB": str(free_job())}
+    env |= {"SLURM_JOB_ID": str(free_job()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}
+    env |= {"SLURM_STEP_NODELIST": "127.0.0.[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
     workers = [
         subprocess.Popen(
             [sys.executable, tmp_path / "train.py"],
-            env={**env, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "SLURM_STEP_NUM_TASKS": "4"},
+            env={
+                **env,
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank % 2),
+                "SLURM_NODEID": str(rank // 2),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -116,5 +152,11 @@ def test_a_task_for_each_worker_under_slurms_variables(tmp_path):
         for worker in workers:
             worker.kill()
     assert [worker.returncode for worker in workers] == [0] * 4, printed
-    assert "worker 0 of 4 | 1 steps" in printed[0]
-    assert "hierarchical" in printed[0]
+    slurm, mpi = printed[0].split("grace.init: ")[1:]
+    assert slurm.startswith("worker 0 of 4: SLURM (SLURM_PROCID, SLURM_STEP_NUM_TASKS), met at 127.0.0.1:")
+    assert mpi.startswith("worker 0 of 4: Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE), met at 127.0.0.1:")
+    for text in (slurm, mpi):
+        assert "worker 0 of 4 | 1 steps" in text
+    assert "hierarchical" in slurm
+    assert "hierarchical" not in mpi
+    assert all("grace.init" not in text for text in printed[1:])

@@ -148,7 +148,7 @@ def test_the_reference_has_all_that_is_public():
     for path, members in re.findall(r"^::: (\S+)\n(?: +options:\n +members: \[(.*)\]\n)?", text, re.MULTILINE):
         shown |= {f"{path}.{member}" for member in re.split(r", *", members)} if members else set()
         shown.add(path)
-    for module in ("grace", "grace.torch", "grace.tensorflow", "grace.checkpoint", "grace.elastic"):
+    for module in ("grace", "grace.torch", "grace.keras", "grace.tensorflow", "grace.checkpoint", "grace.elastic"):
         path = ROOT / module.replace(".", "/")
         names = public(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
         assert names, module

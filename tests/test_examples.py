@@ -58,7 +58,15 @@ def test_keras_over_horovod(tmp_path):
     out = tmp_path / "result.json"
     options = ["--method", "powersgd", "--epochs", 2, "--json", out]
     run(*launcher("horovodrun", 2), EXAMPLES / "digits_keras.py", *options, log=tmp_path / "log")
-    check(out, "Keras", 2, 2, 25)
+    check(out, "Keras on TensorFlow", 2, 2, 25)
+
+
+def test_keras_on_pytorch_over_torch_distributed(tmp_path):
+    out = tmp_path / "result.json"
+    options = ["--method", "powersgd", "--epochs", 2, "--json", out]
+    command = [*launcher("torchrun", 2), EXAMPLES / "digits_keras.py", *options]
+    run(*command, log=tmp_path / "log", KERAS_BACKEND="torch")
+    check(out, "Keras on PyTorch", 2, 2, 25)
 
 
 def test_a_pipeline_over_torch_distributed(tmp_path):

@@ -283,10 +283,10 @@ def test_an_optimizer_of_keras_2_is_refused():
 
 
 def test_keras_on_another_backend_is_refused(monkeypatch):
-    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
-    with pytest.raises(RuntimeError, match="runs on torch: set KERAS_BACKEND=tensorflow"):
-        grace.tensorflow.DistributedOptimizer(keras.optimizers.SGD(0.1), grace.grace_from_params(DENSE))
-    with pytest.raises(RuntimeError, match="MetricAverageCallback is for Keras on TensorFlow"):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(RuntimeError, match=r"runs on jax: set KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch"):
+        grace.keras.DistributedOptimizer(keras.optimizers.SGD(0.1), grace.grace_from_params(DENSE))
+    with pytest.raises(RuntimeError, match="MetricAverageCallback is for Keras on TensorFlow or PyTorch"):
         grace.tensorflow.MetricAverageCallback()
 
 

@@ -2,16 +2,15 @@
 
 import numpy as np
 import pytest
-from launch import launch
 
 pytestmark = pytest.mark.processes
 
 LOOPS = ["fit", "several steps per call", "eager fit", "tape", "tape in a function", "optimizer"]
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return launch("horovodrun", 2, "keras_doors.py", tmp_path_factory.mktemp("out"))
+@pytest.fixture
+def found(keras_doors):
+    return keras_doors
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW clipnorm", "RMSprop", "Adafactor", "Lion"])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("typer", reason="the grace command needs the extra [cli]")
+from support.schemas import problems, schema
 from typer.testing import CliRunner
 
 from grace.bench.lab import Loopback
@@ -453,6 +454,10 @@ def test_results_are_written_as_json_lines_and_csv(rows, tmp_path):
     results.write(results.results(show.lines(rows)), tmp_path)
     found = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert results.check(found) == found
+    rules = schema("results")
+    assert [problems(row, rules) for row in found] == [[]] * len(found)
+    assert problems({**found[0], "steps": "many"}, rules)
+    assert set(rules["required"]) == set(results.FIELDS)
     with (tmp_path / "results.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
     assert [list(row) for row in table] == [list(results.FIELDS)] * len(found)

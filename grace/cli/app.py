@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ import grace
 from grace.cli import advise as advise_
 from grace.cli import bench as bench_
 from grace.cli import catalog, inputs
+from grace.cli import cluster as cluster_
 from grace.cli import doctor as doctor_
 from grace.cli import methods as methods_
 from grace.cli import plan as plan_
@@ -47,8 +49,26 @@ def options(
 
 
 @app.command()
-def doctor(as_json: inputs.AsJson = False) -> None:
-    """Check which packages are installed and work, and show how to install missing ones."""
+def doctor(
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Show the launcher's variables, join the workers, and compare them.")
+    ] = False,
+    as_json: inputs.AsJson = False,
+) -> None:
+    """Check which packages are installed and work, and show how to install missing ones.
+
+    With --cluster, start it as the training: `srun grace doctor --cluster`. Worker 0 prints, or each that fails.
+    """
+    if cluster:
+        found = cluster_.examine()
+        if found.rank == 0:
+            if as_json:
+                print(json.dumps(asdict(found), indent=2))
+            else:
+                cluster_.render(found, inputs.console())
+        if found.problems:
+            raise typer.Exit(1)
+        return
     with Console(stderr=True).status("Importing what is installed ..."):
         report = doctor_.examine()
     if as_json:

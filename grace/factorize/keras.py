@@ -297,9 +297,10 @@ def grace_of(optimizer: Any) -> Grace | None:
 
 def transport_of(grace: Grace, model: layers.Layer) -> Transport:
     """The Grace's transport, bound to TensorFlow."""
-    from grace.tensorflow.broadcast import transport_of
+    from grace.keras.broadcast import transport_of
+    from grace.tensorflow.variables import TOOLKIT
 
-    return transport_of(grace)
+    return transport_of(TOOLKIT, grace)
 
 
 def broadcast(model: layers.Layer, names: Iterable[str], grace: Grace) -> None:
@@ -313,13 +314,14 @@ def broadcast(model: layers.Layer, names: Iterable[str], grace: Grace) -> None:
 
 def hand_over(grace: Grace, model: layers.Layer, old: Any, new: Any) -> Any:
     """Drive ``new`` as ``old`` was driven, with a Grace rebuilt for the model's new variables."""
-    from grace.tensorflow import DistributedOptimizer, release
-    from grace.tensorflow.names import names_for
+    from grace.keras.names import names_for
+    from grace.keras.optimizer import DistributedOptimizer, release
+    from grace.tensorflow.variables import TOOLKIT
 
     driven = hasattr(old, "_grace")
     if driven:
         release(old)
     variables = model.trainable_variables
     grace.claimed.clear()
-    grace.rebuild(zip(names_for(grace, variables), variables, strict=True))
+    grace.rebuild(zip(names_for(TOOLKIT, grace, variables), variables, strict=True))
     return DistributedOptimizer(new, grace) if driven else new

@@ -1,7 +1,7 @@
 """TensorFlow integrations: DistributedGradientTape, DistributedOptimizer for Keras 3, callbacks and broadcasts."""
 
-from grace.tensorflow.broadcast import broadcast_variables
-from grace.tensorflow.callbacks import (
+from grace.keras.broadcast import broadcast_variables
+from grace.keras.callbacks import (
     BroadcastCallback,
     GossipCallback,
     MetricAverageCallback,
@@ -9,10 +9,11 @@ from grace.tensorflow.callbacks import (
     RecordCallback,
     gossip_variables,
 )
+from grace.keras.gradients import average_gradients, build
+from grace.keras.local import LocalCallback, local_variables
+from grace.keras.optimizer import DistributedOptimizer, release
 from grace.tensorflow.checkpoint import CheckpointState
-from grace.tensorflow.gradients import DistributedGradientTape, average_gradients, build
-from grace.tensorflow.keras import DistributedOptimizer, release
-from grace.tensorflow.local import LocalCallback, local_variables
+from grace.tensorflow.gradients import DistributedGradientTape
 from grace.tensorflow.stages import Boundary
 
 __all__ = [

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from grace import checkpoint
 from grace.engine.session import Grace
-from grace.tensorflow.checks import check_grace
+from grace.keras.checks import check_grace
 
 
 class CheckpointState(tf.train.experimental.PythonState):

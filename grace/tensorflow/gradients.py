@@ -1,77 +1,14 @@
-"""Gradient averaging in custom TensorFlow loops: average_gradients, DistributedGradientTape."""
+"""Gradient averaging in custom TensorFlow loops: DistributedGradientTape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 
-from grace.engine.session import SPARSE, Grace
-from grace.tensorflow.checks import HOROVOD_TAPE, check_grace, check_horovod, check_replicas
-from grace.tensorflow.names import EXCHANGED, identity, names_for
-
-DRIVEN: WeakKeyDictionary[Grace, str] = WeakKeyDictionary()
-"""Descriptions of the optimizers that Graces drive. An entry ends with its Grace or with `release`."""
-
-
-def build(grace: Grace, variables: Iterable[Any]) -> None:
-    """Create the state of these variables now instead of with their first gradients. Call it eagerly.
-
-    Variables with non-float dtypes are skipped. Raises as `Grace.build` does.
-    """
-    check_grace(grace, "build")
-    variables = [variable for variable in variables if tf.as_dtype(variable.dtype).is_floating]
-    grace.build(dict(zip(names_for(grace, variables), variables, strict=True)))
-
-
-def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Means of gradients over all workers, eagerly or while a graph is traced.
-
-    Eagerly, a None gradient counts as zero if another worker has one, and stays None otherwise. Inside a graph it
-    stays None: all workers trace the same program, so they lack the same gradients. IndexedSlices (of embeddings)
-    become dense. ValueError if the Grace drives an optimizer, which would average again; RuntimeError inside a
-    tf.distribute strategy with several replicas.
-    """
-    check_grace(grace, "average_gradients")
-    if grace in DRIVEN:
-        raise ValueError(
-            f"this Grace drives an optimizer ({DRIVEN[grace]}), which averages what it applies: take the gradients of "
-            "a plain tf.GradientTape, or release the optimizer (grace.tensorflow.release), or use a second Grace"
-        )
-    return exchange(grace, gradients, variables)
-
-
-@tf.autograph.experimental.do_not_convert  # its loops run once, during tracing
-def exchange(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """`average_gradients`, for integrations that drive the Grace."""
-    check_replicas()
-    names = names_for(grace, variables)
-    EXCHANGED.update(map(identity, variables))
-    eager = tf.executing_eagerly()
-    handed = {}
-    for name, variable, gradient in zip(names, variables, gradients, strict=True):
-        if gradient is not None and not tf.TensorShape(variable.shape).is_fully_defined():
-            raise ValueError(f"{name!r} has shape {variable.shape} in this graph: only known shapes can be averaged")
-        if isinstance(gradient, tf.IndexedSlices):
-            grace.note(name, SPARSE)
-        if gradient is not None:
-            # A graph may not know the shape of a gradient, but the variable does.
-            handed[name] = (variable, tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape))
-        elif eager and tf.as_dtype(variable.dtype).is_floating:
-            handed[name] = (variable, None)
-    grace.track_missing = grace.track_missing or eager
-    built = {name: _like(variable) for name, (variable, _) in handed.items()}
-    with tf.init_scope():  # state must outlive the traced graph
-        grace.build(built)
-        grace.settle()
-    if not eager and grace.transport.elastic:
-        _check_workers(grace.world_size)
-    means = grace.step({name: gradient for name, (_, gradient) in handed.items()})
-    if eager:
-        grace.tune()
-    return [means.get(name) for name in names]
+from grace.engine.session import Grace
+from grace.keras.checks import HOROVOD_TAPE, check_grace, check_horovod
+from grace.keras.gradients import average_gradients
 
 
 class DistributedGradientTape:
@@ -114,23 +51,6 @@ class DistributedGradientTape:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
-
-
-def _check_workers(number: int) -> None:
-    # A graph run by other workers than it was traced for would silently omit some of them.
-    from horovod.tensorflow import size_op
-
-    tf.debugging.assert_equal(
-        size_op(),
-        number,
-        f"this graph averages over {number} workers, and now there are others: make the tf.function inside the "
-        "function that grace.elastic.run wraps",
-    )
-
-
-def _like(variable: Any) -> Any:
-    # Outside the graph, a symbolic source has no value; only its shape counts.
-    return tf.TensorSpec(variable.shape, variable.dtype) if tf.is_symbolic_tensor(variable) else variable
 
 
 def _leaves(structure: Any) -> list[Any]:

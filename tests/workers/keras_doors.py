@@ -10,6 +10,7 @@ tf.config.threading.set_intra_op_parallelism_threads(1)
 
 import horovod.tensorflow as hvd
 import keras
+import keras_equal
 
 import grace
 
@@ -52,6 +53,9 @@ def distributed(optimizer, params=DENSE):
     grc = grace.grace_from_params(params)
     return grc, grace.tensorflow.DistributedOptimizer(optimizer, grace=grc)
 
+
+# As Keras on PyTorch.
+found["dense"] = keras_equal.dense_losses(rank)
 
 # Dense: what one worker reaches with the union of the batches.
 for name, make in {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from grace.engine.session import Grace
+from grace.keras.toolkits import toolkit
 
 
 def check_grace(grace: Any, where: str) -> None:
@@ -21,15 +21,15 @@ def check_grace(grace: Any, where: str) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise TypeError, or RuntimeError for another backend, unless this is a Keras 3 optimizer on TensorFlow."""
+    """Raise TypeError, or RuntimeError for another backend, unless this is a Keras 3 optimizer."""
     if isinstance(optimizer, Grace):
         raise TypeError("the optimizer comes first: DistributedOptimizer(optimizer, grace=grc)")
     if isinstance(optimizer, str):
         raise TypeError(f"pass an optimizer, not its name: keras.optimizers.get({optimizer!r})")
     if isinstance(optimizer, type):
         raise TypeError(f"pass an optimizer, not its class: {optimizer.__name__}(learning_rate=...)")
-    check_backend("grace.tensorflow.DistributedOptimizer")
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+    toolkit("grace.keras.DistributedOptimizer")
+    if any(each.__module__ == "tensorflow.python.training.optimizer" for each in type(optimizer).__mro__):
         raise TypeError(
             f"{_kind(optimizer)} is an optimizer of TensorFlow 1: use one of keras.optimizers, or average its "
             "gradients with grace.tensorflow.average_gradients"
@@ -37,27 +37,6 @@ def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         legacy = " (of Keras 2: use keras.optimizers of Keras 3)" if "keras" in type(optimizer).__module__ else ""
         raise TypeError(f"DistributedOptimizer wraps optimizers of Keras 3, not {_kind(optimizer)}{legacy}")
-
-
-def check_backend(what: str) -> None:
-    """Raise RuntimeError if Keras does not run on TensorFlow."""
-    if (backend := keras.backend.backend()) != "tensorflow":
-        other = ", or use grace.torch in a loop of PyTorch" if backend == "torch" else ""
-        raise RuntimeError(
-            f"{what} is for Keras on TensorFlow, but Keras runs on {backend}: set KERAS_BACKEND=tensorflow before "
-            f"keras is imported{other}"
-        )
-
-
-def check_replicas(strategy: Any = None) -> None:
-    """Raise RuntimeError inside a tf.distribute strategy with several replicas."""
-    strategy = strategy or tf.distribute.get_strategy()
-    if strategy.num_replicas_in_sync > 1:
-        raise RuntimeError(
-            f"{type(strategy).__name__} has {strategy.num_replicas_in_sync} replicas, whose gradients tf.distribute "
-            "would add up beside GRACE's exchange: start one process for each device with horovodrun, and train "
-            "without tf.distribute (OneDeviceStrategy may stay)"
-        )
 
 
 def check_horovod(grace: Grace, given: dict[str, Any], optional: tuple[str, ...]) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
+from grace.keras.names import names_of
+from grace.keras.toolkits import toolkit
 from grace.local import Access, DiLoCo
-from grace.tensorflow.checks import check_backend
-from grace.tensorflow.names import names_of
 
 
 def local_variables(local: DiLoCo, variables: Sequence[Any], others: Sequence[Any] = ()) -> None:
@@ -21,13 +20,14 @@ def local_variables(local: DiLoCo, variables: Sequence[Any], others: Sequence[An
     ``others``: variables that are not trained, of which floats (BatchNorm's moving means) are averaged once in H steps.
     Eagerly: RuntimeError inside a graph.
     """
-    if tf.inside_function():
+    kit = toolkit("grace.keras.local_variables", variables)
+    if kit.inside_graph():
         raise RuntimeError("local training is no part of a graph: call it outside of the tf.function that steps")
-    names = names_of([*variables, *others])
+    names = names_of(kit, [*variables, *others])
     named = dict(zip(names, [*variables, *others], strict=True))
-    floats = [name for name in names[len(variables) :] if tf.as_dtype(named[name].dtype).is_floating]
+    floats = [name for name in names[len(variables) :] if kit.is_float(named[name])]
     trained = {name: named[name] for name in names[: len(variables)]}
-    local.build(trained, {name: named[name] for name in floats}, Access(tf.convert_to_tensor, _assign))
+    local.build(trained, {name: named[name] for name in floats}, Access(kit.tensor, _assign, kit.inside))
 
 
 def _assign(variable: Any, value: Any) -> None:
@@ -45,7 +45,7 @@ class LocalCallback(keras.callbacks.Callback):
     """
 
     def __init__(self, local: DiLoCo):
-        check_backend("grace.tensorflow.LocalCallback")
+        self._kit = toolkit("grace.keras.LocalCallback")
         if not isinstance(local, DiLoCo):
             raise TypeError(f"a grace.local.DiLoCo is needed, not {type(local).__name__}: grace.local.DiLoCo(grc, 100)")
         super().__init__()
@@ -59,7 +59,7 @@ class LocalCallback(keras.callbacks.Callback):
             local_variables(self._local, trained, self.model.non_trainable_weights)
         if not self._local.settled:
             self._local.settle()
-        if names_of(trained) != self._local.names:
+        if names_of(self._kit, trained) != self._local.names:
             raise ValueError(
                 "the model has other trainable variables than local training began with: make a new DiLoCo"
             )

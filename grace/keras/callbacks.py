@@ -10,20 +10,20 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from grace.engine.session import Grace
 from grace.gossip import Gossip
-from grace.tensorflow.broadcast import assign_from, compare, transport_of
-from grace.tensorflow.checks import check_backend, check_grace, process_set_of
-from grace.tensorflow.names import EXCHANGED, identity, names_of
+from grace.keras.broadcast import assign_from, compare, transport_of
+from grace.keras.checks import check_grace, process_set_of
+from grace.keras.names import EXCHANGED, names_of
+from grace.keras.toolkits import toolkit
 
 
 class _Callback(keras.callbacks.Callback):
     """A callback for the Graces of the model's optimizers, or for a given one."""
 
     def __init__(self, grace: Grace | None = None):
-        check_backend(f"grace.tensorflow.{type(self).__name__}")
+        self._kit = toolkit(f"grace.keras.{type(self).__name__}")
         if grace is not None:
             check_grace(grace, type(self).__name__)
         super().__init__()
@@ -51,7 +51,7 @@ class _Callback(keras.callbacks.Callback):
                 "the model's optimizers average over different workers: name the Grace whose workers are meant, as "
                 f"{type(self).__name__}(grace=grc)"
             )
-        return transport_of(graces[0] if graces else None)
+        return transport_of(self._kit, graces[0] if graces else None)
 
 
 class BroadcastCallback(_Callback):
@@ -74,7 +74,7 @@ class BroadcastCallback(_Callback):
         self._done = self._looked = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self.model.jit_compile:
+        if self.model.jit_compile and not self._kit.breaks_graphs:
             raise ValueError("Horovod's operations have no XLA form: compile the model with jit_compile=False")
         self._looked = False
         self._done = self._broadcast(first=True)
@@ -97,17 +97,17 @@ class BroadcastCallback(_Callback):
             if optimizer is not None and not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             variables += [variable for each in optimizers_of(self.model) for variable in each.variables]
-        variables = list({identity(variable): variable for variable in variables}.values())
-        if compare(variables, transport, self.root_rank) and transport.size > 1:
-            assign_from(variables, transport, self.root_rank)
+        variables = list({self._kit.identity(variable): variable for variable in variables}.values())
+        if compare(self._kit, variables, transport, self.root_rank) and transport.size > 1:
+            assign_from(self._kit, variables, transport, self.root_rank)
         return whole and bool(variables)
 
     def _look(self) -> None:
         variables = self.model.trainable_variables
-        if variables and self._transport().size > 1 and not any(identity(v) in EXCHANGED for v in variables):
+        if variables and self._transport().size > 1 and not any(self._kit.identity(v) in EXCHANGED for v in variables):
             warnings.warn(
                 "no gradient of this model was averaged over the workers in its first batch: each trains by itself. An "
-                "optimizer that was loaded or copied is a plain one: wrap it in grace.tensorflow.DistributedOptimizer",
+                "optimizer that was loaded or copied is a plain one: wrap it in DistributedOptimizer",
                 stacklevel=2,
             )
 
@@ -204,14 +204,16 @@ def gossip_variables(gossip: Gossip, variables: Sequence[Any]) -> None:
 
     RuntimeError inside a graph: the side of a matrix to send depends on the round.
     """
-    if tf.inside_function():
+    kit = toolkit("grace.keras.gossip_variables", variables)
+    if kit.inside_graph():
         raise RuntimeError("gossip_variables is no part of a graph: call it after the tf.function that steps")
-    named = dict(zip(names_of(variables), variables, strict=True))
-    values = {name: tf.convert_to_tensor(variable) for name, variable in named.items()}
-    if not gossip.built:
-        gossip.build(values)
-    for name, mixed in gossip.step(values).items():
-        named[name].assign(mixed)
+    named = dict(zip(names_of(kit, variables), variables, strict=True))
+    with kit.inside():
+        values = {name: kit.tensor(variable) for name, variable in named.items()}
+        if not gossip.built:
+            gossip.build(values)
+        for name, mixed in gossip.step(values).items():
+            named[name].assign(mixed)
 
 
 class GossipCallback(keras.callbacks.Callback):
@@ -222,11 +224,12 @@ class GossipCallback(keras.callbacks.Callback):
     """
 
     def __init__(self, gossip: Gossip):
+        self._kit = toolkit("grace.keras.GossipCallback")
         super().__init__()
         self._gossip = gossip
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        EXCHANGED.update(map(identity, self.model.trainable_variables))
+        EXCHANGED.update(map(self._kit.identity, self.model.trainable_variables))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         gossip_variables(self._gossip, self.model.trainable_variables)
@@ -260,5 +263,6 @@ def _plain(value: Any) -> Any:
     # A number or nested lists of numbers; None for other values.
     if isinstance(value, numbers.Real):
         return float(value)
+    value = value.detach().cpu() if hasattr(value, "detach") else value
     array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
     return array.astype(np.float64).tolist() if array.dtype.kind in "fiub" else None

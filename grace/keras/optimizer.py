@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from grace.core import name_of
 from grace.engine.session import MOMENTUM_TWICE, PLAIN_SGD, Grace
-from grace.tensorflow.checks import HOROVOD_OPTIMIZER, check_grace, check_horovod, check_optimizer, check_replicas
-from grace.tensorflow.gradients import DRIVEN, exchange
+from grace.keras.checks import HOROVOD_OPTIMIZER, check_grace, check_horovod, check_optimizer
+from grace.keras.gradients import DRIVEN
+from grace.keras.toolkits import Toolkit, toolkit
 
 
 def DistributedOptimizer(
@@ -24,7 +24,7 @@ def DistributedOptimizer(
 
     Returns the same optimizer. Its clipping and weight decay act on the means. A LossScaleOptimizer, including one that
     ``compile`` adds for the policy mixed_float16, also judges the means: all workers skip a step together. Compile
-    models with ``jit_compile=False``: Horovod's operations have no XLA form.
+    models for TensorFlow with ``jit_compile=False``: Horovod's operations have no XLA form.
 
     A Grace drives one optimizer until `release`. Saved models, configurations and copies hold a plain optimizer: wrap
     it, with its own Grace, to continue training. ``horovod``: arguments of Horovod's function of the same name,
@@ -32,20 +32,20 @@ def DistributedOptimizer(
 
     Raises TypeError unless given a Keras 3 optimizer and a Grace, ValueError if either is already distributed and for
     other arguments of Horovod's, RuntimeError for Keras on another backend and for tf.distribute strategies with
-    several replicas.
+    several replicas or, on PyTorch, a keras.distribution.
     """
     check_optimizer(optimizer)
     check_grace(grace, "DistributedOptimizer")
     check_horovod(grace, horovod, HOROVOD_OPTIMIZER)
-    check_replicas()
-    check_replicas(getattr(optimizer, "_distribution_strategy", None))
-    _judge_means()
+    kit = toolkit("grace.keras.DistributedOptimizer")
+    kit.check_alone(optimizer)
+    _judge_means(kit)
     if hasattr(optimizer, "_grace"):
         raise ValueError("this optimizer is distributed already: wrap it once")
     if grace in DRIVEN:
         raise ValueError(
             f"this Grace drives an optimizer already ({DRIVEN[grace]}): make one Grace for each optimizer, or release "
-            "the first, as grace.tensorflow.release(optimizer)"
+            "the first, as grace.keras.release(optimizer)"
         )
     if grace.schedule is not None and grace.schedule.policy.batch:
         raise ValueError(
@@ -61,13 +61,13 @@ def DistributedOptimizer(
     # Attributes on the user's own object, whose class stays: it saves, loads and copies as before. They hold weak
     # references, so that the optimizer can be garbage collected.
     reference = weakref.ref(optimizer)
-    grace.learning_rate = lambda name: tf.convert_to_tensor(_alive(reference).learning_rate)
+    grace.learning_rate = lambda name: keras.ops.convert_to_tensor(_alive(reference).learning_rate)
 
-    @tf.autograph.experimental.do_not_convert
+    @kit.opaque
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
         self = _alive(reference)
         if not self._grace_paused:
-            grads, trainable_variables = _means(self, self._grace, grads, trainable_variables)
+            grads, trainable_variables = _means(kit, self, self._grace, grads, trainable_variables)
         return type(self).apply(self, grads, trainable_variables)
 
     for key, value in (("_grace", grace), ("_grace_paused", False), ("apply", apply)):
@@ -100,7 +100,7 @@ def _alive(reference: Any) -> Any:
     return optimizer
 
 
-def _means(optimizer: Any, grace: Grace, grads: Any, variables: Any) -> tuple[list[Any], Any]:
+def _means(kit: Toolkit, optimizer: Any, grace: Grace, grads: Any, variables: Any) -> tuple[list[Any], Any]:
     # Check now what Keras would reject later, before anything is sent.
     variables = None if variables is None else list(variables)
     if variables is None and not optimizer.built:
@@ -110,7 +110,7 @@ def _means(optimizer: Any, grace: Grace, grads: Any, variables: Any) -> tuple[li
     known, grads = optimizer._trainable_variables if variables is None else variables, list(grads)
     if len(grads) != len(known):
         raise ValueError(f"there are {len(grads)} gradients for {len(known)} variables")
-    return exchange(grace, grads, known), variables
+    return kit.exchange(grace, grads, known), variables
 
 
 class _Inner:
@@ -121,7 +121,7 @@ class _Inner:
         return scaler.inner_optimizer._grace
 
 
-def _judge_means() -> None:
+def _judge_means(kit: Toolkit) -> None:
     # Keras's scaler decides by its input whether to call the inner optimizer at all. With local gradients, workers
     # would skip steps individually: so if the inner optimizer is distributed, pass the means to the scaler.
     scaler = keras.optimizers.LossScaleOptimizer
@@ -129,12 +129,12 @@ def _judge_means() -> None:
         return
     plain = scaler.apply
 
-    @tf.autograph.experimental.do_not_convert
+    @kit.opaque
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         inner = self.inner_optimizer
         if "_grace" not in vars(inner) or inner._grace_paused:
             return plain(self, grads, trainable_variables)
-        means, variables = _means(self, inner._grace, grads, trainable_variables)
+        means, variables = _means(kit, self, inner._grace, grads, trainable_variables)
         with _paused(inner):
             return plain(self, means, variables)
 

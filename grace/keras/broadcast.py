@@ -6,15 +6,11 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-import tensorflow as tf
-
-from grace.backends import get_backend
 from grace.core import Transport
 from grace.core.collectives import Broadcast
 from grace.engine.session import Grace
-from grace.tensorflow.checks import check_grace
-from grace.tensorflow.names import path_of
+from grace.keras.checks import check_grace
+from grace.keras.toolkits import Toolkit, toolkit
 from grace.transports import get_transport
 
 
@@ -31,31 +27,32 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, grace: Gra
         raise TypeError("root_rank comes before the Grace: broadcast_variables(variables, 0, grace=grc)")
     if grace is not None:
         check_grace(grace, "broadcast_variables")
-    if not isinstance(variables, Iterable) or isinstance(variables, (str, tf.Variable, tf.Tensor)):
+    if not isinstance(variables, Iterable) or isinstance(variables, str) or hasattr(variables, "shape"):
         raise TypeError(f"broadcast_variables needs a list of variables, as model.variables, not {type(variables)}")
-    if tf.inside_function():
-        raise RuntimeError("broadcast_variables is no part of a graph: call it once, outside of tf.function")
     variables = list(variables)
+    kit = toolkit("grace.keras.broadcast_variables", variables)
+    if kit.inside_graph():
+        raise RuntimeError("broadcast_variables is no part of a graph: call it once, outside of tf.function")
     for variable in variables:
         if not hasattr(variable, "assign"):
             raise TypeError(f"broadcast_variables assigns to variables, and {type(variable).__name__} is none")
-    transport = transport_of(grace)
+    transport = transport_of(kit, grace)
     if not isinstance(root_rank, int) or not 0 <= root_rank < transport.size:
         raise ValueError(f"root_rank={root_rank!r}: there are workers 0 to {transport.size - 1}")
-    if compare(variables, transport, root_rank) == 0:
+    if compare(kit, variables, transport, root_rank) == 0:
         raise ValueError(
             "there are no variables to broadcast: this model is built by its first batch. Call it on a batch or "
             "build it first, or use BroadcastCallback with model.fit"
         )
     if transport.size > 1:
-        assign_from(variables, transport, root_rank)
+        assign_from(kit, variables, transport, root_rank)
 
 
-def compare(variables: Sequence[Any], transport: Transport, root_rank: int) -> int:
+def compare(kit: Toolkit, variables: Sequence[Any], transport: Transport, root_rank: int) -> int:
     """Compare variables; returns their number. Raises on all workers: ValueError, naming the difference, if variables
     differ; TypeError for dtypes that cannot be sent.
     """
-    mine = [[path_of(v), tf.as_dtype(v.dtype).name, list(map(int, v.shape))] for v in variables]
+    mine = [[kit.path_of(v), kit.dtype_of(v), list(map(int, v.shape))] for v in variables]
     text = json.dumps([root_rank, mine])
     workers = list(map(json.loads, transport.exchange(text) if transport.size > 1 else [text]))
     first_root, first = workers[0]
@@ -65,35 +62,24 @@ def compare(variables: Sequence[Any], transport: Transport, root_rank: int) -> i
         if other != first:
             raise ValueError(f"worker 0 and worker {rank} differ: {_difference(first, other)}")
     for path, dtype, _ in first:
-        if not _carried(tf.as_dtype(dtype)):
+        if not kit.can_broadcast(dtype):
             raise TypeError(f"{path!r} has dtype {dtype}, which cannot be broadcast: leave it out")
     return len(first)
 
 
-def assign_from(variables: Sequence[Any], transport: Transport, root_rank: int) -> None:
+def assign_from(kit: Toolkit, variables: Sequence[Any], transport: Transport, root_rank: int) -> None:
     """Send the root's values as bytes, so that no array function needs to support the dtype."""
-    values = [np.asarray(variable.numpy()) for variable in variables]
-    body = b"".join(value.tobytes() for value in values)
-    data = tf.constant(np.frombuffer(body, np.uint8))
-    ((data,),) = transport.start([Broadcast((data,), root_rank)], "variables")()
-    body, start = data.numpy().tobytes(), 0
-    for variable, value in zip(variables, values, strict=True):
-        part = np.frombuffer(body[start : start + value.nbytes], value.dtype).reshape(value.shape)
-        variable.assign(tf.constant(part, tf.as_dtype(variable.dtype)))
-        start += value.nbytes
+    ((data,),) = transport.start([Broadcast((kit.pack(variables),), root_rank)], "variables")()
+    kit.unpack(variables, data)
 
 
-def transport_of(grace: Grace | None) -> Transport:
-    """A Grace's transport, or the initialised one, for TensorFlow tensors."""
+def transport_of(kit: Toolkit, grace: Grace | None) -> Transport:
+    """A Grace's transport, or the initialised one, for the toolkit's variables."""
     transport = get_transport() if grace is None else grace.transport
-    bound = transport.bind(get_backend("tensorflow")) if getattr(transport, "xp", None) is None else transport
+    bound = transport.bind(kit.backend()) if getattr(transport, "xp", None) is None else transport
     if grace is not None:
         bound.timeout = grace.options.timeout
     return bound
-
-
-def _carried(dtype: tf.DType) -> bool:
-    return bool(dtype.is_bool or dtype.is_complex or dtype.is_floating or dtype.is_integer) and not dtype.is_quantized
 
 
 def _difference(first: list[Any], other: list[Any]) -> str:

@@ -1,0 +1,48 @@
+"""Gradient averaging in custom training loops of Keras models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from grace.engine.session import Grace
+from grace.keras.checks import check_grace
+from grace.keras.names import names_for
+from grace.keras.toolkits import toolkit
+
+DRIVEN: WeakKeyDictionary[Grace, str] = WeakKeyDictionary()
+"""Descriptions of the optimizers that Graces drive. An entry ends with its Grace or with `release`."""
+
+
+def build(grace: Grace, variables: Iterable[Any]) -> None:
+    """Create the state of these variables now instead of with their first gradients. Call it eagerly.
+
+    Variables with non-float dtypes are skipped. Raises as `Grace.build` does.
+    """
+    check_grace(grace, "build")
+    variables = list(variables)
+    kit = toolkit("grace.keras.build", variables)
+    variables = [variable for variable in variables if kit.is_float(variable)]
+    named = zip(names_for(kit, grace, variables), variables, strict=True)
+    grace.build({name: kit.tensor(variable) for name, variable in named})
+
+
+def average_gradients(grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Means of gradients over all workers, in the order of ``gradients``: eagerly, or while a graph is traced.
+
+    Eagerly, a None gradient counts as zero if another worker has one, and stays None otherwise. Inside a graph it
+    stays None: all workers trace the same program, so they lack the same gradients. Sparse gradients of embeddings
+    (IndexedSlices) become dense. On PyTorch, gradients are tensors, such as ``v.value.grad``, and stay unchanged.
+
+    ValueError if the Grace drives an optimizer, which would average again; RuntimeError inside a tf.distribute strategy
+    with several replicas, and with a keras.distribution on PyTorch.
+    """
+    check_grace(grace, "average_gradients")
+    if grace in DRIVEN:
+        raise ValueError(
+            f"this Grace drives an optimizer ({DRIVEN[grace]}), which averages what it applies: take the gradients of "
+            "a plain tf.GradientTape or backward(), or release the optimizer (grace.keras.release), or use a second "
+            "Grace"
+        )
+    return toolkit("grace.keras.average_gradients", variables).exchange(grace, gradients, variables)

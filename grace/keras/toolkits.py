@@ -1,0 +1,99 @@
+"""What differs between the toolkits that Keras runs on: variables, devices and graphs."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import keras
+
+from grace.backends import Backend
+from grace.core import Array
+from grace.engine.session import Grace
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MODULES = {"tensorflow": "grace.tensorflow.variables", "torch": "grace.keras.on_torch"}
+"""The modules by Keras backend; each defines TOOLKIT."""
+
+
+class Toolkit(ABC):
+    """Variables and gradients of one toolkit. Variables are Keras's, or TensorFlow's own."""
+
+    breaks_graphs = False
+    """Whether a compiled training step leaves its graph for an exchange."""
+
+    @abstractmethod
+    def backend(self) -> Backend:
+        """The backend of messages that carry variables."""
+
+    @abstractmethod
+    def path_of(self, variable: Any) -> str:
+        """The path or name of a variable; empty for other objects."""
+
+    @abstractmethod
+    def identity(self, variable: Any) -> Any:
+        """An ID of a variable, never reused in this process; None for other objects."""
+
+    @abstractmethod
+    def dtype_of(self, variable: Any) -> str:
+        """The name of a variable's dtype."""
+
+    @abstractmethod
+    def is_float(self, variable: Any) -> bool:
+        """Whether gradients exist for the variable's dtype."""
+
+    @abstractmethod
+    def can_broadcast(self, dtype: str) -> bool:
+        """Whether values of this dtype are plain bytes."""
+
+    @abstractmethod
+    def tensor(self, variable: Any) -> Array:
+        """A variable's value; may share its memory."""
+
+    @abstractmethod
+    def pack(self, variables: Sequence[Any]) -> Array:
+        """The values of variables as one tensor of bytes."""
+
+    @abstractmethod
+    def unpack(self, variables: Sequence[Any], data: Array) -> None:
+        """Assign values that `pack` returned."""
+
+    @abstractmethod
+    def exchange(self, grace: Grace, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The means of gradients over all workers, in their order."""
+
+    @abstractmethod
+    def check_alone(self, optimizer: Any = None) -> None:
+        """RuntimeError if the toolkit or Keras exchanges gradients itself."""
+
+    def inside_graph(self) -> bool:
+        """Whether a graph is being traced."""
+        return False
+
+    def opaque(self, function: F) -> F:
+        """A function that the toolkit's compiler leaves as it is."""
+        return function
+
+    def inside(self) -> AbstractContextManager[Any]:
+        """Context manager around arithmetic with variables."""
+        return nullcontext()
+
+
+def toolkit(what: str, variables: Sequence[Any] = ()) -> Toolkit:
+    """The toolkit of Keras's backend, or that of ``variables``: TensorFlow's own work with any backend.
+
+    RuntimeError, for ``what``, if GRACE does not support that backend.
+    """
+    own = any(type(variable).__module__.startswith("tensorflow.") for variable in variables)
+    backend = "tensorflow" if own else keras.backend.backend()
+    if backend not in MODULES:
+        raise RuntimeError(
+            f"{what} is for Keras on TensorFlow or PyTorch, but Keras runs on {backend}: set "
+            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before keras is imported"
+        )
+    found: Toolkit = importlib.import_module(MODULES[backend]).TOOLKIT
+    return found

@@ -1,0 +1,87 @@
+"""Keras on PyTorch over two gloo workers, and against Keras on TensorFlow over two of Horovod's."""
+
+import numpy as np
+import pytest
+from launch import launch
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return launch("torchrun", 2, "keras_torch.py", tmp_path_factory.mktemp("out"))
+
+
+def test_fit_with_topk_ends_with_equal_weights_and_a_lower_loss(found):
+    (mine, losses, iterations), (other, other_losses, _) = (worker["topk"] for worker in found)
+    assert np.array_equal(mine, other)
+    assert losses == other_losses
+    assert losses[-1] < 0.8 * losses[0]
+    assert iterations == 8 * 4  # those of worker 0
+
+
+def test_bytes_names_and_the_record(found):
+    steps, sent, dense, named_by_paths = found[0]["report"]
+    assert steps == 8 * 4
+    assert dense == steps * 4 * (20 * 30 + 30 + 30 * 5 + 5)
+    assert sent == steps * (8 * (60 + 3 + 15 + 1) + 12 + 4 * 4)  # the header, and which gradients there are
+    assert named_by_paths
+    assert found[0]["record"]
+
+
+@pytest.mark.parametrize("settings", ["clipnorm", "accumulation", "loss scale", "weight decay and averages"])
+def test_an_optimizers_settings_act_on_means(found, settings):
+    (mine, whole), (other, _) = (worker[settings] for worker in found)
+    assert np.array_equal(mine, other)
+    np.testing.assert_allclose(mine, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_an_overflow_on_one_worker_is_skipped_by_all_and_leaves_residuals(found):
+    for worker in found:
+        weights, skipped, residuals_kept, scale = worker["scaler"]
+        assert skipped == [False, False, True, False]
+        assert residuals_kept
+        assert all(residuals_kept)
+        assert scale == 8.0
+        assert np.array_equal(weights, found[0]["scaler"][0])
+
+
+def test_a_loop_with_absent_and_sparse_gradients(found):
+    expected = np.zeros((6, 3), np.float32)
+    expected[:2], expected[5] = 0.5, 1.0
+    for worker in found:
+        table, unused, absent, names = worker["loop"]
+        assert np.array_equal(table, expected)
+        assert unused == [1.5]
+        assert absent is None
+        assert names == ["table", "unused", "absent"]
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(found):
+    for worker in found:
+        saved, whole, resumed = worker["resume"]
+        assert worker["plain"]
+        assert not np.array_equal(saved, whole)
+        assert np.array_equal(whole, resumed)
+
+
+def test_local_training_ends_with_equal_weights(found):
+    assert np.array_equal(found[0]["local"], found[1]["local"])
+
+
+def test_models_that_differ_and_plain_optimizers_are_named(found):
+    for worker in found:
+        assert "worker 0 and worker 1 differ" in worker["mismatch"]
+        assert worker["warned"]
+
+
+def test_a_distribution_of_keras_is_refused(found):
+    for worker in found:
+        assert "keras.distribution.DataParallel is set" in worker["distribution"]
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam clipnorm"])
+def test_dense_losses_equal_those_of_keras_on_tensorflow(found, keras_doors, optimizer):
+    torch, tensorflow = (workers[0]["dense"][optimizer] for workers in (found, keras_doors))
+    assert torch[-1] < torch[0]
+    np.testing.assert_allclose(torch, tensorflow, rtol=0, atol=1e-4)

@@ -111,7 +111,13 @@ WHEN = {
     "sent, small ones with a probability.",
     "decoupled_momentum": "The default of `demo`. Use an optimizer without momentum.",
     "diana": "With unbiased methods, if compression noise, not gradient noise, limits convergence.",
-    "ef21": "Instead of `residual`, if gradients differ much between workers or the residual grows too large.",
+    "econtrol": "As `ef21`, if its estimates lag too far behind, as with very sparse methods.",
+    "ef21": "Instead of `residual`, if gradients differ much between workers or the residual grows too large. "
+    "With small batches set `momentum`, for example to 0.1.",
+    "kashin": "Never instead of `eden`, which has a smaller error with half the bits, except where a bound is wanted that "
+    "does not depend on the distribution of elements. Of a normal vector, one bit per coefficient (2 bits per element) "
+    "leaves 2.16 times its square (`eden` with 2 bits: 0.133), four bits (8 bits per element) 0.0093 (`eden` with 4 bits: "
+    "0.0096).",
     "lowpass": "The default of `cltk`. Instead of `residual` with large batches.",
     "momentum": "The default of `signum`. Use an optimizer without momentum.",
     "onebit_adam": "Adam over slow links: `efsignsgd` with `block_size`, and SGD as the optimizer.",

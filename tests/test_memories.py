@@ -80,6 +80,8 @@ class DGC(Worker):
 
 class EF21(Worker):
     def send(self, g, lr):
+        a = self.settings.get("momentum", 1)
+        self.u = g = (1 - a) * (self.u if self.u.any() else g) + a * g
         sent = largest(g - self.h)
         self.h += sent
         return sent
@@ -87,6 +89,14 @@ class EF21(Worker):
     def finish(self, mean):
         self.mean += mean
         return self.mean.copy()
+
+
+class EControl(EF21):
+    def send(self, g, lr):
+        sent = largest(self.settings.get("eta", 0.1) * self.e + g - self.h)
+        self.h += sent
+        self.e += g - self.h
+        return sent
 
 
 class Diana(Worker):
@@ -106,6 +116,9 @@ class LowPass(Worker):
         rate, x = self.settings.get("rate", 0.3), self.e + g
         sent = largest(x)
         self.e = (1 - rate) * self.e + rate * (self.e + g - sent)
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == self.settings.get("reset_every"):
+            self.e, self.steps = 0 * self.e, 0
         return sent
 
 
@@ -224,9 +237,13 @@ CASES = [
     ("dgc", TOPK, {"nesterov": True}, DGC),
     ("dgc", TOPK, {"masking": False, "gradient_clipping": 3.0}, DGC),
     ("ef21", TOPK, {}, EF21),
+    ("ef21", TOPK, {"momentum": 0.3}, EF21),
+    ("econtrol", TOPK, {}, EControl),
+    ("econtrol", TOPK, {"eta": 0.7}, EControl),
     ("diana", {"compressor": "none"}, {"alpha": 0.5}, Diana),
     ("lowpass", TOPK, {}, LowPass),
     ("lowpass", TOPK, {"rate": 1.0}, LowPass),
+    ("lowpass", TOPK, {"reset_every": 2}, LowPass),
     ("efsignsgd", TOPK, {}, EFSignSGD),
 ]
 RATES = [0.1, 0.1, 0.05, 0.0, 0.02, 0.3]
@@ -333,6 +350,44 @@ def test_ef21_approaches_a_steady_gradient_as_promised(xp):
     assert errors[-1] < 1e-5 * worst
 
 
+# -- three workers whose largest elements always miss what matters: Beznosikov et al., "On Biased Compression" ---------
+VECTORS = np.array([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]])
+BIASED = {"compressor": "topk", "compress_ratio": 0.34}
+
+
+def descend(memory, steps, noise=0.0, seed=0):
+    """|x| after each step of gradient descent on the mean of <a_i, x>² + |x|² / 4, from (1, 1, 1)."""
+    graces, rng = workers({**BIASED, **memory}, 3), np.random.default_rng(seed)
+    x = np.ones(3)
+    for grace in graces:
+        grace.build({"w": x.astype(np.float32)})
+    for _ in range(steps):
+        mine = [2 * a * (a @ x) + x / 2 + noise * rng.standard_normal(3) for a in VECTORS]
+        x = x - 0.01 * lockstep(graces, [{"w": g.astype(np.float32)} for g in mine])[0]["w"].astype(np.float64)
+        yield np.linalg.norm(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*without error feedback")
+def test_top_1_without_memory_diverges():
+    assert next(step for step, size in enumerate(descend({"memory": "none"}, 1300), 1) if size > 1e10) == 1237
+
+
+@pytest.mark.parametrize(
+    "memory, most",
+    [
+        ({"memory": "residual"}, 6e-16),
+        ({"memory": "ef21"}, 6e-16),
+        ({"memory": "ef21", "momentum": 0.1}, 4e-18),
+        ({"memory": "econtrol"}, 9e-16),
+    ],
+    ids=str,
+)
+def test_error_feedback_reaches_the_minimum(memory, most):
+    *_, last = descend(memory, 3000)
+    print(last)
+    assert last < 10 * most
+
+
 def test_diana_forgets_the_noise_of_a_steady_gradient(xp):
     fixed, errors = gradients(0), {}
     for memory in ("none", "diana"):
@@ -374,6 +429,9 @@ def test_a_changing_learning_rate_is_what_efsignsgd_is_for(xp):
             r"'twostage' cannot carry memory 'ef21' with 'efsignsgd': it tracks the mean",
         ),
         ({**TOPK, "memory": "lowpass", "rate": 0.0}, r"rate=0.0 must lie in \(0, 1\]"),
+        ({**TOPK, "memory": "lowpass", "reset_every": -1}, "reset_every=-1 must be a number of steps, or 0"),
+        ({**TOPK, "memory": "ef21", "momentum": 0.0}, r"momentum=0.0 must lie in \(0, 1\].* 1 for none"),
+        ({**TOPK, "memory": "econtrol", "eta": 0.0}, r"eta=0.0 must lie in \(0, 1\].*use memory 'ef21'"),
         ({**TOPK, "memory": "dgc", "momentum": 1.0}, r"momentum=1.0 must lie in \[0, 1\)"),
         ({**TOPK, "memory": "dgc", "gradient_clipping": -1.0}, "gradient_clipping=-1.0 must be a norm"),
         ({"compressor": "none", "memory": "diana", "alpha": 2.0}, r"alpha=2.0 must lie in \[0, 1\]"),

@@ -19,6 +19,7 @@ from grace.cli.catalog import (
     KINDS,
     SHAPE,
     bits,
+    classes,
     describe,
     docstring,
     example,
@@ -46,6 +47,8 @@ WHEN = {
     "limits the step. In short trainings the loss may fall later.",
     "adacomp": "Convolutional networks. It sends few elements and adapts to each bin, with no ratio to tune. Lower "
     "`bin_size` for layers that lose accuracy.",
+    "adaptive_random": "Between `randomk` and `topk`: it prefers large elements, but sorts none. With `unbiased=True` it "
+    "needs no residual; `wangni` has less noise.",
     "adaq": "As `topk`, with half the bytes: it sends positions and only two means as values. Error feedback "
     "compensates for the blurred magnitudes.",
     "arctopk": "Gradients whose large elements come in groups, such as the rows of a matrix. No positions are sent.",
@@ -59,6 +62,8 @@ WHEN = {
     "selected in each chunk.",
     "cltk": "Top-k whose payloads are summed on the wire, for workers with similar gradients: one worker chooses the "
     "elements for all.",
+    "damped": "To run an unbiased method of few levels or few elements with a residual, which without the factor would "
+    "diverge.",
     "demo": "Few bits for matrices whose neighbouring elements are correlated. Two small matrix products transform "
     "each chunk.",
     "dettmers8": "Four times fewer bytes (with `nf4` eight), with small relative errors even for elements far below "
@@ -70,6 +75,8 @@ WHEN = {
     "fp16": "Half the bytes, summed on the wire. Scale the loss if gradients are tiny or huge.",
     "fp8": "Eight bits with small relative errors over a wide range of magnitudes, in a format that accelerators "
     "support.",
+    "geometric": "As `natural`, without randomness and with a residual: the relative error of every element is bounded. A "
+    "smaller `beta` means a smaller error over a smaller range of magnitudes, at the same size.",
     "gradzip": "As `powersgd`, if orthogonalisation is slow: it solves small linear systems instead.",
     "gtopk": "When the mean itself must be sparse: it has k elements for any number of workers, and the optimizer "
     "leaves all others alone. What a worker receives grows with the number of workers.",
@@ -268,6 +275,7 @@ def traits(name: str) -> list[str]:
         ("class", made.traits.family),
         ("bits per element", f"{bits(name):.4g}{note}"),
         ("[guarantee](../methods.md#guarantees)", guarantee(entry)),
+        ("[classes](../write-a-method.md#classes-of-biased-methods)", classes(entry)),
         ("on the wire", COMBINE[made.traits.combine]),
         (
             "length of the payload",
@@ -295,7 +303,8 @@ def traits(name: str) -> list[str]:
             "[kernels](../benchmarks.md#all-methods), [network lab](../benchmarks.md#every-method)",
         ),
     ]
-    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows), ""]
+    lines = [f"| {key} | {value} |" for key, value in rows if value]
+    return ["| | |", "|---|---|", *lines, ""]
 
 
 def anchor(memory: str) -> str:

@@ -16,7 +16,7 @@ SMALL = {"min_numel": 0}
 SETTINGS = {
     **{
         name: {"compress_ratio": 0.1}
-        for name in ("topk", "randomk", "adaq", "gtopk", "cltk", "chain", "qsparse", "stc", "sidco")
+        for name in ("topk", "adaptive_random", "randomk", "adaq", "gtopk", "cltk", "chain", "qsparse", "stc", "sidco")
     },
     "dgc": {"compress_ratio": 0.1, "memory": "residual"},
     "arctopk": {"compress_ratio": 0.2, "row_size": 4},

@@ -111,8 +111,9 @@ DAMPED = [
 @pytest.mark.parametrize("params", DAMPED, ids=str)
 def test_damping_makes_a_contraction(params):
     x = np.random.default_rng(0).standard_t(2, 256).astype(np.float32)
-    plain, compressor = made(compressor=params["method"], **{k: v for k, v in params.items() if k != "method"}), made(
-        compressor="damped", **params
+    plain, compressor = (
+        made(compressor=params["method"], **{k: v for k, v in params.items() if k != "method"}),
+        made(compressor="damped", **params),
     )
     w = plain.variance(plain.traits.block_size or 256)
     assert compressor.contraction(256) == pytest.approx(1 / (1 + w))

@@ -26,8 +26,8 @@ class Geometric(Blockwise):
 
     Payload: codes uint8[n], sign in the top bit, then 7 bits for the power, 0 for zero; top int32[m], the exponent of
     code 127 in each block: the power of its largest element.
-    ``beta``: the base, 1.1 .. 16. No error exceeds (beta - 1) / (beta + 1) times its element, but for elements more than
-    126 powers below the largest of their block.
+    ``beta``: the base, 1.1 .. 16. No error exceeds (beta - 1) / (beta + 1) times its element; only elements more than
+    126 powers below the largest of their block become zero.
     ``block_size``: elements that share a top, a multiple of 8; 0: the whole tensor.
     Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning", 2020,
     arXiv:2002.12410, on general biased rounding. Its random counterpart for base 2 is ``natural``.

@@ -21,8 +21,8 @@ class EF21(Memory):
     step. Unlike a residual, an estimate cannot grow beyond the gradients.
     State: estimate float32[n], mean float32[n]; mean is equal on all workers; with ``momentum`` below 1 also momentum
     float32[n] (v).
-    ``momentum``: in (0, 1]. Below 1, v = (1 - momentum) * v + momentum * gradient, which begins with the first gradient,
-    is compressed in the gradient's place: noise of small batches then no longer adds up in the estimates.
+    ``momentum``: in (0, 1]. Below 1, v = (1 - momentum) * v + momentum * gradient takes the gradient's place; it begins
+    with the first gradient, and averages out the noise of small batches.
     Richtarik, Sokolov and Fatkhullin, "EF21", NeurIPS 2021, arXiv:2106.05203, algorithm 2; with momentum Fatkhullin,
     Tyurin and Richtarik, "Momentum Provably Improves Error Feedback!", NeurIPS 2023, arXiv:2305.15155 (EF21-SGDM).
     """
@@ -37,7 +37,9 @@ class EF21(Memory):
 
     def __post_init__(self) -> None:
         if not 0 < self.momentum <= 1:
-            raise ValueError(f"momentum={self.momentum!r} must lie in (0, 1]: the weight of the new gradient; 1 for none")
+            raise ValueError(
+                f"momentum={self.momentum!r} must lie in (0, 1]: the weight of the new gradient; 1 for none"
+            )
 
     def init(self, ctx: Context) -> State:
         state = {"estimate": ctx.xp.zeros(ctx.size), "mean": ctx.xp.zeros(ctx.size)}

@@ -19,8 +19,8 @@ class LowPass(Residual):
     ``rate``: in (0, 1]; 1 is the memory "residual". Chen et al. recommend 0.1 to 0.3 for large batches.
     ``beta``, ``gamma``: as in the memory "residual".
     ``reset_every``: the residual is dropped after every so many steps; 0: never.
-    Chen et al., "ScaleCom", NeurIPS 2020, arXiv:2104.11125, section 2 (low-pass filtering); for resets Xie, Lin, Toh and
-    Zhou, "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv:2407.04480.
+    Chen et al., "ScaleCom", NeurIPS 2020, arXiv:2104.11125, section 2 (low-pass filtering); for resets Xie, Lin, Toh
+    and Zhou, "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", 2024, arXiv:2407.04480.
     """
 
     rate: float = 0.3

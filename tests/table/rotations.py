@@ -151,7 +151,10 @@ def kashin(bits, block=512, redundancy=2.0, golden=None, **loop):
 
     return Row(
         {
-            **{"compressor": "kashin", "bits": bits, "block_size": block, "redundancy": redundancy},
+            "compressor": "kashin",
+            "bits": bits,
+            "block_size": block,
+            "redundancy": redundancy,
             **{{"passes": "iterations"}.get(key, key): value for key, value in loop.items()},
         },
         (*ANY, "twostage"),

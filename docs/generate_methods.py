@@ -84,7 +84,7 @@ WHEN = {
     "step.",
     "kashin": "Never instead of `eden`, which has a smaller error with half the bits, except where a bound is wanted "
     "that does not depend on the distribution of elements. Of a normal vector, one bit per coefficient (2 bits per "
-    "element) leaves 2.16 times its square (`eden` with 2 bits: 0.133), four bits (8 bits per element) 0.0093 (`eden` "
+    "element) leaves 2.16 times its square (`eden` with 2 bits: 0.133), four bits (8 bits per element) 0.0077 (`eden` "
     "with 4 bits: 0.0096). The largest coefficient, in units of |x| / sqrt(d), is 3.38 with the rotation alone, 2.74 "
     "after 2 iterations with `eta=0.9` and 2.26 with the defaults; with `redundancy=4` it is 3.68, 2.58 and 2.02, "
     "with 1.02 hardly less than with the rotation alone (3.31 of 3.37).",

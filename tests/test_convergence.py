@@ -108,6 +108,28 @@ def test_votes_descend_with_a_decaying_step(name):
 
 
 # -- negative controls: what must fail without its memory ----------------------------------------------------------
+def three_workers(memory):
+    """Top-1 on f_i(x) = <a_i, x>² + |x|² / 4: each worker's largest element leads away from the minimum, 0."""
+    a = np.array([[-3, 2, 2], [2, -3, 2], [2, 2, -3]], np.float64)
+    graces, x = workers({"compressor": "topk", "compress_ratio": 0.34, "memory": memory, **SMALL}, 3), np.ones(3)
+    for grace in graces:
+        grace.build({"w": x.astype(np.float32)})
+    for _ in range(3000):
+        gradients = [{"w": (2 * (v @ x) * v + x / 2).astype(np.float32)} for v in a]
+        x = x - 0.01 * lockstep(graces, gradients)[0]["w"].astype(np.float64)
+        if abs(x).max() > 1e9:
+            break
+    return np.linalg.norm(x)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*without error feedback")
+def test_topk_needs_its_memory():
+    assert three_workers("none") > 1e6
+    assert three_workers("residual") < 1e-6
+    assert three_workers("ef21") < 1e-6
+
+
 def rare_and_large(compressor):
     """Where x ends in [-1, 1], the gradient being 4 once in four steps, else -1: its mean, 0.25, leads to -1."""
     (grace,), x, places = workers({"compressor": compressor, **SMALL}, 1), np.zeros(1), []

@@ -22,6 +22,7 @@ SETTINGS = {
     "arctopk": {"compress_ratio": 0.2, "row_size": 4},
     "sketch_sgd": {"compress_ratio": 0.05},
     "wangni": {"compress_ratio": 0.3},
+    "damped": {"quantum_num": 15, "bucket_size": 64},
     "threshold": {"threshold": 0.02},
     "chunktopk": {"chunk_size": 64, "chunk_k": 8},
     "demo": {"chunk": 10, "chunk_k": 10, "memory": "residual"},
@@ -78,8 +79,8 @@ def steps_to_a_tenth(params, most):
 
 DENSE = 14
 """Steps that the dense gradient takes to a tenth of the starting loss."""
-BUDGETS = {"randomk": 70}
-"""Steps that a method may take, where it is more than twice DENSE: random-k waits for each element, ten steps long."""
+BUDGETS = {"adaptive_random": 70, "randomk": 70}
+"""Steps that a method may take, where it is more than twice DENSE: with random positions each element waits, ten steps long."""
 
 
 def test_the_dense_gradient():

@@ -117,7 +117,7 @@ def kashin(bits, block=512, redundancy=2.0, golden=None, **loop):
     top = 2**bits - 1
 
     def sizes(n, offset=0):
-        n = wide(n, block, offset)
+        n = min(block, wide(n, block, offset))
         d = 1
         while d < redundancy * n:
             d *= 2

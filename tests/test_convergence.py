@@ -80,7 +80,8 @@ def steps_to_a_tenth(params, most):
 DENSE = 14
 """Steps that the dense gradient takes to a tenth of the starting loss."""
 BUDGETS = {"adaptive_random": 70, "randomk": 70}
-"""Steps that a method may take, where it is more than twice DENSE: with random positions each element waits, ten steps long."""
+"""Steps that a method may take, where it is more than twice DENSE: if positions are random, each element waits, ten
+steps long."""
 
 
 def test_the_dense_gradient():

@@ -390,27 +390,18 @@ def test_top_1_without_memory_diverges():
     assert next(step for step, (size,) in enumerate(descend(memories["none"]())) if size > 1e10) == 1237
 
 
-FEEDBACKS = [
-    ("residual", {}, 6e-16, 0.0184),
-    ("ef21", {}, 6e-16, 0.0207),
-    ("ef21", {"momentum": 0.1}, 4e-18, 0.0165),
-    ("econtrol", {}, 9e-16, 0.0186),
-]
+FEEDBACKS = [("residual", {}), ("ef21", {}), ("ef21", {"momentum": 0.1}), ("econtrol", {})]
 
 
-@pytest.mark.parametrize("name, settings, end, noisy", FEEDBACKS, ids=str)
-def test_error_feedback_reaches_the_minimum(name, settings, end, noisy):
-    memory = memories[name](**settings)
-    *_, (last,) = descend(memory)
-    assert last < 3 * end
-    # With noise of gradients, the mean of 20 runs.
-    *_, found = descend(memory, noise=0.5, runs=20)
-    assert found.mean() == pytest.approx(noisy, rel=0.25)
+@pytest.mark.parametrize("name, settings", FEEDBACKS, ids=str)
+def test_error_feedback_reaches_the_minimum(name, settings):
+    *_, (last,) = descend(memories[name](**settings))
+    assert last < 2e-15
 
 
 def test_momentum_has_the_least_noise():
     ends = {}
-    for name, settings, *_ in FEEDBACKS:
+    for name, settings in FEEDBACKS:
         *_, ends[name, str(settings)] = descend(memories[name](**settings), noise=0.5, runs=200)
     means = {key: found.mean() for key, found in ends.items()}
     assert min(means, key=means.get) == ("ef21", "{'momentum': 0.1}")

@@ -82,7 +82,7 @@ WHEN = {
     "leaves all others alone. What a worker receives grows with the number of workers.",
     "inceptionn": "When you need an absolute error bound and know the scale of the gradients. Bytes vary from step to "
     "step.",
-    "kashin": "Never instead of `eden`, which has a smaller error with half the bits, except where a bound is wanted "
+    "kashin": "Never instead of `eden`, whose error is far smaller with as many bits, except where a bound is wanted "
     "that does not depend on the distribution of elements. Of a normal vector, one bit per coefficient (2 bits per "
     "element) leaves 2.16 times its square (`eden` with 2 bits: 0.133), four bits (8 bits per element) 0.0077 (`eden` "
     "with 4 bits: 0.0096). The largest coefficient, in units of |x| / sqrt(d), is 3.38 with the rotation alone, 2.74 "

@@ -19,7 +19,8 @@ class AdaptiveRandom(Placed):
     Payload: values float32[K], positions int32[K], ascending; nothing of a tensor of zeros. k positions are drawn, k =
     floor(compress_ratio * n), at least 1; K <= k of them differ. Probabilities are exact up to 2**-21.
     ``compress_ratio``: the number of draws as a share of the elements, in (0, 1]; the paper draws once.
-    ``unbiased``: send |x|_1 / k with the element's sign for each time that it was drawn, which makes the expectation x.
+    ``unbiased``: send the sum of magnitudes over k, with the element's sign, for each time that it was drawn: the
+    expectation is x.
     Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning", 2020,
     arXiv:2002.12410, on adaptive random sparsification.
     """

@@ -28,8 +28,9 @@ class Kashin(Blockwise):
     ``bits``: 1 .. 8; coefficients are rounded to one of 2**bits levels between minus the largest and the largest.
     ``block_size``: n, a multiple of 8; smaller tensors have the next power of two, at least 8.
     ``redundancy``: d is the next power of two from this times n, at least 1.
-    ``iterations``, ``eta``, ``delta``: in the first of these passes coefficients are clipped at |x| / sqrt(delta * d),
-    in each later one at eta times as much, in the last one not at all. 1 iteration: the random rotation alone.
+    ``iterations``: passes of the clipping; the last one clips nothing. 1: the random rotation alone.
+    ``delta``: the first pass clips at the norm of x over sqrt(delta * d).
+    ``eta``: each later pass clips at this times as much, in (0, 1).
     Departures from the paper: rows have random signs, and a block whose largest coefficient is smaller before the
     clipping is sent without it, so that the variance is bounded for every x.
     Safaryan, Shulgin and Richtarik, "Uncertainty Principle for Communication Compression in Distributed and Federated

@@ -19,6 +19,7 @@ from grace.cli.catalog import (
     KINDS,
     SHAPE,
     bits,
+    classes,
     describe,
     docstring,
     example,
@@ -46,6 +47,8 @@ WHEN = {
     "limits the step. In short trainings the loss may fall later.",
     "adacomp": "Convolutional networks. It sends few elements and adapts to each bin, with no ratio to tune. Lower "
     "`bin_size` for layers that lose accuracy.",
+    "adaptive_random": "Between `randomk` and `topk`: it prefers large elements, but sorts none. With "
+    "`unbiased=True` it needs no residual; `wangni` has less noise.",
     "adaq": "As `topk`, with half the bytes: it sends positions and only two means as values. Error feedback "
     "compensates for the blurred magnitudes.",
     "arctopk": "Gradients whose large elements come in groups, such as the rows of a matrix. No positions are sent.",
@@ -59,6 +62,8 @@ WHEN = {
     "selected in each chunk.",
     "cltk": "Top-k whose payloads are summed on the wire, for workers with similar gradients: one worker chooses the "
     "elements for all.",
+    "damped": "To run an unbiased method of few levels or few elements with a residual, which without the factor would "
+    "diverge.",
     "demo": "Few bits for matrices whose neighbouring elements are correlated. Two small matrix products transform "
     "each chunk.",
     "dion": "Orthonormal updates (as Muon's) of large hidden matrices, with two small sums per step. For SGD without "
@@ -72,11 +77,19 @@ WHEN = {
     "fp16": "Half the bytes, summed on the wire. Scale the loss if gradients are tiny or huge.",
     "fp8": "Eight bits with small relative errors over a wide range of magnitudes, in a format that accelerators "
     "support.",
+    "geometric": "As `natural`, without randomness and with a residual: the relative error of every element is "
+    "bounded. A smaller `beta` means a smaller error over a smaller range of magnitudes, at the same size.",
     "gradzip": "As `powersgd`, if orthogonalisation is slow: it solves small linear systems instead.",
     "gtopk": "When the mean itself must be sparse: it has k elements for any number of workers, and the optimizer "
     "leaves all others alone. What a worker receives grows with the number of workers.",
     "inceptionn": "When you need an absolute error bound and know the scale of the gradients. Bytes vary from step to "
     "step.",
+    "kashin": "Never instead of `eden`, whose error is far smaller with as many bits, except where a bound is wanted "
+    "that does not depend on the distribution of elements. Of a normal vector, one bit per coefficient (2 bits per "
+    "element) leaves 2.16 times its square (`eden` with 2 bits: 0.133), four bits (8 bits per element) 0.0077 (`eden` "
+    "with 4 bits: 0.0096). The largest coefficient, in units of |x| / sqrt(d), is 3.38 with the rotation alone, 2.74 "
+    "after 2 iterations with `eta=0.9` and 2.26 with the defaults; with `redundancy=4` it is 3.68, 2.58 and 2.02, "
+    "with 1.02 hardly less than with the rotation alone (3.31 of 3.37).",
     "natural": "Eight bits, unbiased, without a residual or a norm. The relative error is small for every element, "
     "large or tiny.",
     "natural_dithering": "As `qsgd`, with finer levels near zero: better if most elements are far below the "
@@ -114,7 +127,9 @@ WHEN = {
     "decoupled": "The default of `dion`, and for it alone. Use SGD without momentum.",
     "decoupled_momentum": "The default of `demo`. Use an optimizer without momentum.",
     "diana": "With unbiased methods, if compression noise, not gradient noise, limits convergence.",
-    "ef21": "Instead of `residual`, if gradients differ much between workers or the residual grows too large.",
+    "econtrol": "As `ef21`, if its estimates lag too far behind, as with very sparse methods.",
+    "ef21": "Instead of `residual`, if gradients differ much between workers or the residual grows too large. "
+    "With small batches set `momentum`, for example to 0.1.",
     "lowpass": "The default of `cltk`. Instead of `residual` with large batches.",
     "momentum": "The default of `signum`. Use an optimizer without momentum.",
     "onebit_adam": "Adam over slow links: `efsignsgd` with `block_size`, and SGD as the optimizer.",
@@ -265,6 +280,7 @@ def traits(name: str) -> list[str]:
         ("class", made.traits.family),
         ("bits per element", f"{bits(name):.4g}{note}"),
         ("[guarantee](../methods.md#guarantees)", guarantee(entry)),
+        ("[classes](../write-a-method.md#classes-of-biased-methods)", classes(entry)),
         ("on the wire", COMBINE[made.traits.combine]),
         (
             "length of the payload",
@@ -292,7 +308,8 @@ def traits(name: str) -> list[str]:
             "[kernels](../benchmarks.md#all-methods), [network lab](../benchmarks.md#every-method)",
         ),
     ]
-    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows), ""]
+    lines = [f"| {key} | {value} |" for key, value in rows if value]
+    return ["| | |", "|---|---|", *lines, ""]
 
 
 def anchor(memory: str) -> str:

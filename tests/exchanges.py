@@ -100,6 +100,11 @@ ROWS = [
     {"compressor": "sketch_sgd", "compress_ratio": 0.01},
     {"compressor": "chain", "sparsifier": "randomk", "compress_ratio": 0.1, "quantizer": "natural", **ALL},
     {"compressor": "qsparse", "compress_ratio": 0.05, **ALL},
+    {"compressor": "randomk", "compress_ratio": 0.1, "mode": "bernoulli", **ALL},
+    {"compressor": "kashin", "block_size": 64, "communicator": "twostage", **ALL},
+    {"compressor": "adaptive_random", "compress_ratio": 0.05, "memory": "econtrol", **ALL},
+    {"compressor": "geometric", "memory": "ef21", "momentum": 0.5, **ALL},
+    {"compressor": "damped", "method": "natural_dithering", "base": 3, "s": 3, "communicator": "twostage", **ALL},
     # Two stages with shards: of fixed and variable length, on all workers and on few. Without atomo: its payload has
     # equal singular values, so that rounding decides what the second stage draws.
     {"compressor": "topk", "compress_ratio": 0.05, "communicator": "twostage", **ALL},

@@ -24,6 +24,8 @@ METHODS = {
     "powersgd": {"compressor": "powersgd"},
     "dgc": {"compressor": "topk", "memory": "dgc"},
     "ef21": {"compressor": "topk", "memory": "ef21"},
+    "ef21 of momenta": {"compressor": "topk", "memory": "ef21", "momentum": 0.3},
+    "econtrol": {"compressor": "topk", "memory": "econtrol"},
     "diana": {"compressor": "qsgd", "memory": "diana"},
     "two-stage": {"compressor": "efsignsgd", "block_size": 64, "communicator": "twostage"},
     "adam": {"compressor": "efsignsgd", "memory": "onebit_adam", "freeze_step": 2},

@@ -16,12 +16,13 @@ SMALL = {"min_numel": 0}
 SETTINGS = {
     **{
         name: {"compress_ratio": 0.1}
-        for name in ("topk", "randomk", "adaq", "gtopk", "cltk", "chain", "qsparse", "stc", "sidco")
+        for name in ("topk", "adaptive_random", "randomk", "adaq", "gtopk", "cltk", "chain", "qsparse", "stc", "sidco")
     },
     "dgc": {"compress_ratio": 0.1, "memory": "residual"},
     "arctopk": {"compress_ratio": 0.2, "row_size": 4},
     "sketch_sgd": {"compress_ratio": 0.05},
     "wangni": {"compress_ratio": 0.3},
+    "damped": {"quantum_num": 15, "bucket_size": 64},
     "threshold": {"threshold": 0.02},
     "chunktopk": {"chunk_size": 64, "chunk_k": 8},
     "demo": {"chunk": 10, "chunk_k": 10, "memory": "residual"},
@@ -83,8 +84,9 @@ def steps_to_a_tenth(params, most):
 
 DENSE = 14
 """Steps that the dense gradient takes to a tenth of the starting loss."""
-BUDGETS = {"randomk": 70}
-"""Steps that a method may take, where it is more than twice DENSE: random-k waits for each element, ten steps long."""
+BUDGETS = {"adaptive_random": 70, "randomk": 70}
+"""Steps that a method may take, where it is more than twice DENSE: if positions are random, each element waits, ten
+steps long."""
 
 
 def test_the_dense_gradient():

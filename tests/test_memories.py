@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from methods import BACKENDS, alone, backend, context, host, lockstep, normal, same, workers
 
-from grace import grace_from_params
+from grace import Compressor, grace_from_params
 from grace.core.registry import memories
 from grace.memories.dgc import DGC as DGCMemory
 from grace.memories.momentum import Momentum as MomentumMemory
@@ -80,6 +80,8 @@ class DGC(Worker):
 
 class EF21(Worker):
     def send(self, g, lr):
+        a = self.settings.get("momentum", 1)
+        self.u = g = (1 - a) * (self.u if self.u.any() else g) + a * g
         sent = largest(g - self.h)
         self.h += sent
         return sent
@@ -87,6 +89,14 @@ class EF21(Worker):
     def finish(self, mean):
         self.mean += mean
         return self.mean.copy()
+
+
+class EControl(EF21):
+    def send(self, g, lr):
+        sent = largest(self.settings.get("eta", 0.1) * self.e + g - self.h)
+        self.h += sent
+        self.e += g - self.h
+        return sent
 
 
 class Diana(Worker):
@@ -106,6 +116,9 @@ class LowPass(Worker):
         rate, x = self.settings.get("rate", 0.3), self.e + g
         sent = largest(x)
         self.e = (1 - rate) * self.e + rate * (self.e + g - sent)
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == self.settings.get("reset_every"):
+            self.e, self.steps = 0 * self.e, 0
         return sent
 
 
@@ -224,9 +237,13 @@ CASES = [
     ("dgc", TOPK, {"nesterov": True}, DGC),
     ("dgc", TOPK, {"masking": False, "gradient_clipping": 3.0}, DGC),
     ("ef21", TOPK, {}, EF21),
+    ("ef21", TOPK, {"momentum": 0.3}, EF21),
+    ("econtrol", TOPK, {}, EControl),
+    ("econtrol", TOPK, {"eta": 0.7}, EControl),
     ("diana", {"compressor": "none"}, {"alpha": 0.5}, Diana),
     ("lowpass", TOPK, {}, LowPass),
     ("lowpass", TOPK, {"rate": 1.0}, LowPass),
+    ("lowpass", TOPK, {"reset_every": 2}, LowPass),
     ("efsignsgd", TOPK, {}, EFSignSGD),
 ]
 RATES = [0.1, 0.1, 0.05, 0.0, 0.02, 0.3]
@@ -333,6 +350,64 @@ def test_ef21_approaches_a_steady_gradient_as_promised(xp):
     assert errors[-1] < 1e-5 * worst
 
 
+# -- three workers whose largest elements lead away from the minimum: Beznosikov et al., "On Biased Compression" -------
+VECTORS = np.array([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]])
+
+
+class Top1(Compressor):
+    """The largest element of each row: the payload is where it is."""
+
+    def compress(self, x, state, ctx):
+        return (abs(x) == abs(x).max(1, keepdims=True),), state
+
+    def decompress(self, payload, ctx):
+        raise NotImplementedError
+
+    def residual(self, x, payload, ctx):
+        return np.where(payload[0], 0, x)
+
+
+def descend(memory, steps=3000, noise=0.0, runs=1):
+    """|x| of each run after each step of descent on the mean of <a_i, x>² + |x|² / 4 from (1, 1, 1), in float64."""
+    xp, top, rng, x = backend("numpy"), Top1(), np.random.default_rng(0), np.ones((runs, 3))
+    states = [{key: np.zeros((runs, 3)) for key in memory.init(context(xp, 3))} for _ in VECTORS]
+    for step in range(steps):
+        ctx, sent = context(xp, 3, step=step, world_size=3), []
+        for rank, a in enumerate(VECTORS):
+            g = 2 * np.outer(x @ a, a) + x / 2 + noise * rng.standard_normal(x.shape)
+            g, states[rank] = memory.compensate(g, states[rank], ctx)
+            payload, _ = top.compress(g, {}, ctx)
+            sent.append(np.where(payload[0], g, 0))
+            states[rank] = memory.update(g, payload, top, states[rank], ctx)
+        mean = np.mean(sent, 0)
+        for rank in range(3):
+            found, states[rank] = memory.after_mean(mean, top, states[rank], ctx)
+        x = x - 0.01 * found
+        yield np.linalg.norm(x, axis=1)
+
+
+def test_top_1_without_memory_diverges():
+    assert next(step for step, (size,) in enumerate(descend(memories["none"]())) if size > 1e10) == 1237
+
+
+FEEDBACKS = [("residual", {}), ("ef21", {}), ("ef21", {"momentum": 0.1}), ("econtrol", {})]
+
+
+@pytest.mark.parametrize("name, settings", FEEDBACKS, ids=str)
+def test_error_feedback_reaches_the_minimum(name, settings):
+    *_, (last,) = descend(memories[name](**settings))
+    assert last < 2e-15
+
+
+def test_momentum_has_the_least_noise():
+    ends = {}
+    for name, settings in FEEDBACKS:
+        *_, ends[name, str(settings)] = descend(memories[name](**settings), noise=0.5, runs=200)
+    means = {key: found.mean() for key, found in ends.items()}
+    assert min(means, key=means.get) == ("ef21", "{'momentum': 0.1}")
+    assert max(means, key=means.get) == ("ef21", "{}")
+
+
 def test_diana_forgets_the_noise_of_a_steady_gradient(xp):
     fixed, errors = gradients(0), {}
     for memory in ("none", "diana"):
@@ -374,6 +449,9 @@ def test_a_changing_learning_rate_is_what_efsignsgd_is_for(xp):
             r"'twostage' cannot carry memory 'ef21' with 'efsignsgd': it tracks the mean",
         ),
         ({**TOPK, "memory": "lowpass", "rate": 0.0}, r"rate=0.0 must lie in \(0, 1\]"),
+        ({**TOPK, "memory": "lowpass", "reset_every": -1}, "reset_every=-1 must be a number of steps, or 0"),
+        ({**TOPK, "memory": "ef21", "momentum": 0.0}, r"momentum=0.0 must lie in \(0, 1\].* 1 for none"),
+        ({**TOPK, "memory": "econtrol", "eta": 0.0}, r"eta=0.0 must lie in \(0, 1\].*use memory 'ef21'"),
         ({**TOPK, "memory": "dgc", "momentum": 1.0}, r"momentum=1.0 must lie in \[0, 1\)"),
         ({**TOPK, "memory": "dgc", "gradient_clipping": -1.0}, "gradient_clipping=-1.0 must be a norm"),
         ({"compressor": "none", "memory": "diana", "alpha": 2.0}, r"alpha=2.0 must lie in \[0, 1\]"),

@@ -326,7 +326,10 @@ def test_means_follow_the_formula(row, communicator, xp):
         check_formula(row, communicator, xp, size, 1003)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if "twostage" in row.communicators], ids=str)
+# Means of powers of 1.5 are often half-way between two powers, so that rounding decides.
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if "twostage" in row.communicators and row.params.get("beta") != 1.5], ids=str
+)
 @pytest.mark.parametrize("size, n", [(2, 1), (5, 9), (3, 20_001), (7, 130)])
 def test_shards_need_not_be_equal(row, size, n):
     check_formula(row, "twostage", backend("numpy"), size, n)

@@ -120,3 +120,105 @@ def test_only_a_tensor_of_its_own_has_a_narrow_block():
 def test_eden_refuses(params, message):
     with pytest.raises(ValueError, match=message):
         eden(**params)
+
+
+# -- Kashin representations --------------------------------------------------------------------------------------------
+def kashin(**params):
+    return grace_from_params({"compressor": "kashin", **params}, LocalTransport()).method.compressor
+
+
+def rows_of(n, d, seed):
+    return np.sort(np.random.default_rng(seed).permutation(d)[:n])
+
+
+def represented(x, rows, d, **params):
+    """The compressor's coefficients of x, in float64."""
+    row, mask = np.zeros((1, d)), np.zeros((1, d))
+    row[0, rows], mask[0, rows] = x, 1
+    return kashin(**params).represent(backend("numpy"), row, mask)[0]
+
+
+@pytest.mark.parametrize("n, d", [(512, 1024), (256, 1024), (1004, 1024), (8, 16)])
+def test_a_kashin_representation_is_exact(n, d):
+    rows = rows_of(n, d, 1)
+    u = matrix(d)[rows] / math.sqrt(d)
+    assert np.abs(u @ u.T - np.eye(n)).max() < 1e-13
+    np.testing.assert_allclose((u**2).sum(0), n / d, rtol=1e-12)
+    x = np.random.default_rng(0).standard_t(3, n)
+    for params in ({}, {"iterations": 1}, {"iterations": 2, "eta": 0.9}):
+        assert np.abs(u @ represented(x, rows, d, **params) - x).max() < 1e-13 * np.abs(x).max() * 4
+
+
+@pytest.mark.parametrize(
+    "n, d, params, level",
+    [
+        (512, 1024, {"iterations": 1}, 3.38),
+        (512, 1024, {"iterations": 2, "eta": 0.9}, 2.74),
+        (512, 1024, {}, 2.26),
+        (512, 2048, {"iterations": 1}, 3.68),
+        (512, 2048, {"iterations": 2, "eta": 0.9}, 2.58),
+        (512, 2048, {}, 2.02),
+        (1004, 1024, {"iterations": 1}, 3.37),
+        (1004, 1024, {"iterations": 2, "eta": 0.9}, 3.31),
+    ],
+    ids=str,
+)
+def test_the_level_of_kashin_representations(n, d, params, level):
+    found = []
+    for seed in range(12):
+        rows = rows_of(n, d, seed)
+        x = np.random.default_rng(100 + seed).standard_normal(n)
+        found.append(np.abs(represented(x, rows, d, **params)).max() * math.sqrt(d) / np.linalg.norm(x))
+    assert np.mean(found) == pytest.approx(level, rel=0.06)
+
+
+def test_a_lone_element_has_the_lowest_level():
+    rows = rows_of(512, 1024, 0)
+    for params in ({"iterations": 1}, {}):
+        a = represented(np.eye(512)[7], rows, 1024, **params)
+        assert np.abs(a).max() * 32 == pytest.approx(1)
+
+
+@pytest.mark.parametrize("bits, error", [(1, 2.16), (4, 0.0077)])
+def test_the_variance_of_kashin_is_that_of_its_codes(bits, error):
+    compressor, xp, draws = kashin(bits=bits), backend("numpy"), 100
+    x, measured, formula = normal(512), [], []
+    for step in range(draws):
+        measured.append(np.sum((decoded(compressor, x, step=step) - x.astype(np.float64)) ** 2))
+        rows = xp.to_numpy(context(xp, 512, step=step).shared_rng("rows").sample(1024, 512))
+        signs_ = 1.0 - 2.0 * (context(xp, 512, step=step).shared_rng("signs").bits(512) < 0)
+        a = represented(x.astype(np.float64) * signs_, rows, 1024)
+        m, unit = np.abs(a).max(), 2 * np.abs(a).max() / (2**bits - 1)
+        part = (a + m) / unit % 1
+        formula.append(512 / 1024 * np.sum(part * (1 - part)) * unit**2)
+        if bits == 1:
+            assert formula[-1] == pytest.approx(512 / 1024 * np.sum(m**2 - a**2))
+    norm = np.sum(x.astype(np.float64) ** 2)
+    assert np.mean(measured) == pytest.approx(np.mean(formula), rel=0.01)
+    assert np.mean(formula) / norm == pytest.approx(error, rel=0.05)
+    assert np.mean(formula) / norm < compressor.variance(512)
+
+
+def test_the_variance_of_kashin_holds_for_every_vector():
+    # Constants and rows of the transform are the worst of a rotation without random signs.
+    for x in (np.ones(512), matrix(512)[77], np.eye(512)[3], np.random.default_rng(0).standard_t(1.5, 512)):
+        x = x.astype(np.float32)
+        errors = [np.sum((decoded(kashin(bits=1), x, step=step) - x.astype(np.float64)) ** 2) for step in range(20)]
+        assert np.mean(errors) < kashin(bits=1).variance(512) * np.sum(x.astype(np.float64) ** 2)
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        ({"block_size": 0}, "block_size=0: a frame needs a size; use a multiple of 8"),
+        ({"bits": 9}, r"bits=9 must lie in 1 .. 8"),
+        ({"redundancy": 0.5}, "redundancy=0.5 must lie in 1 .. 64"),
+        ({"iterations": 0}, "iterations=0 must lie in 1 .. 100"),
+        ({"eta": 1.0}, r"eta=1.0 must lie in \(0, 1\)"),
+        ({"delta": 0.0}, "delta=0.0 must be positive"),
+    ],
+    ids=str,
+)
+def test_kashin_refuses_with_the_remedy(params, message):
+    with pytest.raises(ValueError, match=message):
+        kashin(**params)

@@ -15,6 +15,7 @@ from grace.compressors.qsgd import QSGD
 from grace.compressors.randomk import RandomK
 from grace.compressors.topk import TopK
 from grace.core.collectives import Gather
+from grace.memories.ef21 import EF21
 from grace.memories.onebit_adam import OneBitAdam
 from grace.memories.residual import Residual
 from grace.testing import (
@@ -34,7 +35,7 @@ MEMORIES = [
     check
     for name, cls in registry.memories.items()
     for check in memory_laws(cls(freeze_step=2) if cls is OneBitAdam else cls(), MATES.get(name, TopK(0.1)))
-]
+] + list(memory_laws(EF21(momentum=0.3), TopK(0.1), ["numpy"]))
 
 
 @pytest.mark.parametrize("check", MEMORIES, ids=lambda check: f"{type(check.run.args[1][0]).__name__}-{check}")

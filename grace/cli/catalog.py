@@ -16,6 +16,7 @@ from grace.communicators.auto import choose
 from grace.core import Combine, Compressor, name_of
 from grace.core.method import Method
 from grace.core.registry import Registry, communicators, compressors, memories
+from grace.ops import biased
 from grace.simulate import simulate
 from grace.testing.cases import carries
 
@@ -205,6 +206,18 @@ def guarantee(entry: Entry) -> str:
             "exact" if d == 1 else f"contraction d = {d:.3g}" if d < 0.9 else f"contraction 1 − d = {1 - d:.3g}"
         )
     return "; ".join(found) or "none declared"
+
+
+def classes(entry: Entry) -> str:
+    """The classes of biased compressors that a compressor's bound implies (`grace.ops.biased`)."""
+    if entry.contraction is not None:
+        b1, b2, b3 = biased.of_contraction(entry.contraction)
+    elif entry.variance is not None:
+        b1, b2, b3 = biased.of_variance(entry.variance)
+    else:
+        return ""
+    scaled = f" times {b3.scale:.3g}" if b3.scale != 1 else ""
+    return f"B1({b1.alpha:.3g}, {b1.beta:.3g}), B2({b2.gamma:.3g}, {b2.beta:.3g}),{scaled} B3({b3.delta:.3g})"
 
 
 def literal(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grace.cli.catalog import Entry, guarantee, literal
+from grace.cli.catalog import Entry, classes, guarantee, literal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,6 +54,7 @@ def render_one(kind: str, entry: Entry, console: Console) -> None:
             ("class", entry.family or ""),
             ("bits per element", "" if entry.bits_per_element is None else f"{entry.bits_per_element:.4g} (measured)"),
             ("guarantee", guarantee(entry)),
+            ("classes", classes(entry)),
             ("on the wire", "allreduce" if entry.allreduce else "each worker's payload is needed"),
             ("memory", entry.memory or ""),
             ("communicators", ", ".join(entry.communicators or [])),

@@ -34,7 +34,7 @@ class Chain(Placed):
     def __post_init__(self) -> None:
         first, second = self.sparsifier, self.quantizer
         if not isinstance(first, Sparsifier) or first.traits.variable_length or first.traits.combine is Combine.AGREED:
-            remedy = "use 'topk' or 'randomk'"
+            remedy = "use 'topk' or 'randomk' with mode 'fixed'"
             if isinstance(first, SelectingSparsifier):
                 remedy = f"with selector={first.selector!r} it varies; use selector 'exact' or 'chunk'"
             raise ValueError(f"sparsifier={name_of(first)!r} does not send a known number of elements: {remedy}")

@@ -1,4 +1,4 @@
-"""Natural dithering: powers of two below a norm."""
+"""Natural dithering: powers of two, or of another base, below a norm."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ def _bits(s: int) -> int:
     return 1 + s.bit_length()
 
 
-def _values(s: int) -> list[float]:
+def _levels(s: int, base: float) -> list[float]:
+    return [0.0, *(base ** (level - s) for level in range(1, s + 1))]
+
+
+def _values(s: int, base: float = 2.0) -> list[float]:
     # The values of the codes of s levels, the sign in the top bit.
-    levels = [0.0, *(2.0 ** (level - s) for level in range(1, s + 1))]
+    levels = _levels(s, base)
     levels += [float("nan")] * ((1 << (_bits(s) - 1)) - len(levels))  # unused codes
     return [*levels, *(-level for level in levels)]
 
@@ -26,23 +30,31 @@ def _values(s: int) -> list[float]:
 @register("natural_dithering")
 @dataclass(frozen=True)
 class NaturalDithering(Blockwise):
-    """Round magnitudes, relative to the block's largest, at random to 0, 2**(1-s), ..., 1/2 or 1: unbiased.
+    """Round magnitudes, relative to the block's largest, at random to 0, base**(1-s), ..., 1/base or 1: unbiased.
 
     Payload: codes uint8[ceil(b * n / 8)], b = 1 + bits of s, the level's number and the sign in the top bit; scales
     float32[m].
     ``s``: number of non-zero levels, 1 .. 127; 1, 3, 7 and so on leave no code unused.
+    ``base``: 1.1 .. 16; base**(s-1) must not exceed 2**126. Only base 2 has native kernels.
     ``block_size``: elements that share a scale, a multiple of 8; 0: the whole tensor.
     Horvath et al., "Natural Compression for Distributed Deep Learning", 2019, arXiv:1905.10988, on natural dithering,
-    where the norm may be chosen; this is the infinity norm.
+    where the norm may be chosen; this is the infinity norm. For other bases than 2, exponential dithering: Beznosikov,
+    Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning", 2020, arXiv:2002.12410.
     """
 
     s: int = 7
     block_size: int = 512
+    base: float = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.s <= 127:
             raise ValueError(f"s={self.s!r} must lie in 1 .. 127 (codes of at most 8 bits)")
+        if not 1.1 <= self.base <= 16 or self.base ** (self.s - 1) > 2.0**126:
+            raise ValueError(
+                f"base={self.base!r} must lie in 1.1 .. 16, and base ** (s - 1) up to 2 ** 126: use a smaller base or "
+                f"fewer levels than s={self.s!r}"
+            )
 
     @cached_property
     def traits(self) -> Traits:
@@ -54,28 +66,28 @@ class NaturalDithering(Blockwise):
         return _bits(self.s)
 
     def variance(self, n: int) -> float | None:
-        # Between powers of two the variance is at most x²/8. Below the lowest power it is that of equal steps (see
-        # `blockint`), which includes the exact largest element. In the worst case all elements are of one kind.
-        n = max(1, min(n, self.traits.block_size or n))
-        return max(1 / 8, ((1 + (n - 1) * 4.0 ** (1 - self.s)) ** 0.5 - 1) / 2)
+        # Between powers of b the variance is at most (b - 1)² / (4 b) x². Below the lowest power it is that of equal
+        # steps (see `blockint`), which includes the exact largest element. In the worst case all elements are of one
+        # kind.
+        n, b = max(1, min(n, self.traits.block_size or n)), self.base
+        return max((b - 1) ** 2 / (4 * b), ((1 + (n - 1) * b ** (2 * (1 - self.s))) ** 0.5 - 1) / 2)
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, ctx.size
         rows = xp.abs(blocks.rows(xp, x, self.traits.block_size))
         scale = xp.max(rows, 1)
         share = blocks.flat(xp, rows / blocks.divisor(xp, scale), n)
-        bits = xp.bitcast(share, "int32")
-        # The level below, by the exponent, or 0; and the exact distance from it to the next.
-        level = xp.maximum(xp.shift_right(bits, 23) + (self.s - 127), 0)
-        mantissa = xp.cast(xp.bitwise_and(bits, 0x7FFFFF), "float32") * 2.0**-23
-        fraction = xp.where(level > 0, mantissa, share * 2.0 ** (self.s - 1))
-        up = xp.cast(ctx.rng("round").uniform(n) < fraction, "int32")
-        level = xp.minimum(level + up, self.s)
+        # The level below, which is not the highest, and the distance from it to the next; exact for powers of two.
+        levels = _levels(self.s, self.base)
+        level = xp.minimum(xp.searchsorted(xp.asarray(levels[1:], "float32"), share), self.s - 1)
+        table = xp.asarray(levels, "float32")
+        lower, upper = xp.take(table, level), xp.take(table, level + 1)
+        level = level + xp.cast(ctx.rng("round").uniform(n) < (share - lower) / (upper - lower), "int32")
         codes = level + xp.cast(x < 0, "int32") * (1 << (self.bits - 1))
         return (pack(xp, self.bits, codes), scale), state
 
     def decompress(self, payload: Payload, ctx: Context) -> Array:
         xp, n = ctx.xp, ctx.size
-        table = xp.asarray(_values(self.s), "float32")
+        table = xp.asarray(_values(self.s, self.base), "float32")
         codes = xp.cast(unpack(xp, self.bits, payload[0], n), "int32")
         return blocks.scaled(xp, xp.take(table, codes), payload[1], self.traits.block_size)

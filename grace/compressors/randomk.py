@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,6 @@ from functools import cached_property
 from grace.compressors.sparse import Elements, Selector, Sparsifier, check_ratio, kept, poisoned
 from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State, Traits
 from grace.core.registry import register
-from grace.ops.validate import fitting
 
 
 @register("randomk")
@@ -19,15 +19,22 @@ class RandomK(Sparsifier, Selector):
 
     Payload: values float32[k]; k = floor(compress_ratio * n), at least 1. Linear: values add up on the wire.
     ``compress_ratio``: the share of elements to send, in (0, 1].
-    ``unbiased_scale``: multiply by n / k, which makes the expectation x (then use memory "none").
-    Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, arXiv:1809.07599, section 2.
+    ``unbiased_scale``: divide by the probability k / n, which makes the expectation x (then use memory "none").
+    ``mode``: "fixed", or "bernoulli": each element is sent with probability compress_ratio independently of others, and
+    that of the smallest random number in any case; k varies from step to step, but is the same on all workers.
+    Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, arXiv:1809.07599, section 2; for Bernoulli
+    draws Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning", 2020,
+    arXiv:2002.12410.
     """
 
     compress_ratio: float = 0.01
     unbiased_scale: bool = False
+    mode: str = "fixed"
 
     def __post_init__(self) -> None:
         check_ratio(self.compress_ratio)
+        if self.mode not in ("fixed", "bernoulli"):
+            raise ValueError(f"mode={self.mode!r}: choose 'fixed' or 'bernoulli'")
 
     @cached_property
     def traits(self) -> Traits:
@@ -35,19 +42,27 @@ class RandomK(Sparsifier, Selector):
             family="sparsification",
             combine=Combine.MEAN,
             unbiased=self.unbiased_scale,
+            variable_length=self.mode == "bernoulli",
             sends_exact_values=not self.unbiased_scale,
             nonfinite_in_payload=True,
             memory="none" if self.unbiased_scale else "residual",
         )
 
+    def chance(self, n: int) -> float:
+        """Probability with which an element is sent."""
+        if self.mode == "fixed":
+            return kept(self.compress_ratio, n) / n
+        # One of equal chance where none would be.
+        return self.compress_ratio + (1 - self.compress_ratio) ** n / n
+
     def contraction(self, n: int) -> float | None:
-        return None if self.unbiased_scale else kept(self.compress_ratio, n) / max(n, 1)
+        return None if self.unbiased_scale else self.chance(max(n, 1))
 
     def variance(self, n: int) -> float | None:
-        return max(n, 1) / kept(self.compress_ratio, n) - 1 if self.unbiased_scale and n else None
+        return 1 / self.chance(n) - 1 if self.unbiased_scale and n else None
 
     def count(self, n: int) -> int | None:
-        return kept(self.compress_ratio, n)
+        return kept(self.compress_ratio, n) if self.mode == "fixed" else None
 
     def choose(self, x: Array, state: State, ctx: Context) -> tuple[Array, State]:
         return self.positions(ctx), state
@@ -58,7 +73,14 @@ class RandomK(Sparsifier, Selector):
 
     def positions(self, ctx: Context) -> Array:
         """int32[k]: this step's positions."""
-        return ctx.shared_rng("positions").sample(ctx.size, kept(self.compress_ratio, ctx.size))
+        xp, n, stream = ctx.xp, ctx.size, ctx.shared_rng("positions")
+        if self.mode == "fixed":
+            return stream.sample(n, kept(self.compress_ratio, n))
+        if n == 0:
+            return xp.zeros(0, "int32")
+        reverse = xp.bitwise_xor(stream.bits(n), 0x7FFFFFFF)  # the largest for the smallest unsigned word
+        bound = 2**31 - max(1, math.floor(self.compress_ratio * 2**32))
+        return xp.nonzero((reverse >= bound) | (reverse >= xp.max(reverse)))
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         return (self.sent(x, self.positions(ctx), ctx),), state
@@ -67,21 +89,22 @@ class RandomK(Sparsifier, Selector):
         """float32[k]: the wire values of these positions."""
         values = ctx.xp.take(x, positions)
         if self.unbiased_scale:
-            values = values * (ctx.size / max(1, kept(self.compress_ratio, ctx.size)))
+            values = values * (1 / self.chance(max(1, ctx.size)))
         return poisoned(ctx.xp, values, x)
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         return Compressor.residual(self, x, payload, ctx) if self.unbiased_scale else super().residual(x, payload, ctx)
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        return ctx.xp.inplace.scatter(ctx.xp.zeros(ctx.size), self.positions(ctx), self.values(payloads, ctx))
+        positions = self.positions(ctx)
+        return ctx.xp.inplace.scatter(ctx.xp.zeros(ctx.size), positions, self.values(payloads, positions, ctx))
 
-    def values(self, payloads: Sequence[Payload], ctx: Context) -> Array:
-        """float32[k]: the mean of all workers' values."""
-        xp, k = ctx.xp, kept(self.compress_ratio, ctx.size)
-        total = xp.zeros(k)
+    def values(self, payloads: Sequence[Payload], positions: Array, ctx: Context) -> Array:
+        """float32[k]: the mean of all workers' values at these positions."""
+        xp = ctx.xp
+        total = xp.cast(positions * 0, "float32")
         for (values,) in payloads:
-            total = xp.inplace.add(total, fitting(xp, values, "float32", k, "values"))
+            total = xp.inplace.add(total, self.elements.matched(values, positions, ctx)[0])
         return xp.inplace.divide(total, len(payloads))
 
 

@@ -19,17 +19,37 @@ class EF21(Memory):
     tracks.
     It lags at first: for a contraction d, its error on a steady gradient shrinks by the factor sqrt(1 - d) per
     step. Unlike a residual, an estimate cannot grow beyond the gradients.
-    State: estimate float32[n], mean float32[n]; mean is equal on all workers.
-    Richtarik, Sokolov and Fatkhullin, "EF21", NeurIPS 2021, arXiv:2106.05203, algorithm 2.
+    State: estimate float32[n], mean float32[n]; mean is equal on all workers; with ``momentum`` below 1 also momentum
+    float32[n] (v).
+    ``momentum``: in (0, 1]. Below 1, v = (1 - momentum) * v + momentum * gradient takes the gradient's place; it begins
+    with the first gradient, and averages out the noise of small batches.
+    Richtarik, Sokolov and Fatkhullin, "EF21", NeurIPS 2021, arXiv:2106.05203, algorithm 2; with momentum Fatkhullin,
+    Tyurin and Richtarik, "Momentum Provably Improves Error Feedback!", NeurIPS 2023, arXiv:2305.15155 (EF21-SGDM).
     """
 
+    momentum: float = 1.0
     feedback = True
-    reshard: ClassVar[Mapping[str, Resize]] = {"estimate": Resize.TRACKED, "mean": Resize.MEAN}
+    reshard: ClassVar[Mapping[str, Resize]] = {
+        "estimate": Resize.TRACKED,
+        "mean": Resize.MEAN,
+        "momentum": Resize.MEAN,
+    }
+
+    def __post_init__(self) -> None:
+        if not 0 < self.momentum <= 1:
+            raise ValueError(
+                f"momentum={self.momentum!r} must lie in (0, 1]: the weight of the new gradient; 1 for none"
+            )
 
     def init(self, ctx: Context) -> State:
-        return {"estimate": ctx.xp.zeros(ctx.size), "mean": ctx.xp.zeros(ctx.size)}
+        state = {"estimate": ctx.xp.zeros(ctx.size), "mean": ctx.xp.zeros(ctx.size)}
+        return state if self.momentum == 1 else {**state, "momentum": ctx.xp.zeros(ctx.size)}
 
     def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
+        if self.momentum != 1:
+            last = ctx.xp.choose(ctx.step == 0, x, state["momentum"])
+            x = last * (1.0 - self.momentum) + x * self.momentum
+            state = {**state, "momentum": x}
         return x - state["estimate"], state
 
     def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:

@@ -86,9 +86,10 @@ def blockint(bits, block, rounding="nearest", golden=None):
     )
 
 
-def natural_dithering(s, block, bits, everywhere=True, golden=None):
-    """Powers of two, 1 the largest; ``bits`` is the width of one code."""
-    levels = np.array([0, *2.0 ** np.arange(1 - s, 1)])
+def natural_dithering(s, block, bits, everywhere=True, golden=None, **base):
+    """Powers of a base, 1 the largest; ``bits`` is the width of one code."""
+    b = base.get("base", 2.0)
+    levels = np.array([0, *b ** np.arange(1.0 - s, 1)])
 
     def formula(x, where):
         u = where.uniform("round", len(x))
@@ -104,10 +105,10 @@ def natural_dithering(s, block, bits, everywhere=True, golden=None):
 
     def variance(n):
         n = min(n, block or n)
-        return max(1 / 8, (math.sqrt(1 + (n - 1) * 4.0 ** (1 - s)) - 1) / 2)
+        return max((b - 1) ** 2 / b / 4, (math.sqrt(1 + (n - 1) * (b * b) ** (1 - s)) - 1) / 2)
 
     return Row(
-        {"compressor": "natural_dithering", "s": s, "block_size": block},
+        {"compressor": "natural_dithering", "s": s, "block_size": block, **base},
         cut(block),
         lambda x: packed(bits, x.size) + 4 * count(x.size, block),
         formula,
@@ -138,4 +139,6 @@ ROWS = [
     natural_dithering(1, 0, 2),
     natural_dithering(3, 64, 3),
     natural_dithering(40, 0, 7, everywhere=False),
+    natural_dithering(15, 64, 5, base=1.5),
+    natural_dithering(3, 0, 3, everywhere=False, base=4.0),
 ]

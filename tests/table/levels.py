@@ -1,4 +1,4 @@
-"""Few levels for each element, at random: qsgd, terngrad, natural; and codebooks: dettmers8."""
+"""Few levels for each element: qsgd, terngrad, natural at random, also damped; geometric; and codebooks: dettmers8."""
 
 import math
 
@@ -86,6 +86,46 @@ def natural(golden=None, **settings):
     )
 
 
+def geometric(beta, block=0, golden=None):
+    """The nearest power of a base, of the 127 below the largest, or zero."""
+
+    def of_block(b, _):
+        size = abs(b).astype(np.float64)
+        low = np.floor(np.log(np.where(size > 0, size, 1)) / math.log(beta) + 1e-9)
+        exponent = low + (size > ((beta**low + beta ** (low + 1)) / 2).astype(np.float32))
+        seen = size >= 2.0**-126
+        top = exponent[seen].max(initial=-1000)
+        return np.where(seen & (exponent > top - 127), np.sign(b) * beta**exponent, 0)
+
+    return Row(
+        {"compressor": "geometric", "beta": beta, "block_size": block},
+        cut(block),
+        lambda x: x.size + 4 * count(x.size, block),
+        lambda x, where: by_block(x, block, of_block),
+        contraction=lambda n: 1 - ((beta - 1) / (beta + 1)) ** 2 - (min(n, block or n) - 1) / beta**252,
+        golden=golden,
+    )
+
+
+def damped(row, method, golden=None, **settings):
+    """An unbiased row, scaled down by one plus its variance of whole blocks."""
+    block = row.params.get("bucket_size") or row.params.get("block_size")
+
+    def factor(n):
+        return 1 / (1 + row.variance(block or n))
+
+    return Row(
+        {"compressor": "damped", "method": method, **settings},
+        row.communicators,
+        row.nbytes,
+        lambda x, where: row.formula(x, where) * factor(len(x)),
+        ragged=row.ragged,
+        random=True,
+        contraction=factor,
+        golden=golden,
+    )
+
+
 def dynamic(decade):
     """The positive values of one decade of the dynamic table: equal steps, fewer in lower decades."""
     edges = np.linspace(0.1, 1.0, 2 ** (6 - decade) + 1)
@@ -151,6 +191,12 @@ ROWS = [
     natural((bytes([125, 254, 124, 0, 251, 127, 254, 127]).hex(), hexes(128, dtype="i4")), stochastic=False),
     natural(block_size=64),
     natural(block_size=8, stochastic=False),
+    # Exponents -1 0 -2 - -3 1 -1 0, plus 126; halves go down.
+    geometric(2.0, golden=(bytes([125, 254, 124, 0, 251, 127, 253, 126]).hex(), hexes(1, dtype="i4"))),
+    geometric(1.5, 64),
+    geometric(4.0),
+    damped(qsgd(7, 512, 4), "qsgd", ("b100584a", hexes(8.140625**0.5, dtype="f4")), quantum_num=7, bucket_size=512),
+    damped(qsgd(1, 8, 2), "qsgd", quantum_num=1, bucket_size=8),
     dettmers8(
         "dynamic8",
         4096,

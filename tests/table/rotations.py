@@ -1,4 +1,4 @@
-"""Blocks that are rotated at random first: eden."""
+"""Blocks that are rotated at random first: eden, kashin."""
 
 import math
 
@@ -83,6 +83,90 @@ def eden(bits, block, biased=False, golden=None):
     )
 
 
+def kashin_frame(n, d, where, m):
+    """Which rows of the Hadamard matrix, and the signs of each block's elements."""
+    drawn = where._replace(offset=0).shared_words("rows", d)
+    rows = np.sort(np.argsort(drawn, kind="stable")[:n])
+    signs = 1 - 2 * (where.shared_words("signs", m * n) >> np.uint32(31)).astype(np.float32)
+    return rows, signs.reshape(m, n)
+
+
+def kashin_coefficients(x, rows, d, passes, eta, delta):
+    """a with U a = x, U some rows of the transform over sqrt(d), by the paper's loop; in x's own precision."""
+    kind = x.dtype.type
+    root = kind(math.sqrt(d))
+
+    def analysis(r):
+        full = np.zeros(d, kind)
+        full[rows] = r
+        return transform(full) / root
+
+    bound = kind(np.sqrt(kind((x * x).sum(dtype=np.float64)))) / kind(math.sqrt(delta * d))
+    b = plain = analysis(x)
+    a = np.zeros(d, kind)
+    for _ in range(passes - 1):
+        c = np.clip(b, -bound, bound)
+        a, x, bound = a + c, x - (transform(c) / root)[rows], bound * kind(eta)
+        b = analysis(x)
+    a = a + b
+    return a if abs(a).max() < abs(plain).max() else plain
+
+
+def kashin(bits, block=512, redundancy=2.0, golden=None, **loop):
+    """``bits`` for each of d coefficients, one scale for each block of n elements."""
+    top = 2**bits - 1
+
+    def sizes(n, offset=0):
+        n = min(block, wide(n, block, offset))
+        d = 1
+        while d < redundancy * n:
+            d *= 2
+        return n, d
+
+    def formula(x, where):
+        n, d = sizes(len(x), where.offset)
+        m = math.ceil(len(x) / n)
+        rows, signs = kashin_frame(n, d, where, m)
+        u = where._replace(offset=where.offset // n * d).noise("round", m * d)
+        found = [np.zeros(0)]
+        for i in range(m):
+            part = np.zeros(n, np.float32)
+            part[: len(x[i * n : (i + 1) * n])] = x[i * n : (i + 1) * n]
+            largest = abs(part).max() or np.float32(1)
+            unit = part / largest * signs[i]
+            settings = {"passes": 6, "eta": 0.7, "delta": 1.0, **loop}
+            a = kashin_coefficients(unit, rows, d, **settings)
+            scale = abs(a).max() or np.float32(1)
+            steps = (a / scale + np.float32(1)) * np.float32(top / 2)
+            whole = np.floor(steps)
+            codes = np.minimum(whole + ((steps - whole) + u[i * d : (i + 1) * d].astype(np.float32) >= 1), top)
+            back = transform(codes.astype(np.float64) / top * 2 - 1)[rows] / math.sqrt(d)
+            found.append((back * signs[i] * (float(abs(a).max()) * abs(part).max()))[: len(x[i * n : (i + 1) * n])])
+        return np.concatenate(found).astype(np.float32)
+
+    def variance(size):
+        n, d = sizes(size)
+        square = min(n, 2 + 2 * math.log(2 * d))
+        return n / d * (square - 1) if bits == 1 else n / d * square / top**2
+
+    return Row(
+        {
+            "compressor": "kashin",
+            "bits": bits,
+            "block_size": block,
+            "redundancy": redundancy,
+            **{{"passes": "iterations"}.get(key, key): value for key, value in loop.items()},
+        },
+        (*ANY, "twostage"),
+        lambda x: math.ceil(x.size / sizes(x.size)[0]) * (sizes(x.size)[1] * bits // 8 + 4),
+        formula,
+        random=True,
+        variance=variance,
+        golden=golden,
+        loose=1e-5,
+    )
+
+
 ROWS = [
     # Signs + - + + + + + -; r = .486 -.575 1.900 -1.282 .751 .398 -1.016 .751.
     eden(1, 4096, golden=("b5", hexes(1.1370452, dtype="f4"), "00")),
@@ -91,4 +175,8 @@ ROWS = [
     eden(2, 64, golden=("368a", hexes(1.0596883, dtype="f4"), "00")),
     eden(3, 1024),
     eden(4, 64, golden=("593e9aa4", hexes(0.99192485, dtype="f4"), "00")),
+    # Rows 0 2 4 6 8 9 13 14; steps 9.9 5.0 12.3 7.4 15.0 7.7 7.7 0 12.4 14.3 1.9 6.7 2.1 13.5 3.6 13.8.
+    kashin(4, golden=("5a8c8f08ec72e2d4", hexes(1.1321306, dtype="f4"))),
+    kashin(1),
+    kashin(3, 24, 4.0, passes=2, eta=0.9),
 ]

@@ -1,4 +1,4 @@
-"""Elements chosen by a sample, by chance or by bins: dgc, wangni, adacomp, adaq."""
+"""Elements chosen by a sample, by chance or by bins: dgc, adaptive_random, wangni, adacomp, adaq."""
 
 import math
 
@@ -130,6 +130,38 @@ def wangni(ratio, iterations, golden=None):
     )
 
 
+def adaptive_random(ratio, unbiased=False, golden=None):
+    """Draws with chances in proportion to magnitudes."""
+
+    def times(x, where):
+        n, size = len(x), abs(x).astype(np.float64)
+        found = np.zeros(n)
+        if size.any():
+            # The upper half of the words comes first, as that of signed numbers below zero.
+            words = where.words("draw", share(ratio, n)) ^ np.uint32(1 << 31)
+            np.add.at(found, np.searchsorted(size.cumsum(), (words + 0.5) / 2**32 * size.sum()), 1)
+        return found
+
+    def formula(x, where):
+        found = times(x, where)
+        if unbiased:
+            return np.sign(x) * found * (abs(x).sum(dtype=np.float64) / max(1, share(ratio, len(x))))
+        return np.where(found > 0, x, 0)
+
+    return Row(
+        {"compressor": "adaptive_random", "compress_ratio": ratio, "unbiased": unbiased},
+        ANY,
+        lambda x: 8 * np.count_nonzero(times(x.reshape(-1), Where())),
+        formula,
+        ragged=True,
+        mask=not unbiased,
+        random=True,
+        contraction=None if unbiased else lambda n: 1 / n,
+        variance=(lambda n: (n - 1) / share(ratio, n)) if unbiased else None,
+        golden=golden,
+    )
+
+
 def first_of_bins(size):
     """What the first step sends, when nothing is left over yet: what is at least half of its bin's largest."""
 
@@ -164,6 +196,10 @@ ROWS = [
     wangni(0.25, 2, golden=("", "", hexes(5, ~6, dtype="i4"), hexes(3.0625, dtype="f4"))),
     wangni(0.05, 2),
     wangni(0.3, 0),
+    # Magnitudes add up to .5 1.5 1.75 1.75 1.875 3.875 4.625 6.125, and .68 and .28 of the last are drawn.
+    adaptive_random(0.25, golden=(hexes(0.25, -0.75, dtype="f4"), hexes(2, 6, dtype="i4"))),
+    adaptive_random(0.25, unbiased=True, golden=(hexes(3.0625, -3.0625, dtype="f4"), hexes(2, 6, dtype="i4"))),
+    adaptive_random(0.001),
     # Bins 0.5 -1 0.25 0 and -0.125 2 -0.75 1.5: twice 0.5 reaches 1, and twice 1.5 reaches 2.
     adacomp(4, golden=("0202", "00810103", hexes(1.5, dtype="f4"))),
     adacomp(50),

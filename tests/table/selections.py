@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from table.row import ANY, Row, hexes, share
+from table.row import ANY, Row, Where, hexes, share
 
 
 def masked(positions):
@@ -66,6 +66,36 @@ def randomk(ratio, scaled=False, golden=None):
         random=True,
         variance=(lambda n: n / share(ratio, n) - 1) if scaled else None,
         attained=scaled,
+        golden=golden,
+    )
+
+
+def bernoulli(ratio, scaled=False, golden=None):
+    """Each drawn by itself, from the stream of all workers; the smallest word in any case."""
+
+    def drawn(x, where):
+        words = where.shared_words("positions", len(x))
+        return np.flatnonzero((words < ratio * 2.0**32) | (words == words.min(initial=2**32 - 1)))
+
+    def chance(n):
+        return ratio + (1 - ratio) ** n / n
+
+    plain = masked(drawn)
+    return Row(
+        {
+            "compressor": "randomk",
+            "compress_ratio": ratio,
+            "mode": "bernoulli",
+            **({"unbiased_scale": True} if scaled else {}),
+        },
+        ("allreduce", *ANY),
+        lambda x: 4 * len(drawn(x.reshape(-1), Where())),
+        (lambda x, where: plain(x, where) / np.float32(chance(len(x)))) if scaled else plain,
+        ragged=True,
+        mask=not scaled,
+        random=True,
+        contraction=None if scaled else chance,
+        variance=(lambda n: 1 / chance(n) - 1) if scaled else None,
         golden=golden,
     )
 
@@ -187,6 +217,9 @@ ROWS = [
     randomk(0.25, golden=("0000003f0000803e",)),
     randomk(1.0),
     randomk(0.25, scaled=True, golden=("000000400000803f",)),
+    # Words 2e7d.... and 1677.... and 34.., 43.. are below 0.3 * 2**32 = 4ccc...: positions 0, 2, 4 and 6.
+    bernoulli(0.3, golden=(hexes(0.5, 0.25, -0.125, -0.75, dtype="f4"),)),
+    bernoulli(0.1, scaled=True),
     threshold("int32", golden=(CHOSEN.tobytes().hex(), hexes(0, 1, 5, 6, 7, dtype="i4"))),
     selected("bisect", 0.05, bisected, golden=(hexes(2, dtype="f4"), hexes(5, dtype="i4"))),
     selected("trim", 0.02, trimmed, "bitmap"),

@@ -92,7 +92,17 @@ class PowersOfTwo(Coded[Natural]):
 
 
 class DitheredPowers(Coded[NaturalDithering]):
-    """natural_dithering."""
+    """natural_dithering, of powers of two."""
+
+    def encode(
+        self, compressor: NaturalDithering, x: Array, residual: Array | None, ctx: Context
+    ) -> tuple[Payload, Array] | None:
+        return super().encode(compressor, x, residual, ctx) if compressor.base == 2 else None
+
+    def mean(
+        self, compressor: NaturalDithering, payloads: Sequence[Payload], out: Array | None, ctx: Context
+    ) -> Array | None:
+        return super().mean(compressor, payloads, out, ctx) if compressor.base == 2 else None
 
     def codes(self, compressor: NaturalDithering) -> Codes:
         return _dithered(compressor.s, compressor.bits)

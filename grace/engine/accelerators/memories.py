@@ -30,7 +30,7 @@ class FilteredResiduals(MemoryAccelerator[LowPass]):
         self, memory: LowPass, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context
     ) -> State:
         fresh = compressor.residual(x, payload, ctx)
-        return {"residual": accumulated(ctx, fresh, state["residual"], 1.0 - memory.rate, memory.rate)}
+        return memory.stored(accumulated(ctx, fresh, state["residual"], 1.0 - memory.rate, memory.rate), ctx)
 
 
 class LocalMomentum(MemoryAccelerator[Momentum]):

@@ -237,7 +237,7 @@ class SharedPositions(Selection[RandomK]):
 
     def positions(self, compressor: RandomK, ctx: Context, last: bool = False) -> Array:
         """`RandomK.positions`. ``last``: the last use in this step."""
-        draws, key = workspace(ctx).draws, (ctx.name, ctx.offset, ctx.size, compressor.compress_ratio)
+        draws, key = workspace(ctx).draws, (ctx.name, ctx.offset, ctx.size, compressor.compress_ratio, compressor.mode)
         found = draws.pop(key, None)
         if found is None:
             found = compressor.positions(ctx)
@@ -282,7 +282,8 @@ class SharedPositions(Selection[RandomK]):
         return self._put(compressor, out, payloads, ctx)
 
     def _put(self, compressor: RandomK, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
-        return ctx.xp.inplace.scatter(out, self.positions(compressor, ctx, last=True), compressor.values(payloads, ctx))
+        positions = self.positions(compressor, ctx, last=True)
+        return ctx.xp.inplace.scatter(out, positions, compressor.values(payloads, positions, ctx))
 
 
 class Chunks(DecodedSums[ChunkTopK]):

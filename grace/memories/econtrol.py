@@ -1,0 +1,52 @@
+"""Error feedback by differences, with a part of the error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from grace.core import Array, Compressor, Context, MaybeProgram, Memory, Payload, Resize, State
+from grace.core.registry import register
+
+
+@register("econtrol")
+@dataclass(frozen=True)
+class EControl(Memory):
+    """As ef21, but a part of the error is fed back as well, so that what the estimates lag behind is made up for.
+
+    x = eta * error + gradient - estimate; estimate = estimate + sent; error = error + gradient - estimate. The result
+    is the mean of all estimates, which every worker tracks.
+    State: error, estimate, mean float32[n]; mean is equal on all workers.
+    ``eta``: the part of the error that is fed back, in (0, 1]; near 0 this is the memory "ef21".
+    Gao, Islamov and Stich, "EControl: Fast Distributed Optimization with Compression and Error Control", ICLR 2024,
+    arXiv:2311.05645, algorithm 1.
+    """
+
+    eta: float = 0.1
+    feedback = True
+    reshard: ClassVar[Mapping[str, Resize]] = {
+        "error": Resize.SUM,
+        "estimate": Resize.TRACKED,
+        "mean": Resize.MEAN,
+    }
+
+    def __post_init__(self) -> None:
+        if not 0 < self.eta <= 1:
+            raise ValueError(f"eta={self.eta!r} must lie in (0, 1]; for no error at all use memory 'ef21'")
+
+    def init(self, ctx: Context) -> State:
+        return {key: ctx.xp.zeros(ctx.size) for key in ("error", "estimate", "mean")}
+
+    def compensate(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
+        return x - state["estimate"] + state["error"] * self.eta, state
+
+    def update(self, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context) -> State:
+        unsent = compressor.residual(ctx.xp.buffers.copy(x), payload, ctx)
+        # error + gradient - estimate - sent, where gradient - estimate is x - eta * error.
+        error = state["error"] * (1.0 - self.eta) + unsent
+        return {**state, "error": error, "estimate": state["estimate"] + (x - unsent)}
+
+    def after_mean(self, mean: Array, compressor: Compressor, state: State, ctx: Context) -> tuple[Array, State]:
+        mean = state["mean"] + mean
+        return mean, {**state, "mean": mean}

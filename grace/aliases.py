@@ -24,6 +24,12 @@ ALIASES = {
     "grace.registry": "grace.core.registry",
     "grace.report": "grace.engine.report",
     "grace.rng": "grace.core.rng",
+    "grace.tensorflow.broadcast": "grace.keras.broadcast",
+    "grace.tensorflow.callbacks": "grace.keras.callbacks",
+    "grace.tensorflow.checks": "grace.keras.checks",
+    "grace.tensorflow.keras": "grace.keras.optimizer",
+    "grace.tensorflow.local": "grace.keras.local",
+    "grace.tensorflow.names": "grace.keras.names",
 }
 
 

@@ -71,8 +71,8 @@ METHODS: list[tuple[str, dict[str, Any], int]] = [
 ONE_ROUND = ("atomo", "gtopk", "randomk")
 TWO_ROUNDS = (
     *("3lc", "adacomp", "adaptive_random", "adaq", "arctopk", "bf16", "chain", "chunktopk", "cltk", "damped", "demo"),
-    *("dettmers8", "dion", "eden", "fp8", "geometric", "gradzip", "inceptionn", "kashin", "natural", "natural_dithering"),
-    *("qsparse", "shared_int", "sidco", "signsgd", "signum"),
+    *("dettmers8", "dion", "eden", "fp8", "geometric", "gradzip", "inceptionn", "kashin", "natural"),
+    *("natural_dithering", "qsparse", "shared_int", "sidco", "signsgd", "signum"),
     *("sketch", "sketch_sgd", "stc", "terngrad", "thc", "wangni"),
 )
 OTHERS: list[tuple[str, dict[str, Any], int]] = [

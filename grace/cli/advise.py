@@ -144,8 +144,8 @@ def advise_stages(
         table.add_column(head, justify="right", no_wrap=True)
     for label in order:
         edge = edges[label]
-        cells = (f"{steps[label] * 1e3:.1f} ms", f"{steps['dense'] / steps[label]:.2f}x")
-        cells += (f"{stage_bytes / edge.nbytes:.1f}x", f"{edge.wire * 1e3:.1f}", f"{edge.codec * 1e3:.1f}")
+        cells = [f"{steps[label] * 1e3:.1f} ms", f"{steps['dense'] / steps[label]:.2f}x"]
+        cells += [f"{stage_bytes / edge.nbytes:.1f}x", f"{edge.wire * 1e3:.1f}", f"{edge.codec * 1e3:.1f}"]
         table.add_row(escape(label), *cells, style="bold" if label == "dense" else None)
     console = inputs.console()
     console.print(table)

@@ -83,7 +83,7 @@ class Boundary(keras.layers.Layer):
             self._forward_buffer = self._variable("forward_buffer", (rows, *example))
         if self._back.feedback != "none":
             self._backward_buffer = self._variable("backward_buffer", (rows, *example))
-        self._seen = self._variable("seen", (rows,), "int32") if self._ahead.feedback == "aq" else None
+        self._seen: Any = self._variable("seen", (rows,), "int32") if self._ahead.feedback == "aq" else None
         self.built = True
 
     def _variable(self, name: str, shape: tuple[int, ...], dtype: str = "float32") -> Any:
@@ -101,7 +101,7 @@ class Boundary(keras.layers.Layer):
         if training:
             self._step.assign_add(1)
 
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        @tf.custom_gradient
         def cross(x: Any) -> Any:
             value, mask = self._cross(self._ahead, "forward", x, self._forward_buffer, step, ids, training)
 

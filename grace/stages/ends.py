@@ -195,7 +195,7 @@ class End:
                 store.rows.flush()
                 samples[str(number)]["width"] = store.rows.shape[1]
         buffers = {
-            key: {name: backend_of(array).copy(array) for name, array in state.items()}
+            key: {name: backend_of(array).buffers.copy(array) for name, array in state.items()}
             for key, state in self._state.items()
             if state
         }
@@ -212,7 +212,7 @@ class End:
             )
         self._steps = dict(state["steps"])
         self._state = {
-            key: {name: backend_of(array).copy(array) for name, array in buffers.items()}
+            key: {name: backend_of(array).buffers.copy(array) for name, array in buffers.items()}
             for key, buffers in state["buffers"].items()
         }
         self._samples = {}

@@ -25,8 +25,8 @@ from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
 from grace.transports.local import LocalTransport
 
-PLAIN = {"none", "fp16", "dion"}
-"""Compressors of casts or matrix products, which every toolkit has."""
+PLAIN = {"none", "fp16", "dion", "adaptive_random", "damped", "geometric", "kashin"}
+"""Compressors without kernels: casts and matrix products, which every toolkit has, and methods for studies."""
 ROUNDED = {"demo", "thc"}
 """Their kernels sum in another order: tests/test_cosines.py and tests/test_kernels.py check bounds."""
 HOOKS = {

@@ -196,7 +196,7 @@ def test_most_methods_cross_an_edge():
         else:
             cross(pair, h)
     # Those that agree with other workers, and one with a state.
-    agreed = {"acpsgd", "arctopk", "cltk", "gradzip", "gtopk", "powersgd", "shared_int", "sketch_sgd", "thc"}
+    agreed = {"acpsgd", "arctopk", "cltk", "dion", "gradzip", "gtopk", "powersgd", "shared_int", "sketch_sgd", "thc"}
     assert refused == agreed | {"adacomp"}
 
 

@@ -208,12 +208,13 @@ def gpu(
         ),
     ] = None,
     show_only: Annotated[bool, typer.Option("--show", help="Measure nothing: print tables of FILEs.")] = False,
+    as_json: inputs.AsJson = False,
 ) -> None:
     """Laws, Triton kernels, times and exchanges on a CUDA device, in one call and one file."""
     listed(backend, ("cuda", "cpu"), "--backend")
     if show_only:
         inputs.alone(context, "--show", {"quick": "--quick", "minutes": "--minutes", "output": "--output"})
-        _show_gpu(files or sorted(Path("benchmarks/results").glob("gpu-*.json")), backend == "cpu")
+        _show_gpu(files or sorted(Path("benchmarks/results").glob("gpu-*.json")), backend == "cpu", as_json)
         return
     if files:
         raise typer.BadParameter(f"{str(files[0])!r}: FILE has a meaning with --show only; --output is where to write")
@@ -242,14 +243,14 @@ def gpu(
         said[0] = text
 
     found = device.measure(backend, quick, minutes, output, progress)
-    print(device.tables(found))
+    print(json.dumps(found, indent=2) if as_json else device.tables(found))
     for failure in (failures := device.failures(found)):
         console.print(failure, markup=False)
     if failures:
         raise typer.Exit(1)
 
 
-def _show_gpu(files: Sequence[Path], with_cpu: bool) -> None:
+def _show_gpu(files: Sequence[Path], with_cpu: bool, as_json: bool) -> None:
     # Tables of GPUs; a CPU's file only on request.
     from grace.bench import gpu as device
 
@@ -260,6 +261,9 @@ def _show_gpu(files: Sequence[Path], with_cpu: bool) -> None:
     measured = [data for data in found if data["gpu"] or with_cpu]
     if not measured:
         raise typer.BadParameter("none of these files is of a GPU: run `grace bench gpu` on a machine with one")
+    if as_json:
+        print(json.dumps(measured, indent=2))
+        return
     for data in measured:
         print(device.tables(data))
 

@@ -14,7 +14,6 @@ from grace.backends import get_backend
 from grace.core import Compressor, Context, name_of
 from grace.stages import INT8, Direction, ExampleTopK, directions, send
 from grace.stages.settings import Choice
-from grace.tensorflow.checks import check_backend
 
 
 @keras.saving.register_keras_serializable("grace")
@@ -43,7 +42,11 @@ class Boundary(keras.layers.Layer):
         seed: int = 0,
         **kwargs: Any,
     ):
-        check_backend("grace.tensorflow.Boundary")
+        if (backend := keras.backend.backend()) != "tensorflow":
+            raise RuntimeError(
+                f"grace.tensorflow.Boundary is for Keras on TensorFlow, but Keras runs on {backend}: set "
+                "KERAS_BACKEND=tensorflow before keras is imported, or use grace.torch.Boundary in PyTorch"
+            )
         super().__init__(**kwargs)
         self._ahead, self._back = directions(
             forward, backward, feedback, same_mask, seed, samples=samples, stored="float32"

@@ -178,5 +178,5 @@ ROWS = [
     # Rows 0 2 4 6 8 9 13 14; steps 9.9 5.0 12.3 7.4 15.0 7.7 7.7 0 12.4 14.3 1.9 6.7 2.1 13.5 3.6 13.8.
     kashin(4, golden=("5a8c8f08ec72e2d4", hexes(1.1321306, dtype="f4"))),
     kashin(1),
-    kashin(3, 24, 4.0, passes=2, eta=0.9),
+    kashin(3, 120, 4.0, passes=2, eta=0.9),
 ]

@@ -10,13 +10,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 NARROW = 80  # columns
+BEGIN = {"compressor": "blockint", "bits": 4}
+"""The method with the fewest bytes among those that stayed close to dense gradients in trainings: docs/choose.md."""
 
 
 def render(found: dict[str, list[Entry]], console: Console) -> None:
     """Print one table per kind."""
     from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
+    first = ", ".join(f'"{key}": {literal(value)}' for key, value in BEGIN.items())
+    console.print(
+        Text(f"Begin with {{{first}}}: the fewest bytes at a quality close to dense gradients' in trainings."), ""
+    )
     for kind, entries in found.items():
         gap = 2 if console.width > NARROW else 1
         table = Table(title=kind, title_justify="left", box=None, pad_edge=False, padding=(0, gap, 0, 0))

@@ -1,0 +1,155 @@
+"""Write the decision table of docs/choose.md from stored results: python docs/generate_choose.py; --check compares.
+
+Each benchmarks/results/tasks-*.json: rows of a run of `grace bench tasks` (its results.jsonl) and their origin:
+{"schema": 1, "date": ..., "command": ..., "machine": ..., "network": ..., "results": [...]}. Keys of a row: those
+of `grace.bench.tasks.results.FIELDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from grace.bench.plan import parse
+from grace.bench.tasks import results
+from grace.bench.tasks.plan import BASELINES
+from grace.bench.tasks.tasks import task_of
+
+ROOT = Path(__file__).parents[1]
+PAGE, STORE = ROOT / "docs" / "choose.md", ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- results: python docs/generate_choose.py -->\n", "<!-- end of results -->\n"
+ABOUT = ("date", "command", "machine", "network")
+LIMITS = (0.05, 0.1)
+CELL = ("task", "toolkit", "workers")
+
+
+def load(folder: Path = STORE) -> list[dict[str, Any]]:
+    """The runs that are stored; ValueError for a file of another form."""
+    runs = []
+    for file in sorted(folder.glob("tasks-*.json")):
+        run = json.loads(file.read_text())
+        if run.get("schema") != results.SCHEMA or not all(isinstance(run.get(key), str) for key in ABOUT):
+            raise ValueError(f"{file}: it has no schema {results.SCHEMA} with {', '.join(ABOUT)}")
+        try:
+            results.check(run.get("results"))
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+        runs.append(run)
+    return runs
+
+
+def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line for each method that was trained wherever dense was; baselines first, then the least loss first.
+
+    ``losses``: by task, toolkit and workers, the share of dense's quality by which it was worse, infinite where it
+    diverged or failed, negative where it was better. ``worst``: the largest. ``bytes``: on the wire, relative to
+    dense's, geometric mean.
+    """
+    rows = list(rows)
+    dense = {(*(row[key] for key in CELL), row["bandwidth"]): row for row in rows if row["method"] == "dense"}
+    pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for row in rows:
+        base = dense.get((*(row[key] for key in CELL), row["bandwidth"]))
+        if base is not None and base["quality"] is not None:
+            pairs.setdefault(row["method"], []).append((row, base))
+    out = []
+    for method, both in pairs.items():
+        if len(both) < len(pairs["dense"]):
+            continue
+        losses = {tuple(row[key] for key in CELL): _loss(row, base) for row, base in both}
+        sent = [row["bytes_on_wire"] / base["bytes_on_wire"] for row, base in both if row["bytes_on_wire"]]
+        out.append(
+            {
+                "method": method,
+                "losses": losses,
+                "worst": max(losses.values()),
+                "bytes": statistics.geometric_mean(sent) if sent else float("inf"),
+            }
+        )
+    return sorted(out, key=lambda line: (line["method"] not in BASELINES, line["worst"]))
+
+
+def _loss(row: dict[str, Any], base: dict[str, Any]) -> float:
+    # The part of dense's quality by which a method is worse.
+    if row["quality"] is None or row["error"]:
+        return float("inf")
+    return (base["quality"] - row["quality"]) / base["quality"] * (1 if row["higher"] else -1)
+
+
+def choice(found: Iterable[dict[str, Any]], limit: float) -> dict[str, Any]:
+    """The method with the fewest bytes whose quality is worse by no more than ``limit`` in any training."""
+    best: dict[str, Any] = min((line for line in found if line["worst"] <= limit), key=lambda line: line["bytes"])
+    return best
+
+
+def params(method: str) -> str:
+    """As `grace_from_params` takes it."""
+    if method in BASELINES:
+        return "no compression" if method == "dense" else '`{"compressor": "fp16"}`'
+    return f"`{json.dumps(parse(method).params)}`"
+
+
+def text(runs: list[dict[str, Any]]) -> str:
+    """The content of the generated section."""
+    rows = [row for run in runs for row in run["results"]]
+    found = lines(rows)
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    seeds, workers = (sorted({row[key] for row in rows}) for key in ("seeds", "workers"))
+    titles = "; ".join(task_of(task).title for task in tasks)
+    about = (
+        f"Whole trainings ({titles}), {_joined(workers)} workers, {_joined(seeds)} seed{'s' * (seeds != [1])}, as many "
+        "steps as with dense gradients, no method tuned. The method with the fewest bytes whose final quality was "
+        "close to dense's in every task:"
+    )
+    parts = [about]
+    best = [(limit, choice(found, limit)) for limit in LIMITS]
+    body = [[f"{limit:.0%}", params(line["method"]), f"1/{1 / line['bytes']:.0f}"] for limit, line in best]
+    parts.append(_table(["worse by at most", "begin with", "bytes on the wire, of dense"], body))
+    parts.append(
+        "All methods that were trained, with the share of dense's quality that each lost (negative: it was better). "
+        f"{_noise(found, seeds)}"
+    )
+    body = []
+    for line in found:
+        losses = [[loss for cell, loss in line["losses"].items() if cell[0] == task] for task in tasks]
+        cells = ["failed" if max(each) == float("inf") else f"{max(each) * 100 + 0.0:+.1f} %" for each in losses]
+        body.append([f"`{line['method']}`", *cells, f"{line['bytes']:.2f}"])
+    parts.append(_table(["method", *tasks, "bytes"], body))
+    parts += [f"Measured {run['date']} on {run['machine']}, {run['network']}: `{run['command']}`" for run in runs]
+    return "\n\n".join(parts) + "\n"
+
+
+def _noise(found: list[dict[str, Any]], seeds: list[int]) -> str:
+    # The loss of half precision, whose rounding is far below the sampling noise.
+    half = next(line["worst"] for line in found if line["method"] == "fp16")
+    return f"The {half * 100:.1f} % of `fp16` show the noise of one seed." if seeds == [1] else ""
+
+
+def _joined(values: list[int]) -> str:
+    return " and ".join(map(str, values))
+
+
+def _table(heads: list[str], body: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *body])
+
+
+def page(before: str, made: str) -> str:
+    """The page with that between the marks; ValueError where these are missing."""
+    head, begin, rest = before.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{PAGE} lacks the lines {BEGIN.strip()} and {END.strip()}")
+    return head + BEGIN + "\n" + made + "\n" + END + tail
+
+
+if __name__ == "__main__":
+    before = PAGE.read_text()
+    after = page(before, text(load()))
+    if "--check" not in sys.argv:
+        PAGE.write_text(after)
+    elif before != after:
+        sys.exit("docs/choose.md is out of date: run python docs/generate_choose.py")

@@ -114,11 +114,11 @@ ROWS = [
 ]
 # Each way to exchange a payload, once.
 FEW = [2, 5, 6, 10, 12, 13, 16, 20, 22, 24, 30, 33, -4, -3, -1]
-WHOLE = [("torch", "torch", 4), ("tensorflow", "horovod", 2)]
+WHOLE = [("torch", "torch", 4), ("torch", "horovod", 2)]
 
 
 def rows(toolkit: str, transport: str, size: int) -> list[int]:
-    """Which rows a launch exchanges: all of them once in each toolkit, and a few in every other launch."""
+    """Which rows a launch exchanges: all of them once over each transport, and a few in every other launch."""
     few = [index % len(ROWS) for index in FEW]
     return list(range(len(ROWS))) if (toolkit, transport, size) in WHOLE else few
 

@@ -28,6 +28,7 @@ REFUSED = {
     "efsignsgd": "'efsignsgd' encodes .* not be the same to the bit",  # its sums are in float32
     "chunktopk": "'chunktopk' (en|de)codes .* looks at the values",
     "eden": "'eden' .*codes .* draws random numbers to decode",
+    "kashin": "'kashin' encodes .* draws positions",
 }
 """Methods that are not compiled, or one way only, and what the warning says."""
 

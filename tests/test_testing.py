@@ -10,6 +10,7 @@ from methods import BACKENDS, backend
 from grace import Combine, Compressor, Memory, Traits, registry
 from grace.communicators.allgather import Allgather
 from grace.compressors.blockint import BlockInt
+from grace.compressors.dion import Dion
 from grace.compressors.powersgd import PowerSGD
 from grace.compressors.qsgd import QSGD
 from grace.compressors.randomk import RandomK
@@ -30,7 +31,7 @@ from grace.testing import (
 )
 from grace.testing.cases import carries
 
-MATES = {"diana": QSGD(), "momentum": TopK(compress_ratio=0.1), "none": QSGD()}
+MATES = {"decoupled": Dion(), "diana": QSGD(), "momentum": TopK(compress_ratio=0.1), "none": QSGD()}
 MEMORIES = [
     check
     for name, cls in registry.memories.items()

@@ -137,6 +137,9 @@ class Stream(Rng):
     def normal(self, n: int) -> Array:
         raise Uncompiled("it draws normal numbers")
 
+    def sample(self, n: int, k: int) -> Array:
+        raise Uncompiled("it draws positions")
+
 
 @dataclass(frozen=True)
 class Watched(Context):

@@ -26,7 +26,7 @@ class EControl(Memory):
     eta: float = 0.1
     feedback = True
     reshard: ClassVar[Mapping[str, Resize]] = {
-        "error": Resize.SUM,
+        "error": Resize.MEAN,
         "estimate": Resize.TRACKED,
         "mean": Resize.MEAN,
     }

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from methods import context, handed_over, lockstep, normal, together, workers
 
+from grace.backends import get_backend
+
 
 def compressor(**params):
     (grace,) = workers(params, 1)
@@ -76,11 +78,8 @@ def test_a_weak_worker_is_not_lost(xp):
     assert mean.mean() == pytest.approx(0.505, abs=5 * 0.5 * 0.1 / n**0.5)
 
 
-@pytest.mark.parametrize(
-    "bits, size, dtype, sent",
-    [(4, 17, "uint8", 64), (4, 18, "int32", 32), (8, 1, "uint8", 64), (8, 128, "int32", 32), (8, 129, "int32", 64)],
-)
-def test_thc_sums_in_as_few_bits_as_hold_the_sums(xp, bits, size, dtype, sent):
+def check_thc_sums(xp, bits, size, dtype, sent):
+    """``dtype`` and ``sent`` are those of the sums of 64 elements on the wire."""
     made, x = compressor(compressor="thc", bits=bits, block_size=64), xp.asarray(normal(64), "float32")
     norms, codes = handed_over(lambda ctx: made.compress(x, {}, ctx), context(xp, 64, world_size=size))
     assert (xp.dtype(norms), xp.dtype(codes), *xp.shape(codes)) == ("float32", dtype, sent)
@@ -89,6 +88,16 @@ def test_thc_sums_in_as_few_bits_as_hold_the_sums(xp, bits, size, dtype, sent):
         grace.build({"w": xp.zeros(64)})
     for worker in lockstep(graces, [{"w": x} for _ in graces]):
         assert abs(xp.to_numpy(worker["w"]) - xp.to_numpy(x)).max() < 1.5
+
+
+@pytest.mark.parametrize("bits, size, dtype, sent", [(4, 17, "uint8", 64), (4, 18, "int32", 32), (8, 1, "uint8", 64)])
+def test_thc_sums_in_as_few_bits_as_hold_the_sums(xp, bits, size, dtype, sent):
+    check_thc_sums(xp, bits, size, dtype, sent)
+
+
+@pytest.mark.parametrize("size, sent", [(128, 32), (129, 64)])
+def test_thc_sums_of_many_workers_fit(size, sent):
+    check_thc_sums(get_backend("numpy"), 8, size, "int32", sent)
 
 
 @pytest.mark.parametrize("params", [{"bits": 1}, {"bits": 9}, {"block_size": 0}, {"block_size": 100}], ids=str)

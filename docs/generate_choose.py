@@ -19,9 +19,10 @@ from grace.bench.tasks import results
 from grace.bench.tasks.plan import BASELINES
 from grace.bench.tasks.tasks import task_of
 
+from generate_tables import BLOCK
+
 ROOT = Path(__file__).parents[1]
 PAGE, STORE = ROOT / "docs" / "choose.md", ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- results: python docs/generate_choose.py -->\n", "<!-- end of results -->\n"
 ABOUT = ("date", "command", "machine", "network")
 LIMITS = (0.05, 0.1)
 CELL = ("task", "toolkit", "workers")
@@ -125,8 +126,10 @@ def text(runs: list[dict[str, Any]]) -> str:
 
 def _noise(found: list[dict[str, Any]], seeds: list[int]) -> str:
     # The loss of half precision, whose rounding is far below the sampling noise.
+    if seeds != [1]:
+        return ""
     half = next(line["worst"] for line in found if line["method"] == "fp16")
-    return f"The {half * 100:.1f} % of `fp16` show the noise of one seed." if seeds == [1] else ""
+    return f"`fp16` rounds far below the sampling noise, so its {half * 100:.1f} % are the noise of one seed."
 
 
 def _joined(values: list[int]) -> str:
@@ -138,12 +141,11 @@ def _table(heads: list[str], body: list[list[str]]) -> str:
 
 
 def page(before: str, made: str) -> str:
-    """The page with that between the marks; ValueError where these are missing."""
-    head, begin, rest = before.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{PAGE} lacks the lines {BEGIN.strip()} and {END.strip()}")
-    return head + BEGIN + "\n" + made + "\n" + END + tail
+    """The page with this content in its generated section; ValueError if it has none."""
+    after, count = BLOCK.subn(lambda found: f"{found[1]}\n{made}\n{found[3]}", before)
+    if count != 1:
+        raise ValueError(f"{PAGE} has {count} generated sections instead of one, which ends with <!-- end -->")
+    return after
 
 
 if __name__ == "__main__":

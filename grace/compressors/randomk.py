@@ -20,8 +20,8 @@ class RandomK(Sparsifier, Selector):
     Payload: values float32[k]; k = floor(compress_ratio * n), at least 1. Linear: values add up on the wire.
     ``compress_ratio``: the share of elements to send, in (0, 1].
     ``unbiased_scale``: divide by the probability k / n, which makes the expectation x (then use memory "none").
-    ``mode``: "fixed", or "bernoulli": each element is sent with probability compress_ratio independently of others, and
-    that of the smallest random number in any case; k varies from step to step, but is the same on all workers.
+    ``mode``: "fixed", or "bernoulli": each element is sent with probability compress_ratio, independently of the others.
+    At least one is sent. k varies from step to step, but is the same on all workers.
     Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, arXiv:1809.07599, section 2; for Bernoulli
     draws Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning", 2020,
     arXiv:2002.12410.
@@ -102,7 +102,7 @@ class RandomK(Sparsifier, Selector):
     def values(self, payloads: Sequence[Payload], positions: Array, ctx: Context) -> Array:
         """float32[k]: the mean of all workers' values at these positions."""
         xp = ctx.xp
-        total = xp.cast(positions * 0, "float32")
+        total = xp.cast(positions * 0, "float32")  # zeros: a traced graph does not know k
         for (values,) in payloads:
             total = xp.inplace.add(total, self.elements.matched(values, positions, ctx)[0])
         return xp.inplace.divide(total, len(payloads))

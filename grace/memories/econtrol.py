@@ -13,12 +13,12 @@ from grace.core.registry import register
 @register("econtrol")
 @dataclass(frozen=True)
 class EControl(Memory):
-    """As ef21, but a part of the error is fed back as well, so that what the estimates lag behind is made up for.
+    """Memory "ef21" with a fraction of the accumulated error fed back, which corrects the lag of the estimates.
 
     x = eta * error + gradient - estimate; estimate = estimate + sent; error = error + gradient - estimate. The result
     is the mean of all estimates, which every worker tracks.
     State: error, estimate, mean float32[n]; mean is equal on all workers.
-    ``eta``: the part of the error that is fed back, in (0, 1]; near 0 this is the memory "ef21".
+    ``eta``: the fraction of the error that is fed back, in (0, 1]; near 0 this is the memory "ef21".
     Gao, Islamov and Stich, "EControl: Fast Distributed Optimization with Compression and Error Control", ICLR 2024,
     arXiv:2311.05645, algorithm 1.
     """

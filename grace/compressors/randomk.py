@@ -20,7 +20,7 @@ class RandomK(Sparsifier, Selector):
     Payload: values float32[k]; k = floor(compress_ratio * n), at least 1. Linear: values add up on the wire.
     ``compress_ratio``: the share of elements to send, in (0, 1].
     ``unbiased_scale``: divide by the probability k / n, which makes the expectation x (then use memory "none").
-    ``mode``: "fixed", or "bernoulli": each element is sent with probability compress_ratio, independently of the others.
+    ``mode``: "fixed", or "bernoulli": each element is sent independently, with probability compress_ratio.
     At least one is sent. k varies from step to step, but is the same on all workers.
     Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, arXiv:1809.07599, section 2; for Bernoulli
     draws Beznosikov, Horvath, Richtarik and Safaryan, "On Biased Compression for Distributed Learning", 2020,

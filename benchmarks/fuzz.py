@@ -525,14 +525,12 @@ class Settings:
 
 # -- running ---------------------------------------------------------------------------------------------------------
 def targets(backends: tuple[str, ...] = ("numpy", "torch", "tensorflow")) -> list[Target]:
-    """All targets: every method of the table on NumPy and PyTorch, some on TensorFlow; and the loaders."""
+    """All targets: every method of the table on each backend; and the loaders."""
     from table import ROWS
 
     found = []
     for backend in backends:
         for index, row in enumerate(ROWS):
-            if backend == "tensorflow" and index % 4:
-                continue
             weight = {"numpy": 1.0, "torch": 0.5, "tensorflow": 0.25}[backend]
             n = (300, 3000)[index % 2]
 

@@ -8,7 +8,7 @@ from grace.compressors.sparse import Placed
 from grace.core import Array, Context, MaybeProgram, Payload, Resize, State, Traits
 from grace.core.registry import register
 from grace.ops import blocks
-from grace.ops.validate import fitting
+from grace.ops.validate import fitting, typed
 
 
 @register("adacomp")
@@ -68,6 +68,7 @@ class AdaComp(Placed):
         counts, sent, scale = payload
         counts = fitting(xp, counts, "uint8", blocks.block_count(ctx.size, self.bin_size), "counts")
         scale = fitting(xp, scale, "float32", 1, "scales")
+        sent = typed(xp, sent, "uint8", "places")
         many, counts = xp.lengths([sent]), xp.cast(counts, "int32")
         sent = xp.sound(sent, lambda: xp.all(xp.cast(xp.sum(counts), "int64") == many), "its counts do not add up")
         # The r-th sent element lies in the first bin whose cumulative count reaches r. A dummy element avoids an empty

@@ -40,6 +40,13 @@ def matching(
     return xp.sound(array, lambda: xp.all(xp.lengths([array]) == times * xp.lengths([other])), message)
 
 
+def typed(xp: Any, array: Array, dtype: str, what: str) -> Array:
+    """The array itself, if it is a vector of this dtype, of any length."""
+    if xp.dtype(array) != dtype or len(xp.shape(array)) != 1:
+        raise ValueError(f"its {what} are {dtype}[?], not {xp.dtype(array)}{list(xp.shape(array))}")
+    return array
+
+
 def placed(xp: Any, positions: Array, n: int) -> Array:
     """int32[K] itself, if it may index n elements: strictly ascending in 0 .. n-1."""
     if xp.dtype(positions) != "int32":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from grace.core import name_of
 from grace.engine.reshard import check_form, complete, renamed
@@ -15,6 +15,16 @@ from grace.engine.state_store import Fitted, exported
 FORMAT = 2
 """Format version of `state_dict`."""
 State = Mapping[str, Any]
+
+
+class Checked(NamedTuple):
+    """States that can be loaded."""
+
+    states: tuple[State, ...]
+    """With this worker's names of units."""
+    fitted: list[Fitted]
+    """The arrays that `load` would set; empty before there are tensors."""
+    step: int
 
 
 def export(setup: Setup) -> dict[str, Any]:
@@ -49,15 +59,15 @@ def _export_policy(setup: Setup) -> dict[str, Any] | None:
     return {**state, **arrays}
 
 
-def under_own_names(setup: Setup, states: Sequence[State]) -> tuple[State, ...]:
-    """States whose units are renamed to this worker's names."""
+def _under_own_names(setup: Setup, states: Sequence[State]) -> tuple[State, ...]:
     levels = setup.schedule.decision.levels if setup.schedule is not None else {}
     units = list(setup.store.held(levels)) if setup.bound else []
     return tuple(renamed(state, units) for state in states)
 
 
-def checked(setup: Setup, states: Sequence[State], lost: bool) -> tuple[list[Fitted], int]:
-    """The arrays that `load` would set, and the step; raises as `Grace.load_state_dict`."""
+def checked(setup: Setup, states: Sequence[State], lost: bool) -> Checked:
+    """What `load` needs of these states; raises as `Grace.load_state_dict`."""
+    given = states = _under_own_names(setup, states)
     for state in states:
         _check_form(setup, state)
     whose = [(state["rank"], state["world_size"]) for state in states]
@@ -76,18 +86,19 @@ def checked(setup: Setup, states: Sequence[State], lost: bool) -> tuple[list[Fit
         states = tuple(complete(states, lost))
     step = states[0]["step"]
     if not setup.bound:
-        return [], step
+        return Checked(given, [], step)
     saved: Any = _taken_over(setup, states).get("policy")
     if setup.schedule is not None:
         setup.schedule.check_state(saved)
     levels = saved["levels"] if saved else {}
     among = (setup.rank, setup.world_size) if moved else None
     fitted = setup.store.check(states, levels, setup.table.by_name(), partial(setup.context, step=0), among)
-    return fitted, step
+    return Checked(given, fitted, step)
 
 
-def load(setup: Setup, states: Sequence[State], fitted: Sequence[Fitted], step: int) -> None:
+def load(setup: Setup, found: Checked) -> None:
     """Load the result of `checked`. With a policy, all workers must call this."""
+    states, fitted, step = found
     setup.store.load(fitted)
     setup.step.assign(setup.xp.asarray(step, "int64") if setup.xp.traced else step)
     if setup.schedule is not None:

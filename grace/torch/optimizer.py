@@ -28,7 +28,7 @@ from grace.torch.gradients import dense
 from grace.torch.named import NamedParameters
 from grace.torch.ownership import OPTIMIZER, claim, extend
 from grace.torch.passes import NONE, BackwardPass, is_reentrant, running
-from grace.torch.provisional import Accumulation, Means, checksum
+from grace.torch.provisional import Accumulation, Means, alike
 
 
 def DistributedOptimizer(
@@ -195,14 +195,12 @@ class _Driver:
         task = running()
         if task == self._looked or not self.grace.provisional or self._pass.has(task):
             return
-        self._looked = task
-        intact = self._means.intact()
+        self._looked, self._intact = task, self._means.intact()
         if self._means.stepped:  # by hand, not by an optimizer
             self._applied()
-            intact = set()
-        elif gone := set(self._means) - intact:
-            self._discard(gone if intact else None)
-        self._intact = intact
+            self._intact = set()
+        elif gone := set(self._means) - self._intact:
+            self._discard(gone if self._intact else None)
 
     def _on_gradient(self, p: torch.Tensor) -> None:
         if self.grace.paused:
@@ -330,17 +328,10 @@ class _Driver:
                     "it, or make it before the pass that is exchanged"
                 )
             replaced = [p.grad for name, p in built if p.grad is not None and not self._means.holds(name)]
-            if not replaced or self._alike(replaced):
+            if not replaced or alike(replaced, self.grace.transport):
                 return
             self._discard()
         self._exchange()
-
-    def _alike(self, gradients: Iterable[torch.Tensor]) -> bool:
-        # Whether gradients set by hand are equal on all workers. If so, they were computed from the means, as by
-        # p.grad = p.grad / 2; otherwise they come from each worker's batch.
-        if self.grace.world_size == 1:
-            return False
-        return len(set(self.grace.transport.exchange(repr([checksum(each) for each in gradients])))) == 1
 
     def _exchange(self) -> None:
         self._accumulated.passes = 0
@@ -394,10 +385,9 @@ class _Driver:
             self.grace.tune()
 
     def _after_step(self, *_: Any) -> None:
-        if self.grace.paused:
-            return
-        self._applied()
-        self._means.written()
+        if not self.grace.paused:
+            self._applied()
+            self._means.written()
 
     def before_another(self, optimizer: Any) -> None:
         """Called before another optimizer steps this one's parameters."""

@@ -8,6 +8,8 @@ from weakref import ref
 
 import torch
 
+from grace.core import Transport
+
 SAMPLED = 4
 """Number of tensors that a `Sample` copies."""
 
@@ -158,9 +160,15 @@ def nonzero(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and bool(_values(gradient).count_nonzero())
 
 
-def checksum(gradient: torch.Tensor) -> int:
-    """The sum of a gradient's bits, as integers."""
-    return int(_bits(gradient).to(torch.int64).sum())
+def alike(gradients: Iterable[torch.Tensor], transport: Transport) -> bool:
+    """Whether gradients that were set by hand are equal on all of several workers.
+
+    If so, they were computed from the means, as by ``p.grad = p.grad / 2``; otherwise from each worker's own batch.
+    """
+    if transport.size == 1:
+        return False
+    sums = [int(_bits(gradient).to(torch.int64).sum()) for gradient in gradients]
+    return len(set(transport.exchange(repr(sums)))) == 1
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

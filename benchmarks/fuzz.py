@@ -158,7 +158,6 @@ class Payloads:
             for place, array in enumerate(self.good[0][: self.seen])
             if isinstance(compressor, Scattered) and array.dtype == np.int32
         ]
-        self.transport = LocalTransport().bind(self.xp)
         self.decode(self.good)
 
     def __call__(self, rng: random.Random) -> None:
@@ -219,13 +218,14 @@ class Payloads:
         return positions, f"position {positions[at]}"
 
     def message(self, payload: list[Any], rng: random.Random) -> tuple[list[Any], str]:
-        """A transport that receives a mutated message."""
-        from grace.core.collectives import Gather
+        """A worker that receives a mutated message."""
+        from grace.transports.packer import Packer
 
         xp, ragged = self.xp, self.compressor.traits.variable_length
         arrays = tuple(xp.asarray(array.copy(), array.dtype.name) for array in payload[: self.seen])
         own = tuple(xp.asarray(array.copy(), array.dtype.name) for array in self.good[0][: self.seen])
-        pack = (lambda arrays: self.transport._pack_ragged([Gather(arrays)])) if ragged else self.transport._pack
+        packer = Packer(xp, 0, 1)
+        pack = packer.pack_ragged if ragged else packer.pack
         data = bytearray(np.array(xp.to_numpy(pack(arrays)[0])).tobytes())
         layout, wrong = pack(own)[1], ""
         how = rng.choice(("shorter", "longer", "flipped", *["lengths"] * (2 * ragged)))
@@ -248,7 +248,7 @@ class Payloads:
         else:
             data, wrong = data + rng.randbytes(rng.randint(1, 40)), "longer"
         buffer = xp.asarray(np.frombuffer(bytes(data), np.uint8).copy(), "uint8")
-        unpack = self.transport._unpack_ragged if ragged else self.transport._unpack
+        unpack = packer.unpack_ragged if ragged else packer.unpack
         found = [np.array(xp.to_numpy(array)) for array in unpack(buffer, layout, 1)]
         return [*found, *payload[self.seen :]], wrong
 

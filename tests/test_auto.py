@@ -385,7 +385,7 @@ def test_what_is_kept_follows_the_number_of_workers():
     graces = [grace_from_params(AUTO, LocalTransport(world, rank)) for rank in range(4)]
     for grc in graces:
         grc.build({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()})
-        new, _ = grc.check_state(*out.state)  # two workers gathered; four have two stages, here of one shard
+        new = grc.check_state(*out.state).fitted  # two workers gathered; four have two stages, here of one shard
         (residual,) = (a for unit, key, _, a in new if (unit, key) == ("w", "worker/memory/residual"))
         np.testing.assert_allclose(residual, kept / 4, rtol=1e-6)
 

@@ -394,7 +394,7 @@ def test_a_report_is_readable_in_80_columns(files):
 
 
 def test_benches_are_readable_in_80_columns():
-    from grace.bench import show, sidco
+    from grace.bench import show, sidco, sidco_show
     from grace.bench.kernels import Results
 
     label = "blockint:bits=8,rounding=stochastic,memory=residual"
@@ -432,7 +432,7 @@ def test_benches_are_readable_in_80_columns():
         {"method": name, "ratio": 0.01, "accuracy": 0.987, "own": band, "same": band, "us": 1.0}
         for name in ("exact top-k", "RedSync bisection")
     ]
-    sidco.render(sidco.Results(training=training, speed=speed), console)
+    sidco_show.render(sidco.Results(training=training, speed=speed), console)
     text = console.export_text()
     assert text.count("15.48x  3470") == 3
     assert text.count("10.86 (1.07-32.02)") == 4

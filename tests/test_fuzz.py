@@ -113,7 +113,7 @@ def test_a_check_that_is_taken_away_is_missed(broken, monkeypatch):
     """Disables each kind of check: the fuzz then fails."""
     from grace.backends.numpy import NumpyBackend
     from grace.compressors import efsignsgd
-    from grace.transports.messages import MessageTransport
+    from grace.transports.packer import Packer
 
     monkeypatch.setenv("GRACE_KERNELS", "off")
     if broken == "positions":
@@ -123,7 +123,7 @@ def test_a_check_that_is_taken_away_is_missed(broken, monkeypatch):
         monkeypatch.setattr(efsignsgd, "fitting", lambda xp, array, *rest: array)
         target = "payload numpy efsignsgd"
     else:
-        monkeypatch.setattr(MessageTransport, "_unpack", lambda self, data, layout, sender: self._cut(data, layout))
+        monkeypatch.setattr(Packer, "unpack", lambda self, data, layout, sender: self.cut(data, layout))
         target = "message numpy topk"
     chosen = next(each for each in targets(("numpy",)) if each.name.startswith(target))
     assert go(chosen, 0, 60).failures > 0

@@ -10,20 +10,21 @@ from methods import BACKENDS, backend, normal, workers
 from grace.core.collectives import Gather
 from grace.core.gathered import GatheredPayloads
 from grace.transports.local import LocalTransport, World
+from grace.transports.packer import Packer
 
 
 def packed(xp, ragged=True):
-    """A transport, a message of two arrays, and its layout."""
-    transport = LocalTransport().bind(xp)
+    """A packer, its message of two arrays, and their layout."""
+    packer = Packer(xp, 0, 4)
     arrays = (xp.asarray([1.0, 2.0, 3.0], "float32"), xp.asarray([[7, 8], [9, 10]], "int32"))
-    data, layout = transport._pack_ragged([Gather(arrays)]) if ragged else transport._pack(arrays)
-    return transport, np.array(xp.to_numpy(data)), layout
+    data, layout = packer.pack_ragged(arrays) if ragged else packer.pack(arrays)
+    return packer, np.array(xp.to_numpy(data)), layout
 
 
 def test_what_was_packed_comes_out(xp):
     for ragged in (True, False):
-        transport, data, layout = packed(xp, ragged)
-        unpack = transport._unpack_ragged if ragged else transport._unpack
+        packer, data, layout = packed(xp, ragged)
+        unpack = packer.unpack_ragged if ragged else packer.unpack
         floats, numbers = unpack(xp.asarray(data, "uint8"), layout, 1)
         assert xp.to_numpy(floats).tolist() == [1, 2, 3]
         assert xp.to_numpy(numbers).tolist() == [[7, 8], [9, 10]]
@@ -31,10 +32,10 @@ def test_what_was_packed_comes_out(xp):
 
 @pytest.mark.parametrize("change", [-1, -4, 1, 28, -28])
 def test_messages_of_another_length_are_refused(xp, change):
-    transport, data, layout = packed(xp, ragged=False)
+    packer, data, layout = packed(xp, ragged=False)
     data = np.resize(data, len(data) + change)
     with pytest.raises(ValueError, match=rf"the message of worker 3, which has {28 + change} bytes, and not 28"):
-        transport._unpack(xp.asarray(data, "uint8"), layout, 3)
+        packer.unpack(xp.asarray(data, "uint8"), layout, 3)
 
 
 def gathered(xp):
@@ -96,23 +97,23 @@ HEADS = {  # [3, 2] are right: 3 of 4 bytes and 2 of 8
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 def test_lengths_that_do_not_add_up_are_refused(xp, heads):
-    transport, data, layout = packed(xp)
+    packer, data, layout = packed(xp)
     data[:16] = np.array(heads, np.int64).view(np.uint8)
     with pytest.raises(ValueError, match="the message of worker 2, which has other lengths than it says"):
-        transport._unpack_ragged(xp.asarray(data, "uint8"), layout, 2)
+        packer.unpack_ragged(xp.asarray(data, "uint8"), layout, 2)
     with pytest.raises(ValueError, match="which has 15 bytes, which are too few"):
-        transport._unpack_ragged(xp.asarray(data[:15], "uint8"), layout, 2)
+        packer.unpack_ragged(xp.asarray(data[:15], "uint8"), layout, 2)
 
 
 def test_a_graph_refuses_them_when_it_runs():
     xp = backend("tensorflow")
     import tensorflow as tf
 
-    transport, data, layout = packed(xp)
+    packer, data, layout = packed(xp)
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.uint8)])
     def unpacked(buffer):
-        return transport._unpack_ragged(buffer, layout, 2)
+        return packer.unpack_ragged(buffer, layout, 2)
 
     assert unpacked(tf.constant(data))[1].numpy().tolist() == [[7, 8], [9, 10]]
     for heads in HEADS.values():

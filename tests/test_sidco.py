@@ -10,6 +10,7 @@ from methods import BACKENDS, backend, context, host, lockstep, normal, receive,
 from methods import method_of as method
 
 from grace.bench import sidco as bench
+from grace.bench import sidco_show
 from grace.compressors.selectors import SELECTORS
 from grace.compressors.sidco import SIDCo
 from grace.ops import distributions as tails
@@ -491,7 +492,7 @@ def test_the_command_measures_and_shows():
     assert len(results.speed) == 3 * 11
     assert all(record["faster"] > 0 for record in results.speed)
     console = Console(width=160, record=True)
-    bench.render(results, console)
+    sidco_show.render(results, console)
     shown = console.export_text()
     assert all(name in shown for name in (*bench.LAWS, "P robust", "SIDCo-E, 2 stages"))
     refused = CliRunner().invoke(app, ["bench", "sidco", "--epochs", "0", "--plot", "x.png"])

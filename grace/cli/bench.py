@@ -5,31 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from grace.bench import kernels as bench
 from grace.bench import plan, show
 from grace.bench import sidco as thresholds
-from grace.bench.lab import network
-from grace.bench.tasks import cluster as task_cluster
-from grace.bench.tasks import plan as task_plan
-from grace.bench.tasks import run as task_run
-from grace.bench.tasks import show as task_show
-from grace.bench.tasks.tasks import TASKS
-from grace.bench.tasks.tasks import tasks as every_task
+from grace.bench import sidco_show as thresholds_show
 from grace.cli import inputs
+from grace.cli import tasks as tasks_
+from grace.cli.inputs import listed, numbers
 
 app = typer.Typer(name="bench", help="Measure the time of methods and their effect on training.", no_args_is_help=True)
-
-
 Records = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", callback=inputs.output_file, help="Write all records as JSON."),
@@ -50,28 +41,6 @@ def _earlier(
         return as_json, output, words
     Console(stderr=True).print(f"--json {files[0]} is written --output {files[0]} now; --json alone prints")
     return False, inputs.output_file(context, Path(files[0])), [word for word in words if word not in files]
-
-
-def listed(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
-    """A comma-separated list of names."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in allowed:
-            raise typer.BadParameter(f"{option} {name!r}: choose from {', '.join(allowed)}")
-    if not names:
-        raise typer.BadParameter(f"{option} is empty: choose from {', '.join(allowed)}")
-    return list(dict.fromkeys(names))
-
-
-def numbers(text: str, option: str) -> list[int]:
-    """A comma-separated list of positive whole numbers, such as 1e6."""
-    try:
-        found = [float(each) for each in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or any(not 1 <= each < math.inf or each != int(each) for each in found):
-        raise typer.BadParameter(f"{option} {text!r}: write whole numbers of at least 1, such as 1e4,25e6")
-    return list(dict.fromkeys(map(int, found)))
 
 
 @app.command()
@@ -130,7 +99,7 @@ def kernels(
             chosen = plan.in_forms(chosen, listed(forms, plan.HOWS, "--forms"))
         kinds = listed(tensors, ("flat", "resnet50"), "--tensors")
         cases = dict.fromkeys(kinds, chosen)
-        whole = sum(map(_size, plan.resnet50().values()))
+        whole = sum(map(math.prod, plan.resnet50().values()))
         counts, hows = numbers(threads, "--threads"), listed(allocator, plan.ALLOCATORS, "--allocator")
         configs = [
             plan.Config(name, count, how, size, kind, on)
@@ -307,189 +276,14 @@ def sidco(
     if as_json:
         print(json.dumps(results.to_dict(), indent=1))
     else:
-        thresholds.render(results, inputs.console())
+        thresholds_show.render(results, inputs.console())
     if output is not None:
         output.write_text(json.dumps(results.to_dict(), indent=1) + "\n")
     if plot_file is not None and results.training:
-        thresholds.plot(results, str(plot_file))
+        thresholds_show.plot(results, str(plot_file))
 
 
-@app.command()
-def tasks(
-    context: typer.Context,
-    full: Annotated[
-        bool,
-        typer.Option(
-            "--full/--quick", help="Write scripts for a cluster, or run half an hour on this machine with 2 cores."
-        ),
-    ] = False,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Task, one of {', '.join(TASKS)}, or of an installed package; may be repeated."),
-    ] = None,
-    method: Annotated[
-        list[str] | None,
-        typer.Option(help="dense, fp16, auto, or such as topk:compress_ratio=0.001; may be repeated."),
-    ] = None,
-    bandwidth: Annotated[
-        str, typer.Option(help=f"Rates of emulated links, separated by commas: {inputs.RATES}.")
-    ] = "100mbit,1gbit",
-    workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "2",
-    toolkit: Annotated[str, typer.Option(help="Toolkits.")] = ",".join(task_plan.TOOLKITS),
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="FOLDER",
-            callback=inputs.output_folder,
-            help="Folder of results; existing ones are not measured again.",
-        ),
-    ] = Path("out/tasks"),
-    data: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", exists=True, file_okay=False, help="Folder of real data sets, used if present."),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings per method.")] = 1,
-    steps: Annotated[int, typer.Option(min=0, help="Steps per training; 0: the task's default.")] = 0,
-    minutes: Annotated[
-        float,
-        typer.Option(callback=inputs.finite("of minutes", zero=True), help="Start no job that would end later."),
-    ] = 28.0,
-    limit: Annotated[
-        float,
-        typer.Option(min=1, callback=inputs.finite("of seconds"), help="Seconds after which a job is killed."),
-    ] = 240.0,
-    loopback: Annotated[bool, typer.Option("--loopback", help="Use no emulated network, even if possible.")] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Repeat failed measurements.")] = False,
-    show_only: Annotated[
-        bool, typer.Option("--show", help="Measure nothing: only redraw tables, plots and page.")
-    ] = False,
-    collect: Annotated[
-        bool, typer.Option("--collect", help="Show tables of the results of the cluster's scripts.")
-    ] = False,
-    as_json: inputs.AsJson = False,
-) -> None:
-    """Train tasks with every method: time to a target quality, throughput, bytes, quality; plots and a page."""
-    measuring = {"minutes": "--minutes", "limit": "--limit", "retry": "--retry", "loopback": "--loopback"}
-    if show_only or collect:
-        inputs.alone(context, "--show" if show_only else "--collect", measuring)
-    elif full:
-        inputs.alone(context, "--full", {**measuring, "bandwidth": "--bandwidth", "as_json": "--json"})
-    if loopback:
-        inputs.alone(context, "--loopback", {"bandwidth": "--bandwidth"})
-    if full and not (collect or show_only) and len(numbers(workers, "--workers")) > 1:
-        raise typer.BadParameter("--full writes scripts for one number of workers: give --workers once for each --out")
-    toolkits = listed(toolkit, task_plan.TOOLKITS, "--toolkit")
-    if not (full or show_only):
-        toolkits = _present(toolkits)
-    lacks = ["not --loopback"] if loopback else network.missing()
-    rates = _rates(bandwidth)
-    common = {
-        "bandwidths": (task_plan.AS_IS,) if full else (task_plan.LOOPBACK,) if lacks else rates,
-        "full": full,
-        "data": str(data.resolve()) if data else "",
-        "steps": steps,
-    }
-    names, methods = listed(",".join(task or TASKS), tuple(every_task()), "--task"), _methods(method or [], full)
-    counts = numbers(workers, "--workers")
-    jobs = [
-        job for seed in range(seeds) for job in task_plan.jobs(names, methods, toolkits, counts, **common, seed=seed)
-    ]
-    console = Console(stderr=True)
-    left_out: list[str] = []
-    if not (collect or show_only):
-        out.mkdir(parents=True, exist_ok=True)
-    if full and not (collect or show_only):
-        for path in task_cluster.write(jobs, out, counts[0]):
-            console.print(f"written: {path}")
-        console.print(f"{len(jobs)} jobs in {out / 'jobs'}; then: grace bench tasks --full --collect --out {out}")
-        return
-    if collect:
-        rows = task_cluster.collect(out)
-    else:
-        try:
-            store = task_run.Store(out / "rows.jsonl")
-        except (OSError, ValueError) as error:
-            raise typer.BadParameter(f"--out: {error}") from error
-        if not show_only:
-            if lacks and not loopback:
-                console.print(f"over plain loopback: an emulated network needs {'; and '.join(lacks)}")
-            left_out = _train(jobs, store, not lacks, limit, 60 * minutes, retry, console)
-        rows = store.rows
-    if unknown := sorted({row["task"] for row in rows if "task" in row} - set(every_task())):
-        raise typer.BadParameter(f"--out: no installed package offers the tasks {', '.join(unknown)}")
-    if not any(row["kind"] == task_run.TRAINED for row in rows):
-        console.print(f"nothing was measured in {out}")
-        raise typer.Exit(1)
-    task_show.save(rows, out, left_out, " ".join(["grace", *sys.argv[1:]]))
-    if as_json:
-        print(json.dumps(rows, indent=1))
-    else:
-        task_show.render(rows, inputs.console())
-    for line in left_out:
-        console.print(f"not measured, time ran out: {line}; the same command goes on from here")
-    console.print(
-        f"page, tables, plots and results: {out / 'report.html'}, report.md, *.png, results.jsonl, results.csv"
-    )
-
-
-def _present(toolkits: list[str]) -> list[str]:
-    # Toolkits that are installed, with the transport for their gradients.
-    found = []
-    for toolkit in toolkits:
-        needed = {"torch": ("torch",), "keras": ("tensorflow", "keras", "horovod")}[toolkit]
-        lacks = [name for name in needed if importlib.util.find_spec(name) is None]
-        if lacks:
-            Console(stderr=True).print(f"left out: {toolkit}, since {', '.join(lacks)} is missing: see `grace doctor`")
-        else:
-            found.append(toolkit)
-    if not found:
-        raise typer.BadParameter("--toolkit: none of them is installed; `grace doctor` says how to get them")
-    return found
-
-
-def _methods(specs: list[str], full: bool) -> dict[str, Sequence[str]]:
-    # Methods by toolkit.
-    try:
-        given = list(dict.fromkeys(map(task_plan.known, specs or (task_plan.FULL if full else ()))))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    return {toolkit: given or task_plan.QUICK[toolkit] for toolkit in task_plan.TOOLKITS}
-
-
-def _rates(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(inputs.as_tc(word.strip()) for word in text.split(",")))
-
-
-def _train(
-    jobs: list[task_plan.Job],
-    store: task_run.Store,
-    shaped: bool,
-    limit: float,
-    budget: float,
-    retry: bool,
-    console: Console,
-) -> list[str]:
-    # Run the remaining jobs, with a progress bar; returns descriptions of the jobs not started.
-    todo = task_run.remaining(jobs, store.rows, retry)
-    expected = task_plan.estimate(todo) / 60
-    said = f"{len(todo)} launches" + (f", {len(jobs) - len(todo)} are done already" if len(todo) < len(jobs) else "")
-    console.print(f"{said}; about {expected:.0f} minutes on 2 cores, {budget / 60:.0f} at most")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the network is removed, too
-    with Progress(
-        *(TextColumn("{task.completed}/{task.total}"), BarColumn(), TimeElapsedColumn()),
-        TextColumn("{task.description}", markup=False),
-        console=console,
-        disable=not console.is_terminal,
-    ) as bars:
-        bar = bars.add_task("", total=len(todo))
-
-        def tell(text: str) -> None:
-            bars.update(bar, description=text)
-            if not console.is_terminal and ": step" not in text:
-                console.print(text, markup=False)
-
-        left = task_run.run(todo, store, shaped, limit, budget, tell, lambda: bars.advance(bar))
-    return list(map(str, left))
+app.command()(tasks_.tasks)
 
 
 def _chosen(specs: list[str], with_peers: bool) -> tuple[list[plan.Case], dict[str, str]]:
@@ -514,16 +308,9 @@ def _chosen(specs: list[str], with_peers: bool) -> tuple[list[plan.Case], dict[s
 def _targets(
     size: int, allocators: list[str], with_peers: bool
 ) -> tuple[list[plan.Config], dict[str, list[plan.Case]]]:
-    sizes = {"flat": size, "resnet50": sum(map(_size, plan.resnet50().values()))}
+    sizes = {"flat": size, "resnet50": sum(map(math.prod, plan.resnet50().values()))}
     kernels = ("off", "on") if bench.native() else ("off",)
     configs = [
         plan.Config("torch", 1, how, sizes[kind], kind, on) for kind in sizes for on in kernels for how in allocators
     ]
     return configs, {kind: plan.target_cases(kind, with_peers) for kind in sizes}
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

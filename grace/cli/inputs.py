@@ -112,6 +112,28 @@ def as_tc(value: str) -> str:
     return f"{max(round(rate * 1e9), 1)}bit"
 
 
+def listed(text: str, allowed: tuple[str, ...], option: str) -> list[str]:
+    """A comma-separated list of names."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in allowed:
+            raise typer.BadParameter(f"{option} {name!r}: choose from {', '.join(allowed)}")
+    if not names:
+        raise typer.BadParameter(f"{option} is empty: choose from {', '.join(allowed)}")
+    return list(dict.fromkeys(names))
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """A comma-separated list of positive whole numbers, such as 1e6."""
+    try:
+        found = [float(each) for each in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or any(not 1 <= each < math.inf or each != int(each) for each in found):
+        raise typer.BadParameter(f"{option} {text!r}: write whole numbers of at least 1, such as 1e4,25e6")
+    return list(dict.fromkeys(map(int, found)))
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 def input_file(context: typer.Context, path: Path | None) -> Path | None:
     """An option's callback: a file to read."""

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from grace.core import name_of
-from grace.engine.reshard import check_form, complete, renamed
+from grace.engine.reshard import (
+    CARRIED,
+    Points,
+    check_form,
+    check_kind,
+    check_names,
+    complete,
+    renamed,
+    resized,
+    stages,
+)
 from grace.engine.setup import Setup
 from grace.engine.state_store import Fitted, exported
 
 FORMAT = 2
 """Format version of `state_dict`."""
 State = Mapping[str, Any]
+
+
+class Checked(NamedTuple):
+    """States that can be loaded."""
+
+    states: tuple[State, ...]
+    """With this worker's names of units."""
+    fitted: list[Fitted]
+    """The arrays that `load` would set; empty before there are tensors."""
+    step: int
 
 
 def export(setup: Setup) -> dict[str, Any]:
@@ -49,15 +69,15 @@ def _export_policy(setup: Setup) -> dict[str, Any] | None:
     return {**state, **arrays}
 
 
-def under_own_names(setup: Setup, states: Sequence[State]) -> tuple[State, ...]:
-    """States whose units are renamed to this worker's names."""
+def _under_own_names(setup: Setup, states: Sequence[State]) -> tuple[State, ...]:
     levels = setup.schedule.decision.levels if setup.schedule is not None else {}
     units = list(setup.store.held(levels)) if setup.bound else []
     return tuple(renamed(state, units) for state in states)
 
 
-def checked(setup: Setup, states: Sequence[State], lost: bool) -> tuple[list[Fitted], int]:
-    """The arrays that `load` would set, and the step; raises as `Grace.load_state_dict`."""
+def checked(setup: Setup, states: Sequence[State], lost: bool) -> Checked:
+    """What `load` needs of these states; raises as `Grace.load_state_dict`."""
+    given = states = _under_own_names(setup, states)
     for state in states:
         _check_form(setup, state)
     whose = [(state["rank"], state["world_size"]) for state in states]
@@ -76,18 +96,65 @@ def checked(setup: Setup, states: Sequence[State], lost: bool) -> tuple[list[Fit
         states = tuple(complete(states, lost))
     step = states[0]["step"]
     if not setup.bound:
-        return [], step
+        return Checked(given, [], step)
     saved: Any = _taken_over(setup, states).get("policy")
     if setup.schedule is not None:
         setup.schedule.check_state(saved)
     levels = saved["levels"] if saved else {}
-    among = (setup.rank, setup.world_size) if moved else None
-    fitted = setup.store.check(states, levels, setup.table.by_name(), partial(setup.context, step=0), among)
-    return fitted, step
+    return Checked(given, _fitted(setup, states, levels, moved), step)
 
 
-def load(setup: Setup, states: Sequence[State], fitted: Sequence[Fitted], step: int) -> None:
+def _fitted(setup: Setup, states: Sequence[State], levels: Mapping[str, int], moved: bool) -> list[Fitted]:
+    # The arrays that `load` sets. ``moved``: the states are those of all workers of another run.
+    xp, store, units = setup.xp, setup.store, setup.table.by_name()
+    strategies = store.strategies(levels, units) if moved else {}
+    before = states[0].get("strategies", {})
+    changed = {name for name, text in strategies.items() if before.get(name, text) != text}
+    mine = store.held(levels)
+
+    def points(name: str, rank: int) -> Points:
+        return store.points(units[name], levels.get(name, 0), replace(setup.context(units[name], 0), rank=rank))
+
+    for name in mine.keys() & states[0]["points"].keys():
+        # With more workers, or another version, a gather may have become a two-stage exchange.
+        gone = stages(point for state in states for point in state["points"].get(name, ()))
+        for rank in range(setup.world_size):
+            if not gone:
+                break
+            gone -= stages(points(name, rank))
+        if gone:
+            changed.add(name)
+    carried = {name for state in states for name, cells in state["tensors"].items() if CARRIED in cells}
+    for name in sorted((changed | carried & units.keys()) - mine.keys()):  # it goes dense now, or did before
+        mine[name] = {CARRIED: xp.cell(xp.zeros(math.prod(units[name].shape), units[name].dtype))}
+    for state in states:
+        check_names(mine.keys() - strategies, state["tensors"].keys() - strategies)
+    theirs = states[0]["tensors"]
+    if moved or changed:
+        fresh = {
+            name: {key: exported(cell.read(), xp) for key, cell in cells.items()}
+            for name, cells in mine.items()
+            if moved or name in changed
+        }
+        rank, size = (setup.rank, setup.world_size) if moved else (setup.rank, 1)
+        theirs = {**theirs, **resized(states, fresh, points, rank, size, changed)}
+    found = []
+    for name, cells in mine.items():
+        if set(cells) != set(theirs[name]):
+            raise ValueError(f"state of {name!r} has {sorted(theirs[name])}, but this method keeps {sorted(cells)}")
+        for key, cell in cells.items():
+            old, new = cell.read(), theirs[name][key]
+            if tuple(getattr(new, "shape", (None,))) != xp.shape(old):
+                shapes = f"{getattr(new, 'shape', None)}, but the model needs {xp.shape(old)}"
+                raise ValueError(f"state {key!r} of {name!r} has shape {shapes}")
+            check_kind(new, xp.dtype(old), f"state {key!r} of {name!r}")
+            found.append(Fitted(name, key, cell, xp.buffers.copy(xp.asarray(new, xp.dtype(old)))))
+    return found
+
+
+def load(setup: Setup, found: Checked) -> None:
     """Load the result of `checked`. With a policy, all workers must call this."""
+    states, fitted, step = found
     setup.store.load(fitted)
     setup.step.assign(setup.xp.asarray(step, "int64") if setup.xp.traced else step)
     if setup.schedule is not None:

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -16,7 +16,8 @@ from grace.core import Array, Program
 from grace.core.collectives import Broadcast, Collective, Reduce
 from grace.core.communicator import Communicator
 from grace.core.method import Method
-from grace.core.policy import Decision, Policy, number
+from grace.core.policy import Decision, Policy
+from grace.engine.policy_state import check_plain
 from grace.engine.probe import NoiseProbe
 
 
@@ -251,44 +252,8 @@ class Schedule:
             "history": self.history,
         }
 
-    def _check_plain(self, plain: Any) -> None:
-        # The data comes from another worker or a file.
-        def whole(value: Any, least: int, most: float = math.inf) -> bool:
-            return type(value) is int and least <= value <= most
-
-        def level(value: Any) -> bool:
-            return whole(value, 0, len(self.levels) - 1)
-
-        def past(value: Any) -> bool:
-            pairs = isinstance(value, (list, tuple)) and value
-            return bool(pairs) and all(
-                isinstance(pair, (list, tuple)) and len(pair) == 2 and whole(pair[0], 0) and level(pair[1])
-                for pair in value
-            )
-
-        rules: dict[str, Callable[[Any], bool]] = {
-            "epoch": lambda value: whole(value, 0, 2**31 - 1),
-            "step": lambda value: whole(value, 0, 2**63 - 1),
-            "lr": lambda value: value is None or number(value),
-            "levels": lambda value: isinstance(value, Mapping) and all(map(level, value.values())),
-            "micro_steps": lambda value: whole(value, 1),
-            "lr_scale": number,
-            "memo": lambda value: isinstance(value, Mapping) and self.policy.remembers(value),
-            "history": lambda value: isinstance(value, Mapping) and all(map(past, value.values())),
-        }
-        for key, rule in rules.items():
-            if not isinstance(plain, Mapping) or key not in plain or not rule(plain[key]):
-                value = plain.get(key) if isinstance(plain, Mapping) else plain
-                raise ValueError(f"this is no state of a policy: its {key!r} is {value!r}")
-        for key in ("levels", "history"):
-            if sorted(plain[key]) != sorted(self.decision.levels):
-                raise ValueError(
-                    f"the policy's state has {key} of {sorted(plain[key])}, but the model compresses "
-                    f"{sorted(self.decision.levels)}: use the same model and settings"
-                )
-
     def _read(self, plain: Mapping[str, Any]) -> None:
-        self._check_plain(plain)
+        check_plain(plain, self.policy, len(self.levels), self.decision.levels)
         self.epoch, self.step, self._lr = plain["epoch"], plain["step"], plain["lr"]
         self.decision = Decision(dict(plain["levels"]), plain["micro_steps"], plain["lr_scale"], dict(plain["memo"]))
         self.history = {name: [(e, level) for e, level in past] for name, past in plain["history"].items()}
@@ -305,7 +270,7 @@ class Schedule:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if `load_state_dict` cannot continue from this state."""
-        self._check_plain(state)
+        check_plain(state, self.policy, len(self.levels), self.decision.levels)
         if not isinstance(state.get("sums"), Mapping):
             raise ValueError(f"this is no state of a policy: its 'sums' are {state.get('sums')!r}")
         for name, array in state["sums"].items():

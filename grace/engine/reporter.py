@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,9 @@ class Reporter:
         self.skipped = 0
         self.discarded = 0
         self._recorder: Recorder | None = None
+        self._weighed = False  # whether traffic was compared with a dense allreduce's
+        if setup.given_transport is not None:
+            self.open_record()
 
     # -- report ------------------------------------------------------------------------------------------------------
     def report(self, norms: bool = True) -> Report:
@@ -135,6 +139,11 @@ class Reporter:
             self._recorder.write(self.report(), self._setup.step_number())
 
     def step_passed(self) -> None:
-        """Write a line if one is due."""
-        if self._recorder is not None and not self._setup.xp.tracing and self._recorder.passed():
+        """Write a line if one is due. After the first step: warn if it brought more than a dense allreduce would."""
+        setup = self._setup
+        if not self._weighed and not setup.xp.tracing and setup.schedule is None:
+            self._weighed = True
+            if setup.rank == 0 and (heavier := self.report(norms=False).heavier):
+                warnings.warn(heavier, stacklevel=4)
+        if self._recorder is not None and not setup.xp.tracing and self._recorder.passed():
             self.record()

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
-from grace.backends import Backend, backend_of
+from grace.backends import backend_of
 from grace.core import Array, Program, Transport, name_of
 from grace.core.communicator import Communicator
 from grace.core.method import Method
 from grace.core.policy import Decision, Policy
 from grace.engine import persistence
+from grace.engine.averager import Averager
 from grace.engine.buckets import Tensor
-from grace.engine.exchange import Exchange
 from grace.engine.options import Options
-from grace.engine.policy_runner import Schedule
 from grace.engine.report import Report, TensorReport
-from grace.engine.reporter import Reporter
 from grace.engine.reshard import sizes_of
 from grace.engine.scheduler import RoundScheduler
 from grace.engine.setup import Setup
-from grace.engine.state_store import Fitted, Snapshot
+from grace.engine.state_store import Snapshot
 from grace.transports import get_transport
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -50,13 +46,7 @@ def _shown(part: Any, all_fields: bool = False) -> str:
     return f"{name_of(part)}({', '.join(settings)})" if settings else name_of(part)
 
 
-class Job(NamedTuple):
-    """A submitted gradient; `Grace.finish` returns its mean."""
-
-    name: str
-
-
-class Grace:
+class Grace(Averager):
     """Averages named gradients with a method, a communicator and a transport.
 
     Made by `grace.grace_from_params`. The integrations (`grace.torch`, `grace.tensorflow`) drive it; you can, too:
@@ -71,22 +61,15 @@ class Grace:
         options: Options,
         policy: Policy | None = None,
     ):
-        self._setup = Setup(method, communicator, transport, options, policy)
-        self._reporter = Reporter(self._setup)
-        if transport is not None:
-            self._reporter.open_record()
+        super().__init__(Setup(method, communicator, transport, options, policy))
         self.bindings: dict[Any, str] = {}
         """Names by the identity of toolkit variables, if names alone are ambiguous."""
         self.awaited: dict[str, int] = {}
         """Tensors of a state loaded before `build`, with their numbers of elements."""
         self.claimed: set[str] = set()
         """Names used since a state was loaded; no other variable may take them."""
-        self._exchange = Exchange(self._setup)
-        self._means: dict[str, Array | None] = {}
-        self._provisional = False  # the last exchange waits for `commit` or `rollback`
-        self._paused = False
-        self._weighed = False  # whether traffic was compared with a dense allreduce's
-        self._waiting: partial[None] | None = None  # loads a state that was given before `build`
+        self._waiting: tuple[persistence.State, ...] = ()  # loaded before `build`
+        self._lost = False  # whether some of these may be missing
 
     def __deepcopy__(self, memo: Any) -> Grace:
         """A Grace with the same settings, workers and state, but its own tensors and counts."""
@@ -111,97 +94,6 @@ class Grace:
         policy = [] if setup.policy is None else [f"policy {name_of(setup.policy)}"]
         return f"Grace({'; '.join([' + '.join(parts), *policy, where, f'{len(self.names)} tensors'])})"
 
-    # -- settings ----------------------------------------------------------------------------------------------------
-    @property
-    def method(self) -> Method:
-        """The compressor with its memory, as given."""
-        return self._setup.method
-
-    @property
-    def options(self) -> Options:
-        """The settings common to all methods."""
-        return self._setup.options
-
-    @property
-    def communicator(self) -> Communicator:
-        """The communicator, resolved for the workers."""
-        return self._setup.communicator
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The running policy, if there is one."""
-        return self._setup.schedule
-
-    @property
-    def trace(self) -> Any:
-        """Timing of a step; the integrations add their own events."""
-        return self._setup.trace
-
-    @property
-    def track_missing(self) -> bool:
-        """Whether gradients may be absent (None) on some workers: costs 4 bytes per tensor and step."""
-        return self._setup.track_missing
-
-    @track_missing.setter
-    def track_missing(self, value: bool) -> None:
-        self._setup.track_missing = value
-
-    @property
-    def defer_commit(self) -> bool:
-        """Whether a step's state is provisional until `commit`; `rollback` restores the state before it.
-
-        For integrations that see whether the optimizer applies the means. Costs a copy of the state.
-        """
-        return self._setup.defer_commit
-
-    @defer_commit.setter
-    def defer_commit(self, value: bool) -> None:
-        self._setup.defer_commit = value
-
-    @property
-    def learning_rate(self) -> Callable[[str], Any] | None:
-        """Returns a tensor's learning rate by its name, for memories that need it. The integrations set it."""
-        return self._setup.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Callable[[str], Any] | None) -> None:
-        self._setup.learning_rate = value
-
-    @property
-    def xp(self) -> Backend:
-        """The backend; known once `build` has seen a tensor."""
-        return self._setup.xp
-
-    @property
-    def transport(self) -> Transport:
-        """Carries messages. If none was given, the group of workers is looked up when this is first read.
-
-        Raises RuntimeError if the launcher asks for several workers and there is no group.
-        """
-        return self._setup.transport
-
-    @transport.setter
-    def transport(self, transport: Transport) -> None:
-        self._setup.replace_transport(transport)
-
-    @property
-    def rank(self) -> int:
-        return self._setup.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._setup.world_size
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors, in the order in which they were built."""
-        return list(self._setup.table.tensors)
-
-    @property
-    def started(self) -> set[str]:
-        """Tensors with a submitted gradient in this step."""
-        return set(self._exchange.gradients)
-
     # -- tensors -----------------------------------------------------------------------------------------------------
     def build(self, named_tensors: Mapping[str, Array] | Iterable[tuple[str, Array]]) -> None:
         """Lay out tensors and create their state. ``named_tensors``: parameters or gradients; only shapes count.
@@ -221,7 +113,7 @@ class Grace:
                     f"{name!r} lies on another toolkit or device than the tensors before it: use a second Grace"
                 )
             tensor = Tensor(name, xp.shape(array), xp.dtype(array))
-            self._check_tensor(tensor)
+            _check(tensor, setup)
             if name in new or setup.table.tensors.get(name, tensor) != tensor:
                 raise ValueError(f"two tensors are named {name!r}: names must be unique, and shapes must not change")
             if name not in setup.table.tensors:
@@ -229,23 +121,11 @@ class Grace:
         if new:
             self._add(new)
 
-    def _check_tensor(self, tensor: Tensor) -> None:
-        if tensor.dtype not in FLOATS:
-            raise TypeError(
-                f"{tensor.name!r} has dtype {tensor.dtype}: only {', '.join(FLOATS)} gradients can be averaged"
-            )
-        if self.communicator.reduce_scatters and tensor.shape[:1] != (self.world_size,):
-            raise ValueError(
-                f"communicator {name_of(self.communicator)!r} hands each of {self.world_size} workers its own row "
-                f"of a tensor, but {tensor.name!r} has shape {list(tensor.shape)}. It is for grace.torch.fsdp: use "
-                "another communicator for whole gradients"
-            )
-
     def _add(self, new: Mapping[str, Tensor]) -> None:
-        self._setup.loaded_step = None if self._waiting is None else self.steps
+        self._setup.loaded_step = self.steps if self._waiting else None
         self._setup.add(new)
-        if self._waiting is not None:
-            self._waiting()
+        if self._waiting:
+            self.load_state_dict(*self._waiting, lost=self._lost)
         self._reporter.begin_record()
 
     def settle(self) -> None:
@@ -263,8 +143,7 @@ class Grace:
         An unchanged tensor keeps its state, all other state is dropped, and `report` starts again. Raises as `build`
         does.
         """
-        self._refuse_begun("finish it before the tensors change")
-        self.rollback()
+        self._end_step("finish it before the tensors change")
         setup, named = self._setup, dict(named_tensors)
         recording = self._reporter.recording
         if recording:
@@ -309,197 +188,6 @@ class Grace:
         new.bindings = self.bindings
         vars(self).update(vars(new))
 
-    # -- exchange ----------------------------------------------------------------------------------------------------
-    def start(self, name: str, gradient: Array | None, spent: bool = False) -> Job:
-        """Submit a gradient. Its bucket is sent once it is complete and the buckets before it were sent.
-
-        Buckets leave in one order on all workers, regardless of the order of these calls. ``spent``: the gradient is
-        donated: if arrays are mutable, its memory may hold the mean, so do not read it again. Raises KeyError for an
-        unknown name and RuntimeError for a second gradient before `finish`.
-        """
-        if self._paused:
-            self._means[name] = gradient
-            return Job(name)
-        self._check_gradients({name: gradient})
-        self._exchange.submit(name, gradient, spent)
-        with self._undone_on_error():
-            self._exchange.launch_complete()
-        return Job(name)
-
-    def finish(self, job: Job) -> Array | None:
-        """The mean of a gradient, in its shape and dtype. The first call ends the step.
-
-        A gradient that was not submitted is absent on this worker. With ``track_missing`` its mean is None if it is
-        absent on all workers; otherwise zero takes its place.
-        """
-        if job.name not in self._means:
-            self.flush()
-        return self._means.pop(job.name)
-
-    def flush(self) -> None:
-        """End the step: launch the remaining buckets, wait for all of them, and commit the new state."""
-        with self._undone_on_error():
-            self._exchange.launch_rest()
-        self.land()
-
-    def step(self, gradients: Mapping[str, Array | None]) -> dict[str, Array | None]:
-        """The means of these gradients, in one exchange. Other tensors take no part."""
-        if not gradients or self._paused:
-            return dict(gradients)
-        self.launch(gradients)
-        self.land()
-        return {name: self._means.pop(name) for name in gradients}
-
-    def launch(self, gradients: Mapping[str, Array | None], together: str = "", spent: bool = False) -> None:
-        """Submit gradients and send them now, one message per bucket. `land` ends the step.
-
-        ``together``: send a single message under this name instead. ``spent``: as in `start`.
-        """
-        self._check_gradients(gradients)
-        for name, gradient in gradients.items():
-            self._exchange.submit(name, gradient, spent)
-        with self._undone_on_error():
-            self._exchange.launch_names(gradients, together)
-
-    def land(self, last: bool = True) -> None:
-        """Wait for all launched buckets, round by round, and commit the new state.
-
-        ``last``: the step ends here; False: more of its tensors follow. With `defer_commit`, `commit` ends the step.
-        Raises RuntimeError on all workers, and keeps the previous state, if they are at different steps or one of them
-        gave up (`abort`).
-        """
-        exchange = self._exchange
-        with self._undone_on_error():
-            try:
-                self._means = exchange.land()
-            finally:
-                self._reporter.skipped += exchange.skipped
-                self._setup.attempt += 1
-                self._next_exchange()
-        self._provisional = True
-        if last and not self.defer_commit:
-            self.commit()
-
-    def advance(self) -> bool:
-        """Advance every bucket by one round, in order. True when the exchange is complete."""
-        return self._exchange.advance()
-
-    def mean(self, name: str) -> Array | None:
-        """The mean of a gradient after `land`; can be taken once."""
-        return self._means.pop(name)
-
-    def abandon(self) -> None:
-        """Drop an unfinished step: wait for the messages in flight, and discard means and state."""
-        try:
-            self._exchange.abandon()
-        finally:  # even if a message in flight is lost
-            self._next_exchange()
-
-    def abort(self, reason: str) -> NoReturn:
-        """Give up the current step: all workers raise RuntimeError with the reason, and keep the previous state.
-
-        This worker's missing gradients are sent as absent, so that no worker waits for them.
-        """
-        self._exchange.failure = reason
-        self.flush()
-        self._restore()
-        raise RuntimeError(f"worker {self.rank} gave up step {self._setup.step_number()}: {reason}")
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Pause the exchange, as DistributedDataParallel's `no_sync`: gradients stay local.
-
-        Nothing is sent or counted, and no state changes; `step` returns gradients unchanged. Every worker must pause
-        in the same passes.
-        """
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
-    @property
-    def paused(self) -> bool:
-        """Whether this is inside `no_sync`."""
-        return self._paused
-
-    def note(self, name: str, text: str) -> None:
-        """Add a remark on a tensor to the report."""
-        self._reporter.notes[name] = text
-
-    def report_parameters(self, source: Callable[[], list[TensorReport]]) -> None:
-        """Let the report include traffic of parameters, as ``source`` returns it."""
-        self._reporter.parameters = source
-
-    def _check_gradients(self, gradients: Mapping[str, Array | None]) -> None:
-        self._setup.settle()
-        for name, gradient in gradients.items():
-            self._exchange.check(name, gradient)
-
-    def _next_exchange(self) -> None:
-        self._exchange.drop()
-        self._exchange = Exchange(self._setup)
-
-    @contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        # After an error the step is over: restore the previous state.
-        exchange = self._exchange
-        try:
-            yield
-        except BaseException:
-            if self._exchange is exchange:
-                self._next_exchange()
-            self._restore()
-            raise
-
-    def _refuse_begun(self, remedy: str) -> None:
-        if self._exchange.begun:
-            raise RuntimeError(f"a step is under way: {remedy}")
-
-    # -- commit ------------------------------------------------------------------------------------------------------
-    @property
-    def report_skipped(self) -> int:
-        """Number of non-finite means so far, on the host (`Report.skipped`)."""
-        return self._reporter.skipped
-
-    @property
-    def provisional(self) -> bool:
-        """Whether an exchange waits for `commit` or `rollback`."""
-        return self._provisional
-
-    def commit(self) -> None:
-        """Confirm that the means were applied: the step counts, and its state stays. With `defer_commit` only."""
-        setup = self._setup
-        setup.snapshot.release()
-        self._provisional = False
-        setup.attempt = 0
-        setup.step.assign(setup.step.read() + 1)
-        setup.trace.end_step()
-        if not self._weighed and not setup.xp.tracing and setup.schedule is None:
-            self._weighed = True
-            if self.rank == 0 and (heavier := self._reporter.report(norms=False).heavier):
-                warnings.warn(heavier, stacklevel=3)
-        self._reporter.step_passed()
-
-    def rollback(self, names: Iterable[str] | None = None) -> None:
-        """Restore the state before the exchange, as the means were discarded. With `defer_commit` only.
-
-        ``names``: only these tensors; the means of the step's other tensors will be applied.
-        """
-        setup = self._setup
-        if not self._provisional:
-            return
-        if names is None:
-            self._restore()
-            self._reporter.discarded += 1
-            return
-        for unit in dict.fromkeys(setup.table.unit(name) for name in names):
-            setup.snapshot.restore(setup.xp, setup.cells(unit))
-
-    def _restore(self) -> None:
-        self._setup.restore()
-        self._provisional = False
-
     # -- policy ------------------------------------------------------------------------------------------------------
     @property
     def decision(self) -> Decision:
@@ -509,7 +197,7 @@ class Grace:
     @property
     def steps(self) -> int:
         """Number of steps in total, across resumed runs; `Report.steps` counts those of this object."""
-        return self._setup.step_number() if self._waiting is None else int(self._waiting.args[0]["step"])
+        return int(self._waiting[0]["step"]) if self._waiting else self._setup.step_number()
 
     @property
     def steps_this_epoch(self) -> int:
@@ -530,13 +218,10 @@ class Grace:
 
     def ending(self, lr: float | None = None, next_lr: float | None = None) -> RoundScheduler:
         """`end_epoch` for several workers in one process: call ``advance()`` on each in turn until all return True."""
-        self._refuse_begun("finish it before the epoch ends")
-        self.rollback()  # no optimizer step will apply the means any more
-        programs: dict[str, Program[Any]] = {}
-        if self.schedule is not None:
-            ended = self.schedule.on_epoch_end(lr, next_lr, self._setup.step_number(), self.rank)
-            programs["policy"] = self._entering(ended)
-        return RoundScheduler("policy", programs, self.transport, self.trace)
+        self._end_step("finish it before the epoch ends")
+        if self.schedule is None:
+            return RoundScheduler("policy", {}, self.transport, self.trace)
+        return self._decided(self.schedule.on_epoch_end(lr, next_lr, self._setup.step_number(), self.rank))
 
     @property
     def trying(self) -> bool:
@@ -559,24 +244,24 @@ class Grace:
 
         None if there is no decision to make, on all workers alike.
         """
-        self._refuse_begun("finish it before the policy is told of it")
-        self.rollback()
+        self._end_step("finish it before the policy is told of it")
         schedule, setup = self.schedule, self._setup
         if schedule is None or setup.step is None or not self.trying:
             return None
         step = setup.step_number()
         if not schedule.trial_over(step, self.world_size):
             return None
-        decided = schedule.on_trial_end(step, self.rank, self.world_size)
-        return RoundScheduler("policy", {"policy": self._entering(decided)}, self.transport, self.trace)
+        return self._decided(schedule.on_trial_end(step, self.rank, self.world_size))
 
-    def _entering(self, decided: Program[list[str]]) -> Program[None]:
-        # Carry out a decision.
-        assert self.schedule is not None
-        self._reporter.record()  # so that no line of the record spans a change of level
-        before = dict(self.schedule.decision.levels)
-        for name in (yield from decided):
-            self._setup.switch_level(name, before[name])
+    def _decided(self, decision: Program[list[str]]) -> RoundScheduler:
+        # Lets a policy decide, and moves each tensor to its new level.
+        def program() -> Program[None]:
+            self._reporter.record()  # so that no line of the record spans a change of level
+            before = dict(self.decision.levels)
+            for name in (yield from decision):
+                self._setup.switch_level(name, before[name])
+
+        return RoundScheduler("policy", {"policy": program()}, self.transport, self.trace)
 
     # -- state -------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -585,8 +270,8 @@ class Grace:
         Each worker saves and loads its own: residuals differ between workers. `grace.checkpoint` writes it to files.
         Raises RuntimeError if states of another number of workers were loaded and still wait for `build`.
         """
-        if self._waiting is not None:  # no step since it was loaded
-            state, *others = self._waiting.args
+        if self._waiting:  # no step since it was loaded
+            state, *others = self._waiting
             if others or (state["rank"], state["world_size"]) != (self.rank, self.world_size):
                 raise RuntimeError("build has yet to distribute the loaded states of other workers: run a step first")
             return dict(state)
@@ -602,26 +287,38 @@ class Grace:
         format, method or policy, or if names or shapes differ from the model's.
         """
         setup = self._setup
-        states = persistence.under_own_names(setup, states)
-        fitted, step = persistence.checked(setup, states, lost)
+        found = persistence.checked(setup, states, lost)
         self.claimed.clear()
         if not setup.bound:
-            self.awaited = sizes_of(states[0])
-            self._waiting = partial(self.load_state_dict, *states, lost=lost)
+            self.awaited = sizes_of(found.states[0])
+            self._waiting, self._lost = found.states, lost
             return
         self._restore()
         setup.attempt = 0
-        self._waiting = None
-        self._reporter.first_step += step - setup.step_number()  # the report counts only the steps of this object
-        persistence.load(setup, states, fitted, step)
+        self._waiting = ()
+        self._reporter.first_step += found.step - setup.step_number()  # the report counts only the steps of this object
+        persistence.load(setup, found)
         if self._reporter.recording:
             self._reporter.begin_record(again=True)
 
-    def check_state(self, *states: Mapping[str, Any], lost: bool = False) -> tuple[list[Fitted], int]:
-        """The arrays that `load_state_dict` would set, and the step; raises as it does."""
-        return persistence.checked(self._setup, persistence.under_own_names(self._setup, states), lost)
+    def check_state(self, *states: Mapping[str, Any], lost: bool = False) -> persistence.Checked:
+        """What `load_state_dict` would load; raises as it does."""
+        return persistence.checked(self._setup, states, lost)
 
     # -- report ------------------------------------------------------------------------------------------------------
+    def note(self, name: str, text: str) -> None:
+        """Add a remark on a tensor to the report."""
+        self._reporter.notes[name] = text
+
+    def report_parameters(self, source: Callable[[], list[TensorReport]]) -> None:
+        """Let the report include traffic of parameters, as ``source`` returns it."""
+        self._reporter.parameters = source
+
+    @property
+    def report_skipped(self) -> int:
+        """Number of non-finite means so far, on the host (`Report.skipped`)."""
+        return self._reporter.skipped
+
     def report(self, trace: str | os.PathLike[str] | None = None) -> Report:
         """Traffic since this object was made (or loaded, or rebuilt), in total and per tensor.
 
@@ -649,3 +346,14 @@ class Grace:
         if not self.options.record:
             raise ValueError("there is no record: name a file, as grace_from_params({..., 'record': 'run.jsonl'})")
         self._reporter.record()
+
+
+def _check(tensor: Tensor, setup: Setup) -> None:
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"{tensor.name!r} has dtype {tensor.dtype}: only {', '.join(FLOATS)} gradients can be averaged")
+    if setup.communicator.reduce_scatters and tensor.shape[:1] != (setup.world_size,):
+        raise ValueError(
+            f"communicator {name_of(setup.communicator)!r} hands each of {setup.world_size} workers its own row "
+            f"of a tensor, but {tensor.name!r} has shape {list(tensor.shape)}. It is for grace.torch.fsdp: use "
+            "another communicator for whole gradients"
+        )

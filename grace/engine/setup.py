@@ -116,10 +116,6 @@ class Setup:
         self._transport = transport
         return transport
 
-    def replace_transport(self, transport: Transport) -> None:
-        """Set another transport between the same workers."""
-        self._transport = transport
-
     @property
     def rank(self) -> int:
         return self.transport.rank
@@ -164,7 +160,7 @@ class Setup:
     # -- tensors -----------------------------------------------------------------------------------------------------
     def bind(self, xp: Backend) -> None:
         """Set the backend, from the first tensors."""
-        self.replace_transport(self.transport.bind(xp))
+        self._transport = self.transport.bind(xp)
         self._xp = xp
         self.store.bind(xp)
         self.transport.timeout = self.options.timeout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from grace.engine.buckets import Unit
 from grace.engine.encoders import FastMethod
 from grace.engine.lazy_mean import DeferredResidual
 from grace.engine.policy_runner import Schedule
-from grace.engine.reshard import CARRIED, Points, check_kind, check_names, parsed, resized, sharing, stages
+from grace.engine.reshard import CARRIED, Points, parsed, sharing
 
 Cells = dict[str, Any]
 """A state's arrays by key, each in a cell of the backend."""
@@ -329,61 +329,6 @@ class StateStore:
                 lasting = {key: cell for way, each in pairs for key, cell in each.items() if _lasting(key, way)}
                 held[unit] = {**lasting, **held[unit]}
         return {unit: cells for unit, cells in held.items() if cells}
-
-    def check(
-        self,
-        states: Sequence[Mapping[str, Any]],
-        levels: Mapping[str, int],
-        units: Mapping[str, Unit],
-        ctx_of: Callable[[Unit], Context],
-        among: tuple[int, int] | None,
-    ) -> list[Fitted]:
-        """The arrays that `load` would set. ``states``: this worker's, or those of all workers of another run.
-
-        ``among``: in the latter case, this worker's rank and the number of workers. ``ctx_of``: a unit's context here.
-        ValueError, naming the difference, for states that do not fit.
-        """
-        xp = self.xp
-        strategies = self.strategies(levels, units) if among else {}
-        before = states[0].get("strategies", {})
-        changed = {name for name, text in strategies.items() if before.get(name, text) != text}
-        mine = self.held(levels)
-
-        def points(name: str, rank: int) -> Points:
-            return self.points(units[name], levels.get(name, 0), replace(ctx_of(units[name]), rank=rank))
-
-        for name in mine.keys() & states[0]["points"].keys():
-            # With more workers, or another version, a gather may have become a two-stage exchange.
-            ranks = range(ctx_of(units[name]).world_size)
-            here = stages(point for rank in ranks for point in points(name, rank))
-            if not stages(point for state in states for point in state["points"].get(name, ())) <= here:
-                changed.add(name)
-        carried = {name for state in states for name, cells in state["tensors"].items() if CARRIED in cells}
-        for name in sorted((changed | carried & units.keys()) - mine.keys()):  # it goes dense now, or did before
-            mine[name] = {CARRIED: xp.cell(xp.zeros(math.prod(units[name].shape), units[name].dtype))}
-        for state in states:
-            check_names(mine.keys() - strategies, state["tensors"].keys() - strategies)
-        theirs = states[0]["tensors"]
-        if among or changed:
-            fresh = {
-                name: {key: exported(cell.read(), xp) for key, cell in cells.items()}
-                for name, cells in mine.items()
-                if among or name in changed
-            }
-            rank, size = among or (ctx_of(units[next(iter(fresh))]).rank, 1)
-            theirs = {**theirs, **resized(states, fresh, points, rank, size, changed)}
-        found = []
-        for unit, cells in mine.items():
-            if set(cells) != set(theirs[unit]):
-                raise ValueError(f"state of {unit!r} has {sorted(theirs[unit])}, but this method keeps {sorted(cells)}")
-            for key, cell in cells.items():
-                old, new = cell.read(), theirs[unit][key]
-                if tuple(getattr(new, "shape", (None,))) != xp.shape(old):
-                    shapes = f"{getattr(new, 'shape', None)}, but the model needs {xp.shape(old)}"
-                    raise ValueError(f"state {key!r} of {unit!r} has shape {shapes}")
-                check_kind(new, xp.dtype(old), f"state {key!r} of {unit!r}")
-                found.append(Fitted(unit, key, cell, xp.buffers.copy(xp.asarray(new, xp.dtype(old)))))
-        return found
 
     def load(self, fitted: Iterable[Fitted]) -> None:
         """Go on with these arrays."""

@@ -311,7 +311,8 @@ class End:
     ) -> list[Layout]:
         ctx = self._context(xp, shape, dtype, "layout")
         if self.how.masked and training:
-            k = kept(self._masked_ratio(), math.prod(shape[1:]))
+            assert isinstance(self.how.compressor, codecs.ExampleTopK)
+            k = kept(self.how.compressor.compress_ratio, math.prod(shape[1:]))
             return [(("float32", (shape[0] * k,)),)]
         if (shape, dtype) not in self._layouts:
             self._layouts[shape, dtype] = self._codec.layout(ctx)
@@ -344,10 +345,6 @@ class End:
         if self._masks is None or key not in self._masks:
             raise RuntimeError(f"edge {self.edge}: a gradient came before its activation, so same_mask has no mask")
         return self._masks.pop(key)
-
-    def _masked_ratio(self) -> float:
-        assert isinstance(self.how.compressor, codecs.ExampleTopK)
-        return self.how.compressor.compress_ratio
 
     def _tail(self, training: bool) -> int:
         return DIGEST if self.how.debug or (self.how.feedback == "aq" and training) else 0

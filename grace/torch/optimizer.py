@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
-from weakref import WeakMethod
 
 import torch
 
+from grace.core import Transport
 from grace.core.collectives import Reduce
 from grace.engine.handshake import OutOfStep
 from grace.engine.session import Grace
@@ -26,9 +24,11 @@ from grace.torch.checks import (
     named_pairs,
     ordinary,
 )
-from grace.torch.gradients import dense, plain
+from grace.torch.gradients import dense
+from grace.torch.named import NamedParameters
 from grace.torch.ownership import OPTIMIZER, claim, extend
-from grace.torch.provisional import Put, Sample, checksum, nonzero
+from grace.torch.passes import NONE, BackwardPass, is_reentrant, running
+from grace.torch.provisional import Accumulation, Means, alike
 
 
 def DistributedOptimizer(
@@ -116,33 +116,21 @@ class _Driver:
         self.grace = grace
         self.backward_passes = passes_per_step
         self._optimizer = optimizer
-        self._passes = 0  # passes accumulated since the last exchange
-        self._task = -1  # the current backward pass
-        self._nested = -1  # the last nested backward pass
-        self._began = 0.0
+        self._pass = BackwardPass()
+        self._accumulated = Accumulation()
         self._arrived: set[torch.Tensor] = set()  # parameters whose gradients wait for the exchange
         self._local: set[torch.Tensor] = set()  # parameters with gradients from passes inside no_sync
-        self._put: dict[str, Put] = {}  # the means of the last exchange
-        self._partial: dict[torch.Tensor, Put] = {}  # accumulated gradients since the last exchange
-        self._sample = Sample()  # of these gradients
-        self._parameters_before = Sample()  # at the last exchange
-        self._looked = -1  # the backward pass for which `_intact` was computed
+        self._looked = NONE  # the backward pass for which `_intact` was computed
         self._intact: set[str] = set()  # means of the last exchange to which the current pass would add
         self._skipped = 0
         self._warned = False
-        self._parameters: dict[str, torch.Tensor] = {}
-        self._known: set[torch.Tensor] = set()  # parameters with hooks
-        self._names = _names(named)
-        if named is not None:
-            unnamed = [list(p.shape) for p in self._trained() if p not in self._names]
-            if unnamed:
-                raise ValueError(
-                    f"named_parameters lacks {len(unnamed)} of the optimizer's parameters, of shapes {unnamed[:3]}"
-                )
-        self._claim = claim(grace, self._all(), OPTIMIZER, self)
+        self._parameters = NamedParameters(optimizer, named)
+        self._means = Means(self._parameters.built)
+        self._hooked: set[torch.Tensor] = set()
+        self._claim = claim(grace, self._parameters.all(), OPTIMIZER, self)
         try:
             grace.track_missing = grace.defer_commit = True
-            grace.learning_rate = self._learning_rate
+            grace.learning_rate = self._parameters.learning_rate
             check_momentum(grace, optimizer, stacklevel=3)
             self._adopt()
         except BaseException:
@@ -160,55 +148,20 @@ class _Driver:
     def _passes_per_step(self) -> int:
         return self.backward_passes * self.grace.decision.micro_steps
 
-    def _learning_rate(self, name: str) -> Any:
-        p = self._parameters[name]
-        return next(group["lr"] for group in self._optimizer.param_groups if any(p is q for q in group["params"]))
-
     # -- parameters -------------------------------------------------------------------------------------------------
-    def _all(self) -> list[torch.Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-    def _trained(self) -> list[torch.Tensor]:
-        return [p for p in self._all() if p.requires_grad]
-
     def _adopt(self) -> None:
         # Adopt new parameters: all at first, later those of added groups or unfrozen ones.
-        if unknown := [p for p in self._all() if p not in self._known]:
-            for p in unknown:
-                check_parameter(self._names.get(p, "an added parameter"), p)
-            extend(self._claim, unknown)
-            for p in unknown:
-                self._hook(p)
-        new = [p for p in self._trained() if self._names.get(p) not in self._parameters]
-        if not new:  # in nearly every step
-            return
-        for p in new:
-            self._names.setdefault(p, f"parameter{len(self._names)}")
-        order = {p: index for index, p in enumerate(self._names)}
-        named = {self._names[p]: p for p in sorted(new, key=order.__getitem__)}
-        self.grace.build(named)
-        self._parameters.update(named)
-
-    def _hook(self, p: torch.Tensor) -> None:
-        # Parameters hold hooks outside the reach of Python's garbage collector: a strong reference to self would leak.
-        arriving, arrived = WeakMethod(self._before_accumulation), WeakMethod(self._on_gradient)
-
-        def before_accumulation(gradient: torch.Tensor) -> None:
-            if (handle := arriving()) is not None:
-                handle()
-
-        def on_gradient(p: torch.Tensor) -> None:
-            if (handle := arrived()) is not None:
-                handle(p)
-
-        self._known.add(p)
-        if not (p.is_floating_point() or p.is_complex()):
-            return
-        frozen = not p.requires_grad
-        p.requires_grad_()  # a frozen parameter accepts no hooks, but keeps existing ones
-        self._claim.hooks += [p.register_hook(before_accumulation), p.register_post_accumulate_grad_hook(on_gradient)]
-        if frozen:
-            p.requires_grad_(False)
+        if added := [p for p in self._parameters.all() if p not in self._hooked]:
+            for p in added:
+                check_parameter(self._parameters.name(p) or "an added parameter", p)
+            extend(self._claim, added)
+            self._hooked.update(added)
+            for p in added:
+                if p.is_floating_point() or p.is_complex():
+                    self._claim.hook(p, self._before_accumulation, self._on_gradient)
+        if unbuilt := self._parameters.unbuilt():
+            self.grace.build(unbuilt)
+            self._parameters.built.update(unbuilt)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Call the optimizer's own method, then build the new parameters, on all workers together."""
@@ -227,81 +180,68 @@ class _Driver:
         """Drop the current pass and its gradients after a change of workers."""
         self.grace.rollback()
         self._forget()
-        for p in self._parameters.values():
+        for p in self._parameters.built.values():
             p.grad = None
 
     def _forget(self) -> None:
-        self._passes, self._task, self._nested = 0, -1, -1
-        for each in (self._arrived, self._local, self._put, self._partial, self._intact):
+        self._pass.end()
+        for each in (self._arrived, self._local, self._means, self._accumulated, self._intact):
             each.clear()
 
     # -- a backward pass --------------------------------------------------------------------------------------------
     def _before_accumulation(self) -> None:
         # Before a pass adds its first gradient, check whether unapplied means of an exchange are still there.
         # This also runs in torch.autograd.grad, which adds nothing.
-        task = torch._C._current_graph_task_id()
-        if task == self._looked or not self.grace.provisional or task in (self._task, self._nested):
+        task = running()
+        if task == self._looked or not self.grace.provisional or self._pass.has(task):
             return
-        self._looked = task
-        intact = {n for n, put in self._put.items() if put.holds(g := self._parameters[n].grad) and nonzero(g)}
-        if self._parameters_before.changed:  # updated by hand, not by an optimizer
+        self._looked, self._intact = task, self._means.intact()
+        if self._means.stepped:  # by hand, not by an optimizer
             self._applied()
-            intact = set()
-        elif gone := self._put.keys() - intact:
-            self._discard(gone if intact else None)
-        self._intact = intact
+            self._intact = set()
+        elif gone := set(self._means) - self._intact:
+            self._discard(gone if self._intact else None)
 
     def _on_gradient(self, p: torch.Tensor) -> None:
         if self.grace.paused:
             self._local.add(p)
             return
-        task = torch._C._current_graph_task_id()
-        if task not in (self._task, self._nested):
+        task = running()
+        if not self._pass.has(task):
             self._begin_backward(task)
-        name = self._names.get(p, "")
-        put = self._put.get(name)
-        if p.grad is None or (put is not None and put.unchanged(p.grad)):
+        name = self._parameters.name(p)
+        if p.grad is None or self._means.unchanged(name):
             return  # a user's hook has already stepped
         if self.grace.provisional and name in self._intact:
             raise RuntimeError(
                 "a second backward pass added its gradients to means that were exchanged already: call zero_grad() "
                 "first, or pass backward_passes_per_step to DistributedOptimizer to accumulate several passes"
             )
-        self._put.pop(name, None)
+        self._means.drop([name])
         self._arrived.add(p)
         # new parameters are built after the pass
-        if self._passes + 1 == self._passes_per_step and name in self._parameters:
+        if self._accumulated.passes + 1 == self._passes_per_step and name in self._parameters.built:
             self.grace.start(name, self._gradient(p), spent=True)
 
     def _begin_backward(self, task: int) -> None:
-        if _inside_backward():
-            # Its end is not the end of the whole pass, which may have no gradient of its own to hook.
-            self._nested = task
+        if is_reentrant():
+            self._pass.begin_inner(task)
             if self._passes_per_step > 1:
                 raise RuntimeError(
                     "backward_passes_per_step cannot count passes of reentrant checkpoints: use_reentrant=False"
                 )
-            if self._task == -1:
+            if not self._pass.begun:
                 warnings.warn(
                     "reentrant checkpoints hide the end of the backward pass, so gradients may be exchanged as late as "
                     "in step(): call optimizer.synchronize() before you clip or unscale, or set use_reentrant=False",
                     stacklevel=2,
                 )
             return
-        if self._failed:
+        if self._pass.failed:
             self._give_up_failed_pass()
-        if self._passes and all(put.thrown_away(p.grad) for p, put in self._partial.items()):
-            self._passes = 0
-            self._partial.clear()
-        self._task = task
-        self._began = time.perf_counter()
-        torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-
-    @property
-    def _failed(self) -> bool:
-        # Whether an earlier pass began and did not end, and the current one is not part of it.
-        here = torch._C._current_graph_task_id()
-        return self._task not in (-1, here) and self._nested == -1
+        if self._accumulated.thrown_away:
+            self._accumulated.clear()
+        self._pass.begin(task, self._after_backward)
 
     def _give_up_failed_pass(self) -> None:
         if self.grace.started:
@@ -321,10 +261,10 @@ class _Driver:
 
     def _discard(self, names: Iterable[str] | None = None) -> None:
         # Discard means, all or some, that no step applied. An update by hand counts as a step.
-        if self._parameters_before.changed:
+        if self._means.stepped:
             return self._applied()
-        names = list(self._put) if names is None else list(names)
-        if all(name in names for name in self._put):
+        names = list(self._means if names is None else names)
+        if all(name in names for name in self._means):
             self.grace.rollback()
             overflow = self.grace.report_skipped > self._skipped
             if self.grace.world_size > 1 and not self._warned and not overflow:
@@ -337,41 +277,38 @@ class _Driver:
                 )
         else:
             self.grace.rollback(names)
-        for name in names:
-            del self._put[name]
+        self._means.drop(names)
 
     def _after_backward(self) -> None:
-        self._task = self._nested = -1
+        began = self._pass.began
+        self._pass.end()
         if not self._arrived:  # the optimizer has already stepped inside this pass
             return
-        self.grace.trace.add("backward", "from the first gradient on", self._began)
-        self._passes += 1
-        if self._passes >= self._passes_per_step:
+        self.grace.trace.add("backward", "from the first gradient on", began)
+        self._accumulated.passes += 1
+        if self._accumulated.passes >= self._passes_per_step:
             self.synchronize()
         else:
-            self._partial = {p: Put.of(p.grad) for p in self._arrived if p.grad is not None}
-            self._sample.take(self._partial, lambda p: p.grad)
+            self._accumulated.record(self._arrived)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """Call the optimizer's own method, after discarding means that no step applied."""
         if not self._claim.released:
-            if self._failed:
+            if self._pass.failed:
                 self._give_up_failed_pass()
-            if self._nested != -1 and self.grace.started:
+            if self._pass.reentrant and self.grace.started:
                 self._exchange()
-            if self._task == -1:
+            if not self._pass.begun:
                 self._refuse_changed_partial()
             if self.grace.provisional:
                 self._discard()
-            if self._task == -1:
+            if not self._pass.begun:
                 self._forget()
         return self._zero_grad(*args, **kwargs)
 
     def _refuse_changed_partial(self) -> None:
         # Accumulated gradients that were clipped or unscaled before their exchange differ between workers.
-        kept = [(p, put) for p, put in self._partial.items() if put.holds(p.grad)] if self._passes else []
-        # GradScaler changes gradients without a new version.
-        if any(not put.unchanged(p.grad) for p, put in kept) or (kept and self._sample.changed):
+        if self._accumulated.changed:
             self._give_up(
                 "its gradients were changed (clipped, unscaled) before they were exchanged, since fewer backward "
                 "passes than backward_passes_per_step came before the step: call optimizer.synchronize() first"
@@ -381,64 +318,41 @@ class _Driver:
     @ordinary()
     def synchronize(self) -> None:
         """Replace all gradients by their means, unless they already are means."""
-        if self._failed:
+        if self._pass.failed:
             self._give_up_failed_pass()
         if self.grace.provisional and not self._arrived:
-            if any(p in self._local and self._holds_mean(p) for p in self._parameters.values()):
+            built = self._parameters.built.items()
+            if any(p in self._local and self._means.holds(name) for name, p in built):
                 self._give_up(
                     "a backward pass inside no_sync() added this worker's gradients to means: call zero_grad() after "
                     "it, or make it before the pass that is exchanged"
                 )
-            replaced = [p for p in self._parameters.values() if p.grad is not None and not self._holds_mean(p)]
-            if not replaced or self._alike(replaced):
+            replaced = [p.grad for name, p in built if p.grad is not None and not self._means.holds(name)]
+            if not replaced or alike(replaced, self.grace.transport):
                 return
             self._discard()
         self._exchange()
 
-    def _holds_mean(self, p: torch.Tensor) -> bool:
-        put = self._put.get(self._names[p])
-        return put is not None and put.holds(p.grad)
-
-    def _alike(self, parameters: Iterable[torch.Tensor]) -> bool:
-        # Whether gradients set by hand are equal on all workers. If so, they were computed from the means, as by
-        # p.grad = p.grad / 2; otherwise they come from each worker's batch.
-        if self.grace.world_size == 1:
-            return False
-        sums = [checksum(p.grad) for p in parameters if p.grad is not None]
-        return len(set(self.grace.transport.exchange(repr(sums)))) == 1
-
     def _exchange(self) -> None:
-        self._passes = 0
+        self._accumulated.passes = 0
         self._adopt()
-        started = self.grace.started
-        for name, p in self._parameters.items():
+        started, built = self.grace.started, self._parameters.built
+        for name, p in built.items():
             if name not in started:
-                put = self._put.get(name)
-                mine = None if put is not None and put.unchanged(p.grad) else self._gradient(p)
+                mine = None if self._means.unchanged(name) else self._gradient(p)
                 self.grace.start(name, mine, spent=p in self._arrived)
         self._skipped = self.grace.report_skipped
         self.grace.flush()
-        for name, p in self._parameters.items():
-            mean = self.grace.mean(name)
-            if mean is None:
-                continue
-            if p.grad is None or p.grad.is_sparse or p not in self._arrived:
-                # The mean is a view of a whole message, and a gradient set by hand is the user's memory.
-                p.grad = mean.clone()
-            elif mean.data_ptr() != p.grad.data_ptr():
-                with torch.no_grad():
-                    p.grad.copy_(mean)
-            self._put[name] = Put.of(p.grad)
-        self._parameters_before.take((self._parameters[name] for name in self._put), lambda p: p)
-        for each in (self._arrived, self._local, self._partial, self._intact):
+        self._means.put({name: self.grace.mean(name) for name in built}, self._arrived)
+        for each in (self._arrived, self._local, self._accumulated, self._intact):
             each.clear()
-        if torch._C._current_graph_task_id() == -1:
-            self._task = self._nested = -1
+        if running() == NONE:
+            self._pass.end()
 
     def _gradient(self, p: torch.Tensor) -> torch.Tensor | None:
         if p.grad is None or not p.requires_grad:  # a frozen parameter may still have an old gradient
             return None
-        return dense(p.grad.detach(), self.grace, self._names[p])
+        return dense(p.grad.detach(), self.grace, self._parameters.name(p))
 
     # -- a step -----------------------------------------------------------------------------------------------------
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -461,15 +375,7 @@ class _Driver:
             self._applied()
             if self.grace.world_size == 1 or loss is None:
                 return loss
-            value = (
-                loss.detach()
-                if isinstance(loss, torch.Tensor)
-                else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
-            )
-            value = value if value.is_floating_point() else value.to(torch.float32)
-            value = value.to(next(iter(self._parameters.values())).device).reshape(1)
-            ((mean,),) = self.grace.transport.start([Reduce((value,), "mean")], "loss")()
-            return mean.reshape(()) if isinstance(loss, torch.Tensor) else mean.item()
+            return _mean_loss(loss, next(iter(self._parameters.built.values())).device, self.grace.transport)
 
         return averaged
 
@@ -479,19 +385,15 @@ class _Driver:
             self.grace.tune()
 
     def _after_step(self, *_: Any) -> None:
-        if self.grace.paused:
-            return
-        self._applied()
-        for name, put in self._put.items():  # an optimizer may write to gradients
-            gradient = self._parameters[name].grad
-            if gradient is not None and put.holds(gradient):
-                self._put[name] = Put.of(gradient)
+        if not self.grace.paused:
+            self._applied()
+            self._means.written()
 
     def before_another(self, optimizer: Any) -> None:
         """Called before another optimizer steps this one's parameters."""
         if optimizer.param_groups is self._optimizer.param_groups:  # one wraps the other, as in SAM
             self._before_step(optimizer, (), {})
-        elif not self.grace.paused and (self.grace.provisional or self._arrived or self._task != -1):
+        elif not self.grace.paused and (self.grace.provisional or self._arrived or self._pass.begun):
             raise RuntimeError(
                 f"{type(optimizer).__name__} steps parameters whose gradients a DistributedOptimizer exchanges: put "
                 "this optimizer's backward passes and steps inside `with distributed.no_sync()` if they are to be each "
@@ -504,18 +406,15 @@ class _Driver:
             self._after_step()
 
 
-def _names(named: Any) -> dict[torch.Tensor, str]:
-    names: dict[torch.Tensor, str] = {}
-    owners: dict[str, torch.Tensor] = {}
-    for name, p in named or ():
-        name = plain(name)
-        if owners.setdefault(name, p) is not p:
-            raise ValueError(
-                f"two parameters are named {name!r}: names key the state, so give each module a prefix, as "
-                "named_parameters(prefix='encoder')"
-            )
-        names.setdefault(p, name)
-    return names
+def _mean_loss(loss: Any, device: torch.device, transport: Transport) -> Any:
+    # The mean over all workers of a loss, a tensor or a number.
+    if isinstance(loss, torch.Tensor):
+        value = loss.detach()
+    else:
+        value = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+    value = value if value.is_floating_point() else value.to(torch.float32)
+    ((mean,),) = transport.start([Reduce((value.to(device).reshape(1),), "mean")], "loss")()
+    return mean.reshape(()) if isinstance(loss, torch.Tensor) else mean.item()
 
 
 def _no_copy(memo: Any) -> NoReturn:
@@ -523,19 +422,6 @@ def _no_copy(memo: Any) -> NoReturn:
         "an optimizer that averages gradients cannot be copied: the copy would train without the other workers. Copy "
         "it before DistributedOptimizer or after grace.torch.release, or keep its state_dict()"
     )
-
-
-def _inside_backward() -> bool:
-    # Whether an autograd.Function started this backward pass inside another, as reentrant checkpoints do.
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _FUNCTION_BACKWARD:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-_FUNCTION_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,6 +35,25 @@ class Claim:
     def grace(self) -> Grace | None:
         """The Grace that it drives."""
         return self._grace()
+
+    def hook(self, p: torch.Tensor, before: Callable[[], None], after: Callable[[torch.Tensor], None]) -> None:
+        """Let methods run ``before`` and ``after`` autograd accumulates a parameter's gradient, even a frozen one's."""
+        # Hooks lie outside the reach of the garbage collector: a strong reference to the methods' owner would leak.
+        weak_before, weak_after = weakref.WeakMethod(before), weakref.WeakMethod(after)
+
+        def on_incoming(gradient: torch.Tensor) -> None:
+            if (method := weak_before()) is not None:
+                method()
+
+        def on_accumulated(p: torch.Tensor) -> None:
+            if (method := weak_after()) is not None:
+                method(p)
+
+        frozen = not p.requires_grad
+        p.requires_grad_()  # a frozen parameter accepts no hooks, but keeps existing ones
+        self.hooks += [p.register_hook(on_incoming), p.register_post_accumulate_grad_hook(on_accumulated)]
+        if frozen:
+            p.requires_grad_(False)
 
     def release(self, why: str) -> None:
         """Remove the hooks. ``why``: for the error if the integration is used again."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+
+from grace.core import Transport
 
 SAMPLED = 4
 """Number of tensors that a `Sample` copies."""
@@ -59,14 +61,114 @@ class Sample:
         return any(now is not None and not torch.equal(_bits(now), _bits(copy)) for now, copy in pairs)
 
 
+class Accumulation:
+    """Gradients of one pass or several that wait for their exchange."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        """Number of passes since the last exchange."""
+        self._gradients: dict[torch.Tensor, Put] = {}
+        self._sample = Sample()
+
+    def record(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record the gradients at the end of a pass."""
+        self._gradients = {p: Put.of(p.grad) for p in parameters if p.grad is not None}
+        self._sample.take(self._gradients, lambda p: p.grad)
+
+    @property
+    def thrown_away(self) -> bool:
+        """Whether all gradients were removed or zeroed."""
+        return bool(self.passes) and all(put.thrown_away(p.grad) for p, put in self._gradients.items())
+
+    @property
+    def changed(self) -> bool:
+        """Whether a gradient was written to since it was recorded, as by clipping."""
+        present = [(p, put) for p, put in self._gradients.items() if put.holds(p.grad)] if self.passes else []
+        # GradScaler changes gradients without a new version.
+        return any(not put.unchanged(p.grad) for p, put in present) or bool(present and self._sample.changed)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self.passes = 0
+        self._gradients.clear()
+
+
+class Means:
+    """The means of the last exchange, each from when it is put into its parameter's gradient until it is dropped.
+
+    ``parameters``: all parameters by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]):
+        self._parameters = parameters
+        self._put: dict[str, Put] = {}
+        self._before = Sample()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._put)
+
+    def put(self, means: Mapping[str, torch.Tensor | None], owned: Collection[torch.Tensor]) -> None:
+        """Put means into gradients. ``owned``: parameters whose gradients may be overwritten."""
+        for name, mean in means.items():
+            p = self._parameters[name]
+            if mean is None:
+                continue
+            if p.grad is None or p.grad.is_sparse or p not in owned:
+                p.grad = mean.clone()  # the mean is a view of a whole message
+            elif mean.data_ptr() != p.grad.data_ptr():
+                with torch.no_grad():
+                    p.grad.copy_(mean)
+            self._put[name] = Put.of(p.grad)
+        self._before.take((self._parameters[name] for name in self._put), lambda p: p)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the parameters were written to since, by an optimizer or by hand."""
+        return self._before.changed
+
+    def holds(self, name: str) -> bool:
+        """Whether the parameter's gradient is its mean, even if changed in place."""
+        return name in self._put and self._put[name].holds(self._parameters[name].grad)
+
+    def unchanged(self, name: str) -> bool:
+        """Whether the parameter's gradient is its mean, and unwritten."""
+        return name in self._put and self._put[name].unchanged(self._parameters[name].grad)
+
+    def intact(self) -> set[str]:
+        """Names of the means that are neither replaced nor zeroed."""
+        return {name for name in self._put if self.holds(name) and nonzero(self._parameters[name].grad)}
+
+    def written(self) -> None:
+        """The optimizer has stepped, and may have written to gradients: what they are now are the means."""
+        for name, put in self._put.items():
+            gradient = self._parameters[name].grad
+            if gradient is not None and put.holds(gradient):
+                self._put[name] = Put.of(gradient)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forget these means."""
+        for name in names:
+            self._put.pop(name, None)
+
+    def clear(self) -> None:
+        """Forget all means."""
+        self._put.clear()
+
+
 def nonzero(gradient: torch.Tensor | None) -> bool:
     """Whether a gradient has a non-zero element."""
     return gradient is not None and bool(_values(gradient).count_nonzero())
 
 
-def checksum(gradient: torch.Tensor) -> int:
-    """The sum of a gradient's bits, as integers."""
-    return int(_bits(gradient).to(torch.int64).sum())
+def alike(gradients: Iterable[torch.Tensor], transport: Transport) -> bool:
+    """Whether gradients that were set by hand are equal on all of several workers.
+
+    If so, they were computed from the means, as by ``p.grad = p.grad / 2``; otherwise from each worker's own batch.
+    """
+    if transport.size == 1:
+        return False
+    sums = [int(_bits(gradient).to(torch.int64).sum()) for gradient in gradients]
+    return len(set(transport.exchange(repr(sums)))) == 1
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

@@ -228,24 +228,21 @@ class TorchHorovod(_BoundHorovod):
         return self._begin(self._hvd.broadcast_async, buffer, self.root(root), name=name)
 
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
-        splits = self.xp.asarray([len(buffer) for buffer in buffers], "int32")
-        wait = self._begin(self._hvd.alltoall_async, self.xp.concat(buffers), splits, name=name)
-
-        def finish() -> list[Array]:
-            received, _ = wait()
-            return list(received.split(sizes))
-
-        return finish
+        wait = self._all_to_all(buffers, name)
+        return lambda: list(wait()[0].split(sizes))
 
     def all_to_all_ragged(self, buffers: list[Array], name: str) -> Wait:
-        splits = self.xp.asarray([len(buffer) for buffer in buffers], "int32")
-        wait = self._begin(self._hvd.alltoall_async, self.xp.concat(buffers), splits, name=name)
+        wait = self._all_to_all(buffers, name)
 
         def finish() -> list[Array]:
             received, sizes = wait()
             return list(received.split(sizes.tolist()))
 
         return finish
+
+    def _all_to_all(self, buffers: list[Array], name: str) -> Wait:
+        splits = self.xp.asarray([len(buffer) for buffer in buffers], "int32")
+        return self._begin(self._hvd.alltoall_async, self.xp.concat(buffers), splits, name=name)
 
 
 class TensorflowHorovod(_BoundHorovod):

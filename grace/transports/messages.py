@@ -14,7 +14,8 @@ from typing import Any
 from grace.core import Array, Transport
 from grace.core.collectives import AllToAll, Broadcast, Collective, Gather, Reduce
 from grace.core.dtypes import ITEMSIZE
-from grace.core.gathered import GatheredBuffers, GatheredPayloads, Layout, nbytes, offsets
+from grace.core.gathered import GatheredBuffers, GatheredPayloads, Layout, offsets
+from grace.transports.packer import Packer
 
 Wait = Callable[[], Any]
 CARRIED = 2**18
@@ -175,6 +176,10 @@ class MessageTransport(Transport):
         (texts,) = self.start([Gather((data,), ragged=True)], "exchange")()
         return [bytes(self.xp.to_numpy(data)).decode() for (data,) in texts]
 
+    @property
+    def _packer(self) -> Packer:
+        return Packer(self.xp, self.rank, self.size)
+
     # -- one kind of collective each: pack and start; wait returns the result of each item ----------------------------
     def _start_reduce(self, items: list[Reduce], tag: str) -> Wait:
         # One message per dtype: a mean is a sum with a division.
@@ -221,50 +226,53 @@ class MessageTransport(Transport):
         return (lambda: self.xp.inplace.divide(wait(), self.size)) if mean else wait
 
     def _start_gather(self, items: list[Gather], tag: str) -> Wait:
-        buffer, layout = self._pack(array for item in items for array in item.arrays)
+        buffer, layout = self._packer.pack(_arrays(items))
         wait = self._skip_empty(buffer, lambda: self.gather(buffer, tag), [buffer] * self.size)
         return lambda: self._received(items, layout, wait())
 
     def _start_gather_shaped(self, items: list[Gather], tag: str) -> Wait:
-        buffer, own = self._pack(array for item in items for array in item.arrays)
+        packer = self._packer
+        buffer, own = packer.pack(_arrays(items))
         shapes = [[shape for item in items for shape in (item.shapes or ())[worker]] for worker in range(self.size)]
         layouts = [tuple((dtype, shape) for (dtype, _), shape in zip(own, each, strict=True)) for each in shapes]
         wait = self.gather_sized(buffer, [offsets(layout)[-1] for layout in layouts], tag)
-        return lambda: _deal(items, [self._unpack(part, layouts[worker], worker) for worker, part in enumerate(wait())])
+        return lambda: _deal(items, [packer.unpack(each, layouts[w], w) for w, each in enumerate(wait())])
 
     def _received(self, items: list[Gather], layout: Layout, buffers: list[Array]) -> list[Any]:
+        packer = self._packer
         # A graph may read them in a separate branch, whose tensors others cannot use.
         if not self.xp.mutable:
-            return _deal(items, [self._unpack(buffer, layout, w) for w, buffer in enumerate(buffers)])
+            return _deal(items, [packer.unpack(buffer, layout, w) for w, buffer in enumerate(buffers)])
         for sender, buffer in enumerate(buffers):
-            self._check_size(buffer, layout, sender)
-        messages = GatheredBuffers(self.xp, buffers, layout, self._cut)
+            packer.check_size(buffer, layout, sender)
+        messages = GatheredBuffers(self.xp, buffers, layout, packer.cut)
         return [GatheredPayloads(messages, part) for part in _slices(items)]
 
     def _start_gather_ragged(self, items: list[Gather], tag: str) -> Wait:
-        buffer, layout = self._pack_ragged(items)
+        packer = self._packer
+        buffer, layout = packer.pack_ragged(_arrays(items))
         wait = self.gather_ragged(buffer, tag)
-        return lambda: _deal(items, [self._unpack_ragged(received, layout, w) for w, received in enumerate(wait())])
+        return lambda: _deal(items, [packer.unpack_ragged(each, layout, w) for w, each in enumerate(wait())])
 
     def _start_broadcast(self, items: list[Broadcast], tag: str) -> Wait:
-        buffer, layout = self._pack(array for item in items for array in item.arrays)
-        root = items[0].root
+        packer, root = self._packer, items[0].root
+        buffer, layout = packer.pack(_arrays(items))
         wait = self._skip_empty(buffer, lambda: self.broadcast(buffer, root, tag), buffer)
-        return lambda: [arrays for (arrays,) in _deal(items, [self._unpack(wait(), layout, root)])]
+        return lambda: [arrays for (arrays,) in _deal(items, [packer.unpack(wait(), layout, root)])]
 
     def _start_broadcast_ragged(self, items: list[Broadcast], tag: str) -> Wait:
-        buffer, layout = self._pack_ragged(items)
-        root = items[0].root
+        packer, root = self._packer, items[0].root
+        buffer, layout = packer.pack_ragged(_arrays(items))
         wait = self.broadcast_ragged(buffer, root, tag)
-        return lambda: [arrays for (arrays,) in _deal(items, [self._unpack_ragged(wait(), layout, root)])]
+        return lambda: [arrays for (arrays,) in _deal(items, [packer.unpack_ragged(wait(), layout, root)])]
 
     def _start_alltoall(self, items: list[AllToAll], tag: str) -> Wait:
-        xp, mutual = self.xp, items[0].mutual
+        xp, packer, mutual = self.xp, self._packer, items[0].mutual
         # Received parts are shaped like the part that this worker keeps; if ``mutual``, like the part that it sends.
         like = [worker if mutual else self.rank for worker in range(self.size)]
         parts = [[array for item in items for array in item.parts[worker]] for worker in range(self.size)]
-        layouts = {worker: self._layout(parts[worker]) for worker in set(like)}
-        buffers = [self._joined(arrays) for arrays in parts]
+        layouts = {worker: packer.layout(parts[worker]) for worker in set(like)}
+        buffers = [packer.joined(arrays) for arrays in parts]
         wait = self.all_to_all(buffers, [xp.shape(buffers[worker])[0] for worker in like], tag)
 
         def finish() -> list[Any]:
@@ -273,7 +281,7 @@ class MessageTransport(Transport):
                 return self._received(kept, layouts[self.rank], wait())
             results: list[Any] = [[] for _ in items]
             for sender, (worker, received) in enumerate(zip(like, wait(), strict=True)):
-                arrays = self._unpack(received, layouts[worker], sender)
+                arrays = packer.unpack(received, layouts[worker], sender)
                 dealt = _deal([Gather(item.parts[worker]) for item in items], [arrays])
                 for result, part in zip(results, dealt, strict=True):
                     result += part
@@ -284,75 +292,13 @@ class MessageTransport(Transport):
     _start_alltoall_mutual = _start_alltoall
 
     def _start_alltoall_ragged(self, items: list[AllToAll], tag: str) -> Wait:
-        packed = [self._pack_ragged([Gather(item.parts[worker]) for item in items]) for worker in range(self.size)]
+        packer = self._packer
+        parts = [[array for item in items for array in item.parts[worker]] for worker in range(self.size)]
+        packed = [packer.pack_ragged(arrays) for arrays in parts]
         layout = packed[self.rank][1]
         wait = self.all_to_all_ragged([buffer for buffer, _ in packed], tag)
         kept = [Gather(item.parts[self.rank]) for item in items]
-        return lambda: _deal(kept, [self._unpack_ragged(received, layout, w) for w, received in enumerate(wait())])
-
-    # -- buffers ----------------------------------------------------------------------------------------------------
-    def _pack(self, arrays: Any) -> tuple[Array, Layout]:
-        arrays = list(arrays)
-        return self._joined(arrays), self._layout(arrays)
-
-    def _joined(self, arrays: list[Array]) -> Array:
-        return self.xp.buffers.concat_bytes(arrays) if arrays else self.xp.zeros((0,), "uint8")
-
-    def _layout(self, arrays: list[Array]) -> Layout:
-        xp = self.xp
-        return tuple([(xp.dtype(array), xp.shape(array)) for array in arrays])
-
-    def _unpack(self, buffer: Array, layout: Layout, sender: int) -> tuple[Array, ...]:
-        self._check_size(buffer, layout, sender)
-        return self._cut(buffer, layout)
-
-    def _check_size(self, buffer: Array, layout: Layout, sender: int) -> None:
-        needed, (size,) = offsets(layout)[-1], self.xp.shape(buffer)
-        if size is not None and size != needed:
-            raise self._misfit(sender, f"has {size} bytes, and not {needed} as this worker's")
-
-    def _cut(self, buffer: Array, layout: Layout) -> tuple[Array, ...]:
-        parts = self.xp.split(buffer, [nbytes(dtype, shape) for dtype, shape in layout])
-        return tuple(self.xp.buffers.from_bytes(part, *form) for part, form in zip(parts, layout, strict=True))
-
-    def _pack_ragged(self, items: Sequence[Gather | Broadcast]) -> tuple[Array, Layout]:
-        # The buffer begins with the lengths of its arrays, so a receiver needs no layout from the sender.
-        arrays = [array for item in items for array in item.arrays]
-        body, layout = self._pack(arrays)
-        return self.xp.concat([self.xp.buffers.to_bytes(self.xp.lengths(arrays)), body]), layout
-
-    def _unpack_ragged(self, buffer: Array, layout: Layout, sender: int) -> tuple[Array, ...]:
-        xp, head = self.xp, 8 * len(layout)
-        (size,) = xp.shape(buffer)
-        if size is not None and size < head:
-            raise self._misfit(sender, f"has {size} bytes, which are too few")
-        heads = xp.buffers.from_bytes(buffer[:head], "int64", (len(layout),))
-        widths = [nbytes(dtype, shape[1:]) for dtype, shape in layout]
-        why = "has other lengths than it says"
-        if xp.tracing:
-            buffer = xp.sound(buffer, lambda: self._adds_up(buffer, heads, widths), str(self._misfit(sender, why)))
-        lengths = xp.integers(heads)
-        if not xp.tracing:
-            lengths = [int(length) for length in lengths]
-            total = sum(length * width for length, width in zip(lengths, widths, strict=True))
-            if min(lengths, default=0) < 0 or head + total != size:
-                raise self._misfit(sender, why)
-        sizes = [(dtype, (length, *shape[1:])) for (dtype, shape), length in zip(layout, lengths, strict=True)]
-        return self._cut(buffer[head:], tuple(sizes))
-
-    def _adds_up(self, buffer: Array, heads: Array, widths: list[int]) -> Array:
-        # bool scalar: the lengths add up to the rest of the buffer. Each is checked first, so that no product wraps.
-        xp = self.xp
-        (room,) = xp.integers(xp.lengths([buffer]) - 8 * len(widths))
-        sound = xp.all((heads >= 0) & (heads <= room))
-        return sound & xp.all(xp.sum(heads * xp.asarray(widths, "int64")) == room)
-
-    def _misfit(self, sender: int, why: str) -> ValueError:
-        return ValueError(
-            f"worker {self.rank} of {self.size} cannot unpack the message of worker {sender}, which {why}. All workers "
-            "must run the same version of GRACE with the same settings; if they do, the network or that machine's "
-            "memory has failed: start again from the last checkpoint"
-        )
+        return lambda: _deal(kept, [packer.unpack_ragged(each, layout, w) for w, each in enumerate(wait())])
 
     def _skip_empty(self, buffer: Array, begin: Callable[[], Wait], result: Any) -> Wait:
         # All sizes are equal, so no worker sends an empty message.
@@ -411,6 +357,10 @@ def _collect(count: int, waits: list[tuple[list[int], Wait]]) -> Callable[[], li
         return results
 
     return wait
+
+
+def _arrays(items: Sequence[Gather | Broadcast]) -> Iterator[Array]:
+    return (array for item in items for array in item.arrays)
 
 
 def _slices(items: Sequence[Any]) -> Iterator[slice]:

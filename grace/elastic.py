@@ -28,6 +28,7 @@ from grace import checkpoint
 from grace.backends import get_backend
 from grace.core.collectives import Gather
 from grace.engine.session import Grace
+from grace.local import DiLoCo
 from grace.transports import get_transport
 
 __all__ = ["KerasState", "TorchState", "run"]
@@ -57,9 +58,9 @@ def KerasState(
     """As horovod.tensorflow.elastic.TensorFlowKerasState, for Keras 3 and with a Grace.
 
     ``model``: built. ``optimizer``: by default the compiled model's. ``grace``: by default that of a distributed
-    optimizer. ``folder``: as in `TorchState`. ``kwargs``: plain objects by name. Create your own tf.functions that
-    average gradients inside the function that `run` wraps: a graph is valid for one number of workers, and raises
-    InvalidArgumentError with another.
+    optimizer; or a `grace.local.DiLoCo`, to which it gives the model's variables. ``folder``: as in `TorchState`.
+    ``kwargs``: plain objects by name. Create your own tf.functions that average gradients inside the function that
+    `run` wraps: a graph is valid for one number of workers, and raises InvalidArgumentError with another.
     """
     return _keras_state()(model, optimizer, grace, folder, **kwargs)
 
@@ -250,7 +251,7 @@ def _keras_state() -> Any:
     from horovod.tensorflow.functions import broadcast_object
     from horovod.tensorflow.mpi_ops import rank
 
-    from grace.tensorflow import broadcast_variables, build
+    from grace.tensorflow import broadcast_variables, build, local_variables
 
     class KerasState(_Carrying, ObjectState):
         toolkit = "tensorflow"
@@ -263,8 +264,11 @@ def _keras_state() -> Any:
             if not self.optimizer.built:
                 self.optimizer.build(model.trainable_variables)
             super().__init__(bcast_object=broadcast_object, get_rank=rank, **kwargs)
+            if isinstance(grace, DiLoCo) and not grace.built:
+                local_variables(grace, model.trainable_variables, model.non_trainable_weights)
             self.carry(grace, self.optimizer, folder)
-            build(self.grace, model.trainable_variables)
+            if isinstance(self.grace, Grace):
+                build(self.grace, model.trainable_variables)
             self.save()
 
         @property

@@ -80,6 +80,39 @@ def test_a_keras_state_goes_back_to_its_commit():
     assert model.train_function is None
 
 
+def test_a_keras_state_takes_local_training_back_to_its_commit():
+    keras = pytest.importorskip("keras")
+    pytest.importorskip("horovod.tensorflow.elastic")
+    import numpy as np
+
+    import grace
+
+    local = grace.local.from_params({"local": {"preset": "localsgd", "sync_every": 2}}, "local")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=False)
+    state = elastic.KerasState(model, grace=local, epoch=0)
+    assert local.built
+    local.settle()
+
+    def train():
+        model.train_on_batch(np.ones((8, 4), "float32"), np.zeros((8, 3), "float32"))
+        local.step()
+
+    for _ in range(3):
+        train()
+    state.save()
+    variables = [*model.variables, *model.optimizer.variables]
+    before = [variable.numpy() for variable in variables]
+    for _ in range(2):
+        train()
+    assert (local.steps, local.landed) == (5, 2)
+    state.restore()
+    assert all((one.numpy() == two).all() for one, two in zip(variables, before, strict=True))
+    assert [commit["step"] for commit in state._commits] == [0, 3]
+    local.reset("local", state._commits[-1:])
+    assert (local.steps, local.landed) == (3, 1)
+
+
 def test_only_errors_of_a_lost_worker_begin_again():
     tf = pytest.importorskip("tensorflow")
     exceptions = pytest.importorskip("horovod.common.exceptions")

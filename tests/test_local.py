@@ -12,8 +12,10 @@ from methods import BACKENDS, backend, normal
 
 import grace
 from grace import checkpoint, grace_from_params
+from grace.compressors.chunktopk import ChunkTopK
 from grace.compressors.topk import TopK
-from grace.local import DiLoCo, LocalSGD, SlowMo, SparseLoCo, Streaming, from_params, in_turn
+from grace.local import DiLoCo, LocalSGD, PeerMean, SlowMo, SparseLoCo, Streaming, from_params, in_turn
+from grace.testing import check_compressor
 from grace.transports.local import LocalTransport, World
 
 # Two equal workers, w = 1, inner gradient 2, inner learning rate 1, two fragments, H = 6, outer SGD of learning rate 2:
@@ -372,8 +374,71 @@ def test_presets_and_dictionaries_are_settings():
     assert local.grace.method.compressor.compress_ratio == 0.1
     with pytest.raises(ValueError, match="how often workers exchange"):
         from_params({"compressor": "topk"})
+    with pytest.raises(ValueError, match="choose from localsgd, slowmo, diloco, streaming, sparseloco"):
+        from_params({"local": {"preset": "gossip", "sync_every": 8}})
+    sparse = from_params({"local": {"preset": "sparseloco", "sync_every": 8}, "chunk_k": 8})
+    assert (sparse.settings.outer_lr, sparse.settings.outer_momentum) == (1, 0)
+    assert (sparse.grace.method.compressor.chunk_k, sparse.grace.method.memory.beta) == (8, 0.95)
     streaming = Streaming(grace_from_params(NONE), 8, 2)
     assert (streaming.settings.fragment_sync_delay, streaming.settings.fragment_update_alpha) == (1, 0.5)
+
+
+# -- means of peers ------------------------------------------------------------------------------------------------
+SENT = [[4.0, 1.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 8.0, 1.0]]
+"""Pseudo-gradients of three workers, each of which sends the largest element: 4 and 2 at place 0, and 8 at place 2."""
+
+
+@pytest.mark.parametrize(
+    "means, wanted",
+    [
+        ({}, [2, 0, 8 / 3, 0]),
+        ({"average": "senders"}, [3, 0, 8, 0]),
+        ({"clip": "median"}, [2, 0, 4 / 3, 0]),  # the median norm is 4
+        ({"average": "senders", "clip": "median"}, [3, 0, 4, 0]),
+    ],
+    ids=lambda each: "-".join(map(str, each.values())) if isinstance(each, dict) else "",
+)
+def test_means_over_senders_and_clipped_to_the_median_norm(xp, means, wanted):
+    params = {"compressor": "topk", "compress_ratio": 0.25, "min_numel": 0}
+    params |= {} if means else {"communicator": "allgather"}  # else the default
+    make = lambda t: from_params({"local": {"preset": "localsgd", "sync_every": 1, **means}, **params}, t)  # noqa: E731
+    workers = team(xp, 3, {"w": np.zeros(4)}, make)
+    step(workers, lambda rank: {"w": SENT[rank]})
+    for rank, worker in enumerate(workers):
+        np.testing.assert_allclose(worker.numpy("w"), -np.array(wanted), rtol=1e-6)
+        left = np.where(np.array(SENT[rank]) == max(SENT[rank]), 0, SENT[rank])
+        kept = worker.local.grace.state_dict()["tensors"]["w"]["memory/residual"]
+        np.testing.assert_array_equal(np.asarray(kept).reshape(-1), left)
+
+
+def test_a_mean_of_peers_is_equal_everywhere_and_keeps_the_laws():
+    make = lambda t: SparseLoCo(2, t, average="senders", clip="median", fragments=2)  # noqa: E731
+    workers = team(backend("numpy"), 3, START, make)
+    for t in range(8):
+        step(workers, lambda rank, t=t: drift(t, rank, SHAPES))
+        states = [worker.local.global_state() for worker in workers]
+        assert all(equal(state, states[0]) for state in states)
+    assert workers[0].local.report().skipped == 0
+    workers[1].values["a"][3, 5] = np.inf
+    before = workers[0].local.global_state()["base"]["a"]
+    with pytest.warns(UserWarning, match="not finite"):
+        finish(workers)
+    assert all(equal(worker.local.global_state()["base"]["a"], before) for worker in workers)
+    check_compressor(PeerMean(ChunkTopK(64, 8), "senders", "median"), ["numpy"])
+
+
+def test_what_has_no_mean_of_peers_is_refused():
+    for means, message in (
+        ({"average": "peers"}, "choose 'workers' or 'senders'"),
+        ({"clip": 1.0}, "choose 'none' or 'median'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SparseLoCo(4, **means)
+    for compressor in ("powersgd", "none", "signsgd"):
+        with pytest.raises(ValueError, match="need each worker's payload"):
+            from_params({"local": {"sync_every": 4, "clip": "median"}, "compressor": compressor})
+    with pytest.raises(ValueError, match="use average='workers'"):
+        SparseLoCo(4, average="senders", weights=1.0)
 
 
 def test_bytes_of_a_step_are_those_of_a_payload_over_h():

@@ -330,7 +330,7 @@ def test_exact_search_of_many_tensors_is_refused(costs):
 
 def test_the_planner_imports_no_toolkit():
     code = (
-        "import sys; from grace.planner import advise, costs, measure, models, plan, profile, search, timeline;"
+        "import sys; from grace.planner import advise, costs, local, measure, models, plan, profile, search, timeline;"
         "print(*[name for name in ('torch', 'tensorflow', 'keras', 'horovod', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

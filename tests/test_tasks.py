@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,12 +17,15 @@ pytest.importorskip("typer", reason="the grace command needs the extra [cli]")
 from support.schemas import problems, schema
 from typer.testing import CliRunner
 
+from grace import local
 from grace.bench.lab import Loopback
 from grace.bench.lab.launch import Outcome
 from grace.bench.tasks import cluster, data, plan, results, run, show
 from grace.bench.tasks.plan import Job
 from grace.bench.tasks.tasks import TASKS, batch, rate, tasks
+from grace.bench.tasks.worker import Worker
 from grace.cli.app import app
+from grace.compressors.chunktopk import ChunkTopK
 
 ROOT = Path(__file__).parents[1]
 PARAMETERS = {"image": 620_714, "lstm": 1_065_680, "transformer": 914_896, "ncf": 602_945, "segmentation": 482_754}
@@ -285,11 +289,95 @@ def test_auto_is_a_method_with_settings_of_its_own():
     assert "chosen" not in run.rows_of(JOB, [told(JOB, 0), second])[0]
 
 
+def test_local_training_is_a_method_with_settings_of_its_own():
+    job = dataclasses.replace(JOB, method="diloco:sync_every=20,compressor=topk,compress_ratio=0.1")
+    assert (plan.known(job.method), job.sync_every) == (job.method, 20)
+    assert job.params == {
+        "local": {"preset": "diloco", "sync_every": 20},
+        "compressor": "topk",
+        "compress_ratio": 0.1,
+    }
+    assert (JOB.sync_every, dataclasses.replace(JOB, method="dense").sync_every) == (None, None)
+    made = {}
+    sparse = "sparseloco:average=senders,clip=median"
+    for method in ("localsgd:sync_every=4", "slowmo:sync_every=4", "streaming:sync_every=4,fragments=2", sparse):
+        made[method.partition(":")[0]] = local.from_params(dataclasses.replace(job, method=method).params, "local")
+    assert [(m.settings.outer_lr, m.settings.outer_momentum, m.settings.nesterov) for m in made.values()] == [
+        (1, 0, True),
+        (1, 0.9, False),
+        (0.7, 0.9, True),
+        (1, 0, True),
+    ]
+    assert (made["streaming"].settings.slot, made["streaming"].settings.fragment_sync_delay) == (2, 1)
+    assert (made["sparseloco"].settings.sync_every, made["sparseloco"].grace.method.memory.beta) == (30, 0.95)
+    assert made["sparseloco"].grace.method.compressor == local.PeerMean(ChunkTopK(), "senders", "median")
+    for method, remedy in {
+        "diloco": "such as diloco:sync_every=20",
+        "diloco:sync_every=0": "must be 1 or more",
+        "diloco:sync_every=4,fragments=3": "take 3 or 6",
+        "diloco:sync_every=4,compressor=topq": "did you mean",
+        "localsgd:sync_every=4,rank=2": "rank",
+        "diloco:sync_every": "key=value",
+    }.items():
+        with pytest.raises(ValueError, match=remedy):
+            plan.known(method)
+
+
 def test_a_job_is_read_as_it_was_written(tmp_path):
     job = quick_jobs(seed=3, steps=8)[7]
     job.write(tmp_path / "job.json")
     assert Job.read(tmp_path / "job.json") == job
     assert (job.sized.steps, job.sized.every) == (8, 2)
+
+
+class Recorder:
+    """A trainer that trains nothing, and sends 30 bytes in every third step."""
+
+    rank, size, tensors, chosen = 0, 1, [3], ""
+
+    def __init__(self):
+        self.calls = []
+
+    @property
+    def sent(self):
+        return 30 * (sum(call != "finish" and call != "look" for call in self.calls) // 3)
+
+    def step(self, inputs, targets, lr):
+        self.calls.append(lr)
+
+    def finish(self):
+        self.calls.append("finish")
+
+    def predict(self, inputs):
+        self.calls.append("look")
+        return np.zeros(len(inputs[0]), np.float32)
+
+    def agree(self, number):
+        return number
+
+
+def test_a_worker_of_local_training_times_whole_intervals(tmp_path, monkeypatch):
+    found = {}
+    for method in ("dense", "diloco:sync_every=3"):
+        trainer = Recorder()
+        monkeypatch.setitem(sys.modules, "grace.bench.tasks.train_torch", SimpleNamespace(Trainer=lambda *_: trainer))
+        job = Job("ncf", "torch", 1, method, (plan.LOOPBACK,), steps=4, seconds=0.0)
+        (tmp_path / method).mkdir()
+        Worker(job, tmp_path / method).run()
+        (timed,) = (e for e in run.events(tmp_path / method / "0.jsonl") if e["event"] == "timed")
+        found[method] = trainer.calls, timed
+    for calls, timed in found.values():
+        end = calls.index("finish")
+        assert calls.count("finish") == 1
+        assert sum(isinstance(call, float) for call in calls[:end]) == 4
+        assert "look" in calls[end:], "the last quality is that of the model that all agree on"
+        assert len(timed["seconds"]) == 3
+    (calls, timed), (few, _) = found["diloco:sync_every=3"], found["dense"]
+    assert [call for call in few[few.index("finish") :] if call != "look"] == ["finish", *[0.0] * 5]
+    later = [call for call in calls[calls.index("finish") :] if call not in ("look", "finish")]
+    assert len(later) == 3 * (2 + 3)
+    assert min(later) > 0, "parameters must move, so that there is something to exchange"
+    assert timed["sent"] == 10
 
 
 # -- what was measured is kept, and not measured again -----------------------------------------------------------------
@@ -636,6 +724,9 @@ def test_a_task_of_ones_own_is_trained(own):
     assert found["quality"] > 0.8
 
 
+LOCAL = "diloco:sync_every=4,compressor=fp16"
+
+
 # -- real workers ------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -649,23 +740,26 @@ def trained(tmp_path_factory):
         assert done.returncode == 0, done.stderr[-3000:]
         return done
 
-    command("--toolkit", "torch", "--method", "dense", "--method", "topk")
-    return command, out, command("--toolkit", "keras", "--method", "fp16")
+    command("--toolkit", "torch", "--method", "dense", "--method", "topk", "--method", LOCAL)
+    return command, out, command("--toolkit", "keras", "--method", "fp16", "--method", LOCAL)
 
 
 @pytest.mark.processes
 def test_real_workers_train_and_are_timed(trained):
     _, out, done = trained
     rows = [row for row in run.read(out / "rows.jsonl") if row["kind"] in ("trained", "timed")]
-    assert [row.get("error") for row in rows] == [None] * 6
+    assert [row.get("error") for row in rows] == [None] * 10
     sent = {(row["toolkit"], row["method"]): row["sent"] for row in rows if row["kind"] == "timed"}
     assert sent["torch", "dense"] == 4 * PARAMETERS["ncf"]
     assert sent["torch", "topk"] < 0.03 * sent["torch", "dense"]
     assert sent["keras", "fp16"] == pytest.approx(2 * PARAMETERS["ncf"], rel=0.01)  # small tensors stay float32
+    for toolkit in plan.TOOLKITS:  # once in four steps, in float16, with the sums beside it
+        assert sent[toolkit, LOCAL] == pytest.approx(2 * PARAMETERS["ncf"] / 4, rel=0.01)
     curves = [row["curve"] for row in rows if row["kind"] == "trained"]
     assert all([step for step, _ in curve] == [2, 4, 6, 8] for curve in curves)
     assert curves[0] != curves[1]
     assert "Plain loopback, no network" in " ".join(done.stdout.split())
+    assert "means over the steps between two exchanges" in " ".join(done.stdout.split())
     assert (out / "report.html").stat().st_size > 50_000
 
 

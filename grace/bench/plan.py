@@ -97,13 +97,8 @@ LEAST = 3  # rounds of every unmarked case
 
 def parse(spec: str) -> Case:
     """Parse ``topk:compress_ratio=0.001,memory=none`` as a case. Raises ValueError, naming the remedy."""
-    name, _, rest = spec.partition(":")
-    params: dict[str, Any] = {"compressor": name}
-    for pair in filter(None, rest.split(",")):
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise ValueError(f"{spec!r}: write a parameter as key=value, such as {name}:{key}=0.01")
-        params[key] = _value(value)
+    name, given = words(spec)
+    params = {"compressor": name, **given}
     try:
         method = method_of(params)
     except TypeError as error:  # a third-party compressor with required fields
@@ -112,6 +107,18 @@ def parse(spec: str) -> Case:
         raise ValueError(f"{error}. `grace methods` lists all methods and their parameters") from error
     registered = name_of(method.compressor)
     return Case(registered + spec[len(name) :], {**params, "compressor": registered}, form=form_of(method))
+
+
+def words(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name and the parameters of ``topk:compress_ratio=0.001,memory=none``. ValueError for what is no parameter."""
+    name, _, rest = spec.partition(":")
+    found = {}
+    for pair in filter(None, rest.split(",")):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{spec!r}: write a parameter as key=value, such as {name}:{key}=0.01")
+        found[key] = _value(value)
+    return name, found
 
 
 def _value(text: str) -> Any:

@@ -16,9 +16,10 @@ from rich.table import Table
 
 from grace.cli import inputs
 from grace.cli import plan as shared
+from grace.local.settings import Settings
 from grace.planner import advise as adviser
+from grace.planner import local, stages, ways
 from grace.planner import plan as planner
-from grace.planner import stages, ways
 from grace.planner.costs import Cluster, Codec
 from grace.planner.profile import Profile
 from grace.stages.settings import compressor_of
@@ -37,6 +38,8 @@ SHARED = {
     "batch": "--batch",
 }
 """Options shared with `grace plan`, with their spelling."""
+SCHEDULE = {"fragments": "--fragments", "fragment_sync_delay": "--fragment-sync-delay"}
+"""Options of local training, with their spelling."""
 
 
 def advise(
@@ -83,6 +86,25 @@ def advise(
         ),
     ] = None,
     microbatches: Annotated[int, typer.Option(help="Micro-batches per step, with --stage-bytes.", min=1)] = 8,
+    sync_every: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEPS",
+            min=1,
+            help="Compare local training instead, which exchanges pseudo-gradients every so many steps.",
+        ),
+    ] = None,
+    fragments: Annotated[
+        int, typer.Option(min=1, help="Fragments of the model that take turns, with --sync-every.")
+    ] = 1,
+    fragment_sync_delay: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEPS",
+            min=0,
+            help="Steps of training during which an exchange is in flight, with --sync-every; default: 1 if it fits.",
+        ),
+    ] = None,
     as_json: shared.AsJson = False,
 ) -> None:
     """Predict each method's speed-up over well-overlapped dense gradients, and what limits it.
@@ -90,6 +112,7 @@ def advise(
     Every communicator that carries a method is tried, and a plan; the fastest counts. Nothing is sent: steps are
     simulated, for up to thousands of workers.
     """
+    schedule = _schedule(context, sync_every, fragments, fragment_sync_delay)
     found = shared.read_model(model, backward, batch)
     if cluster_file is not None:
         inputs.alone(context, "--cluster", shared.LINKS)
@@ -97,18 +120,30 @@ def advise(
     there = shared.read_cluster(cluster_file, workers, per_node, rates, latencies)
     usual = adviser.METHODS if stage_bytes is None else STAGED
     codecs = shared.read_codecs(methods or usual, costs, backend, compress_speed, save_costs)
+    sources = list(dict.fromkeys(codec.source for codec in codecs.values()))
     if stage_bytes is not None:
         inputs.alone(context, "--stage-bytes", {"plot_file": "--plot", "bucket_mb": "--bucket-mb"})
         advise_stages(found, there, codecs, stage_bytes, microbatches, as_json)
         return
     inputs.alone(context, "gradients: without --stage-bytes", {"microbatches": "--microbatches"})
+    if schedule is not None:
+        try:
+            with Console(stderr=True).status("Comparing ..."):
+                comparison = local.compare(found, there, codecs, schedule, bucket_mb)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        if as_json:
+            about = {"model": model, "cluster": there.to_dict(), "costs": sources}
+            print(json.dumps({**about, **comparison.to_dict()}, indent=2))
+        else:
+            render_local(comparison, there, found, sources, inputs.console())
+        return
     candidates = [adviser.candidate(label, codec) for label, codec in codecs.items()]
     with Console(stderr=True).status("Comparing ..."):
         try:
             advice = adviser.advise(found, there, candidates, bucket_mb)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
-    sources = list(dict.fromkeys(codec.source for codec in codecs.values()))
     if plot_file is not None:
         plot(found, there, candidates, bucket_mb, plot_file, model)
     if as_json:
@@ -153,6 +188,62 @@ def advise_stages(
         f"GPipe with {count} stages and {microbatches} micro-batches; wire and codec are of one message, in each "
         f"direction. {shared.describe(there)}. Computation {(found.forward + found.backward) * 1e3:.1f} ms, "
         f"{found.source}.",
+        highlight=False,
+    )
+
+
+def _schedule(context: typer.Context, sync_every: int | None, fragments: int, delay: int | None) -> Settings | None:
+    # Of local training; None: synchronous.
+    if sync_every is None:
+        inputs.alone(context, "synchronous training: without --sync-every", SCHEDULE)
+        return None
+    inputs.alone(context, "--sync-every", {"plot_file": "--plot", "stage_bytes": "--stage-bytes"})
+    if delay is None:
+        delay = 1 if sync_every // fragments > 1 else 0
+    try:
+        return Settings(sync_every, fragments=fragments, fragment_sync_delay=delay)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def render_local(
+    comparison: local.Comparison, there: Cluster, found: Profile, sources: Sequence[str], console: Console
+) -> None:
+    """Print local training with each method beside synchronous training, and the faster one."""
+    schedule, (name, least) = comparison.settings, comparison.synchronous
+    every, delay = schedule.sync_every, schedule.fragment_sync_delay
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if console.width > 80 else 1, 0, 0))
+    table.add_column("method", overflow="fold")
+    heads = ("every\nstep,\nms", f"every\n{every},\nms", f"delay\n{delay},\nms", "speed-up", "kB\nper step")
+    for head in (*heads, "pays\nbelow,\nGbit/s"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for verdict in comparison.verdicts:
+        way = "" if verdict.way in (*USUAL, local.DENSE) else f"\n  by {verdict.way}"
+        cells = [f"{s * 1e3:.1f}" for s in (verdict.synchronous, verdict.seconds, verdict.delayed)]
+        cells += [f"[{'green' if verdict.pays else 'red'}]{verdict.speedup:.2f}x[/]", f"{verdict.nbytes / 1e3:,.1f}"]
+        bold = "bold" if verdict.label == local.DENSE else None
+        table.add_row(escape(f"{verdict.label}{way}"), *cells, _rate(verdict.break_even), style=bold)
+    console.print(table)
+    best = comparison.best
+    if best is None:
+        answer = f"Exchange every step: local training is no faster than {name} synchronously"
+    else:
+        faster = f"{least / best.delayed:.2f} times as fast as {name} synchronously"
+        answer = f"Exchange every {every} steps with {best.label}: {faster}"
+    shown = best or comparison.verdicts[0]
+    if shown.hiding_delay is None:
+        hidden = f"No delay hides all messages of {shown.label}: a fragment has its turn every {schedule.slot} steps."
+    elif shown.hiding_delay:
+        hidden = f"A delay of {shown.hiding_delay} steps hides all messages of {shown.label}."
+    else:
+        hidden = f"Compression hides all messages of {shown.label}, without a delay."
+    console.print(
+        escape(f"{answer}. This holds for compression times {'; and '.join(sources)}."),
+        *([] if best is None else [escape(str(comparison.params(best)))]),
+        escape(hidden),
+        "Local training changes the result: compare the quality, by grace bench tasks.",
+        f"{shared.describe(there)}. Computation {comparison.computation * 1e3:.1f} ms per step, {found.source}.",
+        sep="\n",
         highlight=False,
     )
 

@@ -36,7 +36,10 @@ def tasks(
     ] = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help="dense, fp16, auto, or such as topk:compress_ratio=0.001; may be repeated."),
+        typer.Option(
+            help="dense, fp16, auto, or such as topk:compress_ratio=0.001, or local training such as "
+            "diloco:sync_every=20,compressor=topk; may be repeated."
+        ),
     ] = None,
     bandwidth: Annotated[
         str, typer.Option(help=f"Rates of emulated links, separated by commas: {inputs.RATES}.")

@@ -14,13 +14,40 @@ from collections.abc import Mapping
 from typing import Any
 
 from grace.core import Transport
+from grace.core.registry import pair
 from grace.engine.session import Grace
 from grace.factory import grace_from_params
 from grace.local.diloco import DiLoCo, in_turn
 from grace.local.model import Access
+from grace.local.peers import PeerMean
 from grace.local.settings import Settings
 
-__all__ = ["Access", "DiLoCo", "LocalSGD", "Settings", "SlowMo", "SparseLoCo", "Streaming", "from_params", "in_turn"]
+__all__ = [
+    "PRESETS",
+    "Access",
+    "DiLoCo",
+    "LocalSGD",
+    "PeerMean",
+    "Settings",
+    "SlowMo",
+    "SparseLoCo",
+    "Streaming",
+    "from_params",
+    "in_turn",
+]
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "localsgd": {"outer_lr": 1.0, "outer_momentum": 0.0},
+    "slowmo": {"outer_lr": 1.0, "nesterov": False},
+    "diloco": {},
+    "streaming": {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5},
+    "sparseloco": {"sync_every": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
+}
+"""Settings by name, beside the defaults of `DiLoCo`."""
+SPARSE: Mapping[str, Any] = {"compressor": "chunktopk", "memory": "residual", "beta": 0.95}
+"""The Grace of SparseLoCo."""
+PLAIN = {"average": "workers", "clip": "none"}
+"""The mean of a Grace's own."""
 
 
 def LocalSGD(grace: Grace, sync_every: int, **settings: Any) -> DiLoCo:
@@ -28,7 +55,7 @@ def LocalSGD(grace: Grace, sync_every: int, **settings: Any) -> DiLoCo:
 
     Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv:1805.09767, algorithm 1.
     """
-    return DiLoCo(grace, sync_every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **settings})
+    return DiLoCo(grace, sync_every, **{**PRESETS["localsgd"], **settings})
 
 
 def SlowMo(grace: Grace, sync_every: int, outer_momentum: float, **settings: Any) -> DiLoCo:
@@ -38,8 +65,7 @@ def SlowMo(grace: Grace, sync_every: int, outer_momentum: float, **settings: Any
     Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020,
     arXiv:1910.00643, algorithm 1.
     """
-    preset = {"outer_lr": 1.0, "outer_momentum": outer_momentum, "nesterov": False}
-    return DiLoCo(grace, sync_every, **{**preset, **settings})
+    return DiLoCo(grace, sync_every, **{**PRESETS["slowmo"], "outer_momentum": outer_momentum, **settings})
 
 
 def Streaming(grace: Grace, sync_every: int, fragments: Any, fragment_sync_delay: int = 1, **settings: Any) -> DiLoCo:
@@ -49,8 +75,8 @@ def Streaming(grace: Grace, sync_every: int, fragments: Any, fragment_sync_delay
     arXiv:2501.18512, section 2. Its
     fragments are layers at equal distances: list their names; a number makes contiguous ones.
     """
-    preset = {"fragments": fragments, "fragment_sync_delay": fragment_sync_delay, "fragment_update_alpha": 0.5}
-    return DiLoCo(grace, sync_every, **{**preset, **settings})
+    schedule = {"fragments": fragments, "fragment_sync_delay": fragment_sync_delay}
+    return DiLoCo(grace, sync_every, **{**PRESETS["streaming"], **schedule, **settings})
 
 
 def SparseLoCo(sync_every: int = 30, transport: str | Transport | None = None, **settings: Any) -> DiLoCo:
@@ -58,19 +84,32 @@ def SparseLoCo(sync_every: int = 30, transport: str | Transport | None = None, *
 
     The Grace is ``{"compressor": "chunktopk", "memory": "residual", "beta": 0.95}``; outer_lr=1, no momentum.
     Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv:2508.15706. Departures: chunks
-    are consecutive elements, not tiles of 64 x 64; each chunk has two magnitudes; means are over all workers.
+    are consecutive elements, not tiles of 64 x 64; each chunk has two magnitudes. ``average="senders"`` and
+    ``clip="median"`` are those of `from_params`.
     """
-    grace = grace_from_params({"compressor": "chunktopk", "memory": "residual", "beta": 0.95}, transport)
-    return DiLoCo(grace, sync_every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **settings})
+    return from_params({"local": {"preset": "sparseloco", "sync_every": sync_every, **settings}}, transport)
 
 
 def from_params(params: Mapping[str, Any], transport: str | Transport | None = None) -> DiLoCo:
     """A DiLoCo from a dictionary: its settings under "local", and the keys of `grace.grace_from_params`.
 
-    ``{"local": {"sync_every": 100}, "compressor": "chunktopk", "beta": 0.95}``. Raises as that and as `DiLoCo`.
+    ``{"local": {"sync_every": 100}, "compressor": "chunktopk", "beta": 0.95}``. Three more settings are: "preset", one
+    of `PRESETS`, "diloco" by default ("sparseloco" has a compressor of its own); "average" and "clip", as of
+    `PeerMean`, which need communicator "allgather", then the default. Raises as `grace_from_params` and `DiLoCo`, and
+    ValueError for other presets, averages and clips.
     """
     rest = dict(params)
-    settings = rest.pop("local", None)
-    if not isinstance(settings, Mapping) or "sync_every" not in settings:
+    given = rest.pop("local", None)
+    settings = dict(given) if isinstance(given, Mapping) else {}
+    preset = settings.pop("preset", "diloco")
+    if preset not in PRESETS:
+        raise ValueError(f"no preset {preset!r} of local training: choose from {', '.join(PRESETS)}")
+    settings = {**PRESETS[preset], **settings}
+    if "sync_every" not in settings:
         raise ValueError('params says how often workers exchange: {"local": {"sync_every": 100}, "compressor": ...}')
+    rest = {**(SPARSE if preset == "sparseloco" else {}), **rest}
+    means = {key: settings.pop(key, off) for key, off in PLAIN.items()}
+    if means != PLAIN:
+        compressor, memory = pair(rest)
+        rest = {"communicator": "allgather", **rest, "compressor": PeerMean(compressor, **means), "memory": memory}
     return DiLoCo(grace_from_params(rest, transport), **settings)

@@ -54,7 +54,7 @@ class DiLoCo:
         weights: float | Callable[[], float] | None = None,
         on_host: bool = False,
     ):
-        _check_grace(grace, outer_momentum)
+        _check_grace(grace, outer_momentum, weights is not None)
         schedule = (fragments, fragment_sync_delay, fragment_update_alpha)
         self.settings = Settings(sync_every, outer_lr, outer_momentum, nesterov, *schedule)
         self.grace = grace
@@ -389,7 +389,7 @@ def in_turn(runs: Iterable[Iterator[None]]) -> None:
         left = [run for run in left if next(run, left) is not left]
 
 
-def _check_grace(grace: Any, outer_momentum: float) -> None:
+def _check_grace(grace: Any, outer_momentum: float, weighted: bool) -> None:
     if not isinstance(grace, Grace):
         raise TypeError(
             f"a Grace is needed, not {type(grace).__name__}: DiLoCo(grace_from_params({{...}}), sync_every=100), or "
@@ -404,6 +404,8 @@ def _check_grace(grace: Any, outer_momentum: float) -> None:
         raise ValueError("compressor 'auto' times training steps, of which few exchange here: name a method")
     if grace.names:
         raise ValueError("this Grace averages tensors already: make one for local training alone")
+    if weighted and getattr(grace.method.compressor, "average", "workers") == "senders":
+        raise ValueError("weights are those of workers: use average='workers', or leave out weights")
     if outer_momentum and grace.method.compressor.traits.update_direction:
         raise ValueError(
             f"compressor {name_of(grace.method.compressor)!r} returns updates, with a momentum of its own memory: set "

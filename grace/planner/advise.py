@@ -34,6 +34,7 @@ __all__ = [
     "advise",
     "against_bandwidth",
     "against_nodes",
+    "break_even",
     "buckets",
     "candidate",
     "step",
@@ -244,11 +245,13 @@ def _verdict(
         exchange |= {} if bucket_mb == BUCKET_MB else {"bucket_mb": bucket_mb}
     sent = sum(codec.wire(t.size) if t.name in compressed else 4.0 * t.size for t in profile.tensors)
     limit = _limit(found[name], profile, cluster, codec)
-    break_even = _break_even(found[name], profile, cluster, codec, bucket_mb)
     ratio = 4.0 * profile.size / sent
-    return Verdict(
-        method.label, seconds, dense / seconds, ratio, play.codec_seconds, break_even, limit, name, each, exchange
-    )
+
+    def pays(there: Cluster) -> bool:
+        return found[name](profile, there, codec) < step(profile, there, None, bucket_mb) * (1 - GAIN)
+
+    turn = break_even(cluster, pays)
+    return Verdict(method.label, seconds, dense / seconds, ratio, play.codec_seconds, turn, limit, name, each, exchange)
 
 
 def faster(cluster: Cluster, factor: float) -> Cluster:
@@ -259,12 +262,13 @@ def faster(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, inter=cluster.inter.scaled(bandwidth=factor), flat=flat)
 
 
-def _break_even(step_: Step, profile: Profile, cluster: Cluster, codec: Codec, bucket_mb: float) -> float | None:
-    # The smallest bandwidth above which dense is never slower. Gains shrink with bandwidth, so bisection works.
+def break_even(cluster: Cluster, pays: Callable[[Cluster], bool]) -> float | None:
+    """The bandwidth, in bytes per second, up to which something pays; infinity: above the whole search range; None:
+    nowhere in it. ``pays``: whether it does on a cluster with another bandwidth; gains shrink with bandwidth.
+    """
+
     def gain(exponent: float) -> bool:
-        there = faster(cluster, 10**exponent)
-        dense = step(profile, there, None, bucket_mb)
-        return step_(profile, there, codec) < dense * (1 - GAIN)
+        return pays(faster(cluster, 10**exponent))
 
     low, high = -float(DECADES), float(DECADES)
     if gain(high):

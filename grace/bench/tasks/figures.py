@@ -11,6 +11,7 @@ from grace.bench.tasks.plan import AS_IS, BASELINES, LOOPBACK
 from grace.bench.tasks.results import interval
 from grace.bench.tasks.run import PROBED, TIMED, TRAINED, Row, latest
 from grace.bench.tasks.tasks import TOLERANCE, task_of, tasks
+from grace.local import PRESETS
 
 if TYPE_CHECKING:
     pass
@@ -189,6 +190,11 @@ def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
         f"{'One seed' if seeds == 1 else several}; the same data, batches, learning rate and number of steps for all "
         "methods, none of them tuned."
     )
+    if any(line["method"].partition(":")[0] in PRESETS for line in found):
+        texts.append(
+            "Local training: time and bytes of a step are means over the steps between two exchanges. The last quality "
+            "follows a final exchange; those before are of worker 0's own model."
+        )
     if {line["toolkit"] for line in found} >= {"torch"}:
         texts.append(
             "PyTorch: DistributedDataParallel over gloo; dense and fp16 are its own hooks, a method is GRACE's hook."

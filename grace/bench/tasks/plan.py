@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grace.bench.plan import Case, parse
+from grace import local
+from grace.bench.plan import Case, parse, words
 from grace.bench.tasks.tasks import Scale, task_of
 
 TOOLKITS = ("torch", "keras")
@@ -41,7 +42,8 @@ class Job:
     toolkit: str
     workers: int
     method: str
-    """As written: a baseline's name, or a method as ``topk:compress_ratio=0.001``."""
+    """As written: a baseline's name, a method as ``topk:compress_ratio=0.001``, or local training as
+    ``diloco:sync_every=20,compressor=topk``."""
     bandwidths: tuple[str, ...]
     full: bool = False
     train: bool = True
@@ -60,8 +62,14 @@ class Job:
 
     @property
     def params(self) -> dict[str, Any] | str:
-        """What the trainer is told: a dictionary of `grace_from_params`, or a baseline's name."""
+        """What the trainer is told: a dictionary of `grace_from_params` or `grace.local.from_params`, or a baseline."""
         return self.method if self.method in BASELINES else _parsed(self.method).params
+
+    @property
+    def sync_every(self) -> int | None:
+        """Steps between two exchanges in local training; None: gradients are exchanged in every step."""
+        params = self.params
+        return params["local"]["sync_every"] if isinstance(params, dict) and "local" in params else None
 
     @property
     def sized(self) -> Scale:
@@ -121,11 +129,29 @@ def known(method: str) -> str:
 
 
 def _parsed(method: str) -> Case:
-    # As `parse`, and "auto" with its settings, which is no compressor.
+    # As `parse`, and local training; and "auto" with its settings, which is no compressor.
+    if method.partition(":")[0] in local.PRESETS:
+        return _local(method)
     case = parse(method)
     if method.partition(":")[0] != AUTO:
         return case
     return dataclasses.replace(case, label=method, params={**case.params, "compressor": AUTO})
+
+
+def _local(method: str) -> Case:
+    # A preset with its settings, and the parameters of its Grace; by default a dense one.
+    name, rest = words(method)
+    known = (*(field.name for field in dataclasses.fields(local.Settings)), *local.PLAIN)
+    given = {key: rest.pop(key) for key in known if key in rest}
+    settings = {**local.PRESETS[name], **given}
+    if "sync_every" not in settings:
+        raise ValueError(f"{method!r}: say how often workers exchange, such as {name}:sync_every=20,compressor=topk")
+    params = {"local": {"preset": name, **settings}, **rest}
+    try:
+        local.from_params(params, "local")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{method!r}: {error}") from error
+    return Case(method, params)
 
 
 # Seconds of a launch, and of a training with its looks at the quality: measured with 2 workers on 2 cores.

@@ -20,6 +20,7 @@ from grace import grace_from_params
 from grace.bench.tasks.data import Arrays
 from grace.bench.tasks.keras_models import MODELS
 from grace.bench.tasks.tasks import Scale, Task
+from grace.local import DiLoCo, from_params
 
 
 class Trainer:
@@ -34,25 +35,44 @@ class Trainer:
         self._model = task.builder("keras", MODELS)(**sizes, **scale.model)
         self.tensors = [int(np.prod(variable.shape)) for variable in self._model.trainable_variables]
         names = {"dense": "none", "fp16": "fp16"}
-        self._grace = grace_from_params({"compressor": names[params]} if isinstance(params, str) else params)
-        momentum = 0.0 if self._grace.method.memory.includes_momentum else 0.9
+        self._local: DiLoCo | None = None
+        if isinstance(params, dict) and "local" in params:
+            self._local = from_params(params)
+            self._grace, momentum = self._local.grace, 0.9
+        else:
+            self._grace = grace_from_params({"compressor": names[params]} if isinstance(params, str) else params)
+            momentum = 0.0 if self._grace.method.memory.includes_momentum else 0.9
         optimizer: Any
         if task.optimizer == "adam":
             optimizer = keras.optimizers.Adam(scale.lr, beta_1=momentum)
         else:
             optimizer = keras.optimizers.SGD(scale.lr, momentum)
-        self._optimizer = grace.tensorflow.DistributedOptimizer(optimizer, grace=self._grace)
+        if self._local is None:
+            optimizer = grace.tensorflow.DistributedOptimizer(optimizer, grace=self._grace)
+        self._optimizer = optimizer
         losses = keras.losses
         loss = (losses.BinaryCrossentropy if task.binary else losses.SparseCategoricalCrossentropy)(from_logits=True)
         self._model.compile(self._optimizer, loss, jit_compile=False)
         grace.tensorflow.broadcast_variables(self._model.variables, root_rank=0)
+        if self._local is not None:
+            variables, others = self._model.trainable_variables, self._model.non_trainable_weights
+            grace.tensorflow.local_variables(self._local, variables, others)
+            self._local.settle()
         self._logits = tf.function(lambda *inputs: self._model(_one_or_list(inputs), training=False))
 
     def step(self, inputs: Arrays, targets: Any, lr: float) -> None:
         """Learn from one batch."""
         self._optimizer.learning_rate = lr
         self._model.train_on_batch(_one_or_list(inputs), targets)
-        self._grace.tune()  # a graph cannot
+        if self._local is None:
+            self._grace.tune()  # a graph cannot
+        else:
+            self._local.step()
+
+    def finish(self) -> None:
+        """All workers get the same model, if they had their own."""
+        if self._local is not None:
+            self._local.finish()
 
     def predict(self, inputs: Arrays) -> Any:
         """Logits, as the metrics want them."""
@@ -61,7 +81,7 @@ class Trainer:
     @property
     def sent(self) -> int:
         """Bytes that this worker has handed over so far."""
-        return self._grace.report().bytes_sent
+        return (self._local or self._grace).report().bytes_sent
 
     @property
     def chosen(self) -> str:

@@ -1,4 +1,4 @@
-"""A task's training in PyTorch: DistributedDataParallel, and one hook or another that averages the gradients."""
+"""A task's training in PyTorch: DistributedDataParallel with a hook that averages the gradients; or local training."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import grace.torch
-from grace import grace_from_params
+from grace import Grace, grace_from_params
 from grace.bench.tasks.data import Arrays
 from grace.bench.tasks.tasks import Scale, Task
 from grace.bench.tasks.torch_models import MODELS
+from grace.local import DiLoCo, from_params
 
 
 class Trainer:
-    """One worker's model and how it learns. ``params``: a dictionary of `grace_from_params`, or a baseline's name."""
+    """One worker's model and how it learns.
+
+    ``params``: a dictionary of `grace_from_params` or `grace.local.from_params`, or a baseline's name.
+    """
 
     def __init__(self, task: Task, scale: Scale, sizes: dict[str, int], params: dict[str, Any] | str, seed: int):
         torch.set_num_threads(1)
@@ -26,28 +30,40 @@ class Trainer:
             dist.init_process_group("gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(seed)
-        self._binary, self._counted, self._grace = task.binary, 0, None
+        self._binary, self._counted = task.binary, 0
+        self._grace: Grace | None = None
+        self._local: DiLoCo | None = None
         self._model = task.builder("torch", MODELS)(**sizes, **scale.model)
         self.tensors = [p.numel() for p in self._model.parameters()]
         momentum = 0.9
-        # Each worker's statistics of norms are its own: nothing but gradients travels.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # newer versions have another name for it, older ones do not
-            self._ddp = nn.parallel.DistributedDataParallel(self._model, broadcast_buffers=False)
-        if isinstance(params, str):
-            self._ddp.register_comm_hook(None, self._baseline(params))
+        if isinstance(params, dict) and "local" in params:
+            self._net, self._local = self._model, from_params(params)
         else:
-            self._grace = grace_from_params(params)
-            if self._grace.method.memory.includes_momentum:
+            self._net = self._ddp(params)
+            if self._grace is not None and self._grace.method.memory.includes_momentum:
                 momentum = 0.0
-            grace.torch.name_parameters(self._grace, self._ddp)
-            self._ddp.register_comm_hook(self._grace, grace.torch.ddp_hook)
         trained = self._model.parameters()
         self._optimizer: torch.optim.Optimizer
         if task.optimizer == "adam":
             self._optimizer = torch.optim.Adam(trained, scale.lr, betas=(momentum, 0.999))
         else:
             self._optimizer = torch.optim.SGD(trained, scale.lr, momentum=momentum)
+        if self._local is not None:
+            named, buffers = self._model.named_parameters(), self._model.named_buffers()
+            grace.torch.local(self._optimizer, self._local, named, buffers)
+
+    def _ddp(self, params: dict[str, Any] | str) -> nn.parallel.DistributedDataParallel:
+        # Each worker's statistics of norms are its own: nothing but gradients travels.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer versions have another name for it, older ones do not
+            ddp = nn.parallel.DistributedDataParallel(self._model, broadcast_buffers=False)
+        if isinstance(params, str):
+            ddp.register_comm_hook(None, self._baseline(params))
+        else:
+            self._grace = grace_from_params(params)
+            grace.torch.name_parameters(self._grace, ddp)
+            ddp.register_comm_hook(self._grace, grace.torch.ddp_hook)
+        return ddp
 
     def _baseline(self, name: str) -> Any:
         hook: Any = {"dense": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}[name]
@@ -64,13 +80,18 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.zero_grad()
-        logits, wanted = self._ddp(*map(torch.from_numpy, inputs)), torch.from_numpy(targets)
+        logits, wanted = self._net(*map(torch.from_numpy, inputs)), torch.from_numpy(targets)
         if self._binary:
             loss = nn.functional.binary_cross_entropy_with_logits(logits, wanted.float())
         else:
             loss = nn.functional.cross_entropy(logits.flatten(0, -2), wanted.flatten())
         loss.backward()
         self._optimizer.step()
+
+    def finish(self) -> None:
+        """All workers get the same model, if they had their own."""
+        if self._local is not None:
+            self._local.finish()
 
     def predict(self, inputs: Arrays) -> Any:
         """Logits, as the metrics want them."""
@@ -83,7 +104,8 @@ class Trainer:
     @property
     def sent(self) -> int:
         """Bytes that this worker has handed over so far."""
-        return self._counted if self._grace is None else self._grace.report().bytes_sent
+        source = self._local or self._grace
+        return self._counted if source is None else source.report().bytes_sent
 
     @property
     def chosen(self) -> str:

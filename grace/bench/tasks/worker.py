@@ -59,6 +59,8 @@ class Worker:
         curve: list[tuple[int, float | None]] = []
         for done in range(1, self.scale.steps + 1):
             self.step()
+            if done == self.scale.steps:
+                self.trainer.finish()
             if (done % self.scale.every == 0 or done == self.scale.steps) and self.trainer.rank == 0:
                 quality = self.data.quality(self.trainer.predict)
                 curve.append((done, round(quality, 5) if math.isfinite(quality) else None))
@@ -67,24 +69,33 @@ class Worker:
         if self.trainer.rank == 0:
             self.tell("trained", curve=curve, chosen=self.trainer.chosen)
 
+    def timed(self) -> float:
+        """Seconds of a step; in local training the mean over as many steps as lie between two exchanges.
+
+        The rate of learning is nought: it is not the training that is measured. In local training it is the last one,
+        since pseudo-gradients of nought are no usual ones.
+        """
+        every = self.job.sync_every
+        return statistics.fmean(self.step(0.0 if every is None else None) for _ in range(every or 1))
+
     def time(self, bandwidth: str) -> None:
-        """Some steps at a bandwidth. Their rate of learning is nought: it is not the training that is measured."""
+        """Some steps at a bandwidth."""
         if self.job.shaped and self.trainer.rank == 0:
             self.tell("wants", bandwidth=bandwidth)
             while not (self.folder / f"is-{bandwidth}").exists():
                 time.sleep(0.02)
         self.trainer.agree(0)
-        first = statistics.median(self.step(0.0) for _ in range(WARM_AT_RATE))
-        fit = int(self.job.seconds / max(first, 1e-6))
+        first = statistics.median(self.timed() for _ in range(WARM_AT_RATE))
+        fit = int(self.job.seconds / max(first * (self.job.sync_every or 1), 1e-6))
         count = self.trainer.agree(max(LEAST, min(fit, self.job.most)))
-        before, sent = traffic() if self.job.shaped else (0, 0), self.trainer.sent
-        seconds = [self.step(0.0) for _ in range(count)]
-        sent = self.trainer.sent - sent
+        before, sent, done = traffic() if self.job.shaped else (0, 0), self.trainer.sent, self.steps
+        seconds = [self.timed() for _ in range(count)]
+        sent, done = self.trainer.sent - sent, self.steps - done
         self.trainer.agree(0)
         wire = None  # on a machine's own interface others are heard as well
         if self.job.shaped:
-            wire = [(now - then) / count for now, then in zip(traffic(), before, strict=True)]
-        self.tell("timed", bandwidth=bandwidth, seconds=[round(s, 6) for s in seconds], sent=sent / count, wire=wire)
+            wire = [(now - then) / done for now, then in zip(traffic(), before, strict=True)]
+        self.tell("timed", bandwidth=bandwidth, seconds=[round(s, 6) for s in seconds], sent=sent / done, wire=wire)
 
     def run(self) -> None:
         """The whole job."""
@@ -104,6 +115,7 @@ class Worker:
         for bandwidth in self.job.bandwidths:
             self.time(bandwidth)
         self.tell("done")
+        self._lines.close()
 
 
 def main() -> None:

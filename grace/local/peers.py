@@ -1,0 +1,89 @@
+"""Means of pseudo-gradients that are clipped to the workers' median norm, or averaged by senders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from grace.core import Array, Combine, Compressor, Context, MaybeProgram, Payload, State, Traits, name_of
+
+AVERAGES, CLIPS = ("workers", "senders"), ("none", "median")
+
+
+@dataclass(frozen=True)
+class PeerMean(Compressor):
+    """A compressor whose payloads are averaged in another way, for communicator "allgather".
+
+    ``average``: over all "workers", or of each element over its "senders", the workers whose decoded payload is not
+    zero there. ``clip``: "median" scales decoded payloads of a larger norm down to the median norm of the workers'
+    payloads of the tensor (of an even number: the lower middle one). Errors that a memory feeds back are those of
+    compression alone. With "twostage" norms are those of shards. Raises ValueError for a compressor whose payloads
+    are summed or agreed on.
+
+    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv:2508.15706; both are of the
+    authors' training code, not of the paper. Averaging over senders makes steps longer where fewer workers send.
+    """
+
+    inner: Compressor
+    average: str = "workers"
+    clip: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.average not in AVERAGES:
+            raise ValueError(f"average={self.average!r}: choose {' or '.join(map(repr, AVERAGES))}")
+        if self.clip not in CLIPS:
+            raise ValueError(f"clip={self.clip!r}: choose {' or '.join(map(repr, CLIPS))}")
+        traits = self.inner.traits
+        if traits.combine is not Combine.GATHER or traits.majority_vote:
+            raise ValueError(
+                f"average and clip need each worker's payload, but those of {name_of(self.inner)!r} are summed, agreed "
+                "on or voted with: leave them out, or take another compressor, such as 'chunktopk'"
+            )
+
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(self.inner.traits, block_size=None)  # a norm is that of the whole tensor
+
+    def applies(self, ctx: Context) -> bool:
+        return self.inner.applies(ctx)
+
+    def contraction(self, n: int) -> float | None:
+        return self.inner.contraction(n)
+
+    def variance(self, n: int) -> float | None:
+        return self.inner.variance(n)
+
+    def init(self, ctx: Context) -> State:
+        return self.inner.init(ctx)
+
+    def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
+        return self.inner.compress(x, state, ctx)
+
+    def decompress(self, payload: Payload, ctx: Context) -> Array:
+        return self.inner.decompress(payload, ctx)
+
+    def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
+        return self.inner.residual(x, payload, ctx)
+
+    def aggregate(self, payloads: Sequence[Payload], ctx: Context) -> Array:
+        xp = ctx.xp
+        factors = self._factors(payloads, ctx) if self.clip == "median" else [None] * len(payloads)
+        total, senders = xp.zeros(ctx.size), xp.zeros(ctx.size)
+        for payload, factor in zip(payloads, factors, strict=True):  # decoded again: one dense vector at a time
+            x = self.decompress(payload, ctx)
+            total = total + (x if factor is None else x * factor)
+            if self.average == "senders":
+                senders = senders + xp.cast(x != 0, "float32")
+        return total / (xp.maximum(senders, 1.0) if self.average == "senders" else len(payloads))
+
+    def _factors(self, payloads: Sequence[Payload], ctx: Context) -> list[Array]:
+        # float32[1] for each payload.
+        xp = ctx.xp
+        decoded = (self.decompress(payload, ctx) for payload in payloads)
+        norms = xp.concat([xp.reshape(xp.sqrt(xp.sum(x * x)), (1,)) for x in decoded])
+        middle = (len(payloads) - 1) // 2
+        median = xp.sort(norms)[middle : middle + 1]
+        # NaN makes the mean NaN: all workers leave the tensor unchanged.
+        factors = xp.where(norms <= median, 1.0, median / xp.where(norms == 0, 1.0, norms))
+        return [factors[i : i + 1] for i in range(len(payloads))]

@@ -20,10 +20,8 @@ for method in ("none", "topk", "qsgd", "efsignsgd", "powersgd", "blockint"):
     for _ in range(EPOCHS):
         for batch in torch.randperm(len(shards[0][0])).split(BATCH):
             losses = [functional.cross_entropy(model(x[batch]), y[batch]) for x, y, _, _ in shards]
-            gradients = [
-                dict(zip(weights, torch.autograd.grad(loss, weights.values()), strict=True)) for loss in losses
-            ]
-            for name, mean in step(graces, gradients)[0].items():  # equal on all workers
+            grads = [dict(zip(weights, torch.autograd.grad(loss, weights.values()), strict=True)) for loss in losses]
+            for name, mean in step(graces, grads)[0].items():  # equal on all workers
                 weights[name].data -= LR * mean
         accuracy = (model(shards[0][2]).argmax(1) == shards[0][3]).double().mean().item()
         graces[0].record(accuracy=accuracy)  # then compare the runs: grace report *.jsonl

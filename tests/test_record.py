@@ -674,6 +674,9 @@ def test_a_page_draws_metrics_over_steps_seconds_and_bytes(runs, tmp_path):
     assert not re.search(r"(src|href)=|https?://|url\(|@import|<script", text), "nothing is fetched"
     assert f"<title>{runs[0]}: 1 at step 8</title>" in text
     assert f"<title>{runs[1]}: 3 at bytes sent 960 B</title>" in text
+    for curve in re.findall(r'<polyline points="([^"]+)"', text):
+        points = [tuple(map(float, point.split(","))) for point in curve.split()]
+        assert all(0 <= x <= 520 and 0 <= y <= 230 for x, y in points)
     assert len(re.findall(r"<figcaption>loss over (step|seconds|bytes sent)<", text)) == 3
     assert invoke(runs[0], "--html", page).exit_code == 0
     assert "<title>loss: 1 at step 8</title>" in page.read_text()

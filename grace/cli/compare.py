@@ -66,7 +66,7 @@ def view(runs: Mapping[str, Run]) -> RenderableType:
 def _table(*heads: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for number, head in enumerate(heads):
-        table.add_column(head, justify="right" if number > 1 else "left", overflow="fold")
+        table.add_column(escape(head), justify="right" if number > 1 else "left", overflow="fold")
     return table
 
 

@@ -47,16 +47,17 @@ def params_of(method: Method, communicator: Communicator, policy: Policy | None,
     """
     from grace.communicators.planned import Planned
 
-    found: dict[str, Any] = {}
+    plan: dict[str, Any] = {}
     parts = {"compressor": method.compressor, "memory": method.memory, "communicator": communicator, "policy": policy}
     if isinstance(communicator, Planned) and communicator.ways is not None:
-        found = {"plan": json.loads(communicator.ways.text or "null"), "node_size": communicator.node_size}
+        plan = {"plan": json.loads(communicator.ways.text or "null"), "node_size": communicator.node_size}
         del parts["communicator"]
-    for kind, part in parts.items():
+    found = {kind: name_of(part) for kind, part in parts.items() if part is not None}
+    for part in parts.values():
         if part is not None:
-            found = {**_keys(part), **found, kind: name_of(part)}  # a key belongs to the first part that takes it
+            found = {**found, **{key: value for key, value in _keys(part).items() if key not in found}}
     names = [field.name for field in fields(options) if field.name not in OUTPUTS]
-    return {**found, **{name: getattr(options, name) for name in names}}
+    return {**found, **plan, **{name: getattr(options, name) for name in names}}
 
 
 def _keys(part: Any) -> dict[str, Any]:

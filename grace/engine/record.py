@@ -197,9 +197,8 @@ class Line:
 
 def advanced(numbers: Mapping[str, Any], line: Line) -> dict[str, Any]:
     """The numbers after a line, given those before it: totals, and what holds for the line's steps."""
-    totals = {
-        key: numbers[key] + getattr(line, key) for key in ("seconds", "bytes_sent", "bytes_received", "bytes_dense")
-    }
+    names = ("seconds", "bytes_sent", "bytes_received", "bytes_dense")
+    totals = {name: round(numbers[name] + getattr(line, name), 6) for name in names}
     return {**totals, "ratio": line.ratio, "ms_per_step": line.seconds / line.steps * 1e3, "residual": line.norm}
 
 

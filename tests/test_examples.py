@@ -104,10 +104,10 @@ def test_training_under_ray_without_ray_is_resumed_after_a_worker_was_killed(tmp
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or restarted workers find the dead ones' addresses
     command = [*launcher("torchrun", 2), "--max-restarts=1", script, tmp_path]
     printed = run(*command, log=tmp_path / "log", **environment)
-    assert "SIGKILL" in printed or "exitcode: -9" in printed
+    assert "exitcode: -9" in printed
     for rank in range(2):
         resumed, reported, equal = pickle.loads((tmp_path / f"{rank}.pickle").read_bytes())
-        assert resumed == ["epoch-1", "epoch-2"]
-        assert [each["epoch"] for each in reported] == [3], "only the epoch that was lost"
+        assert resumed == ["epoch-1"]
+        assert [each["epoch"] for each in reported] == [2], "only the epoch that was lost"
         assert all(equal), "as if nobody had been killed"
         assert reported[-1]["accuracy"] > 0.2

@@ -26,8 +26,8 @@ def report(metrics, folder):
 
 
 whole = [each for each in sorted(out.glob("epoch-*")) if len(list(each.glob("step-*/*.grace"))) == size]
-settings = {"method": "topk", "params": {}, "epochs": 3, "batch_size": 64, "lr": 0.05, "momentum": 0.9, "seed": 0}
-model = train({**settings, "kill": 3}, whole[-1] if whole else None, report)
+settings = {"method": "topk", "params": {}, "epochs": 2, "batch_size": 64, "lr": 0.05, "momentum": 0.9, "seed": 0}
+model = train({**settings, "kill": 2}, whole[-1] if whole else None, report)
 undisturbed = train({**settings, "kill": 0}, None, lambda metrics, folder: None)
 equal = [torch.equal(one, two) for one, two in zip(model.parameters(), undisturbed.parameters(), strict=True)]
 save(out, rank, ([each.name for each in whole], reported, equal))

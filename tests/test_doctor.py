@@ -183,7 +183,7 @@ def test_methods_lists_the_registry():
     assert len(listed["compressors"]) >= 18 + 20
 
 
-VALUES = r"\d|\"|positive|number|name|as in the memory|`plan`"
+VALUES = r"\d|\"|positive|number|name|as text|as in the memory|`plan`"
 
 
 def test_every_parameter_has_its_meaning_its_values_and_an_example():

@@ -171,6 +171,7 @@ def test_a_line_without_an_end_is_still_being_written(path):
         ("step,loss\n1,2\n", "line 1, is not part"),
         ('{"kind": "begin", "format": 99}\n', "reads 1"),
         ("[1]\n", "line 1, is not part"),
+        ('{"kind": "metrics", "step": 1, "values": {"loss": "low"}}\n', "line 1, is not part"),
     ],
 )
 def test_other_files_are_refused(path, text, message):

@@ -42,6 +42,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # `grace.torch`, `grace.tensorflow` and `grace.keras` import their toolkit on first use.
-    if name in ("torch", "tensorflow", "keras", "checkpoint", "elastic", "local") or f"grace.{name}" in ALIASES:
+    if (
+        name in ("torch", "tensorflow", "keras", "checkpoint", "elastic", "local", "trackers")
+        or f"grace.{name}" in ALIASES
+    ):
         return importlib.import_module(f"grace.{name}")
     raise AttributeError(f"module 'grace' has no attribute {name!r}")

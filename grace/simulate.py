@@ -1,4 +1,4 @@
-"""Simulates W workers in one process, to try a method without a network."""
+"""Several workers in one process, to try or compare methods without a network."""
 
 from __future__ import annotations
 
@@ -49,26 +49,44 @@ def simulate(
     first = _first(gradients)
     sequence: list[Any] = [gradients] if isinstance(first, Mapping) else list(gradients)
     sequence = [[{n: g for n, g in worker.items() if g is not None} for worker in workers] for workers in sequence]
-    world, xp = World(len(sequence[0])), get_backend(backend)
-    graces = [grace_from_params(params, LocalTransport(world, rank)) for rank in range(world.size)]
+    graces, xp = workers(params, len(sequence[0])), get_backend(backend)
     example = {name: _convert(xp, g) for workers in sequence for worker in workers for name, g in worker.items()}
     for grace in graces:
         grace.build(example)
         grace.track_missing = any(len(worker) < len(example) for workers in sequence for worker in workers)
     history = []
-    for step in range(len(sequence) if steps is None else steps):
-        for grace, worker in zip(graces, sequence[step % len(sequence)], strict=True):
-            grace.launch({name: _convert(xp, worker[name]) if name in worker else None for name in example})
-        # Round by round over all workers, as their messages would arrive.
-        while [grace for grace in graces if not grace.advance()]:
-            pass
-        for grace in graces:
-            grace.land()
-        _settle([grace.tuning() for grace in graces])
-        history.append([{name: _host(xp, grace.mean(name)) for name in example} for grace in graces])
-        if steps_per_epoch and (step + 1) % steps_per_epoch == 0:
+    for number in range(len(sequence) if steps is None else steps):
+        now = sequence[number % len(sequence)]
+        given = [{name: _convert(xp, own[name]) if name in own else None for name in example} for own in now]
+        history.append([{name: _host(xp, mean) for name, mean in means.items()} for means in step(graces, given)])
+        if steps_per_epoch and (number + 1) % steps_per_epoch == 0:
             end_epoch(graces)
     return Simulation(history[-1], history, graces[0].report(), [grace.state_dict() for grace in graces])
+
+
+def workers(params: Mapping[str, Any], size: int) -> list[Grace]:
+    """The Graces of ``size`` workers in this process, to be driven by `step`. ``params``: for each of them."""
+    world = World(size)
+    return [grace_from_params(params, LocalTransport(world, rank)) for rank in range(size)]
+
+
+def step(graces: Sequence[Grace], gradients: Gradients) -> list[dict[str, Any]]:
+    """One exchange of workers in this process: the means by name, for each worker.
+
+    ``graces``: of `workers`. ``gradients``: one dictionary {name: array} per worker, with the same names; the first
+    step builds the tensors. None: absent on this worker.
+    """
+    for grace, own in zip(graces, gradients, strict=True):
+        if not grace.names:
+            grace.build({name: array for name, array in own.items() if array is not None})
+        grace.launch(own)
+    # Round by round over all workers, as their messages would arrive.
+    while [grace for grace in graces if not grace.advance()]:
+        pass
+    for grace in graces:
+        grace.land()
+    _settle([grace.tuning() for grace in graces])
+    return [{name: grace.mean(name) for name in own} for grace, own in zip(graces, gradients, strict=True)]
 
 
 def _first(gradients: Any) -> Any:

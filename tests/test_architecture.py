@@ -18,7 +18,7 @@ FLOORS = (
     ("compressors", "memories", "communicators", "policies", "transports"),
     ("backends", "kernels"),
     ("engine",),
-    ("checkpoint", "factory", "gossip", "local", "planner", "simulate", "stages", "start", "testing"),
+    ("checkpoint", "factory", "gossip", "local", "planner", "simulate", "stages", "start", "testing", "trackers"),
     ("elastic", "factorize", "keras", "tensorflow", "torch"),
     ("__main__", "bench", "cli"),
 )

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from launch import free_port, run
+from launch import free_port, launcher, run
 
 from grace.transports.jobs import VARIABLES
 
@@ -94,6 +94,16 @@ os.environ |= {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_
 os.environ |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": os.environ["MPI_JOB"]}
 grc = grace.grace_from_params({"compressor": "topk", "min_numel": 0}, grace.init())
 """
+# And `grace doctor --cluster` in them, with one local rank twice.
+DOCTOR = """
+for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(key, None)
+os.environ |= {"PMIX_NAMESPACE": os.environ["DOCTORS_JOB"], "OMPI_COMM_WORLD_LOCAL_RANK": str(min(int(rank), 2))}
+from typer.testing import CliRunner
+from grace.cli.app import app
+done = CliRunner().invoke(app, ["doctor", "--cluster"], env={"COLUMNS": "200"})
+print(f"doctor ended with {done.exit_code}: {done.output}")
+"""
 
 
 def free_job():
@@ -124,11 +134,12 @@ def test_torchrun_on_two_machines_and_the_exchange_between_them(tmp_path):
 @pytest.mark.processes
 def test_a_task_for_each_worker_under_slurms_and_open_mpis_variables(tmp_path):
     pytest.importorskip("torch")
+    pytest.importorskip("typer", reason="the command line")
     (lines,) = [block for block in blocks(DOCS / "clusters.md", "python") if "srun's tasks" in block]
-    (tmp_path / "train.py").write_text(lines + STEP + AGAIN + STEP)
+    (tmp_path / "train.py").write_text(lines + STEP + AGAIN + STEP + DOCTOR)
     taken = {name for names in VARIABLES.values() for name in names}
     env = {key: value for key, value in os.environ.items() if key not in taken}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPI_JOB": str(free_job())}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPI_JOB": str(free_job()), "DOCTORS_JOB": str(free_job())}
     env |= {"SLURM_JOB_ID": str(free_job()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}
     env |= {"SLURM_STEP_NODELIST": "127.0.0.[1-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
     workers = [
@@ -152,7 +163,7 @@ def test_a_task_for_each_worker_under_slurms_and_open_mpis_variables(tmp_path):
         for worker in workers:
             worker.kill()
     assert [worker.returncode for worker in workers] == [0] * 4, printed
-    slurm, mpi = printed[0].split("grace.init: ")[1:]
+    slurm, mpi = printed[0].split("grace.init: ")[1:3]
     assert slurm.startswith("worker 0 of 4: SLURM (SLURM_PROCID, SLURM_STEP_NUM_TASKS), met at 127.0.0.1:")
     assert mpi.startswith("worker 0 of 4: Open MPI (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE), met at 127.0.0.1:")
     for text in (slurm, mpi):
@@ -160,3 +171,21 @@ def test_a_task_for_each_worker_under_slurms_and_open_mpis_variables(tmp_path):
     assert "hierarchical" in slurm
     assert "hierarchical" not in mpi
     assert all("grace.init" not in text for text in printed[1:])
+    assert all("doctor ended with 1: " in text for text in printed), printed
+    assert printed[0].count("workers 2 and 3 have local rank 2 on") == 1
+    assert all("local rank" not in text for text in printed[1:]), "worker 0 speaks for all"
+
+
+@pytest.mark.processes
+def test_doctor_compares_the_processes_of_a_launcher(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("typer", reason="the command line")
+    printed = run(*launcher("torchrun", 2), "-m", "grace", "doctor", "--cluster", log=tmp_path / "log")
+    assert printed.count("grace.init: worker 0 of 2: torchrun (RANK, WORLD_SIZE)") == 1
+    assert printed.count("All workers agree.") == 1, "worker 0 speaks for all"
+    for rank in range(2):
+        assert (
+            len(re.findall(rf"^worker {rank} of 2 on .*, torchrun local rank {rank}: grace", printed, re.MULTILINE))
+            == 1
+        )
+    assert re.search(r"^torchrun +MASTER_PORT +\d+", printed, re.MULTILINE)

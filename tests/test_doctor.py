@@ -183,6 +183,22 @@ def test_methods_lists_the_registry():
     assert len(listed["compressors"]) >= 18 + 20
 
 
+VALUES = r"\d|\"|positive|number|name|as text|as in the memory|`plan`"
+
+
+def test_every_parameter_has_its_meaning_its_values_and_an_example():
+    from grace.cli import catalog
+
+    for kind, registry in catalog.KINDS.items():
+        for name in registry:
+            known, meanings = catalog.keys(registry[name]), catalog.meanings(registry[name])
+            assert known.keys() <= meanings.keys(), name
+            silent = {key: meanings[key] for key in known if not isinstance(known[key], bool)}
+            silent = {key: text for key, text in silent.items() if not re.search(VALUES, text)}
+            assert not silent, (name, silent)
+            assert name in catalog.example(name, kind).values()
+
+
 @pytest.mark.slow
 def test_methods_prints_tables_and_single_methods():
     done = grace_command("methods")

@@ -2,11 +2,15 @@
 
 import json
 import math
+import pickle
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from launch import launcher, run
+
+from grace.engine.record import read
 
 pytestmark = pytest.mark.processes
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -79,3 +83,31 @@ def test_a_pipeline_over_torch_distributed(tmp_path):
     assert [(edge["edge"], edge["direction"]) for edge in found["edges"]] == [("0-1", "forward"), ("0-1", "backward")]
     assert all(edge["ratio"] > 3.9 for edge in found["edges"])
     assert "epoch 2: loss" in printed
+
+
+def test_six_methods_in_one_process(tmp_path):
+    script = EXAMPLES / "compare_methods.py"
+    assert len(script.read_text().splitlines()) <= 30
+    printed = run(sys.executable, script, tmp_path, log=tmp_path / "log")
+    rows = re.findall(r"^(\w+) +([\d.]+)% +([\d,]+) +([\d.]+)$", printed, re.MULTILINE)
+    assert len(rows) == 6
+    for method, accuracy, sent, ratio in rows:
+        record = read(tmp_path / f"{method}.jsonl")
+        assert float(accuracy) > 70, method
+        assert record.metrics[-1].values["accuracy"] == pytest.approx(float(accuracy) / 100, abs=6e-4)
+        assert int(sent.replace(",", "")) == pytest.approx(record.total("bytes_sent") / record.total("steps"), abs=1)
+        assert float(ratio) >= 3.5 or method == "none"
+
+
+def test_training_under_ray_without_ray_is_resumed_after_a_worker_was_killed(tmp_path):
+    script = EXAMPLES.parent / "tests" / "workers" / "ray_train.py"
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or restarted workers find the dead ones' addresses
+    command = [*launcher("torchrun", 2), "--max-restarts=1", script, tmp_path]
+    printed = run(*command, log=tmp_path / "log", **environment)
+    assert "exitcode: -9" in printed
+    for rank in range(2):
+        resumed, reported, equal = pickle.loads((tmp_path / f"{rank}.pickle").read_bytes())
+        assert resumed == ["epoch-1"]
+        assert [each["epoch"] for each in reported] == [2], "only the epoch that was lost"
+        assert all(equal), "as if nobody had been killed"
+        assert reported[-1]["accuracy"] > 0.2

@@ -1,14 +1,20 @@
 """The record of a training: writing, reading, and `grace report`."""
 
+import csv
 import json
+import pickle
 import re
+import sys
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from methods import normal
 
-from grace import grace_from_params, simulate
+from grace import grace_from_params, simulate, trackers
+from grace.core.registry import communicators, compressors, memories, policies
+from grace.engine.about import params_of
 from grace.engine.record import read, warnings_of
 from grace.simulate import end_epoch
 from grace.transports.local import LocalTransport, World
@@ -165,6 +171,7 @@ def test_a_line_without_an_end_is_still_being_written(path):
         ("step,loss\n1,2\n", "line 1, is not part"),
         ('{"kind": "begin", "format": 99}\n', "reads 1"),
         ("[1]\n", "line 1, is not part"),
+        ('{"kind": "metrics", "step": 1, "values": {"loss": "low"}}\n', "line 1, is not part"),
     ],
 )
 def test_other_files_are_refused(path, text, message):
@@ -197,6 +204,222 @@ def test_a_policy_that_changes_the_method_is_followed(path):
     for line, method in zip(run.lines, methods, strict=True):
         assert line.sent == [line.steps * (8 * K if method == "topk" else 4 * N)]
     assert warnings_of(run) == []
+
+
+# -- metrics --------------------------------------------------------------------------------------------------------
+def trained_with(path, metrics, **params):
+    """A worker that trains two steps before each element of ``metrics``, and records it."""
+    grc = grace_from_params({**TOPK, "record": str(path), **params}, "local")
+    grc.build({"w": normal(N)})
+    for each in metrics:
+        for _ in range(2):
+            grc.step({"w": normal(N)})
+        grc.record(**each)
+    return grc
+
+
+def test_metrics_stand_beside_the_steps_seconds_and_bytes_up_to_them(path):
+    grc = trained_with(path, [{"loss": np.float32(0.5)}, {"loss": float("nan"), "accuracy": 1}])
+    grc.record(accuracy=2)  # at the same step
+    run = read(path)
+    assert [(each.step, each.values) for each in run.metrics] == [
+        (2, {"loss": 0.5}),
+        (4, {"loss": None, "accuracy": 1.0}),
+        (4, {"accuracy": 2.0}),
+    ]
+    assert [(line.step, line.steps) for line in run.lines] == [(2, 2), (4, 2)]
+    one, two = run.history()
+    assert (one["step"], one["bytes_sent"], one["loss"]) == (2, 2 * 8 * K, 0.5)
+    assert (two["step"], two["bytes_sent"], two["loss"], two["accuracy"]) == (4, 4 * 8 * K, None, 2.0)
+    assert two["seconds"] == pytest.approx(run.total("seconds"))
+    assert two["residual"] == run.lines[-1].norm
+    assert (two["ratio"], two["bytes_dense"]) == (run.ratio, 4 * 4 * N)
+
+
+def test_metrics_before_the_first_step_and_of_a_resumed_run(path):
+    grc = trained_with(path, [])
+    grc.record(accuracy=0.1)
+    first = trained_with(path, [{"accuracy": value} for value in (0.2, 0.3)])  # a new run under the name
+    state = first.state_dict()
+    grc = trained_with(path, [{"accuracy": 0.9}])
+    assert [(each.step, each.values["accuracy"]) for each in read(path).metrics] == [(2, 0.9)]
+    trained_with(path, [{"accuracy": value} for value in (0.2, 0.3)])
+    grc = grace_from_params({**TOPK, "record": str(path)}, "local")
+    grc.load_state_dict({**state, "step": 2})
+    grc.build({"w": normal(N)})
+    grc.record(accuracy=0.25)
+    assert [(point["step"], point.get("accuracy")) for point in read(path).history()] == [(2, 0.25)]
+
+
+@pytest.mark.parametrize(
+    "metrics, error, match",
+    [
+        ({"ratio": 1.0}, ValueError, "'ratio' of its own: use another name"),
+        ({"step": 1.0}, ValueError, "'step' of its own"),
+        ({"loss": "low"}, TypeError, "a metric is one number"),
+        ({"loss": np.ones(2)}, TypeError, "a metric is one number"),
+        ({"loss": None}, TypeError, "a metric is one number"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_no_metric_is_refused_on_every_worker(path, metrics, error, match, rank):
+    grc = grace_from_params({**TOPK, "record": str(path)}, LocalTransport(World(2), rank))
+    with pytest.raises(RuntimeError, match="after the first step"):
+        grc.record(loss=1.0)
+    grc.build({"w": normal(N)})
+    with pytest.raises(error, match=match):
+        grc.record(**metrics)
+
+
+# -- what repeats a run ---------------------------------------------------------------------------------------------
+def dictionaries():
+    pytest.importorskip("typer", reason="the examples are the command line's")
+    from grace.cli.catalog import example
+
+    for kind, registry in (("compressors", compressors), ("memories", memories), ("communicators", communicators)):
+        for name in registry:
+            yield example(name, kind)
+    yield {**TOPK, "memory": "dgc", "communicator": "twostage", "seed": 7, "min_numel": 0, "bucket_mb": 1.5}
+    yield {"compressor": "auto", "candidates": ["topk", {"compressor": "qsgd", "quantum_num": 7}]}
+    for name in policies:
+        yield {"compressor": "topk", "policy": name, **({"k_low": 0.2} if name == "accordion" else {})}
+    yield {"compressor": "chain", "sparsifier": "randomk", "quantizer": "qsgd", "quantum_num": 127}
+    plan = {"tensors": {"w": {"option": "allgather", "compressor": "topk"}}, "params": {"compressor": "topk"}}
+    yield {"compressor": "topk", "plan": plan}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_dictionary_of_a_record_makes_an_equal_grace():
+    def parts(grc):
+        setup = grc._setup
+        return setup.method, setup.unresolved, setup.policy, setup.options
+
+    for params in dictionaries():
+        grc = grace_from_params(params, "local")
+        found = json.loads(json.dumps(params_of(*parts(grc))))
+        again = grace_from_params(found, "local")
+        assert json.loads(json.dumps(params_of(*parts(again)))) == found, params
+        method, communicator, policy, options = parts(grc)
+        assert (again.method, again.options) == (method, options), params
+        if "plan" in params:
+            assert found["plan"] == params["plan"]
+        else:
+            assert (repr(again._setup.unresolved), repr(again._setup.policy)) == (repr(communicator), repr(policy)), (
+                params
+            )
+
+
+def test_the_first_line_holds_what_repeats_the_run(path):
+    params = {**TOPK, "compress_ratio": 0.02, "seed": 5, "memory": "dgc"}
+    kernel = normal(N)
+    one = simulate({**params, "record": str(path)}, [{"w": kernel}, {"w": kernel}], steps=3)
+    about = read(path).about
+    assert about["params"] | params == about["params"]
+    assert about["versions"]["numpy"] == np.__version__
+    assert about["machine"]["cores"] >= 1
+    assert about["transport"] == "LocalTransport"
+    two = simulate(about["params"], [{"w": kernel}, {"w": kernel}], steps=3)
+    np.testing.assert_array_equal(one.means[0]["w"], two.means[0]["w"])
+
+
+# -- trackers -------------------------------------------------------------------------------------------------------
+def test_a_tracker_gets_the_numbers_of_each_line(path):
+    told = []
+    simulate_ = {"record_every": 2, "tracker": lambda step, numbers: told.append({"step": step, **numbers})}
+    grc = trained_with(path, [{"loss": 0.5}, {}, {"loss": float("inf")}], **simulate_)
+    history = read(path).history()
+    assert [point["step"] for point in history] == [2, 4, 6]
+    found = {point["step"]: point for point in told}
+    for point in history:
+        kept = {name: value for name, value in point.items() if value is not None}
+        assert found[point["step"]] == pytest.approx(kept), "as the record says, without what is unknown"
+    assert all("loss" not in point for point in told if point["step"] > 2)
+    assert grc.report().steps == 6
+
+
+def test_only_worker_0_tracks_and_workers_may_differ(path):
+    told, world = [], World(2)
+    for rank in range(2):
+        params = {**TOPK, "record": str(path), "tracker": lambda step, numbers, rank=rank: told.append(rank)}
+        grc = grace_from_params(params, LocalTransport(world, rank))
+        grc.build({"w": normal(N)})
+        grc.record(loss=1.0)
+    assert told == [0]
+
+
+def test_a_tracker_that_fails_does_not_end_a_training(path):
+    def lost(step, numbers):
+        raise ConnectionError("no network")
+
+    with pytest.warns(UserWarning, match="the tracker failed at step 2: ConnectionError"):
+        grc = trained_with(path, [{"loss": 0.5}], tracker=lost)
+    assert grc.report().steps == 2
+    assert read(path).metrics[0].values == {"loss": 0.5}
+
+
+def test_what_is_no_tracker_is_refused(path):
+    with pytest.raises(ValueError, match="must be a function of a step"):
+        grace_from_params({**TOPK, "record": str(path), "tracker": "wandb"}, "local")
+    with pytest.raises(ValueError, match="name its file, too"):
+        grace_from_params({**TOPK, "tracker": print}, "local")
+
+
+@pytest.mark.parametrize("name, package", [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow")])
+def test_a_package_that_is_missing_is_named_before_the_training(name, package, monkeypatch):
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda each: None if each == package else each)
+    with pytest.raises(ModuleNotFoundError, match=f"pip install {package}"):
+        getattr(trackers, name)(*["folder"] * (name == "tensorboard"))
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_trackers_call_the_packages_as_documented(path, name, monkeypatch):
+    """With stand-ins, which take the documented arguments only."""
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, log_dir):
+            calls.append(("open", log_dir))
+
+        def add_scalar(self, tag, scalar_value, global_step=None):
+            calls.append((tag, scalar_value, global_step))
+
+        def flush(self):
+            calls.append("flush")
+
+    class Run:
+        def define_metric(self, name, step_metric=None):
+            calls.append((name, step_metric))
+
+        def log(self, data):
+            calls.append(data)
+
+    def log_metrics(metrics, step=None):
+        calls.append((metrics, step))
+
+    modules = {
+        "torch.utils.tensorboard": SimpleNamespace(SummaryWriter=SummaryWriter),
+        "wandb": SimpleNamespace(run=Run()),
+        "mlflow": SimpleNamespace(log_metrics=log_metrics),
+    }
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: name)
+    tracker = getattr(trackers, name)(*["runs/x"] * (name == "tensorboard"))
+    assert pickle.loads(pickle.dumps(tracker))
+    assert calls == [], "nothing is opened before the first line"
+    for module, stand_in in modules.items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    trained_with(path, [{"loss": 0.5}, {"loss": 0.25}], tracker=tracker)
+    losses = [0.5, 0.25]
+    if name == "tensorboard":
+        assert calls.count(("open", "runs/x")) == 1
+        assert [call[1:] for call in calls if call[0] == "grace/loss"] == list(zip(losses, (2, 4), strict=True))
+        assert calls.count("flush") == 2
+    elif name == "wandb":
+        axis, *logged = calls
+        assert axis == ("grace/*", "grace/step")
+        assert [(each["grace/step"], each["grace/loss"]) for each in logged] == [(2, 0.5), (4, 0.25)]
+        assert [each["grace/bytes_sent"] for each in logged] == [2 * 8 * K, 4 * 8 * K]
+    else:
+        assert [(metrics["grace/loss"], step) for metrics, step in calls] == [(0.5, 2), (0.25, 4)]
 
 
 # -- warnings -------------------------------------------------------------------------------------------------------
@@ -391,3 +614,91 @@ def test_following_shows_what_comes_and_ends_with_the_key(trained, monkeypatch):
     found = invoke(growing, "--follow")
     assert found.exit_code == 0, found.output
     assert f"step {read(trained).lines[-1].step}" in found.output
+
+
+# -- several runs ---------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Records of 4 and of 3 epochs of 2 steps, the second with a tenth of the bytes."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, losses, ratio in (("a", (8, 4, 2, 1), 0.1), ("b", (9, 6, 3), 0.01)):
+        trained_with(folder / f"{name}.jsonl", [{"loss": loss, "odd[x]": 1} for loss in losses], compress_ratio=ratio)
+    trained_with(folder / "c.jsonl", [{}])
+    return [folder / f"{name}.jsonl" for name in "abc"]
+
+
+def test_runs_are_compared_at_the_same_steps_seconds_and_bytes(runs):
+    found = invoke(*runs)
+    assert found.exit_code == 0, found.output
+    text = " ".join(found.output.split())
+    assert "loss over steps last at step 6 at" in text
+    table = found.output[found.output.index("over steps") :]
+    one, two = (re.search(rf"{name}\.jsonl +([▁-█]+) +(.*)", table)[2].split() for name in "ab")
+    assert (one[0], one[1]) == ("1", "2"), "last, and at step 6"
+    assert (two[0], two[1]) == ("3", "3")
+    assert one[3] == "–", "before its first measure it sent more than the other run in all"
+    assert two[3] == "3"
+    assert "at 960 B" in text
+    assert "c.jsonl" not in table, "it has no metrics"
+    assert "odd[x]" in found.output
+
+
+def test_runs_without_metrics_say_how_to_record_them(runs, tmp_path):
+    trained_with(tmp_path / "d.jsonl", [{}])
+    for arguments in ((), ("--html", tmp_path / "page.html")):
+        found = invoke(runs[2], tmp_path / "d.jsonl", *arguments)
+        assert found.exit_code == 0, found.output
+        text = (tmp_path / "page.html").read_text() if arguments else found.output
+        assert "grc.record(loss=..., accuracy=...)" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_csv_and_json_have_the_history(runs, count):
+    table = list(csv.DictReader(invoke(*runs[:count], "--csv").stdout.splitlines()))
+    data = json.loads(invoke(*runs[:count], "--json").stdout)
+    data = {str(runs[0]): data} if count == 1 else data
+    assert list(data) == list(map(str, runs[:count]))
+    points = [(name, point) for name, run in data.items() for point in run["history"]]
+    assert len(points) == len(table) == sum((4, 3, 1)[:count])
+    for (name, point), row in zip(points, table, strict=True):
+        assert row["run"] == name
+        assert {key: value for key, value in row.items() if value and key != "run"} == {
+            key: str(value) for key, value in point.items() if value is not None
+        }
+    assert data[str(runs[0])]["metrics"][-1] == {"step": 8, "values": {"loss": 1.0, "odd[x]": 1.0}}
+
+
+def test_a_page_draws_metrics_over_steps_seconds_and_bytes(runs, tmp_path):
+    page = tmp_path / "page.html"
+    assert invoke(*runs, "--html", page).exit_code == 0
+    text = page.read_text()
+    assert not re.search(r"(src|href)=|https?://|url\(|@import|<script", text), "nothing is fetched"
+    assert f"<title>{runs[0]}: 1 at step 8</title>" in text
+    assert f"<title>{runs[1]}: 3 at bytes sent 960 B</title>" in text
+    for curve in re.findall(r'<polyline points="([^"]+)"', text):
+        points = [tuple(map(float, point.split(","))) for point in curve.split()]
+        assert all(0 <= x <= 520 and 0 <= y <= 230 for x, y in points)
+    assert len(re.findall(r"<figcaption>loss over (step|seconds|bytes sent)<", text)) == 3
+    assert invoke(runs[0], "--html", page).exit_code == 0
+    assert "<title>loss: 1 at step 8</title>" in page.read_text()
+    assert re.search(r"^loss +█\S* +8 → 1", invoke(runs[0]).output, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        (("--csv", "--json"), "give no other option"),
+        (("--csv", "--follow"), "give no other option"),
+        (("--follow",), "--follow shows one record"),
+    ],
+)
+def test_options_that_do_not_go_together(runs, arguments, match):
+    found = invoke(*runs[:2], *arguments)
+    assert found.exit_code == 2
+    assert match in re.sub(r"[\s│]+", " ", found.output)
+
+
+def test_a_file_that_is_named_twice_is_refused(runs):
+    found = invoke(runs[0], runs[0])
+    assert found.exit_code == 2
+    assert "a file is named twice" in found.output

@@ -40,7 +40,7 @@ def written(kind, folder):
         for _ in range(3):
             grc.step(gradients)
         grc.end_epoch(0.1)
-        grc.record()
+        grc.record(loss=0.5, accuracy=float("nan"))
     return [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
 
 
@@ -49,7 +49,7 @@ def test_files_are_valid_and_damaged_ones_are_not(kind, tmp_path):
     rules, found = schema(kind), written(kind, tmp_path)
     assert [problems(each, rules) for each in found] == [[]] * len(found)
     if kind == "record":
-        assert {each["kind"] for each in found} == {"begin", "tensors", "steps"}
+        assert {each["kind"] for each in found} == {"begin", "tensors", "steps", "metrics"}
     for each in found:
         parts = rules.get("oneOf", [rules])
         required = next(part["required"] for part in parts if not problems(each, part, rules))

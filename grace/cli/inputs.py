@@ -144,6 +144,15 @@ def input_file(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+def input_files(context: typer.Context, paths: list[Path]) -> list[Path]:
+    """An argument's callback: files to read, each of them once."""
+    for path in paths:
+        input_file(context, path)
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise typer.BadParameter("a file is named twice")
+    return paths
+
+
 def model_file(context: typer.Context, name: str) -> str:
     """An argument's callback: a name or a file to read."""
     if Path(name).is_file():

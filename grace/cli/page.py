@@ -1,12 +1,13 @@
-"""A record as one HTML page: pictures are inline SVG, and nothing is fetched."""
+"""Records as one HTML page: pictures are inline SVG, and nothing is fetched."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
+from grace.cli.compare import NO_METRICS, measured, metrics_of, written
 from grace.cli.show import COLOURS, size, spans
 from grace.engine.record import Line, Run, warnings_of
 
@@ -65,6 +66,53 @@ def page(run: Run, title: str) -> str:
         _table(run) if run.lines else "",
         f'<p class="soft">{counted}</p>',
     ]
+    return _document(title, body)
+
+
+def comparison(runs: Mapping[str, Run]) -> str:
+    """The page of several runs: totals, and each metric over steps, seconds and bytes."""
+    metrics = metrics_of(runs)
+    rows = [["run", "method", "workers", "steps", "seconds", "bytes sent", "ratio", *metrics]]
+    for name, run in runs.items():
+        numbers = [run.about["world_size"], run.total("steps"), round(run.total("seconds"), 2), run.total("bytes_sent")]
+        last = {metric: points[-1][metric] for metric in metrics if (points := measured(run, metric))}
+        ends = [written(last[metric]) if metric in last else "" for metric in metrics]
+        rows.append([name, run.about["method"], *(f"{number:,}" for number in numbers), f"{run.ratio:.1f}", *ends])
+    cells = [[f"<td>{escape(cell)}</td>" for cell in row] for row in rows]
+    table = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+    notes = "" if metrics else f'<ul class="warnings"><li>{escape(NO_METRICS)}</li></ul>'
+    body = [
+        f"<h1>{len(runs)} trainings</h1>",
+        f'<div class="wide"><table>{table}</table></div>{notes}',
+        *('<div class="charts">', *(_quality(runs, metric) for metric in metrics), "</div>"),
+        '<p class="soft">The table has the last value of each metric. Bytes are those that worker 0 sent.</p>',
+    ]
+    return _document("Comparison", body)
+
+
+def _quality(runs: Mapping[str, Run], metric: str) -> str:
+    points = {name: [each for each in measured(run, metric) if each[metric] is not None] for name, run in runs.items()}
+    found = ""
+    for axis, along, mark in (
+        ("step", "step", _whole),
+        ("seconds", "seconds", _number),
+        (
+            "bytes_sent",
+            "bytes sent",
+            lambda power: size(10**power),
+        ),  # dense gradients need many times the others' bytes
+    ):
+        series: list[Series] = []
+        for name, measures in points.items():
+            pairs = [(each[axis], each[metric]) for each in measures if axis != "bytes_sent" or each[axis]]
+            series.append((name, [(math.log10(x) if axis == "bytes_sent" else x, y) for x, y in pairs]))
+        series = [(name, pairs) for name, pairs in series if pairs]
+        colours = (*COLOURS[:3], *COLOURS[4:]) * -(-len(series) // (len(COLOURS) - 1))
+        found += _figure(f"{metric} over {along}", series, _number, colours=colours, along=along, mark=mark)
+    return found
+
+
+def _document(title: str, body: Sequence[str]) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -104,6 +152,9 @@ def _pictures(run: Run) -> list[str]:
     ]
     if any(line.norm is not None for line in lines):
         found.append(_figure("Norms of residuals", _residuals(run, lines), _number))
+    for metric in metrics_of({"": run}):
+        points = [(each["step"], each[metric]) for each in measured(run, metric) if each[metric] is not None]
+        found.append(_figure(metric, [(metric, points)] if points else [], _number))
     if run.times:
         kinds: list[Series] = []
         for name in run.times:
@@ -139,6 +190,10 @@ def _residuals(run: Run, lines: Sequence[Line]) -> list[Series]:
     ]
 
 
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
 # -- charts ------------------------------------------------------------------------------------------------------------
 def _figure(
     title: str,
@@ -147,6 +202,8 @@ def _figure(
     log: bool = False,
     zero: bool = False,
     colours: Sequence[str] = (*COLOURS[:3], *COLOURS[4:]),
+    along: str = "step",
+    mark: Callable[[float], str] = _whole,
 ) -> str:
     values = [y for _, points in series for _, y in points if y > 0 or not log]
     if not values:
@@ -157,7 +214,7 @@ def _figure(
         ticks = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
     else:
         spread = high - low
-        ticks = _ticks(0.0 if zero or spread > 0.5 * abs(high) or not spread else low, high)
+        ticks = _ticks(min(low, 0.0) if zero or spread > 0.5 * abs(high) or not spread else low, high)
     bottom, top = ticks[0], ticks[-1]
     drop = (
         (lambda y: math.log(max(y, bottom) / bottom) / math.log(top / bottom))
@@ -170,7 +227,7 @@ def _figure(
         across = (x - left) / (right - left)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - drop(y) * (HEIGHT - TOP - BOTTOM)
 
-    parts = [_axes(ticks, form, place, left, right)]
+    parts = [_axes(ticks, form, place, left, right, along, mark)]
     for (name, points), colour in zip(series, colours, strict=False):
         shown = [place(x, y) for x, y in points]
         if len(shown) == 1:
@@ -184,7 +241,7 @@ def _figure(
         for (x, y), (across, down) in zip(points, shown, strict=False):
             parts.append(
                 f'<circle cx="{across:.1f}" cy="{down:.1f}" r="5" fill="transparent">'
-                f"<title>{escape(name)}: {escape(form(y))} at step {x:,.0f}</title></circle>"
+                f"<title>{escape(name)}: {escape(form(y))} at {along} {mark(x)}</title></circle>"
             )
     return _framed(title, "".join(parts), [name for name, _ in series], colours)
 
@@ -296,6 +353,8 @@ def _axes(
     place: Callable[[float, float], tuple[float, float]],
     left: float,
     right: float,
+    along: str = "step",
+    mark: Callable[[float], str] = _whole,
 ) -> str:
     parts = []
     for tick in ticks:
@@ -307,14 +366,14 @@ def _axes(
     for tick in _ticks(left, right):
         if left + 0.12 * (right - left) <= tick <= right:
             x, _ = place(tick, ticks[0])
-            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{tick:,.0f}</text>')
-    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 10}">step</text>')
+            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{mark(tick)}</text>')
+    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 10}">{along}</text>')
     return "".join(parts)
 
 
 def _range(series: Sequence[Series]) -> tuple[float, float]:
     steps = [x for _, points in series for x, _ in points]
-    return min(steps), max(max(steps), min(steps) + 1)
+    return min(steps), max(steps) if max(steps) > min(steps) else min(steps) + 1
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""`grace report`: a training's record in the terminal and as a page."""
+"""`grace report`: records of trainings in the terminal, as a page, as CSV and as JSON."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -18,25 +17,24 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from grace.cli import inputs
-from grace.cli.page import page
-from grace.cli.show import COLOURS, size, spans
+from grace.cli import compare, inputs
+from grace.cli.page import comparison, page
+from grace.cli.show import BARS, COLOURS, size, spans, spark
 from grace.engine.record import Run, read, warnings_of
 from grace.planner.profile import but
 
-BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48  # of the sparklines, in characters
 COURSE = 12  # of a tensor's levels, in characters
 SHOWN = 40  # tensors in the terminal; the page has all
 
 
 def report(
-    path: Annotated[
-        Path,
+    files: Annotated[
+        list[Path],
         typer.Argument(
-            metavar="FILE",
-            callback=inputs.input_file,
-            help="The file that `record` named in grace_from_params, even of a running training.",
+            metavar="FILE...",
+            callback=inputs.input_files,
+            help="The files that `record` named in grace_from_params, even of running trainings.",
         ),
     ],
     html: Annotated[
@@ -44,22 +42,34 @@ def report(
         typer.Option(metavar="FILE", callback=inputs.output_file, help="Write a self-contained page instead."),
     ] = None,
     follow: Annotated[bool, typer.Option(help="Update after each new line, until Ctrl-C.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: a row for each recorded step.")] = False,
     as_json: inputs.AsJson = False,
 ) -> None:
-    """Show a training's record: bytes, ratio over time, residuals, levels, times, warnings."""
-    if as_json and (follow or html is not None):
-        raise typer.BadParameter("--json prints the record once: leave out --follow and --html")
+    """Show a training's record: metrics, bytes, ratio over time, residuals, levels, times, warnings.
+
+    Of several records, compare the quality at the same steps, seconds and bytes.
+    """
+    if (as_json or as_csv) and (follow or html is not None or (as_json and as_csv)):
+        raise typer.BadParameter(f"--{'json' if as_json else 'csv'} prints the record once: give no other option")
+    if follow and len(files) > 1:
+        raise typer.BadParameter("--follow shows one record: name one file")
     console = inputs.console()
-    run = _read(path)
+    runs = {str(path): _read(path) for path in files}
+    path, run = files[0], runs[str(files[0])]
+    if as_csv:
+        compare.write_csv(runs)
+        return
     if as_json:
-        print(json.dumps({**asdict(run), "warnings": warnings_of(run)}, indent=2))
+        data = {name: _data(each) for name, each in runs.items()}
+        print(json.dumps(data if len(files) > 1 else data[str(path)], indent=2))
         return
     if html is not None:
-        html.write_text(page(run, path.name), encoding="utf-8")
+        text = page(run, path.name) if len(files) == 1 else comparison(runs)
+        html.write_text(text, encoding="utf-8")
         console.print(f"{html}: {html.stat().st_size / 1000:.0f} kB", highlight=False, soft_wrap=True)
     if not follow:
         if html is None:
-            console.print(view(run))
+            console.print(view(run) if len(files) == 1 else compare.view(runs))
         return
     seen = path.stat().st_size
     with Live(view(run), console=console, auto_refresh=False) as live:
@@ -77,6 +87,10 @@ def report(
                 live.update(view(run), refresh=True)
                 if html is not None:
                     html.write_text(page(run, path.name), encoding="utf-8")
+
+
+def _data(run: Run) -> dict[str, Any]:
+    return {**asdict(run), "history": run.history(), "warnings": warnings_of(run)}
 
 
 def _read(path: Path) -> Run:
@@ -126,18 +140,14 @@ def _curves(run: Run) -> Table:
         ("ms a step", [line.seconds / line.steps * 1e3 for line in lines], "{:.3g}"),
         ("residual", [line.norm for line in lines if line.norm is not None], "{:.3g}"),
     ]
+    for metric in compare.metrics_of({"": run}):
+        values = [value for each in run.metrics if (value := each.values.get(metric)) is not None]
+        curves.append((escape(metric), values[:: max(-(-len(values) // WIDTH), 1)], "{:.4g}"))
     for name, values, form in curves:
         if values:
             ends = f"{form.format(values[0])} → {form.format(values[-1])}"
             table.add_row(name, Text(spark(values), style="cyan"), ends)
     return table
-
-
-def spark(values: Sequence[float]) -> str:
-    """A sparkline of block characters, from the smallest value to the largest."""
-    low, high = min(values), max(values)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in values)
 
 
 def _times(run: Run) -> list[RenderableType]:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 from grace.engine.record import Run
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#8a8f98", "#cc79a7", "#56b4e9", "#d55e00")
 """A palette for colour-blind readers (Okabe and Ito); the fourth colour is for time outside GRACE."""
+
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def spark(values: Sequence[float]) -> str:
+    """A sparkline of block characters, from the smallest value to the largest."""
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in values)
 
 
 def size(count: float) -> str:

@@ -26,7 +26,7 @@ class Hierarchical(Communicator):
     every other machine, and sends the result to the workers of its own machine. The network between machines carries
     each shard once. Error feedback and all other state belong to the shard. Tensors of methods that need the shape are
     cut along their first axis, others anywhere.
-    ``outer``: the communicator between machines; empty: the default (``auto``).
+    ``outer``: the name of the communicator between machines; empty: the default (``auto``).
     ``node_size``: workers per machine, with consecutive ranks; 0: as launched. It must divide the number of workers.
     """
 

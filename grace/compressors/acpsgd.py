@@ -20,7 +20,8 @@ class ACPSGD(Agreed):
     bytes.
     Payload: P float32[a, r], Q float32[r, b] as agreed on by the workers, then this worker's own. State: P and Q,
     equal on all workers.
-    ``compress_rank``: r. ``min_rate``: tensors that would not shrink by this factor go dense, as do vectors.
+    ``compress_rank``: r, at least 1. ``min_rate``: tensors that do not shrink by this positive factor go dense, as do
+    vectors.
     Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", ICDCS 2023,
     arXiv:2306.08881, section IV (ACP-SGD).
     """

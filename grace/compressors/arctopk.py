@@ -25,7 +25,7 @@ class ARCTopK(AgreedSparsifier):
     workers; then the values of the rows with the largest products. All workers select the same rows.
     Payload: values of the mean float32[k * row_size], rows int32[k], ascending, agreed on by all workers; the last row
     is padded with zeros.
-    ``compress_ratio``: the share of rows to send, in (0, 1]. ``row_size``: elements per row.
+    ``compress_ratio``: the share of rows to send, in (0, 1]. ``row_size``: elements per row, at least 1.
     ``sketch_size``: number of random vectors; the sketch costs 4 sketch_size / row_size bytes per element.
     A row that cancels out over the workers is not selected, and a random product may miss a large row, so no single
     step is guaranteed to contract. Rows are cut from the flattened tensor; the paper's are those of its matrix. The

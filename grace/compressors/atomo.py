@@ -26,7 +26,8 @@ class Atomo(LowRank):
     """Send random matrices of rank one, larger ones with a higher probability, so that the expectation is x.
 
     Payload: values float32[K], left vectors float32[K, a], right vectors float32[K, b]; K is random, r on average.
-    ``compress_rank``: r. ``min_rate``: tensors that would not shrink by this factor go dense, as do vectors.
+    ``compress_rank``: r, at least 1. ``min_rate``: tensors that do not shrink by this positive factor go dense, as do
+    vectors.
     ``leading``: for a matrix with longer sides, only about this many of the largest singular values are computed, by a
     random projection, and the remainder is sampled row by row, along the shorter side. The variance is then up to four
     times as large if singular values decay slowly, and the time is far shorter. 0: all singular values of every matrix

@@ -21,7 +21,7 @@ class DeMo(Compressor):
 
     Payload: values float32[m k], positions in the chunk: lower bytes uint8[m k], the bits above packed.
     ``chunk``: side of a chunk; the matrix shape[0] x rest is padded with zeros to whole chunks, and a vector has
-    chunks of one row. ``chunk_k``: coefficients per chunk.
+    chunks of one row. ``chunk_k``: coefficients per chunk, at least 1.
     ``average``: over all "workers", or per coefficient over its "senders" as in the paper. ``sign``: True returns the
     signs of the result, as in the paper, for an optimizer without momentum or scale.
     The paper compresses a momentum: memory "decoupled_momentum".

@@ -24,7 +24,7 @@ class Dion(Factored):
     Vectors, and tensors with (a + b) r >= a b, are averaged exactly.
     ``rank_fraction``: r = ceil(rank_fraction * min(a, b)), in (0, 1].
     ``output_axis``: the axis whose length is fan_out: 0 in PyTorch, -1 in Keras.
-    ``epsilon``: added to the norms of R's rows.
+    ``epsilon``: a positive number that is added to the norms of R's rows.
     The shape is cut where a + b is smallest. Departure from the paper: a row of Q that became zero is replaced by a
     random one. Non-finite gradients are treated as with any other method: the option ``nonfinite``.
     Ahn et al., "Dion: Distributed Orthonormalized Updates", 2025, arXiv:2504.05295.

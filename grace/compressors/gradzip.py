@@ -19,7 +19,8 @@ class GradZip(WarmStarted):
     P = M Qᵀ (Q Qᵀ + c I)⁻¹ and Q = (Pᵀ P + c I)⁻¹ Pᵀ M, each averaged over the workers. As PowerSGD, with small
     linear solves instead of an orthogonalisation.
     Payload: P float32[a, r], Q float32[r, b], agreed on by all workers. State: Q float32[r, b], equal on all workers.
-    ``compress_rank``: r. ``min_rate``: tensors that would not shrink by this factor go dense, as do vectors.
+    ``compress_rank``: r, at least 1. ``min_rate``: tensors that do not shrink by this positive factor go dense, as do
+    vectors.
     ``ridge``: c, relative to the mean square of a direction, > 0.
     Cho et al., "GradZip", NeurIPS 2019 workshop on systems for machine learning; the ridge form is ours.
     """

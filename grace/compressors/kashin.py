@@ -29,7 +29,7 @@ class Kashin(Blockwise):
     ``block_size``: n, a multiple of 8; smaller tensors have the next power of two, at least 8.
     ``redundancy``: d is the next power of two from this times n, at least 1.
     ``iterations``: passes of the clipping; the last one clips nothing. 1: the random rotation alone.
-    ``delta``: the first pass clips at the norm of x over sqrt(delta * d).
+    ``delta``: positive; the first pass clips at the norm of x over sqrt(delta * d).
     ``eta``: each later pass clips at this times as much, in (0, 1).
     Departures from the paper: rows have random signs, and a block whose largest coefficient is smaller before the
     clipping is sent without it, so that the variance is bounded for every x.

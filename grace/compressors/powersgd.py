@@ -17,7 +17,8 @@ class PowerSGD(WarmStarted):
 
     Two rounds: P = M Q and Q = Mᵀ orth(P), each averaged over the workers.
     Payload: P float32[a, r], Q float32[r, b], agreed on by all workers. State: Q float32[r, b], equal on all workers.
-    ``compress_rank``: r. ``min_rate``: tensors that would not shrink by this factor go dense, as do vectors.
+    ``compress_rank``: r, at least 1. ``min_rate``: tensors that do not shrink by this positive factor go dense, as do
+    vectors.
     The paper's matrix is shape[0] x rest; here the shape is cut where a + b is smallest, which is the same for
     PyTorch's convolutions and also right for Keras's, whose output channels come last.
     Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, arXiv:1905.13727, algorithm 1.

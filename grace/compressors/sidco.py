@@ -32,9 +32,9 @@ class SIDCo(Sparsifier, Selector):
     ``stage_rule``: "robust": changes the number of stages unless the new one is known to be worse; "paper": adds one
     if too few elements are selected, removes one if too many are.
     ``stages``: a fixed number of stages; 0: set by the rule, initially one.
-    ``q``: steps per window; the rule is applied after each window.
+    ``q``: steps per window, at least 1; the rule is applied after each window.
     ``eps``: tolerated mean deviation of K / k from 1.
-    ``delta1``: the share that passes the first of several stages.
+    ``delta1``: the share that passes the first of several stages, in (0, 1).
     ``max_stages``: maximum number of stages; 0: ceil(log2(1 / compress_ratio)).
     ``closed_form``: use the paper's formula for the gamma law's threshold, which is too high, instead of its true
     quantile.

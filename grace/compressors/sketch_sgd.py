@@ -27,7 +27,7 @@ class SketchSGD(AgreedSparsifier):
     Payload: values of the mean float32[k], positions int32[k], ascending, agreed on by all workers.
     ``compress_ratio``: the share of elements to use, in (0, 1]. ``rows``: of the table, an odd number; an estimate is
     the median over them. ``columns``: a power of two; 0: the smallest one that is at least 10 k. ``candidates``: send
-    this many times k elements exactly.
+    this many times k elements exactly; at least 1.
     The table has 4 rows * columns bytes: with its defaults it is no smaller than the gradient for ratios above 0.01.
     Ivkin et al., "Communication-efficient Distributed SGD with Sketching", NeurIPS 2019, arXiv:1903.04488, algorithm 2.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -33,6 +34,8 @@ class Options:
     no record."""
     trace: int = 0
     """Number of latest steps in the timeline of `Grace.report`; 0: none. Each worker may choose its own."""
+    tracker: Callable[[int, Mapping[str, float]], None] | None = None
+    """Called on worker 0 with the step and the numbers of each line of the record (`grace.trackers`)."""
     record_every: int = 100
     """Steps between lines of the record. Each line computes the norms of residuals, for which the host waits for a
     GPU."""
@@ -49,5 +52,9 @@ class Options:
             raise ValueError(f"timeout={self.timeout!r} must be positive, in seconds")
         if self.trace < 0:
             raise ValueError(f"trace={self.trace!r} must be 0 or more, in steps")
+        if self.tracker is not None and not callable(self.tracker):
+            raise ValueError(f"tracker={self.tracker!r} must be a function of a step and a dictionary of numbers")
+        if self.tracker is not None and not self.record:
+            raise ValueError("a tracker receives the lines of the record: name its file, too, as 'record': 'run.jsonl'")
         if self.record_every < 1:
             raise ValueError(f"record_every={self.record_every!r} must be 1 or more")

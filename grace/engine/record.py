@@ -7,8 +7,8 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,16 @@ FORMAT = 1
 # facts about a tensor, written again when they change
 FACTS = ("name", "shape", "method", "reason", "strategy", "level")
 BEGIN = ("world_size", "toolkit", "step", "every", "graph")  # required keys of the first line
+START: dict[str, Any] = {
+    "seconds": 0.0,
+    "bytes_sent": 0,
+    "bytes_received": 0,
+    "bytes_dense": 0,
+    "ratio": None,
+    "ms_per_step": None,
+    "residual": None,
+}
+"""The numbers of `Run.history` before the first line."""
 GROWN = 1.5  # growth of a residual since the middle of a record that causes a warning
 
 
@@ -28,11 +38,17 @@ class Recorder:
     warning says so and the training goes on without it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], every: int):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        every: int,
+        tracker: Callable[[int, Mapping[str, float]], None] | None = None,
+    ):
         folder = Path(path).resolve().parent
         if not folder.is_dir():
             raise FileNotFoundError(f"record={os.fspath(path)!r}: there is no folder {str(folder)!r}: make it first")
-        self._path, self._every = path, every
+        self._path, self._every, self._tracker = path, every, tracker
+        self._numbers = START
         self._passed = 0  # steps since the last line
         self._last: Report | None = None
         self._step, self._clock = 0, 0.0
@@ -50,24 +66,43 @@ class Recorder:
 
     def begin(self, report: Report, step: int, about: Mapping[str, Any]) -> None:
         """Write the constant facts, including ``about``. Call again after counts or steps were reset."""
-        self._facts = []
+        self._facts, self._numbers = [], START
         head = {"format": FORMAT, "when": time.time(), "step": step, "every": self._every, **about}
         self._append([{"kind": "begin", **head, "world_size": report.world_size}, *self._news(report)])
         self._note(report, step)
 
-    def write(self, report: Report, step: int) -> None:
-        """Write the changes since the last line, if there was a step."""
+    def write(self, report: Report, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
+        """Write the changes since the last line, if there was a step, and ``metrics``, if there are any."""
         last = self._last
-        if last is None or step == self._step:
+        if last is None or (step == self._step and not metrics):
             return
+        rows: list[dict[str, Any]] = []
+        if step != self._step:
+            line = self._line(last, report, step)
+            rows = [*self._news(report), {"kind": "steps", **line}]
+            self._numbers = advanced(self._numbers, Line(tensors=self._facts, **line))
+        if metrics:
+            rows.append({"kind": "metrics", "step": step, "values": dict(metrics)})
+        self._append(rows)
+        self._track(step, {**self._numbers, **(metrics or {})})
+        if step != self._step:
+            self._note(report, step)
+
+    def _track(self, step: int, numbers: Mapping[str, Any]) -> None:
+        if self._tracker is not None:
+            try:
+                self._tracker(step, {name: value for name, value in numbers.items() if value is not None})
+            except Exception as error:  # of other people's code, such as a lost connection
+                warnings.warn(f"the tracker failed at step {step}: {error!r}. The training goes on", stacklevel=2)
+
+    def _line(self, last: Report, report: Report, step: int) -> dict[str, Any]:
         before = {tensor.name: tensor for tensor in last.tensors}
         sent, dense = [], []
         for tensor in report.tensors:
             old = before.get(tensor.name)
             sent.append(tensor.bytes_sent - (old.bytes_sent if old else 0))
             dense.append(tensor.bytes_dense - (old.bytes_dense if old else 0))
-        line = {
-            "kind": "steps",
+        return {
             "step": step,
             "steps": step - self._step,
             "seconds": round(time.perf_counter() - self._clock, 6),
@@ -80,8 +115,6 @@ class Recorder:
             "dense": dense,
             "residual": [_short(tensor.residual_norm) for tensor in report.tensors],
         }
-        self._append([*self._news(report), line])
-        self._note(report, step)
 
     def _note(self, report: Report, step: int) -> None:
         self._last, self._step, self._passed = report, step, 0
@@ -103,6 +136,20 @@ class Recorder:
             warnings.warn(
                 f"the record cannot be written, and has a gap here: {error}. The training goes on", stacklevel=2
             )
+
+
+def checked(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """Metrics as plain numbers; those that are not finite are None. Raises as `Grace.record`."""
+    found: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        if name in ("step", *START):
+            raise ValueError(f"record({name}=...): the record has a {name!r} of its own: use another name")
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"record({name}={value!r:.60}): a metric is one number") from None
+        found[name] = number if math.isfinite(number) else None
+    return found
 
 
 def _short(norm: float | None) -> float | None:
@@ -148,6 +195,21 @@ class Line:
         return math.hypot(*known) if known else None
 
 
+def advanced(numbers: Mapping[str, Any], line: Line) -> dict[str, Any]:
+    """The numbers after a line, given those before it: totals, and what holds for the line's steps."""
+    names = ("seconds", "bytes_sent", "bytes_received", "bytes_dense")
+    totals = {name: round(numbers[name] + getattr(line, name), 6) for name in names}
+    return {**totals, "ratio": line.ratio, "ms_per_step": line.seconds / line.steps * 1e3, "residual": line.norm}
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What `Grace.record` was given at a step; None: not finite."""
+
+    step: int
+    values: dict[str, float | None]
+
+
 @dataclass(frozen=True)
 class Run:
     """A record read from a file."""
@@ -157,6 +219,22 @@ class Run:
     tensors: list[dict[str, Any]]
     """The tensors at the end."""
     lines: list[Line]
+    metrics: list[Metrics] = field(default_factory=list)
+
+    def history(self) -> list[dict[str, Any]]:
+        """A dictionary for each recorded step: totals of seconds and bytes so far; ratio, milliseconds per step and
+        norm of the residuals of the last line; the metrics, if there are any at this step. None: unknown.
+        """
+        numbers, found = START, list[dict[str, Any]]()
+        rows: list[Line | Metrics] = [*self.lines, *self.metrics]
+        for each in sorted(rows, key=lambda row: (row.step, isinstance(row, Metrics))):
+            if isinstance(each, Line):
+                numbers = advanced(numbers, each)
+            if not found or found[-1]["step"] != each.step:
+                found.append({"step": each.step, **numbers})
+            if isinstance(each, Metrics):
+                found[-1].update(each.values)
+        return found
 
     def total(self, key: str) -> Any:
         """The sum of a field over all lines."""
@@ -216,6 +294,7 @@ def read(path: str | os.PathLike[str]) -> Run:
     about: dict[str, Any] = {}
     tensors: list[dict[str, Any]] = []
     lines: list[Line] = []
+    metrics: list[Metrics] = []
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -229,10 +308,14 @@ def read(path: str | os.PathLike[str]) -> Run:
                     raise ValueError(f"its format is {found['format']}, and this version of grace reads {FORMAT}")
                 about = {key: found[key] for key in BEGIN} | found
                 lines = [line for line in lines if line.step <= found["step"]]
+                metrics = [each for each in metrics if each.step <= found["step"] > 0]
             elif kind == "tensors":
                 tensors, about = found["tensors"], {**about, "method": found["method"]}
             elif kind == "steps":
                 lines.append(Line(tensors=tensors, **found))
+            elif kind == "metrics":
+                values = {name: None if value is None else float(value) for name, value in found["values"].items()}
+                metrics.append(Metrics(int(found["step"]), values))
             else:
                 raise ValueError(f"its kind is {kind!r}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -241,7 +324,7 @@ def read(path: str | os.PathLike[str]) -> Run:
         what = "no record" if text else "no record: it is empty"
         example = "grace_from_params({..., 'record': 'run.jsonl'})"
         raise ValueError(f"{os.fspath(path)} is {what}: train with {example}")
-    return Run(about, tensors, lines)
+    return Run(about, tensors, lines, metrics)
 
 
 def _plain(error: Exception) -> str:

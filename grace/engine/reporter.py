@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grace.core import name_of
-from grace.core.version import VERSION
+from grace.engine.about import about
 from grace.engine.buckets import Unit
-from grace.engine.record import Recorder
+from grace.engine.record import Recorder, checked
 from grace.engine.report import Report, TensorReport, leveled
-from grace.engine.setup import Setup, on_host
+from grace.engine.setup import Setup
 
 UNTOLD = "no method was tried: call Grace.tune() after each step, or in Keras add a PolicyCallback"
 
@@ -123,20 +123,20 @@ class Reporter:
         """Prepare the record, on worker 0. FileNotFoundError if its folder is missing."""
         options = self._setup.options
         if options.record and self._setup.rank == 0 and self._recorder is None:
-            self._recorder = Recorder(options.record, options.record_every)
+            self._recorder = Recorder(options.record, options.record_every, options.tracker)
 
     def begin_record(self, again: bool = False) -> None:
         """Write the first line of a record, once, or ``again`` after a change."""
         if self._recorder is not None and (again or not self._recorder.begun):
-            setup = self._setup
-            kernels = bool(setup.xp.kernels) if on_host(setup.xp) else None
-            about = {"grace": VERSION, "toolkit": setup.xp.name, "kernels": kernels, "graph": setup.xp.traced}
-            self._recorder.begin(self.report(), setup.step_number(), about)
+            self._recorder.begin(self.report(), self._setup.step_number(), about(self._setup))
 
-    def record(self) -> None:
-        """Write a line."""
+    def record(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Write a line, and ``metrics``. Raises on all workers, though only worker 0 writes."""
+        numbers = checked(metrics or {})
+        if numbers and not self._setup.bound:
+            raise RuntimeError("there are no tensors yet: record metrics after the first step, or call build first")
         if self._recorder is not None and self._recorder.begun:
-            self._recorder.write(self.report(), self._setup.step_number())
+            self._recorder.write(self.report(), self._setup.step_number(), numbers)
 
     def step_passed(self) -> None:
         """Write a line if one is due. After the first step: warn if it brought more than a dense allreduce would."""

@@ -336,16 +336,19 @@ class Grace(Averager):
             self.trace.save(trace, self.rank)
         return self._reporter.report()
 
-    def record(self) -> None:
-        """Write a line to the record: the changes since the previous line. Only worker 0 writes.
+    def record(self, **metrics: float) -> None:
+        """Write a line to the record: the changes since the previous line, and ``metrics`` at this step. Only worker 0
+        writes.
 
+        ``metrics``: numbers that measure quality, as ``grc.record(loss=0.3, accuracy=0.9)``; worker 0's are recorded.
         Lines are written automatically, except in TensorFlow graphs: there, call it between two steps
         (`grace.tensorflow.RecordCallback` does so). Call it at the end of a training for the last steps.
-        ValueError if the option ``record`` is not set.
+        ValueError if the option ``record`` is not set or a metric has the name of another number of the record,
+        TypeError if one is no number, RuntimeError for metrics before `build`.
         """
         if not self.options.record:
             raise ValueError("there is no record: name a file, as grace_from_params({..., 'record': 'run.jsonl'})")
-        self._reporter.record()
+        self._reporter.record(metrics)
 
 
 def _check(tensor: Tensor, setup: Setup) -> None:

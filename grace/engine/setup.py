@@ -237,7 +237,7 @@ class Setup:
             # Both decode the same numbers, but a graph may round a constant division differently from a kernel.
             "the use of native kernels": "on" if self.xp.kernels else "off",
             # The record concerns worker 0 alone, and each worker may set its own trace.
-            **asdict(replace(self.options, record="", record_every=1, trace=0)),
+            **asdict(replace(self.options, record="", record_every=1, trace=0, tracker=None)),
         }
         global _built
         number = agree(self.transport, settings, tensors, _built)

@@ -177,8 +177,8 @@ class RecordCallback(_Callback):
     """Write the record of a training in ``fit`` (`Options.record`), which a graph cannot do itself.
 
     Writes a line after every ``record_every`` steps, or after the call of ``steps_per_execution`` steps that includes
-    the last of them, and one at the end. ``grace``: by default those of the model's optimizers that have a record.
-    ValueError if none has.
+    the last of them, and one after each epoch with worker 0's metrics (``loss``, ``val_accuracy``). ``grace``: by
+    default those of the model's optimizers that have a record. ValueError if none has.
     """
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -193,6 +193,11 @@ class RecordCallback(_Callback):
             if now // every > before // every:
                 grace.record()
                 self._written[id(grace)] = now
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        metrics = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, numbers.Real)}
+        for grace in self._graces:
+            grace.record(**metrics)
 
     def on_train_end(self, logs: Any = None) -> None:
         for grace in self._graces:

@@ -20,7 +20,7 @@ class DecoupledMomentum(Residual):
 
     This is the memory "residual" with ``beta`` near 1, under its name in the literature: m = beta * m + gamma *
     gradient, from which the sent values are then subtracted. State: residual float32[n] (m).
-    ``beta``: the momentum's decay. ``gamma``: the weight of the gradient.
+    ``beta``: the momentum's decay, any number. ``gamma``: the weight of the gradient, any number.
     Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", 2024, arXiv:2411.19870, algorithm 1.
     """
 

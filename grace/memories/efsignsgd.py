@@ -19,7 +19,7 @@ class EFSignSGDMemory(Memory):
     learning rate applies every gradient with the rate of its own step, as the paper's algorithm does in units of
     the parameters. With a constant rate it equals the memory "residual". At rate 0 the residual waits.
     State: residual float32[n], lr float32[1].
-    ``lr``: the fallback rate; the integrations of PyTorch and Keras read the optimizer's own.
+    ``lr``: the fallback rate, a positive number; the integrations of PyTorch and Keras read the optimizer's own.
     Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019, arXiv:1901.09847, algorithm 1.
     """
 

@@ -19,7 +19,7 @@ class Residual(Memory):
     x = beta * residual + gamma * gradient; residual = x - sent. With beta = gamma = 1 nothing is lost: sent values and
     residual add up to all gradients so far.
     State: residual float32[n].
-    ``beta``: the weight of the residual. ``gamma``: the weight of the gradient.
+    ``beta``: the weight of the residual, any number. ``gamma``: the weight of the gradient, any number.
     Seide et al., "1-bit SGD", Interspeech 2014, section 3; Karimireddy et al., ICML 2019, arXiv:1901.09847, section 4.
     """
 

@@ -46,7 +46,7 @@ class Planned(Communicator):
     and its root is the first worker of its group. A reduce, a gather and a reduce-scatter are an AllToAll to the
     workers that need the data, so the bytes are those of the strategy.
     ``option``: the strategy of all tensors, as text (`grace.communicators.planned.strategy`).
-    ``ways``: instead, a strategy and an optional method for each tensor.
+    ``ways``: instead, a strategy and an optional method for each tensor; the key ``plan`` sets it.
     ``node_size``: workers per machine, with consecutive ranks; 0: as launched. It must divide the number of workers.
     Wang et al., "Hi-Speed DNN Training with Espresso", EuroSys 2023, section 4.1.
     """

@@ -116,6 +116,11 @@ class PlanTable:
         return self._table.text
 
     @property
+    def text(self) -> str:
+        """The plan as given, as JSON: worker 0's, once the workers have agreed."""
+        return self._given.text
+
+    @property
     def options(self) -> list[Option]:
         """All distinct strategies."""
         return [parse(text) for text in dict.fromkeys(way.option for way in self._table.ways.values())]

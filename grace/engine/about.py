@@ -1,0 +1,105 @@
+"""What it takes to repeat a run: its dictionary, versions and machine, as plain data for the record."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from grace.core import name_of
+from grace.core.communicator import Communicator
+from grace.core.method import Method
+from grace.core.policy import Policy
+from grace.core.version import VERSION
+from grace.engine.options import Options
+from grace.engine.setup import Setup, on_host
+
+OUTPUTS = ("record", "record_every", "tracker", "trace")
+"""Options that change no number of a training."""
+PACKAGES = ("numpy", "torch", "tensorflow", "keras", "horovod")
+
+
+def about(setup: Setup) -> dict[str, Any]:
+    """The constant facts of a run, for the first line of its record."""
+    return {
+        "grace": VERSION,
+        "toolkit": setup.xp.name,
+        "kernels": bool(setup.xp.kernels) if on_host(setup.xp) else None,
+        "graph": setup.xp.traced,
+        "transport": type(setup.transport).__name__,
+        "params": params_of(setup.method, setup.unresolved, setup.policy, setup.options),
+        "versions": versions(),
+        "machine": machine(),
+    }
+
+
+def params_of(method: Method, communicator: Communicator, policy: Policy | None, options: Options) -> dict[str, Any]:
+    """The dictionary with all of its keys, seed included: `grace_from_params` makes an equal Grace of it.
+
+    Classes that are not registered appear by their names only.
+    """
+    from grace.communicators.planned import Planned
+
+    plan: dict[str, Any] = {}
+    parts = {"compressor": method.compressor, "memory": method.memory, "communicator": communicator, "policy": policy}
+    if isinstance(communicator, Planned) and communicator.ways is not None:
+        plan = {"plan": json.loads(communicator.ways.text or "null"), "node_size": communicator.node_size}
+        del parts["communicator"]
+    found = {kind: name_of(part) for kind, part in parts.items() if part is not None}
+    for part in parts.values():
+        if part is not None:
+            found = {**found, **{key: value for key, value in _keys(part).items() if key not in found}}
+    names = [field.name for field in fields(options) if field.name not in OUTPUTS]
+    return {**found, **plan, **{name: getattr(options, name) for name in names}}
+
+
+def _keys(part: Any) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if field.init:
+            own[field.name] = _plain(value)
+            nested |= _keys(value) if is_dataclass(value) else {}
+    return {**nested, **own}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return name_of(value)
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the imported packages."""
+    loaded = {name: str(getattr(sys.modules[name], "__version__", "")) for name in PACKAGES if name in sys.modules}
+    return {"python": platform.python_version(), **loaded}
+
+
+def machine() -> dict[str, Any]:
+    """This worker's machine, without its name."""
+    try:
+        processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        processor = None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": processor[1] if processor else platform.processor(),
+        "cores": cores,
+        "gpu": cuda.get_device_name() if cuda is not None and cuda.is_initialized() else "",
+    }

@@ -687,8 +687,8 @@ def test_a_page_draws_metrics_over_steps_seconds_and_bytes(runs, tmp_path):
 @pytest.mark.parametrize(
     "arguments, match",
     [
-        (("--csv", "--json"), "give no other option"),
-        (("--csv", "--follow"), "give no other option"),
+        (("--csv", "--json"), "leave out --follow, --html and"),
+        (("--csv", "--follow"), "leave out --follow, --html and"),
         (("--follow",), "--follow shows one record"),
     ],
 )

@@ -50,7 +50,8 @@ def report(
     Of several records, compare the quality at the same steps, seconds and bytes.
     """
     if (as_json or as_csv) and (follow or html is not None or (as_json and as_csv)):
-        raise typer.BadParameter(f"--{'json' if as_json else 'csv'} prints the record once: give no other option")
+        one, other = ("json", "csv") if as_json else ("csv", "json")
+        raise typer.BadParameter(f"--{one} prints the record once: leave out --follow, --html and --{other}")
     if follow and len(files) > 1:
         raise typer.BadParameter("--follow shows one record: name one file")
     console = inputs.console()

@@ -329,10 +329,6 @@ class Grace(Averager):
         if trace is not None:
             if self._setup.bound and self.xp.traced:
                 raise ValueError("a graph runs by itself and cannot be traced from here: use tf.profiler.experimental")
-            if not self.trace.steps:
-                raise ValueError(
-                    "no trace was kept: give the number of steps to keep, as grace_from_params({..., 'trace': 20})"
-                )
             self.trace.save(trace, self.rank)
         return self._reporter.report()
 

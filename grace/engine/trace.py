@@ -63,8 +63,12 @@ class Trace:
         """Write the events of the last steps in Chrome's trace format, for chrome://tracing or ui.perfetto.dev.
 
         Each worker is a process with the tracks "backward" and "worker" (compress, wait, decompress), one track per
-        pool thread, and one for the messages of each bucket, which overlap with the others.
+        pool thread, and one for the messages of each bucket, which overlap with the others. ValueError if none is kept.
         """
+        if not self.steps:
+            raise ValueError(
+                "no trace was kept: give the number of steps to keep, as grace_from_params({..., 'trace': 20})"
+            )
         rows = []
         for event in [*chain.from_iterable(self._past), *self._events]:
             track = "worker" if event.kind in KINDS else event.kind

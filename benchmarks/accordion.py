@@ -25,8 +25,8 @@ import numpy as np
 
 from grace import Grace, grace_from_params
 from grace.policies import Decision, Level, Policy
-from grace.simulate import end_epoch
-from grace.transports.local import LocalTransport, World
+from grace.simulate import end_epoch, step
+from grace.simulate import workers as made_workers
 
 WORKERS, BATCH, CHUNK, WINDOW = 4, 32, 6000, 2
 SIZES = (32, 128, 128, 128, 10)
@@ -124,19 +124,12 @@ def rate(epoch: int, epochs: int) -> float:
 def graces(params: Mapping[str, Any]) -> list[Grace]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*without error feedback")  # what is measured here
-        world = World(WORKERS)
-        return [grace_from_params({"min_numel": 200, **params}, LocalTransport(world, rank)) for rank in range(WORKERS)]
+        return made_workers({"min_numel": 200, **params}, WORKERS)
 
 
 def exchange(workers: Sequence[Grace], found: Mapping[str, Any]) -> dict[str, Any]:
     """The means, by the code that real workers run."""
-    for rank, grace in enumerate(workers):
-        grace.launch({name: each[rank] for name, each in found.items()})
-    while [grace for grace in workers if not grace.advance()]:
-        pass
-    for grace in workers:
-        grace.land()
-    return {name: workers[0].mean(name) for name in found}
+    return step(workers, [{name: each[rank] for name, each in found.items()} for rank in range(WORKERS)])[0]
 
 
 def train(params: Mapping[str, Any], seed: int, epochs: int, scale_lr: bool = False) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any
 import grace
 from grace.bench.plan import DEVICES, MODES, Case, Config, Limits, method_of, to_dict
 from grace.core import name_of
+from grace.engine.about import cores, processor
 
 FORMAT = 1  # of the JSON
 VISIBLE = 10**6  # elements from which a step's memory stands out from the process's
@@ -355,10 +356,9 @@ def machine() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "cpu": _first(r"model name\s*: (.*)", "/proc/cpuinfo") or platform.processor(),
-        "cores": cores,
+        "cpu": processor(),
+        "cores": cores(),
         "memory_gib": round(int(_first(r"MemTotal: +(\d+)", "/proc/meminfo") or 0) / 2**20, 1) or None,
         "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "huge_pages": _first(r"\[(\w+)\]", "/sys/kernel/mm/transparent_hugepage/enabled"),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import grace
 from grace.cli.probes import PROBES
+from grace.engine.about import cores
 from grace.kernels import library
 
 if TYPE_CHECKING:
@@ -99,12 +100,12 @@ class Report:
 
 def examine() -> Report:
     """Check everything, the packages in parallel."""
-    with ThreadPoolExecutor(max_workers=_cores()) as pool:
+    with ThreadPoolExecutor(max_workers=cores()) as pool:
         packages = list(pool.map(lambda name: judge(name, probe(name)), PROBES))
     return Report(
         grace=grace.__version__,
         findings=[judge("python", {"version": platform.python_version()}), *packages, native_kernels()],
-        cores=_cores(),
+        cores=cores(),
         memory_gib=_memory_gib(),
         gpus=next((found.gpus for found in packages if found.gpus), []),
         allocator=allocator(os.environ, platform.libc_ver(), _huge_pages()),
@@ -205,10 +206,6 @@ def render(report: Report, console: Console) -> None:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory_gib() -> float | None:

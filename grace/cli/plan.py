@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from grace.bench.plan import parse
 from grace.cli import inputs
+from grace.engine.about import cores
 from grace.planner import models, profile, ways
 from grace.planner import plan as planner
 from grace.planner.costs import Cluster, Codec, Costs, Link, cluster, codec
@@ -202,11 +202,10 @@ def _measured(label: str, params: dict[str, Any], backend: str | None) -> Codec:
 
 
 def _enough_cores(threads: int, speed: float, workers: int) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    free = max(cores // workers - 1, 0)
+    free = max(cores() // workers - 1, 0)
     if speed == 1 and threads > free:
         raise typer.BadParameter(
-            f"--offload {threads}: {cores} cores leave {free} free for the pool of each of {workers} workers. If "
+            f"--offload {threads}: {cores()} cores leave {free} free for the pool of each of {workers} workers. If "
             "another device trains, give its speed with --compress-speed"
         )
 

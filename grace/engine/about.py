@@ -91,15 +91,24 @@ def versions() -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     """This worker's machine, without its name."""
-    try:
-        processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        processor = None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": processor[1] if processor else platform.processor(),
-        "cores": cores,
+        "processor": processor(),
+        "cores": cores(),
         "gpu": cuda.get_device_name() if cuda is not None and cuda.is_initialized() else "",
     }
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    try:
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -32,8 +32,8 @@ class OneBitAdam(Memory):
     the gradient divided by its root mean square is sent. No element moves by more than
     max(1, (1 - beta1) / sqrt(1 - beta2)) learning rates per step, Adam's own bound (Kingma and Ba, section 2.1).
     State: momentum, residual, second float32[n], decay float32[2]; second and decay are equal on all workers.
-    ``freeze_step``: number of warm-up steps; 15 to 20% of all. ``beta1``, ``beta2``, ``epsilon``: Adam's, the
-    first two in [0, 1).
+    ``freeze_step``: number of warm-up steps; 15 to 20% of all. ``beta1``: decay of the momentum, in [0, 1). ``beta2``:
+    decay of the second moment, in [0, 1). ``epsilon``: a positive number, added to the root of the second moment.
     Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, algorithm 1.
     """
 

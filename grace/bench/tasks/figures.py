@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grace.bench.lab.network import bits_per_second
 from grace.bench.tasks.plan import AS_IS, BASELINES, LOOPBACK
@@ -12,9 +12,6 @@ from grace.bench.tasks.results import interval
 from grace.bench.tasks.run import PROBED, TIMED, TRAINED, Row, latest
 from grace.bench.tasks.tasks import TOLERANCE, task_of, tasks
 from grace.local import PRESETS
-
-if TYPE_CHECKING:
-    pass
 
 GROUP = ("task", "toolkit", "workers", "scale", "steps", "real")
 NAMES = {"torch": "PyTorch", "keras": "Keras"}

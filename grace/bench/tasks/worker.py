@@ -72,8 +72,8 @@ class Worker:
     def timed(self) -> float:
         """Seconds of a step; in local training the mean over as many steps as lie between two exchanges.
 
-        The rate of learning is nought: it is not the training that is measured. In local training it is the last one,
-        since pseudo-gradients of nought are no usual ones.
+        The learning rate is 0, since only time is measured. Local training keeps the last one: with 0, all
+        pseudo-gradients would be 0.
         """
         every = self.job.sync_every
         return statistics.fmean(self.step(0.0 if every is None else None) for _ in range(every or 1))

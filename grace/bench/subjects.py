@@ -259,7 +259,7 @@ class Ours:
         return self.bench.xp.asarray(step, "int64") if self.bench.xp.traced else step
 
     def _heard(self, part: Part) -> list[Any]:
-        # The results of this turn's collectives.
+        # The results of this step's collectives.
         return list(copied(self.bench.xp, part.answers[self.turn % 2]))
 
     def _begin(self, part: Part) -> None:

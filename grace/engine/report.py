@@ -80,7 +80,7 @@ class Report:
 
     @property
     def heavier(self) -> str:
-        """A warning if this worker received clearly more bytes than a dense ring allreduce would bring; else empty."""
+        """A warning if this worker received clearly more bytes than it would in a dense ring allreduce; else empty."""
         ring = 2 * (self.world_size - 1) / self.world_size * self.bytes_dense
         if not self.bytes_received > 1.05 * ring > 0:
             return ""
@@ -133,7 +133,7 @@ class Report:
         return "\n".join([head, *lines, *filter(None, ends)])
 
     def _gathered(self, steps: int) -> str:
-        # The parameters in a line; empty without them.
+        # A line about the traffic of parameters; empty if there is none.
         sent, dense = (sum(getattr(row, key) for row in self.parameters) for key in ("bytes_sent", "bytes_dense"))
         if not sent:
             return ""
@@ -144,6 +144,6 @@ class Report:
 
 
 def leveled(level: Mapping[str, Any]) -> str:
-    """A level of a policy as text."""
+    """The text of a policy's level."""
     fields = (f"{key}={value}" for key, value in level.items() if key != "compressor")
     return ", ".join([*filter(None, [level.get("compressor")]), *fields])

@@ -119,7 +119,7 @@ class Model:
         }
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Replace base and momentum by those of a `state`."""
+        """Replace base and momentum with those of a `state`."""
         for mine, theirs in ((self.bases, state["base"]), (self.momenta, state["momentum"])):
             for name in mine:
                 mine[name] = self._stored(self.loaded(theirs[name]))

@@ -1,4 +1,4 @@
-"""A worker's progress in local training, and its comparison: among workers, and with saved states."""
+"""A worker's progress in local training, and comparisons of it with other workers and saved states."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def compare(transport: Transport, mine: dict[str, str]) -> None:
 def check_states(
     states: Sequence[State], settings: Settings, shapes: Mapping[str, tuple[int, ...]], lost: bool
 ) -> None:
-    """Raise ValueError, naming the difference, for states that do not fit. ``shapes``: of the parameters, if known.
+    """Raise ValueError, naming the difference, for states that do not fit. ``shapes``: the parameters' shapes, if
+    known.
 
     ``lost``: workers may have missed the last landing.
     """

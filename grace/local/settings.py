@@ -69,8 +69,8 @@ class Settings:
         return self.sync_every // self.parts
 
     def split(self, nbytes: Mapping[str, int]) -> list[tuple[str, ...]]:
-        """The names in each fragment. ``nbytes``: bytes of each parameter, in the model's order. ValueError where
-        listed fragments do not cover each parameter once, or there are more fragments than parameters.
+        """The names in each fragment. ``nbytes``: bytes of each parameter, in the model's order. ValueError if listed
+        fragments do not cover each parameter once, or there are more fragments than parameters.
         """
         names = list(nbytes)
         if not isinstance(self.fragments, int):
@@ -88,15 +88,16 @@ class Settings:
         if self.parts > len(names):
             raise ValueError(f"fragments={self.parts}, but there are only {len(names)} parameters: take fewer")
         ends, cuts = [0, *accumulate(nbytes.values())], [0]
-        for part in range(1, self.parts):  # the cut that is nearest to equal shares and leaves one parameter for each
+        # cut as near to equal shares as possible, with at least one parameter for each fragment
+        for part in range(1, self.parts):
             wanted = ends[-1] * part / self.parts
             free = range(cuts[-1] + 1, len(names) - self.parts + part + 1)
             cuts.append(min(free, key=lambda cut: abs(ends[cut] - wanted)))
         return [tuple(names[start:stop]) for start, stop in zip(cuts, [*cuts[1:], len(names)], strict=True)]
 
     def outer_step(self, base: Array, momentum: Array | None, mean: Array) -> tuple[Array, Array | None]:
-        """Base and momentum after one step of the outer optimizer. ``mean``: of the pseudo-gradients; all arrays of one
-        shape and dtype. ``momentum``: None without.
+        """Base and momentum after one step of the outer optimizer. ``mean``: the mean pseudo-gradient. ``momentum``:
+        None without momentum. All arrays have one shape and dtype.
         """
         if momentum is None:
             return base - self.outer_lr * mean, None

@@ -2,8 +2,8 @@
 
 Two modes. "paper": one pass over the tensors, large ones first, then some compressions move to the CPU (Espresso,
 section 4.4, algorithms 1 and 2). "refined": passes until nothing changes, from several starting points, swaps of two
-tensors' strategies, and passes after random changes of a few strategies. docs/planner.md shows how far each is from the
-optimum.
+tensors' strategies, and passes after random changes of a few strategies. docs/planner.md shows how far each mode is
+from the optimum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels for low-bit floats and codebooks, whose values `Codes` describes."""
+"""Kernels for low-bit floats and codebooks, which a `Codes` describes."""
 
 from __future__ import annotations
 

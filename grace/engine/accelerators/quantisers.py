@@ -33,7 +33,7 @@ class ScaledSigns(Accelerator[EFSignSGD]):
         return kernels(ctx).quantisers.signs_mean(payloads, out, ctx.size, compressor.block_size)
 
     def add_decoded(self, compressor: EFSignSGD, total: Array, payload: Payload, ctx: Context) -> Array:
-        # In one pass, if the toolkit supports it.
+        # Decode and add in one pass, if the toolkit supports it.
         return blocks.add_scaled(
             ctx.xp, total, compressor.signs(payload, ctx), payload[1], compressor.traits.block_size
         )

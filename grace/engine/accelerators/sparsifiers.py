@@ -32,11 +32,11 @@ E = TypeVar("E", bound=SelectingSparsifier)
 
 
 class ScatteredSums(Accelerator[C]):
-    """Adds payloads in place, one after the other."""
+    """Adds payloads to a vector in place, one after the other."""
 
     @abstractmethod
     def parts(self, compressor: C, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        """float32[K] values and int32[K] positions; the positions must ascend, but are not checked yet."""
+        """float32[K] values and int32[K] positions, which must ascend; the caller or a kernel checks them."""
 
     def add(self, compressor: C, total: Array, payload: Payload, ctx: Context) -> Array:
         """``total`` plus a decoded payload. total is donated."""

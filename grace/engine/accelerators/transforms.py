@@ -96,7 +96,7 @@ class Cosines(Accelerator[DeMo]):
         )
 
     def mean(self, compressor: DeMo, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        # A single payload may be an agreed one, which the plain function decodes without signs.
+        # A single payload may be the one that all workers agreed on, which the plain function decodes without signs.
         if not self._runs(ctx) or (compressor.sign and len(payloads) == 1):
             return None
         how = compressor.average == "senders", compressor.sign

@@ -373,9 +373,7 @@ class Gossip:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, after `build`. Raises ValueError, and changes nothing, if the state does not
-        fit.
-        """
+        """Continue from a `state_dict`, after `build`. Raises ValueError, changing nothing, if it does not fit."""
         mine = self.state_dict()
         for key in ("rank", "world_size", "mixing"):
             if saved[key] != mine[key]:

@@ -109,8 +109,7 @@ class Upstream:
 
 
 class Hook:
-    """torch's PowerSGD with error feedback and warm start. It fuses compression and decoding, so only `step` is timed.
-    """
+    """torch's PowerSGD with error feedback and warm start. One call compresses and decodes: only `step` is timed."""
 
     workers, state_bytes, note = 1, 0, "compresses and decodes in one call"
 

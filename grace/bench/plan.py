@@ -110,9 +110,7 @@ def parse(spec: str) -> Case:
 
 
 def words(spec: str) -> tuple[str, dict[str, Any]]:
-    """The name and the parameters in a text such as ``topk:compress_ratio=0.001,memory=none``. ValueError for anything
-    else.
-    """
+    """The name and the parameters in ``topk:compress_ratio=0.001,memory=none``. ValueError for an invalid parameter."""
     name, _, rest = spec.partition(":")
     found = {}
     for pair in filter(None, rest.split(",")):

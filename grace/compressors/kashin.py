@@ -30,7 +30,7 @@ class Kashin(Blockwise):
     ``redundancy``: d is the next power of two from this times n, at least 1.
     ``iterations``: passes of the clipping; the last one clips nothing. 1: the random rotation alone.
     ``delta``: positive; the first pass clips at the norm of x over sqrt(delta * d).
-    ``eta``: each later pass clips at this times as much, in (0, 1).
+    ``eta``: the factor by which each pass lowers the threshold, in (0, 1).
     Departures from the paper: rows have random signs, and a block whose largest coefficient is smaller before the
     clipping is sent without it, so that the variance is bounded for every x.
     Safaryan, Shulgin and Richtarik, "Uncertainty Principle for Communication Compression in Distributed and Federated
@@ -92,7 +92,7 @@ class Kashin(Blockwise):
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, width_of(ctx, self.block_size)
         rows, d = blocks.rows(xp, x, n), self.coefficients(n)
-        largest = xp.max(xp.abs(rows), 1)  # relative to it, squares stay in float32's range
+        largest = xp.max(xp.abs(rows), 1)  # relative to this, squares stay in float32's range
         positions = self._positions(ctx)
         rows = self._placed(xp, rows / blocks.divisor(xp, largest) * self._signs(ctx), positions, d)
         mask = xp.reshape(xp.scatter(xp.zeros(d), positions, 1.0), (1, -1))

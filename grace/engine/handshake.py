@@ -71,9 +71,7 @@ def in_step(sums: Sequence[float], workers: int) -> bool:
 
 
 def joined(sums: Sequence[float], own: Sequence[float], workers: int) -> bool:
-    """Whether some workers have called hvd.join() and all others are at this worker's step, given the sums of their
-    headers.
-    """
+    """Whether some workers called hvd.join() and the others are at this worker's step, given the headers' sums."""
     there = round(sums[0] / own[0])
     return there < workers and [round(each) for each in sums] == [there * round(each) for each in own]
 

@@ -101,9 +101,7 @@ class Schedule:
         return sums if self.probe is None else [*sums, *self.probe.cells(name)]
 
     def feeds_back(self, name: str) -> Any:
-        """1 if error feedback adds a mean's error to later steps, else 0; in a graph, a scalar that is read at run
-        time.
-        """
+        """1 if error feedback adds a mean's error to later steps, else 0; a graph reads it at run time."""
         if self._feeding is not None:
             return self._xp.take(self._feeding, self._xp.reshape(self.index(name), (1,)))
         return self._feeds_back[self.level(name)]

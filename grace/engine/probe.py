@@ -89,11 +89,9 @@ class NoiseProbe:
             cell.assign(self._xp.zeros(3))
 
     def sums(self) -> Array:
-        """float32[3 * tensors]: for each tensor, the squared norms of the error, of the wanted mean, and of the
-        difference between this worker's gradient and the exact mean; each summed over steps and scaled to the whole
-        tensor.
+        """float32[3 * tensors]: for each tensor three squared norms, summed over steps and scaled to the whole tensor.
 
-        `noise` takes their mean over the workers.
+        They are those of the error, of the wanted mean, and of this worker's gradient minus the exact mean. `noise` takes their mean over the workers.
         """
         xp = self._xp
         rows = [cell.read() * (self._sizes[name] / self.count(name)) for name, cell in self._sums.items()]

@@ -65,9 +65,7 @@ class Recorder:
         return self._passed >= self._every
 
     def begin(self, report: Report, step: int, about: Mapping[str, Any]) -> None:
-        """Write the first line, the constant facts, including ``about``. Call it again after counts or steps were
-        reset.
-        """
+        """Write the first line: constant facts, including ``about``. Call again after counts or steps were reset."""
         self._facts, self._numbers = [], START
         head = {"format": FORMAT, "when": time.time(), "step": step, "every": self._every, **about}
         self._append([{"kind": "begin", **head, "world_size": report.world_size}, *self._news(report)])

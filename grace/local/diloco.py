@@ -354,8 +354,7 @@ class DiLoCo:
 
     # -- report ------------------------------------------------------------------------------------------------------
     def report(self) -> Report:
-        """Traffic since this object was made, per inner step. ``bytes_dense``: the bytes of averaging gradients in
-        every step.
+        """Traffic since this object was made, per inner step. ``bytes_dense``: of averaging gradients in every step.
 
         ``skipped``: means that were not finite.
         """

@@ -130,9 +130,7 @@ class Exchange:
         return done
 
     def land(self, alpha: float) -> None:
-        """End the exchange: apply the means to the base. ``alpha``: the weight of a worker's own parameters in its new
-        ones.
-        """
+        """Apply the means to the base. ``alpha``: the weight of a worker's own parameters in its new ones."""
         flight, xp, settings, model = self.flight, self._grace.xp, self._settings, self.model
         assert flight is not None
         together = len(flight.fragments) > 1
@@ -194,9 +192,7 @@ class Exchange:
 
     @contextmanager
     def dropped_on_error(self) -> Iterator[None]:
-        """A context that drops the exchange on an error. The next pseudo-gradient, relative to the same base, includes
-        the dropped one.
-        """
+        """A context that drops the exchange on an error. The next pseudo-gradient includes it: the base is the same."""
         try:
             with self.model.access.inside(), self._grace.xp.quiet():
                 yield

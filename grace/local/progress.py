@@ -73,8 +73,7 @@ def compare(transport: Transport, mine: dict[str, str]) -> None:
 def check_states(
     states: Sequence[State], settings: Settings, shapes: Mapping[str, tuple[int, ...]], lost: bool
 ) -> None:
-    """Raise ValueError, naming the difference, for states that do not fit. ``shapes``: the parameters' shapes, if
-    known.
+    """Raise ValueError, naming the difference, for unsuitable states. ``shapes``: the parameters' shapes, if known.
 
     ``lost``: workers may have missed the last landing.
     """

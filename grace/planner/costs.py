@@ -49,9 +49,7 @@ KEPT = 12
 
 
 class Term(NamedTuple):
-    """One operation of a strategy, for any tensor size. A collective on the resource "device" is the work of the
-    computing thread for it.
-    """
+    """One operation of a strategy, for any tensor size. On the device, a collective is the computing thread's part."""
 
     resource: int
     action: Action

@@ -181,8 +181,7 @@ def compare(
 
 
 def cost(fragment: Profile, cluster: Cluster, codec: Codec | None, way: Way, bucket_mb: float = BUCKET_MB) -> Cost:
-    """The cost of exchanging a fragment, whose pseudo-gradients are all known at once. ``codec``: None for a dense way.
-    """
+    """The cost of exchanging a fragment, whose pseudo-gradients are known all at once. ``codec``: None if dense."""
     idle = replace(fragment, tensors=tuple(replace(tensor, backward=0.0) for tensor in fragment.tensors))
     play = ways.play(idle, cluster, codec, way, bucket_mb)
     busy = sum(seconds for chain in play.timeline.chains for resource, seconds in chain if resource == DEVICE)

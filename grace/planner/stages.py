@@ -20,9 +20,7 @@ class Edge:
 
 
 def edge_seconds(stage_bytes: float, link: Link, codec: Codec | None = None) -> Edge:
-    """The cost of sending the activations of a micro-batch, or their gradients, over a link. ``stage_bytes``: their
-    bytes in float32.
-    """
+    """The cost of sending a micro-batch's activations or gradients over a link; ``stage_bytes`` in float32."""
     size = stage_bytes / 4
     nbytes = stage_bytes if codec is None else codec.wire(size)
     spent = 0.0 if codec is None else codec.encode(size) + codec.decode(size)

@@ -191,7 +191,5 @@ def _operations(
 
 
 def rounds_of(codec: Codec) -> int:
-    """Number of successive messages per bucket: methods that agree on a payload request its factors one after the
-    other.
-    """
+    """Number of successive messages per bucket. Methods that agree on a payload request its factors in turn."""
     return 2 if triple(codec.params)[0].compressor.traits.combine is Combine.AGREED else 1

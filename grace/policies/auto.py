@@ -71,8 +71,7 @@ def noise_ratio(noise: Mapping[str, Noise], feeds_back: bool) -> float:
 @register("auto")
 @dataclass(frozen=True)
 class Auto(Policy):
-    """Try methods in the first steps of a training, and continue with the one that is expected to progress most per
-    second.
+    """Try methods in the first steps of a training, and continue with the one of most expected progress per second.
 
     Whole steps are timed, including the model's computation, on the slowest worker; the same steps measure the noise
     that the exchange adds (`noise_ratio`). The cost of a method is the time of its step times (1 + f r), with noise

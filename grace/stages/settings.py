@@ -86,8 +86,7 @@ def directions(
     storage: str | Path | None = None,
     stored: str = "float16",
 ) -> tuple[Direction, Direction]:
-    """The forward and backward `Direction` of an edge. ValueError, with the remedy, for settings that cannot be
-    combined.
+    """The forward and backward `Direction` of an edge. ValueError, with the remedy, for conflicting settings.
 
     ``forward``, ``backward``: a dictionary {"compressor": ..., its parameters}, a name, a Compressor, or None.
     ``feedback``: "none", "ef", "ef21", or "aq", which is for activations: gradients then have no feedback.

@@ -17,9 +17,7 @@ from grace.transports.launched import loaded_horovod
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """A context that creates ordinary tensors even inside torch.inference_mode, whose own tensors are read-only outside
-    it.
-    """
+    """A context that creates ordinary tensors even in torch.inference_mode, whose tensors are read-only outside it."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 

@@ -31,9 +31,7 @@ USE = "use {'compressor': 'blockint', 'bits': 8, 'block_size': 1024}"
 
 
 def parameter_compressor(given: Any) -> Compressor:
-    """The compressor given as `fsdp`'s argument ``parameters``. TypeError for other types, ValueError for an unsuitable
-    one.
-    """
+    """The compressor of `fsdp`'s argument ``parameters``. TypeError for other types, ValueError if unsuitable."""
     if isinstance(given, Compressor):
         compressor = given
     elif isinstance(given, Mapping):
@@ -95,9 +93,7 @@ class ParameterGather:
     def __init__(
         self, name: str, module: nn.Module, parameters: list[tuple[Any, int]], compressor: Compressor, grace: Grace
     ):
-        """``parameters``: the parameters that FSDP gathers together, in its order, each with the number of elements of
-        its padded shard.
-        """
+        """``parameters``: those that FSDP gathers together, in its order, each with its padded shard's elements."""
         self._name, self._compressor, self._grace = name, compressor, grace
         self._method = FastMethod(compressor, memories["none"]())
         self._parameters, self._workers = parameters, parameters[0][0].device_mesh.size()

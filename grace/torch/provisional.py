@@ -35,9 +35,7 @@ class Put(NamedTuple):
         return self.holds(gradient) and gradient is not None and gradient._version == self.version
 
     def thrown_away(self, gradient: torch.Tensor | None) -> bool:
-        """Whether the recorded gradient was removed, replaced or zeroed. An unchanged gradient was not, even if it is
-        zero.
-        """
+        """Whether the recorded gradient was removed, replaced or zeroed; False for an unchanged zero gradient."""
         if gradient is None or not self.holds(gradient):
             return True
         return not self.unchanged(gradient) and not nonzero(gradient)
@@ -141,9 +139,7 @@ class Means:
         return {name for name in self._put if self.holds(name) and nonzero(self._parameters[name].grad)}
 
     def written(self) -> None:
-        """Record the gradients again after the optimizer's step, which may have written to them: they count as the
-        means.
-        """
+        """Record the gradients again after the optimizer's step: whatever it wrote to them counts as the means."""
         for name, put in self._put.items():
             gradient = self._parameters[name].grad
             if gradient is not None and put.holds(gradient):

@@ -69,8 +69,7 @@ class Images(Data):
 
 
 class Masks(Images):
-    """Images with a class for each pixel, int64[n, side, side], 0 for background: judged by the mean IoU of the other
-    classes.
+    """Images with a class per pixel, int64[n, side, side], 0 for background: judged by the other classes' mean IoU.
 
     IoU of a class: pixels that both the label and the prediction assign to it, over those that at least one does
     (Jaccard index).
@@ -290,8 +289,7 @@ def in_pieces_of(size: int, predict: Predict, inputs: Arrays) -> Any:
 
 
 def made_interactions(users: int = 3000, items: int = 1500, each: int = 30) -> Interactions:
-    """Users and items with eight latent tastes: a user takes an item with a probability that grows with their
-    similarity.
+    """Users and items with eight latent tastes: the more alike they are, the likelier a user takes an item.
 
     Some items are popular with all users, so that popularity is a baseline above chance. One item of each user is held
     out.

@@ -1,6 +1,4 @@
-"""Figures computed from the rows of trainings and times: quality, speed relative to dense, and methods that did not
-pay.
-"""
+"""Figures from the rows of trainings and times: quality, speed relative to dense, and methods that did not pay."""
 
 from __future__ import annotations
 
@@ -113,9 +111,7 @@ def _steps(curve: Sequence[Sequence[Any]], task: Any, target: float | None) -> i
 
 
 def lost(found: Sequence[Row]) -> list[str]:
-    """Methods that did not pay, a line for each group: those that missed the target or reached it later than a
-    baseline.
-    """
+    """Methods that did not pay, a line per group: those that missed the target or reached it later than a baseline."""
     texts = []
     for group in grouped(found):
         missed, late = [], []

@@ -1,6 +1,4 @@
-"""The models of `torch_models` in Keras: as many parameters (except for an LSTM's second bias), and the same shapes of
-inputs and logits.
-"""
+"""The models of `torch_models` in Keras, without an LSTM's second bias; inputs and logits have the same shapes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Defines the measurements: jobs, each a task with a method, a toolkit and a number of workers, and estimates of their
-time.
-"""
+"""Defines the measurements: jobs (a task, a method, a toolkit, a number of workers), and estimates of their time."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ class Job:
 
     @property
     def params(self) -> dict[str, Any] | str:
-        """The trainer's argument: a dictionary for `grace_from_params` or `grace.local.from_params`, or a baseline's
-        name.
-        """
+        """The trainer's argument: keys of `grace_from_params` or `grace.local.from_params`, or a baseline's name."""
         return self.method if self.method in BASELINES else _parsed(self.method).params
 
     @property
@@ -114,7 +110,8 @@ def jobs(
 ) -> list[Job]:
     """All combinations; ``methods`` by toolkit.
 
-    The method is the outermost loop, baselines first: if time runs out, all tasks have the same methods.
+    For each number of workers, the method is the outer loop, baselines first: if time runs out, all tasks have the same
+    methods.
     """
     names = dict.fromkeys(method for toolkit in toolkits for method in methods[toolkit])
     order = sorted(names, key=lambda method: BASELINES.index(method) if method in BASELINES else len(BASELINES))

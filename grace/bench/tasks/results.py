@@ -50,8 +50,7 @@ def interval(values: Sequence[float]) -> float | None:
 
 
 def student(freedom: int, chance: float = 0.95) -> float:
-    """The t that the magnitude of a Student's t variable with ``freedom`` degrees of freedom stays below with
-    probability ``chance``.
+    """The t such that |T| <= t with probability ``chance``, T of Student's distribution with ``freedom`` degrees.
 
     By bisection of its distribution (Abramowitz and Stegun, 26.7.3 and 26.7.4).
     """

@@ -39,17 +39,17 @@ class Task:
     name: str
     title: str
     model: str
-    """Which builder of `torch_models` and `keras_models`; or one's own, as "package.{toolkit}_models:builder".
+    """The name of a builder in `torch_models` and `keras_models`; or your own, as "package.{toolkit}_models:builder".
 
-    A builder takes the data's sizes and the scale's model, and gives a model that logits come from.
+    A builder takes the data's sizes and the scale's ``model``, and returns a model whose outputs are logits.
     """
     metric: str
     higher: bool
     """Whether more of the metric is better."""
     target: float
-    """Quality to reach with made data at the quick scale: about what dense training was seen to reach half-way.
+    """Target quality with synthetic data at the quick scale: about the quality of dense training half-way.
 
-    Elsewhere the target is `near` what the dense run came to.
+    In other cases the target is `near` the quality of the dense run.
     """
     unit: str
     """The unit of throughput; an example has `unit_size` of them."""

@@ -45,15 +45,15 @@ class Action:
 
     kind: Kind
     level: Level = "flat"
-    """Of a collective. For a (de)compression always "flat", without meaning."""
+    """The level of a collective; always "flat" for a (de)compression, where it has no meaning."""
     compressed: bool = False
     """Whether a collective carries payloads."""
     device: Device | None = None
-    """Of a (de)compression; None for a collective."""
+    """The device of a (de)compression; None for a collective."""
 
     @property
     def collective(self) -> bool:
-        """Whether it is a collective."""
+        """Whether the action is a collective."""
         return self.kind not in CODEC
 
     def __str__(self) -> str:

@@ -91,7 +91,8 @@ class NoiseProbe:
     def sums(self) -> Array:
         """float32[3 * tensors]: for each tensor three squared norms, summed over steps and scaled to the whole tensor.
 
-        They are those of the error, of the wanted mean, and of this worker's gradient minus the exact mean. `noise` takes their mean over the workers.
+        They are those of the error, of the wanted mean, and of this worker's gradient minus the exact mean. `noise`
+        takes their means over the workers.
         """
         xp = self._xp
         rows = [cell.read() * (self._sizes[name] / self.count(name)) for name, cell in self._sums.items()]

@@ -33,9 +33,9 @@ class Eden(Blockwise):
     ``bits``: 1 (which is DRIVE) .. 4. The square of the error is 0.571, 0.133, 0.036 or 0.0096 of that of a block whose
     elements are all of about one size; workers' errors are independent.
     ``block_size``: d, a power of two; tensors of fewer elements have the next power of two, at least 8.
-    ``biased``: with one bit, the scale of the smallest error, 0.363, for a residual; else the scale whose expectation
-    is x. Vargaftik et al., "DRIVE", NeurIPS 2021, arXiv:2105.08339, and "EDEN", ICML 2022, arXiv:2108.08842. For a
-    uniform rotation that is unbiased. One Hadamard transform, as in their code, is nearly so: where one element of a
+    ``biased``: with one bit, the scale of the smallest error, 0.363, for a residual; else the unbiased scale.
+    Vargaftik et al., "DRIVE", NeurIPS 2021, arXiv:2105.08339, and "EDEN", ICML 2022, arXiv:2108.08842. The methods are
+    unbiased for a uniform rotation. One Hadamard transform, as in the authors' code, is nearly so: if one element of a
     block outweighs all others, these are lost more often than they should be, so no variance is declared.
     """
 

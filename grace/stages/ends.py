@@ -99,8 +99,7 @@ class End:
     ``masks``: for same_mask, shared by both directions at the same end. Both ends must make the same calls.
 
     Arguments of the methods: ``number``: the index of a tensor among a stage's outputs; ``microbatch``: the index of
-    the micro-batch in a step; ``ids``: NumPy's int64[m], the IDs of the examples, for "aq"; ``training`` False: no
-    feedback, and no change of state.
+    the micro-batch in a step; ``ids``: NumPy's int64[m], IDs for "aq"; ``training`` False: no feedback or new state.
     """
 
     def __init__(
@@ -328,8 +327,7 @@ class End:
         state = self._state.get(key)
         if state is None:
             state = codecs.init(self.how.feedback, ctx, self.sender)
-        # move a loaded state to the device
-        state = {name: ctx.xp.asarray(array, "float32") for name, array in state.items()}
+        state = {name: ctx.xp.asarray(array, "float32") for name, array in state.items()}  # loaded state is on the host
         for array in state.values():
             if ctx.xp.shape(array) != (ctx.size,):
                 raise ValueError(

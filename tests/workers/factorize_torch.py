@@ -1,5 +1,4 @@
-"""The switch to factors in the middle of a training, over two workers: OUT TRANSPORT. Saves a dictionary of findings.
-"""
+"""The switch to factors in the middle of a training, over two workers: OUT TRANSPORT. Saves findings."""
 
 import sys
 

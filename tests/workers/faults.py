@@ -1,5 +1,4 @@
-"""Faults that PyTorch's workers survive, and a last one that ends them: OUT TRANSPORT. Saves a dictionary of findings.
-"""
+"""Faults that PyTorch's workers survive, and a last one that ends them: OUT TRANSPORT. Saves findings."""
 
 import os
 import signal

@@ -22,8 +22,7 @@ def passed(call, sender, receiver):
 
 
 def carried(transport, rank, gathered, summed):
-    """The results of a round: the gathered arrays, a mean of two arrays, and a sum; and the number of reduced messages.
-    """
+    """The results of a round: the gathered arrays, a mean of two arrays, and a sum; and the number of reductions."""
     import torch
 
     from grace.core.collectives import Gather, Reduce

@@ -1,5 +1,4 @@
-"""Jobs for a cluster: writes a folder of jobs with scripts for torchrun, horovodrun and SLURM, and reads their results.
-"""
+"""Jobs for a cluster: writes a folder of them, scripts for torchrun, horovodrun and SLURM, and reads their results."""
 
 from __future__ import annotations
 

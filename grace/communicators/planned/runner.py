@@ -41,10 +41,10 @@ GATHERED = "compress(gpu) allgather*(flat) decompress(gpu)"
 class Planned(Communicator):
     """Carry each tensor by a strategy of Espresso's tree: where to compress, and which collectives to use.
 
-    Each compression has its own memory; to compress a mean, a worker uses the method's memory for a second compression.
-    Data that is later divided among workers is compressed shard by shard. Each collective returns a mean, and its root
-    is the first worker of its group. A reduce, a gather and a reduce-scatter are an AllToAll to the workers that need
-    the data, so the bytes are those of the strategy.
+    Each compression has its own memory; a mean is compressed with the method's memory for a second compression. Data
+    that is later divided among workers is compressed shard by shard. Each collective returns a mean, and its root is
+    the first worker of its group. A reduce, a gather and a reduce-scatter are an AllToAll to the workers that need the
+    data, so the bytes are those of the strategy.
     ``option``: the strategy of all tensors, as text (`grace.communicators.planned.strategy`).
     ``ways``: instead, a strategy and an optional method for each tensor; the key ``plan`` sets it.
     ``node_size``: workers per machine, with consecutive ranks; 0: as launched. It must divide the number of workers.

@@ -263,7 +263,7 @@ class TensorflowBackend(Backend):
         return tf.cast(tf.reshape(tf.where(mask), (-1,)), tf.int32)
 
     def searchsorted(self, bounds: Array, x: Array) -> Array:
-        # TensorFlow's own fails on an empty array inside a graph.
+        # TensorFlow's own function fails on an empty array inside a graph.
         return tf.zeros(0, tf.int32) if x.shape[0] == 0 else tf.searchsorted(bounds, x)
 
     def take(self, x: Array, indices: Array) -> Array:

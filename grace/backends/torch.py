@@ -395,7 +395,7 @@ class TorchBackend(Backend):
         )
 
     def nonzero(self, mask: Array) -> Array:
-        if self.on_host:  # NumPy's takes a fifth of the time
+        if self.on_host:  # NumPy's function takes a fifth of the time
             return torch.from_numpy(np.flatnonzero(mask.numpy()).astype(np.int32))
         return torch.nonzero(mask).flatten().to(torch.int32)
 

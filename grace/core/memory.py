@@ -27,7 +27,7 @@ class Memory(ABC):
 
     @property
     def standard_feedback(self) -> bool:
-        """Whether it compresses x plus its state "residual", if there is one, and stores the new residual."""
+        """Whether the memory compresses x plus its state "residual" (if it has one) and stores the new residual."""
         return False
 
     def check(self, compressor: Compressor) -> None:  # noqa: B027 - most fit every compressor
@@ -74,4 +74,4 @@ FORMER = {
     "resize": "reshard",
     "server": "second_stage",
 }
-"""Former names of attributes and methods, deprecated, and their present names."""
+"""Former names of attributes and methods, deprecated, and their current names."""

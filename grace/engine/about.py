@@ -22,7 +22,7 @@ from grace.engine.options import Options
 from grace.engine.setup import Setup, on_host
 
 OUTPUTS = ("record", "record_every", "tracker", "trace")
-"""Options that change no number of a training."""
+"""Options that do not affect the numbers of a training."""
 PACKAGES = ("numpy", "torch", "tensorflow", "keras", "horovod")
 
 

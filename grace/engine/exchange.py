@@ -24,7 +24,7 @@ class Exchange:
         self._setup = setup
         self.gradients: dict[str, Array | None] = {}
         self.failure = ""
-        """Why this worker gives up, if it does."""
+        """The reason why this worker gives up the step; empty if it does not."""
         self.skipped = 0
         """Number of units whose mean is known not to be finite; only hosts know."""
         self._donated: set[str] = set()

@@ -80,7 +80,7 @@ class OutOfStep(RuntimeError):
     """Workers are at different steps, or some gave up the step; raised on all of them."""
 
     everyone = False
-    """Whether all workers gave up, so that only this exchange is lost."""
+    """Whether all workers gave up the step: then only this exchange is lost."""
 
 
 def out_of_step(transport: Transport, step: int, attempt: int, failure: str, sums: Sequence[float]) -> OutOfStep:

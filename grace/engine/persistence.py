@@ -31,7 +31,7 @@ class Checked(NamedTuple):
     """States that can be loaded."""
 
     states: tuple[State, ...]
-    """With this worker's names of units."""
+    """The states, with this worker's names of units."""
     fitted: list[Fitted]
     """The arrays that `load` would set; empty before there are tensors."""
     step: int

@@ -34,8 +34,9 @@ class Schedule:
         self.step = 0
         """Number of exchanges at the end of the last epoch."""
         self.history: dict[str, list[tuple[int, int]]] = {}
-        """By tensor: the epochs in which its level changed, and the new levels. A policy with trials counts steps
-        instead."""
+        """By tensor: the epochs in which its level changed, and the new levels. With trials, steps take the place of
+        epochs.
+        """
         self._moments: list[tuple[float, int]] = []  # time and step number at the end of each step of the current trial
         self._told = 0  # the last step that `trial_over` counted
         self._lr: float | None = None
@@ -45,7 +46,7 @@ class Schedule:
         self._flag: Any = None  # `watching`, for graphs
         self._feeding: Any = None  # `_feeds_back`, for graphs
         self.probe = NoiseProbe() if policy.measures_noise else None
-        """Measures the noise of exchanges, if the policy wants it."""
+        """Measures the noise of exchanges, if the policy needs it."""
 
     def extend(self, sizes: Mapping[str, int], xp: Backend, rank: int) -> None:
         """Add tensors with their numbers of elements; known ones stay unchanged."""

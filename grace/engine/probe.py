@@ -11,7 +11,7 @@ from grace.core import Array
 from grace.core.policy import Noise
 
 LEAST, SHARE = 64, 2048
-"""A sample has one element of ``SHARE``, and at least ``LEAST`` of a tensor that has as many."""
+"""A sample has one element in ``SHARE``, but at least ``LEAST``, or the whole of a smaller tensor."""
 
 
 def positions(name: str, size: int) -> list[int]:

@@ -164,7 +164,7 @@ class Line:
     """Number of steps in total when the line was written."""
     steps: int
     seconds: float
-    """Wall time of these steps, for any purpose."""
+    """Wall time of these steps, including everything outside GRACE."""
     bytes_sent: int
     bytes_received: int
     bytes_dense: int
@@ -172,7 +172,7 @@ class Line:
     """Seconds of `grace.engine.report.Report.times` in these steps."""
     skipped: int
     sent: list[int]
-    """Bytes by tensor, as in ``dense``; ``residual``: norms at the end."""
+    """Bytes sent, by tensor; ``dense``: bytes of the gradients; ``residual``: norms at the end."""
     dense: list[int]
     residual: list[float | None]
     tensors: list[dict[str, Any]]
@@ -215,7 +215,7 @@ class Run:
     """A record read from a file."""
 
     about: dict[str, Any]
-    """When the last part began, the present method, the number of workers, the toolkit ..."""
+    """The facts of the last `begin` line: start time, method, number of workers, toolkit ..."""
     tensors: list[dict[str, Any]]
     """The tensors at the end."""
     lines: list[Line]

@@ -67,7 +67,7 @@ class Setup:
         self.defer_commit = False
         self.learning_rate: Callable[[str], Any] | None = None
         self.number: int | None = None
-        """Distinguishes messages of several Graces; agreed on by all workers."""
+        """Distinguishes the messages of several Graces; all workers agree on it."""
         self.attempt = 0
         """Exchanges since the last commit."""
         self.headers: list[tuple[tuple[int, int], Array]] = []

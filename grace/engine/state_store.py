@@ -29,9 +29,9 @@ class Way(NamedTuple):
     """The fast version of the method."""
     communicator: Communicator
     dense: bool
-    """It averages gradients as they are: together, in their bucket's one dense message."""
+    """Whether gradients are averaged uncompressed, in the single dense message of their bucket."""
     layout: str = ""
-    """Where it keeps residuals, if that is elsewhere than for whole tensors on each worker."""
+    """Where residuals are stored; empty: for whole tensors on each worker."""
     choice: str = ""
     """Why the communicator was chosen; empty if it was named."""
 

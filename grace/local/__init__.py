@@ -43,11 +43,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "streaming": {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5},
     "sparseloco": {"sync_every": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
 }
-"""Settings by name, beside the defaults of `DiLoCo`."""
+"""Settings by name; `DiLoCo` has the defaults of all others."""
 SPARSE: Mapping[str, Any] = {"compressor": "chunktopk", "memory": "residual", "beta": 0.95}
-"""The Grace of SparseLoCo."""
+"""The parameters of SparseLoCo's Grace."""
 PLAIN = {"average": "workers", "clip": "none"}
-"""The mean of a Grace's own."""
+"""The settings of a plain mean, which a Grace computes itself."""
 
 
 def LocalSGD(grace: Grace, sync_every: int, **settings: Any) -> DiLoCo:

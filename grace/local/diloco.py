@@ -58,7 +58,7 @@ class DiLoCo:
         schedule = (fragments, fragment_sync_delay, fragment_update_alpha)
         self.settings = Settings(sync_every, outer_lr, outer_momentum, nesterov, *schedule)
         self.grace = grace
-        """Carries the pseudo-gradients."""
+        """The Grace that averages pseudo-gradients."""
         grace.learning_rate = lambda name: outer_lr  # for memories that need a learning rate
         self._weights, self._on_host = weights, on_host
         self._progress = Progress()

@@ -31,7 +31,7 @@ class Flight:
         self.fragments, self.names, self.side = fragments, list(deltas), side
         self.deltas = deltas if delayed else {}
         self.rounds = 0
-        """Rounds that were waited for."""
+        """Number of finished rounds."""
         self._grace, self._delayed = grace, delayed
         self._arrive: Callable[[], list[Any]] | None = None
         self._background: Future[None] | None = None
@@ -87,9 +87,9 @@ class Exchange:
         """The names in each fragment, in order of exchange."""
         self.flight: Flight | None = None
         self.side_bytes = 0
-        """Bytes of uncompressed sums."""
+        """Bytes of the uncompressed sums."""
         self.skipped = 0
-        """Means that were not finite."""
+        """Number of non-finite means."""
         self._executor: ThreadPoolExecutor | None = None
 
     def launch(self, fragments: tuple[int, ...]) -> None:

@@ -38,7 +38,7 @@ class Model:
     """Store bases and momentum as NumPy arrays."""
     parameters: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Any] = field(default_factory=dict)
-    """Those that are floats."""
+    """The float buffers, by name."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     bases: dict[str, Any] = field(default_factory=dict)
     momenta: dict[str, Any] = field(default_factory=dict)

@@ -19,15 +19,17 @@ class Settings:
     outer_lr: float = 0.7
     """Learning rate of the outer optimizer."""
     outer_momentum: float = 0.9
-    """Momentum of the outer optimizer; 0: stores none."""
+    """Momentum of the outer optimizer; 0: none is stored."""
     nesterov: bool = True
     """Nesterov momentum, as in PyTorch's SGD; otherwise heavy ball."""
     fragments: int | Sequence[Sequence[str]] = 1
-    """P fragments of the model take turns: their number (contiguous, of about equal bytes), or the names in each."""
+    """P fragments of the model take turns: their number (they are contiguous and of about equal bytes), or the names in
+    each.
+    """
     fragment_sync_delay: int = 0
     """Inner steps between the start of an exchange and its landing."""
     fragment_update_alpha: float = 0.0
-    """Share of its own parameters that a worker retains at a landing. 0: parameters become the base."""
+    """Weight of a worker's own parameters in its new ones at a landing. 0: parameters become the base."""
 
     def __post_init__(self) -> None:
         for key in ("sync_every", "fragment_sync_delay"):

@@ -12,7 +12,7 @@ from grace.core.registry import register
 from grace.memories.residual import Residual
 
 UNSEEN = 1e-4
-"""Relative to the mean second moment: smaller ones count as not learned by the warm-up."""
+"""Threshold relative to the mean second moment: smaller moments count as not learned by the warm-up."""
 
 
 @register("onebit_adam")

@@ -76,9 +76,9 @@ class Verdict:
 
     label: str
     seconds: float
-    """Per step."""
+    """Seconds per step."""
     speedup: float
-    """Dense seconds over these. Below 1 the method is slower."""
+    """Dense seconds over ``seconds``. Below 1 the method is slower."""
     ratio: float
     """Dense bytes over this method's bytes, as sent by one worker."""
     codec_seconds: float

@@ -15,7 +15,7 @@ from grace.ops.validate import fitting, placed
 FEEDBACKS = ("none", "ef", "ef21", "aq")
 SHAPED = replace(EXACT, needs_shape=True)
 NARROW = 2**16
-"""Up to this many elements in an example, a place takes fewer than 32 bits."""
+"""Up to this many elements per example, a position within the example takes fewer than 32 bits."""
 
 
 @dataclass(frozen=True)

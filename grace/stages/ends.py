@@ -20,7 +20,9 @@ from grace.stages import codec as codecs
 from grace.stages.settings import Direction
 
 DIGEST = 8
-"""Bytes of a digest at the end of a message: of the ids with "aq", and of what the receiver computes with in debug."""
+"""Bytes of a digest at the end of a message: of the IDs ("aq"), or of the values that the receiver computes with
+(debug).
+"""
 LARGEST16 = 65504.0
 """The largest number of float16."""
 
@@ -40,7 +42,7 @@ class EdgeBytes:
     nbytes: int
     """Bytes of all messages."""
     dense: int
-    """Bytes that torch's own stage sends for them."""
+    """Bytes that torch's own stage would send for the same tensors."""
 
     @property
     def ratio(self) -> float:

@@ -27,15 +27,17 @@ class Direction:
     compressor: Compressor
     feedback: str = "none"
     masked: bool = False
-    """Backward, with same_mask: only elements that the forward direction kept, whose compressor this is."""
+    """Whether only elements sent forward are sent (backward, with same_mask); the compressor is then that of the
+    forward direction.
+    """
     seed: int = 0
     debug: bool = False
     samples: int = 0
-    """Of "aq": ids are 0 .. samples - 1."""
+    """For "aq": IDs are 0 .. samples - 1."""
     stored: str = "float16"
-    """Of "aq": dtype of stored activations, and of an example's first visit on the wire."""
+    """For "aq": the dtype of stored activations, and of an example's first visit on the wire."""
     storage: Path | None = field(default=None, compare=False)
-    """Of "aq": folder of memory-mapped files; None: in memory."""
+    """For "aq": the folder of memory-mapped files; None: in memory."""
 
     @property
     def plain(self) -> bool:

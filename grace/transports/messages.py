@@ -23,7 +23,9 @@ CARRIED = 2**18
 
 
 class MessageTransport(Transport):
-    """Packs collectives into buffers. A subclass moves the buffers; its methods begin and return their waits."""
+    """Packs collectives into buffers. A subclass moves the buffers; its methods start a transfer and return a function
+    that waits for it.
+    """
 
     _groups: dict[str, MessageTransport] = {}  # noqa: RUF012 - replaced, never changed
 
@@ -240,7 +242,8 @@ class MessageTransport(Transport):
 
     def _received(self, items: list[Gather], layout: Layout, buffers: list[Array]) -> list[Any]:
         packer = self._packer
-        # A graph may read them in a separate branch, whose tensors others cannot use.
+        # Unpack immediately in graphs: reading later could happen in one branch, whose tensors other branches cannot
+        # use.
         if not self.xp.mutable:
             return _deal(items, [packer.unpack(buffer, layout, w) for w, buffer in enumerate(buffers)])
         for sender, buffer in enumerate(buffers):

@@ -70,9 +70,7 @@ def boundaries(method: str, samples: int, seed: int) -> list[Boundary]:
 def train(
     model: nn.Module, edges: list[Boundary], loss: Callable[[Any], Any], count: int, batch: int, epochs: int, lr: float
 ) -> None:
-    """Train by Adam with a rate that falls linearly to zero; each epoch uses all whole batches of the ``count``
-    examples.
-    """
+    """Train by Adam with a rate that falls linearly to zero; an epoch has all whole batches of ``count`` examples."""
     optimizer = torch.optim.Adam(model.parameters(), lr)
     steps = count // batch * epochs
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)

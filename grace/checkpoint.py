@@ -172,7 +172,7 @@ def _whole(here: Path) -> list[Path]:
 
 
 def _available(folder: str | os.PathLike[str], rank: int, size: int) -> dict[int, list[Path]]:
-    # By step, the files that this worker would read.
+    # The files that this worker would read, by step.
     found = {}
     for number, here in _numbered(folder):
         own = here / _name(rank, size)

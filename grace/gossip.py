@@ -126,7 +126,7 @@ class Full(Mixing):
 class PowerGossip(Mixing):
     """Neighbours move along the directions in which they differ most, found by power iteration on X_i - X_j.
 
-    Each edge owns factors P and Q. In each round one of them, in turn, is orthonormalised; both ends send their
+    Each edge owns factors P and Q. In each round one of them, alternately, is orthonormalised; both ends send their
     matrix's product with it; the difference of the products becomes the other factor, and both ends move by P Q. A
     message has r a or r b numbers for an a x b matrix. There is no step size to tune. Vectors are mixed uncompressed.
     State: for each neighbour P float32[a, r] and Q float32[r, b], equal at both ends.

@@ -112,7 +112,7 @@ def _settle(flights: Sequence[RoundScheduler | None]) -> None:
 
 
 def _convert(xp: Backend, array: Any) -> Any:
-    # To an array of the backend, in its own dtype.
+    # Convert to an array of the backend; the dtype stays.
     try:
         own = backend_of(array)
     except TypeError:

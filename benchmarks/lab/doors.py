@@ -1,6 +1,4 @@
-"""The integrations that exchange gradients, by name. Each returns the model to train and a hook to call before every
-step.
-"""
+"""Integrations that exchange gradients, by name. Each returns the model and a hook to call before every step."""
 
 from __future__ import annotations
 

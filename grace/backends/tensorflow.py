@@ -211,7 +211,7 @@ class TensorflowBackend(Backend):
         return tf.cumsum(x)
 
     def excess(self, x: Array, bound: Array) -> Array:
-        # In cache-sized chunks: a temporary as large as x costs more than the computation.
+        # Compute in cache-sized chunks: a temporary as large as x costs more than the computation.
         n = x.shape[0]
         full = n // PIECE * PIECE
         found = _excess(x[full:], bound) if full < n else tf.zeros(3, tf.float64)

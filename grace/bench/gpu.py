@@ -306,7 +306,7 @@ def _exchange(xp: Any, shapes: Mapping[str, tuple[int, ...]], params: Any, rank:
 
 
 def _baseline(flat: Any) -> None:
-    # As torch's bf16_compress_hook, for buckets of 25 MiB.
+    # The baseline: torch's bf16_compress_hook on buckets of 25 MiB.
     import torch
     import torch.distributed as dist
 

@@ -83,7 +83,7 @@ class Limits:
     """Seconds after which a single call is given up, with its process."""
 
     def rounds_of(self, config: Config) -> int:
-        """Rounds if the budget allows: more for short calls."""
+        """The number of rounds, if the budget allows: more for small tensors."""
         return self.rounds or (7 if config.size >= 10**7 else 15 if config.size >= 10**6 else 21)
 
     @property

@@ -85,7 +85,7 @@ class Worker:
 
     @property
     def stages(self) -> int | None:
-        """SIDCo's present number of stages."""
+        """SIDCo's current number of stages."""
         found = self._state.get("compressor/stages")
         return None if found is None else int(found[0])
 
@@ -310,7 +310,7 @@ def _same_gradients(ratio: float, epochs: int, progress: Progress) -> dict[str, 
 
 # -- the clock ---------------------------------------------------------------------------------------------------------
 def speed(backend: str, sizes: Sequence[int], rounds: int = 7, progress: Progress = lambda text: None) -> list[Record]:
-    """Medians of compress without a memory on one thread, beside the toolkit's own top-k, in interleaved rounds."""
+    """Median times of compress without a memory and of the toolkit's top-k, on one thread in interleaved rounds."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     xp, own = get_backend(backend), _own_topk(backend)
     records = []

@@ -418,7 +418,7 @@ def stepper(grace: Grace, mode: str) -> Callable[[dict[str, Array]], Any]:
 
 
 def commit(xp: Backend, cell: Any, old: Array, new: Array, spent: bool, ok: Array) -> None:
-    """Store new state as `Grace` does: copy what lies in the donated gradient's memory."""
+    """Store new state as `Grace` does: copy arrays that are in the donated gradient's memory."""
     if new is old:
         return
     if isinstance(new, DeferredResidual):

@@ -209,7 +209,7 @@ def _schedule(context: typer.Context, sync_every: int | None, fragments: int, de
 def render_local(
     comparison: local.Comparison, there: Cluster, found: Profile, sources: Sequence[str], console: Console
 ) -> None:
-    """Print local training with each method beside synchronous training, and the faster one."""
+    """Print a comparison of local training with each method and synchronous training, and the faster one."""
     schedule, (name, least) = comparison.settings, comparison.synchronous
     every, delay = schedule.sync_every, schedule.fragment_sync_delay
     table = Table(box=None, pad_edge=False, padding=(0, 2 if console.width > 80 else 1, 0, 0))

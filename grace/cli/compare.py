@@ -1,4 +1,4 @@
-"""Several records beside each other: quality against steps, seconds and bytes."""
+"""Compares several records: quality against steps, seconds and bytes."""
 
 from __future__ import annotations
 

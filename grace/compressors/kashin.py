@@ -77,7 +77,8 @@ class Kashin(Blockwise):
         n = min(self.block_size, max(8, 1 << max(n - 1, 0).bit_length()))
         d, top = self.coefficients(n), self.top
         square = min(float(n), 2 * math.log(2 * d) + 2)
-        # With two levels, the sum of m² - a²; else at most the square of half a step each. |a| is at least |x|.
+        # The variance is the sum of m² - a² with two levels, otherwise at most the square of half a step per
+        # coefficient. |a| is at least |x|.
         return n / d * (square - 1 if top == 1 else square / top**2)
 
     @property
@@ -113,7 +114,7 @@ class Kashin(Blockwise):
         return blocks.flat(xp, rows * self._signs(ctx) * xp.reshape(scale, (-1, 1)), ctx.size)
 
     def represent(self, xp: Any, rows: Array, mask: Array) -> Array:
-        """[m, d] -> [m, d]: the coefficients a of x, which stands where ``mask``, [1, d], is 1; elsewhere is 0."""
+        """[m, d] -> [m, d]: the coefficients a of x. The rows have x where ``mask``, [1, d], is 1, and 0 elsewhere."""
         d = xp.shape(rows)[1]
         root = d**0.5
         limit = xp.sqrt(xp.sum(rows * rows, 1, keepdims=True)) / (self.delta * d) ** 0.5

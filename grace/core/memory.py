@@ -1,4 +1,4 @@
-"""The abstract memory: error feedback, momentum, and other state beside a compressor."""
+"""The abstract memory: error feedback, momentum, and other state that complements a compressor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grace.core.state import Array, Payload, Resize, State
 
 
 class Memory(ABC):
-    """State beside a compressor: it is added to a gradient before compression and updated afterwards."""
+    """State that complements a compressor: it is added to a gradient before compression and updated afterwards."""
 
     feedback: ClassVar[bool] = False
     """Whether it has error feedback."""

@@ -207,7 +207,7 @@ class Forms:
                         with torch.no_grad(), warnings.catch_warnings():
                             warnings.simplefilter("ignore")  # warnings of the compiler itself
                             self._known[key] = make()
-                    except Exception as error:  # a compiler can fail in many ways, and training must go on
+                    except Exception as error:  # a compiler can fail in many ways, and training must continue
                         self._refuse(key, compressor, error)
         return self._known[key]
 

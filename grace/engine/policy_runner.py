@@ -122,8 +122,8 @@ class Schedule:
             return self._xp.asarray(0, "int32")
 
         if self._xp.tracing:
-            # On every worker, even without sums: Horovod matches messages by the names of graph nodes, and these names
-            # count the preceding switches.
+            # Build the switch on every worker, even without sums: Horovod matches messages by the names of graph nodes,
+            # and these names count the preceding switches.
             self._xp.switch(self._flag.read(), [lambda: self._xp.asarray(0, "int32"), add])
         elif self.watching:
             add()
@@ -284,7 +284,7 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._read(state)
-        self._moments, self._told = [], 0  # a trial under way is timed anew
+        self._moments, self._told = [], 0  # time a running trial again
         for name, cell in self._sums.items():
             old = cell.read()
             saved = state["sums"].get(name)

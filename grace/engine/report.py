@@ -28,7 +28,7 @@ class TensorReport:
 
     @property
     def level(self) -> str:
-        """The present level as text; empty without a policy."""
+        """The current level as text; empty without a policy."""
         return leveled(self.levels[-1][1]) if self.levels else ""
 
     strategy: str = ""

@@ -123,7 +123,7 @@ def _numbers(name: str) -> list[str]:
 
 
 def renamed(state: Mapping[str, Any], units: Iterable[str]) -> Mapping[str, Any]:
-    """A state under the model's present unit names if `matched` finds all of them; else unchanged."""
+    """A state under the model's current unit names if `matched` finds all of them; else unchanged."""
     tensors, units = state.get("tensors"), list(units)
     if not isinstance(tensors, Mapping) or state.get("policy") or len(tensors) != len(units):
         return state

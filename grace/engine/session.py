@@ -302,7 +302,7 @@ class Grace(Averager):
             self._reporter.begin_record(again=True)
 
     def check_state(self, *states: Mapping[str, Any], lost: bool = False) -> persistence.Checked:
-        """What `load_state_dict` would load; raises as it does."""
+        """The data that `load_state_dict` would load; raises as it does."""
         return persistence.checked(self._setup, states, lost)
 
     # -- report ------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class OneBitAdam(Memory):
         return momentum / start[:1] / (xp.sqrt(state["second"] / start[1:]) + self.epsilon)
 
     def _frozen(self, momentum: Array, gradient: Array, state: State, ctx: Context) -> Array:
-        # As `_adam`, with substitutes for second moments that the warm-up has not learned.
+        # `_adam`, with substitutes for second moments that the warm-up has not learned.
         xp, dtype, second = ctx.xp, ctx.xp.dtype(momentum), state["second"]
         number = xp.sum(xp.cast(second > 0, dtype))
         usual = xp.sum(second) / xp.maximum(number, 1.0)

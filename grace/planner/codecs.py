@@ -78,7 +78,7 @@ class Codec:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Devices with known costs, the one that computes gradients first."""
+        """Devices with known costs; the device that computes gradients comes first."""
         return tuple(device for device in DEVICES if device in self.speeds)
 
     def encode(self, size: float, device: Device = "gpu") -> float:

@@ -1,4 +1,4 @@
-"""Predicts local training: workers that exchange pseudo-gradients every H steps, beside synchronous training.
+"""Predicts local training (an exchange of pseudo-gradients every H steps), compared with synchronous training.
 
 A step computes for C seconds. The exchange of a fragment keeps the device busy for B seconds (encoding, decoding,
 handing messages over) and makes it wait W seconds for messages, in R rounds. A delay of tau steps hides
@@ -46,7 +46,7 @@ class Cost(NamedTuple):
     """Number of successive messages."""
 
     def hidden(self, computation: float, delay: int) -> float:
-        """Seconds of ``wait`` that a delay of so many steps, of ``computation`` seconds each, hides."""
+        """Seconds of ``wait`` that ``delay`` steps of ``computation`` seconds each hide."""
         return min(delay * computation, self.wait * min(1.0, delay / self.rounds))
 
 

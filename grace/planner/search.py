@@ -144,7 +144,7 @@ class _State:
         self.line.set({tensor: choice.chain for tensor, choice in enumerate(self.choices)})
 
     def improve(self, alternatives: Iterable[Mapping[int, Choice]]) -> bool:
-        # Apply the best of these changes if it beats the present state.
+        # Apply the best of these changes if it beats the current state.
         best, found = self.line.seconds * (1 - GAIN), None
         for changes in alternatives:
             seconds = self.line.tried({tensor: choice.chain for tensor, choice in changes.items()}, best)

@@ -10,7 +10,7 @@ from grace.planner.profile import Profile
 
 @dataclass(frozen=True)
 class Edge:
-    """What one message of an edge costs, in one direction."""
+    """The cost of one message of an edge, in one direction."""
 
     nbytes: float
     wire: float

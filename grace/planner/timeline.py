@@ -80,7 +80,7 @@ class Timeline:
 
     @property
     def chains(self) -> tuple[Chain, ...]:
-        """The present chains."""
+        """The current chains."""
         return tuple(self._chains)
 
     def set(self, changes: Mapping[int, Chain]) -> float:

@@ -202,7 +202,7 @@ class ParameterGather:
             out.copy_(mean.array())
 
     def report(self) -> TensorReport:
-        """Bytes of all gathers so far: sent, and what FSDP itself would have sent."""
+        """Bytes of all gathers so far: those sent, and those that FSDP itself would have sent."""
         reason = ", ".join(f"{count} of {self._gathers} exact: {why}" for why, count in self._exact.items())
         row = sum(row for _, row in self._parameters)
         return TensorReport(

@@ -23,9 +23,7 @@ CARRIED = 2**18
 
 
 class MessageTransport(Transport):
-    """Packs collectives into buffers. A subclass moves the buffers; its methods start a transfer and return a function
-    that waits for it.
-    """
+    """Packs collectives into buffers. A subclass moves them: each method starts a transfer and returns its wait."""
 
     _groups: dict[str, MessageTransport] = {}  # noqa: RUF012 - replaced, never changed
 
@@ -93,7 +91,7 @@ class MessageTransport(Transport):
 
     @abstractmethod
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
-        """``buffers[d]`` goes to worker d. Wait returns a list of what arrived, ``sizes[w]`` bytes from worker w."""
+        """``buffers[d]`` goes to worker d. Wait returns the received buffers, ``sizes[w]`` bytes from worker w."""
 
     def all_to_all_ragged(self, buffers: list[Array], name: str) -> Wait:
         """As `all_to_all`, for buffers whose sizes only their senders know."""

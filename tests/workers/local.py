@@ -1,6 +1,4 @@
-"""Local training on real workers: OUT TRANSPORT. Saves the values of bases and momenta, times, and the outcome of a
-fault.
-"""
+"""Local training on real workers: OUT TRANSPORT. Saves bases and momenta, times, and the outcome of a fault."""
 
 import json
 import sys

@@ -1,6 +1,4 @@
-"""Four workers as one pipeline and as two pipelines of two, under torch's schedules: OUT. Saves a dictionary of
-findings.
-"""
+"""Four workers as one pipeline and as two pipelines of two, under torch's schedules: OUT. Saves findings."""
 
 import os
 import sys

@@ -163,9 +163,7 @@ def extra_pass_inside_no_sync():
 
 
 def by_hand(before):
-    """Gradients set by hand after a pass whose gradients ``before`` discards, compared with a training without this
-    pass.
-    """
+    """Gradients set by hand after a pass that ``before`` discards, compared with a training without this pass."""
     nets, graces = [], []
     for attack in (True, False):
         net = linear()

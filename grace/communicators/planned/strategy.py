@@ -203,8 +203,8 @@ def _after(held: Held, action: Action, option: Option) -> Held:
 
 
 # -- the grammar -------------------------------------------------------------------------------------------------------
-# One function for each rule of the tree. ``first`` is the intra (or flat) collective whose partner must close the
-# strategy, ``pair`` the inter one. A rule yields the remaining actions, as tuples.
+# One function for each rule of the tree. ``first``: the divided intra (or flat) collective, whose second half must end
+# the strategy; ``pair``: that of level inter. A rule yields the remaining actions, as tuples.
 Path = tuple[Action, ...]
 _SUMS: tuple[Action, ...] = (Action("reduce_scatter"), Action("reduce"))
 _COLLECTS: tuple[Action, ...] = (Action("alltoall", compressed=True), Action("gather", compressed=True))

@@ -1,4 +1,4 @@
-"""A plan in force: each tensor's strategy, for the present workers and policy level."""
+"""A plan in force: each tensor's strategy, for the current workers and policy level."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def _origin(data: Mapping[str, Any]) -> str:
 
 # -- replanning --------------------------------------------------------------------------------------------------------
 def replan(text: str, workers: int, node_size: int, compressor: Compressor | None, rooted: bool, load: Loader) -> str:
-    """The text of the plan for so many workers and this compressor; unchanged if it was made for them.
+    """The text of the plan for this number of workers and this compressor; unchanged if it was made for them.
 
     ``compressor``: None: the plan's own. ``rooted``: see `grace.core.Transport`. Warns and leaves the plan unchanged
     if its inputs are unknown.

@@ -21,9 +21,9 @@ from grace.ops.validate import fitting
 class Kashin(Blockwise):
     """Write each block as a sum of more vectors than it has elements, and round the small coefficients at random.
 
-    The vectors are the columns of U, n random rows of a Hadamard matrix of d columns with random signs, over sqrt(d);
-    workers share them. Coefficients a with U a = x are found by clipping: where none is large, few bits suffice. The
-    error is E|x - x̂|² = n / d times the sum of the codes' variances.
+    The vectors are the columns of U: n random rows of a d x d Hadamard matrix, with random signs, divided by sqrt(d),
+    and equal on all workers. Clipping finds coefficients a with U a = x, none of which is large, so that few bits
+    suffice. The error is E|x - x̂|² = n / d times the sum of the codes' variances.
     Payload: codes uint8[bits * d * m / 8]; scales float32[m], the largest coefficient of each block.
     ``bits``: 1 .. 8; coefficients are rounded to one of 2**bits levels between minus the largest and the largest.
     ``block_size``: n, a multiple of 8; smaller tensors have the next power of two, at least 8.

@@ -141,7 +141,7 @@ def _parsed(method: str) -> Case:
 
 
 def _local(method: str) -> Case:
-    # A preset with its settings, and the parameters of its Grace; by default a dense one.
+    # Local training: a preset with its settings, and the parameters of its Grace, which is dense by default.
     name, rest = words(method)
     known = (*(field.name for field in dataclasses.fields(local.Settings)), *local.PLAIN)
     given = {key: rest.pop(key) for key in known if key in rest}

@@ -75,7 +75,7 @@ struct LookUp {
   template <int64_t FOURS>
   INLINE_MEMBER void some(const uint8_t* codes, int64_t count, float* out) const {
     for (int64_t j = 0; j < count; j += 2 * W) {
-      // In the order that interleaving the halves undoes.
+      // Reordered, since the unpacking below interleaves the two halves.
       const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + j));
       const __m256i mixed = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
       const __m512i each = _mm512_cvtepu8_epi16(mixed);

@@ -964,7 +964,7 @@ API void grace_halves_mean(const Loops* loops, const uint8_t* const* bits, const
 namespace {
 
 constexpr uint8_t ZEROS = 121;    // byte of five zeros
-constexpr int FIRST = 243;        // bytes from here on are runs of 2 .. 14 such bytes
+constexpr int FIRST = 243;        // a byte of at least this is a run of 2 .. 14 bytes of zeros
 constexpr int LONGEST = 14;
 constexpr int64_t TRITS = 65280;  // elements processed together: whole cache lines and whole bytes
 

@@ -104,7 +104,7 @@ void many_quantiles(const Loops* loops, const float* x, int64_t n, int bits, uin
     int code = place;
     for (int step = Buckets::step_for(most); step; step >>= 1) code += keys[size_t(i)] > all.bounds[code + step - 1] ? step : 0;
     all.sums[code] += double(values[size_t(i)]), all.members[code]++;
-    const int64_t at = positions[size_t(i)] * bits;  // the code so far is the place
+    const int64_t at = positions[size_t(i)] * bits;  // codes holds the place already
     const uint32_t more = uint32_t(code - place) << at % 8;
     uint8_t* const to = codes + at / 8;
     if (at / 8 + 1 < bytes)

@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from inspect import isfunction, signature
 from pathlib import Path
+from types import GenericAlias
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
@@ -128,6 +130,15 @@ def commands(group=app, path=()):
         yield (*path, each.name or each.callback.__name__), each.callback
     for each in group.registered_groups:
         yield from commands(each.typer_instance, (*path, each.typer_instance.info.name))
+
+
+def test_python_3_10_can_read_the_callbacks():
+    """Typer asks `issubclass(annotation, ...)`, which raises for list[Path] there."""
+    callbacks = [each for each in vars(inputs).values() if isfunction(each) and "context" in signature(each).parameters]
+    assert inputs.input_files in callbacks
+    for each in callbacks:
+        hints = {name: hint for name, hint in get_type_hints(each).items() if name != "return"}
+        assert not [name for name, hint in hints.items() if isinstance(hint, GenericAlias)], each.__name__
 
 
 WORDS = {"plan": ("model.json",), "advise": ("model.json",), "report": ("run.jsonl",)}

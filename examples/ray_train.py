@@ -2,8 +2,8 @@
 
     python examples/ray_train.py --kill 2    # worker 1 dies in epoch 2, once
 
-Needs `pip install 'ray[train]'`; run with Ray 2.60 on one machine. `train` needs no Ray: a test runs it on two processes,
-kills one, and compares the resumed training with an undisturbed one, and with Ray's where Ray is installed.
+Needs `pip install 'ray[train]'`; run with Ray 2.60 on one machine. `train` needs no Ray: a test runs it on two
+processes, kills one, and compares the resumed training with an undisturbed one, and with Ray's if Ray is installed.
 """
 
 from __future__ import annotations

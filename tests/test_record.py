@@ -423,7 +423,8 @@ def test_trackers_call_the_packages_as_documented(path, name, monkeypatch):
         assert [(metrics["grace/loss"], step) for metrics, step in calls] == [(0.5, 2), (0.25, 4)]
 
 
-# The packages' own files, read back. wandb and MLflow are in no extra that `make install` installs.
+# The packages' own files, read back. `make install` lacks wandb, which brings 16 packages along, and MLflow, whose
+# importlib-metadata is older than the one in constraints.txt.
 def tracked(path, tracker):
     """What the packages should hold after a training with the tracker: for each name, its values at steps 2 and 4."""
     assert pickle.loads(pickle.dumps(tracker))

@@ -34,7 +34,9 @@ def tensorboard(folder: str | os.PathLike[str]) -> Tracker:
 def wandb() -> Tracker:
     """Log to the active run of Weights & Biases, under "grace/" and each number's name, over the axis "grace/step".
 
-    Call ``wandb.init`` on worker 0 before the first line. Raises ModuleNotFoundError if wandb is not installed.
+    Call ``wandb.init`` on worker 0 before the first line. Every line is one step of W&B's own count, and W&B drops what
+    a script logs with a ``step=`` below that count: give the script's metrics an axis by ``define_metric`` instead.
+    Raises ModuleNotFoundError if wandb is not installed.
     """
     _require("wandb")
     return _wandb
@@ -80,7 +82,7 @@ def _wandb(step: int, numbers: Mapping[str, float]) -> None:
     if wandb.run is None:
         raise RuntimeError("there is no active run: call wandb.init() on worker 0")
     _set_axis(wandb.run)
-    # without step=, so that the script may count its own steps
+    # Without step=, which would raise W&B's own count to Grace's, and W&B drops what is logged below that count.
     wandb.run.log({f"{PREFIX}step": step, **_named(numbers)})
 
 

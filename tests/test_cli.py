@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import GenericAlias
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
@@ -22,7 +23,7 @@ from grace.planner.costs import Codec, Curve, Speed
 pytest.importorskip("typer", reason="the command line")
 
 from rich.console import Console
-from typer.models import OptionInfo
+from typer.models import OptionInfo, ParameterInfo
 from typer.testing import CliRunner
 
 from grace.cli import inputs
@@ -128,6 +129,17 @@ def commands(group=app, path=()):
         yield (*path, each.name or each.callback.__name__), each.callback
     for each in group.registered_groups:
         yield from commands(each.typer_instance, (*path, each.typer_instance.info.name))
+
+
+def test_python_3_10_can_read_the_callbacks():
+    """Typer asks `issubclass(annotation, ...)`, which raises for list[Path] there."""
+    hints = [hint for _, function in commands() for hint in get_type_hints(function, include_extras=True).values()]
+    about = [each for hint in hints if get_origin(hint) is Annotated for each in get_args(hint)[1:]]
+    callbacks = {each.callback for each in about if isinstance(each, ParameterInfo) and each.callback}
+    assert inputs.input_files in callbacks
+    for each in callbacks:
+        own = [hint for name, hint in get_type_hints(each).items() if name != "return"]
+        assert not any(isinstance(hint, GenericAlias) for hint in own), each.__name__
 
 
 WORDS = {"plan": ("model.json",), "advise": ("model.json",), "report": ("run.jsonl",)}

@@ -1,10 +1,12 @@
 """The examples run under every launcher that they name, learn, and send less."""
 
+import ast
 import json
 import math
 import pickle
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -99,15 +101,31 @@ def test_six_methods_in_one_process(tmp_path):
         assert float(ratio) >= 3.5 or method == "none"
 
 
-def test_training_under_ray_without_ray_is_resumed_after_a_worker_was_killed(tmp_path):
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """What `train` of ray_train.py reported without Ray, and each worker's findings, after worker 1 was killed."""
+    out = tmp_path_factory.mktemp("out")
     script = EXAMPLES.parent / "tests" / "workers" / "ray_train.py"
     environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or restarted workers find the dead ones' addresses
-    command = [*launcher("torchrun", 2), "--max-restarts=1", script, tmp_path]
-    printed = run(*command, log=tmp_path / "log", **environment)
+    printed = run(*launcher("torchrun", 2), "--max-restarts=1", script, out, log=out / "log", **environment)
     assert "exitcode: -9" in printed
-    for rank in range(2):
-        resumed, reported, equal = pickle.loads((tmp_path / f"{rank}.pickle").read_bytes())
-        assert resumed == ["epoch-1"]
+    return [pickle.loads((out / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+
+
+def test_training_under_ray_without_ray_is_resumed_after_a_worker_was_killed(resumed):
+    for checkpoints, reported, equal in resumed:
+        assert checkpoints == ["epoch-1"]
         assert [each["epoch"] for each in reported] == [2], "only the epoch that was lost"
         assert all(equal), "as if nobody had been killed"
         assert reported[-1]["accuracy"] > 0.2
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs pip install 'ray[train]', which no extra installs")
+def test_training_under_ray_is_resumed_after_a_worker_was_killed(resumed, tmp_path):
+    options = ["--epochs", 2, "--batch-size", 64, "--kill", 2, "--storage", tmp_path / "storage"]
+    environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "100000000"}
+    printed = run(sys.executable, EXAMPLES / "ray_train.py", *options, log=tmp_path / "log", timeout=540, **environment)
+    assert "continues after epoch 1" in printed
+    metrics = ast.literal_eval(re.findall(r"^{.*}$", printed, re.MULTILINE)[-1])
+    assert metrics == resumed[0][1][-1], "as without Ray"

@@ -4,6 +4,7 @@ import csv
 import json
 import pickle
 import re
+import struct
 import sys
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -420,6 +421,83 @@ def test_trackers_call_the_packages_as_documented(path, name, monkeypatch):
         assert [each["grace/bytes_sent"] for each in logged] == [2 * 8 * K, 4 * 8 * K]
     else:
         assert [(metrics["grace/loss"], step) for metrics, step in calls] == [(0.5, 2), (0.25, 4)]
+
+
+# The packages' own files, read back. `make install` lacks wandb, which brings 16 packages along, and MLflow, whose
+# importlib-metadata is older than the one in constraints.txt.
+def tracked(path, tracker):
+    """What the packages should hold after a training with the tracker: for each name, its values at steps 2 and 4."""
+    assert pickle.loads(pickle.dumps(tracker))
+    trained_with(path, [{"loss": 0.5}, {"loss": 0.25}], tracker=tracker)
+    first, second = read(path).history()
+    assert {"loss", "bytes_sent", "bytes_received", "bytes_dense", "seconds", "ratio"} <= set(first)
+    return {f"grace/{name}": [(2, first[name]), (4, second[name])] for name in first if name != "step"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_reads_its_event_files(path, tmp_path):
+    pytest.importorskip("torch")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    expected = tracked(path, trackers.tensorboard(tmp_path / "runs"))
+    events = reader.EventAccumulator(str(tmp_path / "runs")).Reload()
+    found = {name: [(each.step, each.value) for each in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        assert found[name] == [(step, pytest.approx(value)) for step, value in values], name
+
+
+def wandb_records(file):
+    """The records of an offline run: protocol buffers in the frames of LevelDB's log, in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record = file.read_bytes(), 7, b""  # behind the file's header
+    while at + 7 <= len(data):
+        left = 2**15 - at % 2**15
+        if left < 7:
+            at += left
+            continue
+        _, length, part = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if part in (1, 4):  # whole, or the last part
+            yield Record.FromString(record)
+            record = b""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_writes_an_offline_run(path, tmp_path):
+    wandb = pytest.importorskip("wandb", reason="pip install wandb")
+    settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_machine_info=True)
+    try:
+        with wandb.init(mode="offline", project="grace", dir=tmp_path, settings=settings) as run:
+            run.log({"own": 1}, step=7)  # a script that counts its own steps
+            expected = tracked(path, trackers.wandb())
+            run.log({"own": 2}, step=20)
+    finally:
+        wandb.teardown()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    found, axes = {}, []
+    for record in wandb_records(file):
+        numbers = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for name in numbers.keys() & expected.keys():
+            found.setdefault(name, []).append((numbers["grace/step"], numbers[name]))
+        axes += [record.metric.step_metric] if record.metric.glob_name == "grace/*" else []
+    assert {name: found[name] for name in expected} == expected
+    assert axes == ["grace/step"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_reads_its_database(path, tmp_path):
+    mlflow = pytest.importorskip("mlflow", reason="pip install mlflow")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_experiment("grace")
+    with mlflow.start_run() as run:
+        expected = tracked(path, trackers.mlflow())
+    client = mlflow.MlflowClient(uri)
+    for name, values in expected.items():
+        assert [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, name)] == values, name
+    assert set(client.get_run(run.info.run_id).data.metrics) == set(expected)
 
 
 # -- warnings -------------------------------------------------------------------------------------------------------

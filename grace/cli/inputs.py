@@ -144,7 +144,7 @@ def input_file(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
-def input_files(context: typer.Context, paths: list[Path]) -> list[Path]:
+def input_files(context: typer.Context, paths: Any) -> list[Path]:  # under Python 3.10, typer fails on list[Path]
     """An argument's callback: files to read, without duplicates."""
     for path in paths:
         input_file(context, path)

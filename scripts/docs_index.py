@@ -65,3 +65,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if page.file.src_uri == "index.md":
         markdown = for_the_site(Path(config.config_file_path).with_name("README.md").read_text())
     return in_tabs(highlighted(markdown.replace("](../README.md", "](index.md")))
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> None:
+    """Called by MkDocs for every page: it looks for anchors before tabs get theirs."""
+    page.present_anchor_ids |= set(re.findall(r'<input[^>]* id="([^"]+)"', html))

@@ -35,7 +35,10 @@ REFUSED = [
     ({"compressor": "topk", "kernel": "torch"}, "unknown key 'kernel'"),
     ({"compressor": "powersgd", "momentum_factor": 0.9}, "unknown key 'momentum_factor'"),
     ({"compressor": "dgc", "memory": "dgc", "gradient_clipping": True}, "of type float"),
-    ({"compressor": "signum", "memory": "none", "momentum": 0.9}, "belongs to memory 'dgc' and memory 'ef21' and memory 'momentum'"),
+    (
+        {"compressor": "signum", "memory": "none", "momentum": 0.9},
+        "belongs to memory 'dgc' and memory 'ef21' and memory 'momentum'",
+    ),
     ({"compressor": "qsgd", "quantum_num": 256}, "1 .. 127"),
     (
         {"compressor": "topk", "memory": "residual", "communicator": "allreduce"},

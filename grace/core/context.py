@@ -19,7 +19,8 @@ class Context:
     shape: tuple[int, ...]
     dtype: str = "float32"
     """Dtype of the computation."""
-    rank: int = 0
+    rank: Any = 0
+    """This worker's number: an int, or an int64 scalar inside a graph that all workers share."""
     world_size: int = 1
     step: Any = 0
     """Number of earlier exchanges of this tensor: an int, or an int64 scalar inside a graph."""

@@ -82,7 +82,7 @@ def _stem(seed: int, label: str, name: str) -> int:
 FIRST, SECOND = mix(1), mix(2)
 
 
-def _keys(seed: int, label: str, name: str, step: Any, worker: int) -> tuple[Any, Any]:
+def _keys(seed: int, label: str, name: str, step: Any, worker: Any) -> tuple[Any, Any]:
     # The two keys of a stream.
     h = fold(step, worker, start=_stem(seed, label, name))
     return mix((h + FIRST) & MASK32), mix((h + SECOND) & MASK32)
@@ -98,8 +98,8 @@ class Rng:
     piece of a tensor draws what the whole tensor would have drawn there.
     """
 
-    def __init__(self, xp: Any, seed: int, label: str, name: str, step: Any, worker: int, offset: int = 0):
-        keys = _known_keys if isinstance(step, int) else _keys
+    def __init__(self, xp: Any, seed: int, label: str, name: str, step: Any, worker: Any, offset: int = 0):
+        keys = _known_keys if isinstance(step, int) and isinstance(worker, int) else _keys
         self._xp = xp
         self.keys = keys(seed, label, name, step, worker)
         self.table = keys(seed, label, "", step, worker)  # of the noise table, shared by all tensors

@@ -224,14 +224,12 @@ class TorchDistributedTransport(MessageTransport):
 
     def _directly(self, buffers: list[Array], places: list[Array], tag: int, name: str) -> Wait:
         # All workers send to all others at once, except empty parts, which both ends know. A worker's data goes to its
-        # place; this worker's place is its own buffer.
-        works = []
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            if len(places[source]):
-                works.append(self._receive(places[source], source, tag, name))
-            if len(buffers[to]):
-                works.append(self._send(buffers[to], to, tag, name))
+        # place; this worker's place is its own buffer. Receives come first: on a slow link, data that arrives before
+        # its receive delays the rest.
+        sources = [(self.rank - distance) % self.size for distance in range(1, self.size)]
+        targets = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        works = [self._receive(places[source], source, tag, name) for source in sources if len(places[source])]
+        works += [self._send(buffers[to], to, tag, name) for to in targets if len(buffers[to])]
 
         def finish() -> list[Array]:
             self._wait(name, buffers[self.rank], *works)

@@ -1,10 +1,10 @@
 """Does Accordion find the epochs in which compression hurts? `python -m benchmarks.accordion`.
 
 Four workers in this process learn from a teacher network: 32 Gaussian inputs, a tanh layer of 64, 10 classes. Samples
-come as a stream of chunks, each used for two epochs, so that nothing can be memorised. Accuracy and floats sent
-are compared for low compression, Accordion, high compression, and two controls: a placebo, low compression in as many
-epochs of each layer as with Accordion, but in random other ones; and one fixed level that sends as many floats as
-Accordion did (for ranks: at most as many).
+are a stream of chunks, each used for two epochs, so that nothing can be memorised. The script compares accuracy and
+sent floats of low compression, Accordion, high compression, and two controls. The first is a placebo: each layer has
+low compression in as many epochs as with Accordion, but in random ones. The second is a fixed level that sends as many
+floats as Accordion did (for ranks: at most as many).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Planned(Policy):
         return False
 
     def levels(self, compressor: Any) -> tuple[Level, ...]:
-        return self.k_high, self.k_low  # training begins at the first of them
+        return self.k_high, self.k_low  # training begins at the first level
 
     def on_epoch_end(
         self, decision: Decision, epoch: int, lr: float | None, next_lr: float | None, norms: Mapping[str, float]
@@ -123,12 +123,13 @@ def rate(epoch: int, epochs: int) -> float:
 
 def graces(params: Mapping[str, Any]) -> list[Grace]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*without error feedback")  # what is measured here
+        # the study measures compression without error feedback
+        warnings.filterwarnings("ignore", message=".*without error feedback")
         return made_workers({"min_numel": 200, **params}, WORKERS)
 
 
 def exchange(workers: Sequence[Grace], found: Mapping[str, Any]) -> dict[str, Any]:
-    """The means, by the code that real workers run."""
+    """The means, computed by the code of real workers."""
     return step(workers, [{name: each[rank] for name, each in found.items()} for rank in range(WORKERS)])[0]
 
 
@@ -175,7 +176,7 @@ def at_epochs(past: Sequence[tuple[int, Any]], epochs: int) -> list[Any]:
 
 
 def placebo(levels: Mapping[str, Sequence[Any]], low: Any, epochs: int, seed: int) -> tuple[Any, ...]:
-    """As many epochs of low compression for each layer, at random: neither in the first window nor after drops."""
+    """As many epochs of low compression for each layer, at random, but not in the first window or after drops."""
     rng = np.random.default_rng(2000 + seed)
     drops = [epoch for epoch in range(1, epochs) if rate(epoch, epochs) < rate(epoch - 1, epochs)]
     barred = {*range(WINDOW + 1), *(drop + i for drop in drops for i in range(WINDOW))}
@@ -240,7 +241,7 @@ def batches(seed: int, epochs: int) -> dict[str, dict[str, Any]]:
 def overhead(rounds: int = 15) -> dict[str, float]:
     """Relative step time of a PyTorch network of a million parameters with monitoring in every epoch.
 
-    Both networks alternate; the median of each.
+    The two networks run in alternation; the median of each counts.
     """
     import torch
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 -m benchmarks.exchange [--peer CHECKOUT_OF_UPSTREAM] [--only ROW ...] [--json FILE]
 
-Everything is measured in the same rounds, in shuffled order: ours with and without native kernels, the float32
+Everything is measured in the same rounds, in shuffled order: GRACE with and without native kernels, the float32
 allreduce of 25 MiB buckets that training does without compression, and upstream GRACE tensor by tensor.
 """
 

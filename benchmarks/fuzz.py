@@ -1,11 +1,11 @@
-"""Bad input for everything that reads what others have written: payloads, messages, checkpoints, plans, settings.
+"""Bad input for everything that reads external data: payloads, messages, checkpoints, plans, settings.
 
     python -m benchmarks.fuzz [--inputs 100000] [--seconds S] [--only TEXT] [--json FILE]
 
-An input is a mutated valid one: truncated, extended, changed bytes, another dtype, indices out of range. It must
-raise ValueError, or be harmless: give a gradient of the right shape, without a write outside its memory, or a valid
-state. Failures are counted by kind: accepted although invalid (silent), another exception (odd), a process that dies
-(crash) or does not return (hang). Targets run in separate processes that report their progress: a crash costs one
+An input is a mutated valid one: truncated, extended, changed bytes, another dtype, indices out of range. The reader
+must raise ValueError or return a harmless result: a gradient of the right shape, without a write outside its memory, or
+a valid state. Failures are counted by kind: accepted although invalid (silent), another exception (odd), a process that
+dies (crash) or does not return (hang). Targets run in separate processes that report their progress: a crash costs one
 input, and the others continue.
 """
 
@@ -478,7 +478,7 @@ class Plans:
         if self.kind == "file":
             data = json.loads(text)
             found = plan.from_dict(data)
-            # Only the part under the hash must agree.
+            # Only the hashed part must agree.
             for key in ("tensors", "params", "workers", "workers_per_node"):
                 if found.to_dict()[key] != self.good[key]:
                     raise Silent(f"a plan with other {key} was taken")
@@ -627,7 +627,7 @@ def apart(jobs: list[tuple[Target, int]], seed: int = 0, hang: float = HANG) -> 
             process.kill()
         process.join()
         if len(done) < len(jobs):
-            # Inputs since the last report were survived; nothing else is known about them.
+            # The process survived the inputs since its last report; nothing else is known about them.
             known.harmless += number - first - known.inputs
             known.inputs = number - first + 1
             known.crash, known.hang = int(not late), int(late)

@@ -2,13 +2,14 @@
 
     python -m benchmarks.loops [--steps 5000] [--json FILE] [--seed N]
 
-Each step is of a random kind, the same on all workers: a plain one; one after a pass with discarded gradients, as a
-GAN's generator leaves them in the discriminator; gradients set by hand after an attack; an accumulation that ends
-early; passes inside no_sync; a skipped step; a backward pass that fails on one worker, whose batch all drop. The
-program fails unless:
+Each step is of a random kind, the same on all workers: a plain step; a step after a pass whose gradients are discarded,
+as a GAN's generator leaves them in the discriminator; gradients set by hand after an attack; an accumulation that ends
+early; passes inside no_sync; a skipped step; a backward pass that fails on one worker, so that all workers drop the
+batch. The program fails unless:
 
 - Weights are bit-identical on all workers.
-- Nothing is lost: the gradients that counted = the weights + the residuals. Gradients are integers, so the sums are
+- Nothing is lost: the sum of the applied gradients = the weights + the residuals. Gradients are integers, so the sums
+are
   exact for methods that do not round elements.
 - A pass that fails on one worker raises on all within the time limit, and there are no other errors.
 """
@@ -96,7 +97,7 @@ def work(folder: Path, rank: int, steps: int, seed: int) -> None:
             return [torch.randint(-8, 9, p.shape, generator=data).float() for p in net]  # noqa: B023
 
         def backward(whole: list[Any], fails: bool = False) -> None:
-            # The gradient of this loss is the batch. The first computation gets its gradient last.
+            # The gradient of this loss is the batch. The operation that comes first gets its gradient last.
             leaves = [Fails.apply(net[0], fails), *net[1:]]  # noqa: B023
             sum((p * x).sum() for p, x in zip(leaves, whole, strict=True)).backward()
 
@@ -172,7 +173,7 @@ def differ(arrays: list[Any]) -> int:
 
 
 def lost(grace: Any, counted: list[Any], applied: list[Any]) -> float:
-    """The largest difference between the gradients that counted and the sum of weights and residuals."""
+    """The largest difference between the applied gradients and the sum of weights and residuals."""
     import torch
     import torch.distributed as dist
 

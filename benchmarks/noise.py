@@ -1,12 +1,12 @@
-"""How well the noise ratio that `auto` measures foretells the steps that a training takes.
+"""How well the noise ratio that `auto` measures predicts the number of steps of a training.
 
 python -m benchmarks.noise 'transformer:dense;eden:bits=1;topk' 'image:dense;topk' --seeds 2 -o out/noise.jsonl
 python -m benchmarks.noise --show benchmarks/results/noise.jsonl    # the table of docs/guide.md
 
-Trains quick tasks of `grace bench tasks` with PyTorch, all workers in this process, so that no time is measured. For
-each method: the noise ratio over the first steps and over all, its last quality, the steps in which dense was as good,
-and how many steps counted as one, beside dense's own: in truth, and by the model. A memory with momentum of its own has
-no noise ratio, since its means are meant to differ.
+Trains quick tasks of `grace bench tasks` with PyTorch, all workers in this process; times are not measured. For each
+method it reports the noise ratio over the first steps and over all steps, the final quality, the step at which dense
+gradients had reached this quality, and how many steps make as much progress as one dense step: as measured and as the
+model predicts. A memory with its own momentum has no noise ratio, since its means differ from mean gradients by design.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from grace.policies import Decision, Noise, Policy
 from grace.policies.auto import DELAY_FACTOR, FACTOR, noise_ratio
 from grace.transports.local import LocalTransport, World
 
-EVERY = 10  # steps between two looks at the noise
-FIRST = 30  # steps that `auto` would see
+EVERY = 10  # steps between two measurements of the noise
+FIRST = 30  # number of steps that `auto` would measure
 
 
 @dataclass(frozen=True)
 class Watch(Policy):
-    """One level, and the noise of every ``every`` steps in the memo."""
+    """A policy with one level that stores the noise of every ``every`` steps in its memo."""
 
     feeds_back: bool
     every: int = EVERY
@@ -117,7 +117,7 @@ def train(name: str, method: str, workers: int, seed: int) -> dict[str, Any]:
 
 
 def steps_to(curve: list[tuple[int, float]], higher: bool, target: float) -> float | None:
-    """Steps to a quality, between two looks by a straight line; None if it is never reached."""
+    """Steps to a quality, linearly interpolated between evaluations; None if it is never reached."""
     before = (0, None)
     for step, quality in curve:
         if quality >= target if higher else quality <= target:
@@ -135,7 +135,7 @@ def stored(file: Path) -> list[dict[str, Any]]:
 
 
 def last_quality(rows: list[dict[str, Any]]) -> float:
-    """After the last step, mean over the seeds."""
+    """The quality after the last step, a mean over the seeds."""
     return statistics.mean(row["curve"][-1][1] for row in rows)
 
 
@@ -151,7 +151,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
         def dense_after(quality: float, name: str = name, higher: bool = task.higher) -> float | None:
             found = [steps_to(row["curve"], higher, quality) for row in groups.get((name, "dense"), [])]
-            return None if not found or None in found else statistics.mean(found)  # None: it was better than dense
+            # None: the method was better than dense
+            return None if not found or None in found else statistics.mean(found)
 
         quality = last_quality(mine)
         after = dense_after(quality)

@@ -25,7 +25,7 @@ import grace.torch
 from grace import grace_from_params
 from grace.factorize import WarmUp, factorize, plan
 
-TEST_IMAGES = 450  # of 1797
+TEST_IMAGES = 450  # of 1797 images
 LOW: dict[str, Any] = {"rank_ratio": 0.25, "keep_first": 1, "keep_last": True, "min_numel": 0}
 HYBRID: dict[str, Any] = {**LOW, "keep_first": 3}
 # name: settings of the plan (None: dense), warm-up epochs (0: random factors from the start), method of exchange
@@ -94,7 +94,7 @@ def train(arm: str, seed: int, epochs: int) -> dict[str, Any]:
 
 
 def teacher_student(seed: int, steps: int = 480, warm: int = 120) -> tuple[float, float]:
-    """Loss of a student of rank ratio 1/16 on a stream of a teacher's answers: with warm-up, or from random factors."""
+    """Loss of a student of rank ratio 1/16 that learns a teacher's outputs: with warm-up, or from random factors."""
 
     def student(seed: int) -> nn.Module:
         torch.manual_seed(seed)

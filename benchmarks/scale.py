@@ -2,8 +2,9 @@
 
     python -m benchmarks.scale [--workers 2,4,8,16] [--compressors bf16,qsgd,...] [--elements 1048576]
 
-One tensor of normal numbers, exchanged by workers of this process through the code that real workers run: bytes that a
-worker receives, relative to a dense float32 ring allreduce, and CPU milliseconds from the payloads to the mean.
+Workers in this process exchange a tensor of normal numbers through the code of real workers. Measured are the bytes
+that a worker receives, relative to a dense float32 ring allreduce, and the CPU milliseconds from the payloads to the
+mean.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def measure(name: str, size: int, elements: int) -> tuple[float, float]:
     reports = [grace.report() for grace in graces]
     dense = STEPS * 2 * (size - 1) / size * 4 * elements
     received = mean(report.bytes_received for report in reports) / dense
-    if isinstance(graces[0].communicator, Allreduce) and name != "gtopk":  # which gathers
+    # gtopk gathers, although its communicator is allreduce
+    if isinstance(graces[0].communicator, Allreduce) and name != "gtopk":
         received *= 2 * (size - 1) / size  # a report counts a sum once; a ring moves it almost twice
     return received, mean(report.times["decompress"] for report in reports) / STEPS * 1e3
 

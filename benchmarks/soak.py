@@ -3,9 +3,9 @@
     python -m benchmarks.soak [--minutes 5] [--json FILE] [--seed N]
 
 Each worker exchanges the same gradients through one Grace per communicator and accumulates the means as its weights. It
-saves everything every SAVE steps with `grace.checkpoint`. Some workers get SIGKILL at random points of an exchange or a
-checkpoint. The others have to end by themselves with an error; then all restart from the last common checkpoint. The
-program fails unless:
+saves everything every SAVE steps with `grace.checkpoint`. Some workers are killed (SIGKILL) at random points of an
+exchange or a checkpoint. The others must end with an error by themselves; then all restart from the last common
+checkpoint. The program fails unless:
 
 - Weights are bit-identical on all workers at every checkpoint, also when steps are repeated.
 - Nothing is lost: all gradients = the weights + the residuals. Gradients are integers, so this is exact for methods
@@ -190,7 +190,7 @@ def digest(weights: dict[str, Any], grace: Any) -> str:
 
 
 def keep(folder: Path, step: int, weights: dict[str, Any], sums: dict[str, Any]) -> None:
-    """Saves the weights, as a training would beside grace's state; keeps the last three."""
+    """Save the weights, as a training does beside GRACE's state; keep the last three files."""
     from grace import checkpoint
 
     folder.mkdir(exist_ok=True)
@@ -250,8 +250,8 @@ def missing(grace: Any, weights: dict[str, Any], sums: dict[str, Any]) -> float:
 
 
 def holders(grace: Any, point: str) -> int:
-    """The number of workers averaged where this residual arises; its weight is the inverse."""
-    if point == "server":  # of a mean already
+    """The number of workers averaged at the compression point of this residual; its weight is the inverse."""
+    if point == "server":  # the residual of a mean
         return 1
     return SIZE // (getattr(grace.communicator, "node_size", 0) or 1)
 
@@ -269,7 +269,7 @@ def _child(folder: Path, rank: int, life: int, seed: int) -> None:
 
 
 def soak(seconds: float, folder: Path, seed: int = 0, rest: float = 0.6) -> Found:
-    """Run for a number of seconds, the last ``rest`` of them without kills."""
+    """Run for a number of seconds, without kills in the last ``rest`` seconds."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch  # noqa: F401 - once, so that a restart is a fork; nothing is run here, so there are no threads
 

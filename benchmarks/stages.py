@@ -4,7 +4,7 @@ python -m benchmarks.stages -o out/stages.jsonl                       # five see
 python -m benchmarks.stages --show benchmarks/results/stages.jsonl    # the table of docs/stages.md
 
 Two `grace.torch.Boundary` cut each model into three stages. Each row has the quality of a trained model on held-out
-data, in use with and without compression between its stages. Digits: a network of two hidden layers, accuracy in
+data, evaluated with and without compression between its stages. Digits: a network of two hidden layers, accuracy in
 percent. Text: a Transformer with three blocks on Python's own sources (`grace bench tasks`), perplexity.
 """
 
@@ -37,7 +37,7 @@ def bits(n: int) -> dict[str, Any]:
 
 
 def top(percent: int) -> dict[str, Any]:
-    """The largest elements of each example."""
+    """Top-k of each example."""
     return {"compressor": "topk", "compress_ratio": percent / 100}
 
 
@@ -70,7 +70,7 @@ def boundaries(method: str, samples: int, seed: int) -> list[Boundary]:
 def train(
     model: nn.Module, edges: list[Boundary], loss: Callable[[Any], Any], count: int, batch: int, epochs: int, lr: float
 ) -> None:
-    """Adam with a rate that falls linearly to zero; each epoch sees all whole batches of the ``count`` examples."""
+    """Train by Adam with a rate that falls linearly to zero; an epoch has all whole batches of ``count`` examples."""
     optimizer = torch.optim.Adam(model.parameters(), lr)
     steps = count // batch * epochs
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
@@ -86,7 +86,7 @@ def train(
 
 
 def used(model: nn.Module, edges: list[Boundary], quality: Callable[[], float]) -> tuple[float, float]:
-    """Quality with compression between the stages, and without."""
+    """Quality with and without compression between the stages."""
     found = []
     model.eval()
     for compress in (True, False):

@@ -88,7 +88,7 @@ def choice(found: Iterable[dict[str, Any]], limit: float) -> dict[str, Any]:
 
 
 def params(method: str) -> str:
-    """As `grace_from_params` takes it."""
+    """The keys of `grace_from_params`."""
     if method in BASELINES:
         return "no compression" if method == "dense" else '`{"compressor": "fp16"}`'
     return f"`{json.dumps(parse(method).params)}`"
@@ -102,16 +102,16 @@ def text(runs: list[dict[str, Any]]) -> str:
     seeds, workers = (sorted({row[key] for row in rows}) for key in ("seeds", "workers"))
     titles = "; ".join(task_of(task).title for task in tasks)
     about = (
-        f"Whole trainings ({titles}), {_joined(workers)} workers, {_joined(seeds)} seed{'s' * (seeds != [1])}, as many "
-        "steps as with dense gradients, no method tuned. The method with the fewest bytes whose final quality was "
-        "close to dense's in every task:"
+        f"Whole trainings ({titles}), {_joined(workers)} workers, {_joined(seeds)} seed{'s' * (seeds != [1])}; every "
+        "method has as many steps as dense gradients and is not tuned. Of the methods whose final quality was close "
+        "to that of dense gradients in every task, these send the fewest bytes:"
     )
     parts = [about]
     best = [(limit, choice(found, limit)) for limit in LIMITS]
     body = [[f"{limit:.0%}", params(line["method"]), f"1/{1 / line['bytes']:.0f}"] for limit, line in best]
-    parts.append(_table(["worse by at most", "begin with", "bytes on the wire, of dense"], body))
+    parts.append(_table(["worse by at most", "begin with", "bytes on the wire, relative to dense"], body))
     parts.append(
-        "All methods that were trained, with the share of dense's quality that each lost (negative: it was better). "
+        "The loss of quality of each trained method, as a share of the quality of dense gradients (negative: better). "
         f"{_noise(found, seeds)}"
     )
     body = []
@@ -129,7 +129,7 @@ def _noise(found: list[dict[str, Any]], seeds: list[int]) -> str:
     if seeds != [1]:
         return ""
     half = next(line["worst"] for line in found if line["method"] == "fp16")
-    return f"`fp16` rounds far below the sampling noise, so its {half * 100:.1f} % are the noise of one seed."
+    return f"`fp16` rounds far below the sampling noise, so its loss of {half * 100:.1f} % is the noise of one seed."
 
 
 def _joined(values: list[int]) -> str:

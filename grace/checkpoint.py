@@ -28,7 +28,7 @@ __all__ = ["from_bytes", "load", "save", "steps", "to_bytes"]
 
 META = "state.json"
 ARRAY = "$array"
-DAMAGED = (zipfile.BadZipFile, SyntaxError, TokenError)  # the last two come from NumPy's parser of array headers
+DAMAGED = (zipfile.BadZipFile, SyntaxError, TokenError)  # NumPy's parser of array headers raises the last two
 KINDS = "fiub"  # floats, integers, bools: the dtypes allowed in a state
 FILE = re.compile(r"worker-(\d{5,})-of-(\d{5,})\.grace")
 FOLDER = re.compile(r"step-(\d{9,})")
@@ -63,7 +63,7 @@ def save(grace: Grace, folder: str | os.PathLike[str], keep: int = 2) -> Path:
 
 
 def load(grace: Grace, folder: str | os.PathLike[str], step: int | None = None) -> int:
-    """Continue from files of `save` below ``folder``; returns the step. Every worker must make this call.
+    """Load files of `save` from ``folder``; returns their step. Every worker must make this call.
 
     Takes the last step that all workers have, or ``step``. With an unchanged number of workers, each reads only its own
     file; otherwise each reads those of all previous workers, and every array follows its rule (`grace.core.Resize`).
@@ -74,7 +74,7 @@ def load(grace: Grace, folder: str | os.PathLike[str], step: int | None = None) 
     """
     found = _available(folder, grace.rank, grace.world_size)
     common = set(found).intersection(*map(json.loads, _exchange(grace, json.dumps(sorted(found)))))
-    if not grace.names:  # the other workers cannot be asked yet
+    if not grace.names:  # the workers cannot exchange messages yet
         common = common.intersection(steps(folder)) or common
     chosen = max(common, default=None) if step is None else step
     if chosen not in common:
@@ -111,7 +111,7 @@ def numbers(folder: str | os.PathLike[str]) -> list[int]:
 def left_behind(
     folder: str | os.PathLike[str], step: int, here: Sequence[int], world_size: int
 ) -> list[dict[str, Any]]:
-    """Saved states at a step of those among ``world_size`` workers that are not ``here``; skips unreadable files."""
+    """States saved at a step by those of ``world_size`` workers that are not ``here``; skips unreadable files."""
     found = []
     for rank in set(range(world_size)) - set(here):
         path = Path(folder) / f"step-{step:09}" / _name(rank, world_size)
@@ -172,7 +172,7 @@ def _whole(here: Path) -> list[Path]:
 
 
 def _available(folder: str | os.PathLike[str], rank: int, size: int) -> dict[int, list[Path]]:
-    # By step, the files that this worker would read.
+    # The files that this worker would read, by step.
     found = {}
     for number, here in _numbered(folder):
         own = here / _name(rank, size)
@@ -182,7 +182,7 @@ def _available(folder: str | os.PathLike[str], rank: int, size: int) -> dict[int
 
 
 def _exchange(grace: Grace, text: str) -> list[str]:
-    # Before the tensors are known, workers cannot be asked; `Grace.build` compares the loaded steps.
+    # Before the tensors are known, workers cannot exchange messages; `Grace.build` compares the loaded steps.
     return grace.transport.exchange(text) if grace.names else [text]
 
 

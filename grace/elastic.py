@@ -7,7 +7,7 @@
         ...
         state.commit()
 
-A state commits, restores and syncs everything that Horovod's own states do, plus the state of a Grace. After a change
+A state commits, restores and syncs what Horovod's own states do, and the state of a Grace. After a change
 of workers, every array follows its rule (`grace.core.Resize`): residuals of the remaining workers are added up and
 divided among all. Only the data of lost workers is lost.
 """
@@ -34,8 +34,8 @@ from grace.transports import get_transport
 __all__ = ["KerasState", "TorchState", "run"]
 
 Folder = str | os.PathLike[str] | None
-# TensorFlow's errors for a lost worker: Horovod's text if an operation had not begun, else gloo's (with its
-# source file) or NCCL's, in which only the operation's name shows that the error is ours.
+# TensorFlow's errors for a lost worker. Before an operation begins, the text is Horovod's; later it is gloo's (with its
+# source file) or NCCL's, and only the operation's name shows that GRACE issued it.
 _LOST = re.compile(r"Horovod|gloo/transport/|\{\{node (\S*/)?grace\.")
 
 
@@ -88,7 +88,8 @@ def run(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plainly(train: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> Any:
-    # TensorFlow wraps Horovod's errors in its own. Other errors are the user's: a restart would loop forever.
+    # TensorFlow wraps Horovod's errors in its own. Any other error is raised: with a user's error, restarts would never
+    # end.
     from horovod.common.exceptions import HorovodInternalError
 
     try:
@@ -117,9 +118,9 @@ class _Carrying:
                 "as grace=grc"
             )
         self.grace, self._folder = grace, folder
-        self._commits = [grace.state_dict()]  # the last two: a worker may die while others commit
-        self._restored = False  # the commit counts, not the present state of the Grace
-        self._met = False  # whether this worker has synced with others
+        self._commits = [grace.state_dict()]  # the last two commits: a worker may die while others commit
+        self._restored = False  # after a restore, sync the commit instead of the Grace's current state
+        self._met = False  # whether this worker has synced with others before
 
     def save(self) -> None:
         super().save()  # type: ignore[misc]
@@ -135,7 +136,7 @@ class _Carrying:
         from grace.transports.horovod import SETS
 
         super().reset()  # type: ignore[misc]
-        SETS.clear()  # invalid without their workers
+        SETS.clear()  # process sets are invalid without their workers
         if not self._restored:
             self._commits = [self.grace.state_dict()]
 
@@ -168,9 +169,9 @@ class _Carrying:
             )
         if not met and [has[-1][1:] for _, has in told] == [[len(told), rank] for rank in range(len(told))]:
             self._check_folder(places[-1][0])
-            self.grace.settle()  # a start: each keeps its initial state
+            self.grace.settle()  # the job starts: each worker keeps its initial state
             return
-        counting = [has if known or not met else [] for known, has in told]  # ignore the state of new workers
+        counting = [has if known or not met else [] for known, has in told]  # ignore the states of new workers
         step, before = _common(counting)
         sent = [state for state in self._commits if (state["step"], state["world_size"]) == (step, before)][-1:]
         sent = sent if counting[transport.rank] else []
@@ -218,11 +219,12 @@ def _torch_state() -> Any:
 
     class Model(ModelStateHandler):
         def sync(self) -> None:
-            broadcast_parameters(self.value.state_dict())  # Horovod's does not compare, and lacks some dtypes
+            # Horovod's function does not compare workers, and lacks some dtypes
+            broadcast_parameters(self.value.state_dict())
 
     class Optimizer(OptimizerStateHandler):
         def sync(self) -> None:
-            broadcast_optimizer_state(self.value)  # Horovod's steps an optimizer without state
+            broadcast_optimizer_state(self.value)  # Horovod's function steps an optimizer without state
 
     class TorchState(_Carrying, Base):
         toolkit = "torch"

@@ -28,14 +28,14 @@ def grace_from_params(params: Mapping[str, Any], transport: str | Transport | No
     ``params``: ``compressor``, ``memory``, ``communicator`` and ``policy`` (names, or instances); the fields of these
     classes (such as ``compress_ratio``); the fields of `grace.engine.options.Options` (such as ``min_numel``);
     ``world_size``, which must be the transport's if given. Defaults: the compressor's default memory, and communicator
-    "auto", the exchange with the fewest bytes for the method and the workers.
+    "auto", which chooses the exchange with the fewest bytes for the method and the workers.
 
-    ``compressor="auto"``: the first steps try dense gradients and several methods (``candidates``), and training goes
-    on with what is expected to reach a quality first; see `grace.policies.auto.Auto`.
+    ``compressor="auto"``: the first steps try dense gradients and several methods (``candidates``); training continues
+    with the one that is expected to reach a given quality first; see `grace.policies.auto.Auto`.
 
     ``plan``: a strategy, and optionally a method, for each tensor, instead of a communicator: a file written by
-    `grace plan`, or its content. Worker 0's plan holds for all; only with a policy every worker needs it. If the plan
-    includes its inputs, it is replanned for another number of workers and for the levels of a policy.
+    `grace plan`, or its content. All workers use worker 0's plan; only with a policy does every worker need the file.
+    If the plan includes its inputs, it is replanned for another number of workers and for the levels of a policy.
 
     ``transport``: "horovod", "torch", "local" or a Transport; default: the initialised one. If there is none yet, the
     Grace looks for its workers when it is built or its ``world_size`` is read, and then raises RuntimeError if the

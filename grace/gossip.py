@@ -126,15 +126,15 @@ class Full(Mixing):
 class PowerGossip(Mixing):
     """Neighbours move along the directions in which they differ most, found by power iteration on X_i - X_j.
 
-    Each edge owns factors P and Q. Alternately, one is orthonormalised, both ends send their matrix's product with it,
-    the difference becomes the other factor, and both ends move by it: r (a or b) numbers for an a x b matrix. There is
-    no step size to tune. Vectors are mixed uncompressed.
+    Each edge owns factors P and Q. In each round one of them, alternately, is orthonormalised; both ends send their
+    matrix's product with it; the difference of the products becomes the other factor, and both ends move by P Q. A
+    message has r a or r b numbers for an a x b matrix. There is no step size to tune. Vectors are mixed uncompressed.
     State: for each neighbour P float32[a, r] and Q float32[r, b], equal at both ends.
     ``rank``: r; if it reaches min(a, b), a step is exact. ``steps``: power iterations per round. ``gamma``: scales each
     move. ``warm_start``: begin with the last step's factor instead of a random one. ``sign``: round the vector of
     rank 1 to its signs.
-    The authors' code omits the first round, since it mixes before the optimizer's first step; here mixing comes after
-    it.
+    The authors' code omits the first round, since it mixes before the optimizer's first step; here each mixing follows
+    a step.
     Vogels, Karimireddy and Jaggi, "Practical low-rank communication compression in decentralized deep learning",
     NeurIPS 2020, arXiv:2008.01425, algorithm 1.
     """
@@ -351,7 +351,7 @@ class Gossip:
             before = mixed[name] = self._before[name]
             if name in flight.results:
                 x, self._state[name] = flight.results[name]
-                # Added as a change, so that float64 keeps the digits that float32 lacks.
+                # Add the difference, so that float64 parameters keep the digits that float32 lacks.
                 change = x - xp.cast(xp.reshape(before, (-1,)), "float32")
                 mixed[name] = before + xp.cast(xp.reshape(change, tensor.shape), tensor.dtype)
         self._meter.add(self._meter.count(list(self._tensors), flight.asked, self.transport.group_rank, {}))
@@ -373,7 +373,7 @@ class Gossip:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, after `build`. Raises ValueError, and changes nothing, if it does not fit."""
+        """Continue from a `state_dict`, after `build`. Raises ValueError, changing nothing, if it does not fit."""
         mine = self.state_dict()
         for key in ("rank", "world_size", "mixing"):
             if saved[key] != mine[key]:

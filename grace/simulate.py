@@ -41,7 +41,7 @@ def simulate(
 
     ``params``: as for `grace.grace_from_params`. ``gradients``: one dictionary {name: array} per worker, or a list of
     such lists, one per step. ``backend``: "numpy", "torch" or "tensorflow". ``steps``: number of exchanges; default:
-    one, or one per element of the list of steps (which repeats if it is too short).
+    one, or one per element of the list of steps (which is repeated if ``steps`` is larger).
     ``steps_per_epoch``: steps after which a policy decides; 0: never.
 
     An absent gradient is None, or missing from its worker's dictionary.
@@ -65,7 +65,7 @@ def simulate(
 
 
 def workers(params: Mapping[str, Any], size: int) -> list[Grace]:
-    """The Graces of ``size`` workers in this process, to be driven by `step`. ``params``: for each of them."""
+    """The Graces of ``size`` workers in this process, to be driven by `step`. ``params``: of each Grace."""
     world = World(size)
     return [grace_from_params(params, LocalTransport(world, rank)) for rank in range(size)]
 
@@ -112,7 +112,7 @@ def _settle(flights: Sequence[RoundScheduler | None]) -> None:
 
 
 def _convert(xp: Backend, array: Any) -> Any:
-    # To an array of the backend, in its own dtype.
+    # Convert to an array of the backend; the dtype stays.
     try:
         own = backend_of(array)
     except TypeError:

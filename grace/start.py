@@ -1,4 +1,4 @@
-"""`grace.init`: joins the workers that a launcher started, whichever it was."""
+"""`grace.init`: joins the workers that any launcher started."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def init(backend: str | None = None, timeout: float = 1800) -> Transport:
     Takes the first of: an initialised torch.distributed or Horovod; torchrun's variables; horovodrun's; Ray Train;
     SLURM (srun); Open MPI; PMI (MPICH, Intel MPI); else this worker alone. Without an initialised group it calls
     ``torch.distributed.init_process_group`` (under horovodrun: ``hvd.init()``) and sets torchrun's variables. With
-    CUDA it selects the GPU of the local rank first. Worker 0 prints one line to stderr: which it was, and why.
+    CUDA it selects the GPU of the local rank first. Worker 0 prints one line to stderr: the launcher found, and why.
 
     ``backend``: of torch.distributed; default "gloo", with CUDA "cpu:gloo,cuda:nccl". ``timeout``: seconds to wait for
     the other workers, and the group's timeout. Rank 0 listens on ``MASTER_ADDR``, by default the first host of SLURM's
     node list, and on ``MASTER_PORT``, by default 10000 + job ID mod 20000.
 
     Raises RuntimeError, naming the remedy, if a launcher's variables ask for several workers that cannot be joined;
-    never returns a world of one in their place.
+    it never returns a world of one worker instead.
     """
     if (name := initialised()) is not None:
         transport = get_transport(name)
@@ -85,8 +85,8 @@ def _join(job: Job, backend: str | None, timeout: float) -> Transport:
 
 
 def _lay_out(job: Job, transport: Transport) -> None:
-    # torchrun tells how workers lie on machines. Others may deal ranks out in another order, as srun does with
-    # --distribution=cyclic: GRACE then regards the workers as one machine's.
+    # torchrun tells which workers share a machine. Other launchers may assign ranks to machines in another order, as
+    # srun does with --distribution=cyclic: GRACE then regards all workers as on one machine.
     if job.launcher == "torchrun":
         return
     told = [json.loads(text) for text in exchange(transport, json.dumps([job.local_rank, job.local_size]))]
@@ -114,7 +114,7 @@ def _ray() -> int | None:
         return None
     try:
         return int(train.get_context().get_world_size())
-    except Exception:  # outside a training function; which error depends on Ray's version
+    except Exception:  # outside a training function; the error's type depends on Ray's version
         return None
 
 

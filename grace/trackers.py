@@ -3,8 +3,9 @@
     params = {"compressor": "topk", "record": "run.jsonl", "tracker": grace.trackers.tensorboard("runs/topk")}
 
 A tracker is a function of a step and a dictionary of numbers. Worker 0 calls it with every line of the record: the
-metrics given to `Grace.record`, and the numbers of `grace.engine.record.Run.history`, with totals since this process
-began. If it raises an exception, a warning says so and the training continues. Packages are imported by the first call.
+metrics given to `Grace.record`, and the numbers of `grace.engine.record.Run.history`, whose totals count from the start
+of this process. If it raises an exception, a warning says so and the training continues. The tracker's package is
+imported at the first call.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def mlflow() -> Tracker:
 
 
 def _require(*packages: str) -> None:
-    # On all workers, though only worker 0 will import them: so all fail together.
+    # Check on all workers, though only worker 0 will import the package: so all fail together.
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(f"this tracker needs {package}: pip install {package}", name=package)

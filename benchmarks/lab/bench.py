@@ -112,7 +112,7 @@ def _batches(lab: Lab, jobs: list[tuple[Case, str]], options: Options, tell: Tel
                 if "error" in row:
                     tell(f"  {row['case']['name']} {row['model']}: {row['error']}")
                 yield row
-            if not rows:  # nothing started: the cause would stop all jobs
+            if not rows:  # no job started: the cause would stop all others
                 raise RuntimeError(f"{key[0]} did not start: {reason}")
             todo = todo[len(rows) :]
 
@@ -208,8 +208,8 @@ def steps_to(losses: Sequence[tuple[int, float]], target: float) -> float | None
 
 
 def _curves(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[tuple[int, float]]]:
-    # Losses during the longest training, by number of hosts, model and method. They do not depend
-    # on the rate, and not on the door by which a method of ours is used.
+    # Losses during the longest training, by number of hosts, model and method. They depend neither on the rate nor on
+    # the integration.
     found: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
     for row in rows:
         if "error" not in row and row["complete"] and len(row["losses"]) > 1:
@@ -226,8 +226,9 @@ def _method(case: Row) -> str:
 def summary(rows: Iterable[Row]) -> list[Row]:
     """Medians over repeats, in the order of the rows, with the bound if its inputs were measured.
 
-    Where losses were looked at on the way (at any rate), ``steps_to`` is after how many steps a case was within 1 % of
-    where dense training ended, None if it never was, and ``to_loss`` these steps' seconds at the line's rate.
+    If losses were recorded during a training (at any rate), ``steps_to`` is the number of steps after which a case was
+    within 1 % of the final loss of dense training (None: never), and ``to_loss`` the seconds of these steps at the
+    line's rate.
     """
     rows = list(rows)
     curves = _curves(rows)

@@ -1,4 +1,4 @@
-"""The cases: one row per way to average gradients. Add a row to measure another."""
+"""The cases: a row for each way to average gradients. Add a row to measure another way."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ METHODS: list[tuple[str, dict[str, Any], int]] = [
     ("qsgd-2stage", {"compressor": "qsgd", "communicator": "twostage"}, 2),
     ("powersgd", {"compressor": "powersgd", "compress_rank": 4}, 2),
     ("acpsgd", {"compressor": "acpsgd", "compress_rank": 4}, 1),
-    ("auto", {"compressor": "auto"}, 2),  # timed after its trials
+    ("auto", {"compressor": "auto"}, 2),  # timed after the trials of auto
 ]
 
 ONE_ROUND = ("atomo", "gtopk", "randomk")
@@ -95,7 +95,8 @@ BASELINES = [
     Case("ddp-powersgd-1bucket", "ddp", TORCHRUN, {"hook": "powersgd", "rank": 4, "bucket_mb": 1000}, rounds=3),
 ]
 
-# Needs --peer. efsignsgd adds workers up and divides by lr: with their number as lr, and the residual, it is a mean.
+# Needs --peer. Upstream's efsignsgd sums over the workers and divides by lr: with the number of workers as lr, the
+# result is a mean.
 UPSTREAM = [
     Case("upstream-topk", "upstream", TORCHRUN, {"compressor": "topk", "compress_ratio": 0.01}),
     Case("upstream-sign", "upstream", TORCHRUN, {"compressor": "efsignsgd", "lr": "world_size"}),
@@ -149,8 +150,8 @@ SETS = {
 def select(patterns: Sequence[str], workers_per_host: int = 1, peer: bool = True) -> list[Case]:
     """The applicable cases that match the patterns: names, with * and ?, or names of `SETS`.
 
-    ``alone`` is always among them: the bound needs it. Left out are those for several workers on a host where there is
-    one, and upstream's where there is no checkout.
+    ``alone`` is always included: the bound needs it. Cases for several workers per host are omitted if there is one,
+    upstream's cases if there is no checkout.
     """
     globs = [glob for pattern in patterns for glob in SETS.get(pattern, [pattern])]
     for glob in globs:

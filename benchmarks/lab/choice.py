@@ -1,4 +1,4 @@
-"""The choice of the compressor "auto", compared with every method that it could choose.
+"""Compares the choice of the compressor "auto" with every method that it can choose.
 
 Every worker runs this file, by torchrun: MODEL SECONDS FOLDER. Worker 0 writes FOLDER/choice.json.
 """
@@ -44,7 +44,7 @@ def training(model: str, params: Mapping[str, Any], carrier: Transport) -> tuple
     batch = task.batch(carrier.rank, 0, task.batch_size)
 
     def step() -> float:
-        carrier.exchange("")  # all start together
+        carrier.exchange("")  # all workers start together
         began = time.perf_counter()
         joined.zero_grad()
         task.loss(made, batch).backward()
@@ -55,7 +55,7 @@ def training(model: str, params: Mapping[str, Any], carrier: Transport) -> tuple
 
 
 def run(model: str, seconds: float, folder: Path) -> None:
-    """Let it choose, then time all methods. Called by all workers together."""
+    """Let "auto" choose, then time all methods. All workers call it together."""
     dist.init_process_group("gloo")
     carrier = get_transport("torch").bind(get_backend("torch"))
     settings = {name: params for name, params, _ in METHODS if name in (AUTO, *BY_HAND)}
@@ -83,7 +83,7 @@ def run(model: str, seconds: float, folder: Path) -> None:
 
 # -- output ------------------------------------------------------------------------------------------------------------
 def judged(seconds: Mapping[str, float]) -> tuple[str, float, float]:
-    """The best method by hand, and auto's step as a multiple of that one's and of dense."""
+    """The best fixed method, and the time of auto's step relative to that method and to dense."""
     best = min((name for name in seconds if name != AUTO), key=lambda name: seconds[name])
     return best, seconds[AUTO] / seconds[best], seconds[AUTO] / seconds[DENSE]
 

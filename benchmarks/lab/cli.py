@@ -46,7 +46,7 @@ def _rates(text: str) -> list[str]:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    # A lab must be taken down when its process is asked to end, too.
+    # Remove the lab also when its process receives SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
@@ -224,7 +224,8 @@ def clean(
 
 
 def _measured(rates: Sequence[str], hosts: str, burst: int, timeout: float) -> Iterator[tuple[str, Callable[..., Any]]]:
-    # Each rate, with what runs a worker's file at it, given arguments and a folder, and gives what that wrote.
+    # Each rate, with a function that runs a worker's file at this rate, given arguments and a folder, and returns the
+    # file's output.
     count, workers = network.parse_topology(hosts)
     with Lab(count, "1gbit", workers, burst or None) as lab:
         for rate in rates:

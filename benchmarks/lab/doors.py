@@ -1,4 +1,4 @@
-"""The ways to exchange gradients, by name. Each returns the model to train and a hook to call before every step."""
+"""Integrations that exchange gradients, by name. Each returns the model and a hook to call before every step."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def horovod(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str
 
 
 def _ddp(model: nn.Module, bucket_mb: float = 25) -> Any:
-    # DDP's default size, given explicitly: without it the first bucket has another, and torch's PowerSGD hook aborts.
-    # Gradients that are views of the buckets need not be copied there and back.
+    # DDP's default size, given explicitly: otherwise the first bucket has another size, and torch's PowerSGD hook
+    # aborts. Gradients that are views of the buckets need not be copied to and from them.
     return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
 
 
@@ -74,7 +74,7 @@ def upstream(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[st
 
 
 def grace(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Any], peer: str) -> Joined:
-    """GRACE's distributed optimizer, over the library that the launcher belongs to."""
+    """GRACE's distributed optimizer, over the launcher's library."""
     import grace.torch
     from grace import grace_from_params
 

@@ -39,7 +39,7 @@ from grace.transports import get_transport
 WIDTH, DEPTH, BATCH = 1024, 6, 128
 SIZES = (2**12, 2**16, 2**18, 2**21, 2**22, 2**23)
 """Bytes at which collectives are timed; most are more than a link's burst."""
-WARM_UP, SECONDS = 3, 100.0  # steps of each before rounds begin, and of all rounds
+WARM_UP, SECONDS = 3, 100.0  # warm-up steps of each training, and seconds of all rounds
 METHOD = {"compressor": "topk", "compress_ratio": 0.01}
 DENSE, GATHERED = "allreduce(flat)", "compress(gpu) allgather*(flat) decompress(gpu)"
 SHUFFLED = "compress(gpu) alltoall*(flat) decompress(gpu) compress(gpu) allgather*(flat) decompress(gpu)"
@@ -55,8 +55,8 @@ METHODS: Mapping[str, dict[str, Any]] = {
     "topk": METHOD,
     "powersgd": {"compressor": "powersgd", "compress_rank": 4},
 }
-ONE_EACH = {"bucket_mb": 1e-6}  # a message for each tensor, which is what a plan's prediction is about
-WHOLE = 2**18  # elements from which on a strategy is drawn; the others are dense
+ONE_EACH = {"bucket_mb": 1e-6}  # a message for each tensor, as the prediction of a plan assumes
+WHOLE = 2**18  # fewest elements of a tensor with a drawn strategy; smaller tensors are dense
 
 
 def network() -> nn.Sequential:
@@ -87,7 +87,7 @@ class Bench:
 
         def timed() -> float:
             optimizer.zero_grad()
-            self.carrier.exchange("")  # all start together
+            self.carrier.exchange("")  # all workers start together
             began = time.perf_counter()
             self.loss(model).backward()
             found = time.perf_counter() - began
@@ -97,12 +97,12 @@ class Bench:
         return timed
 
     def profile(self, model: nn.Module, steps: int = 20) -> Profile:
-        """The slowest worker's seconds."""
+        """The profile of the slowest worker."""
         texts = self.carrier.exchange(json.dumps(profile(model, lambda: self.loss(model), steps, 1).to_dict()))
         return max((from_dict(json.loads(text)) for text in texts), key=_alone)
 
     def seconds(self, ways: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, float], Profile]:
-        """Step times of all, and the model's profile from the same rounds."""
+        """Step times of all trainings, and the model's profile from the same rounds."""
         model, trainings = network(), {label: self.step(params) for label, params in ways.items()}
         for train in trainings.values():
             for _ in range(WARM_UP):
@@ -124,7 +124,7 @@ def strategies(found: Profile, costs: Costs) -> dict[str, dict[str, str]]:
     named = {"dense": dense}
     for label, text in (("all gathered", GATHERED), ("all shuffled", SHUFFLED)):
         named[label] = {**dense, **dict.fromkeys(large, text)}
-    for count in range(1, len(large)):  # all are of one size: the first or the last so many
+    for count in range(1, len(large)):  # all tensors have one size: take the first or the last ones
         named[f"last {count} gathered"] = {**dense, **dict.fromkeys(large[:count], GATHERED)}
     draw = random.Random(0)
     for number in range(10):
@@ -134,7 +134,7 @@ def strategies(found: Profile, costs: Costs) -> dict[str, dict[str, str]]:
 
 
 def planned(options: Mapping[str, str]) -> dict[str, Any]:
-    """A plan of these strategies."""
+    """A plan with these strategies."""
     return {"params": METHOD, "tensors": {name: {"option": text} for name, text in options.items()}}
 
 

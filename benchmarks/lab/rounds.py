@@ -19,11 +19,11 @@ def medians(
     seconds: float,
     beside: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The seconds that each training's step takes, as the slowest worker sees it; medians over rounds through all.
+    """The median step time of each training, in seconds on the slowest worker.
 
-    A training is called for a step and returns its seconds. Each round calls all of them twice, in a new random order;
-    the first call only warms the caches and does not count. ``seconds``: after this time no round starts. ``beside``:
-    called in every round. All workers must call this together.
+    A training is a function that runs a step and returns its seconds. Each round calls all of them twice, in a new
+    random order; the first call only warms the caches and does not count. ``seconds``: after this time no round starts.
+    ``beside``: called in every round. All workers must call this together.
     """
     found: dict[str, list[float]] = {label: [] for label in trainings}
     draw, began, rounds = random.Random(0), time.perf_counter(), 0

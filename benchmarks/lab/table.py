@@ -37,7 +37,7 @@ def groups(lines: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
 
 
 def cells(line: Row, dense: float | None) -> tuple[str, ...]:
-    """One line of a table, as `HEAD` names it."""
+    """One line of a table; `HEAD` has the columns."""
     if "seconds" not in line:
         return (line["case"], "failed", *[""] * (len(HEAD) - 3), line.get("error", ""))
     times = line.get("times", {})
@@ -91,7 +91,7 @@ def tables(lines: Sequence[Row]) -> list[Table]:
 
 
 def markdown(lines: Sequence[Row]) -> str:
-    """For a page: a table for each model and number of hosts, with seconds per step by rate."""
+    """Markdown: a table for each model and number of hosts, with seconds per step by rate."""
     found: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for (hosts, model, rate), group in groups(lines).items():
         found.setdefault((hosts, model), {})[rate] = group
@@ -115,7 +115,7 @@ def _by_rate(of: str, by_rate: dict[str, list[Row]]) -> str:
 
 
 def _cell(line: Row | None, dense: float | None) -> str:
-    # Seconds per step, how many times faster than dense, and whether that is less than once or the bound is missed.
+    # Seconds per step, the speed-up over dense, and a mark if it is below 1 or the bound is missed.
     if line is None or "seconds" not in line:
         return "" if line is None else "failed"
     text = f"{line['seconds']:.3g}" + ("" if line.get("held", True) or not line["ours"] else "*")

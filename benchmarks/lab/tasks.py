@@ -1,7 +1,7 @@
 """The lab's models, with at least 8 million parameters and cheap steps, and their generated data.
 
-Every worker draws its batches from (seed, rank, step) alone, so all cases see the same data from the same weights, and
-there is always more of it: the loss on the same held-out batch after as many steps can be compared between cases.
+Every worker draws its batches from (seed, rank, step) alone: the data never end, and all cases start from the same
+weights and see the same data. So losses on the held-out batch can be compared between cases after equally many steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Task(ABC):
     momentum: float = 0.9
 
     def falling_rate(self, done: float) -> float:
-        """The learning rate after this share of a complete training: half a cosine, down to zero."""
+        """The learning rate after this share of a complete training; it falls to zero along half a cosine."""
         return self.lr * 0.5 * (1 + math.cos(math.pi * done))
 
     @abstractmethod

@@ -65,7 +65,7 @@ class Random(ABC):
         return recent(self._cached, keys, make)
 
     def _whole_table(self, keys: tuple[Any, Any]) -> Array:
-        # For eager toolkits: one table per step serves all its tensors. Centred in steps of 2**-16.
+        # The noise table, for eager toolkits: all tensors of a step share it. Numbers are centred in steps of 2**-16.
         return recent(self._tables, keys, lambda: self._upper(keys, 0, NOISE) + 2.0**-17)
 
     def _upper(self, keys: tuple[Any, Any], start: int, n: int) -> Array:

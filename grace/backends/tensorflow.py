@@ -211,7 +211,7 @@ class TensorflowBackend(Backend):
         return tf.cumsum(x)
 
     def excess(self, x: Array, bound: Array) -> Array:
-        # In cache-sized chunks: a temporary as large as x costs more than the computation.
+        # Compute in cache-sized chunks: a temporary as large as x costs more than the computation.
         n = x.shape[0]
         full = n // PIECE * PIECE
         found = _excess(x[full:], bound) if full < n else tf.zeros(3, tf.float64)
@@ -263,7 +263,7 @@ class TensorflowBackend(Backend):
         return tf.cast(tf.reshape(tf.where(mask), (-1,)), tf.int32)
 
     def searchsorted(self, bounds: Array, x: Array) -> Array:
-        # TensorFlow's own fails on an empty array inside a graph.
+        # TensorFlow's own function fails on an empty array inside a graph.
         return tf.zeros(0, tf.int32) if x.shape[0] == 0 else tf.searchsorted(bounds, x)
 
     def take(self, x: Array, indices: Array) -> Array:

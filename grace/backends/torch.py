@@ -64,8 +64,8 @@ class TorchLinalg(Linalg):
     def qr(self, x: Array) -> Array:
         return torch.linalg.qr(x).Q
 
-    # On the host NumPy computes low-rank products, up to a few threads. It always computes that of the mean: workers
-    # with different numbers of threads must get the same bits.
+    # On the host, with few threads, NumPy computes low-rank products. It always computes the product of the mean:
+    # workers with different numbers of threads must get the same bits.
     def left_factor(self, matrix: Array, q: Array, residual: Array | None = None) -> Array:
         if self._xp.host_kernels:
             return self._xp.host_kernels.arrays.left_factor(matrix, q, residual)
@@ -395,7 +395,7 @@ class TorchBackend(Backend):
         )
 
     def nonzero(self, mask: Array) -> Array:
-        if self.on_host:  # NumPy's takes a fifth of the time
+        if self.on_host:  # NumPy's function takes a fifth of the time
             return torch.from_numpy(np.flatnonzero(mask.numpy()).astype(np.int32))
         return torch.nonzero(mask).flatten().to(torch.int32)
 

@@ -196,7 +196,7 @@ class TorchBuffers(Buffers):
     def _copied(self, arrays: Sequence[Array]) -> Array:
         if not self._xp.on_host:
             return self._xp.concat([self.to_bytes(array) for array in arrays])
-        # For hundreds of small arrays: copy each into place without creating a byte view.
+        # There may be hundreds of small arrays: copy each into place without creating a byte view.
         arrays = [array.contiguous() for array in arrays]
         out = POOL.empty((sum(array.nbytes for array in arrays),), torch.uint8)
         place = out.data_ptr()

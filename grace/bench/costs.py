@@ -56,7 +56,7 @@ def compressor(
             piece.append(max(all_ - one, 0.0) / more if more else 0.0)
     curves = (Curve(tuple(map(float, sizes)), tuple(values)) for values in (encode, decode, piece))
     speeds: dict[Device, Speed] = {"gpu": Speed(*curves)}
-    threads = "" if backend == "tensorflow" else ", one thread"  # its pools are created once
+    threads = "" if backend == "tensorflow" else ", one thread"  # TensorFlow's thread pools cannot be resized later
     source = f"measured with {backend} on a CPU ({machine()['cpu']}){threads}"
     return Codec(dict(params), Curve(tuple(map(float, sizes)), tuple(wire)), speeds, source)
 

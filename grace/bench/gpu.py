@@ -1,6 +1,6 @@
 """`grace bench gpu`: laws, kernels, times and exchanges on a CUDA device, in one call and one file.
 
-On a CPU the same parts run with small tensors, to test the command itself; such a file is marked as no GPU's.
+On a CPU the same parts run with small tensors, to test the command itself; the file says that it is not from a GPU.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Run:
         self.save()
 
     def save(self) -> None:
-        """Write the file, in one move."""
+        """Write the file atomically."""
         if self._output is not None:
             draft = self._output.with_suffix(".part")
             draft.write_text(json.dumps(self.data, indent=1) + "\n")
@@ -104,7 +104,7 @@ def measure(
 
 
 def failures(data: Mapping[str, Any]) -> list[str]:
-    """What did not hold."""
+    """Descriptions of everything that failed."""
     found = [f"law: {each}" for each in data["laws"]["broken"]]
     found += [f"kernels: {each['case']} differs" for each in data["kernels"]["cases"] if not each["equal"]]
     found += [f"host waits: {each['label']} waits {each['host_waits']} times" for each in waiting(data)]
@@ -112,7 +112,7 @@ def failures(data: Mapping[str, Any]) -> list[str]:
 
 
 def waiting(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Methods of a fixed payload length for which the host waited."""
+    """Methods with a fixed payload length in which the host waited for the device."""
     return [each for each in data["times"]["records"] if each["host_waits"] and not each["variable_length"]]
 
 
@@ -138,7 +138,7 @@ def laws(run: Run, seconds: float) -> dict[str, Any]:
 
 @contextmanager
 def kernels(setting: str) -> Iterator[None]:
-    """With this value of GRACE_KERNELS."""
+    """Set GRACE_KERNELS inside the block."""
     before = os.environ.get("GRACE_KERNELS")
     os.environ["GRACE_KERNELS"] = setting
     try:
@@ -165,7 +165,7 @@ def same_bits(run: Run) -> dict[str, Any]:
                 method = plan.method_of(plan.parse(spec).params)
                 plain = _steps(Method(method.compressor, method.memory), get_backend("numpy"), n)
             ulps = max(map(_ulps, fast, plain))
-            # Sums of float64 may be made in another order, which may change the last bit of a scale.
+            # Sums in float64 may have another order, which may change the last bit of a scale.
             cases.append({"case": f"{spec}, n = {n}", "ulps": ulps, "equal": ulps <= 1})
     return {"isa": isa, "cases": cases}
 
@@ -184,7 +184,7 @@ def _steps(method: Method, xp: Any, n: int) -> list[Any]:
 
 
 def _ulps(a: Any, b: Any) -> float:
-    # The largest distance of floats, in units of the largest one's last place; infinite for different integers.
+    # The largest difference between floats, in units in the last place of the largest; infinite for different integers.
     if a.dtype != np.float32:
         return 0.0 if np.array_equal(a, b) else math.inf
     unit = np.spacing(np.max(np.abs(b), initial=np.float32(1e-30)))
@@ -198,7 +198,7 @@ def times(run: Run, seconds: float) -> dict[str, Any]:
         cases = [case for case in cases if case.label in QUICK]
     cases.append(plan.Case(plan.HOOK, {"name": "powersgd", "rank": 4}, "torch"))
     config = plan.Config(run.device, 1, "asis", QUICK_SIZE if run.quick else SIZE)
-    budget = max(0.1, seconds / len(cases) / 2)  # half for gradients and warm-ups
+    budget = max(0.1, seconds / len(cases) / 2)  # half of the time is for gradients and warm-ups
     limits = plan.Limits(rounds=3 if run.quick else STEPS, budget=budget, call=30.0)
     results = bench.Results(run.data["machine"])
     for label, reason in left_out.items():
@@ -264,7 +264,7 @@ def _worker(rank: int, network: str, device: str, quick: bool, folder: str, ends
             for label, params in EXCHANGED.items():
                 late = torch.tensor([float(time.time() > ends)]).to(xp.device)
                 dist.all_reduce(late)
-                if late.item():  # both stop together
+                if late.item():  # both processes stop together
                     raise TimeoutError(f"no time was left for {label} on {model}")
                 row = _exchange(xp, shapes, params, rank, quick)
                 if rank == 0:
@@ -272,7 +272,7 @@ def _worker(rank: int, network: str, device: str, quick: bool, folder: str, ends
                         file.write(json.dumps({"model": model, "method": label, **row}) + "\n")
     except Exception as error:
         Path(folder, "error.txt").write_text(f"{type(error).__name__}: {error}"[:500])
-        os._exit(1)  # do not wait for the other
+        os._exit(1)  # do not wait for the other process
     dist.destroy_process_group()
 
 
@@ -306,7 +306,7 @@ def _exchange(xp: Any, shapes: Mapping[str, tuple[int, ...]], params: Any, rank:
 
 
 def _baseline(flat: Any) -> None:
-    # As torch's bf16_compress_hook, for buckets of 25 MiB.
+    # The baseline: torch's bf16_compress_hook on buckets of 25 MiB.
     import torch
     import torch.distributed as dist
 

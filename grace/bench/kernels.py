@@ -26,7 +26,7 @@ from grace.core import name_of
 from grace.engine.about import cores, processor
 
 FORMAT = 1  # of the JSON
-VISIBLE = 10**6  # elements from which a step's memory stands out from the process's
+VISIBLE = 10**6  # fewest elements for which a step's memory is visible beside the process's
 START = 120.0  # seconds to import a toolkit and draw gradients
 REMEDIES = {
     "torch": "pip install '.[torch]' in GRACE's source tree",
@@ -139,14 +139,14 @@ def _configuration(
             results.omit(at, str(end), config)
             if end.slow:
                 hopeless[(at, *_kind(config))] = f"{end} (seen before, not tried again)"
-            left.remove(at)  # the others are measured again, together
+            left.remove(at)  # measure the other cases again, together
             continue
         for label, reason, mode in omitted:
             results.omit(label, reason, config, mode)
         found = [_record(known[each["label"]], config, batch, each, done) for each in done["records"]]
         _compare(found)
         results.records += found
-        if len(postponed) == len(left):  # none fits, not even alone
+        if len(postponed) == len(left):  # no case fits, not even alone
             for label in postponed:
                 results.omit(label, "too little memory is free", config)
             return
@@ -265,7 +265,7 @@ class Ended(Exception):
 
 
 def messages(job: dict[str, Any], config: Config, limits: Limits, patience: float = 0.0) -> Iterable[dict[str, Any]]:
-    """A process's messages, line by line. Raises Ended after too long a silence, or when it ends."""
+    """The messages of a process, line by line. Raises Ended if the process is silent for too long or ends."""
     home = str(Path(grace.__file__).parents[1])  # last on the path, so that it shadows no package of the user's
     code = f"import sys; sys.path.append({home!r}); from grace.bench.worker import main; main()"
     with tempfile.TemporaryFile("w+") as errors:
@@ -287,7 +287,7 @@ def messages(job: dict[str, Any], config: Config, limits: Limits, patience: floa
                 process.stdin.write(json.dumps(job))
                 process.stdin.close()
             except BrokenPipeError:
-                pass  # its last output explains it
+                pass  # the error message quotes its last output
             wait, done = patience or START, False
             while not done:
                 try:

@@ -65,7 +65,7 @@ def run(xp: Any, case: Case, models: list[dict[str, Any]], mode: str) -> tuple[i
 
 
 def forgotten(xp: Any) -> int:
-    """Reset the peak to the present size."""
+    """Reset the peak to the current size."""
     if cuda := cuda_of(xp):
         cuda.reset_peak_memory_stats()
     else:

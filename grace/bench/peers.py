@@ -57,7 +57,7 @@ class Upstream:
         self.bytes = 0
 
     def several(self, repeated: bool) -> None:
-        """All workers' payloads."""
+        """Make all workers' payloads."""
         for rank in range(self.workers):
             if rank == 0 or not repeated:
                 self.bench.refill(rank)
@@ -109,7 +109,7 @@ class Upstream:
 
 
 class Hook:
-    """torch's PowerSGD with error feedback and warm start. Compression and decoding are fused: only `step` is timed."""
+    """torch's PowerSGD with error feedback and warm start. One call compresses and decodes: only `step` is timed."""
 
     workers, state_bytes, note = 1, 0, "compresses and decodes in one call"
 
@@ -124,7 +124,7 @@ class Hook:
         self.bytes = 0
 
     def several(self, repeated: bool) -> None:
-        """Skip the steps that it sends uncompressed; bytes as it counts them."""
+        """Skip the steps that the hook sends uncompressed; count bytes as the hook does."""
         for _ in range(4):
             self.refill()
             self.step()

@@ -83,7 +83,7 @@ class Limits:
     """Seconds after which a single call is given up, with its process."""
 
     def rounds_of(self, config: Config) -> int:
-        """Rounds if the budget allows: more for short calls."""
+        """The number of rounds, if the budget allows: more for small tensors."""
         return self.rounds or (7 if config.size >= 10**7 else 15 if config.size >= 10**6 else 21)
 
     @property
@@ -110,7 +110,7 @@ def parse(spec: str) -> Case:
 
 
 def words(spec: str) -> tuple[str, dict[str, Any]]:
-    """The name and the parameters of ``topk:compress_ratio=0.001,memory=none``. ValueError for what is no parameter."""
+    """The name and the parameters in ``topk:compress_ratio=0.001,memory=none``. ValueError for an invalid parameter."""
     name, _, rest = spec.partition(":")
     found = {}
     for pair in filter(None, rest.split(",")):
@@ -198,9 +198,9 @@ def upstream(name: str, memory: str) -> Case:
 
 
 def pairs(names: Iterable[str]) -> tuple[list[Case], dict[str, str]]:
-    """Upstream's methods with residual memory, and our equivalents; without memory, if ours has none.
+    """Upstream's methods, and our equivalents: with residual memory, or without memory if our method has none.
 
-    Also returns why some of ours cannot be configured that way.
+    Also returns why some of our methods cannot be configured that way.
     """
     cases: dict[str, Case] = {}
     left_out = {}
@@ -232,7 +232,7 @@ def merged(*lists: Sequence[Case]) -> list[Case]:
 
 
 def in_forms(cases: Iterable[Case], hows: Sequence[str]) -> list[Case]:
-    """Our cases, once for each of these ways; peers unchanged."""
+    """Our cases, once for each way to run them; peers unchanged."""
     found = []
     for case in cases:
         ours = case.source == "grace"

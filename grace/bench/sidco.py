@@ -70,7 +70,7 @@ def methods(ratio: float) -> dict[str, Compressor]:
 
 
 def band(values: Sequence[float]) -> dict[str, float]:
-    """Mean, and the 5th and 95th percentile."""
+    """The mean, and the 5th and 95th percentiles."""
     low, high = np.percentile(values, (5, 95))
     return {"mean": float(np.mean(values)), "low": float(low), "high": float(high)}
 
@@ -85,7 +85,7 @@ class Worker:
 
     @property
     def stages(self) -> int | None:
-        """SIDCo's present number of stages."""
+        """SIDCo's current number of stages."""
         found = self._state.get("compressor/stages")
         return None if found is None else int(found[0])
 
@@ -249,7 +249,7 @@ def _trained(
     worker = None if compressor is None else Worker(compressor, task.size, seed)
     for rows in task.batches(epochs):
         g = task.gradient(rows)
-        if not np.isfinite(g).all():  # diverged, as is possible with one stage
+        if not np.isfinite(g).all():  # the training diverged, which is possible with one stage
             break
         if worker is not None:
             if watch is not None:
@@ -289,7 +289,7 @@ def training(epochs: int, seeds: int, progress: Progress = lambda text: None) ->
 
 
 def _same_gradients(ratio: float, epochs: int, progress: Progress) -> dict[str, tuple[list[float], list[float]]]:
-    # For each method, K / k and seconds by step. The order rotates.
+    # For each method, K / k and seconds in each step. The order of methods rotates.
     progress(f"{ratio}, all on the same gradients")
     found: dict[str, tuple[list[float], list[float]]] = {label: ([], []) for label in methods(ratio)}
     workers: dict[str, Worker] = {}
@@ -310,7 +310,7 @@ def _same_gradients(ratio: float, epochs: int, progress: Progress) -> dict[str, 
 
 # -- the clock ---------------------------------------------------------------------------------------------------------
 def speed(backend: str, sizes: Sequence[int], rounds: int = 7, progress: Progress = lambda text: None) -> list[Record]:
-    """Medians of compress without a memory on one thread, beside the toolkit's own top-k, in interleaved rounds."""
+    """Median times of compress without a memory and of the toolkit's top-k, on one thread in interleaved rounds."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     xp, own = get_backend(backend), _own_topk(backend)
     records = []

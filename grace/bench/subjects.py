@@ -259,7 +259,7 @@ class Ours:
         return self.bench.xp.asarray(step, "int64") if self.bench.xp.traced else step
 
     def _heard(self, part: Part) -> list[Any]:
-        # The results of this turn's collectives.
+        # The results of this step's collectives.
         return list(copied(self.bench.xp, part.answers[self.turn % 2]))
 
     def _begin(self, part: Part) -> None:
@@ -418,7 +418,7 @@ def stepper(grace: Grace, mode: str) -> Callable[[dict[str, Array]], Any]:
 
 
 def commit(xp: Backend, cell: Any, old: Array, new: Array, spent: bool, ok: Array) -> None:
-    """Store new state as `Grace` does: copy what lies in the donated gradient's memory."""
+    """Store new state as `Grace` does: copy arrays that are in the donated gradient's memory."""
     if new is old:
         return
     if isinstance(new, DeferredResidual):

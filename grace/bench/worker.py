@@ -70,14 +70,14 @@ class Clock:
             operation()
 
     def warm_up(self, long: float) -> None:
-        """Two calls, the second of which sets the number of calls per sample. Long calls are not repeated.
+        """Make two calls; the second one sets the number of calls per sample. Long calls are not repeated.
 
         An extra call comes first if it traces a graph.
         """
         if self._traced:
             self.call()
         first = self.call()
-        if sum(first.values()) > FIRST * long:  # a second call, even without the one-time costs, would take too long
+        if sum(first.values()) > FIRST * long:  # even without one-time costs, a second call would take too long
             self._keep(first)
             self.once = True
             return

@@ -24,8 +24,8 @@ from grace.planner.costs import Cluster, Codec
 from grace.planner.profile import Profile
 from grace.stages.settings import compressor_of
 
-MOST = 4096  # workers of the plot
-USUAL = ("allreduce", "allgather")  # ways not shown, since they are the default
+MOST = 4096  # maximum number of workers in the plot
+USUAL = ("allreduce", "allgather")  # default ways, which are not shown
 STAGED = ("fp16", "blockint:bits=8", "blockint:bits=4")
 """The default methods between pipeline stages."""
 SHARED = {
@@ -109,8 +109,8 @@ def advise(
 ) -> None:
     """Predict each method's speed-up over well-overlapped dense gradients, and what limits it.
 
-    Every communicator that carries a method is tried, and a plan; the fastest counts. Nothing is sent: steps are
-    simulated, for up to thousands of workers.
+    For each method, every communicator that carries it and a plan are tried; the fastest counts. Nothing is sent: steps
+    are simulated, for up to thousands of workers.
     """
     schedule = _schedule(context, sync_every, fragments, fragment_sync_delay)
     found = shared.read_model(model, backward, batch)
@@ -193,7 +193,7 @@ def advise_stages(
 
 
 def _schedule(context: typer.Context, sync_every: int | None, fragments: int, delay: int | None) -> Settings | None:
-    # Of local training; None: synchronous.
+    # The settings of local training; None: synchronous training.
     if sync_every is None:
         inputs.alone(context, "synchronous training: without --sync-every", SCHEDULE)
         return None
@@ -209,7 +209,7 @@ def _schedule(context: typer.Context, sync_every: int | None, fragments: int, de
 def render_local(
     comparison: local.Comparison, there: Cluster, found: Profile, sources: Sequence[str], console: Console
 ) -> None:
-    """Print local training with each method beside synchronous training, and the faster one."""
+    """Print a comparison of local training with each method and synchronous training, and the faster one."""
     schedule, (name, least) = comparison.settings, comparison.synchronous
     every, delay = schedule.sync_every, schedule.fragment_sync_delay
     table = Table(box=None, pad_edge=False, padding=(0, 2 if console.width > 80 else 1, 0, 0))

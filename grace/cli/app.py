@@ -57,7 +57,8 @@ def doctor(
 ) -> None:
     """Check which packages are installed and work, and show how to install missing ones.
 
-    With --cluster, start it as the training: `srun grace doctor --cluster`. Worker 0 prints, or each that fails.
+    With --cluster, start it like the training: `srun grace doctor --cluster`. Worker 0 prints, and every worker that
+    fails.
     """
     if cluster:
         found = cluster_.examine()

@@ -121,7 +121,7 @@ def kernels(
         return found
 
     results = bench.Results(bench.machine())
-    # A peer's path is private to the user.
+    # Do not publish the user's path of a peer.
     results.options = {**plan.to_dict(limits), "peer": peer is not None}
     for label, reason in left_out.items():
         results.omit(label, reason)
@@ -220,7 +220,7 @@ def gpu(
 
 
 def _show_gpu(files: Sequence[Path], with_cpu: bool, as_json: bool) -> None:
-    # Tables of GPUs; a CPU's file only on request.
+    # By default the tables omit a CPU's file.
     from grace.bench import gpu as device
 
     try:

@@ -165,7 +165,7 @@ def split(statements: list[str], names: Iterable[str]) -> tuple[list[str], dict[
 
 
 def keys(cls: Any) -> dict[str, Any]:
-    """All keys that a class takes, its own and its parts', with their defaults."""
+    """All keys that a class takes, for itself and its parts, with their defaults."""
     fields = [field for field in dataclasses.fields(cls) if field.init]
     parts = [field.default for field in fields if dataclasses.is_dataclass(field.default)]
     passed = {field.name: getattr(part, field.name) for part in reversed(parts) for field in dataclasses.fields(part)}

@@ -1,4 +1,4 @@
-"""`grace doctor --cluster`: what the launcher's variables say, and whether all workers agree."""
+"""`grace doctor --cluster`: shows the launcher's variables, and whether all workers agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Worker:
-    """What one worker says of itself."""
+    """The facts that one worker reports about itself."""
 
     rank: int
     size: int
@@ -38,14 +38,14 @@ class Cluster:
     """The results of `grace doctor --cluster`."""
 
     variables: dict[str, dict[str, str]]
-    """By launcher, those that are set on this worker."""
+    """The variables that are set on this worker, by launcher."""
     workers: list[Worker] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     rank: int = 0
 
 
 def examine(environ: Mapping[str, str] = os.environ) -> Cluster:
-    """Join the other workers and compare what each says."""
+    """Join the other workers and compare their facts."""
     groups = {launcher: {n: environ[n] for n in names if n in environ} for launcher, names in VARIABLES.items()}
     variables = {launcher: found for launcher, found in groups.items() if found}
     try:
@@ -67,7 +67,7 @@ def examine(environ: Mapping[str, str] = os.environ) -> Cluster:
 
 
 def compared(workers: list[Worker]) -> list[str]:
-    """The differences between workers that keep a training from running as meant."""
+    """Differences between workers that would disturb a training."""
     problems = []
     for name in ("launcher", "grace", "python", "torch"):
         if len(values := {getattr(worker, name) for worker in workers}) > 1:

@@ -1,4 +1,4 @@
-"""Several records beside each other: quality against steps, seconds and bytes."""
+"""Compares several records: quality against steps, seconds and bytes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from grace.engine.record import START, Run
 
 Points = list[dict[str, Any]]
 AXES = {"step": "step {:,.0f}", "seconds": "{:.3g} s", "bytes_sent": "{}"}
-"""What quality is compared against, and how it is written; bytes are those that worker 0 sent."""
+"""The axes against which quality is compared, and their formats; bytes are those that worker 0 sent."""
 NO_METRICS = "No quality is recorded: call grc.record(loss=..., accuracy=...) after each epoch or evaluation."
-WIDTH = 16  # of the sparklines, in characters
+WIDTH = 16  # width of the sparklines, in characters
 
 
 def metrics_of(runs: Mapping[str, Run]) -> list[str]:
@@ -33,7 +33,7 @@ def measured(run: Run, metric: str) -> Points:
 
 
 def budget(points: Sequence[Points], axis: str) -> float:
-    """The steps, seconds or bytes that all runs have reached when they were last measured."""
+    """The largest number of steps, seconds or bytes at which all runs have a measurement."""
     return min(run[-1][axis] for run in points)
 
 
@@ -44,7 +44,7 @@ def value_at(points: Points, metric: str, axis: str, most: float) -> str:
 
 
 def written(value: float | None) -> str:
-    """A metric in four digits."""
+    """A metric as text, with four digits."""
     return "not finite" if value is None else f"{value:.4g}"
 
 

@@ -145,7 +145,7 @@ def input_file(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def input_files(context: typer.Context, paths: list[Path]) -> list[Path]:
-    """An argument's callback: files to read, each of them once."""
+    """An argument's callback: files to read, without duplicates."""
     for path in paths:
         input_file(context, path)
     if len({path.resolve() for path in paths}) < len(paths):

@@ -11,9 +11,9 @@ from grace.cli.compare import NO_METRICS, measured, metrics_of, written
 from grace.cli.show import COLOURS, size, spans
 from grace.engine.record import Line, Run, warnings_of
 
-POINTS = 300  # per curve
-ROWS = 60  # tensors in the chart of levels
-LINES = 6  # tensors in the chart of residuals
+POINTS = 300  # maximum points per curve
+ROWS = 60  # maximum tensors in the chart of levels
+LINES = 6  # maximum tensors in the chart of residuals
 WIDTH, HEIGHT = 520, 230
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 30
 
@@ -104,7 +104,7 @@ def _quality(runs: Mapping[str, Run], metric: str) -> str:
             "bytes_sent",
             "bytes sent",
             lambda power: size(10**power),
-        ),  # dense gradients need many times the others' bytes
+        ),  # a logarithmic axis: dense gradients need many times the bytes of other methods
     ):
         series: list[Series] = []
         for name, measures in points.items():
@@ -236,7 +236,7 @@ def _figure(
         shown = [place(x, y) for x, y in points]
         if len(shown) == 1:
             shown = [shown[0], (shown[0][0] + 0.1, shown[0][1])]
-        wide = 5 if name == "received" else 2  # wider, to stay visible below the bytes sent
+        wide = 5 if name == "received" else 2  # wider, so that it stays visible below the line of sent bytes
         way = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
         parts.append(
             f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="{wide}" stroke-linejoin="round" '

@@ -212,7 +212,7 @@ def _enough_cores(threads: int, speed: float, workers: int) -> None:
 
 def _offloaded(codecs: list[Codec], speed: float) -> list[Codec]:
     # Adds the costs of a pool, if unknown. If the training device is this CPU, every worker's pool needs its own cores,
-    # and is slower by the factor measured beside a matrix product.
+    # and is slower by the factor measured during a concurrent matrix product.
     from grace.bench import costs as measure
 
     here = speed == 1

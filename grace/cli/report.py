@@ -23,9 +23,9 @@ from grace.cli.show import BARS, COLOURS, size, spans, spark
 from grace.engine.record import Run, read, warnings_of
 from grace.planner.profile import but
 
-WIDTH = 48  # of the sparklines, in characters
-COURSE = 12  # of a tensor's levels, in characters
-SHOWN = 40  # tensors in the terminal; the page has all
+WIDTH = 48  # width of the sparklines, in characters
+COURSE = 12  # width of a tensor's levels, in characters
+SHOWN = 40  # maximum tensors in the terminal; the page has all
 
 
 def report(
@@ -47,7 +47,7 @@ def report(
 ) -> None:
     """Show a training's record: metrics, bytes, ratio over time, residuals, levels, times, warnings.
 
-    Of several records, compare the quality at the same steps, seconds and bytes.
+    With several records, compare their quality at the same steps, seconds and bytes.
     """
     if (as_json or as_csv) and (follow or html is not None or (as_json and as_csv)):
         one, other = ("json", "csv") if as_json else ("csv", "json")
@@ -81,7 +81,7 @@ def report(
                 return
             try:
                 now = path.stat().st_size
-            except FileNotFoundError:  # moved away; a new file may replace it
+            except FileNotFoundError:  # the file was moved away; a new one may replace it
                 continue
             if now != seen:
                 seen, run = now, _read(path)
@@ -171,7 +171,7 @@ def _tensors(run: Run) -> Table:
     heads = ["tensor", "shape", "method", "a step", "ratio", "residual"]
     for head in [*heads, *["over time", "level"] * leveled, *["strategy"] * planned]:
         right = head in ("a step", "ratio", "residual")
-        folds = head in ("tensor", "strategy", "level")  # if the terminal is narrow
+        folds = head in ("tensor", "strategy", "level")  # columns that wrap in a narrow terminal
         table.add_column(head, justify="right" if right else "left", no_wrap=not folds, overflow="fold")
     order = sorted(range(len(line.tensors)), key=lambda place: -line.sent[place])
     for place in order[:SHOWN]:

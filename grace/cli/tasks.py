@@ -156,7 +156,7 @@ def _present(toolkits: list[str]) -> list[str]:
 
 
 def _methods(specs: list[str], full: bool) -> dict[str, Sequence[str]]:
-    # Methods by toolkit.
+    # The methods for each toolkit.
     try:
         given = list(dict.fromkeys(map(plan.known, specs or (plan.FULL if full else ()))))
     except ValueError as error:

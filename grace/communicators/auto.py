@@ -45,7 +45,7 @@ def _among(method: Method, transport: Transport) -> tuple[Communicator, str]:
 
 
 def choose(method: Method, workers: int, per_machine: int) -> tuple[Communicator, str]:
-    """The default communicator of a method, and the reason, for so many workers in all and per machine."""
+    """The default communicator of a method, and the reason, for these numbers of workers in total and per machine."""
     name = name_of(method.compressor)
     if method.compressor.traits.combine is not Combine.GATHER:
         return Allreduce(), f"payloads of {name!r} are summed on the wire, or agreed on"

@@ -20,7 +20,7 @@ T = TypeVar("T")
 @register("hierarchical")
 @dataclass(frozen=True)
 class Hierarchical(Communicator):
-    """Average exactly on each machine, a shard on each worker, and compress only what leaves the machine.
+    """Average exactly on each machine, a shard on each worker, and compress only the traffic between machines.
 
     Worker i of a machine averages shard i of its machine's gradients, exchanges the compressed average with worker i of
     every other machine, and sends the result to the workers of its own machine. The network between machines carries

@@ -27,7 +27,7 @@ class TwoStage(Communicator):
     on workers chosen by a hash of its name. 0: every worker has a shard, in rank order.
     Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888, section 4. For sparse methods see Li and Hoefler,
     "Near-Optimal Sparse Allreduce", PPoPP 2022: its workers select over the whole tensor and move the bounds of shards
-    so that all have equally many elements, for at most 6 k elements of traffic; here each shard gets its share of k.
+    so that all have equally many elements, with at most 6 k elements of traffic; here each shard sends its share of k.
     """
 
     min_shard: int = 0

@@ -18,8 +18,8 @@ class ACPSGD(Agreed):
 
     Each factor is computed with an orthonormal basis of the other: one round instead of PowerSGD's two, and half the
     bytes.
-    Payload: P float32[a, r], Q float32[r, b] as agreed on by the workers, then this worker's own. State: P and Q,
-    equal on all workers.
+    Payload: P float32[a, r], Q float32[r, b] as agreed on by the workers; then this worker's own P and Q. State: P and
+    Q, equal on all workers.
     ``compress_rank``: r, at least 1. ``min_rate``: tensors that do not shrink by this positive factor go dense, as do
     vectors.
     Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", ICDCS 2023,
@@ -80,5 +80,5 @@ class ACPSGD(Agreed):
         return tuple(pairs), {"p": pairs[0], "q": pairs[1]}
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        # Relative to this worker's own factors, not to the mean.
+        # The residual is relative to this worker's own factors, not to the mean.
         return ctx.xp.linalg.subtract_product(x, payload[2], payload[3])

@@ -44,7 +44,7 @@ class AdaptiveRandom(Placed):
         return replace(EXACT, variable_length=True)
 
     def contraction(self, n: int) -> float | None:
-        # Of one draw: the sum of |x|³ / |x|_1 is at least |x|² / n. Further draws only reduce the error.
+        # The bound for one draw: the sum of |x|³ / |x|_1 is at least |x|² / n. Further draws only reduce the error.
         return None if self.unbiased else 1 / max(n, 1)
 
     def variance(self, n: int) -> float | None:

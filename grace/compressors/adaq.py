@@ -32,7 +32,7 @@ class AdaQ(Placed):
         check_ratio(self.compress_ratio)
 
     def contraction(self, n: int) -> float | None:
-        # For p elements of one sign, the mean carries at least 1 / p of the squares.
+        # Of the squares of p elements of one sign, the sent elements, decoded as their mean, carry at least 1 / p.
         return 1 / max(n, 1)
 
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:

@@ -48,8 +48,9 @@ class Atomo(LowRank):
             raise ValueError(f"leading={self.leading!r} must not be negative; 0 finds all singular values")
 
     def variance(self, n: int) -> float | None:
-        # The optimal probabilities are at least as good as equal ones: r over the number of parts, whose squares sum to
-        # that of x. There are at most sqrt(n) singular values; or the computed ones, and as many rows.
+        # The optimal probabilities are at least as good as equal ones, which are r divided by the number of parts (the
+        # squares of the parts sum to that of x). The parts are at most sqrt(n) singular values, or the computed ones
+        # and as many rows.
         extra = self.leading if self.leading < n**0.5 else 0
         return max(0.0, (n**0.5 + extra) / self.compress_rank - 1)
 
@@ -84,7 +85,7 @@ class Atomo(LowRank):
         return xp.cast(xp.sqrt(xp.maximum(squares, 0.0)), "float32"), ok, of
 
     def _some(self, x: Array, ctx: Context) -> Parts:
-        # As `_all`: the largest singular values first, then the rows of the remainder.
+        # As `_all`, but the parts are the largest singular values first, then the rows of the remainder.
         xp, (a, b, _), count = ctx.xp, self.sizes(ctx), self.leading
         m, matrix = min(a, b), xp.reshape(x, (a, b))
         matrix = matrix if a <= b else xp.transpose(matrix)

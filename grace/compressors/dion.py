@@ -78,7 +78,7 @@ class Dion(Factored):
         return ctx.xp.reshape(p @ (self._normalized(r, ctx) * scale), (-1,))
 
     def _normalized(self, r: Array, ctx: Context) -> Array:
-        # Divided by the largest magnitude first: squares of large numbers overflow.
+        # Divide by the largest magnitude first: squares of large numbers overflow.
         xp = ctx.xp
         largest = xp.reshape(xp.max_abs(r), (-1, 1))
         unit, _ = xp.linalg.unit_rows(r)

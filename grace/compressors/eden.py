@@ -16,7 +16,7 @@ from grace.ops.packing import pack, unpack
 from grace.ops.validate import fitting
 
 CENTROIDS = {  # positive levels of the best quantiser of a normal distribution (Lloyd and Max)
-    1: (1.0,),  # any would do: the scale compensates
+    1: (1.0,),  # any value would do: the scale compensates
     2: (0.4527800, 1.5104176),
     3: (0.2450942, 0.7560052, 1.3439093, 2.1519457),
     4: (0.1283950, 0.3880482, 0.6567590, 0.9423403, 1.2562309, 1.6180461, 2.0690167, 2.7325888),
@@ -28,14 +28,14 @@ CENTROIDS = {  # positive levels of the best quantiser of a normal distribution 
 class Eden(Blockwise):
     """Rotate each block at random, round to the levels that suit a normal distribution, and rotate back.
 
-    Payload: codes uint8[bits * d * m / 8]; scales float32[m]; streams uint8[m], which of 32 rotations it is. A block
-    has d elements on the wire, filled up with zeros.
+    Payload: codes uint8[bits * d * m / 8]; scales float32[m]; streams uint8[m], the number of each block's rotation, of
+    32. A block has d elements on the wire, filled up with zeros.
     ``bits``: 1 (which is DRIVE) .. 4. The square of the error is 0.571, 0.133, 0.036 or 0.0096 of that of a block whose
     elements are all of about one size; workers' errors are independent.
     ``block_size``: d, a power of two; tensors of fewer elements have the next power of two, at least 8.
-    ``biased``: with one bit, the scale of the smallest error, 0.363, for a residual; else that of expectation x.
-    Vargaftik et al., "DRIVE", NeurIPS 2021, arXiv:2105.08339, and "EDEN", ICML 2022, arXiv:2108.08842. For a
-    uniform rotation that is unbiased. One Hadamard transform, as in their code, is nearly so: where one element of a
+    ``biased``: with one bit, the scale of the smallest error, 0.363, for a residual; else the unbiased scale.
+    Vargaftik et al., "DRIVE", NeurIPS 2021, arXiv:2105.08339, and "EDEN", ICML 2022, arXiv:2108.08842. The methods are
+    unbiased for a uniform rotation. One Hadamard transform, as in the authors' code, is nearly so: if one element of a
     block outweighs all others, these are lost more often than they should be, so no variance is declared.
     """
 
@@ -88,7 +88,8 @@ class Eden(Blockwise):
         largest = xp.max(xp.abs(rows), 1)
         rows = rows / blocks.divisor(xp, largest)
         square = xp.sum(rows * rows, 1)
-        rotated = hadamard(xp, rows * self._signs(streams, ctx))  # its norm is sqrt(d) times that of x
+        # the norm of rotated rows is sqrt(d) times that of rows
+        rotated = hadamard(xp, rows * self._signs(streams, ctx))
         levels = self.levels()
         if self.bits == 1:
             codes = xp.reshape(xp.cast(rotated >= 0, "int32"), (-1,))

@@ -23,8 +23,9 @@ class Inceptionn(Compressor):
     ``error_bound``: an upper bound of the error, rounded up to a power of two, 2**-14 .. 2**-1; smaller elements
     become zero. It is absolute: scale gradients to about 1. GRACE's first release used 2e-10, which is read as 2**-10.
     Li et al., "A Network-Centric Hardware/Algorithm Co-Design to Accelerate Distributed Training of Deep Neural
-    Networks", MICRO 2018, doi:10.1109/MICRO.2018.00023, on lossy compression. Its 8-bit numbers, as we know it, are
-    fractions of 1 and miss the bound; here they are fractions of the power at which 16-bit numbers begin.
+    Networks", MICRO 2018, doi:10.1109/MICRO.2018.00023, on lossy compression. As we understand the paper, its 8-bit
+    numbers are fractions of 1 and exceed the error bound; here they are fractions of the power at which 16-bit numbers
+    begin.
     """
 
     error_bound: float = 2**-10

@@ -21,16 +21,16 @@ from grace.ops.validate import fitting
 class Kashin(Blockwise):
     """Write each block as a sum of more vectors than it has elements, and round the small coefficients at random.
 
-    The vectors are the columns of U, n random rows of a Hadamard matrix of d columns with random signs, over sqrt(d);
-    workers share them. Coefficients a with U a = x are found by clipping: where none is large, few bits suffice. The
-    error is E|x - x̂|² = n / d times the sum of the codes' variances.
+    The vectors are the columns of U: n random rows of a d x d Hadamard matrix, with random signs, divided by sqrt(d),
+    and equal on all workers. Clipping finds coefficients a with U a = x, none of which is large, so that few bits
+    suffice. The error is E|x - x̂|² = n / d times the sum of the codes' variances.
     Payload: codes uint8[bits * d * m / 8]; scales float32[m], the largest coefficient of each block.
     ``bits``: 1 .. 8; coefficients are rounded to one of 2**bits levels between minus the largest and the largest.
     ``block_size``: n, a multiple of 8; smaller tensors have the next power of two, at least 8.
     ``redundancy``: d is the next power of two from this times n, at least 1.
     ``iterations``: passes of the clipping; the last one clips nothing. 1: the random rotation alone.
     ``delta``: positive; the first pass clips at the norm of x over sqrt(delta * d).
-    ``eta``: each later pass clips at this times as much, in (0, 1).
+    ``eta``: the factor by which each pass lowers the threshold, in (0, 1).
     Departures from the paper: rows have random signs, and a block whose largest coefficient is smaller before the
     clipping is sent without it, so that the variance is bounded for every x.
     Safaryan, Shulgin and Richtarik, "Uncertainty Principle for Communication Compression in Distributed and Federated
@@ -77,7 +77,8 @@ class Kashin(Blockwise):
         n = min(self.block_size, max(8, 1 << max(n - 1, 0).bit_length()))
         d, top = self.coefficients(n), self.top
         square = min(float(n), 2 * math.log(2 * d) + 2)
-        # With two levels, the sum of m² - a²; else at most the square of half a step each. |a| is at least |x|.
+        # The variance is the sum of m² - a² with two levels, otherwise at most the square of half a step per
+        # coefficient. |a| is at least |x|.
         return n / d * (square - 1 if top == 1 else square / top**2)
 
     @property
@@ -92,7 +93,7 @@ class Kashin(Blockwise):
     def compress(self, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         xp, n = ctx.xp, width_of(ctx, self.block_size)
         rows, d = blocks.rows(xp, x, n), self.coefficients(n)
-        largest = xp.max(xp.abs(rows), 1)  # relative to it, squares stay in float32's range
+        largest = xp.max(xp.abs(rows), 1)  # relative to this, squares stay in float32's range
         positions = self._positions(ctx)
         rows = self._placed(xp, rows / blocks.divisor(xp, largest) * self._signs(ctx), positions, d)
         mask = xp.reshape(xp.scatter(xp.zeros(d), positions, 1.0), (1, -1))
@@ -113,7 +114,7 @@ class Kashin(Blockwise):
         return blocks.flat(xp, rows * self._signs(ctx) * xp.reshape(scale, (-1, 1)), ctx.size)
 
     def represent(self, xp: Any, rows: Array, mask: Array) -> Array:
-        """[m, d] -> [m, d]: the coefficients a of x, which stands where ``mask``, [1, d], is 1; elsewhere is 0."""
+        """[m, d] -> [m, d]: the coefficients a of x. The rows have x where ``mask``, [1, d], is 1, and 0 elsewhere."""
         d = xp.shape(rows)[1]
         root = d**0.5
         limit = xp.sqrt(xp.sum(rows * rows, 1, keepdims=True)) / (self.delta * d) ** 0.5

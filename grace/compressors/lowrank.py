@@ -52,7 +52,7 @@ class Factored(Compressor):
 
     def _spare(self, ctx: Context, label: str, count: int) -> Array:
         # As `directions`, but cut from a table that all tensors share, at a different offset in each step: devices and
-        # graphs compute them in every step for every tensor, and a fresh draw takes some forty operations.
+        # graphs compute directions in every step for every tensor, and a fresh draw takes some forty operations.
         r = self.sizes(ctx)[2]
         if r * count > NOISE // 2:
             return self.directions(ctx, label, count)

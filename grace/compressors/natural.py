@@ -75,7 +75,8 @@ class Natural(Blockwise):
         xp, n = ctx.xp, ctx.size
         codes = blocks.rows(xp, xp.cast(fitting(xp, payload[0], "uint8", n, "codes"), "int32"), self.traits.block_size)
         top = fitting(xp, payload[1], "int32", blocks.block_count(n, self.traits.block_size), "tops")
-        top = xp.reshape(xp.where((top >= 0) & (top < 255), top, 255), (-1, 1))  # other values are invalid
+        # other values of the exponent field are invalid
+        top = xp.reshape(xp.where((top >= 0) & (top < 255), top, 255), (-1, 1))
         magnitude = xp.bitwise_and(codes, 127)
         field = xp.maximum(magnitude + top - 127, 0)
         value = xp.bitcast(xp.reshape(xp.shift_left(field, 23), (-1,)), "float32")

@@ -20,8 +20,8 @@ class Qsparse(Chain):
     levels.
     ``compress_ratio``: the share of elements to send, in (0, 1]. ``quantum_num``: levels s, 1 .. 127.
     ``bucket_size``: sent elements that share a norm; 0: all of them, as in the paper.
-    The paper's local steps are left to the training loop, which can accumulate gradients and call this
-    every few steps.
+    The paper's local steps are left to the training loop, which can accumulate gradients and exchange them every few
+    steps.
     Basu, Data, Karakus and Diggavi, "Qsparse-local-SGD", NeurIPS 2019, arXiv:1906.02367, section 2 and algorithm 1.
     """
 

@@ -102,7 +102,8 @@ class Sampled(Largest):
             largest = xp.scatter(xp.zeros(n, "uint8"), xp.topk(size, k), 1) != 0
             return xp.nonzero(largest & (size > 0) | xp.invert(finite))
         candidates = self._threshold(x, sample, ctx) * xp.asarray(FACTORS, "float32")
-        if xp.piece and self.likely:  # on a host the check costs no wait, and a higher candidate often has enough
+        # on a host checking costs no wait, and often a higher candidate lets enough elements through
+        if xp.piece and self.likely:
             found, enough = self._above(xp, x, candidates, self.likely, k)
             if enough:
                 return found

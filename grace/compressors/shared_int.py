@@ -14,7 +14,8 @@ from grace.core.sharding import spans
 from grace.ops import blocks
 from grace.ops.validate import fitting
 
-WIDE = 2**15  # levels of an int32: far below the noise of a batch, and enough for 65 535 workers
+# default levels in int32: their error is far below the noise of a batch, and the sums of 65 535 workers fit
+WIDE = 2**15
 
 
 @register("shared_int")
@@ -61,7 +62,7 @@ class SharedInt(Blockwise):
 
     def variance(self, n: int) -> float | None:
         # The variance of the mean, relative to the mean of the workers' |x|²; the square of the common scale is at most
-        # N times that. The default levels leave one level each for 127 workers.
+        # N times that mean. The default levels leave one level each for 127 workers.
         n, levels = min(n, self.traits.block_size or n), self.levels or (WIDE if self.dtype == "int32" else 1)
         return min(n / (4 * levels**2), n**0.5 / levels)
 

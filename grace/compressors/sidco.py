@@ -24,9 +24,9 @@ class SIDCo(Sparsifier, Selector):
 
     Payload: values float32[K], positions int32[K], ascending; K is near k = floor(compress_ratio * n) and at least 1.
     Tensors of fewer than 4096 elements, or with fewer than 32 wanted ones, send the k largest.
-    State: stages int32[1], their number; sum float32[1] and count int32[1], of K / k in this window; errors float32[m],
-    for each number of stages, -1 if untried. None with a fixed number of stages, or if the k largest are sent.
-    ``compress_ratio``: the share of elements to send, in (0, 1].
+    State: stages int32[1], their number; sum float32[1] and count int32[1] of the ratios K / k in this window; errors
+    float32[m], for each number of stages, -1 if untried. None with a fixed number of stages, or if the k largest are
+    sent. ``compress_ratio``: the share of elements to send, in (0, 1].
     ``sid``: the law of magnitudes, "e": exponential, "gp": gamma, then generalised Pareto after the first stage,
     "p": generalised Pareto.
     ``stage_rule``: "robust": changes the number of stages unless the new one is known to be worse; "paper": adds one
@@ -111,7 +111,7 @@ class SIDCo(Sparsifier, Selector):
     def compress(
         self, x: Array, state: State, ctx: Context, moments: Array | None = None
     ) -> MaybeProgram[tuple[Payload, State]]:
-        """As in any compressor. ``moments``: ``xp.excess`` of x and 0, if known; saves a pass."""
+        """`Compressor.compress`. ``moments``: ``xp.excess`` of x and 0, if known; saves a pass."""
         positions, state = self.choose(x, state, ctx, moments)
         return (ctx.xp.take(x, positions), *self.elements.write(positions, ctx)), state
 

@@ -64,7 +64,7 @@ class SignSGD(Compressor):
 
 
 def _majority(xp: Any, total: Array) -> Array:
-    # From the votes' sum or mean. total - total is 0, or NaN if a worker's block was not finite.
+    # Decide by the sum or mean of the votes. total - total is 0, or NaN if a worker's block was not finite.
     return xp.cast(total >= 0, "float32") * 2.0 - 1.0 + (total - total)
 
 

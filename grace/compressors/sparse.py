@@ -41,7 +41,7 @@ class Placed(Scattered):
 
     @abstractmethod
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        """float32[K] values and int32[K] positions; the positions must ascend, but are not checked yet."""
+        """float32[K] values and int32[K] positions; that positions ascend is checked later."""
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
         values, positions = self.parts(payload, ctx)
@@ -112,7 +112,7 @@ class Elements:
         return indices.read(ctx.xp, self.coding(ctx.size), sent, ctx.size, self.count(ctx.size))
 
     def parts(self, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        """Values float32[K] and positions int32[K] of a payload; the positions must ascend, but are not checked yet."""
+        """Values float32[K] and positions int32[K] of a payload; that positions ascend is checked later."""
         return self.matched(payload[0], self.read(payload[1:], ctx), ctx)
 
     def matched(self, values: Array, positions: Array, ctx: Context) -> tuple[Array, Array]:
@@ -144,7 +144,7 @@ class Sparsifier(Scattered):
         return (ctx.xp.take(x, positions), *elements.write(positions, ctx)), state
 
     def residual(self, x: Array, payload: Payload, ctx: Context) -> Array:
-        # Exact, bit for bit: unsent elements stay unchanged.
+        # The residual is exact, bit for bit: unsent elements stay unchanged.
         return ctx.xp.inplace.scatter(x, self.elements.read(payload[1:], ctx), 0.0)
 
     def _pairs(self, payload: Payload, ctx: Context) -> list[tuple[Array, Array]]:
@@ -160,7 +160,7 @@ def scattered(xp: Any, pairs: Iterable[tuple[Array, Array]], n: int) -> Array:
 
 
 def poisoned(xp: Any, values: Array, x: Array) -> Array:
-    """The values, or NaN if any element of x is not finite: every worker must see it, even if it is not sent."""
+    """The values, or NaN if any element of x is not finite: every worker must see that, sent or not."""
     return xp.where(xp.finite(x), values, float("nan"))
 
 
@@ -171,7 +171,7 @@ def first(xp: Any, above: Array, band: Array, count: Array) -> Array:
 
 
 def beyond(xp: Any, x: Array, threshold: Array) -> Array:
-    """int32[K]: ascending positions where |x| exceeds a threshold, float32[1]; if there are none, that of the largest.
+    """int32[K]: ascending positions where |x| exceeds a threshold, float32[1]; if nowhere, the largest element's.
 
     Non-finite elements exceed any threshold, so that every worker sees them.
     """

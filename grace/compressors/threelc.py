@@ -81,7 +81,7 @@ def _shorten(xp: Any, sent: Array) -> Array:
     # uint8[k] -> uint8[K]: encode runs of ZEROS as one byte.
     size = xp.shape(sent)[0]
     other = sent != ZEROS
-    # Each byte's index in its run: its distance to the last other byte, which is at -1 before the first.
+    # Each byte's index in its run: its distance to the last byte other than ZEROS (position -1 if there is none).
     borders = xp.concat([xp.full(1, -1, "int32"), xp.nonzero(other)])
     into = xp.arange(size) - xp.take(borders, xp.cumsum(xp.cast(other, "int32"))) - 1
     # A run is cut after LONGEST bytes, so each start lasts until the next.

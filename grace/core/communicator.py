@@ -61,7 +61,7 @@ class Communicator(ABC):
 
     @property
     def origin(self) -> str:
-        """What a plan was made for, and from what data; for the report."""
+        """A description of the workers and data for which a plan was made, for the report."""
         return ""
 
     def init(self, method: Method, ctx: Context) -> State:

@@ -26,13 +26,13 @@ class Context:
     """Number of earlier exchanges of this tensor: an int, or an int64 scalar inside a graph."""
     seed: int = 0
     lr: Callable[[], Any] | None = field(default=None, repr=False)
-    """Returns the learning rate of the coming step, a float or a scalar; None if unknown."""
+    """A function that returns the learning rate of the coming step, a float or a scalar; None if unknown."""
     offset: int = 0
     """Start of a chunk in the flattened tensor; 0 for a whole tensor."""
     wire: str = "float32"
     """Wire dtype of the gradient if it is sent uncompressed: its original dtype."""
     _workspace: Any = field(default=None, repr=False, compare=False)
-    """Private to the engine. Methods and memories never look inside, and work without it."""
+    """Private to the engine. Methods and memories never access it, and work without it."""
 
     @property
     def size(self) -> int:

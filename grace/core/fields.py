@@ -10,7 +10,7 @@ def checked(key: str, value: Any, default: Any) -> Any:
     kinds: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
     allowed = kinds.get(type(default))
     if value is False and default == 0.0 and isinstance(default, float):
-        return default  # turned off, as written in GRACE's first release
+        return default  # False turned a setting off in GRACE's first release
     if allowed and (not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed)):
         raise ValueError(f"{key}={value!r} must be of type {type(default).__name__}, such as {default!r}")
     return value

@@ -1,4 +1,4 @@
-"""The abstract memory: error feedback, momentum, and other state beside a compressor."""
+"""The abstract memory: error feedback, momentum, and other state that complements a compressor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grace.core.state import Array, Payload, Resize, State
 
 
 class Memory(ABC):
-    """State beside a compressor: it is added to a gradient before compression and updated afterwards."""
+    """State that complements a compressor: it is added to a gradient before compression and updated afterwards."""
 
     feedback: ClassVar[bool] = False
     """Whether it has error feedback."""
@@ -27,7 +27,7 @@ class Memory(ABC):
 
     @property
     def standard_feedback(self) -> bool:
-        """Whether it compresses x plus its state "residual", if there is one, and stores the new residual."""
+        """Whether the memory compresses x plus its state "residual" (if it has one) and stores the new residual."""
         return False
 
     def check(self, compressor: Compressor) -> None:  # noqa: B027 - most fit every compressor
@@ -74,4 +74,4 @@ FORMER = {
     "resize": "reshard",
     "server": "second_stage",
 }
-"""Former names of attributes and methods, deprecated, and their present names."""
+"""Former names of attributes and methods, deprecated, and their current names."""

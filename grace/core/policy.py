@@ -36,19 +36,23 @@ class Noise(NamedTuple):
     """Squared norms of one tensor, summed over some steps, in units that cancel; the same on all workers."""
 
     error: float
-    """Of the exchanged mean less the wanted one: the exact mean, and what error feedback holds of it."""
+    """The squared norm of the exchanged mean minus the wanted one, which is the exact mean plus the error that error
+    feedback holds.
+    """
     wanted: float
     sampling: float
-    """Of the exact mean's sampling noise, as the differences between the workers' gradients show it."""
+    """The squared norm of the exact mean's sampling noise, estimated from the differences between the workers'
+    gradients.
+    """
 
 
 class Forecast(NamedTuple):
-    """What a level is expected to cost."""
+    """The expected cost of a level."""
 
     noise_ratio: float
-    """Noise that it adds to the mean, relative to the sampling noise."""
+    """The noise that the level adds to the mean, relative to the sampling noise."""
     seconds: float
-    """For as much progress as a step with exact means makes."""
+    """Seconds for the progress of one step with exact means."""
 
 
 class Policy(ABC):
@@ -62,11 +66,11 @@ class Policy(ABC):
     """Which gradients to sum over a watched epoch: "rank0" (worker 0's own), "mean" (every worker's own; their squared
     norms are averaged), "aggregated" (the means that all workers receive); empty: none."""
     batch: ClassVar[bool] = False
-    """Whether it decides on ``micro_steps``."""
+    """Whether the policy decides on ``micro_steps``."""
     switches_methods: ClassVar[bool] = False
-    """Its levels are methods, each with the memory and the communicator that it has."""
+    """Whether levels are whole methods, each with its memory and communicator."""
     measures_noise: ClassVar[bool] = False
-    """`on_trial_end` gets the noise that the exchange added to the means."""
+    """Whether `on_trial_end` receives the noise that the exchange added to the means."""
 
     @property
     def together(self) -> bool:
@@ -103,9 +107,9 @@ class Policy(ABC):
     def on_trial_end(
         self, decision: Decision, workers: int, seconds: float, noise: Mapping[str, Noise] | None = None
     ) -> Decision:
-        """What holds after a trial. ``seconds``: its median step, on the slowest worker.
+        """The decision after a trial. ``seconds``: the median time of its steps, on the slowest worker.
 
-        ``noise``: by tensor, over the timed steps; handed over only if the policy measures it.
+        ``noise``: by tensor, over the timed steps; None unless the policy measures it.
         """
         return decision
 
@@ -114,15 +118,15 @@ class Policy(ABC):
         return {}
 
     def forecasts(self, decision: Decision) -> dict[int, Forecast]:
-        """What the levels that were tried are expected to cost, for the report."""
+        """The expected costs of the tried levels, for the report."""
         return {}
 
     def why(self, decision: Decision, names: Sequence[str]) -> str:
-        """Why the present level holds, for the report. ``names``: the levels' as text."""
+        """The reason for the current level, for the report. ``names``: the text of each level."""
         return ""
 
     def remembers(self, memo: Mapping[str, Any]) -> bool:
-        """Whether this is a valid ``memo``: a state may come from a file or another worker."""
+        """Whether ``memo`` is valid: a state may come from a file or another worker."""
         return True
 
 
@@ -161,7 +165,7 @@ def level_of(key: str, value: Any, compressor: Compressor) -> Level:
 
 
 def own_level(keys: Iterable[str], compressor: Compressor) -> Level:
-    """The compressor's present values of these fields, as a level."""
+    """The compressor's current values of these fields, as a level."""
     known = _fields(compressor)
     return {key: known[key][0] for key in keys if key in known}
 

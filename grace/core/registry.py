@@ -58,7 +58,7 @@ class Registry(Mapping[str, type]):
             for entry in entry_points(group=self._package):
                 try:
                     entry.load()
-                except Exception as error:  # third-party code: keep going without it
+                except Exception as error:  # third-party code: continue without it
                     owner = entry.dist.name if entry.dist else "a package"
                     warnings.warn(
                         f"{owner} offers the {self.kind} {entry.name!r}, but {entry.value!r} failed: {error!r}. "

@@ -40,11 +40,11 @@ class Traits:
     needs_shape: bool = False
     """It uses the tensor's shape, not only its size."""
     sends_exact_values: bool = False
-    """Elements are sent as they are or not at all: `residual` is x with zeros where elements were sent."""
+    """Elements are sent unchanged or not at all: `residual` is x with zeros where elements were sent."""
     majority_vote: bool = False
     """The result is a majority vote, so there is no residual."""
     update_direction: bool = False
-    """The result is an update of its own scale, for SGD without momentum, and no estimate of the gradient."""
+    """The result is not an estimate of the gradient but an update with its own scale, for SGD without momentum."""
     nonfinite_in_payload: bool = False
     """NaN and infinity in x appear in the payload's float32 arrays."""
     internal_feedback: bool = False

@@ -10,18 +10,18 @@ from grace.core.collectives import Collective
 
 
 class Transport(ABC):
-    """Carries collectives out. All workers must make the same calls in the same order."""
+    """Carries out collectives. All workers must make the same calls in the same order."""
 
     rank: int = 0
     size: int = 1
     rooted: bool = True
-    """It supports messages to a single root."""
+    """Whether it supports messages to a single root."""
     timeout: float = 600.0
     """Seconds until a wait for other workers raises TimeoutError, where the library allows it."""
     elastic: bool = False
-    """Workers may join a running job, so they exchange no messages before `grace.Grace.settle`."""
+    """Whether workers may join a running job. If so, they exchange no messages before `grace.Grace.settle`."""
     lockstep: bool = False
-    """All workers share a process and run round by round, so their steps never differ."""
+    """Whether all workers share a process and run round by round, so that their steps never differ."""
 
     @property
     def node_size(self) -> int:

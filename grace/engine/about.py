@@ -1,4 +1,4 @@
-"""What it takes to repeat a run: its dictionary, versions and machine, as plain data for the record."""
+"""The facts needed to repeat a run, as plain data for the record: its parameters, versions and machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from grace.engine.options import Options
 from grace.engine.setup import Setup, on_host
 
 OUTPUTS = ("record", "record_every", "tracker", "trace")
-"""Options that change no number of a training."""
+"""Options that do not affect the numbers of a training."""
 PACKAGES = ("numpy", "torch", "tensorflow", "keras", "horovod")
 
 
@@ -41,9 +41,9 @@ def about(setup: Setup) -> dict[str, Any]:
 
 
 def params_of(method: Method, communicator: Communicator, policy: Policy | None, options: Options) -> dict[str, Any]:
-    """The dictionary with all of its keys, seed included: `grace_from_params` makes an equal Grace of it.
+    """All parameters of a Grace, seed included: `grace_from_params` builds an equal Grace from them.
 
-    Classes that are not registered appear by their names only.
+    Of a class that is not registered, only the name is included.
     """
     from grace.communicators.planned import Planned
 

@@ -24,7 +24,7 @@ class Job(NamedTuple):
 
 
 class Averager:
-    """A step takes gradients, exchanges them, and ends with their means and new state: committed, or rolled back."""
+    """Averages gradients step by step: each step exchanges them, and its new state is committed or rolled back."""
 
     def __init__(self, setup: Setup):
         self._setup = setup
@@ -34,7 +34,7 @@ class Averager:
         self.provisional = False
         """Whether the last exchange waits for `commit` or `rollback`."""
         self.paused = False
-        """Whether this is inside `no_sync`."""
+        """Whether a `no_sync` block is active."""
 
     # -- settings ----------------------------------------------------------------------------------------------------
     @property
@@ -85,7 +85,7 @@ class Averager:
 
     @property
     def learning_rate(self) -> Callable[[str], Any] | None:
-        """Returns a tensor's learning rate by its name, for memories that need it. The integrations set it."""
+        """A function from a tensor's name to its learning rate, for memories that need it. The integrations set it."""
         return self._setup.learning_rate
 
     @learning_rate.setter
@@ -99,7 +99,7 @@ class Averager:
 
     @property
     def transport(self) -> Transport:
-        """Carries messages. If none was given, the group of workers is looked up when this is first read.
+        """The transport. If none was given, the group of workers is looked up when this is first read.
 
         Raises RuntimeError if the launcher asks for several workers and there is no group.
         """
@@ -175,9 +175,9 @@ class Averager:
     def land(self, last: bool = True) -> None:
         """Wait for all launched buckets, round by round, and commit the new state.
 
-        ``last``: the step ends here; False: more of its tensors follow. With `defer_commit`, `commit` ends the step.
-        Raises RuntimeError on all workers, and keeps the previous state, if they are at different steps or one of them
-        gave up (`abort`).
+        ``last``: False if more tensors of this step follow; else the step ends here, or with `defer_commit` at
+        `commit`. Raises RuntimeError on all workers, and keeps the previous state, if they are at different steps or
+        one of them gave up (`abort`).
         """
         exchange = self._exchange
         with self._undone_on_error():
@@ -242,7 +242,7 @@ class Averager:
 
     @contextmanager
     def _undone_on_error(self) -> Iterator[None]:
-        # After an error the step is over: restore the previous state.
+        # An error ends the step: restore the previous state.
         exchange = self._exchange
         try:
             yield
@@ -253,14 +253,14 @@ class Averager:
             raise
 
     def _end_step(self, remedy: str) -> None:
-        # Nothing will apply the means of an exchange that is still provisional.
+        # If the last exchange is still provisional, its means will not be applied any more: roll it back.
         if self._exchange.begun:
             raise RuntimeError(f"a step is under way: {remedy}")
         self.rollback()
 
     # -- commit ------------------------------------------------------------------------------------------------------
     def commit(self) -> None:
-        """Confirm that the means were applied: the step counts, and its state stays. With `defer_commit` only."""
+        """Confirm that the means were applied: count the step and keep its state. Needed only with `defer_commit`."""
         setup = self._setup
         setup.snapshot.release()
         self.provisional = False
@@ -270,9 +270,9 @@ class Averager:
         self._reporter.step_passed()
 
     def rollback(self, names: Iterable[str] | None = None) -> None:
-        """Restore the state before the exchange, as the means were discarded. With `defer_commit` only.
+        """Restore the state before the exchange, since its means were discarded. Needed only with `defer_commit`.
 
-        ``names``: only these tensors; the means of the step's other tensors will be applied.
+        ``names``: restore only these tensors; the means of the step's other tensors will be applied.
         """
         setup = self._setup
         if not self.provisional:

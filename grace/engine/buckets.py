@@ -1,4 +1,4 @@
-"""Tensors, the units that a method sees, and the buckets that travel together."""
+"""Tensors, the units that a method compresses, and the buckets of units that travel together."""
 
 from __future__ import annotations
 
@@ -116,11 +116,11 @@ def layout(
 
 
 def grouped(tensors: Iterable[Any], bucket_mb: float, min_numel: int) -> list[list[Any]]:
-    """Group tensors, given in the order of their gradients, into buckets: any objects with ``size`` and ``nbytes``.
+    """Group tensors (any objects with ``size`` and ``nbytes``), in the order of their gradients, into buckets.
 
-    A bucket is closed once it is full, so only the last can be small: each bucket costs a message. Tensors of fewer
-    than ``min_numel`` elements, which go dense, all travel with the last bucket and share one message per step.
-    ``bucket_mb``: MiB; infinity: one bucket.
+    A bucket is closed once it is full, so only the last one can be small: each bucket costs a message. Tensors of fewer
+    than ``min_numel`` elements go dense: all of them share one message per step, with the last bucket. ``bucket_mb``:
+    MiB; infinity: one bucket.
     """
     groups: list[list[Any]] = []
     small: list[Any] = []

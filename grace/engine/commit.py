@@ -58,7 +58,7 @@ class Commit:
                 mean, ok = self._judge(unit, mean)
                 in_place = setup.store.commit(unit, self._levels[unit], state, ok, x)
             setup.store.release(unit, ok)
-            # Only now: the new residual may have used the memory that the mean goes to.
+            # Decode only now: until then the new residual may have used the memory of the mean.
             if in_place:
                 mean = x
             elif isinstance(mean, LazyMean):
@@ -116,12 +116,12 @@ class Commit:
         return mean, ok
 
     def _judged(self, unit: Unit) -> bool:
-        # Whether anything depends on the mean being finite.
+        # Whether the state or the option `nonfinite` depends on the mean being finite.
         return self._setup.store.any(unit, self._levels[unit]) or self._setup.options.nonfinite != "poison"
 
     def _narrow(self, unit: Unit) -> bool:
-        # A residual may push a mean beyond float16. A scattered row is visible to its own worker alone, so skip the
-        # check.
+        # A residual may push a mean beyond float16. After a reduce-scatter each worker has only its own row, so skip
+        # the check: workers could not decide alike.
         return unit.narrow and not self._setup.communicator.reduce_scatters
 
     def _marked_means(self) -> dict[Unit, LazyMean]:
@@ -135,7 +135,7 @@ class Commit:
         return found
 
     def _look_at_marks(self) -> bool:
-        # Whether all of these are known to be finite. False on a device, to avoid a synchronisation.
+        # Whether all marked means are known to be finite. False on a device, to avoid a synchronisation.
         xp = self._setup.xp
         if xp.traced or not on_host(xp) or not self._marks:
             return False

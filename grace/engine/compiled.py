@@ -18,7 +18,7 @@ def compiled(xp: Any) -> Any:
     if xp.name != "torch" or not xp.on_host:
         return None
     try:
-        from grace.engine.inductor import Forms  # imports the compiler, which is slow
+        from grace.engine.inductor import Forms  # slow: imports the compiler
     except ImportError as error:
         warnings.warn(f"compile=True: this PyTorch lacks what it needs ({error})", stacklevel=2)
         return None

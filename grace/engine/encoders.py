@@ -40,7 +40,7 @@ class FastMethod(Method):
         compensated = None
         if self.memory.standard_feedback and "residual" in memory and ctx.xp.mutable:
             compensated = accelerator.compensated(self.compressor, x, memory["residual"], kept, ctx)
-        # If elements are sent exactly, the residual changes only at their positions: deferring it gains nothing.
+        # If elements are sent exactly, the residual differs from x only at their positions: deferring it gains nothing.
         defer = (
             defer
             and not self.compressor.traits.sends_exact_values

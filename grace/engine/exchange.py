@@ -24,13 +24,13 @@ class Exchange:
         self._setup = setup
         self.gradients: dict[str, Array | None] = {}
         self.failure = ""
-        """Why this worker gives up, if it does."""
+        """The reason why this worker gives up the step; empty if it does not."""
         self.skipped = 0
         """Number of units whose mean is known not to be finite; only hosts know."""
         self._donated: set[str] = set()
         self._flights: list[tuple[RoundScheduler, dict[Unit, Array]]] = []
         self._launched = 0  # number of launched buckets
-        self._departed = False  # all launched schedulers have sent; some may wait for the pool
+        self._departed = False  # whether all launched buckets were sent; some may still wait for the pool
         self._switched: dict[str, Array] = {}
         self._samples: dict[Unit, Array] = {}  # of this worker's gradients, for a policy that measures noise
 
@@ -62,7 +62,7 @@ class Exchange:
     def launch_complete(self) -> None:
         """Launch the next complete buckets, in order."""
         if self._setup.offload is not None and self._flights:
-            self._flights[-1][0].depart()  # it may have waited for the pool
+            self._flights[-1][0].depart()  # its message may have waited for the pool
         buckets = self._setup.table.buckets
         while self._launched < len(buckets) and buckets[self._launched].names <= self.gradients.keys():
             self.launch_next()
@@ -140,7 +140,8 @@ class Exchange:
             return RoundScheduler(label, programs, setup.transport, setup.trace, setup.offload, before, room, deferred)
 
     def _groups(self, units: tuple[Unit, ...]) -> list[list[Unit]]:
-        # Groups of units that share a switch in a graph, compressed units first: all units, or one each.
+        # Groups of units that share a switch in a graph: one group of all units, or one for each. Compressed units come
+        # first.
         schedule = self._setup.schedule
         compressed, dense = [unit for unit in units if not unit.dense], [unit for unit in units if unit.dense]
         if schedule is not None and schedule.policy.together and compressed:
@@ -206,8 +207,8 @@ class Exchange:
         return count
 
     def _check_headers(self) -> None:
-        # All workers see the same sums, so all of them raise. On a device, check the headers of the previous exchange,
-        # which have arrived: no synchronisation.
+        # All workers see the same sums, so all of them raise. On a device, check the previous exchange's headers: they
+        # have arrived, so no synchronisation is needed.
         setup = self._setup
         if not setup.tagged:
             return
@@ -227,7 +228,8 @@ class Exchange:
             if self._setup.offload is not None and self._flights and not self._departed:
                 self._departed = self._flights[-1][0].depart(wait=True)
                 return False  # return first: workers of one process must post their messages before any of them waits
-            done = [flight.advance() for flight, _ in self._flights]  # a list, since every flight must advance
+            # a list: every flight must advance, also after one that is not done
+            done = [flight.advance() for flight, _ in self._flights]
         return all(done)
 
     def land(self) -> dict[str, Array | None]:
@@ -285,7 +287,7 @@ class Exchange:
         self._show_policy(flat, ("aggregated",))
 
     def _joined(self, unit: Unit, means: Mapping[str, Array | None]) -> Array | None:
-        # The mean of a unit as float32[n]; None where one of its tensors has none.
+        # The mean of a unit as float32[n]; None if one of its tensors has no mean.
         xp, parts = self._setup.xp, [means.get(tensor.name) for tensor in unit.tensors]
         if any(part is None for part in parts):
             return None

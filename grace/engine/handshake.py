@@ -71,7 +71,7 @@ def in_step(sums: Sequence[float], workers: int) -> bool:
 
 
 def joined(sums: Sequence[float], own: Sequence[float], workers: int) -> bool:
-    """Whether some workers sent zeros and all others have this worker's step, given the sums of their headers."""
+    """Whether some workers called hvd.join() and the others are at this worker's step, given the headers' sums."""
     there = round(sums[0] / own[0])
     return there < workers and [round(each) for each in sums] == [there * round(each) for each in own]
 
@@ -80,13 +80,13 @@ class OutOfStep(RuntimeError):
     """Workers are at different steps, or some gave up the step; raised on all of them."""
 
     everyone = False
-    """Whether all workers gave up, so that only this exchange is lost."""
+    """Whether all workers gave up the step: then only this exchange is lost."""
 
 
 def out_of_step(transport: Transport, step: int, attempt: int, failure: str, sums: Sequence[float]) -> OutOfStep:
     """Ask all workers for their step; returns the error that each of them raises."""
     if joined(sums, header(step, attempt, bool(failure), transport.size), transport.size):
-        return OutOfStep(JOINED)  # workers that joined do not answer
+        return OutOfStep(JOINED)  # workers that called hvd.join() do not answer
     texts = [json.loads(text) for text in transport.exchange(json.dumps([step, attempt, failure]))]
     if failures := [f"worker {rank} gave up step {at}: {why}" for rank, (at, _, why) in enumerate(texts) if why]:
         error = OutOfStep("; ".join(failures) + ". No worker kept anything of this exchange")

@@ -42,7 +42,7 @@ def encode_hosted(method: Any, x: Array, state: State, ctx: Context) -> tuple[Pa
 
 @cache
 def _payload(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[tuple[str, tuple[Any, ...]], ...] | None:
-    # `template`, with None for value-dependent lengths; None if the method requests collectives.
+    # `template`, with None in place of lengths that depend on values; None if the method requests collectives.
     try:
         found = template(compressor, xp, shape)
     except ValueError:
@@ -53,7 +53,7 @@ def _payload(compressor: Compressor, xp: Any, shape: tuple[int, ...]) -> tuple[t
 def host_backend(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
     """The host backend that runs a method instead of the toolkit; None: the toolkit runs it.
 
-    Third-party methods may support only one toolkit, so they stay.
+    A third-party method stays with its toolkit: it may support no other.
     """
     if ctx.size < HOSTED or (host := ctx.xp.host) is None or compressor.traits.lossless:
         return None
@@ -63,5 +63,5 @@ def host_backend(ctx: Context, compressor: Compressor, *memory: Memory) -> Any:
 
 
 def on_host(ctx: Context, host: Any, step: Any) -> Context:
-    """The context for the host's backend, with its own workspace: a graph's context outlives its steps."""
+    """The context for the host's backend, with its own workspace, since a graph's context outlives a step."""
     return replace(ctx, xp=host, step=int(step), _workspace=Workspace())

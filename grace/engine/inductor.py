@@ -2,8 +2,8 @@
 functions.
 
 All chunks have one size, so one compilation serves tensors of every size. Random numbers are inputs: values that
-change from step to step must not be compiled in. Float64 sums that are rounded to float32 are assumed equal in any
-order, as between toolkits.
+change from step to step must not be compiled in. Float64 sums, rounded to float32, are assumed not to depend on the
+order of additions, as between toolkits.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class TraceableBits(TorchBits):
 
 
 class TraceableBuffers(TorchBuffers):
-    """The traced code writes to no array."""
+    """Buffers for traced code, which writes to no array."""
 
     def overlap(self, x: Array, y: Array) -> bool:
         return False
 
 
 class TraceableRandom(TorchRandom):
-    """No random numbers: they are inputs."""
+    """Draws no random numbers: they are inputs."""
 
     def words(self, key0: Any, key1: Any, start: int, n: int) -> Array:
         raise Uncompiled("it draws random numbers of a kind that is not compiled")
@@ -205,9 +205,9 @@ class Forms:
                 if key not in self._known:
                     try:
                         with torch.no_grad(), warnings.catch_warnings():
-                            warnings.simplefilter("ignore")  # of the compiler's own
+                            warnings.simplefilter("ignore")  # warnings of the compiler itself
                             self._known[key] = make()
-                    except Exception as error:  # a compiler can fail in many ways, and training must go on
+                    except Exception as error:  # a compiler can fail in many ways, and training must continue
                         self._refuse(key, compressor, error)
         return self._known[key]
 
@@ -215,7 +215,7 @@ class Forms:
         try:
             with torch.no_grad():
                 run(*arrays)
-        except torch._dynamo.exc.TorchDynamoException as error:  # failed to recompile: no output has been written
+        except torch._dynamo.exc.TorchDynamoException as error:  # recompilation failed; no output has been written
             self._refuse(key, compressor, error)
             return False
         return True
@@ -285,7 +285,7 @@ class Forms:
         given = [array.clone() for array in arrays]
         run(*given)
         found = tuple(given[len(vectors) : len(vectors) + len(plain)])
-        if not all(map(_equal, found, plain)):  # sums in another order, for instance
+        if not all(map(_equal, found, plain)):  # differs, as after sums in another order
             raise Uncompiled("compiled, its payload would not be the same to the bit")
         if feedback and not _equal(given[0], compressor.residual(v.clone(), found, ctx)):
             raise Uncompiled("compiled, its residual would not be the same to the bit")

@@ -64,7 +64,7 @@ class LazyMean(Lazy):
             return self._into(out, deferred)
 
     def made(self) -> Program[Array]:
-        """As `array`, for a program: kernels that decode the means of many tensors may run together."""
+        """As `array`, within a program: kernels that decode the means of many tensors may then run together."""
         deferred = workspace(self._ctx).deferred
         array = self.array(deferred)
         if deferred:

@@ -13,7 +13,7 @@ class Options:
     min_numel: int = 1024
     """Tensors of fewer elements go dense, all in one message; 0: compress everything."""
     fuse: str = "tensor"
-    """Which vector a method sees: each "tensor", all of a "bucket" as one flat vector, or the whole "model"."""
+    """The unit that a method compresses: each "tensor", a "bucket" as one flat vector, or the whole "model"."""
     bucket_mb: float = 25.0
     """Bucket size in MiB: a bucket's gradients travel together, and it is closed once full. The first bucket has 1
     MiB."""

@@ -31,7 +31,7 @@ class Checked(NamedTuple):
     """States that can be loaded."""
 
     states: tuple[State, ...]
-    """With this worker's names of units."""
+    """The states, with this worker's names of units."""
     fitted: list[Fitted]
     """The arrays that `load` would set; empty before there are tensors."""
     step: int
@@ -76,7 +76,7 @@ def _under_own_names(setup: Setup, states: Sequence[State]) -> tuple[State, ...]
 
 
 def checked(setup: Setup, states: Sequence[State], lost: bool) -> Checked:
-    """What `load` needs of these states; raises as `Grace.load_state_dict`."""
+    """The data that `load` needs from these states; raises as `Grace.load_state_dict`."""
     given = states = _under_own_names(setup, states)
     for state in states:
         _check_form(setup, state)
@@ -125,7 +125,7 @@ def _fitted(setup: Setup, states: Sequence[State], levels: Mapping[str, int], mo
         if gone:
             changed.add(name)
     carried = {name for state in states for name, cells in state["tensors"].items() if CARRIED in cells}
-    for name in sorted((changed | carried & units.keys()) - mine.keys()):  # it goes dense now, or did before
+    for name in sorted((changed | carried & units.keys()) - mine.keys()):  # the tensor goes dense now, or did before
         mine[name] = {CARRIED: xp.cell(xp.zeros(math.prod(units[name].shape), units[name].dtype))}
     for state in states:
         check_names(mine.keys() - strategies, state["tensors"].keys() - strategies)

@@ -34,18 +34,19 @@ class Schedule:
         self.step = 0
         """Number of exchanges at the end of the last epoch."""
         self.history: dict[str, list[tuple[int, int]]] = {}
-        """By tensor: the epochs in which its level changed, and the new levels. A policy with trials counts steps
-        instead."""
-        self._moments: list[tuple[float, int]] = []  # end times of the steps of the current trial
-        self._told = 0  # the last step reported to it
+        """By tensor: the epochs in which its level changed, and the new levels. With trials, steps take the place of
+        epochs.
+        """
+        self._moments: list[tuple[float, int]] = []  # time and step number at the end of each step of the current trial
+        self._told = 0  # the last step that `trial_over` counted
         self._lr: float | None = None
         self._xp: Any = None
         self._sums: dict[str, Any] = {}
         self._cells: dict[str, Any] = {}  # levels, for graphs
-        self._flag: Any = None  # whether this epoch is watched, for graphs
-        self._feeding: Any = None  # by level, whether what a mean lacks is held for later steps
+        self._flag: Any = None  # `watching`, for graphs
+        self._feeding: Any = None  # `_feeds_back`, for graphs
         self.probe = NoiseProbe() if policy.measures_noise else None
-        """Measures the noise of exchanges, if the policy wants it."""
+        """Measures the noise of exchanges, if the policy needs it."""
 
     def extend(self, sizes: Mapping[str, int], xp: Backend, rank: int) -> None:
         """Add tensors with their numbers of elements; known ones stay unchanged."""
@@ -78,7 +79,7 @@ class Schedule:
 
     @property
     def told(self) -> bool:
-        """Whether a step's end was ever reported."""
+        """Whether a step was ever counted by `trial_over`."""
         return bool(self._told or self.decision.memo)
 
     @property
@@ -96,12 +97,12 @@ class Schedule:
 
     # -- within an epoch --------------------------------------------------------------------------------------------
     def cells(self, name: str) -> list[Any]:
-        """The cells of a tensor that this step changes: the sum of the epoch's gradients, and the probe's."""
+        """The cells of a tensor that this step changes: its sum of the epoch's gradients, and the probe's cells."""
         sums = [self._sums[name]] if self.watching and name in self._sums else []
         return sums if self.probe is None else [*sums, *self.probe.cells(name)]
 
     def feeds_back(self, name: str) -> Any:
-        """1 if what a tensor's mean lacks is held for later steps, else 0; in a graph read when it runs."""
+        """1 if error feedback adds a mean's error to later steps, else 0; a graph reads it at run time."""
         if self._feeding is not None:
             return self._xp.take(self._feeding, self._xp.reshape(self.index(name), (1,)))
         return self._feeds_back[self.level(name)]
@@ -121,8 +122,8 @@ class Schedule:
             return self._xp.asarray(0, "int32")
 
         if self._xp.tracing:
-            # On every worker, even without sums: Horovod matches messages by the names of graph nodes, and these names
-            # count the preceding switches.
+            # Build the switch on every worker, even without sums: Horovod matches messages by the names of graph nodes,
+            # and these names count the preceding switches.
             self._xp.switch(self._flag.read(), [lambda: self._xp.asarray(0, "int32"), add])
         elif self.watching:
             add()
@@ -163,14 +164,14 @@ class Schedule:
         return self.policy.trial(self.decision, workers) is not None
 
     def trial_over(self, step: int, workers: int) -> bool:
-        """Note the end of a trial's step ``step``; True when the trial is over, on all workers together."""
+        """Count step ``step`` of a trial; True when the trial is over, on all workers at the same step."""
         wanted = self.policy.trial(self.decision, workers) or 0
         if step == self._told:
             return False
         self._told = step
         self._moments.append((perf_counter(), step))
         if self.probe is not None and len(self._moments) == 2:
-            self.probe.reset()  # as times, noise is that of the steps after these
+            self.probe.reset()  # noise, as times, is measured in the steps after these
         return len(self._moments) > (wanted and wanted + 1)
 
     def on_trial_end(self, step: int, rank: int, workers: int) -> Program[list[str]]:
@@ -283,7 +284,7 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`."""
         self._read(state)
-        self._moments, self._told = [], 0  # a trial under way is timed anew
+        self._moments, self._told = [], 0  # time a running trial again
         for name, cell in self._sums.items():
             old = cell.read()
             saved = state["sums"].get(name)

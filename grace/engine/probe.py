@@ -11,32 +11,33 @@ from grace.core import Array
 from grace.core.policy import Noise
 
 LEAST, SHARE = 64, 2048
-"""A sample has one element of ``SHARE``, and at least ``LEAST`` of a tensor that has as many."""
+"""A sample has one element in ``SHARE``, but at least ``LEAST``, or the whole of a smaller tensor."""
 
 
 def positions(name: str, size: int) -> list[int]:
     """Positions of the sampled elements: one at random in each of equally long parts; all of a small tensor.
 
-    The same on all workers and toolkits.
+    They are the same on all workers and toolkits.
     """
     count = min(size, max(LEAST, size // SHARE))
-    draw = random.Random(name)  # its own generator: seeds nothing else
+    draw = random.Random(name)  # a generator of its own: the global one stays as it is
     return [min(int((part + draw.random()) * size / count), size - 1) for part in range(count)]
 
 
 class NoiseProbe:
     """Compares exchanged means with exact ones, which cost a message of the sampled elements in each step.
 
-    What error feedback holds back follows from the means: the wanted mean is the exact one and what was held before,
-    and what it lacks is held next. So residuals need not be read, wherever they lie. It is the same on all workers, as
-    means are; the sampling noise is each worker's part of it (`sums`).
+    The probe computes from the means what error feedback holds back, so it need not read residuals. The wanted mean is
+    the exact one plus the held error; the held error of the next step is the wanted mean minus the exchanged one. Both
+    are equal on all workers, as means are; only the distance of a worker's gradient to the exact mean is its own
+    (`sums`).
     """
 
     def __init__(self) -> None:
         self._xp: Any = None
         self._positions: dict[str, Array] = {}
         self._sizes: dict[str, int] = {}
-        self._held: dict[str, Any] = {}  # by tensor, float32[sample]
+        self._held: dict[str, Any] = {}  # held errors by tensor, float32[sample]
         self._sums: dict[str, Any] = {}  # by tensor, float32[3], as `Noise`
 
     def extend(self, sizes: Mapping[str, int], xp: Backend) -> None:
@@ -68,10 +69,10 @@ class NoiseProbe:
         return self._xp.cast(self._xp.take(x, self._positions[name]), "float32")
 
     def observe(self, name: str, mine: Array, exact: Array, mean: Array, feeds_back: Any) -> None:
-        """Compare one step's mean. A step whose mean is not finite changes nothing.
+        """Compare one step's mean with the exact one. A step whose mean is not finite changes nothing.
 
         ``mine``, ``exact``: samples of this worker's gradient and of the exact mean. ``mean``: the exchanged mean of
-        the whole tensor. ``feeds_back``: 1 if what it lacks is held for later steps, else 0; may be traced.
+        the whole tensor. ``feeds_back``: 1 if error feedback holds the error for later steps, else 0; may be traced.
         """
         xp, held, sums = self._xp, self._held[name], self._sums[name]
         wanted = exact + held.read()
@@ -88,19 +89,21 @@ class NoiseProbe:
             cell.assign(self._xp.zeros(3))
 
     def sums(self) -> Array:
-        """float32[3 * tensors]: of each tensor error, wanted, and the distance of this worker's gradients to the mean.
+        """float32[3 * tensors]: for each tensor three squared norms, summed over steps and scaled to the whole tensor.
 
-        The mean over the workers is for `noise`.
+        They are those of the error, of the wanted mean, and of this worker's gradient minus the exact mean. `noise`
+        takes their means over the workers.
         """
         xp = self._xp
         rows = [cell.read() * (self._sizes[name] / self.count(name)) for name, cell in self._sums.items()]
         return xp.concat(rows) if rows else xp.zeros(0)
 
     def noise(self, sums: Array, workers: int) -> dict[str, Noise]:
-        """By tensor. ``sums``: the mean over the workers of `sums`.
+        """The noise of each tensor. ``sums``: the mean over the workers of `sums`.
 
-        The sampling noise of a mean is the variance between workers over their number: the distances, over the number
-        less one. One worker has nobody to compare with: then it is all that is wanted.
+        The sampling noise of a mean is the variance between workers divided by their number: the mean squared distance
+        divided by (workers - 1). A single worker has nothing to compare with: its sampling noise counts as the whole of
+        the wanted mean.
         """
         numbers = self._xp.to_numpy(sums).tolist()
         found = {}
@@ -112,7 +115,7 @@ class NoiseProbe:
     # -- state -------------------------------------------------------------------------------------------------------
     @property
     def held(self) -> dict[str, Array]:
-        """What error feedback holds of each tensor's sample, for a checkpoint."""
+        """The held error of each tensor's sample, for a checkpoint."""
         return {name: cell.read() for name, cell in self._held.items()}
 
     def load(self, held: Mapping[str, Any]) -> None:

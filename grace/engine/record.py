@@ -28,7 +28,7 @@ START: dict[str, Any] = {
     "residual": None,
 }
 """The numbers of `Run.history` before the first line."""
-GROWN = 1.5  # growth of a residual since the middle of a record that causes a warning
+GROWN = 1.5  # a residual that has grown by this factor since the middle of a record causes a warning
 
 
 class Recorder:
@@ -65,14 +65,14 @@ class Recorder:
         return self._passed >= self._every
 
     def begin(self, report: Report, step: int, about: Mapping[str, Any]) -> None:
-        """Write the constant facts, including ``about``. Call again after counts or steps were reset."""
+        """Write the first line: constant facts, including ``about``. Call again after counts or steps were reset."""
         self._facts, self._numbers = [], START
         head = {"format": FORMAT, "when": time.time(), "step": step, "every": self._every, **about}
         self._append([{"kind": "begin", **head, "world_size": report.world_size}, *self._news(report)])
         self._note(report, step)
 
     def write(self, report: Report, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
-        """Write the changes since the last line, if there was a step, and ``metrics``, if there are any."""
+        """Write a line: the changes since the last one, if there was a step, and ``metrics``, if there are any."""
         last = self._last
         if last is None or (step == self._step and not metrics):
             return
@@ -92,7 +92,7 @@ class Recorder:
         if self._tracker is not None:
             try:
                 self._tracker(step, {name: value for name, value in numbers.items() if value is not None})
-            except Exception as error:  # of other people's code, such as a lost connection
+            except Exception as error:  # any error of a tracker, such as a lost connection
                 warnings.warn(f"the tracker failed at step {step}: {error!r}. The training goes on", stacklevel=2)
 
     def _line(self, last: Report, report: Report, step: int) -> dict[str, Any]:
@@ -158,13 +158,13 @@ def _short(norm: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Line:
-    """Consecutive steps, with the tensors as they were then."""
+    """A line of a record: consecutive steps, with the tensors as they were then."""
 
     step: int
     """Number of steps in total when the line was written."""
     steps: int
     seconds: float
-    """Wall time of these steps, for any purpose."""
+    """Wall time of these steps, including everything outside GRACE."""
     bytes_sent: int
     bytes_received: int
     bytes_dense: int
@@ -172,7 +172,7 @@ class Line:
     """Seconds of `grace.engine.report.Report.times` in these steps."""
     skipped: int
     sent: list[int]
-    """Bytes by tensor, as in ``dense``; ``residual``: norms at the end."""
+    """Bytes sent, by tensor; ``dense``: bytes of the gradients; ``residual``: norms at the end."""
     dense: list[int]
     residual: list[float | None]
     tensors: list[dict[str, Any]]
@@ -196,7 +196,7 @@ class Line:
 
 
 def advanced(numbers: Mapping[str, Any], line: Line) -> dict[str, Any]:
-    """The numbers after a line, given those before it: totals, and what holds for the line's steps."""
+    """The numbers after a line, given the ``numbers`` before it: new totals, and the values of the line's own steps."""
     names = ("seconds", "bytes_sent", "bytes_received", "bytes_dense")
     totals = {name: round(numbers[name] + getattr(line, name), 6) for name in names}
     return {**totals, "ratio": line.ratio, "ms_per_step": line.seconds / line.steps * 1e3, "residual": line.norm}
@@ -204,7 +204,7 @@ def advanced(numbers: Mapping[str, Any], line: Line) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What `Grace.record` was given at a step; None: not finite."""
+    """The metrics given to `Grace.record` at a step; None: not finite."""
 
     step: int
     values: dict[str, float | None]
@@ -215,15 +215,15 @@ class Run:
     """A record read from a file."""
 
     about: dict[str, Any]
-    """When the last part began, the present method, the number of workers, the toolkit ..."""
+    """The facts of the last `begin` line: start time, method, number of workers, toolkit ..."""
     tensors: list[dict[str, Any]]
     """The tensors at the end."""
     lines: list[Line]
     metrics: list[Metrics] = field(default_factory=list)
 
     def history(self) -> list[dict[str, Any]]:
-        """A dictionary for each recorded step: totals of seconds and bytes so far; ratio, milliseconds per step and
-        norm of the residuals of the last line; the metrics, if there are any at this step. None: unknown.
+        """A dictionary for each recorded step: the totals of seconds and bytes up to it; the last line's ratio,
+        milliseconds per step and norm of residuals; the metrics, if there are any at this step. None: unknown.
         """
         numbers, found = START, list[dict[str, Any]]()
         rows: list[Line | Metrics] = [*self.lines, *self.metrics]
@@ -247,13 +247,13 @@ class Run:
 
     @property
     def times(self) -> dict[str, float]:
-        """Total seconds: GRACE's own, and "elsewhere" for computing, data and the rest. Empty if unknown."""
+        """Total seconds: GRACE's own, and "elsewhere" for all other time (computation, data). Empty if unknown."""
         names = self.lines[-1].times if self.lines else {}
         own = {name: sum(line.times.get(name, 0.0) for line in self.lines) for name in names}
         return {**own, "elsewhere": max(self.total("seconds") - sum(own.values()), 0.0)} if own else {}
 
     def thinned(self, most: int) -> list[Line]:
-        """Roughly ``most`` lines at most, by joining consecutive ones."""
+        """This record with about ``most`` lines or fewer: consecutive ones are joined."""
         width = max(-(-len(self.lines) // most), 1)
         found: list[Line] = []
         for number, line in enumerate(self.lines):
@@ -356,7 +356,7 @@ def warnings_of(run: Run) -> list[str]:
 
 
 def _growing(run: Run) -> list[str]:
-    # A residual levels off if compression keeps up; one that still grows in the second half may never level off.
+    # A residual levels off if its method sends enough; one that still grows in the second half may never do so.
     grown = []
     for tensor in run.tensors:
         held = [(line.residual[at], line.tensors[at]["level"]) for line, at in run.of_tensor(tensor["name"])]
@@ -378,7 +378,7 @@ def _growing(run: Run) -> list[str]:
 def _dense(run: Run) -> list[str]:
     reasons: dict[str, list[tuple[str, int]]] = {}
     for tensor, sent in zip(run.tensors, run.lines[-1].sent, strict=False):
-        if tensor["method"] == "dense" and tensor["reason"]:  # not dense by a policy's choice
+        if tensor["method"] == "dense" and tensor["reason"]:  # dense, but not by a policy's choice
             reasons.setdefault(tensor["reason"], []).append((tensor["name"], sent))
     total = max(run.lines[-1].bytes_sent, 1)
     return [

@@ -16,22 +16,23 @@ class TensorReport:
     method: str
     """The compressor's name, or "dense"."""
     reason: str
-    """Why it went dense, or that its sparse gradients were made dense; empty otherwise."""
+    """Why the tensor went dense, or that its sparse gradients were made dense; empty otherwise."""
     bytes_sent: int
     bytes_dense: int
     residual_norm: float | None
     """L2 norm of the error-feedback memory on this worker; None if there is none."""
     levels: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """With a policy: the history of levels as (first epoch, level), the present one last. With "auto", steps replace
-    epochs."""
+    """With a policy: the history of levels as (first epoch, level), the current one last. With "auto", steps replace
+    epochs.
+    """
 
     @property
     def level(self) -> str:
-        """The present level as text; empty without a policy."""
+        """The current level as text; empty without a policy."""
         return leveled(self.levels[-1][1]) if self.levels else ""
 
     strategy: str = ""
-    """The strategy that a plan gives it; else empty."""
+    """The tensor's strategy in a plan; empty without a plan."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,20 @@ class Report:
     discarded: int = 0
     """Exchanges whose means no optimizer applied: their state was rolled back, but their bytes count."""
     trials: dict[str, float] = field(default_factory=dict)
-    """With the compressor "auto": seconds of a step, by what was tried."""
+    """With the compressor "auto": seconds of a step, by tried method."""
     noise: dict[str, float] = field(default_factory=dict)
-    """With the compressor "auto": noise that each adds to the mean, relative to the sampling noise."""
+    """With the compressor "auto": the noise that each method adds to the mean, relative to the sampling noise."""
     predicted: dict[str, float] = field(default_factory=dict)
-    """With the compressor "auto": seconds for as much progress as a step with exact means makes."""
+    """With the compressor "auto": seconds that each method takes for the progress of one step with exact means."""
     chosen: str = ""
-    """With the compressor "auto": what holds now, and why; empty during the trials."""
+    """With the compressor "auto": the current choice and its reason; empty during the trials."""
     exchange: str = ""
     """Why the communicator was chosen; empty if it was named."""
     plan: str = ""
-    """What the plan in force was made for, and from what data; empty if unknown."""
+    """The workers and data for which the plan in force was made; empty if unknown."""
     parameters: list[TensorReport] = field(default_factory=list)
     """With `grace.torch.fsdp(parameters=...)`: a row per `fully_shard` call, its shape [workers, elements of a shard].
-    Bytes are those of this worker's shards in all gathers; all other counts are of gradients only."""
+    Bytes are those of this worker's shards in all gathers; all other counts are for gradients only."""
 
     @property
     def ratio(self) -> float:
@@ -80,7 +81,7 @@ class Report:
 
     @property
     def heavier(self) -> str:
-        """A warning if this worker received clearly more bytes than a dense ring allreduce would bring; else empty."""
+        """A warning if this worker received clearly more bytes than it would in a dense ring allreduce; else empty."""
         ring = 2 * (self.world_size - 1) / self.world_size * self.bytes_dense
         if not self.bytes_received > 1.05 * ring > 0:
             return ""
@@ -133,7 +134,7 @@ class Report:
         return "\n".join([head, *lines, *filter(None, ends)])
 
     def _gathered(self, steps: int) -> str:
-        # The parameters in a line; empty without them.
+        # A line about the traffic of parameters; empty if there is none.
         sent, dense = (sum(getattr(row, key) for row in self.parameters) for key in ("bytes_sent", "bytes_dense"))
         if not sent:
             return ""
@@ -144,6 +145,6 @@ class Report:
 
 
 def leveled(level: Mapping[str, Any]) -> str:
-    """A level of a policy as text."""
+    """The text of a policy's level."""
     fields = (f"{key}={value}" for key, value in level.items() if key != "compressor")
     return ", ".join([*filter(None, [level.get("compressor")]), *fields])

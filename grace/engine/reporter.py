@@ -1,4 +1,4 @@
-"""Reports of a Grace, and the record made of them."""
+"""Reports of a Grace, and the record written from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reporter:
         self.skipped = 0
         self.discarded = 0
         self._recorder: Recorder | None = None
-        self._weighed = False  # whether traffic was compared with a dense allreduce's
+        self._weighed = False  # whether the traffic was compared with that of a dense allreduce
         if setup.given_transport is not None:
             self.open_record()
 
@@ -139,7 +139,7 @@ class Reporter:
             self._recorder.write(self.report(), self._setup.step_number(), numbers)
 
     def step_passed(self) -> None:
-        """Write a line if one is due. After the first step: warn if it brought more than a dense allreduce would."""
+        """Write a line if one is due. After the first step: warn if more was received than in a dense allreduce."""
         setup = self._setup
         if not self._weighed and not setup.xp.tracing and setup.schedule is None:
             self._weighed = True

@@ -64,7 +64,7 @@ def check_form(state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     for unit, cells in state["tensors"].items():
         if not isinstance(cells, Mapping):
             raise ValueError(f"this is no state of grace: of {unit!r} it has {cells!r}")
-        places = state["points"].get(unit, {})  # needed for another number of workers: see `complete`
+        places = state["points"].get(unit, {})  # `complete` needs them for another number of workers
         if not isinstance(places, Mapping) or not all(_place(each, sizes.get(unit)) for each in places.values()):
             raise ValueError(f"this is no state of grace: the places of {unit!r} are {places!r}")
 
@@ -123,7 +123,7 @@ def _numbers(name: str) -> list[str]:
 
 
 def renamed(state: Mapping[str, Any], units: Iterable[str]) -> Mapping[str, Any]:
-    """A state under the model's present unit names if `matched` finds all of them; else unchanged."""
+    """A state under the model's current unit names if `matched` finds all of them; else unchanged."""
     tensors, units = state.get("tensors"), list(units)
     if not isinstance(tensors, Mapping) or state.get("policy") or len(tensors) != len(units):
         return state
@@ -152,7 +152,7 @@ def resized(
     size: int,
     changed: Collection[str] = (),
 ) -> Tensors:
-    """The state of worker ``rank`` of ``size``, from the states of all workers of a run with another number.
+    """The state of worker ``rank`` among ``size`` workers, from the states of all workers of a run with another number.
 
     ``states`` of lost workers may be missing; their data is lost.
     ``fresh``: the initial state, by unit and key. ``points``: a unit's compression points on a worker. Each array
@@ -221,7 +221,7 @@ def _follow(
 
 
 def _place_of(state: Mapping[str, Any], unit: str, key: str, wanted: str, of: tuple[str, str]) -> Any:
-    # The place of an array, if it belongs to this stage and is this field of that part; else None.
+    # The place of an array if it belongs to this stage and is this field of this part; else None.
     point, part, field = parsed(key)
     return state["points"].get(unit, {}).get(point) if (stage(point), (part, field)) == (wanted, of) else None
 
@@ -234,8 +234,8 @@ def _moved(
     rank: int,
     size: int,
 ) -> dict[str, Any]:
-    # All residuals go to the first compression of the new strategy, and so do the means of the old strategy's first
-    # compression; nothing else can be moved.
+    # Only residuals and the means of the old strategy's first compression can be moved: both go to the new strategy's
+    # first compression.
     unnamed = any("/" in key for key in cells)  # not a dense tensor's
     first = next((stage(name) for each in range(size) for name in points(unit, each) if name or unnamed), None)
     found = {}
@@ -269,7 +269,8 @@ def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: i
             elif field == RESIDUAL and point in places:
                 first, size = places[point]
                 holders = sharing(point, places[point], everybody)
-                share = workers / (workers if holders == len(states) else holders)  # lost workers held it too
+                # lost workers also held the elements
+                share = workers / (workers if holders == len(states) else holders)
             else:
                 continue
             part = _elements(array, size, unit, key)[: max(0, start + count - first)]
@@ -278,7 +279,7 @@ def _summed(states: Sequence[Mapping[str, Any]], unit: str, start: int, count: i
 
 
 def sharing(point: str, place: Sequence[int], everybody: Iterable[Places]) -> int:
-    """Number of workers that hold the same elements at the same stage, each as a part of one mean."""
+    """Number of workers that hold the same elements at the same stage; their parts add up to one mean."""
     return sum(
         any(stage(name) == stage(point) and tuple(other) == tuple(place) for name, other in places.items())
         for places in everybody

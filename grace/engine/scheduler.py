@@ -20,7 +20,7 @@ PAUSE = False, None
 
 
 class WorkerPool:
-    """A few CPU threads beside the one that computes gradients, for the programs of ``units``."""
+    """CPU threads that run the programs of ``units``, beside the thread that computes gradients."""
 
     def __init__(self, threads: int, units: Collection[str], xp: Backend):
         self._pool, self.units, self._xp = ThreadPoolExecutor(threads, "pool"), units, xp
@@ -109,14 +109,14 @@ class RoundScheduler:
     def settle(self) -> None:
         """Wait for the messages of this round, and start no other."""
         try:
-            self.depart(wait=True)  # the other workers may have sent theirs
+            self.depart(wait=True)  # the other workers may have sent their messages
         except Exception:
             return  # the step is dropped, together with the pool's error
         if self._requests:
             self._wait()
 
     def rest(self) -> None:
-        """Wait until the pool runs nothing of this flight, ignoring its results."""
+        """Wait until the pool runs no program of this flight; ignore the results."""
         wait(self._futures)
 
     @property
@@ -148,7 +148,7 @@ class RoundScheduler:
             return self._step(unit, answer)
 
     def _step(self, unit: str, answer: Any) -> tuple[bool, Any]:
-        # Whether a program has returned, and its result or request.
+        # Whether a program has returned, and its result; else its request.
         try:
             return False, self._programs[unit].send(answer)
         except StopIteration as stop:

@@ -37,7 +37,7 @@ SPARSE = "its sparse gradients are made dense first"
 
 
 def _shown(part: Any, all_fields: bool = False) -> str:
-    """A compressor or a memory by its name, with its settings, or with those that are not the default."""
+    """The text of a compressor or a memory: its name, with all settings or those that are not the default."""
     settings = [
         f"{field.name}={name_of(value) if is_dataclass(value) else repr(value)}"
         for field in (fields(part) if is_dataclass(part) else ())
@@ -68,8 +68,8 @@ class Grace(Averager):
         """Tensors of a state loaded before `build`, with their numbers of elements."""
         self.claimed: set[str] = set()
         """Names used since a state was loaded; no other variable may take them."""
-        self._waiting: tuple[persistence.State, ...] = ()  # loaded before `build`
-        self._lost = False  # whether some of these may be missing
+        self._waiting: tuple[persistence.State, ...] = ()  # states loaded before `build`
+        self._lost = False  # whether some of these states may be missing
 
     def __deepcopy__(self, memo: Any) -> Grace:
         """A Grace with the same settings, workers and state, but its own tensors and counts."""
@@ -85,7 +85,7 @@ class Grace(Averager):
         return Grace, (setup.method, setup.unresolved, None, setup.options, setup.policy)
 
     def __repr__(self) -> str:
-        # Looks for no workers: `transport` would take those that there are now.
+        # Does not read `transport`, which would look for the group of workers now.
         setup, transport = self._setup, self._setup.given_transport
         communicator = setup.unresolved if transport is None else setup.communicator
         compressor, memory = setup.method.compressor, setup.method.memory
@@ -302,7 +302,7 @@ class Grace(Averager):
             self._reporter.begin_record(again=True)
 
     def check_state(self, *states: Mapping[str, Any], lost: bool = False) -> persistence.Checked:
-        """What `load_state_dict` would load; raises as it does."""
+        """The data that `load_state_dict` would load; raises as it does."""
         return persistence.checked(self._setup, states, lost)
 
     # -- report ------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Setup:
         self.defer_commit = False
         self.learning_rate: Callable[[str], Any] | None = None
         self.number: int | None = None
-        """Distinguishes messages of several Graces; agreed on by all workers."""
+        """Distinguishes the messages of several Graces; all workers agree on it."""
         self.attempt = 0
         """Exchanges since the last commit."""
         self.headers: list[tuple[tuple[int, int], Array]] = []
@@ -131,7 +131,7 @@ class Setup:
 
     @property
     def tagged(self) -> bool:
-        """Whether exchanges carry a header. Local workers run in lockstep, and graphs cannot read it."""
+        """Whether exchanges carry a header. Local workers run in lockstep and need none; graphs cannot read one."""
         return self.world_size > 1 and not self.transport.lockstep and not self.xp.tracing
 
     @property
@@ -139,7 +139,7 @@ class Setup:
         return [(self.method, self.unresolved)] if self.schedule is None else self.schedule.ways
 
     def _resolve(self, transport: Transport | None) -> None:
-        # Before the workers are known, resolve for any number of them.
+        # Before the workers are known, resolve communicators for any number of them.
         ways = []
         for method, communicator in self._methods:
             carrier = transport or LocalTransport(World(getattr(communicator, "node_size", 0) or 1))
@@ -234,14 +234,15 @@ class Setup:
             "communicator": "; ".join(dict.fromkeys(repr(way.communicator) for way in self.ways)),
             "policy": repr(self.policy),
             "the checkpoint that was loaded": "none" if self.loaded_step is None else f"of step {self.loaded_step}",
-            # Both decode the same numbers, but a graph may round a constant division differently from a kernel.
+            # Kernels and plain functions read the same payloads, but a graph may round a division by a constant
+            # differently.
             "the use of native kernels": "on" if self.xp.kernels else "off",
             # The record concerns worker 0 alone, and each worker may set its own trace.
             **asdict(replace(self.options, record="", record_every=1, trace=0, tracker=None)),
         }
         global _built
         number = agree(self.transport, settings, tensors, _built)
-        # workers in one process would all get different numbers
+        # in one process each worker would get another number
         if self.number is None and not self.transport.lockstep:
             self.number, _built = number, number + 1
 
@@ -267,7 +268,7 @@ class Setup:
 
     # -- a unit ------------------------------------------------------------------------------------------------------
     def level(self, unit: Unit) -> int:
-        """A unit's present policy level."""
+        """A unit's current policy level."""
         return 0 if self.schedule is None or unit.dense else self.schedule.level(unit.name)
 
     def levels(self, units: Iterable[Unit]) -> dict[Unit, int]:
@@ -275,7 +276,7 @@ class Setup:
         return {unit: self.level(unit) for unit in units}
 
     def way(self, unit: Unit) -> Way:
-        """A unit's present way."""
+        """A unit's current way."""
         return self.ways[self.level(unit)]
 
     def plain(self, unit: Unit, level: int) -> bool:
@@ -305,7 +306,7 @@ class Setup:
 
     @property
     def probe(self) -> NoiseProbe | None:
-        """Measures the noise of exchanges, where a policy wants it."""
+        """The probe that measures the noise of exchanges, for a policy that wants it; else None."""
         return None if self.schedule is None else self.schedule.probe
 
     def deferred_kernels(self) -> DeferredKernels | None:
@@ -334,7 +335,7 @@ class Setup:
             self.store.note_carried()
 
     def switch_level(self, name: str, before: int) -> None:
-        """Move a unit to its new level; state that does not survive the change is initialised again."""
+        """Move a unit to its new level, and initialise state that does not survive the change."""
         unit = self.table.by_name()[name]
         way, ctx, level = self.way(unit), self.context(unit, 0), self.level(unit)
         self.store.enter(unit, before, level, way.communicator.init(way.method, ctx), ctx)

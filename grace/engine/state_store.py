@@ -29,9 +29,9 @@ class Way(NamedTuple):
     """The fast version of the method."""
     communicator: Communicator
     dense: bool
-    """It averages gradients as they are: together, in their bucket's one dense message."""
+    """Whether gradients are averaged uncompressed, in the single dense message of their bucket."""
     layout: str = ""
-    """Where it keeps residuals, if that is elsewhere than for whole tensors on each worker."""
+    """Where residuals are stored; empty: for whole tensors on each worker."""
     choice: str = ""
     """Why the communicator was chosen; empty if it was named."""
 
@@ -46,7 +46,7 @@ def residual_layout(method: Method, communicator: Communicator) -> str:
 
 
 class Fitted(NamedTuple):
-    """A checkpoint array and its target cell."""
+    """A checkpoint array and the cell that it goes to."""
 
     unit: str
     key: str
@@ -119,19 +119,20 @@ class StateStore:
 
     @property
     def switches(self) -> bool:
-        """Whether levels are different methods, rather than one method with different fields."""
+        """Whether the levels are different methods instead of one method with different fields."""
         return self._schedule is not None and self._schedule.policy.switches_methods
 
     def strategy(self, unit: Unit, level: int) -> str:
-        """The strategy that a plan gives a unit; else empty."""
+        """The strategy of a unit in a plan; empty without a plan."""
         return "" if unit.dense else self._ways[level].communicator.strategy(unit.name)
 
     def _layout(self, unit: Unit, level: int) -> str:
-        # Levels of one layout share what outlasts a change of level; to another one it is carried.
+        # State that outlasts a change of level is shared among levels of one layout; to a level of another layout it is
+        # carried.
         return self._ways[level].layout if self.switches else self.strategy(unit, level)
 
     def _alike(self, unit: Unit, level: int) -> list[Cells]:
-        # The cells of all levels of this one's layout that exist so far.
+        # The existing cells of all levels with the same layout as this one.
         cells = self._cells[unit.name]
         layout = self._layout(unit, level)
         return [held for each, held in enumerate(cells) if self._layout(unit, each) == layout]
@@ -153,7 +154,7 @@ class StateStore:
                 cells[CARRIED] = carried
 
     def _made(self, unit: Unit, level: int, state: State) -> Cells:
-        # What outlasts a change of level is shared with the levels before at which the unit travels the same way.
+        # State that outlasts a change of level is shared with the earlier levels of the same layout.
         xp, cells, way, before = self.xp, {}, self._ways[level], self._alike(unit, level)
         for number, (key, value) in enumerate(state.items()):
             old = next((held[key] for held in before if key in held), None)
@@ -190,7 +191,7 @@ class StateStore:
         return list(levels[level].values()) if levels else []
 
     def note_carried(self) -> None:
-        """Note carried residuals again, after cells were restored."""
+        """Mark all units with a carried residual again, after cells were restored."""
         self._carrying |= {name for name, levels in self._cells.items() if levels and CARRIED in levels[0]}
 
     def state(self, unit: Unit, level: int) -> State:
@@ -209,7 +210,7 @@ class StateStore:
     def commit(self, unit: Unit, level: int, state: State, ok: Array, x: Array) -> bool:
         """Commit a step's new state where ``ok``, bool[]. Returns whether x, the gradient's memory, now holds the mean.
 
-        Otherwise the mean may need x, so new state inside x is copied.
+        If not, the mean may need x, so new state inside x is copied.
         """
         parted = False
         for key, cell in self._cells[unit.name][level].items():
@@ -258,7 +259,7 @@ class StateStore:
             self.xp.buffers.write(residual, last)
 
     def _last(self, unit: str, cell: Any, snapshot: Snapshot) -> Array:
-        # A state array as it was at the beginning of the current step.
+        # A state array from the beginning of the current step.
         if (before := snapshot.read(cell)) is not None:
             return before
         value = cell.read()
@@ -278,8 +279,8 @@ class StateStore:
                 self._cells[unit.name][level][key].assign(self.xp.buffers.copy(value))
 
     def _carry(self, unit: Unit, level: int, ctx: Context) -> None:
-        # What was not sent at any point of a way that a tensor leaves is added to this worker's next gradient, so that
-        # it counts in the mean as it did: 1 / holders there, 1 / workers here.
+        # Add the residuals of all points of the old way to this worker's next gradient, scaled so that they count in
+        # the mean as before: with weight 1 / holders there, 1 / workers here.
         xp = self.xp
         cells = {key: cell for held in self._alike(unit, level) for key, cell in held.items()}
         everybody = [self.points(unit, level, replace(ctx, rank=rank)) for rank in range(ctx.world_size)]
@@ -305,7 +306,7 @@ class StateStore:
         A dense unit has one point, and its state belongs to its memory.
         """
         way = self._ways[level]
-        if self.switches and not way.layout:  # one memory, whichever method uses it now
+        if self.switches and not way.layout:  # all levels share one memory
             memories = (each.method.memory for each in self._ways)
             memory = next((memory for memory in memories if memory.feedback), way.method.memory)
             return {"": (replace(way.method, memory=memory), ctx)}
@@ -320,7 +321,7 @@ class StateStore:
         }
 
     def held(self, levels: Mapping[str, int]) -> dict[str, Cells]:
-        """The cells of units that have state at these levels, and those that survive a change of method."""
+        """The cells of each unit with state at these levels, including those that survive a change of method."""
         held = {unit: cells[levels.get(unit, 0)] for unit, cells in self._cells.items()}
         if self.switches:
             for unit, cells in self._cells.items():
@@ -331,16 +332,16 @@ class StateStore:
         return {unit: cells for unit, cells in held.items() if cells}
 
     def load(self, fitted: Iterable[Fitted]) -> None:
-        """Go on with these arrays."""
+        """Continue with these arrays."""
         xp = self.xp
         for levels in self._cells.values() if self.switches else ():
-            # Nothing is held where levels of another layout would.
+            # Zero the lasting state of all levels first: the checkpoint may have none for levels of another layout.
             for way, cells in zip(self._ways, levels, strict=False):
                 for cell in (cell for key, cell in cells.items() if _lasting(key, way)):
                     cell.assign(xp.zeros(xp.shape(cell.read()), xp.dtype(cell.read())))
         for unit, key, cell, array in fitted:
             cell.assign(array)
-            if key == CARRIED:  # for a tensor that goes dense now, the cell is new
+            if key == CARRIED:  # the cell is new if the tensor goes dense now
                 for cells in self._cells[unit]:
                     cells[CARRIED] = cell
                 self._carrying.add(unit)

@@ -63,7 +63,8 @@ class Trace:
         """Write the events of the last steps in Chrome's trace format, for chrome://tracing or ui.perfetto.dev.
 
         Each worker is a process with the tracks "backward" and "worker" (compress, wait, decompress), one track per
-        pool thread, and one for the messages of each bucket, which overlap with the others. ValueError if none is kept.
+        pool thread, and one for the messages of each bucket, which overlap with the others. ValueError if no events are
+        stored.
         """
         if not self.steps:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The engine's data on one unit within one step. A context carries it; methods and memories never look inside."""
+"""The engine's data on one unit within one step. A context carries it; methods and memories never access it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class WarmUp:
         self.epochs, self.ramp_epochs, self.ramp_start, self.lr_factor = epochs, ramp_epochs, ramp_start, lr_factor
         self.settings = settings
         self.plan: Plan | None = None
-        """The plan that was carried out, after the switch."""
+        """The executed plan, after the switch."""
         self.names = NameMap()
         """Old parameter names mapped to new ones, after the switch."""
         self._ranks: dict[str, tuple[int, ...]] | None = None

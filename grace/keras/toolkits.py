@@ -1,4 +1,4 @@
-"""What differs between the toolkits that Keras runs on: variables, devices and graphs."""
+"""The differences between the toolkits that Keras runs on: variables, devices and graphs."""
 
 from __future__ import annotations
 

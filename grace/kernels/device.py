@@ -28,7 +28,7 @@ def device_kernels(xp: Any) -> TritonKernels | None:
     if "_device_kernels" not in xp.__dict__:
         try:
             from grace.kernels.triton import TritonKernels
-        except Exception as error:  # it may fail in any way
+        except Exception as error:  # importing Triton may fail in any way
             give_up(xp, error)
         else:
             xp.__dict__["_device_kernels"] = TritonKernels(xp, partial(give_up, xp))

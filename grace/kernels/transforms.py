@@ -29,7 +29,7 @@ class Transforms(Family):
     ) -> tuple[tuple[Array, ...], Array]:
         """float32[n] -> the payload: codes, scales and streams; and the new residual.
 
-        ``rng``: of the rotation.
+        ``rng``: the random numbers of the rotation.
         """
         how, random = (self._xp.shape(x)[0], width, _bits(levels)), (stream, *rng.keys, rng.offset)
         return self._encode("normal", x, residual, how, (levels, middles, divisor, *random))

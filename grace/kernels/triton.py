@@ -68,7 +68,7 @@ def _sum(x, residual, at, here, ADD: tl.constexpr):
 
 @triton.jit
 def _magnitudes(value):
-    # As integers: they order as the numbers do, with NaN as the largest.
+    # Compare magnitudes as integers: the order is the same, with NaN as the largest.
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -374,7 +374,7 @@ class Launcher:
         self._xp, self._give_up = xp, give_up
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any, **form: Any) -> None:
-        # On the tensors' own device, which may not be the current one. NumPy would warn of NaN and infinity.
+        # Run on the tensors' own device, which may not be the current one. NumPy would warn of NaN and infinity.
         device = self._xp.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore"):

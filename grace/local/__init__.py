@@ -43,11 +43,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "streaming": {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5},
     "sparseloco": {"sync_every": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
 }
-"""Settings by name, beside the defaults of `DiLoCo`."""
+"""Settings by name; `DiLoCo` has the defaults of all others."""
 SPARSE: Mapping[str, Any] = {"compressor": "chunktopk", "memory": "residual", "beta": 0.95}
-"""The Grace of SparseLoCo."""
+"""The parameters of SparseLoCo's Grace."""
 PLAIN = {"average": "workers", "clip": "none"}
-"""The mean of a Grace's own."""
+"""The settings of a plain mean, which a Grace computes itself."""
 
 
 def LocalSGD(grace: Grace, sync_every: int, **settings: Any) -> DiLoCo:
@@ -61,7 +61,8 @@ def LocalSGD(grace: Grace, sync_every: int, **settings: Any) -> DiLoCo:
 def SlowMo(grace: Grace, sync_every: int, outer_momentum: float, **settings: Any) -> DiLoCo:
     """Average parameters every H steps, with heavy-ball momentum: `DiLoCo` with outer_lr=1 and nesterov=False.
 
-    Equals the paper for a constant inner learning rate, by which its momentum is divided; here it is not.
+    Equals the paper's algorithm for a constant inner learning rate: the paper divides momentum by this rate, `SlowMo`
+    does not.
     Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020,
     arXiv:1910.00643, algorithm 1.
     """
@@ -72,8 +73,8 @@ def Streaming(grace: Grace, sync_every: int, fragments: Any, fragment_sync_delay
     """Exchange fragments in turn, overlapped with training: `DiLoCo` with a delay and fragment_update_alpha=0.5.
 
     Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025,
-    arXiv:2501.18512, section 2. Its
-    fragments are layers at equal distances: list their names; a number makes contiguous ones.
+    arXiv:2501.18512, section 2. The paper's fragments are layers at equal distances: to use these, list their names. A
+    number of fragments makes contiguous ones.
     """
     schedule = {"fragments": fragments, "fragment_sync_delay": fragment_sync_delay}
     return DiLoCo(grace, sync_every, **{**PRESETS["streaming"], **schedule, **settings})
@@ -84,8 +85,8 @@ def SparseLoCo(sync_every: int = 30, transport: str | Transport | None = None, *
 
     The Grace is ``{"compressor": "chunktopk", "memory": "residual", "beta": 0.95}``; outer_lr=1, no momentum.
     Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv:2508.15706. Departures: chunks
-    are consecutive elements, not tiles of 64 x 64; each chunk has two magnitudes. ``average="senders"`` and
-    ``clip="median"`` are those of `from_params`.
+    are consecutive elements, not tiles of 64 x 64; each chunk has two magnitudes. For the authors' average over senders
+    and median clip use `from_params` with ``average="senders"`` and ``clip="median"``.
     """
     return from_params({"local": {"preset": "sparseloco", "sync_every": sync_every, **settings}}, transport)
 
@@ -94,9 +95,9 @@ def from_params(params: Mapping[str, Any], transport: str | Transport | None = N
     """A DiLoCo from a dictionary: its settings under "local", and the keys of `grace.grace_from_params`.
 
     ``{"local": {"sync_every": 100}, "compressor": "chunktopk", "beta": 0.95}``. Three more settings are: "preset", one
-    of `PRESETS`, "diloco" by default ("sparseloco" has a compressor of its own); "average" and "clip", as of
-    `PeerMean`, which need communicator "allgather", then the default. Raises as `grace_from_params` and `DiLoCo`, and
-    ValueError for other presets, averages and clips.
+    of `PRESETS`, "diloco" by default ("sparseloco" has a compressor of its own); "average" and "clip", as in
+    `PeerMean`, which need communicator "allgather" and make it the default. Raises as `grace_from_params` and `DiLoCo`,
+    and ValueError for other presets, averages and clips.
     """
     rest = dict(params)
     given = rest.pop("local", None)

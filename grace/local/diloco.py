@@ -58,8 +58,8 @@ class DiLoCo:
         schedule = (fragments, fragment_sync_delay, fragment_update_alpha)
         self.settings = Settings(sync_every, outer_lr, outer_momentum, nesterov, *schedule)
         self.grace = grace
-        """Carries the pseudo-gradients."""
-        grace.learning_rate = lambda name: outer_lr  # for memories that ask for it
+        """The Grace that averages pseudo-gradients."""
+        grace.learning_rate = lambda name: outer_lr  # for memories that need a learning rate
         self._weights, self._on_host = weights, on_host
         self._progress = Progress()
         self._exchange = Exchange(grace, self.settings, weights, self._progress)
@@ -157,7 +157,7 @@ class DiLoCo:
     def settle(self) -> None:
         """Take the current parameters as base, unless a step was made or a state loaded, and compare among workers.
 
-        The integrations call it before the first step. Raises ValueError on all workers, naming the difference, where
+        The integrations call it before the first step. Raises ValueError on all workers, naming the difference, if
         settings, steps or bases differ.
         """
         self._require_built()
@@ -187,15 +187,15 @@ class DiLoCo:
     def step(self) -> None:
         """Count a step of the worker's optimizer, and start or land the exchange that is due.
 
-        Raises what transport and method raise. Then the exchange is dropped; parameters, base, momentum and residuals
-        are as before, and the fragment's next exchange includes the lost pseudo-gradient. Raises RuntimeError on all
-        workers where the last exchange landed on some of them only.
+        Raises any error of the transport or the method. The exchange is then dropped: parameters, base, momentum and
+        residuals stay unchanged, and the fragment's next exchange includes the lost pseudo-gradient. Raises
+        RuntimeError on all workers if the last exchange landed on only some of them.
         """
         for _ in self.stepping():
             pass
 
     def stepping(self) -> Iterator[None]:
-        """`step` for `in_turn`: yields where the other workers have to catch up."""
+        """The generator form of `step` for `in_turn`: yields when the other workers must catch up."""
         self._require_built()
         if not self._settled:
             self._compare()
@@ -206,10 +206,10 @@ class DiLoCo:
             if progress.inner == started:
                 self._exchange.launch((progress.turns % settings.parts,))
                 yield
-            if self._exchange.flight is None:  # not due yet, or failed in this slot
+            if self._exchange.flight is None:  # no exchange is due, or it failed in this slot
                 return
             if not ends:
-                # A round is sent after the wait for the one before: spread these waits over the delay.
+                # Each round is sent after the wait for the previous one: spread these waits over the delay.
                 elapsed = progress.inner - started
                 while self._exchange.flight.rounds < progress.rounds * elapsed // settings.fragment_sync_delay:
                     self._exchange.advance()
@@ -231,7 +231,7 @@ class DiLoCo:
             pass
 
     def finishing(self) -> Iterator[None]:
-        """`finish` for `in_turn`."""
+        """The generator form of `finish` for `in_turn`."""
         self._require_built()
         if not self._settled:
             self._compare()
@@ -254,14 +254,14 @@ class DiLoCo:
 
     # -- state -------------------------------------------------------------------------------------------------------
     def global_state(self) -> dict[str, Any]:
-        """The state that is equal on all workers: "base" and "momentum" of the outer optimizer, by parameter name.
+        """The state that is equal on all workers, by parameter name: "base", and the outer optimizer's "momentum".
 
         Host arrays (PyTorch: CPU tensors; else NumPy), float32, or float64 for float64 parameters.
         """
         return self._model.state()
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's state, without its parameters and its optimizer, which it must save itself. At any inner step.
+        """This worker's state at any inner step. It excludes parameters and the inner optimizer: save these yourself.
 
         An exchange in flight is included, and restarted by `load_state_dict`. `grace.checkpoint.save` writes the state
         to files: save right after landings, or at intervals of at least H / P + fragment_sync_delay steps, since
@@ -297,8 +297,8 @@ class DiLoCo:
         """Continue from this worker's `state_dict`, or, for another number of workers, those of all former workers.
 
         Load the worker's parameters and optimizer first. For another number of workers a new slot begins, parameters
-        become the base, and residuals follow their rules (`grace.core.Resize`). Before `build` the states are stored
-        and loaded by it. Raises ValueError, and changes nothing, for a state that does not fit.
+        become the base, and residuals follow their rules (`grace.core.Resize`). Before `build` the states are stored,
+        and `build` loads them. Raises ValueError, and changes nothing, for a state that does not fit.
         """
         self.check_state(*states)
         if not self.built:
@@ -319,7 +319,7 @@ class DiLoCo:
                 self._exchange.start((self._progress.turns % self.settings.parts,), deltas, side)
 
     def reset(self, transport: str | Transport | None = None, states: Sequence[State] = ()) -> None:
-        """Continue with other workers over another transport, without the exchange in flight. As `Grace.reset`.
+        """Continue with other workers over another transport, as `Grace.reset` does. Drops the exchange in flight.
 
         ``states``: the `state_dict` of every former worker that remains, equal on all workers. A worker that joins, or
         that missed the last landing, takes base and momentum from the others, and its parameters become the base.
@@ -330,7 +330,7 @@ class DiLoCo:
         newest = max(states, key=lambda state: state["landed"], default=None)
         own = [state for state in states if (state["rank"], state["world_size"]) == (self.rank, self.world_size)]
         joins = newest is not None and (not self.steps or [s["landed"] for s in own] != [newest["landed"]])
-        flight, self._exchange.flight = self._exchange.flight, None  # no wait: the workers may be gone
+        flight, self._exchange.flight = self._exchange.flight, None  # do not wait: the workers may be lost
         if flight is not None:
             flight.join()
         self.grace.reset(transport, [state["grace"] for state in states])

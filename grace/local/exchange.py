@@ -21,7 +21,7 @@ class Flight:
     """An exchange of fragments in flight.
 
     ``deltas``: the pseudo-gradients. ``side``: arrays summed uncompressed: float32[3] with the number of landings, its
-    square, and the weight; then buffers. ``delayed``: it lands in a later step, so that a checkpoint may need the
+    square, and the weight; then buffers. ``delayed``: the exchange lands in a later step, so a checkpoint may need the
     pseudo-gradients.
     """
 
@@ -31,7 +31,7 @@ class Flight:
         self.fragments, self.names, self.side = fragments, list(deltas), side
         self.deltas = deltas if delayed else {}
         self.rounds = 0
-        """Rounds that were waited for."""
+        """Number of finished rounds."""
         self._grace, self._delayed = grace, delayed
         self._arrive: Callable[[], list[Any]] | None = None
         self._background: Future[None] | None = None
@@ -44,7 +44,7 @@ class Flight:
             self._background = executor.submit(self._run, deltas)
 
     def _send(self, deltas: dict[str, Array]) -> None:
-        # Named after a tensor: several objects may have exchanges in flight.
+        # Name the message after a tensor: several objects may have exchanges in flight.
         self._arrive = self._grace.transport.start([Reduce(self.side, "sum")], f"local.{self.names[0]}")
         self._grace.launch(deltas, spent=not self._delayed)
 
@@ -67,7 +67,7 @@ class Flight:
         return list(self._arrive()[0])
 
     def join(self) -> None:
-        """Wait for the other thread, if there is one."""
+        """Wait for the executor's thread, if there is one."""
         if self._background is not None:
             wait([self._background])
 
@@ -87,9 +87,9 @@ class Exchange:
         """The names in each fragment, in order of exchange."""
         self.flight: Flight | None = None
         self.side_bytes = 0
-        """Bytes of uncompressed sums."""
+        """Bytes of the uncompressed sums."""
         self.skipped = 0
-        """Means that were not finite."""
+        """Number of non-finite means."""
         self._executor: ThreadPoolExecutor | None = None
 
     def launch(self, fragments: tuple[int, ...]) -> None:
@@ -120,7 +120,7 @@ class Exchange:
             self.flight.start(deltas, None)
 
     def advance(self) -> bool:
-        """One round. True when nothing is left to exchange."""
+        """Wait for one round and send the next. True when nothing is left to exchange."""
         flight = self.flight
         assert flight is not None
         with self.dropped_on_error():
@@ -130,7 +130,7 @@ class Exchange:
         return done
 
     def land(self, alpha: float) -> None:
-        """Apply the means to the base. ``alpha``: share of its own parameters that a worker retains."""
+        """Apply the means to the base. ``alpha``: the weight of a worker's own parameters in its new ones."""
         flight, xp, settings, model = self.flight, self._grace.xp, self._settings, self.model
         assert flight is not None
         together = len(flight.fragments) > 1
@@ -138,7 +138,8 @@ class Exchange:
         with self.dropped_on_error():
             about, *side = flight.sums()
             self._check_landings(about)
-            # The Grace's step count advances once in H steps: methods that alternate by step do so for each fragment.
+            # The Grace's step count advances once every H steps: methods that alternate by step do so for each
+            # fragment.
             self._grace.land(last=last)
         with model.access.inside(), xp.quiet():
             weight = None if self._weights is None else about[2:] / self._grace.world_size
@@ -173,7 +174,7 @@ class Exchange:
             self.skipped += len(skipped)
 
     def _check_landings(self, about: Array) -> None:
-        # The sums are exact and equal on all workers, so all raise together.
+        # The sums are exact and equal on all workers, so all workers raise together.
         landed, squares, _ = self._grace.xp.to_numpy(about).tolist()
         if landed * landed != self._grace.world_size * squares:
             raise RuntimeError(
@@ -191,7 +192,7 @@ class Exchange:
 
     @contextmanager
     def dropped_on_error(self) -> Iterator[None]:
-        """A context for arithmetic. The next pseudo-gradient, relative to the same base, includes a dropped one."""
+        """A context that drops the exchange on an error. The next pseudo-gradient includes it: the base is the same."""
         try:
             with self.model.access.inside(), self._grace.xp.quiet():
                 yield

@@ -38,7 +38,7 @@ class Model:
     """Store bases and momentum as NumPy arrays."""
     parameters: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Any] = field(default_factory=dict)
-    """Those that are floats."""
+    """The float buffers, by name."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     bases: dict[str, Any] = field(default_factory=dict)
     momenta: dict[str, Any] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Model:
         }
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Replace base and momentum by those of a `state`."""
+        """Replace base and momentum with those of a `state`."""
         for mine, theirs in ((self.bases, state["base"]), (self.momenta, state["momentum"])):
             for name in mine:
                 mine[name] = self._stored(self.loaded(theirs[name]))

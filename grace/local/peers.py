@@ -13,16 +13,18 @@ AVERAGES, CLIPS = ("workers", "senders"), ("none", "median")
 
 @dataclass(frozen=True)
 class PeerMean(Compressor):
-    """A compressor whose payloads are averaged in another way, for communicator "allgather".
+    """A compressor with another average of its payloads, for communicator "allgather".
 
     ``average``: over all "workers", or of each element over its "senders", the workers whose decoded payload is not
     zero there. ``clip``: "median" scales decoded payloads of a larger norm down to the median norm of the workers'
-    payloads of the tensor (of an even number: the lower middle one). Errors that a memory feeds back are those of
-    compression alone. With "twostage" norms are those of shards. Raises ValueError for a compressor whose payloads
+    payloads of the tensor (of an even number: the lower middle one). A memory feeds back errors of compression alone,
+    not those of clipping. With "twostage" the norms are those of shards. Raises ValueError for a compressor whose
+    payloads
     are summed or agreed on.
 
-    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv:2508.15706; both are of the
-    authors' training code, not of the paper. Averaging over senders makes steps longer where fewer workers send.
+    Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv:2508.15706; ``average`` and
+    ``clip`` come from the authors' training code, not from the paper. Averaging over senders makes steps longer where
+    fewer workers send.
     """
 
     inner: Compressor
@@ -43,7 +45,8 @@ class PeerMean(Compressor):
 
     @cached_property
     def traits(self) -> Traits:
-        return replace(self.inner.traits, block_size=None)  # a norm is that of the whole tensor
+        # a payload must not be split: its norm is that of the whole tensor
+        return replace(self.inner.traits, block_size=None)
 
     def applies(self, ctx: Context) -> bool:
         return self.inner.applies(ctx)
@@ -78,7 +81,7 @@ class PeerMean(Compressor):
         return total / (xp.maximum(senders, 1.0) if self.average == "senders" else len(payloads))
 
     def _factors(self, payloads: Sequence[Payload], ctx: Context) -> list[Array]:
-        # float32[1] for each payload.
+        # The factor of each payload, float32[1].
         xp = ctx.xp
         decoded = (self.decompress(payload, ctx) for payload in payloads)
         norms = xp.concat([xp.reshape(xp.sqrt(xp.sum(x * x)), (1,)) for x in decoded])

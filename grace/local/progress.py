@@ -1,4 +1,4 @@
-"""A worker's progress in local training, and its comparison: among workers, and with saved states."""
+"""A worker's progress in local training, and comparisons of it with other workers and saved states."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from grace.core import Transport
 from grace.local.settings import Settings
 
 FORMAT = 1
-"""Of `DiLoCo.state_dict`."""
+"""Format version of `DiLoCo.state_dict`."""
 State = Mapping[str, Any]
 
 REMEDIES = {
     "inner steps": "Load checkpoints of one step",
     "parameters": "Begin from the same: grace.torch.broadcast_parameters or BroadcastCallback",
 }
-"""For differences between workers; by default, "Use the same on every worker"."""
+"""Remedies for differences between workers; the default is "Use the same on every worker"."""
 
 
 @dataclass
@@ -26,19 +26,19 @@ class Progress:
     """Counters. A slot is the time from one landing to the next."""
 
     steps: int = 0
-    """Inner steps in all."""
+    """Number of inner steps, across resumed runs."""
     first_step: int = 0
-    """Inner steps when this object began."""
+    """Number of inner steps when this object was made."""
     inner: int = 0
-    """Inner steps of the slot under way."""
+    """Number of inner steps in the current slot."""
     turns: int = 0
-    """Slots that are over: fragments follow them, also where an exchange failed on some workers."""
+    """Number of ended slots. It selects the next fragment, so workers agree even if an exchange failed on some."""
     landed: int = 0
-    """Exchanges that have landed."""
+    """Number of landed exchanges."""
     apart: bool = False
     """Whether parameters may differ from the base."""
     rounds: int = 0
-    """Rounds of an exchange, once known."""
+    """Number of rounds per exchange, once known."""
 
     def step(self) -> None:
         """Count an inner step."""
@@ -73,7 +73,7 @@ def compare(transport: Transport, mine: dict[str, str]) -> None:
 def check_states(
     states: Sequence[State], settings: Settings, shapes: Mapping[str, tuple[int, ...]], lost: bool
 ) -> None:
-    """Raise ValueError, naming the difference, for states that do not fit. ``shapes``: of the parameters, if known.
+    """Raise ValueError, naming the difference, for unsuitable states. ``shapes``: the parameters' shapes, if known.
 
     ``lost``: workers may have missed the last landing.
     """

@@ -19,15 +19,17 @@ class Settings:
     outer_lr: float = 0.7
     """Learning rate of the outer optimizer."""
     outer_momentum: float = 0.9
-    """Momentum of the outer optimizer; 0: stores none."""
+    """Momentum of the outer optimizer; 0: none is stored."""
     nesterov: bool = True
     """Nesterov momentum, as in PyTorch's SGD; otherwise heavy ball."""
     fragments: int | Sequence[Sequence[str]] = 1
-    """P fragments of the model take turns: their number (contiguous, of about equal bytes), or the names in each."""
+    """P fragments of the model take turns: their number (they are contiguous and of about equal bytes), or the names in
+    each.
+    """
     fragment_sync_delay: int = 0
     """Inner steps between the start of an exchange and its landing."""
     fragment_update_alpha: float = 0.0
-    """Share of its own parameters that a worker retains at a landing. 0: parameters become the base."""
+    """Weight of a worker's own parameters in its new ones at a landing. 0: parameters become the base."""
 
     def __post_init__(self) -> None:
         for key in ("sync_every", "fragment_sync_delay"):
@@ -69,8 +71,8 @@ class Settings:
         return self.sync_every // self.parts
 
     def split(self, nbytes: Mapping[str, int]) -> list[tuple[str, ...]]:
-        """The names in each fragment. ``nbytes``: bytes of each parameter, in the model's order. ValueError where
-        listed fragments do not cover each parameter once, or there are more fragments than parameters.
+        """The names in each fragment. ``nbytes``: bytes of each parameter, in the model's order. ValueError if listed
+        fragments do not cover each parameter once, or there are more fragments than parameters.
         """
         names = list(nbytes)
         if not isinstance(self.fragments, int):
@@ -88,15 +90,16 @@ class Settings:
         if self.parts > len(names):
             raise ValueError(f"fragments={self.parts}, but there are only {len(names)} parameters: take fewer")
         ends, cuts = [0, *accumulate(nbytes.values())], [0]
-        for part in range(1, self.parts):  # the cut that is nearest to equal shares and leaves one parameter for each
+        # cut as near to equal shares as possible, with at least one parameter for each fragment
+        for part in range(1, self.parts):
             wanted = ends[-1] * part / self.parts
             free = range(cuts[-1] + 1, len(names) - self.parts + part + 1)
             cuts.append(min(free, key=lambda cut: abs(ends[cut] - wanted)))
         return [tuple(names[start:stop]) for start, stop in zip(cuts, [*cuts[1:], len(names)], strict=True)]
 
     def outer_step(self, base: Array, momentum: Array | None, mean: Array) -> tuple[Array, Array | None]:
-        """Base and momentum after one step of the outer optimizer. ``mean``: of the pseudo-gradients; all arrays of one
-        shape and dtype. ``momentum``: None without.
+        """Base and momentum after one step of the outer optimizer. ``mean``: the mean pseudo-gradient. ``momentum``:
+        None without momentum. All arrays have one shape and dtype.
         """
         if momentum is None:
             return base - self.outer_lr * mean, None

@@ -1,4 +1,4 @@
-"""Decoupled momentum: what is sent decays, or is subtracted, locally."""
+"""Decoupled momentum: each worker subtracts or decays the part of its momentum that was sent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DecoupledMomentum(Residual):
 @register("decoupled")
 @dataclass(frozen=True)
 class Decoupled(Memory):
-    """Dion's momentum: the gradient is added to it, and what the workers agreed on decays in it.
+    """Dion's momentum: the gradient is added to it, and the part that the workers agreed on decays.
 
     M = M + gradient, which is compressed; then M = M - (1 - mu) P R, with P and R the payload of compressor "dion".
     Each worker keeps its own M. Only their mean affects the updates, and it is the momentum that one worker would have

@@ -20,9 +20,9 @@ class DGC(Memory):
     that go dense get u = momentum * u + mean. So the optimizer needs no momentum of its own.
     State: momentum float32[n] (u), residual float32[n] (v).
     ``momentum``: in [0, 1).
-    ``gradient_clipping``: a tensor's gradient is scaled down to this norm over the square root of the number of
-    workers; 0: never. The paper clips by the norm of the whole model, which is unknown during the backward pass.
-    ``nesterov``: look ahead by one step.
+    ``gradient_clipping``: each worker scales a tensor's gradient down to a norm of at most this value divided by the
+    square root of the number of workers; 0: no clipping. The paper clips by the norm of the whole model, which is
+    unknown during the backward pass. ``nesterov``: look ahead by one step.
     ``masking``: False keeps the momentum of sent elements.
     Lin et al., "Deep Gradient Compression", ICLR 2018, arXiv:1712.01887, sections 3.1-3.2, algorithm 1.
     """
@@ -57,7 +57,7 @@ class DGC(Memory):
         if not 0 < xp.piece < ctx.size:
             u, step = self._momentum(x, u)
             return v + step, {**state, "momentum": u}
-        fresh = xp.buffers.empty(ctx.size)  # the old state stays until the exchange is over
+        fresh = xp.buffers.empty(ctx.size)  # the old state must stay intact until the exchange ends
         for start in range(0, ctx.size, xp.piece):
             part = slice(start, min(start + xp.piece, ctx.size))
             momentum, step = self._momentum(x[part], u[part])

@@ -13,7 +13,7 @@ from grace.core.registry import register
 @register("efsignsgd")
 @dataclass(frozen=True)
 class EFSignSGDMemory(Memory):
-    """As residual, for changing learning rates: unsent gradients keep the learning rate of their step.
+    """As memory "residual", for changing learning rates: unsent gradients keep the learning rate of their step.
 
     x = gradient + (last rate / this rate) * residual; residual = x - sent. So an optimizer that multiplies by the
     learning rate applies every gradient with the rate of its own step, as the paper's algorithm does in units of

@@ -13,7 +13,7 @@ from grace.ops.sums import weighted_sum
 @register("lowpass")
 @dataclass(frozen=True)
 class LowPass(Residual):
-    """As residual, but the residual changes slowly, which averages out its noise with many workers or large batches.
+    """A slowly changing residual, which averages out the residual's noise with many workers or large batches.
 
     residual = (1 - rate) * residual + rate * (x - sent). State: residual float32[n].
     ``rate``: in (0, 1]; 1 is the memory "residual". Chen et al. recommend 0.1 to 0.3 for large batches.

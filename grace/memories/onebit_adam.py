@@ -12,7 +12,7 @@ from grace.core.registry import register
 from grace.memories.residual import Residual
 
 UNSEEN = 1e-4
-"""Relative to the mean second moment: smaller ones count as not learned by the warm-up."""
+"""Threshold relative to the mean second moment: smaller moments count as not learned by the warm-up."""
 
 
 @register("onebit_adam")
@@ -112,7 +112,7 @@ class OneBitAdam(Memory):
         return momentum / start[:1] / (xp.sqrt(state["second"] / start[1:]) + self.epsilon)
 
     def _frozen(self, momentum: Array, gradient: Array, state: State, ctx: Context) -> Array:
-        # As `_adam`, with substitutes for second moments that the warm-up has not learned.
+        # `_adam`, with substitutes for second moments that the warm-up has not learned.
         xp, dtype, second = ctx.xp, ctx.xp.dtype(momentum), state["second"]
         number = xp.sum(xp.cast(second > 0, dtype))
         usual = xp.sum(second) / xp.maximum(number, 1.0)

@@ -1,4 +1,4 @@
-"""Compares methods with dense gradients at their best overlap: does compression pay off here, and which method?
+"""Compares methods with dense gradients at the best overlap: which method pays off on a cluster, if any?
 
 Each method is simulated in all `grace.planner.ways`, and with its own plan. The baseline is dense gradients sent the
 same way, with overlap.
@@ -76,9 +76,9 @@ class Verdict:
 
     label: str
     seconds: float
-    """Per step."""
+    """Seconds per step."""
     speedup: float
-    """Dense seconds over these. Below 1 the method is slower."""
+    """Dense seconds over ``seconds``. Below 1 the method is slower."""
     ratio: float
     """Dense bytes over this method's bytes, as sent by one worker."""
     codec_seconds: float
@@ -98,7 +98,7 @@ class Verdict:
 
     @property
     def pays(self) -> bool:
-        """Faster than dense, by more than rounding."""
+        """Whether the method is faster than dense gradients, by more than rounding."""
         return self.speedup > 1 + GAIN
 
 
@@ -147,7 +147,7 @@ class Advice:
 
 
 def candidate(label: str, codec: Codec) -> Candidate:
-    """A method with its default exchange: summed if payloads are linear or agreed on, else gathered."""
+    """A method with its default exchange: payloads are summed if they are linear or agreed on, else gathered."""
     compressor = triple(codec.params)[0].compressor
     return Candidate(label, codec, compressor.traits.combine is not Combine.GATHER, ways.rounds_of(codec))
 
@@ -185,7 +185,7 @@ def advise(profile: Profile, cluster: Cluster, methods: Iterable[Candidate], buc
     verdicts = []
     for method in methods:
         made = _planned(profile, cluster, method.codec, bucket_mb)
-        # a plan without compression: the gain of its dense strategies
+        # a plan without compression shows the gain of its dense strategies
         if made is not None and not made.plan.compressed:
             own = made.seconds[ways.PLAN]
             if made.plan.way == ways.PLAN:
@@ -201,7 +201,7 @@ def advise(profile: Profile, cluster: Cluster, methods: Iterable[Candidate], buc
 
 
 def _planned(profile: Profile, cluster: Cluster, codec: Codec, bucket_mb: float) -> planner.Planned | None:
-    # None for a method that no strategy can carry, or with a fixed communicator.
+    # None if no strategy can carry the method, or if its communicator is fixed.
     try:
         planner.refuse(codec.params)
     except ValueError:
@@ -263,8 +263,8 @@ def faster(cluster: Cluster, factor: float) -> Cluster:
 
 
 def break_even(cluster: Cluster, pays: Callable[[Cluster], bool]) -> float | None:
-    """The bandwidth, in bytes per second, up to which something pays; infinity: above the whole search range; None:
-    nowhere in it. ``pays``: whether it does on a cluster with another bandwidth; gains shrink with bandwidth.
+    """The bandwidth, in bytes per second, up to which ``pays`` returns True; infinity: in the whole search range; None:
+    nowhere in it. ``pays``: takes a cluster with another bandwidth; gains are assumed to shrink with bandwidth.
     """
 
     def gain(exponent: float) -> bool:

@@ -78,7 +78,7 @@ class Codec:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Devices with known costs, the one that computes gradients first."""
+        """Devices with known costs; the device that computes gradients comes first."""
         return tuple(device for device in DEVICES if device in self.speeds)
 
     def encode(self, size: float, device: Device = "gpu") -> float:
@@ -96,7 +96,7 @@ class Codec:
         return replace(self, speeds=speeds)
 
     def offloaded(self, device: float = 1.0, pool: float = 1.0) -> Codec:
-        """Both devices' costs from a codec measured on a host, with a factor on the seconds of each."""
+        """The costs on both devices, from a codec measured on a host: its seconds times one factor for each device."""
         host = self.speeds["gpu"]
         return replace(self, speeds={"gpu": host.slowed(device), "cpu": host.slowed(pool)})
 

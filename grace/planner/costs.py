@@ -49,7 +49,7 @@ KEPT = 12
 
 
 class Term(NamedTuple):
-    """One operation of a strategy, for any tensor size; a collective on the device is the thread's part of it."""
+    """One operation of a strategy, for any tensor size. On the device, a collective is the computing thread's part."""
 
     resource: int
     action: Action
@@ -73,7 +73,7 @@ class Term(NamedTuple):
         joined: bool = False,
         messages: int = 1,
     ) -> float:
-        """Time of it for tensors of these sizes, whose payloads travel as one message.
+        """Seconds of the operation for tensors of these sizes, whose payloads travel as one message.
 
         ``joined``: as in `Cluster.seconds`. ``codec``: None for strategies without compression. ``messages``: number of
         messages among which the payloads are divided equally.
@@ -104,7 +104,8 @@ def terms(cluster: Cluster, option: Option) -> Iterator[Term]:
         within = not cluster.between(action.level)
         sharing = shared if action.level == "inter" else 1
         if action.level == "flat" and action.kind == "alltoall" and not within:
-            sharing = cluster.per_node  # a ring crosses a machine's link once, an all-to-all once per worker
+            # a ring crosses a machine's link once, an all-to-all once for each worker of the machine
+            sharing = cluster.per_node
         if any(cluster.message):
             yield Term(DEVICE, action, share, pieces, 1)
         yield Term(INTRA if within else INTER, action, share, pieces, sharing)
@@ -123,7 +124,7 @@ class Costs:
     """Strategies for tensors of any size, as chains of operations on one cluster with one compressor.
 
     ``devices``: allowed devices for compressions; default: those with known costs. ``max_compressions``: per tensor.
-    ``min_numel``: smaller tensors have no choice: they join other tensors' dense messages.
+    ``min_numel``: smaller tensors have no choice of strategy: they join other tensors' dense messages.
     ``rooted``: False if nothing may go to a single root (see `grace.core.Transport`).
     """
 

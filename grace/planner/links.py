@@ -165,14 +165,15 @@ class Cluster:
         if (workers // size, size) == (self.nodes, self.per_node):
             return self
         source = f"{self.source} among {self.workers} workers, scaled to {workers}"
-        flat = self.flat if (workers > size) == (self.nodes > 1) else None  # it was measured over another kind of link
+        # ``flat`` was measured over another kind of link
+        flat = self.flat if (workers > size) == (self.nodes > 1) else None
         return replace(self, nodes=workers // size, per_node=size, flat=flat, source=source)
 
     def seconds(self, action: Action, held: float, sharing: int = 1, joined: bool = False) -> float:
         """Time of a collective. ``held``: bytes per worker; ``sharing``: number of workers that share a machine's link.
 
-        ``joined``: it travels with another message, and adds no latency of its own. An allreduce that was not measured
-        uses a ring or a tree, whichever is faster.
+        ``joined``: the collective travels with another message, and adds no latency of its own. An allreduce without a
+        measurement takes the time of a ring or a tree, whichever is faster.
         """
         link = self.link(action.level)
         if action.kind == "allreduce" and "allreduce" not in link.fits:
@@ -222,9 +223,9 @@ def cluster(data: Any) -> Cluster:
 def fitted(kind: Kind, workers: int, measured: Iterable[tuple[float, float]]) -> Rate:
     """Latency and seconds per byte, both non-negative, from measured pairs (bytes held, seconds).
 
-    Chooses, among lines through two of the pairs or with their slope, the one with the smallest sum of errors, as
-    ratios: sizes span decades, and an outlier (a burst that a link passes at once, a disturbance) must not bend the
-    line.
+    Chooses the line with the smallest sum of relative errors, among the lines through two pairs and lines of the same
+    slopes. Relative, since sizes span decades; a sum, so that an outlier (a burst that a link passes at once, a
+    disturbance) does not bend the line.
     """
     latencies, bytes_ = COEFFICIENTS[kind](workers)
     points = [(bytes_ * held, t) for held, t in measured if t > 0]

@@ -1,17 +1,17 @@
-"""Predicts local training: workers that exchange pseudo-gradients every H steps, beside synchronous training.
+"""Predicts local training (an exchange of pseudo-gradients every H steps), compared with synchronous training.
 
-With C seconds of computation per step, an exchange of a fragment keeps the device busy for B seconds (encoding,
-decoding, handing messages over) and lets it wait for W seconds of messages, in R rounds. A delay of tau steps hides
+A step computes for C seconds. The exchange of a fragment keeps the device busy for B seconds (encoding, decoding,
+handing messages over) and makes it wait W seconds for messages, in R rounds. A delay of tau steps hides
 
     min(tau C, W min(1, tau / R))
 
-of W: a round is sent after the wait for the one before, so that fewer steps than rounds hide as many rounds. The step
-takes, averaged over the H steps in which each of the P fragments is exchanged once,
+of W. Each round is sent after the wait for the previous one, so tau steps hide at most tau of the R rounds. All P
+fragments are exchanged once in H steps; over these, a step takes on average
 
     C + sum of (B - hidden + W) over the fragments / H
 
-No backward pass hides an exchange, in contrast to synchronous training. Arithmetic on parameters is neglected; messages
-in flight do not slow the computation.
+In contrast to synchronous training, no backward pass hides an exchange. The model neglects arithmetic on parameters and
+assumes that messages in flight do not slow the computation.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ DENSE = "dense"
 
 
 class Cost(NamedTuple):
-    """An exchange of one fragment, in seconds."""
+    """The cost of exchanging one fragment, in seconds."""
 
     busy: float
-    """The device encodes, decodes and hands messages over."""
+    """Time in which the device encodes, decodes and hands messages over."""
     wait: float
-    """The device waits for messages."""
+    """Time in which the device waits for messages."""
     rounds: int
-    """Successive messages."""
+    """Number of successive messages."""
 
     def hidden(self, computation: float, delay: int) -> float:
-        """Seconds of ``wait`` behind a delay of steps of ``computation`` seconds each."""
+        """Seconds of ``wait`` that ``delay`` steps of ``computation`` seconds each hide."""
         return min(delay * computation, self.wait * min(1.0, delay / self.rounds))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The prediction for pseudo-gradients with one method."""
+    """The prediction for local training with one method."""
 
     label: str
     synchronous: float
@@ -60,9 +60,9 @@ class Verdict:
     seconds: float
     """Seconds per step with an exchange every H steps, without delay."""
     delayed: float
-    """The same with the delay."""
+    """Seconds per step with the delay."""
     hiding_delay: int | None
-    """The smallest delay that hides all messages; None: longer than a slot."""
+    """The smallest delay, in steps, that hides all messages; None: no delay within a slot does."""
     nbytes: float
     """Payload bytes that a worker sends per step: those of an exchange / H."""
     break_even: float | None
@@ -77,7 +77,7 @@ class Verdict:
 
     @property
     def pays(self) -> bool:
-        """Faster than synchronous training, by more than rounding."""
+        """Whether local training is faster than synchronous training, by more than rounding."""
         return self.speedup > 1 + GAIN
 
 
@@ -132,9 +132,9 @@ def compare(
     settings: Settings,
     bucket_mb: float = BUCKET_MB,
 ) -> Comparison:
-    """Compare local training with synchronous training, dense and with each method, in every way but a plan.
+    """Compare local training with synchronous training, dense and with each method, in all ways except plans.
 
-    ``settings``: of which the schedule counts. ``bucket_mb``: size of GRACE's buckets. Raises ValueError for a method
+    ``settings``: only the schedule matters. ``bucket_mb``: size of GRACE's buckets. Raises ValueError for a method
     that no way can carry, and for more fragments than tensors.
     """
     computation = profile.forward + profile.backward
@@ -181,7 +181,7 @@ def compare(
 
 
 def cost(fragment: Profile, cluster: Cluster, codec: Codec | None, way: Way, bucket_mb: float = BUCKET_MB) -> Cost:
-    """The cost of exchanging a fragment's pseudo-gradients, all known at once. ``codec``: None for a dense way."""
+    """The cost of exchanging a fragment, whose pseudo-gradients are known all at once. ``codec``: None if dense."""
     idle = replace(fragment, tensors=tuple(replace(tensor, backward=0.0) for tensor in fragment.tensors))
     play = ways.play(idle, cluster, codec, way, bucket_mb)
     busy = sum(seconds for chain in play.timeline.chains for resource, seconds in chain if resource == DEVICE)
@@ -202,7 +202,7 @@ def _every(codec: Codec | None, cluster: Cluster) -> list[Way]:
 
 
 def _fragments(profile: Profile, settings: Settings) -> list[Profile]:
-    # Gradients come in the order of the backward pass, fragments in that of the model.
+    # A profile has the order of the backward pass, `Settings.split` needs that of the model.
     named = {tensor.name: tensor for tensor in reversed(profile.tensors)}
     parts = settings.split({name: tensor.nbytes for name, tensor in named.items()})
     return [replace(profile, tensors=tuple(named[name] for name in reversed(part))) for part in parts]

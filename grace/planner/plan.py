@@ -116,11 +116,11 @@ class Plan:
         } | ({} if self.basis is None else {"basis": self.basis.to_dict()})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON."""
+        """Write the plan as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     def check(self, sizes: Mapping[str, int] | None = None, workers: int | None = None) -> None:
-        """Raise ValueError unless it was made for these tensors and this number of workers."""
+        """Raise ValueError unless the plan was made for these tensors and this number of workers."""
         if workers is not None and workers != self.workers:
             raise ValueError(f"the plan is for {self.workers} workers, but there are {workers}: plan again")
         if sizes is not None and set(sizes) != set(self.tensors):
@@ -208,7 +208,7 @@ class Basis:
     def plan(
         self, workers: int = 0, per_node: int = 0, compressor: Compressor | None = None, rooted: bool = True
     ) -> Plan:
-        """The plan for this number of workers (0: unchanged), and one of the settings with known costs.
+        """A plan for this number of workers (0: unchanged) and for a setting of the compressor with known costs.
 
         ``per_node``: as in `Cluster.among`. ``rooted``: as in `Costs`. ValueError for other settings, and as in `make`.
         """
@@ -310,7 +310,7 @@ def make(
     names = tuple(tensor.name for tensor in profile.tensors)
     tensors = {name: choice.option for name, choice in zip(names, selection.choices, strict=True)}
     own = Play(problem.timeline(selection.choices), names, tuple(map(costs.labels, tensors.values())))
-    # Dense ways come first: another must be faster by more than rounding.
+    # Dense ways come first: another way must be faster by more than rounding.
     way: Way | None
     way, play = uniform[0]
     for other, each in (*uniform[1:], (None, own)):

@@ -64,7 +64,7 @@ class Profile:
         return {"version": FORMAT, **asdict(self)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON."""
+        """Write the profile as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1))
 
 

@@ -2,8 +2,8 @@
 
 Two modes. "paper": one pass over the tensors, large ones first, then some compressions move to the CPU (Espresso,
 section 4.4, algorithms 1 and 2). "refined": passes until nothing changes, from several starting points, swaps of two
-tensors' strategies, and passes after random changes of a few strategies. docs/planner.md shows how far each is from the
-optimum.
+tensors' strategies, and passes after random changes of a few strategies. docs/planner.md shows how far each mode is
+from the optimum.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _State:
         self.line.set({tensor: choice.chain for tensor, choice in enumerate(self.choices)})
 
     def improve(self, alternatives: Iterable[Mapping[int, Choice]]) -> bool:
-        # Apply the best of these changes if it beats the present state.
+        # Apply the best of these changes if it beats the current state.
         best, found = self.line.seconds * (1 - GAIN), None
         for changes in alternatives:
             seconds = self.line.tried({tensor: choice.chain for tensor, choice in changes.items()}, best)

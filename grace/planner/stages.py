@@ -10,7 +10,7 @@ from grace.planner.profile import Profile
 
 @dataclass(frozen=True)
 class Edge:
-    """What one message of an edge costs, in one direction."""
+    """The cost of one message of an edge, in one direction."""
 
     nbytes: float
     wire: float
@@ -20,7 +20,7 @@ class Edge:
 
 
 def edge_seconds(stage_bytes: float, link: Link, codec: Codec | None = None) -> Edge:
-    """The cost of sending a micro-batch's activations, ``stage_bytes`` in float32, or their gradients over a link."""
+    """The cost of sending a micro-batch's activations or gradients over a link; ``stage_bytes`` in float32."""
     size = stage_bytes / 4
     nbytes = stage_bytes if codec is None else codec.wire(size)
     spent = 0.0 if codec is None else codec.encode(size) + codec.decode(size)
@@ -28,10 +28,10 @@ def edge_seconds(stage_bytes: float, link: Link, codec: Codec | None = None) -> 
 
 
 def step_seconds(profile: Profile, stages: int, microbatches: int, edge: Edge) -> float:
-    """Seconds of a step under GPipe, of a model cut into stages of equal work.
+    """Seconds of a step under GPipe, for a model cut into stages of equal work.
 
-    In each direction the first micro-batch passes all stages and edges; then one more arrives each time that the slower
-    of a stage and an edge takes. A stage encodes and decodes; messages overlap with computation.
+    In each direction the first micro-batch passes all stages and edges; each further one arrives after the time of a
+    stage or of an edge, whichever is longer. A stage encodes and decodes; messages overlap with computation.
     """
     total = 0.0
     for seconds in (profile.forward, profile.backward):

@@ -33,7 +33,7 @@ def profile(model: Any, loss: Callable[[], Any], steps: int = 20, warmup: int = 
     def whole() -> Any:
         with tf.GradientTape() as tape:
             value = loss()
-        # Return a scalar per gradient: none may be pruned, and none must be copied.
+        # Return a scalar per gradient, so that the graph prunes no gradient and copies none.
         return [tf.reduce_max(gradient) for gradient in tape.gradient(value, model.trainable_variables)]
 
     one, both = (_median(call, steps, warmup) for call in (forward, whole))

@@ -1,8 +1,8 @@
 """Simulates a step: backward passes, compressions and messages of all tensors on shared resources.
 
 A tensor's gradient is ready after its part of the backward pass; then its chain of operations follows, each on one
-resource. A resource runs operations in order of readiness, one at a time and without preemption (the pool of CPU
-threads: as many as it has threads). Among operations that are ready at the same time, chains precede the backward
+resource. A resource runs operations in order of readiness, without preemption and one at a time (the pool of CPU
+threads: one per thread). Among operations that are ready at the same time, chains precede the backward
 pass, since a hook compresses before the next gradient is computed, and earlier tensors precede later ones.
 
 Espresso, section 4.3: F(S), the time of a step under the strategies S.
@@ -80,7 +80,7 @@ class Timeline:
 
     @property
     def chains(self) -> tuple[Chain, ...]:
-        """The present chains."""
+        """The current chains."""
         return tuple(self._chains)
 
     def set(self, changes: Mapping[int, Chain]) -> float:
@@ -93,7 +93,7 @@ class Timeline:
         return self.seconds
 
     def tried(self, changes: Mapping[int, Chain], best: float = inf) -> float:
-        """The step's time with these chains instead; infinite if it is not below ``best``."""
+        """The step's time with these chains instead; infinity if it is not below ``best``."""
         self.simulations += 1
         seconds = self._player.tried(changes, best)
         return seconds if seconds < best else inf
@@ -121,9 +121,10 @@ class _Player:
         self._chains: list[Chain] = [()] * len(backward)
         never = (-inf,) * 4
         self._moments = {0: _Moment(0.0, (0.0,) * 4, (0.0,) * 4, self.pool, (), (), never)}
-        self._last: list[list[float]] = [[*never] for _ in backward]  # start of its last operation on each link
+        # start of each tensor's last operation on each link
+        self._last: list[list[float]] = [[*never] for _ in backward]
         self._gaps: list[float] = [*never]  # start of the last tensor's first message that finds the link idle
-        self._totals = [sum(backward), 0.0, 0.0, 0.0]  # of all chains, by resource
+        self._totals = [sum(backward), 0.0, 0.0, 0.0]  # total work of all chains, by resource
 
     def _put(self, tensor: int, chain: Chain) -> None:
         before, after = _loads(self._chains[tensor]), _loads(chain)
@@ -208,7 +209,7 @@ class _Player:
             take(ready)
             if chains[tensor]:
                 heappush(waiting, (ready, tensor, 0))
-        take(ready)  # the hook's work on the last gradient precedes all deferred operations
+        take(ready)  # the work of the hook for the last gradient precedes all deferred operations
         for at, tensor, number in late:
             heappush(waiting, (max(at, ready), tensor, number))
         take(inf)

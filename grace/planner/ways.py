@@ -160,7 +160,7 @@ def play(
     """
     laid = buckets(profile, bucket_mb, min_numel)
     ends = dict(zip(profile.tensors, accumulate(tensor.backward for tensor in profile.tensors), strict=True))
-    # completion time of each bucket in the backward pass
+    # time in the backward pass at which each bucket is complete
     ready = [max(ends[tensor] for tensor in bucket) for bucket in laid]
     backward = [end - begin for begin, end in pairwise([0.0, *ready])]
     alone = 0 if way is DENSE else min_numel  # larger tensors go this way, smaller ones by a plain allreduce
@@ -179,9 +179,9 @@ def play(
 def _operations(
     cluster: Cluster, codec: Codec | None, way: Way, large: Sequence[float], small: Sequence[float]
 ) -> list[tuple[Term, float]]:
-    # The operations of a bucket. Small tensors have a dense message before the first one of the others.
+    # The operations of a bucket. Small tensors have a dense message, before the first message of the larger ones.
     found: list[tuple[Term, float]] = []
-    # The thread's part of a message accompanies the message.
+    # Each message of an action has a part of the computing thread and one of the link.
     for action, group in groupby(terms(cluster, way.option) if large else (), key=lambda term: term.action):
         times = rounds_of(codec) if codec is not None and action.compressed else 1
         found += [(term, term.seconds(cluster, codec, large, messages=times)) for term in group] * times
@@ -191,5 +191,5 @@ def _operations(
 
 
 def rounds_of(codec: Codec) -> int:
-    """Successive messages per bucket: methods that agree on a payload request its factors in turn."""
+    """Number of successive messages per bucket. Methods that agree on a payload request its factors in turn."""
     return 2 if triple(codec.params)[0].compressor.traits.combine is Combine.AGREED else 1

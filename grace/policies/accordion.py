@@ -111,10 +111,10 @@ class AccordionBatch(Detector):
     """Small batches while gradients change fast, and large ones from the first calm window on.
 
     A large batch accumulates the gradients of ``batch_growth`` batches before an exchange, which reduces the messages
-    by this factor. There is one decision for the whole model, by the rule of `Accordion`, from small to large and never
-    back; not in an epoch whose learning rate falls (``lr_rule``). The decision includes the factor by which linear
-    scaling raises the learning rate. For loops that accumulate ``grace.decision.micro_steps`` batches, as PyTorch's do.
-    Agarwal et al., as `Accordion`, section 4.3.
+    by this factor. There is one decision for the whole model, by the rule of `Accordion`: from small to large, never
+    back, and not in an epoch in which the learning rate falls (``lr_rule``). The decision includes the factor by which
+    linear scaling raises the learning rate. For loops that accumulate ``grace.decision.micro_steps`` batches, as
+    PyTorch's do. Agarwal et al., as `Accordion`, section 4.3.
     """
 
     batch_growth: int = 8

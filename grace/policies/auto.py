@@ -1,4 +1,4 @@
-"""The method that is expected to reach a quality first."""
+"""Chooses the method that is expected to reach a given quality first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grace.core.policy import Decision, Forecast, Level, Noise, Policy, number
 from grace.core.registry import register, triple
 
 DENSE, FLUSH, FIRST = 0, 1, 2
-"""Levels: gradients as they are; the same, and with them what memories still hold; the first candidate."""
+"""Levels: dense gradients; dense gradients plus the residuals that memories still hold; the first candidate."""
 CANDIDATES = (
     "fp16",
     {"compressor": "blockint", "bits": 8, "rounding": "stochastic"},
@@ -32,32 +32,33 @@ EFFORTS = {"safe": 0.05, "balanced": 0.5, "fast": 2.0}
 FACTOR = 0.5
 """A step with noise ratio r counts as 1 / (1 + FACTOR r) steps.
 
-Twice the noise in a gradient halves what a step is worth where noise alone limits it (McCandlish et al., "An Empirical
-Model of Large-Batch Training", 2018, arXiv:1812.06162, section 2.2), which would be a factor of 1. Trainings of a
-Transformer that took 180 steps to a perplexity of 38 with dense gradients took 200 and 220 with eden of 2 bits and 1
-bit, whose errors are 0.13 and 0.57 of the gradient's square: about half of that, since part of a training is limited by
-curvature, not by noise.
+Where noise alone limits a training, twice the noise in a gradient halves the progress of a step (McCandlish et al., "An
+Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162, section 2.2): a factor of 1. Measured, it is about
+half of that, since curvature also limits a training: a Transformer reached a perplexity of 38 after 180 steps with
+dense gradients, and after 200 and 220 with eden of 2 bits and 1 bit, whose squared errors are 0.13 and 0.57 of the
+squared gradient.
 """
 DELAY_FACTOR = 0.15
 """FACTOR of methods with error feedback, whose noise ratio is a delay (`noise_ratio`).
 
-About what short trainings of the same Transformer showed (docs/guide.md, `python -m benchmarks.noise`): powersgd of
-rank 16 and 4 and topk of 10 % and 1 % had ratios of 0.26, 1.9, 0.48 and 9.4, and took 1.01, 1.33, 1.26 and 2.25 steps
-for one.
+It roughly fits short trainings of the same Transformer (docs/guide.md, `python -m benchmarks.noise`): powersgd of rank
+16 and 4 and topk of 10 % and 1 % had ratios of 0.26, 1.9, 0.48 and 9.4, and took 1.01, 1.33, 1.26 and 2.25 times as
+many steps as dense gradients.
 """
 WORST = 1e9
-"""Stands for a noise ratio that is larger, or not a number."""
+"""The largest noise ratio; it also replaces NaN."""
 
 
 def noise_ratio(noise: Mapping[str, Noise], feeds_back: bool) -> float:
     """The noise that an exchange adds to the mean of a model, relative to the mean's own sampling noise; at most WORST.
 
-    Of a method with error feedback it is a model: what is held back over what is sent, both as squared norms. That is
-    the number of steps by which a gradient is late on average: a fraction d sent in each step makes (1 - d) / d. Errors
-    that are sent later do not add up as noise does, and theory has 1 / d only in a term that vanishes faster than that
-    of the noise (Stich and Karimireddy, "The Error-Feedback Framework: Better Rates for SGD with Delayed Gradients and
-    Compressed Communication", 2019, arXiv:1909.05350), so for long trainings the model is too strict. Effort bounds
-    both kinds alike: in short trainings a delay of half a step came at about the quality of a noise ratio of a half.
+    For a method with error feedback it is instead the ratio of the squared norms of the held-back and the sent part,
+    which models the number of steps by which a gradient is late on average: if a fraction d is sent in each step, (1 -
+    d) / d. For long trainings this model is too strict. Errors that are sent later do not add up as noise does, and in
+    theory 1 / d appears only in a term that vanishes faster than the noise term (Stich and Karimireddy, "The
+    Error-Feedback Framework: Better Rates for SGD with Delayed Gradients and Compressed Communication", 2019,
+    arXiv:1909.05350). ``effort`` bounds both kinds of ratio alike: in short trainings a delay of half a step cost about
+    as much quality as a noise ratio of a half.
     """
     error, wanted, sampling = (sum(values) for values in zip(*noise.values(), strict=True)) if noise else (0.0,) * 3
     over = wanted - error if feeds_back else sampling
@@ -70,22 +71,24 @@ def noise_ratio(noise: Mapping[str, Noise], feeds_back: bool) -> float:
 @register("auto")
 @dataclass(frozen=True)
 class Auto(Policy):
-    """Try methods on the first steps of a training, and go on with the one that is expected to make most of a second.
+    """Try methods in the first steps of a training, and continue with the one of most expected progress per second.
 
-    Steps are timed whole, with the model's own work, and the slowest worker counts. In the same steps the noise that
-    the exchange adds is measured (`noise_ratio`). The seconds of a step, times 1 + FACTOR (or DELAY_FACTOR) times the
-    noise ratio, are those of a step's worth of progress; the least is chosen. Afterwards the noise is measured on:
-    where it exceeds what ``effort`` allows, another choice is made, as if all methods' noise had grown alike.
+    Whole steps are timed, including the model's computation, on the slowest worker; the same steps measure the noise
+    that the exchange adds (`noise_ratio`). The cost of a method is the time of its step times (1 + f r), with noise
+    ratio r and f = FACTOR, or DELAY_FACTOR with error feedback; the cheapest method is chosen. The noise is measured
+    further: if it exceeds the limit of ``effort``, the policy chooses again, assuming that the noise of all methods
+    grew by the same factor.
 
-    Every trial trains: what a method did not send is sent before gradients go on by a method without error feedback.
-    Methods without it are tried first. Another number of workers is another question: the trials begin anew.
+    Trials are part of the training: before a switch from a method with error feedback to one without, its residuals are
+    sent. Methods without error feedback are tried first. After a change of the number of workers the trials start
+    again.
 
     ``candidates``: names of compressors, or settings as for `grace.grace_from_params` (compressor, memory,
     communicator and their parameters). Their memory is "residual" or "none".
     ``effort``: "safe", "balanced" or "fast": noise ratios of at most 0.05, 0.5 or 2.
-    ``trial_steps``: timed steps of each; two before them are not timed. The median counts.
-    ``watch_steps``: steps from one look at the noise to the next, afterwards; 0: none.
-    ``margin``: by what part of its cost a method must be cheaper than dense gradients for these to be given up.
+    ``trial_steps``: timed steps per method, after two untimed ones; their median counts.
+    ``watch_steps``: steps between two measurements of the chosen method's noise; 0: none.
+    ``margin``: the fraction by which a method must be cheaper than dense gradients to be chosen.
     """
 
     candidates: tuple[Any, ...] = CANDIDATES
@@ -141,7 +144,7 @@ class Auto(Policy):
     ) -> Decision:
         memo, level = decision.memo, _current(decision)
         if memo.get("workers") != workers:
-            # What memories hold of the steps before is sent first, where there were any.
+            # If steps were made before, send the residuals of memories first.
             first = FLUSH if memo else DENSE
             return _at(decision, first, {"workers": workers, "seconds": {}, "chosen": None, "noise": {}, "left": {}})
         if level == FLUSH:
@@ -157,7 +160,7 @@ class Auto(Policy):
         return self._go(decision, self._best(memo), {**memo, "chosen": self._best(memo)})
 
     def _watched(self, decision: Decision, ratio: float) -> Decision:
-        # The next choice, if the noise of the one that holds has grown beyond what is allowed.
+        # Choose again if the noise of the chosen method has grown beyond the limit of `effort`.
         memo, level = decision.memo, _current(decision)
         if ratio <= EFFORTS[self.effort]:
             return decision
@@ -172,7 +175,7 @@ class Auto(Policy):
         return _at(decision, FLUSH if flush else level, memo)
 
     def _order(self) -> list[int]:
-        # Of the trials: what a method did not send must not come into the noise of one that holds nothing.
+        # The order of the trials: residuals of one method must not count as noise of a method without error feedback.
         tried = range(FIRST, FIRST + len(self.candidates))
         return [DENSE, *sorted(tried, key=self._feeds_back)]
 

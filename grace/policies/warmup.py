@@ -51,5 +51,5 @@ class Warmup(Policy):
     def on_epoch_end(
         self, decision: Decision, epoch: int, lr: float | None, next_lr: float | None, norms: Mapping[str, float]
     ) -> Decision:
-        level = (epoch + 1) // self.warmup_epochs  # the last level holds beyond the end
+        level = (epoch + 1) // self.warmup_epochs  # after the last reduction its level stays
         return replace(decision, levels=dict.fromkeys(decision.levels, level))

@@ -1,10 +1,10 @@
-"""Compression between pipeline stages: activations forward, their gradients backward, each direction by itself.
+"""Compression between pipeline stages: of activations (forward) and of their gradients (backward), set up separately.
 
     stage = grace.torch.PipelineStage(module, i, n, device, forward={"compressor": "blockint", "bits": 8})
     layer = grace.torch.Boundary(forward={"compressor": "blockint", "bits": 4})    # the same numerics in one process
 
-This package has what all toolkits share: `codec` holds the pure functions, `ends` the state at the ends of an edge. An
-edge joins stage i and stage i + 1. Examples are the rows of a batch, and each is compressed by itself.
+This package has the parts that all toolkits share: `codec` holds the pure functions, `ends` the state at the ends of an
+edge. An edge joins stage i and stage i + 1. Examples are the rows of a batch, and each is compressed by itself.
 
 Rudakov, Beznosikov, Kholodov and Gasnikov, "Activations and Gradients Compression for Model-Parallel Training", 2024,
 arXiv:2401.07788, for "none", "ef", "ef21" and top-k; Wang et al., "Fine-tuning Language Models over Slow Networks using

@@ -1,4 +1,4 @@
-"""What crosses an edge, as pure functions over a compressor and arrays of a backend."""
+"""The payloads that cross an edge, as pure functions over a compressor and a backend's arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grace.ops.validate import fitting, placed
 FEEDBACKS = ("none", "ef", "ef21", "aq")
 SHAPED = replace(EXACT, needs_shape=True)
 NARROW = 2**16
-"""Up to this many elements in an example, a place takes fewer than 32 bits."""
+"""Up to this many elements per example, a position within the example takes fewer than 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ class ExampleTopK(Placed):
         return values, placed(xp, xp.reshape(positions, (-1,)), m * n)
 
     def _sizes(self, ctx: Context) -> tuple[int, int, int]:
-        # Examples, elements of each, and elements sent of each.
+        # Number of examples, elements per example, and sent elements per example.
         n = math.prod(ctx.shape[1:])
         return ctx.shape[0], n, kept(self.compress_ratio, n)
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Compresses each example of a batch by itself. ``ctx.shape``: of the batch; its first dimension counts examples.
+    """Compresses each example of a batch by itself. ``ctx.shape``: the batch's; its first dimension counts examples.
 
-    A batch is one payload where that makes no difference: if each example has whole blocks and whole bytes.
+    A batch is compressed as one payload if the result is the same: if each example has whole blocks and whole bytes.
     """
 
     compressor: Compressor
@@ -94,7 +94,7 @@ class Codec:
         return run_local(self.compressor.compress(x, {}, ctx), self.compressor)[0]
 
     def positions(self, payloads: list[Payload], ctx: Context) -> Array:
-        """int32[K]: where the batch has elements, ascending; only of `ExampleTopK`."""
+        """int32[K]: the positions of the sent elements in the batch, ascending; only for `ExampleTopK`."""
         assert isinstance(self.compressor, ExampleTopK)
         return self.compressor.parts(payloads[0], ctx)[1]
 
@@ -102,10 +102,11 @@ class Codec:
 def send(codec: Codec, feedback: str, x: Array, state: State, ctx: Context) -> tuple[list[Payload], Array, State]:
     """The sender's side: payloads, float32[n] that the receiver computes with, and next state.
 
-    x: float32[n], a batch; not changed. State float32[n]: of "ef" the ``error``; of "ef21" and "aq" the ``estimate``,
-    equal at both ends.
-    "none": C(x). "ef": c = C(x + e), e becomes x + e - c. "ef21", "aq": c = C(x - A), A becomes A + c, which the
-    receiver computes with. An element that is not finite reaches the receiver and leaves the state as it was.
+    x: float32[n], a batch; not changed. State float32[n]: the ``error`` ("ef"), or the ``estimate``, equal at both ends
+    ("ef21", "aq").
+    "none": the receiver computes with c = C(x). "ef": with c = C(x + e), and e becomes x + e - c. "ef21", "aq": c = C(x
+    - A), and A becomes A + c, with which the receiver computes. A non-finite element reaches the receiver and leaves
+    the state unchanged.
     """
     xp = ctx.xp
     if feedback == "none":
@@ -130,7 +131,7 @@ def receive(codec: Codec, feedback: str, payloads: list[Payload], state: State, 
 
 
 def init(feedback: str, ctx: Context, sender: bool) -> State:
-    """The state before the first batch of "none", "ef" and "ef21"; the rows of "aq" are `Samples`."""
+    """The state before the first batch, for "none", "ef" and "ef21"; "aq" stores its rows in `Samples`."""
     if feedback == "ef" and sender:
         return {"error": ctx.xp.zeros(ctx.size)}
     return {"estimate": ctx.xp.zeros(ctx.size)} if feedback == "ef21" else {}

@@ -20,7 +20,9 @@ from grace.stages import codec as codecs
 from grace.stages.settings import Direction
 
 DIGEST = 8
-"""Bytes of a digest at the end of a message: of the ids with "aq", and of what the receiver computes with in debug."""
+"""Bytes of a digest at the end of a message: of the IDs ("aq"), or of the values that the receiver computes with
+(debug).
+"""
 LARGEST16 = 65504.0
 """The largest number of float16."""
 
@@ -28,7 +30,7 @@ LARGEST16 = 65504.0
 # -- what crossed ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class EdgeBytes:
-    """What crossed an edge in one direction, as counted at one end."""
+    """The traffic of an edge in one direction, counted at one end."""
 
     edge: str
     """"0-1" joins stages 0 and 1."""
@@ -40,7 +42,7 @@ class EdgeBytes:
     nbytes: int
     """Bytes of all messages."""
     dense: int
-    """Bytes that torch's own stage sends for them."""
+    """Bytes that torch's own stage would send for the same tensors."""
 
     @property
     def ratio(self) -> float:
@@ -65,9 +67,9 @@ class Report:
 
 # -- activations by sample ---------------------------------------------------------------------------------------------
 class Samples:
-    """Of "aq": the activations that both ends know, by sample id.
+    """For "aq": the activations that both ends know, by sample ID.
 
-    In memory, or in a file that is mapped into memory; its content counts only where ``seen`` says so.
+    They are in memory or in a memory-mapped file; only rows marked in ``seen`` are valid.
     """
 
     def __init__(self, count: int, width: int, dtype: str, path: Path | None):
@@ -95,11 +97,11 @@ class Samples:
 class End:
     """One end of one direction of an edge.
 
-    ``edge``: as "0-1"; ``direction``: "forward" or "backward"; ``sender``: which end. ``masks``: with same_mask, shared
-    by both directions at the same end. Both ends must be called for the same tensors, as often.
+    ``edge``: such as "0-1"; ``direction``: "forward" or "backward"; ``sender``: whether this is the sending end.
+    ``masks``: for same_mask, shared by both directions at the same end. Both ends must make the same calls.
 
-    Arguments of the methods: ``number``: of a tensor among a stage's outputs; ``microbatch``: its index in a step;
-    ``ids``: int64[m] of NumPy, the examples' ids, of "aq"; ``training`` False: no feedback, and no state changes.
+    Arguments of the methods: ``number``: the index of a tensor among a stage's outputs; ``microbatch``: the index of
+    the micro-batch in a step; ``ids``: NumPy's int64[m], IDs for "aq"; ``training`` False: no feedback or new state.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class End:
         return message, value
 
     def through(self, x: Array, number: int = 0, microbatch: int = 0, ids: Any = None, training: bool = True) -> Array:
-        """A batch -> float32[n] that the receiver computes with, where both ends are one process."""
+        """A batch -> float32[n] that the receiver computes with, if both ends are in one process."""
         xp = backend_of(x)
         parts, value = self._transmit(xp, x, number, microbatch, ids, training)
         sent = sum(xp.nbytes(array) for payload in parts for array in payload)
@@ -180,7 +182,7 @@ class End:
         self._messages, self._nbytes, self._dense = self._messages + 1, self._nbytes + sent, self._dense + dense
 
     def report(self) -> EdgeBytes:
-        """What has crossed so far."""
+        """The traffic so far."""
         end = "sends" if self.sender else "receives"
         return EdgeBytes(self.edge, self.direction, end, self._messages, self._nbytes, self._dense)
 
@@ -202,7 +204,7 @@ class End:
         return {"steps": dict(self._steps), "buffers": buffers, "samples": samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. ValueError if it is of another feedback."""
+        """Load what `state_dict` returned. ValueError for a state of another feedback."""
         names = {name for buffers in state["buffers"].values() for name in buffers}
         wanted = {"ef": {"error"}, "ef21": {"estimate"}}.get(self.how.feedback, set())
         if not names <= wanted or (state["samples"] and self.how.feedback != "aq"):
@@ -327,7 +329,7 @@ class End:
         state = self._state.get(key)
         if state is None:
             state = codecs.init(self.how.feedback, ctx, self.sender)
-        state = {name: ctx.xp.asarray(array, "float32") for name, array in state.items()}  # a loaded one: to the device
+        state = {name: ctx.xp.asarray(array, "float32") for name, array in state.items()}  # loaded state is on the host
         for array in state.values():
             if ctx.xp.shape(array) != (ctx.size,):
                 raise ValueError(
@@ -367,7 +369,7 @@ class End:
         return self._samples[number]
 
     def _known(self, xp: Backend, shape: tuple[int, ...], number: int, ids: Any) -> tuple[Samples, Array, Any]:
-        # The store; float32[m, width], what both ends know of a batch; and bool[m], first visits.
+        # The store; float32[m, width], the activations of a batch that both ends know; and bool[m], first visits.
         if ids is None or len(ids) != shape[0]:
             found = "none" if ids is None else len(ids)
             raise ValueError(
@@ -381,7 +383,7 @@ class End:
         return store, xp.asarray(rows, "float32"), fresh
 
     def _kept(self, xp: Backend, store: Samples, ids: Any, value: Array, rows: int) -> Array:
-        # Both ends store, and the receiver computes with, what the storage can hold.
+        # Both ends store the values rounded to the storage's dtype, and the receiver computes with these.
         value = self._rounded(xp, value)
         store.write(ids, xp.to_numpy(xp.reshape(value, (rows, -1))))
         return value
@@ -403,6 +405,6 @@ def _places(xp: Backend, fresh: Any) -> Array:
 
 
 def _placed(xp: Backend, known: Array, fresh: Any, rows: Array) -> Array:
-    # float32[m, width]: with the rows of first visits.
+    # float32[m, width], including the rows of first visits.
     which = xp.asarray(np.maximum(np.cumsum(fresh) - 1, 0).astype(np.int32), "int32")
     return xp.where(xp.reshape(xp.asarray(fresh, "bool"), (-1, 1)), xp.take(rows, which), known)

@@ -27,19 +27,21 @@ class Direction:
     compressor: Compressor
     feedback: str = "none"
     masked: bool = False
-    """Backward, with same_mask: only elements that the forward direction kept, whose compressor this is."""
+    """Whether only elements sent forward are sent (backward, with same_mask); the compressor is then that of the
+    forward direction.
+    """
     seed: int = 0
     debug: bool = False
     samples: int = 0
-    """Of "aq": ids are 0 .. samples - 1."""
+    """For "aq": IDs are 0 .. samples - 1."""
     stored: str = "float16"
-    """Of "aq": dtype of stored activations, and of an example's first visit on the wire."""
+    """For "aq": the dtype of stored activations, and of an example's first visit on the wire."""
     storage: Path | None = field(default=None, compare=False)
-    """Of "aq": folder of memory-mapped files; None: in memory."""
+    """For "aq": the folder of memory-mapped files; None: in memory."""
 
     @property
     def plain(self) -> bool:
-        """Tensors cross as they are."""
+        """Tensors cross uncompressed."""
         return self.compressor.traits.lossless and not self.masked
 
     @property
@@ -86,15 +88,15 @@ def directions(
     storage: str | Path | None = None,
     stored: str = "float16",
 ) -> tuple[Direction, Direction]:
-    """The forward and backward `Direction` of an edge. ValueError for what does not go together, with the remedy.
+    """The forward and backward `Direction` of an edge. ValueError, with the remedy, for conflicting settings.
 
     ``forward``, ``backward``: a dictionary {"compressor": ..., its parameters}, a name, a Compressor, or None.
-    ``feedback``: "none", "ef", "ef21", or "aq", which is of activations: gradients then have none.
+    ``feedback``: "none", "ef", "ef21", or "aq", which is for activations: gradients then have no feedback.
     ``same_mask``: gradients are sent only where the forward direction, a top-k, kept elements; ``backward`` has no
-    effect. ``samples``, ``stored``, ``storage``: of "aq": the number of examples in the data set; dtype of the stored
-    activations, "float16" or "float32"; folder of memory-mapped files, or None for memory.
-    ``seed``: of random rounding; give data-parallel replicas different ones.
-    ``debug``: messages carry a digest of what the receiver must compute with.
+    effect. ``samples``, ``stored``, ``storage``: for "aq": the number of examples in the data set; the dtype of stored
+    activations, "float16" or "float32"; a folder for memory-mapped files, or None for memory.
+    ``seed``: for random rounding; give data-parallel replicas different seeds.
+    ``debug``: messages carry a digest of the values that the receiver must compute with.
     """
     if feedback not in FEEDBACKS:
         raise ValueError(f"feedback={feedback!r}: choose one of {', '.join(FEEDBACKS)}")

@@ -20,13 +20,13 @@ from grace.stages.settings import Choice
 class Boundary(keras.layers.Layer):
     """Compress activations on their way forward and their gradients on their way back.
 
-    Input: floats [m, ...]; with "aq" a list of these and the ids of the examples, integers [m]. Output: the same shape
+    Input: floats [m, ...]; with "aq" a list of these and the IDs of the examples, integers [m]. Output: the same shape
     and dtype. Each example is compressed by itself, so the batch size need not be known. The gradient of the compressor
     is taken as the identity (straight through), except with ``same_mask``.
 
     ``forward``, ``backward``, ``feedback``, ``same_mask``, ``samples``, ``seed``: as for `grace.stages.directions`.
     "aq" stores float32 in the layer's weights. ``compress_in_eval``: compress activations outside of training, too,
-    without feedback. ``batch_size``: of "ef" and "ef21", which keep a buffer for each place in a batch.
+    without feedback. ``batch_size``: for "ef" and "ef21", which keep a buffer for each place in a batch.
     Raises ValueError for settings that do not go together.
     """
 
@@ -122,7 +122,7 @@ class Boundary(keras.layers.Layer):
     def _cross(
         self, how: Direction, direction: str, x: Any, buffer: Any, step: Any, ids: Any, training: bool
     ) -> tuple[Any, Any]:
-        # What arrives, and with same_mask a mask of it.
+        # The received activations, and with same_mask the mask of their elements.
         if how.plain:
             return tf.identity(x), x
         xp = get_backend("tensorflow")
@@ -179,7 +179,7 @@ class Boundary(keras.layers.Layer):
 
 
 def _plain(choice: Choice) -> Any:
-    # A compressor as data that a saved model holds.
+    # A compressor as plain data, for a saved model.
     if isinstance(choice, Compressor):
         return {"compressor": name_of(choice), **asdict(choice)}  # type: ignore[call-overload]
     return dict(choice) if isinstance(choice, Mapping) else choice

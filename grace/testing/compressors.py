@@ -346,7 +346,7 @@ def pieces_of_whole_blocks_make_the_whole_payload(compressor: Compressor, xp: An
 def _over_every_communicator(check: Callable[..., None]) -> None:
     def over(compressor: Compressor, xp: Any) -> None:
         for communicator in fitting(compressor):
-            # In these, payloads pass through no toolkit function that other communicators do not use.
+            # In these communicators, payloads pass through no toolkit function that other communicators do not use.
             if xp.name == "numpy" or name_of(communicator) not in ("broadcast", "hierarchical"):
                 check(communicator, compressor, xp)
 

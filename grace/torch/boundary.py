@@ -26,7 +26,7 @@ class Boundary(torch.nn.Module):
     eval mode too, without feedback. ``edge``: a name, which random streams depend on.
     ``microbatch``, an attribute: index of the next input in a step, 0 at first; "ef" and "ef21" keep a buffer for
     each.
-    ``sample_ids``, an attribute: ids of the next input's examples, for "aq".
+    ``sample_ids``, an attribute: the IDs of the next input's examples, for "aq".
     Raises ValueError for settings that do not go together, TypeError for inputs that are no tensors.
     """
 
@@ -74,11 +74,11 @@ class Boundary(torch.nn.Module):
         return Report((self._ahead.report(), self._back.report()))
 
     def get_extra_state(self) -> dict[str, Any]:
-        """For ``state_dict``."""
+        """The buffers, for ``state_dict``."""
         return {"forward": to_tensors(self._ahead.state_dict()), "backward": to_tensors(self._back.state_dict())}
 
     def set_extra_state(self, state: Any) -> None:
-        """For ``load_state_dict``."""
+        """Restore the buffers, for ``load_state_dict``."""
         self._ahead.load_state_dict(state["forward"])
         self._back.load_state_dict(state["backward"])
 
@@ -108,7 +108,7 @@ def across(
 
 
 def host_ids(ids: Any) -> Any:
-    """Sample ids as int64[m] of NumPy; None stays. TypeError for other kinds of numbers."""
+    """Sample IDs as a NumPy array int64[m]; None stays None. TypeError for numbers other than integers."""
     if ids is None:
         return None
     found = np.asarray(ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids).reshape(-1)
@@ -118,7 +118,7 @@ def host_ids(ids: Any) -> Any:
 
 
 def to_tensors(state: Any) -> Any:
-    """A state with NumPy's arrays as tensors, which ``torch.load(weights_only=True)`` takes."""
+    """A state whose NumPy arrays are converted to tensors, so that ``torch.load(weights_only=True)`` reads it."""
     if isinstance(state, dict):
         return {key: to_tensors(value) for key, value in state.items()}
     return torch.from_numpy(np.array(state)) if isinstance(state, np.ndarray) else state

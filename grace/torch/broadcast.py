@@ -120,7 +120,7 @@ def transport_of(grace: Grace | None, example: torch.Tensor | None) -> Transport
 def _usual_device(transport: Transport) -> torch.device:
     from grace.transports.torch_distributed import TorchDistributedTransport
 
-    # The device of messages if a worker has no tensor to tell: NCCL carries no CPU tensors.
+    # The device of messages for a worker without tensors: NCCL carries no CPU tensors.
     nccl = isinstance(transport, TorchDistributedTransport) and "cpu" not in torch.distributed.get_backend_config()
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
@@ -162,7 +162,7 @@ def _target(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
     shared = [dim for dim, stride in enumerate(target.stride()) if stride == 0 and target.shape[dim] > 1]
     for dim in shared:
         target = target.narrow(dim, 0, 1)
-    reach = 0  # extent of the denser dimensions so far
+    reach = 0  # elements spanned by the dimensions with smaller strides
     for stride, length in sorted(zip(target.stride(), target.shape, strict=True)):
         if length > 1 and stride <= reach and target.numel():
             raise ValueError(f"{name!r} has elements that share memory: clone() it first")

@@ -17,7 +17,7 @@ from grace.transports.launched import loaded_horovod
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """Create ordinary tensors even inside torch.inference_mode, whose tensors cannot be written to outside it."""
+    """A context that creates ordinary tensors even in torch.inference_mode, whose tensors are read-only outside it."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -51,9 +51,10 @@ def check_optimizer(optimizer: Any, call: str = "DistributedOptimizer(optimizer,
 
 
 def check_momentum(grace: Grace, optimizer: Any, stacklevel: int) -> None:
-    """Warn where the optimizer adds momentum to a memory's own: SGD's ``momentum``, or Adam's first beta.
+    """Warn if both the memory and the optimizer have momentum: SGD's ``momentum``, or Adam's first beta.
 
-    Raises ValueError for momentum or moments of matrices if the method returns updates in the place of gradients.
+    Raises ValueError if the method returns updates in place of gradients and the optimizer keeps momentum or moments of
+    matrices.
     """
     compressor, memory = grace.method.compressor, grace.method.memory
     if compressor.traits.update_direction:
@@ -136,7 +137,7 @@ def check_parameter(name: str, p: torch.Tensor) -> None:
 
 
 def kind_of(tensor: torch.Tensor) -> str | None:
-    """Describe a tensor whose values are not its elements in memory; None for an ordinary one."""
+    """The kind of a tensor whose values are not its elements in memory; None for an ordinary tensor."""
     if _is_dtensor(tensor):
         return "a DTensor, of which this worker holds a shard"
     if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
@@ -229,7 +230,7 @@ def _same_workers(process_set: Any, grace: Grace) -> bool:
         return True
     transport = grace.transport
     held = getattr(transport, "_process_set", None)
-    if held is None or held.process_set_id == 0:  # all workers
+    if held is None or held.process_set_id == 0:  # the process set of all workers
         return getattr(process_set, "process_set_id", None) == 0
     return getattr(process_set, "process_set_id", None) == held.process_set_id
 

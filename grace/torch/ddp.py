@@ -15,7 +15,7 @@ from grace.torch.ownership import HOOK, Claim, claim, claimed, extend
 from grace.torch.provisional import Sample, nonzero
 
 
-@torch.no_grad()  # create_graph=True enables autograd in the backward pass
+@torch.no_grad()  # since create_graph=True enables autograd in the backward pass
 def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Communication hook: ``ddp_model.register_comm_hook(grc, grace.torch.ddp_hook)``.
 
@@ -40,15 +40,15 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     book.check_divisor()
     grace.defer_commit = True
     if grace.provisional and not book.waiting:
-        book.applied()  # gradients accumulated on its means count with these
-    grace.track_missing = True  # DDP drops the mean of parameters that no worker uses: their state must stay unchanged
+        book.applied()  # gradients that were accumulated on the means count together with them
+    grace.track_missing = True  # DDP drops the means of parameters that no worker uses: their state must stay unchanged
     parameters = {book.name(p): p for p in bucket.parameters()}
     buffer = bucket.buffer()
     views = [dense(buffer, grace, *parameters)] if buffer.is_sparse else bucket.gradients()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     book.waiting.append(_Arrived(future, buffer, parameters, dict(zip(parameters, views, strict=True))))
     if grace.names or bucket.is_last():
-        # Parameters instead of gradients: DDP presents complex gradients as real ones.
+        # Check parameters instead of gradients: DDP presents complex gradients as real ones.
         grace.build({name: p for arrived in book.waiting for name, p in arrived.parameters.items()})
         for arrived in book.waiting[book.launched :]:
             present = {n: None if p.grad is None else arrived.views[n] for n, p in arrived.parameters.items()}
@@ -68,7 +68,7 @@ def ddp_hook(grace: Grace, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return future
 
 
-# DDP compares a hook's annotations with its own types, but ours are strings.
+# DDP compares a hook's annotations with types; in this module annotations are strings.
 ddp_hook.__annotations__.clear()
 
 
@@ -105,13 +105,13 @@ class _Book:
         self.names: dict[torch.Tensor, str] = {}
         self.claim: Claim | None = None
         self.waiting: list[_Arrived] = []
-        self.launched = 0  # of those that wait
-        self.before = Sample()  # of the parameters at the last exchange
-        self._seen: WeakSet[Any] = WeakSet()  # optimizers that were looked at
+        self.launched = 0  # number of the waiting buckets that were launched
+        self.before = Sample()  # copies of parameters at the last exchange
+        self._seen: WeakSet[Any] = WeakSet()  # optimizers that were already checked
         self._models: list[ref[torch.nn.Module]] = []
 
     def hold(self, grace: Grace, parameters: list[torch.Tensor]) -> None:
-        """Claim new parameters; raises if another integration drives them."""
+        """Claim new parameters. Raises ValueError if another integration drives them."""
         if self.claim is not None and self.claim.released:
             raise RuntimeError(f"this model's ddp_hook does not average gradients any more: {self.claim.released}")
         new = [p for p in parameters if self.claim is None or claimed(p) is not self.claim]
@@ -145,7 +145,7 @@ class _Book:
                 )
 
     def check_divisor(self) -> None:
-        """Raise ValueError inside a ``join`` whose divisor is unknown to a hook."""
+        """Raise ValueError inside a ``join`` with a divisor that a hook cannot know."""
         models = [model() for model in self._models]
         if any(getattr(model, "_divide_by_initial_world_size", True) is False for model in models):
             raise ValueError(

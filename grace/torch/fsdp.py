@@ -27,7 +27,7 @@ def fsdp(
     parameters: Mapping[str, Any] | Compressor | None = None,
     compress_no_grad: bool = False,
 ) -> nn.Module:
-    """Compress what FSDP sends for a model under `fully_shard`: gradients, and parameters. Returns the model.
+    """Compress FSDP's messages for a model under `fully_shard`: gradients, and parameters. Returns the model.
 
     ``grace``: for the reduce-scatter among the workers that share the parameters; it needs communicator "reducescatter"
     and their transport. The parameters of one `fully_shard` call, which FSDP reduces together, form one tensor, and

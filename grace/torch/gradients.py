@@ -16,5 +16,5 @@ def dense(grad: torch.Tensor, grace: Grace, name: str) -> torch.Tensor:
 
 
 def plain(name: str) -> str:
-    """A parameter's name without the prefix of torch.compile, so that checkpoints fit both models."""
+    """A parameter's name without torch.compile's prefix, so that compiled and plain models share checkpoints."""
     return name.replace("_orig_mod.", "")

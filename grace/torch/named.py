@@ -1,4 +1,4 @@
-"""The parameters of an optimizer, by the names that key their state."""
+"""An optimizer's parameters, by the names that key their state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grace.torch.gradients import plain
 
 
 class NamedParameters:
-    """An optimizer's parameters. Later its groups may change, and parameters may be unfrozen.
+    """The parameters of an optimizer, whose groups may change later and whose parameters may be unfrozen.
 
     ``named``: as ``model.named_parameters()``; without it, parameters are numbered in the optimizer's order. ValueError
     if a trained parameter has no name, or if two have the same.
@@ -38,7 +38,7 @@ class NamedParameters:
         return [p for p in self.all() if p.requires_grad]
 
     def name(self, p: torch.Tensor) -> str:
-        """A parameter's name; empty before it is given one."""
+        """A parameter's name; empty for a parameter without a name."""
         return self._names.get(p, "")
 
     def learning_rate(self, name: str) -> Any:
@@ -51,7 +51,7 @@ class NamedParameters:
         new = [p for p in self.trained() if self._names.get(p) not in self.built]
         for p in new:
             self._names.setdefault(p, f"parameter{len(self._names)}")
-        if not new:  # in nearly every step
+        if not new:  # the case of nearly every step
             return {}
         order = {p: index for index, p in enumerate(self._names)}
         return {self._names[p]: p for p in sorted(new, key=order.__getitem__)}

@@ -120,8 +120,8 @@ class _Driver:
         self._accumulated = Accumulation()
         self._arrived: set[torch.Tensor] = set()  # parameters whose gradients wait for the exchange
         self._local: set[torch.Tensor] = set()  # parameters with gradients from passes inside no_sync
-        self._looked = NONE  # the backward pass for which `_intact` was computed
-        self._intact: set[str] = set()  # means of the last exchange to which the current pass would add
+        self._looked = NONE  # the graph task for which `_intact` was computed
+        self._intact: set[str] = set()  # names of the last exchange's means to which the current pass would add
         self._skipped = 0
         self._warned = False
         self._parameters = NamedParameters(optimizer, named)
@@ -138,7 +138,7 @@ class _Driver:
             raise
         self.replaced = {name: optimizer.__dict__[name] for name in ATTRIBUTES if name in optimizer.__dict__}
         self._zero_grad, self._add_param_group = optimizer.zero_grad, optimizer.add_param_group
-        # These outlive the claim: a later step must raise an error.
+        # Keep these hooks after the claim is released: a later step must raise an error.
         self._step_hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -196,7 +196,7 @@ class _Driver:
         if task == self._looked or not self.grace.provisional or self._pass.has(task):
             return
         self._looked, self._intact = task, self._means.intact()
-        if self._means.stepped:  # by hand, not by an optimizer
+        if self._means.stepped:  # parameters were updated by hand, not by an optimizer
             self._applied()
             self._intact = set()
         elif gone := set(self._means) - self._intact:
@@ -260,7 +260,7 @@ class _Driver:
         self.grace.abort(reason)
 
     def _discard(self, names: Iterable[str] | None = None) -> None:
-        # Discard means, all or some, that no step applied. An update by hand counts as a step.
+        # Discard the means, all or some, that no step applied. An update by hand counts as a step.
         if self._means.stepped:
             return self._applied()
         names = list(self._means if names is None else names)
@@ -391,7 +391,7 @@ class _Driver:
 
     def before_another(self, optimizer: Any) -> None:
         """Called before another optimizer steps this one's parameters."""
-        if optimizer.param_groups is self._optimizer.param_groups:  # one wraps the other, as in SAM
+        if optimizer.param_groups is self._optimizer.param_groups:  # one optimizer wraps the other, as in SAM
             self._before_step(optimizer, (), {})
         elif not self.grace.paused and (self.grace.provisional or self._arrived or self._pass.begun):
             raise RuntimeError(

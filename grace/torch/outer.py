@@ -20,14 +20,14 @@ def local(
 ) -> torch.optim.Optimizer:
     """Count the steps of an optimizer in local training. Returns the optimizer that was passed in.
 
-    Gradients stay each worker's own. ``named_parameters``: as ``model.named_parameters()``; without them parameters are
+    Gradients stay local. ``named_parameters``: as ``model.named_parameters()``; without them parameters are
     numbered in the optimizer's order. ``named_buffers``: as ``model.named_buffers()``; floats among them (BatchNorm's
     moving means) are averaged once in H steps. ``hook``: False: call ``local.settle()`` before the first batch and
     ``local.step()`` after each one yourself, as where a GradScaler skips the optimizer's step on some workers only.
 
     Every worker must make this call. Parameters must be equal on all workers before the first step; they may be
-    broadcast after this call. Raises TypeError and ValueError as `DistributedOptimizer` for arguments and parameters of
-    other kinds. A step raises RuntimeError if the optimizer has gained parameters.
+    broadcast after this call. Raises TypeError and ValueError for unsupported arguments and parameters, as
+    `DistributedOptimizer` does. A step raises RuntimeError if the optimizer has gained parameters.
     """
     check_optimizer(optimizer, "grace.torch.local(optimizer, local)")
     if not isinstance(local, DiLoCo):

@@ -28,7 +28,7 @@ class Claim:
 
     @property
     def driver(self) -> Any:
-        """The integration that made the claim; None after garbage collection."""
+        """The integration that made the claim; None once it was garbage-collected."""
         return self._driver()
 
     @property
@@ -37,7 +37,7 @@ class Claim:
         return self._grace()
 
     def hook(self, p: torch.Tensor, before: Callable[[], None], after: Callable[[torch.Tensor], None]) -> None:
-        """Let methods run ``before`` and ``after`` autograd accumulates a parameter's gradient, even a frozen one's."""
+        """Call ``before`` and ``after`` when autograd accumulates a parameter's gradient, even if it is frozen now."""
         # Hooks lie outside the reach of the garbage collector: a strong reference to the methods' owner would leak.
         weak_before, weak_after = weakref.WeakMethod(before), weakref.WeakMethod(after)
 

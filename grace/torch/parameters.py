@@ -31,7 +31,7 @@ USE = "use {'compressor': 'blockint', 'bits': 8, 'block_size': 1024}"
 
 
 def parameter_compressor(given: Any) -> Compressor:
-    """The compressor of the argument ``parameters``. TypeError for another kind, ValueError if it does not suit."""
+    """The compressor of `fsdp`'s argument ``parameters``. TypeError for other types, ValueError if unsuitable."""
     if isinstance(given, Compressor):
         compressor = given
     elif isinstance(given, Mapping):
@@ -93,7 +93,7 @@ class ParameterGather:
     def __init__(
         self, name: str, module: nn.Module, parameters: list[tuple[Any, int]], compressor: Compressor, grace: Grace
     ):
-        """``parameters``: those that FSDP gathers together, in its order, with the elements of a padded shard."""
+        """``parameters``: those that FSDP gathers together, in its order, each with its padded shard's elements."""
         self._name, self._compressor, self._grace = name, compressor, grace
         self._method = FastMethod(compressor, memories["none"]())
         self._parameters, self._workers = parameters, parameters[0][0].device_mesh.size()
@@ -146,11 +146,12 @@ class ParameterGather:
         return None
 
     def _as_it_is(self, x: torch.Tensor, group: Any) -> str:
-        # Why to gather without compression; empty: compress.
+        # The reason to gather without compression; empty: compress.
         if x.dtype not in DTYPES:
             return f"{str(x.dtype).removeprefix('torch.')} gathers"
         if dist.get_world_size(group) != self._workers:
-            return "gathers within a machine (reshard_after_forward=int)"  # of the values that forward decoded
+            # a gather of values that the forward pass decoded
+            return "gathers within a machine (reshard_after_forward=int)"
         backward = torch._C._current_graph_task_id() != -1
         if self.mode is not None and not self.mode.gradients and not backward:
             return "passes without gradients"
@@ -201,7 +202,7 @@ class ParameterGather:
             out.copy_(mean.array())
 
     def report(self) -> TensorReport:
-        """Bytes of all gathers so far: sent, and what FSDP itself would have sent."""
+        """Bytes of all gathers so far: those sent, and those that FSDP itself would have sent."""
         reason = ", ".join(f"{count} of {self._gathers} exact: {why}" for why, count in self._exact.items())
         row = sum(row for _, row in self._parameters)
         return TensorReport(

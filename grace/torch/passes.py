@@ -12,20 +12,20 @@ NONE = -1
 
 
 def running() -> int:
-    """The number of autograd's running graph task; -1 outside of `backward`."""
+    """The ID of autograd's running graph task; -1 outside of a backward pass."""
     return torch._C._current_graph_task_id()
 
 
 class BackwardPass:
-    """A backward pass, and the one that a reentrant checkpoint runs inside it.
+    """A backward pass, and the inner pass that a reentrant checkpoint runs inside it.
 
-    The end of the inner pass is not the end of the whole one, which may have no gradient of its own to hook.
+    The outer pass continues after the end of the inner one, and may produce no parameter gradient whose hook would run.
     """
 
     def __init__(self) -> None:
         self._task = self._inner = NONE
         self.began = 0.0
-        """The clock when the pass began."""
+        """Time of `time.perf_counter` at which the pass began."""
 
     def has(self, task: int) -> bool:
         """Whether a graph task is part of the pass."""
@@ -38,26 +38,26 @@ class BackwardPass:
 
     @property
     def reentrant(self) -> bool:
-        """Whether an inner pass was seen."""
+        """Whether an inner pass has begun."""
         return self._inner != NONE
 
     @property
     def failed(self) -> bool:
-        """Whether the pass began and will not end: autograd no longer runs it."""
+        """Whether the pass was broken off: it began, but autograd no longer runs it."""
         return self._task not in (NONE, running()) and self._inner == NONE
 
     def begin(self, task: int, on_end: Callable[[], None]) -> None:
-        """The first gradient of a pass has arrived; ``on_end`` is called when autograd has computed the last one."""
+        """Begin a pass at its first gradient; autograd calls ``on_end`` after the last one."""
         self._task = task
         self.began = time.perf_counter()
         torch.autograd.Variable._execution_engine.queue_callback(on_end)
 
     def begin_inner(self, task: int) -> None:
-        """The first gradient of an inner pass has arrived."""
+        """Begin an inner pass at its first gradient."""
         self._inner = task
 
     def end(self) -> None:
-        """The pass has ended, or is given up."""
+        """End the pass, or give it up."""
         self._task = self._inner = NONE
 
 

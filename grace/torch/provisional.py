@@ -1,4 +1,4 @@
-"""Detects whether an exchange's means were applied: changes of gradients and parameters since the exchange."""
+"""Detects whether an exchange's means were applied, from changes of gradients and parameters since the exchange."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLED = 4
 
 
 class Put(NamedTuple):
-    """A recorded gradient, to tell whether ``p.grad`` still is this tensor."""
+    """A recorded gradient, to find out whether ``p.grad`` is still the same tensor."""
 
     gradient: ref[torch.Tensor]
     version: int
@@ -27,42 +27,42 @@ class Put(NamedTuple):
         return cls(ref(gradient), gradient._version, _address(gradient))
 
     def holds(self, gradient: torch.Tensor | None) -> bool:
-        """Whether it is this tensor, even if changed in place, as clipping does."""
+        """Whether a gradient is the recorded tensor, even if it was changed in place, as by clipping."""
         return gradient is not None and self.gradient() is gradient and self.address == _address(gradient)
 
     def unchanged(self, gradient: torch.Tensor | None) -> bool:
-        """Whether it is this tensor, and unwritten."""
+        """Whether a gradient is the recorded tensor and was not written to."""
         return self.holds(gradient) and gradient is not None and gradient._version == self.version
 
     def thrown_away(self, gradient: torch.Tensor | None) -> bool:
-        """Whether it was removed or zeroed. An unchanged gradient, even a zero one, was not."""
+        """Whether the recorded gradient was removed, replaced or zeroed; False for an unchanged zero gradient."""
         if gradient is None or not self.holds(gradient):
             return True
         return not self.unchanged(gradient) and not nonzero(gradient)
 
 
 class Sample:
-    """Copies of the smallest of some tensors, to detect writes, even those that bypass autograd."""
+    """Copies of the smallest of given tensors, to detect any write to them, even one that bypasses autograd."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._read: Callable[[torch.Tensor], Any] = lambda p: p
 
     def take(self, parameters: Iterable[torch.Tensor], read: Callable[[torch.Tensor], Any]) -> None:
-        """Copy ``read(p)`` for the smallest of these."""
+        """Copy ``read(p)`` of the smallest ones."""
         self._read = read
         dense = [p for p in parameters if read(p) is not None and not read(p).is_sparse]
         self._copies = [(p, read(p).detach().clone()) for p in sorted(dense, key=torch.Tensor.numel)[:SAMPLED]]
 
     @property
     def changed(self) -> bool:
-        """Whether any of them has different bits now; a removed one does not count."""
+        """Whether any copied tensor has different bits now; removed ones are ignored."""
         pairs = [(self._read(p), copy) for p, copy in self._copies]
         return any(now is not None and not torch.equal(_bits(now), _bits(copy)) for now, copy in pairs)
 
 
 class Accumulation:
-    """Gradients of one pass or several that wait for their exchange."""
+    """Gradients, accumulated over one or more passes, that wait for their exchange."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -82,9 +82,9 @@ class Accumulation:
 
     @property
     def changed(self) -> bool:
-        """Whether a gradient was written to since it was recorded, as by clipping."""
+        """Whether a recorded gradient was written to, as by clipping."""
         present = [(p, put) for p, put in self._gradients.items() if put.holds(p.grad)] if self.passes else []
-        # GradScaler changes gradients without a new version.
+        # GradScaler changes gradients without raising their version: compare the sample too.
         return any(not put.unchanged(p.grad) for p, put in present) or bool(present and self._sample.changed)
 
     def clear(self) -> None:
@@ -94,7 +94,7 @@ class Accumulation:
 
 
 class Means:
-    """The means of the last exchange, each from when it is put into its parameter's gradient until it is dropped.
+    """The means of the last exchange that were put into the gradients of parameters and not dropped since.
 
     ``parameters``: all parameters by name.
     """
@@ -114,7 +114,7 @@ class Means:
             if mean is None:
                 continue
             if p.grad is None or p.grad.is_sparse or p not in owned:
-                p.grad = mean.clone()  # the mean is a view of a whole message
+                p.grad = mean.clone()  # a copy: the mean is a view of a whole message
             elif mean.data_ptr() != p.grad.data_ptr():
                 with torch.no_grad():
                     p.grad.copy_(mean)
@@ -123,23 +123,23 @@ class Means:
 
     @property
     def stepped(self) -> bool:
-        """Whether the parameters were written to since, by an optimizer or by hand."""
+        """Whether the parameters were written to since `put`, by an optimizer or by hand."""
         return self._before.changed
 
     def holds(self, name: str) -> bool:
-        """Whether the parameter's gradient is its mean, even if changed in place."""
+        """Whether the gradient of a parameter is still its mean, even if it was changed in place."""
         return name in self._put and self._put[name].holds(self._parameters[name].grad)
 
     def unchanged(self, name: str) -> bool:
-        """Whether the parameter's gradient is its mean, and unwritten."""
+        """Whether the gradient of a parameter is still its mean and was not written to."""
         return name in self._put and self._put[name].unchanged(self._parameters[name].grad)
 
     def intact(self) -> set[str]:
-        """Names of the means that are neither replaced nor zeroed."""
+        """Names of the means that were neither removed, replaced nor zeroed."""
         return {name for name in self._put if self.holds(name) and nonzero(self._parameters[name].grad)}
 
     def written(self) -> None:
-        """The optimizer has stepped, and may have written to gradients: what they are now are the means."""
+        """Record the gradients again after the optimizer's step: whatever it wrote to them counts as the means."""
         for name, put in self._put.items():
             gradient = self._parameters[name].grad
             if gradient is not None and put.holds(gradient):
@@ -161,9 +161,9 @@ def nonzero(gradient: torch.Tensor | None) -> bool:
 
 
 def alike(gradients: Iterable[torch.Tensor], transport: Transport) -> bool:
-    """Whether gradients that were set by hand are equal on all of several workers.
+    """Whether gradients that were set by hand are equal on all workers; False for a single worker.
 
-    If so, they were computed from the means, as by ``p.grad = p.grad / 2``; otherwise from each worker's own batch.
+    Equal gradients were computed from the means, as by ``p.grad = p.grad / 2``; others from each worker's own batch.
     """
     if transport.size == 1:
         return False

@@ -48,16 +48,16 @@ class PipelineStage(TorchStage):
     """torch.distributed.pipelining.PipelineStage whose activations and gradients cross edges compressed.
 
     ``submodule``, ``stage_index``, ``num_stages``, ``device``, and other keywords such as ``group`` and ``input_args``:
-    as for torch's stage. Use it with torch's schedules; all stages of a pipeline are of this class and set up alike.
-    ``forward``, ``backward``: {"compressor": ..., its parameters}, a name, a Compressor, or None for no compression;
-    the default is `blockint` with 8 bits. Each example, a row of a micro-batch, is compressed by itself. Tensors of
-    integers, and those between stages of one rank, are not compressed.
+    as for torch's stage. Use it with torch's schedules. All stages of a pipeline must be of this class, with the same
+    settings. ``forward``, ``backward``: {"compressor": ..., its parameters}, a name, a Compressor, or None for no
+    compression; the default is `blockint` with 8 bits. Each example, a row of a micro-batch, is compressed by itself.
+    Tensors of integers, and those between stages of one rank, are not compressed.
     ``feedback``: "none", "ef", "ef21" or "aq"; ``same_mask``, ``samples``, ``storage``, ``stored``, ``seed``,
     ``debug``: as for `grace.stages.directions`; ``storage`` gets a folder for each rank. ``compress_in_eval``:
     `schedule.eval` compresses activations too, without feedback.
 
-    With "aq", set ``sample_ids`` to the ids of the whole local batch, in its order, before each ``schedule.step``, on
-    every rank; no id twice.
+    With "aq", set ``sample_ids`` on every rank before each ``schedule.step``: the IDs of the whole local batch, in its
+    order, each once.
 
     Raises ValueError for settings that do not go together, or differ between stages (on all ranks, in the first step);
     RuntimeError for a version of torch whose stage has other methods; TypeError for DTensors.
@@ -117,7 +117,7 @@ class PipelineStage(TorchStage):
     # -- for users -----------------------------------------------------------------------------------------------------
     @property
     def sample_ids(self) -> Any:
-        """int64[batch] of the next step's examples, for "aq"; None if they are not given yet."""
+        """int64[batch]: the IDs of the next step's examples, for "aq"; None until they are set."""
         return self._next_ids
 
     @sample_ids.setter
@@ -133,7 +133,7 @@ class PipelineStage(TorchStage):
         return {self._key(*key): to_tensors(end.state_dict()) for key, end in self._ends.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned for the same stage. ValueError if it was another one."""
+        """Load what `state_dict` returned for the same stage. ValueError for another stage's state."""
         if state.keys() != {self._key(*key) for key in self._ends}:
             raise ValueError(f"this state is of another stage than {self.stage_index} of {self.num_stages}")
         for key, end in self._ends.items():
@@ -145,7 +145,7 @@ class PipelineStage(TorchStage):
 
     # -- what torch's schedules call -----------------------------------------------------------------------------------
     def clear_runtime_states(self) -> None:
-        """Begin a step: compare settings in the first one, and take over the batch's ids."""
+        """Begin a step: compare settings (first step only), and take the batch's IDs."""
         super().clear_runtime_states()
         if self._disagreement is None:
             _agree(self.group)
@@ -159,7 +159,7 @@ class PipelineStage(TorchStage):
             self._check_ids()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """As torch's, of compressed activations."""
+        """Torch's method, for compressed activations."""
         if any(isinstance(out, DTensor) for out in self.fwd_cache[fwd_chunk_id][0]):
             raise TypeError(
                 f"stage {self.stage_index} returns a DTensor, but compression is of plain tensors: return .to_local() "
@@ -168,7 +168,7 @@ class PipelineStage(TorchStage):
         return self._sends("forward", super().get_fwd_send_ops(fwd_chunk_id), fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """As torch's, of compressed gradients."""
+        """Torch's method, for compressed gradients."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         if ops and self._how[1].masked and len(ops) != len(self.args_recv_info[bwd_chunk_id]):
             raise ValueError(
@@ -178,11 +178,11 @@ class PipelineStage(TorchStage):
         return self._sends("backward", ops, bwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """As torch's, into buffers of messages."""
+        """Torch's method, with buffers of messages."""
         return self._receives("forward", super().get_fwd_recv_ops(fwd_chunk_id), fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """As torch's, into buffers of messages."""
+        """Torch's method, with buffers of messages."""
         return self._receives("backward", super().get_bwd_recv_ops(bwd_chunk_id), bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
@@ -206,7 +206,8 @@ class PipelineStage(TorchStage):
             x = op.tensor
             if self._compresses(end.how, x):
                 message, _ = end.send(x.detach(), number, chunk, self._ids_of(end, chunk), self.has_backward)
-                self._owned.append(message)  # until the next step: a schedule drops its operations before they end
+                # keep it until the next step: a schedule drops its operations before they end
+                self._owned.append(message)
                 op.tensor = message
             else:
                 end.count(x.nbytes, x.nbytes)
@@ -231,7 +232,7 @@ class PipelineStage(TorchStage):
 
     @torch.no_grad()
     def _decode(self, direction: str, infos: Any, chunk: int) -> None:
-        # Into the buffers that torch made. Between stages of one rank nothing arrives.
+        # Decode into the buffers that torch made. Between stages of one rank no message arrives.
         arrived = self._arriving[direction].pop(chunk, [])
         if not arrived:
             return
@@ -253,7 +254,7 @@ class PipelineStage(TorchStage):
     def _ids_of(self, end: End, chunk: int) -> Any:
         if end.how.feedback != "aq" or not self.has_backward:
             return None
-        return np.array_split(self._ids, len(self.args_recv_info))[chunk]  # as torch splits a batch
+        return np.array_split(self._ids, len(self.args_recv_info))[chunk]  # split as torch splits a batch
 
     def _check_ids(self) -> None:
         ids, samples = self._ids, self._how[0].samples
@@ -285,11 +286,11 @@ class PipelineStage(TorchStage):
 
 
 def _agree(group: Any) -> None:
-    """Compare the settings of all new stages of a group, a collective. All ranks find the same."""
+    """Compare the settings of all new stages of a group. A collective: all ranks come to the same result."""
     new = [stage for reference in _STAGES if (stage := reference()) is not None and stage.group is group]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, [(s.stage_index, s.num_stages, s._settings) for s in new], group)
-    # Several pipelines may be new: sets of settings.
+    # A group may have several new pipelines: compare sets of settings.
     settings: dict[int, set[tuple[int, str]]] = defaultdict(set)
     for index, count, text in (each for rank in gathered for each in rank):
         settings[index].add((count, text))

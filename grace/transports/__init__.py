@@ -1,4 +1,4 @@
-"""Transports carry collectives out: this process alone, torch.distributed, Horovod."""
+"""Transports carry out collectives: in this process alone, by torch.distributed, or by Horovod."""
 
 from __future__ import annotations
 

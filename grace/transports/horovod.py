@@ -272,7 +272,7 @@ class TensorflowHorovod(_BoundHorovod):
         try:
             return self._caller.call(call, self.timeout)
         except TimeoutError:
-            self._caller = None  # its thread waits forever
+            self._caller = None  # drop the caller: its thread waits forever
             raise self.late(name) from None
 
     def reduce_wide(self, buffer: Array, op: str, name: str) -> Wait:

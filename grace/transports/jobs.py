@@ -180,7 +180,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _address(environ: Mapping[str, str], launcher: str, size: int, nodes: str) -> str:
-    # Without the address of rank 0, workers could not meet. A fallback to this host would make worlds of one.
+    # Without the address of rank 0, workers could not meet. With this host as a fallback, each worker would form a
+    # world of one.
     if address := environ.get("MASTER_ADDR", ""):
         return address
     if nodes:

@@ -51,7 +51,7 @@ def refuse_launched() -> None:
         value = os.environ.get(key, "1")
         if key == "SLURM_NTASKS" and (
             "SLURM_PROCID" not in os.environ or "SLURM_STEP_NUM_TASKS" in os.environ
-        ):  # it counts the allocation, in which a shell is one process
+        ):  # the variable counts the allocation, in which a shell is one process
             continue
         if value.isdigit() and int(value) > 1:
             raise RuntimeError(

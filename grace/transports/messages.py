@@ -23,7 +23,7 @@ CARRIED = 2**18
 
 
 class MessageTransport(Transport):
-    """Packs collectives into buffers. A subclass moves the buffers; its methods begin and return their waits."""
+    """Packs collectives into buffers. A subclass moves them: each method starts a transfer and returns its wait."""
 
     _groups: dict[str, MessageTransport] = {}  # noqa: RUF012 - replaced, never changed
 
@@ -91,7 +91,7 @@ class MessageTransport(Transport):
 
     @abstractmethod
     def all_to_all(self, buffers: list[Array], sizes: list[int], name: str) -> Wait:
-        """``buffers[d]`` goes to worker d. Wait returns a list of what arrived, ``sizes[w]`` bytes from worker w."""
+        """``buffers[d]`` goes to worker d. Wait returns the received buffers, ``sizes[w]`` bytes from worker w."""
 
     def all_to_all_ragged(self, buffers: list[Array], name: str) -> Wait:
         """As `all_to_all`, for buffers whose sizes only their senders know."""
@@ -240,7 +240,8 @@ class MessageTransport(Transport):
 
     def _received(self, items: list[Gather], layout: Layout, buffers: list[Array]) -> list[Any]:
         packer = self._packer
-        # A graph may read them in a separate branch, whose tensors others cannot use.
+        # Unpack immediately in graphs: reading later could happen in one branch, whose tensors other branches cannot
+        # use.
         if not self.xp.mutable:
             return _deal(items, [packer.unpack(buffer, layout, w) for w, buffer in enumerate(buffers)])
         for sender, buffer in enumerate(buffers):

@@ -50,7 +50,7 @@ class Packer(NamedTuple):
 
     # -- lengths that only their sender knows -----------------------------------------------------------------------
     def pack_ragged(self, arrays: Iterable[Array]) -> tuple[Array, Layout]:
-        """As `pack`, after the lengths of the arrays: a receiver takes the rest of their layout from its own."""
+        """As `pack`, preceded by the lengths of the arrays; receivers know the rest of the layout."""
         arrays = list(arrays)
         body, layout = self.pack(arrays)
         return self.xp.concat([self.xp.buffers.to_bytes(self.xp.lengths(arrays)), body]), layout

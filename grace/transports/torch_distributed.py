@@ -100,7 +100,7 @@ class TorchDistributedTransport(MessageTransport):
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        # Adapt gloo's own timeout, too: a worker that gives up cannot exit before gloo does, after half an hour.
+        # Adapt gloo's own timeout, too: otherwise a worker that gives up could exit only after gloo's half an hour.
         self._timeout, self._limit = seconds, _delta(seconds)
         if hasattr(self._gloo, "_set_default_timeout"):
             self._gloo._set_default_timeout(self._limit)

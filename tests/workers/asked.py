@@ -1,4 +1,4 @@
-"""What PyTorch's tests of DDP and Horovod's of its optimizer ask, tried with GRACE: OUT."""
+"""Requirements of PyTorch's tests of DDP, and of Horovod's tests of its optimizer, tried with GRACE: OUT."""
 
 import inspect
 import sys
@@ -24,7 +24,7 @@ METHODS = {
 
 
 class Net(nn.Module):
-    """A module from its parts and a function of itself and the input."""
+    """A module from its parts and a function of the module and the input."""
 
     def __init__(self, forward, **parts):
         super().__init__()
@@ -124,7 +124,7 @@ def in_no_sync(model, step):
         loss(model).backward()
     late = loss(model)
     with model.no_sync():
-        late.backward()  # its forward pass was outside: DDP exchanges
+        late.backward()  # its forward pass was outside no_sync: DDP exchanges
 
 
 def profiled(model, step):
@@ -201,7 +201,7 @@ CLASSES = {
 def every_optimizer(cls):
     def begin(seed):
         torch.manual_seed(seed)
-        bias = cls.__name__ != "Muon"  # which takes matrices alone
+        bias = cls.__name__ != "Muon"  # Muon takes matrices only
         model = Net(
             None, a=nn.Linear(20, 16, bias=bias), b=nn.Linear(16, 16, bias=bias), c=nn.Linear(16, 16, bias=bias)
         )

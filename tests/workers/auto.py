@@ -1,4 +1,4 @@
-"""The compressor "auto" over two workers: OUT door, which is torch, ddp or keras. Saves a dictionary of findings."""
+"""The compressor "auto" over two workers: OUT INTEGRATION (torch, ddp or keras). Saves a dictionary of findings."""
 
 import hashlib
 import os
@@ -35,7 +35,7 @@ SECONDS = 0.05
 
 
 def asleep(x):
-    """The same numbers, later: also when a graph runs."""
+    """Return the same numbers after a delay, also when a graph runs."""
     if door != "keras":
         time.sleep(SECONDS)
         return x

@@ -1,4 +1,4 @@
-"""Broadcasts as loops ask for them, over two workers: OUT transport. Saves a dictionary of findings."""
+"""Broadcasts as training loops call them, over two workers: OUT TRANSPORT. Saves a dictionary of findings."""
 
 import sys
 import warnings
@@ -13,11 +13,11 @@ rank, size = join_torch(transport)
 import grace.torch
 
 found = {}
-value = 1 if rank == 0 else 5  # worker 0's counts
+value = 1 if rank == 0 else 5  # worker 0's value is broadcast
 
 
 def outcome(call, *tensors):
-    """What a call raised, or nothing; and what tensors hold afterwards."""
+    """The error that a call raised, if any, and the values of tensors afterwards."""
     try:
         call()
         message = ""
@@ -26,7 +26,7 @@ def outcome(call, *tensors):
     return message, [tensor.detach().clone().float().flatten().tolist() for tensor in tensors]
 
 
-# Every dtype, and every way to lie in memory.
+# Every dtype and every memory layout.
 kinds = {
     str(dtype): torch.full((3,), value, dtype=torch.float32).to(dtype)
     for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,

@@ -1,4 +1,4 @@
-"""A training over torch.distributed that says when it has come half-way, and one in peace: OUT."""
+"""A training over torch.distributed that reports when it is half-way, and an undisturbed one: OUT."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ rank = dist.get_rank()
 
 
 def train(steps=30):
-    """Weights, and seconds of the longest step."""
+    """The weights, and the seconds of the longest step."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Tanh(), torch.nn.Linear(300, 5))
     grc = grace.grace_from_params({"compressor": "topk", "compress_ratio": 0.1, "min_numel": 0, "timeout": 60})

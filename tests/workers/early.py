@@ -42,7 +42,7 @@ def train(grc, rank, hook):
 
 
 def forked(call):
-    """What a call raises in a forked process."""
+    """The error that a call raises in a forked process."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         os.write(write, str(outcome(call)).encode())

@@ -1,4 +1,4 @@
-"""Exchange the same gradients by every method of the table: OUT toolkit transport."""
+"""Exchange the same gradients by every method of the table: OUT TOOLKIT TRANSPORT."""
 
 import os
 import sys
@@ -46,7 +46,7 @@ else:
             tensors = {name: torch.from_numpy(array.copy()) for name, array in gradients(step, grc.rank).items()}
             if step == 0:
                 grc.build(tensors)
-            # Gradients become ready in another order on every worker.
+            # Gradients become ready in a different order on each worker.
             order = np.random.default_rng(1000 * grc.rank + step).permutation(sorted(tensors))
             jobs = {str(name): grc.start(str(name), tensors[str(name)]) for name in order}
             yield {name: grc.finish(job).numpy() for name, job in jobs.items()}
@@ -64,4 +64,4 @@ save(out, grc.rank, found)
 if transport == "torch":
     leave_gloo()
 else:
-    grc.transport.exchange("done")  # the first worker that ends would shut Horovod down for groups still at work
+    grc.transport.exchange("done")  # the first worker that ends would shut Horovod down while other groups still work

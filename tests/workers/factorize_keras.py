@@ -70,7 +70,7 @@ def values(model):
 
 
 for name, params in METHODS.items():
-    eager = name != "none"  # graphs take long to make
+    eager = name != "none"  # tracing graphs takes long
     model, grc, optimizer = begin(params)
     train(model, optimizer, range(3), eager)
     report = grc.report()
@@ -97,7 +97,7 @@ for name, params in METHODS.items():
     }
 
 
-# Resumed before the switch, and after it.
+# Resume before the switch, and after it.
 def snapshot(model, grc, optimizer, warmup):
     model.save_weights(f"{out}/{rank}.weights.h5")
     return grc.state_dict(), [np.array(v.value) for v in optimizer.variables], warmup.state_dict()
@@ -131,11 +131,11 @@ model, optimizer = warmup.switch(model, optimizer, make)
 train(model, optimizer, range(4, 8))
 straddled = values(model)
 model, optimizer, warmup = resumed(4, late, late_weights)
-model.load_weights(f"{out}/{rank}.weights.h5")  # the file says the same
+model.load_weights(f"{out}/{rank}.weights.h5")  # a file holds the same weights
 train(model, optimizer, range(6, 8))
 found["resume topk"] = (whole, straddled, values(model), warmup.due(9))
 
-# A loop of one's own, with a tape.
+# A custom training loop with a tape.
 model, grc, plain, losses = network(), grace.grace_from_params(METHODS["topk"]), make(None), []
 warmup = WarmUp(1)
 for steps in (range(3), range(3, 6)):

@@ -1,4 +1,4 @@
-"""The switch to factors in the middle of a training, over two workers: OUT TRANSPORT. Saves its findings."""
+"""The switch to factors in the middle of a training, over two workers: OUT TRANSPORT. Saves findings."""
 
 import sys
 
@@ -67,14 +67,14 @@ def values(model):
 
 
 def snapshot(model, optimizer, grc, warmup):
-    # By way of a file, as a training would.
+    # Save and load through a file, as a training does.
     path = f"{out}/checkpoint{rank}.pt"
     parts = {"model": model, "optimizer": optimizer, "grace": grc, "warmup": warmup}
     torch.save({key: part.state_dict() for key, part in parts.items()}, path)
     return torch.load(path, weights_only=False)
 
 
-# What changes at the switch, and what does not. Worker 1's own SVD would be another.
+# Changes at the switch, and values that must not change. Worker 1's own SVD would differ.
 original = grace.factorize.torch_layers.svd_factor
 for name, params in METHODS.items():
     model, grc, optimizer = begin(params)
@@ -101,7 +101,7 @@ for name, params in METHODS.items():
         "grace": grc.names,
     }
 
-# A run that is resumed before or after the switch goes on bit for bit.
+# A run that is resumed before or after the switch continues bit for bit.
 for name in ("topk", "powersgd"):
     model, grc, optimizer = begin(METHODS[name])
     warmup = WarmUp(1)
@@ -134,7 +134,7 @@ for name in ("topk", "powersgd"):
     train(model, optimizer, range(6, 8))
     found[f"resume {name}"] = (whole, straddled, values(model), warmup.due(9))
 
-# Trouble on one worker is trouble on all, before anything is sent.
+# An error on one worker is raised on all, before anything is sent.
 model, grc, optimizer = begin(DENSE)
 if rank == 0:
     model[3].weight.data[0, 0, 0, 0] = float("nan")
@@ -148,7 +148,7 @@ try:
 except RuntimeError as error:
     found["plans"] = str(error)
 
-# Through DistributedDataParallel's hook.
+# The switch with DistributedDataParallel's hook.
 if transport == "torch":
     from torch.nn.parallel import DistributedDataParallel
 
@@ -163,7 +163,7 @@ if transport == "torch":
         wrapped.register_comm_hook(grc, grace.torch.ddp_hook)
         train(wrapped, optimizer, steps)
         sent.append(sorted(grc.names) == sorted(name for name, _ in model.named_parameters()))
-    # DDP also makes buffers those of worker 0.
+    # DDP also broadcasts worker 0's buffers.
     found["ddp"] = (values(model), sent, grc.report().steps)
 
 save(out, rank, found)

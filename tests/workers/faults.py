@@ -1,4 +1,4 @@
-"""Faults that PyTorch's workers live through, and a last one that ends them: OUT transport. Saves what was found."""
+"""Faults that PyTorch's workers survive, and a last one that ends them: OUT TRANSPORT. Saves findings."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ disturb = lambda step: None  # noqa: E731 - replaced by each fault
 @grace.register("disturbed")
 @dataclass(frozen=True)
 class Disturbed(TopK):
-    """Top-k, with something else in the middle of it."""
+    """Top-k with a disturbance during compression."""
 
     def compress(self, x, state, ctx):
         if ctx.name == "0.weight":
@@ -32,7 +32,7 @@ class Disturbed(TopK):
 
 
 def train(steps=6, timeout=600.0):
-    """Weights after a training, and what was raised in it."""
+    """The weights after a training, and the error raised in it."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Tanh(), torch.nn.Linear(300, 5))
     params = {"compressor": "disturbed", "compress_ratio": 0.1, "min_numel": 0, "timeout": timeout}
@@ -56,7 +56,7 @@ def refused(make):
 
 
 def stop(seconds):
-    """Stop all of this process, threads and all, for so long."""
+    """Stop this process with all its threads for this many seconds."""
     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -74,14 +74,14 @@ for name, version, ratio, names in [
     grc = grace.grace_from_params({"compressor": "topk", "compress_ratio": ratio})
     found[f"other {name}"] = refused(lambda grc=grc, names=names: grc.build(dict.fromkeys(names, linear.weight)))
 
-# A slow worker is waited for; so is one that stands still for 10 seconds, in the middle of a step.
+# Workers wait for a slow worker, and for one that is stopped for 10 seconds in the middle of a step.
 for name, wait in (("slow", lambda: time.sleep(2)), ("stopped", lambda: stop(10))):
     disturb = lambda step, wait=wait: wait() if (rank, step) == (1, 3) else None  # noqa: E731
     began = time.monotonic()
     found[name] = (train(timeout=60), time.monotonic() - began)
 
-# One that is slower than the timeout is an error for the others. Over gloo it finds them gone then; over Horovod, where
-# messages have names, what the others had sent already.
+# If a worker is slower than the timeout, the others raise an error. When it wakes, it finds that they have ended
+# (gloo), or receives what they sent before (Horovod, where messages have names).
 disturb = lambda step: time.sleep(6) if (rank, step) == (1, 5) else None  # noqa: E731
 began = time.monotonic()
 try:
@@ -91,7 +91,7 @@ except (TimeoutError, ConnectionError) as error:
 save(out, rank, found)
 
 
-# The end: a worker raises inside compress.
+# Last: a worker raises inside compress.
 def fail(step):
     if (rank, step) == (1, 3):
         print("raised at", time.time(), flush=True)

@@ -107,7 +107,7 @@ def compressed(params, parameters=None, **options):
     return grc, grace.torch.fsdp(sharded(**options), grace=grc, parameters=parameters)
 
 
-# What is exact equals FSDP's own reduction.
+# Exact reductions equal FSDP's own.
 found["dense"] = train(sharded(), 5)
 grc, model = compressed(NONE)
 found["none"] = train(model, 5)
@@ -117,7 +117,7 @@ found["none accumulated"], plain = train(model, 3, parts=2), sharded()
 found["dense accumulated"] = train(plain, 3, parts=2)
 found["accumulated steps"] = grc.report().steps
 
-# A training of its own: loss and bytes.
+# A separate training: loss and bytes.
 plain = sharded()
 train(plain, 100)
 grc, model = compressed(INT4)
@@ -127,7 +127,7 @@ found["losses"] = (held_out(sharded()), held_out(plain), held_out(model))
 found["bytes"] = {t.name: (t.shape, t.method, t.bytes_sent / report.steps) for t in report.tensors}
 found["summary"] = (report.bytes_sent, report.steps)
 
-# Sparse, with error feedback; small groups go dense.
+# A sparse method with error feedback; small groups go dense.
 grc, model = compressed(
     {"compressor": "topk", "compress_ratio": 0.1, "communicator": "reducescatter", "min_numel": 8000}
 )
@@ -135,14 +135,14 @@ found["topk"] = train(model, 30)
 found["topk report"] = [(t.name, t.method) for t in grc.report().tensors]
 found["topk loss"] = held_out(model)
 
-# Half precision: FSDP asks for means of bfloat16, and for sums of scaled float16.
+# Half precision: FSDP requests means in bfloat16, and sums in scaled float16.
 for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     grc, model = compressed(NONE, policy=policy)
     found[name] = train(model, 3)
     found[f"dense {name}"] = train(sharded(policy=policy), 3)
 
-# One worker's gradient overflows: all see it, and nobody's memory changes.
+# One worker's gradient overflows: all see it, and no memory changes.
 grc, model = compressed(INT4)
 optimizer = torch.optim.Adam(model.parameters(), 3e-3)
 train(model, 2, optimizer)
@@ -165,7 +165,7 @@ found["overflow"] = {
 found["overflow memory"] = (before, residuals())
 
 
-# A checkpoint goes on bit for bit, also where parameters are rounded at random.
+# A run resumed from a checkpoint continues bit for bit, also with parameters that are rounded at random.
 def resumed(parameters):
     grc, model = compressed(INT4, parameters)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
@@ -226,11 +226,11 @@ if size == 4:
     found["hybrid both"] = train(both, 5)
 
 
-# Parameters that some steps, or some workers, do not use; frozen ones; ones that are unfrozen later.
+# Parameters that some steps or some workers do not use, frozen ones, and ones that are unfrozen later.
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(11))  # FSDP has it behind its children's
+        self.scale = nn.Parameter(torch.ones(11))  # FSDP lists it after the parameters of the children
         self.a, self.b, self.c = nn.Linear(11, 13), nn.Sequential(nn.Linear(13, 13), nn.Tanh()), nn.Linear(13, 5)
 
     def forward(self, x, use_b, use_scale):
@@ -311,7 +311,7 @@ class Uneven(nn.Module):
 
 
 def watched(model):
-    """What each forward pass computes with, by parameter."""
+    """The values that each forward pass uses, by parameter."""
     seen = {}
 
     def look(module, inputs):
@@ -347,7 +347,7 @@ found["parameters none"] = train(compressed(NONE, {"compressor": "none"})[1], 5)
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 found["parameters none bf16"] = train(compressed(NONE, {"compressor": "none"}, policy=policy)[1], 3)
 
-# Backward passes see what forward passes saw: whether parameters are gathered again makes no difference.
+# Backward passes see the same values as forward passes, whether or not parameters are gathered again.
 SETTINGS = {
     "plain": (INT8, {}),
     "drawn": (DRAWN, {}),
@@ -379,7 +379,7 @@ grace.torch.fsdp(model, grace=grace.grace_from_params(NONE), parameters=INT8)
 found["from meta"] = train(model, 3)
 
 
-# A frozen parameter of another dtype: FSDP gathers bytes, which pass unchanged.
+# A frozen parameter of another dtype: FSDP gathers bytes, which stay unchanged.
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -424,7 +424,7 @@ else:
     seen = watched(both)
     found["hybrid parameters"] = (train(both, 5), seen)
 
-# What does not fit is refused.
+# Unsuitable settings are refused.
 refused = {}
 
 

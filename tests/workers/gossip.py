@@ -1,4 +1,4 @@
-"""Workers on a ring that gossip: OUT transport. Saves each round's parameters, and where a door's training ends."""
+"""Gossip of workers on a ring: OUT TRANSPORT. Saves each round's parameters, and the result of a training."""
 
 import sys
 
@@ -51,7 +51,7 @@ try:
 except ValueError as error:
     found["mismatch"] = str(error)
 
-# A door: least squares, other data on each worker.
+# An integration: least squares, with different data on each worker.
 rng = np.random.default_rng(100 + rank)
 inputs = rng.standard_normal((64, 20)).astype("f")
 truth = np.random.default_rng(9).standard_normal((20, 12)).astype("f")

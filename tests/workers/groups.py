@@ -1,4 +1,4 @@
-"""Four workers as two groups of two that train apart: OUT transport."""
+"""Four workers as two groups of two that train separately: OUT TRANSPORT."""
 
 import sys
 

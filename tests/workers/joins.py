@@ -1,4 +1,4 @@
-"""Workers that run out of batches or belong to no group, two of them: OUT transport compressor. Saves findings."""
+"""Two workers, one of which runs out of batches or belongs to no group: OUT TRANSPORT COMPRESSOR. Saves findings."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a TensorFlow or Keras user does, over two workers: OUT. Saves a dictionary of findings."""
+"""Use of TensorFlow and Keras, over two workers: OUT. Saves a dictionary of findings."""
 
 import sys
 
@@ -54,10 +54,10 @@ def distributed(optimizer, params=DENSE):
     return grc, grace.tensorflow.DistributedOptimizer(optimizer, grace=grc)
 
 
-# As Keras on PyTorch.
+# The same names as for Keras on PyTorch.
 found["dense"] = keras_equal.dense_losses(rank)
 
-# Dense: what one worker reaches with the union of the batches.
+# Dense gradients: the weights of one worker that trains on the union of the batches.
 for name, make in {
     "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "Adam": lambda: keras.optimizers.Adam(0.01),
@@ -168,7 +168,7 @@ try:
 except ValueError as error:
     found["jit"] = str(error)
 
-# It saves as the optimizer that it is, and the model trains on without GRACE.
+# The optimizer is saved as a plain one, and the model continues to train without GRACE.
 path = f"{out}/{rank}.keras"
 net = network()
 _, optimizer = distributed(keras.optimizers.Adam(0.01), TOPK)
@@ -182,7 +182,7 @@ found["saved"] = (
     hasattr(loaded.optimizer, "_grace"),
 )
 
-# A checkpoint of each worker: the run goes on.
+# With a checkpoint of each worker, the run continues.
 net = network()
 grc, optimizer = distributed(keras.optimizers.SGD(0.1), TOPK)
 fit(net, optimizer)
@@ -194,7 +194,7 @@ net.set_weights(saved)
 grc.load_state_dict(state)
 found["resume"] = (whole, fit(net, optimizer)[0])
 
-# Other models: both workers fail, with the difference.
+# Different models: both workers raise an error that names the difference.
 variables = [tf.Variable(tf.ones((3, 4 + rank)), name="kernel")]
 try:
     grace.tensorflow.average_gradients(grace.grace_from_params(DENSE), [tf.ones((3, 4 + rank))], variables)

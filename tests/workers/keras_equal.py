@@ -42,7 +42,7 @@ def train(net, optimizer, grc, rank, epochs=EPOCHS, callbacks=(), **options):
 
 
 def dense_losses(rank):
-    """Of several optimizers, with dense gradients."""
+    """The losses of several optimizers, with dense gradients."""
     makers = {
         "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
         "Adam clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=0.05),

@@ -1,4 +1,4 @@
-"""Loops of Keras that differ from ours, over two workers: OUT. Saves a dictionary of findings."""
+"""Unusual training loops of Keras, over two workers: OUT. Saves a dictionary of findings."""
 
 import sys
 import time
@@ -38,7 +38,7 @@ def network(seed=rank, policy="float32"):
 
 
 class Unbuilt(keras.Model):
-    """Without variables before its first batch."""
+    """A model without variables before its first batch."""
 
     def __init__(self):
         super().__init__()
@@ -260,7 +260,7 @@ grc = grace.grace_from_params({**TOPK, "timeout": 4.0})
 v = tf.Variable(tf.ones(2000))
 if rank == 1:
     tensorflow.average_gradients(grc, [tf.ones(2000)], [v])
-    time.sleep(8)  # it is there, and does not answer
+    time.sleep(8)  # the worker is alive, but does not answer
     found["late"] = ""
 for _ in range(2 if rank == 0 else 0):
     found["late"] = error_of(tensorflow.average_gradients, grc, [tf.ones(2000)], [v])

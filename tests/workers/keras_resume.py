@@ -1,7 +1,7 @@
-"""A training in Keras that goes on in another process: OUT. Saves a dictionary.
+"""A training in Keras that continues in another process: OUT. Saves a dictionary.
 
-The first process trains, saves the model and its state of GRACE; the second loads both, trains on, and trains without
-an interruption, too.
+The first process trains, and saves the model and the state of GRACE. The second loads both and continues, and also
+trains without an interruption.
 """
 
 import sys
@@ -43,7 +43,7 @@ def fresh():
     keras.utils.set_random_seed(0)
     net = keras.Sequential(
         [keras.layers.Dense(30, activation="relu"), keras.layers.Dense(5)]
-    )  # its first batch builds it
+    )  # the first batch builds the model
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 4, 0.9)
     return net, keras.optimizers.SGD(schedule, momentum=0.9)
 

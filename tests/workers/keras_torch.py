@@ -1,4 +1,4 @@
-"""What a user of Keras on PyTorch does, over two workers: OUT. Saves a dictionary of findings."""
+"""Use of Keras on PyTorch, over two workers: OUT. Saves a dictionary of findings."""
 
 import os
 import sys
@@ -41,7 +41,7 @@ found["report"] = (
 )
 found["record"] = Path(out, "run.jsonl").exists()
 
-# A batch at a time: what one worker reaches with all batches, under the settings of Keras's optimizers.
+# One batch at a time: the weights of one worker that trains on all batches, with the settings of Keras's optimizers.
 for name, settings in {
     "clipnorm": {"clipnorm": 0.05},
     "accumulation": {"gradient_accumulation_steps": 2},
@@ -79,7 +79,7 @@ for step in range(4):
         residuals_kept = [bool(torch.equal(kept[key], given[key])) for key in given]
 found["scaler"] = (weights(net), skipped, residuals_kept, float(scaler.dynamic_scale.numpy()))
 
-# A loop of one's own, with a variable that only worker 0 uses and an embedding.
+# A custom loop, with a variable that only worker 0 uses and an embedding.
 table, unused = keras.Variable(np.ones((6, 3), "float32"), name="table"), keras.Variable([1.0], name="unused")
 absent = keras.Variable([1.0], name="absent")
 grc = grace.grace_from_params({"compressor": "none"})
@@ -89,7 +89,7 @@ if rank == 0:
 means = grace.keras.average_gradients(grc, [v.value.grad for v in (table, unused, absent)], [table, unused, absent])
 found["loop"] = (means[0].numpy(), means[1].numpy(), means[2], grc.names)
 
-# Save after two epochs, and go on in a new model and Grace.
+# Save after two epochs, and continue with a new model and Grace.
 whole, grc = network(), grace.grace_from_params(TOPK)
 train(whole, keras.optimizers.Adam(0.01), grc, rank, epochs=2)
 whole.save(Path(out, f"{rank}.keras"))
@@ -121,7 +121,7 @@ train(
 )
 found["local"] = weights(net)
 
-# Models that differ, and one that nobody averages.
+# Models that differ, and one whose gradients no worker averages.
 net = keras.Sequential([keras.Input((3 + rank,)), keras.layers.Dense(4)])
 try:
     grace.keras.broadcast_variables(net.variables)
@@ -134,7 +134,7 @@ with warnings.catch_warnings(record=True) as caught:
     net.fit(*data(rank), BATCH, verbose=0, callbacks=[grace.keras.BroadcastCallback(0)])
 found["warned"] = any("no gradient of this model was averaged" in str(each.message) for each in caught)
 
-# A distribution of Keras's own, which would average gradients beside GRACE.
+# A keras.distribution, which would average gradients in addition to GRACE.
 grc = grace.grace_from_params(TOPK)
 keras.distribution.set_distribution(keras.distribution.DataParallel(devices=["cpu:0"], auto_shard_dataset=False))
 try:

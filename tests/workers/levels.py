@@ -1,4 +1,4 @@
-"""A policy over two workers: OUT transport, with PyTorch or TensorFlow. Saves a dictionary of findings."""
+"""A policy over two workers, with PyTorch or TensorFlow: OUT TRANSPORT. Saves a dictionary of findings."""
 
 import copy
 import math
@@ -29,7 +29,7 @@ found = {}
 
 
 def made(params):
-    """A Grace, and what exchanges gradients with it: in TensorFlow a graph, whose traces are counted."""
+    """A Grace, and a function that exchanges gradients with it: in TensorFlow a graph, whose traces are counted."""
     grc = grace.grace_from_params({"policy": "accordion", "window": 2, "min_numel": 0, **params})
     grc.build({name: array(x) for name, x in sequence(size)[0][rank].items()})
     traces = []
@@ -42,7 +42,7 @@ def made(params):
 
 
 def go(grc, step, first, last, spoil=None):
-    """Exchange some steps of the sequence; the levels that held in each, and the means of the last."""
+    """Exchange some steps of the sequence; returns the levels in each step, and the means of the last one."""
     held, means = [], {}
     for number in range(first, last):
         held.append(dict(grc.decision.levels))
@@ -62,7 +62,7 @@ for name, granularity, source in RUNS:
     sent = sum(tensor.bytes_sent for tensor in grc.report().tensors)  # without the messages' headers
     found[name, granularity, source] = (held, means, levels_of(grc.report()), sent, len(traces))
 
-# From the middle of a window, in new objects.
+# Continue from the middle of a window with new objects.
 for source in ("rank0", "mean"):
     params = {**BASES["powersgd"], "norm_source": source}
     grc, step, _ = made(params)
@@ -74,12 +74,12 @@ for source in ("rank0", "mean"):
     grc.load_state_dict(saved)
     found["resume", source] = (whole, go(grc, step, middle, LAST))
 
-# NaN on worker 1 only, in an epoch that is looked at.
+# NaN on worker 1 only, in a watched epoch.
 for source in ("rank0", "mean", "aggregated"):
     grc, step, _ = made({**BASES["topk"], "norm_source": source})
     found["nan", source] = go(grc, step, 0, LAST, spoil=6 * STEPS)[0]
 
-# Other settings, other states, an epoch more: all workers raise, and none waits.
+# Different settings, different states, one more epoch: all workers raise, and none waits.
 try:
     made({**BASES["topk"], "eta": 0.5 + 0.1 * rank})
 except ValueError as error:
@@ -98,7 +98,7 @@ try:
 except RuntimeError as error:
     found["epochs"] = str(error)
 
-# The doors.
+# The integrations.
 TOPK = {"compressor": "topk", "compress_ratio": 0.05, "k_low": 0.5, "min_numel": 0, "policy": "accordion", "window": 2}
 RATES = [0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01]
 rng = np.random.default_rng(rank)

@@ -1,4 +1,4 @@
-"""Local training on real workers: OUT transport. Saves fixtures, what base and momentum were, times, and a fault."""
+"""Local training on real workers: OUT TRANSPORT. Saves bases and momenta, times, and the outcome of a fault."""
 
 import json
 import sys
@@ -115,7 +115,7 @@ def history(transport, params):
 found["all"] = {name: history(everybody, params) for name, params in METHODS.items()}
 found["pair"] = {name: history(pair, METHODS[name]) for name in ("topk", "powersgd")}
 
-# Workers that begin apart are refused.
+# Workers with different initial parameters are refused.
 model = Model(differ=True)
 model.train(LocalSGD(grace.grace_from_params(NONE, everybody), 2))
 try:
@@ -123,7 +123,7 @@ try:
 except ValueError as error:
     found["start"] = str(error)
 
-# Overlap: worker 1 comes to the launch half a second after the others, who train on.
+# Overlap: worker 1 starts the exchange half a second after the others, which continue to train.
 model = Model({"w": (200, 200)})
 local = LocalSGD(grace.grace_from_params({**NONE, "trace": 9}, everybody), 4, fragment_sync_delay=2)
 model.train(local)
@@ -134,7 +134,7 @@ for t in range(8):
     model.step(t)
     name = {5: "launch", 6: "step", 7: "land"}.get(t)
     found[f"{name} seconds"] = time.monotonic() - began
-    time.sleep(0.05)  # what an inner step computes
+    time.sleep(0.05)  # the computation of an inner step
 if kind != "tensorflow":
     local.grace.report(trace=f"{out}/trace-{rank}.json")
     events = json.loads(Path(f"{out}/trace-{rank}.json").read_text())["traceEvents"]
@@ -197,7 +197,7 @@ if kind == "torch":
         model.step(t)
     if rank == size - 1:
         save(out, rank, found)
-        leave_gloo()  # with its exchange under way
+        leave_gloo()  # while its exchange is in flight
 
     def own():
         tensors = local.grace.state_dict()["tensors"]
@@ -213,9 +213,9 @@ if kind == "torch":
         found["lost"] = str(error)
     after = own()
     same = before[0] == after[0] and str(before[1]) == str(after[1])
-    moved = all(np.abs(before[2][name] - after[2][name]).max() > 0.1 for name in SHAPES)  # by its own inner step
+    moved = all(np.abs(before[2][name] - after[2][name]).max() > 0.1 for name in SHAPES)  # moved by its own inner step
     found["unchanged"] = same and moved and not local.in_flight
-    local.reset("local", [local.state_dict()])  # alone, without those that are lost
+    local.reset("local", [local.state_dict()])  # continue alone, without the lost workers
     landed = local.landed
     for t in range(12, 16):
         model.step(t)

@@ -1,4 +1,4 @@
-"""Numbers, TensorFlow and Keras: what becomes of them at every door, over two workers: OUT. Saves a dictionary."""
+"""Numerics of each TensorFlow and Keras integration, over two workers: OUT. Saves a dictionary of findings."""
 
 import sys
 
@@ -34,7 +34,7 @@ def network(policy="float32"):
 
 
 def data(workers):
-    """The batches of some workers, step by step."""
+    """The batches of several workers, step by step."""
     made = []
     for worker in workers:
         rng = np.random.default_rng(worker)
@@ -185,7 +185,7 @@ def variables():
     return [tf.Variable(rng.standard_normal((6, 4)).astype("float32"), name=f"w{i}") for i in range(4)]
 
 
-def used(step, worker):  # 0: by both; 1 and 2: by one worker at a time; 3: by nobody
+def used(step, worker):  # which workers use a layer: 0: both; 1 and 2: one at a time; 3: none
     return [0] if step % 3 == 0 else [0, 1 + (step + worker) % 2]
 
 
@@ -257,7 +257,7 @@ optimizer, grc = distributed(keras.optimizers.SGD(0.5))
 mine, start = tied(optimizer, [rank])
 found["tied"] = (mine, tied(keras.optimizers.SGD(0.5), ALL)[0], start, grc.names)
 
-# A layer that is frozen while some steps are made, and unfrozen; its memory rests with it.
+# A layer that is frozen for some steps and then unfrozen; its memory stays unchanged meanwhile.
 net = network()
 optimizer, grc = distributed(keras.optimizers.SGD(0.1), TOPK)
 

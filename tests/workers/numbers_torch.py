@@ -1,4 +1,4 @@
-"""Numbers, PyTorch: what becomes of them at every door, over two workers: OUT transport. Saves a dictionary."""
+"""Numerics of each PyTorch integration, over two workers: OUT TRANSPORT. Saves a dictionary of findings."""
 
 import copy
 import sys
@@ -52,7 +52,7 @@ def sgd(net):
 
 
 def enter(door, net, params=DENSE, passes=1, make=sgd, **options):
-    """The model to call, the optimizer and the Grace, by one of the doors."""
+    """The model to call, the optimizer and the Grace, of one integration."""
     grc = grace.grace_from_params(params)
     if door == "optimizer":
         return net, grace.torch.DistributedOptimizer(make(net), grc, net.named_parameters(), passes), grc
@@ -71,7 +71,7 @@ def train(model, optimizer, net, workers, steps=4, loss=loss_of, before_step=lam
 
 
 def both(key, door, make_net=network, params=DENSE, passes=1, make=sgd, options={}, **training):  # noqa: B006
-    """Train by a door, and alone with all workers' batches: the weights of both, and those before."""
+    """Train with an integration, and alone with all workers' batches: the weights of both, and the initial ones."""
     net, whole = make_net(), make_net()
     start = weights(net)
     model, optimizer, grc = enter(door, net, params, passes, make, **options)
@@ -91,7 +91,7 @@ def unchanged(before, after):
 
 
 def residuals(grc, net):
-    """The memory in the order of the weights, zero where there is none."""
+    """The residuals in the order of the weights; zeros where there are none."""
     kept = state(grc)
     parts = [kept.get(f"{n}/memory/residual", np.zeros(p.numel())).ravel() for n, p in net.named_parameters()]
     return np.concatenate(parts).astype(np.float64)
@@ -121,7 +121,7 @@ for door in DOORS:
             if step == 2:
                 kept = unchanged(before, state(grc))
             if failed and door == "ddp":
-                break  # DDP itself does not go on after an error
+                break  # DDP itself cannot continue after an error
         found[f"nonfinite {policy} {door}"] = (weights(net), seen, kept, message, steps)
 
 # A loss scaler under autocast, whose scale grows and falls.
@@ -144,7 +144,7 @@ for door in DOORS:
             scales.append(scaler.get_scale())
     found[f"scaler {door}"] = (weights(net), weights(whole), weights(network()), scales)
 
-# A mean that float16 cannot hold, made of gradients that it can: an overflow as any other.
+# Gradients within float16's range whose mean exceeds it: an overflow like any other.
 for door in DOORS:
     torch.manual_seed(0)
     net = nn.Linear(20, 5, bias=False).half()
@@ -186,7 +186,7 @@ for door in DOORS:
         model(torch.ones(3)).backward()
     except TypeError as error:
         found[f"complex {door}"] = str(error)
-for door in DOORS:  # an integer parameter cannot be trained, and is in nobody's way
+for door in DOORS:  # an integer parameter cannot be trained, and does not disturb
     net = network()
     net.register_parameter("table", nn.Parameter(torch.arange(4), requires_grad=False))
     model, optimizer, grc = enter(door, net)
@@ -262,7 +262,7 @@ class Branches(nn.Module):
         return self.branches[which](torch.tanh(self.trunk(x)))
 
 
-def branch(step, worker):  # 0: by both; 1 and 2: by one worker at a time; 3: by nobody
+def branch(step, worker):  # which workers use a branch: 0: both; 1 and 2: one at a time; 3: none
     return 0 if step % 3 == 0 else (1 + (step + worker) % 2)
 
 
@@ -277,7 +277,7 @@ for door in DOORS:
         key = f"absent{' view' if view else ''}"
         net, _ = both(key, door, Branches, options=options, steps=6, loss=branched)
         unused = net.branches[3].weight.grad is None
-        # Nothing is lost: means and what is kept add up to all gradients, whoever had them.
+        # Nothing is lost: means and residuals add up to all gradients, whichever workers had them.
         net = Branches()
         model, optimizer, grc = enter(door, net, TOPK, **options)
         total, handed = np.zeros_like(weights(net)), np.zeros_like(weights(net))
@@ -340,7 +340,7 @@ for to_none in (True, False):
     optimizer.zero_grad(to_none)
     net[0].requires_grad_(False)
     before, kept = flat(net[0].parameters()), state(grc)
-    optimizer.param_groups[0]["momentum"] = 0.0  # which would move the weights without a gradient
+    optimizer.param_groups[0]["momentum"] = 0.0  # momentum would move the weights without a gradient
     for step in range(3):
         optimizer.zero_grad(to_none)
         loss_of(net, step, rank).backward()
@@ -406,7 +406,7 @@ if transport == "torch":
                 layouts.append(list(buckets[-1]))
             found[f"ddp {kind} {name}"] = (weights(net), reference, layouts)
 
-    # A checkpoint that comes before the first backward pass, when the tensors are in several buckets.
+    # A checkpoint before the first backward pass, with tensors in several buckets.
     for named in (True, False):
 
         def fresh():

@@ -1,4 +1,4 @@
-"""Two workers train with and without a pool of threads, whose compressions take a while: OUT transport."""
+"""Two workers train with and without a thread pool, with slow compression: OUT TRANSPORT."""
 
 import random
 import sys
@@ -22,7 +22,7 @@ fails = None
 
 @dataclass(frozen=True)
 class Sleepy(TopK):
-    """Top-k that takes its time, another one on each worker."""
+    """Slow top-k, with a different delay on each worker."""
 
     def compress(self, x, state, ctx):
         if threading.current_thread() is not threading.main_thread():
@@ -34,7 +34,7 @@ class Sleepy(TopK):
 
 
 def train(device, timeout=60.0):
-    """Weights after some steps."""
+    """The weights after some steps."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*[torch.nn.Linear(60, 60) for _ in range(6)])
     ways = [f"compress({each}) allgather*(flat) decompress({each})" for each in (device, "gpu")]

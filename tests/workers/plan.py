@@ -1,4 +1,4 @@
-"""Four workers, as two machines of two, take every strategy at once: OUT toolkit transport count."""
+"""Four workers, as two machines of two, use every strategy in one step: OUT TOOLKIT TRANSPORT COUNT."""
 
 import json
 import os
@@ -53,7 +53,7 @@ found = {"tensors": len(chosen)}
 if rank == 0:
     Path(out, "plan.json").write_text(json.dumps(plan_of(chosen)["plan"]))
 path = str(Path(out, "plan.json" if rank == 0 else "not here.json"))
-for number, params in enumerate(LOSSLESS[: 1 if toolkit == "tensorflow" else 2]):  # graphs take long to make
+for number, params in enumerate(LOSSLESS[: 1 if toolkit == "tensorflow" else 2]):  # tracing graphs takes long
     grc = grace_from_params({**params, "plan": path, "node_size": 2})
     found[f"exact {number}"] = exchange(grc, given)
 

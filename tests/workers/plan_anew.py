@@ -1,4 +1,4 @@
-"""Three workers with a plan for eight, whose file worker 0 alone has; then with levels that change: OUT transport."""
+"""Three workers with a plan for eight, whose file only worker 0 has; then with changing levels: OUT TRANSPORT."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Measure the links between workers on two machines of two: OUT transport."""
+"""Measure the links between workers on two machines of two: OUT TRANSPORT."""
 
 import os
 import sys

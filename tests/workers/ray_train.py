@@ -1,6 +1,6 @@
 """examples/ray_train.py without Ray: worker 1 is killed once, and torchrun starts both again.
 
-This script plays Ray's part: it merges the workers' folders, and gives the last whole checkpoint to `train`.
+This script takes the place of Ray: it merges the workers' folders, and gives the last complete checkpoint to `train`.
 """
 
 import shutil

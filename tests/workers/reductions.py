@@ -1,13 +1,14 @@
-"""What torch.distributed carries between workers, small and large, of several kinds of numbers: OUT."""
+"""Collectives of torch.distributed with small and large buffers of several dtypes: OUT."""
 
 import sys
 
 import numpy as np
 
 SIZES = (1, 2, 5, 1001, 2**18 + 3)  # the last one is above what workers reduce directly
-GATHERED = (10, 2**14 + 5, 2**20 + 7, 2**20 + 1, 3 * 2**20)  # the first one is left to gloo, the others are handed on
-BESIDE = ((10_001, 101), (10_001, 1001), (2**20 + 1, 2**15 + 1))  # bytes that are gathered, and numbers that are summed
-PASSED = (0, 10, 2**18 + 1, 2**20)  # from one worker to another
+# gloo gathers the first one, the others travel around a ring
+GATHERED = (10, 2**14 + 5, 2**20 + 7, 2**20 + 1, 3 * 2**20)
+BESIDE = ((10_001, 101), (10_001, 1001), (2**20 + 1, 2**15 + 1))  # gathered bytes, and summed numbers
+PASSED = (0, 10, 2**18 + 1, 2**20)  # sizes of messages from one worker to another
 DTYPES = ("int8", "int64", "float16", "float32", "float64")
 
 
@@ -21,7 +22,7 @@ def passed(call, sender, receiver):
 
 
 def carried(transport, rank, gathered, summed):
-    """What a round brings: what was gathered, a mean of two arrays, and a sum; and how many messages were reduced."""
+    """The results of a round: the gathered arrays, a mean of two arrays, and a sum; and the number of reductions."""
     import torch
 
     from grace.core.collectives import Gather, Reduce
@@ -56,10 +57,10 @@ def main():
     found = {}
     for dtype in DTYPES:
         for op in ("sum", "min", "max"):
-            # All are under way at once.
+            # All collectives are in flight at once.
             waits = [transport.reduce(torch.from_numpy(values(rank, dtype, n)), op, "it") for n in SIZES]
             found[dtype, op] = [wait().numpy() for wait in waits]
-    # Two optimizers share a process group, and do the same.
+    # Two optimizers share a process group and make the same calls.
     pair = [grace.transports.get_transport("torch").bind(transport.xp) for _ in range(2)]
     waits = []
     for call, n in enumerate(GATHERED):

@@ -24,7 +24,7 @@ killing = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 @grace.register("deadly")
 @dataclass(frozen=True)
 class Deadly(TopK):
-    """Top-k, in whose middle worker 1 dies."""
+    """Top-k during which worker 1 dies."""
 
     def compress(self, x, state, ctx):
         if killing and (rank, ctx.step) == (1, DEATH):
@@ -51,7 +51,7 @@ def train(folder=None):
         optimizer.step()
         if folder and (step + 1) % EVERY == 0:
             if rank == 0:
-                # Before the state of Grace: a step counts when all workers have saved that.
+                # Save the weights before the state of the Grace: a step counts once all workers have saved the latter.
                 torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{step + 1}.pt")
             grace.checkpoint.save(grc, folder)
     return torch.cat([p.detach().flatten() for p in net.parameters()]).numpy(), first

@@ -49,7 +49,7 @@ def train(folder=None):
 
     for number in range(first, STEPS):
         if folder and rank == 1 and number == death:
-            os.kill(os.getpid(), signal.SIGKILL)  # the other is in the middle of this step, and waits
+            os.kill(os.getpid(), signal.SIGKILL)  # the other worker is in the middle of this step, and waits
         batch = slice(32 * number, 32 * number + 32)
         step(tf.constant(images[batch]), tf.constant(labels[batch]))
         if folder and (number + 1) % EVERY == 0:

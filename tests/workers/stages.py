@@ -1,4 +1,4 @@
-"""Four workers, whole and as two pipelines of two, under torch's schedules: OUT. Saves what was found."""
+"""Four workers as one pipeline and as two pipelines of two, under torch's schedules: OUT. Saves findings."""
 
 import os
 import sys
@@ -42,7 +42,7 @@ def batch(step):
 
 
 class Run:
-    """A pipeline under a schedule, with torch's stages or ours."""
+    """A pipeline under a schedule, with torch's stages or GRACE's."""
 
     def __init__(self, name, group=None, ours=None, part=part, chunks=CHUNKS):
         self.me, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -85,7 +85,7 @@ class Run:
 
 
 def refused(act):
-    """The kind and text of what an act raises."""
+    """The type and text of the error that a call raises."""
     try:
         act()
     except Exception as error:
@@ -94,7 +94,8 @@ def refused(act):
 
 found = {"equal": {}, "int8": {}, "first": {}, "refused": {}}
 
-# Without compression: bit for bit torch's stage, under each schedule. DualPipeV wants 2 micro-batches per rank.
+# Without compression: results equal those of torch's stage, bit for bit, under each schedule. DualPipeV needs 2
+# micro-batches per rank.
 for group, ranks in ((None, 4), (half, 2)):
     for name in ("GPipe", "1F1B", *LOOPED, *V):
         chunks = 2 * ranks if name in V else CHUNKS
@@ -178,7 +179,7 @@ for name, settings in (("compressed", {"forward": TOPK}), ("plain", {"forward": 
         found[f"eval, {name}"] = torch.equal(given, expected)
     found[f"state after eval, {name}"] = str(state) == str(after)
 
-# A pipeline goes on from a state.
+# A pipeline continues from a state.
 for name, settings in (("ef21", {"forward": TOPK, "backward": B4, "feedback": "ef21"}), ("aq", CASES["aq"])):
     run = Run("1F1B", half, settings)
     ids = IDS if name == "aq" else [None] * 4
@@ -195,7 +196,7 @@ for name, settings in (("ef21", {"forward": TOPK, "backward": B4, "feedback": "e
     )
 
 
-# Several outputs: one is of integers, which cross as they are; one is no function of the parameters.
+# Several outputs: one of integers, which cross uncompressed; one that does not depend on the parameters.
 class Several(torch.nn.Module):
     def __init__(self, index):
         super().__init__()
@@ -219,7 +220,7 @@ found["refused"]["no ids"] = refused(lambda: run.step(0))
 found["refused"]["twice"] = refused(lambda: run.step(0, np.zeros(16, int)))
 found["refused"]["beyond"] = refused(lambda: run.step(0, np.arange(30, 46)))
 found["refused"]["floats"] = refused(lambda: run.step(0, np.arange(16.0)))
-run.step(0, IDS[0])  # goes on
+run.step(0, IDS[0])  # the pipeline still works
 run = Run("1F1B", half, {})
 found["refused"]["state"] = refused(lambda: run.stages[0].load_state_dict({}))
 found["refused"]["variable length"] = refused(lambda: Run("1F1B", half, {"forward": "threshold"}))
@@ -227,7 +228,7 @@ mesh = DeviceMesh("cpu", list(range(size)))
 run.stages[0].fwd_cache[0] = (DTensor.from_local(torch.ones(4), mesh, [Replicate()]),), []
 found["refused"]["DTensor"] = refused(lambda: run.stages[0].get_fwd_send_ops(0))
 
-# The end. Worker 3's buffer is disturbed: it says so and is gone, and the others fail instead of waiting for it.
+# Last: worker 3's buffer is disturbed. It raises an error and ends, and the others fail instead of waiting for it.
 run = Run("1F1B", None, {"forward": B4, "feedback": "ef21", "debug": True})
 run.step(0)
 if rank == 3:
@@ -237,4 +238,4 @@ found["disturbed"] = refused(lambda: run.step(1))
 found["seconds"] = time.monotonic() - began
 save(out, rank, found)
 sys.stdout.flush()
-os._exit(0)  # connections are broken
+os._exit(0)  # the connections are broken

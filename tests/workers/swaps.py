@@ -1,4 +1,4 @@
-"""What Horovod gathers between workers, small and large: OUT."""
+"""Gathers of Horovod with small and large buffers: OUT."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a PyTorch user does, over two workers: OUT transport. Saves a dictionary of findings."""
+"""Use of PyTorch, over two workers: OUT TRANSPORT. Saves a dictionary of findings."""
 
 import copy
 import sys
@@ -48,7 +48,7 @@ def train(net, optimizer, steps=4, passes=1):
     return weights(net)
 
 
-# Every optimizer of PyTorch, dense: what one worker reaches with the union of the batches.
+# Every optimizer of PyTorch, with dense gradients: the weights of one worker that trains on the union of the batches.
 for name, make in {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),
     "Adam": lambda p: torch.optim.Adam(p, 0.01),
@@ -79,7 +79,7 @@ net = model()
 grc, optimizer = distribute(net, torch.optim.SGD(net.parameters(), 0.1), TOPK, backward_passes_per_step=2)
 found["accumulation"] = (train(net, optimizer, passes=2), grc.report().steps)
 
-# A closure that is called many times in a step, with a line search that must decide alike everywhere.
+# A closure that is called many times in a step, with a line search that must take the same decisions on all workers.
 net = model()
 _, optimizer = distribute(net, torch.optim.LBFGS(net.parameters(), max_iter=5, line_search_fn="strong_wolfe"))
 x, y = batch(0)
@@ -117,7 +117,7 @@ for step in range(4):
     trace.append((bool((weights(net) == before).all()), same, scaler.get_scale()))
 found["scaler"] = (weights(net), trace, grc.report().skipped)
 
-# Layers used in another order on each worker, and one that only worker 0 uses, and one that nobody uses.
+# Layers used in a different order on each worker, one that only worker 0 uses, and one that no worker uses.
 torch.manual_seed(0)
 net = torch.nn.ModuleDict({name: torch.nn.Linear(40, 40) for name in "abcde"})
 grc, optimizer = distribute(net, torch.optim.SGD(net.parameters(), 0.1), {**TOPK, "bucket_mb": 0.005})
@@ -132,7 +132,7 @@ for step in range(4):
     optimizer.step()
 found["order"] = (weights(net), net["e"].weight.grad is None, net["d"].weight.grad is None)
 
-# Named as Horovod's: synchronize, clip, skip_synchronize.
+# Horovod's names: synchronize, clip, skip_synchronize.
 net = model()
 _, optimizer = distribute(net, torch.optim.SGD(net.parameters(), 0.1))
 x, y = batch(rank)
@@ -143,7 +143,7 @@ with optimizer.skip_synchronize():
     optimizer.step()
 found["synchronize"] = weights(net)
 
-# A parameter group that is added, and a parameter that is unfrozen, while training goes on.
+# A parameter group is added, and a parameter is unfrozen, during the training.
 net = model()
 net[2].bias.requires_grad_(False)
 grc = grace.grace_from_params(TOPK)
@@ -177,7 +177,7 @@ for dtype in (torch.float16, torch.bfloat16, torch.float64):
         optimizer.step()
     found[f"dtype {dtype}"] = (weights(net.float()), grc.report().bytes_dense)
 
-# An embedding with sparse gradients goes through dense.
+# An embedding's sparse gradients become dense.
 torch.manual_seed(0)
 net = torch.nn.Embedding(50, 8, sparse=True)
 _, optimizer = distribute(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -185,7 +185,7 @@ net(torch.tensor([rank, 7])).sum().backward()
 optimizer.step()
 found["sparse"] = net.weight.grad.to_dense().numpy()
 
-# Other models, other settings: both workers fail, with the difference, and neither hangs.
+# Different models or settings: both workers raise an error that names the difference, and neither hangs.
 for name, params, width in (
     ("parameters", TOPK, 30 + rank),
     ("settings", {**TOPK, "compress_ratio": 0.1 * (rank + 1)}, 30),
@@ -203,7 +203,8 @@ try:
 except ValueError as error:
     found["mismatch list"] = str(error)
 
-# A checkpoint of each worker, loaded into new objects: the run goes on bit for bit. Another worker's is refused.
+# A checkpoint of each worker, loaded into new objects: the run continues bit for bit. Another worker's checkpoint is
+# refused.
 for kind, params in (("topk", TOPK), ("powersgd", {"compressor": "powersgd", "compress_rank": 2, "min_numel": 0})):
     net = model()
     grc, optimizer = distribute(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), params)

@@ -1,4 +1,4 @@
-"""Training loops as people write them, over two workers: OUT transport. Saves what each came to."""
+"""Training loops as users write them, over two workers: OUT TRANSPORT. Saves the results of each."""
 
 import copy
 import io
@@ -49,7 +49,7 @@ def residual(grc):
 
 
 def alike(one, two):
-    """Whether two Graces hold the same residuals, to the bit."""
+    """Whether two Graces have the same residuals, to the bit."""
     first, second = residual(one), residual(two)
     return first.keys() == second.keys() and all(
         torch.equal(first[k], second[k]) for k in first if first[k] is not None
@@ -57,7 +57,7 @@ def alike(one, two):
 
 
 def message(call):
-    """What a call raises, as text; empty where it raises nothing."""
+    """The text of the error that a call raises; empty if it raises none."""
     try:
         call()
     except Exception as error:
@@ -70,7 +70,7 @@ def situation(function):
 
 
 def gan(params, frozen, penalty=False, quiet=False, ddp=False, passes=1, clear="zero_grad"):
-    """A generator's loss goes through the discriminator. ``frozen``: the discriminator has no gradients of it."""
+    """A generator's loss passes through the discriminator. ``frozen``: it gives the discriminator no gradients."""
     generator, critic = linear(16, 40), torch.nn.Sequential(linear(40, 40, 1), torch.nn.Tanh(), linear(40, 1, 2))
     plain = critic
     if ddp:
@@ -163,7 +163,7 @@ def extra_pass_inside_no_sync():
 
 
 def by_hand(before):
-    """Gradients set by hand after a pass that is thrown away by ``before``, with an oracle that had no such pass."""
+    """Gradients set by hand after a pass that ``before`` discards, compared with a training without this pass."""
     nets, graces = [], []
     for attack in (True, False):
         net = linear()
@@ -258,7 +258,7 @@ def accumulation(what, synchronize):
             plain.zero_grad()
     if (
         what == "scaler" and not synchronize
-    ):  # worker 1 alone saw the overflow, and meets the other in the next exchange
+    ):  # only worker 1 saw the overflow; it meets the other worker in the next exchange
         for step in range(5, 7):
             net(batch(step)).square().mean().backward()
     return weights(net), weights(reference), grc.report().steps
@@ -522,7 +522,7 @@ def a_skipped_step_leaves_no_trace():
                     continue
                 optimizer.zero_grad()
                 (net(batch(step)).square().mean()).backward()
-                continue  # finite, and yet not applied, as a scaler does for another optimizer's overflow
+                continue  # finite but not applied, as by a scaler after another optimizer's overflow
             optimizer.zero_grad()
             net(batch(step)).square().mean().backward()
             optimizer.step()
@@ -533,7 +533,7 @@ def a_skipped_step_leaves_no_trace():
 
 @situation
 def sharpness_aware():
-    # Two passes to a step, the first one of which moves the weights (SAM).
+    # Two passes per step, the first of which moves the weights (SAM).
     net, reference = linear(), linear()
     _, optimizer = distribute(net, DENSE)
     plain = torch.optim.SGD(reference.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""Triton's kernels compiled for CUDA devices, none of which need be there.
+"""Triton's kernels, compiled for CUDA devices, which need not be present.
 
 Run by tests/test_triton.py, as tests of pytest.
 """
@@ -21,7 +21,7 @@ NAMES = [name for name, each in vars(kernels).items() if isinstance(each, JITFun
 
 
 def forms(name):
-    """Types of the arguments, and the constants: what `TritonKernels` launches, of each kind."""
+    """Argument types and constants of each kind of kernel that `TritonKernels` launches."""
     for add in (True, False):
         if name in ("signs_blocks", "ints_blocks"):
             for block in (24, kernels.LARGE) if add else (512,):
@@ -74,7 +74,7 @@ def test_compiles(name, architecture):
         found = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"enable_fp_fusion": False})
         assert len(found.asm["cubin"]) > 1000
         assert f".target sm_{architecture}" in found.asm["ptx"]
-        # Numbers are rounded one operation at a time, to nearest, and the smallest ones are not taken for 0.
+        # Each operation rounds separately, to nearest, and subnormal numbers are not flushed to 0.
         code = [line.split("//")[0].split() for line in found.asm["ptx"].splitlines()]
         words = {word for line in code for word in line}
         assert not [word for word in words if re.match(r"fma\.|div\.(full|approx)|rcp|.*\.ftz", word)]

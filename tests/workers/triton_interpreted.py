@@ -5,7 +5,7 @@ Run by tests/test_triton.py, as tests of pytest.
 
 import os
 
-# Read when Triton is imported, and so not in a process that others share.
+# Triton reads this when it is imported, so it must not be set in a shared process.
 assert os.environ["TRITON_INTERPRET"] == "1"
 
 import numpy as np
@@ -53,7 +53,7 @@ def plain(monkeypatch):
 
 
 class Plain(TorchBackend):
-    """As on a device: sums of magnitudes are made in float64, also of short rows."""
+    """As on a device: sums of magnitudes use float64, also for short rows."""
 
     host_kernels = None
     sum_abs = Backend.sum_abs

@@ -1,4 +1,4 @@
-"""A script as it was written for upstream GRACE: only its import and its optimizer line are ours. OUT."""
+"""A script written for upstream GRACE: only the import and the optimizer line are changed. OUT."""
 
 import sys
 

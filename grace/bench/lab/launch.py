@@ -45,12 +45,12 @@ class Outcome:
         for rank, text in self.outputs.items():
             if self.codes[rank] != 0 and text.strip():
                 lines.append(f"--- rank {rank} ---\n{text[-3000:].rstrip()}")
-        if self.failed and self.log.strip() and len(lines) == 1:  # a rank's own output says more
+        if self.failed and self.log.strip() and len(lines) == 1:  # the rank's own output says more
             lines.append(f"--- {self.launcher} ---\n{self.log[-3000:].rstrip()}")
         return "\n".join(lines)
 
     def check(self) -> Outcome:
-        """This outcome; raises LabError with the output if the launch failed."""
+        """Return this outcome; raises LabError with the output if the launch failed."""
         if self.failed:
             raise LabError(str(self))
         return self
@@ -93,7 +93,7 @@ def _run(
     timeout: float = 300,
     alive: Callable[[], Any] | None = None,
 ) -> Outcome:
-    # ``timeout`` counts from the start, or from the last change of ``alive``'s result.
+    # ``timeout`` counts from the start, or from the last change of the result of ``alive()``.
     environment = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",

@@ -55,7 +55,7 @@ def burst_bytes(rate: str) -> int:
 def missing(ssh: bool = False) -> list[str]:
     """Missing requirements of a lab on this machine, each with its remedy; empty if none.
 
-    ``ssh``: those of horovodrun too, which reaches other hosts by SSH.
+    ``ssh``: include the requirements of horovodrun, which reaches other hosts by SSH.
     """
     lacks = []
     if sys.platform != "linux":
@@ -175,7 +175,7 @@ class Lab:
     def close(self) -> None:
         """Stop all processes on the hosts, and remove the hosts."""
         started = [process for host in self.hosts for process in host.started]
-        for process in started:  # some may not have reached their host yet
+        for process in started:  # a process may not have entered its host yet
             process.kill()
         _remove(self.name)
         for process in started:
@@ -307,7 +307,7 @@ class Loopback:
         return found
 
     def stop(self) -> None:
-        """Kill it."""
+        """Kill all processes that were started here."""
         for _ in range(50):
             left = self.processes()
             if not left:
@@ -331,7 +331,7 @@ def parse_topology(text: str) -> tuple[int, int]:
 
 
 def leftovers(everything: bool = False) -> list[str]:
-    """Labs whose process has ended without removing them. ``everything``: include those in use."""
+    """Labs whose process has ended without removing them. ``everything``: include labs in use."""
     listed = [line.split()[0] for line in run("ip", "netns", "list", check=False).splitlines() if line.strip()]
     for folder in (NETNS, Path(tempfile.gettempdir())):
         listed += [path.name for path in folder.glob(f"{PREFIX}-*")]

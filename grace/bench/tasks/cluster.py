@@ -1,4 +1,4 @@
-"""Jobs for a cluster: a folder of them, scripts for torchrun, horovodrun and SLURM, and rows out of what they wrote."""
+"""Jobs for a cluster: writes a folder of them, scripts for torchrun, horovodrun and SLURM, and reads their results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ bash horovodrun.sh
 
 
 def write(jobs: Sequence[Job], folder: Path, workers: int) -> list[Path]:
-    """Write ``jobs/`` and the scripts; what was there of them is replaced, ``results/`` is kept. The scripts' paths."""
+    """Write ``jobs/`` and the scripts, replacing older ones; ``results/`` is kept. Returns the paths of the scripts."""
     shutil.rmtree(folder / "jobs", ignore_errors=True)
     (folder / "jobs").mkdir(parents=True)
     for number, job in enumerate(jobs):
@@ -78,13 +78,13 @@ def write(jobs: Sequence[Job], folder: Path, workers: int) -> list[Path]:
 
 
 def collect(folder: Path) -> list[Row]:
-    """The rows of all jobs of a folder that were begun."""
+    """The rows of all started jobs of a folder."""
     rows: list[Row] = []
     for file in sorted((folder / "jobs").glob("*.json")):
         job, out = Job.read(file), folder / "results" / file.stem
         if not out.exists():
             continue
-        # The scripts may have been given more or fewer workers than were planned.
+        # The scripts may have run with another number of workers than planned.
         first = events(out / "0.jsonl")
         job = dataclasses.replace(job, workers=first[0]["size"] if first else job.workers)
         found = rows_of(job, [events(out / f"{rank}.jsonl") for rank in range(job.workers)])

@@ -1,4 +1,4 @@
-"""What is learnt: data made from a seed, and readers of data sets that somebody has on disk. NumPy alone."""
+"""The data of tasks: synthetic data made from a seed, and readers of data sets on disk. Needs NumPy alone."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import numpy as np
 
 Arrays = tuple[Any, ...]
 Predict = Callable[[Arrays], Any]
-"""A model in use: arrays of inputs -> logits of float32, classes last."""
-PIECE = 64  # examples of one call of a model in use
+"""The prediction of a model: arrays of inputs -> logits of float32, classes last."""
+PIECE = 64  # examples per call when a model predicts
 
 
 class Data(ABC):
     """Training data to draw batches from, and held-out data to judge a model by."""
 
     source: str
-    """Where it comes from, in words."""
+    """A description of the data's origin."""
 
     @property
     @abstractmethod
     def sizes(self) -> dict[str, int]:
-        """What a model must know: such as classes, words."""
+        """Sizes that a model needs, such as the number of classes or words."""
 
     @abstractmethod
     def batch(self, rng: np.random.Generator, size: int) -> tuple[Arrays, Any]:
@@ -37,11 +37,11 @@ class Data(ABC):
 
     @abstractmethod
     def quality(self, predict: Predict) -> float:
-        """How good a model is on what it has not seen."""
+        """The model's metric on held-out data."""
 
 
 def in_pieces(predict: Predict, inputs: Arrays) -> Any:
-    """The logits of many examples, a piece at a time; the last piece is filled up, so that all have one shape."""
+    """The logits of many examples, computed piece by piece; the last piece is padded, so that all have one shape."""
     size, found = len(inputs[0]), []
     for start in range(0, size, PIECE):
         rows = np.arange(start, start + PIECE) % size
@@ -69,9 +69,10 @@ class Images(Data):
 
 
 class Masks(Images):
-    """Images with a class for each pixel, int64[n, side, side], 0 the background: judged by the mean IoU of the others.
+    """Images with a class per pixel, int64[n, side, side], 0 for background: judged by the other classes' mean IoU.
 
-    IoU: of all pixels that are or are said to be of a class, the share that are both (Jaccard index).
+    IoU of a class: pixels that both the label and the prediction assign to it, over those that at least one does
+    (Jaccard index).
     """
 
     def quality(self, predict: Predict) -> float:
@@ -103,7 +104,7 @@ def _inside(kind: Any, x: Any, y: Any) -> Any:
 def shapes(rng: np.random.Generator, n: int, noise: float, side: int = 32) -> tuple[Any, Any, Any]:
     """Noisy images of one coloured shape each: float32[n, side, side, 3]; classes int64[n]; masks int64[n, side, side].
 
-    There are ten classes: each of `SHAPES` brighter and darker than its ground. A mask is 1 where the shape is.
+    There are ten classes: each of `SHAPES`, brighter or darker than the background. A mask is 1 inside the shape.
     """
     one = np.float32(1)
     kind, dark = rng.integers(len(SHAPES), size=n), rng.integers(2, size=n)
@@ -130,7 +131,7 @@ def made_images(train: int = 3500, test: int = 500) -> Images:
 
 
 def made_masks(train: int = 2250, test: int = 250) -> Masks:
-    """Where the shape of each of `shapes` is, under more noise."""
+    """The masks of `shapes`, with noisier images."""
     images, _, masks = shapes(np.random.default_rng(2), train + test, 1.0)
     return Masks((images[test:], masks[test:]), (images[:test], masks[:test]), 2, "made shapes")
 
@@ -156,7 +157,7 @@ def cifar10(folder: Path) -> Images:
 
 
 class _Plain(pickle.Unpickler):
-    """Arrays, lists and dictionaries; whatever else a pickle asks for is refused."""
+    """Unpickles arrays, lists and dictionaries only; rejects every other class."""
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = {"_reconstruct", "ndarray", "dtype", "_frombuffer", "scalar", "encode"}
@@ -167,7 +168,7 @@ class _Plain(pickle.Unpickler):
 
 # -- text --------------------------------------------------------------------------------------------------------------
 class Text(Data):
-    """A long text, int32[n], in pieces of ``length`` words whose next words are asked for: judged by perplexity."""
+    """A long text, int32[n], in pieces of ``length`` words; the model predicts each next word: judged by perplexity."""
 
     def __init__(self, train: Any, test: Any, words: int, source: str, length: int = 32, pieces: int = 64):
         self.train, self.test, self.words, self.source, self.length = train, test, words, source, length
@@ -195,8 +196,8 @@ UNKNOWN = "<unk>"
 
 
 def numbered(train: Sequence[str], test: Sequence[str], words: int | None = None) -> tuple[Any, Any, int]:
-    """Both texts as int32 numbers, the commonest word first; words that the training text lacks, or that are not among
-    its ``words`` commonest, are `UNKNOWN`.
+    """Both texts as int32 numbers; the most frequent word has the smallest. Words that are not among the ``words`` most
+    frequent ones of the training text are `UNKNOWN`.
     """
     counts = Counter(train)
     counts.pop(UNKNOWN, None)
@@ -208,9 +209,9 @@ def numbered(train: Sequence[str], test: Sequence[str], words: int | None = None
 
 
 def python_sources(words: int = 2000, limit: int = 300_000) -> Text:
-    """The words, numbers and signs of the sources of Python's standard library, in the order of its files' names.
+    """The words, numbers and signs in the sources of Python's standard library, in the order of file names.
 
-    Every tenth file is held out. The text, and so the perplexity, is that of the Python that runs.
+    Every tenth file is held out. The text, and so the perplexity, depends on the version of the running Python.
     """
     train: list[str] = []
     test: list[str] = []
@@ -224,7 +225,7 @@ def python_sources(words: int = 2000, limit: int = 300_000) -> Text:
 
 
 def word_files(train: Path, test: Path, source: str) -> Text:
-    """A text with a space between words, a sentence on each line: the form of PTB and WikiText-2."""
+    """A text with spaces between words and a sentence on each line: the form of PTB and WikiText-2."""
 
     def read(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").replace("\n", " <eos> ").split()
@@ -233,13 +234,13 @@ def word_files(train: Path, test: Path, source: str) -> Text:
 
 
 # -- interactions ------------------------------------------------------------------------------------------------------
-NEGATIVES = 4  # drawn for each item that a user took: He et al., section 4.1
-RIVALS = 99  # items that nobody took, against which the held-out one is ranked
+NEGATIVES = 4  # negative items drawn for each item that a user took: He et al., section 4.1
+RIVALS = 99  # items that the user did not take, against which the held-out one is ranked
 TOP = 10
 
 
 class Interactions(Data):
-    """Who took what: pairs of user and item, int32[n], and one held-out item of each user: judged by HR@10.
+    """Pairs of a user and an item that the user took, int32[n], and one held-out item of each user: judged by HR@10.
 
     HR@10: the share of users whose held-out item is among the first ten when it is ranked with 99 items that the user
     did not take (He et al., "Neural Collaborative Filtering", WWW 2017, section 4.1). Ties count against the model.
@@ -254,7 +255,7 @@ class Interactions(Data):
         taken[users, items] = True
         known = np.flatnonzero(held >= 0)
         taken[known, held[known]] = True
-        asked = known[~taken[known].all(1)]  # who took everything cannot be asked
+        asked = known[~taken[known].all(1)]  # a user who took every item has no negatives
         asked = np.sort(rng.permutation(asked)[:judged])
         rivals = [rng.choice(np.flatnonzero(~taken[user]), RIVALS) for user in asked]
         self._asked = np.repeat(asked, 1 + RIVALS).astype(np.int32)
@@ -276,26 +277,27 @@ class Interactions(Data):
 
     @cached_property
     def popularity(self) -> float:
-        """HR@10 of whoever always recommends what most users took."""
+        """HR@10 of recommending the items that most users took."""
         counts = np.bincount(self.items, minlength=self._size[1]).astype(np.float32)
         return self.quality(lambda inputs: counts[inputs[1]])
 
 
 def in_pieces_of(size: int, predict: Predict, inputs: Arrays) -> Any:
-    """The logits of examples that are small, float32[n]."""
+    """The logits of examples of few bytes, float32[n]."""
     parts = [predict(tuple(a[i : i + size] for a in inputs)) for i in range(0, len(inputs[0]), size)]
     return np.concatenate(parts).reshape(-1)
 
 
 def made_interactions(users: int = 3000, items: int = 1500, each: int = 30) -> Interactions:
-    """Users and items of eight hidden tastes: a user takes items with chances that grow with what both have in common.
+    """Users and items with eight latent tastes: the more alike they are, the likelier a user takes an item.
 
-    Some items are liked by all, so that popularity alone says something; one item of each user is held out.
+    Some items are popular with all users, so that popularity is a baseline above chance. One item of each user is held
+    out.
     """
     rng = np.random.default_rng(4)
     tastes, traits = rng.standard_normal((users, 8)), rng.standard_normal((items, 8))
     scores = (tastes @ traits.T) * 1.1 + 0.7 * rng.standard_normal(items)
-    # The largest of scores with Gumbel noise are draws without replacement, with chances as exp(score).
+    # The largest scores plus Gumbel noise are draws without replacement, with probabilities proportional to exp(score).
     taken = np.argpartition(-(scores + rng.gumbel(size=scores.shape)), each, axis=1)[:, :each]
     taken = rng.permuted(taken, axis=1).astype(np.int32)
     who = np.repeat(np.arange(users, dtype=np.int32), each - 1)
@@ -305,7 +307,7 @@ def made_interactions(users: int = 3000, items: int = 1500, each: int = 30) -> I
 def movielens(file: Path) -> Interactions:
     """MovieLens 100K (``u.data``) or 1M (``ratings.dat``): every rating is an interaction.
 
-    Each user's last one is held out, as by He et al., section 4.1.
+    Each user's last interaction is held out, as in He et al., section 4.1.
     """
     separator = "::" if file.suffix == ".dat" else "\t"
     rows = [line.split(separator) for line in file.read_text(encoding="latin1").splitlines() if line]

@@ -1,4 +1,4 @@
-"""What follows from the rows of trainings and times: quality, speed relative to dense, and what lost."""
+"""Figures from the rows of trainings and times: quality, speed relative to dense, and methods that did not pay."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def measured(rows: Iterable[Row]) -> list[Row]:
 def lines(rows: Iterable[Row]) -> list[Row]:
     """One line for each method of each group (task, toolkit, workers, size): its training, and its times by bandwidth.
 
-    Of several seeds means count, of times medians. ``interval``: half of the quality's 95 % interval. ``to_target``:
-    steps until the quality was first seen to be at the target; None if a seed's never was. ``relative``: the target
-    that follows from dense, whether or not the task has its own. ``times[bandwidth]``: seconds of a step, examples per
-    second, seconds to the targets, and throughput and times relative to dense (more is faster).
+    Several seeds are averaged; of several times the median counts. ``interval``: half of the quality's 95 % interval.
+    ``to_target``: steps until the quality first reached the target; None if it did not with some seed. ``relative``:
+    the target derived from the dense run, whether or not the task has a fixed one. ``times[bandwidth]``: seconds of a
+    step, examples per second, seconds to the targets, and throughput and times relative to dense (more is faster).
     """
     rows = measured(rows)
     groups: dict[tuple[Any, ...], list[Row]] = {}
@@ -111,7 +111,7 @@ def _steps(curve: Sequence[Sequence[Any]], task: Any, target: float | None) -> i
 
 
 def lost(found: Sequence[Row]) -> list[str]:
-    """What did not pay, a line for each group: methods that missed the target, and that came later than a baseline."""
+    """Methods that did not pay, a line per group: those that missed the target or reached it later than a baseline."""
     texts = []
     for group in grouped(found):
         missed, late = [], []
@@ -149,13 +149,13 @@ def grouped(found: Sequence[Row]) -> list[list[Row]]:
 
 
 def title(head: Row) -> str:
-    """What a table is of."""
+    """The title of a table."""
     size = "" if head["scale"] == "quick" else ", full"
     return f"{task_of(head['task']).title}, {NAMES[head['toolkit']]}, {head['workers']} workers{size}"
 
 
 def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
-    """What a reader of the figures must know."""
+    """Notes on how the figures were measured."""
     bandwidths = {bandwidth for line in found for bandwidth in line["times"]}
     texts = []
     if bandwidths - {LOOPBACK, AS_IS}:

@@ -1,4 +1,4 @@
-"""The same models in Keras: as many parameters (an LSTM's second bias aside), the same shapes of inputs and logits."""
+"""The models of `torch_models` in Keras, without an LSTM's second bias; inputs and logits have the same shapes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lstm(words: int, length: int, width: int, layers: int) -> keras.Model:
 
 
 class _Places(layers.Layer):
-    # A learnt vector for each place, added.
+    # Adds a learnt vector for each position.
     def __init__(self, length: int, width: int):
         super().__init__()
         self.places = self.add_weight((length, width), "random_uniform", name="places")
@@ -50,8 +50,8 @@ class _Places(layers.Layer):
 
 
 class _Attention(layers.Layer):
-    # Causal self-attention with four square matrices, as in PyTorch's; keras.layers.MultiHeadAttention keeps three
-    # dimensions in its kernels, so that other matrices would be compressed.
+    # Causal self-attention with four square matrices, as in PyTorch. The kernels of keras.layers.MultiHeadAttention
+    # have three dimensions, so methods would compress other matrices.
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads

@@ -1,4 +1,4 @@
-"""What is measured: jobs, each a task with a method, a toolkit and a number of workers, and how long they will take."""
+"""Defines the measurements: jobs (a task, a method, a toolkit, a number of workers), and estimates of their time."""
 
 from __future__ import annotations
 
@@ -42,27 +42,28 @@ class Job:
     toolkit: str
     workers: int
     method: str
-    """As written: a baseline's name, a method as ``topk:compress_ratio=0.001``, or local training as
-    ``diloco:sync_every=20,compressor=topk``."""
+    """The text: a baseline's name, a method such as ``topk:compress_ratio=0.001``, or local training such as
+    ``diloco:sync_every=20,compressor=topk``.
+    """
     bandwidths: tuple[str, ...]
     full: bool = False
     train: bool = True
     """Whether to train to the end, or only to measure times."""
     shaped: bool = False
-    """Whether somebody gives the links each bandwidth when the worker asks for it."""
+    """Whether the launcher sets each bandwidth on the links when the worker asks for it."""
     seed: int = 0
     data: str = ""
     """A folder with real data sets."""
     steps: int = 0
-    """0: as the task says."""
+    """Steps of the training; 0: the task's own number."""
     seconds: float = 2.0
-    """Of timed steps at a bandwidth."""
+    """Seconds of timed steps per bandwidth."""
     most: int = 20
-    """Timed steps at a bandwidth."""
+    """Maximum number of timed steps per bandwidth."""
 
     @property
     def params(self) -> dict[str, Any] | str:
-        """What the trainer is told: a dictionary of `grace_from_params` or `grace.local.from_params`, or a baseline."""
+        """The trainer's argument: keys of `grace_from_params` or `grace.local.from_params`, or a baseline's name."""
         return self.method if self.method in BASELINES else _parsed(self.method).params
 
     @property
@@ -73,7 +74,7 @@ class Job:
 
     @property
     def sized(self) -> Scale:
-        """How large its task is."""
+        """The size of its task."""
         scale = task_of(self.task).scale(self.full)
         if not self.steps:
             return scale
@@ -87,12 +88,12 @@ class Job:
         return {**found, "scale": "full" if self.full else "quick", "steps": self.sized.steps, "real": bool(self.data)}
 
     def write(self, file: Path) -> None:
-        """As JSON."""
+        """Write the job as JSON."""
         file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, file: Path) -> Job:
-        """What `write` wrote."""
+        """Read a job that `write` wrote."""
         found = json.loads(file.read_text())
         return cls(**{**found, "bandwidths": tuple(found["bandwidths"])})
 
@@ -109,7 +110,8 @@ def jobs(
 ) -> list[Job]:
     """All combinations; ``methods`` by toolkit.
 
-    Methods change last, baselines first: if time runs out, all tasks have the same methods.
+    For each number of workers, the method is the outer loop, baselines first: if time runs out, all tasks have the same
+    methods.
     """
     names = dict.fromkeys(method for toolkit in toolkits for method in methods[toolkit])
     order = sorted(names, key=lambda method: BASELINES.index(method) if method in BASELINES else len(BASELINES))
@@ -124,12 +126,12 @@ def jobs(
 
 
 def known(method: str) -> str:
-    """The method as it is written in tables. Raises ValueError, naming the remedy."""
+    """The method's label in tables. Raises ValueError, naming the remedy, for an unknown one."""
     return method if method in BASELINES else _parsed(method).label
 
 
 def _parsed(method: str) -> Case:
-    # As `parse`, and local training; and "auto" with its settings, which is no compressor.
+    # `parse`, extended by local training and by "auto" with its settings, which is no compressor.
     if method.partition(":")[0] in local.PRESETS:
         return _local(method)
     case = parse(method)
@@ -139,7 +141,7 @@ def _parsed(method: str) -> Case:
 
 
 def _local(method: str) -> Case:
-    # A preset with its settings, and the parameters of its Grace; by default a dense one.
+    # Local training: a preset with its settings, and the parameters of its Grace, which is dense by default.
     name, rest = words(method)
     known = (*(field.name for field in dataclasses.fields(local.Settings)), *local.PLAIN)
     given = {key: rest.pop(key) for key in known if key in rest}
@@ -154,7 +156,7 @@ def _local(method: str) -> Case:
     return Case(method, params)
 
 
-# Seconds of a launch, and of a training with its looks at the quality: measured with 2 workers on 2 cores.
+# Seconds of a launch, and of a training including evaluations: measured with 2 workers on 2 cores.
 START = {"torch": 7.0, "keras": 16.0}
 TRAINING = {
     "torch": {"image": 9.0, "lstm": 11.0, "transformer": 14.0, "ncf": 13.0, "segmentation": 10.0},
@@ -163,7 +165,7 @@ TRAINING = {
 
 
 def estimate(found: Iterable[Job]) -> float:
-    """Seconds that jobs will take on a machine as the one above, more where workers outnumber cores."""
+    """Expected seconds of jobs, from the times above; more if workers outnumber cores."""
     return sum(map(seconds_of, found))
 
 

@@ -104,7 +104,7 @@ def _scatter(found: Sequence[Row], throughput: bool) -> Any:
         axis.set_xlabel("throughput, x dense" if throughput else "bytes sent, x dense", fontsize=7)
         axis.set_ylabel(f"{task.metric} ({'more' if task.higher else 'less'} is better)", fontsize=7)
         if not task.higher:
-            axis.invert_yaxis()  # better is up in all panels
+            axis.invert_yaxis()  # better values are higher up in all panels
     handles = [Line2D([], [], color=c, marker="o", linestyle="", label=m) for m, c in colours.items()]
     if throughput:
         handles += [Line2D([], [], color="0.4", marker=m, linestyle="", label=b) for b, m in marks.items()]

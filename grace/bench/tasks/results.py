@@ -1,4 +1,4 @@
-"""What tasks came to, a row for each method and bandwidth, as JSON lines and CSV."""
+"""Results of tasks, a row for each method and bandwidth, as JSON lines and CSV."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ FIELDS = {
 
 
 def interval(values: Sequence[float]) -> float | None:
-    """Half of the 95 % interval of the mean by Student's t; None of fewer than two values."""
+    """Half the width of the mean's 95 % confidence interval, by Student's t; None for fewer than two values."""
     if len(values) < 2:
         return None
     return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def student(freedom: int, chance: float = 0.95) -> float:
-    """The t that a Student's t variable of so many degrees of freedom does not exceed with this chance, in magnitude.
+    """The t such that |T| <= t with probability ``chance``, T of Student's distribution with ``freedom`` degrees.
 
     By bisection of its distribution (Abramowitz and Stegun, 26.7.3 and 26.7.4).
     """
@@ -64,7 +64,7 @@ def student(freedom: int, chance: float = 0.95) -> float:
         total *= math.sin(angle)
         return (angle + total) * 2 / math.pi if odd else total
 
-    low, high = 0.0, math.pi / 2  # of atan(t / sqrt(freedom))
+    low, high = 0.0, math.pi / 2  # bounds of atan(t / sqrt(freedom))
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if within(middle) < chance else (low, middle)
@@ -72,7 +72,7 @@ def student(freedom: int, chance: float = 0.95) -> float:
 
 
 def results(lines: Iterable[Row]) -> list[Row]:
-    """Rows from the lines of `figures.lines`."""
+    """Rows of results, from the lines of `figures.lines`."""
     found = []
     for line in lines:
         for bandwidth, times in line["times"].items() or [(None, {})]:
@@ -96,7 +96,7 @@ def results(lines: Iterable[Row]) -> list[Row]:
 
 
 def check(rows: Any) -> list[Row]:
-    """These rows; ValueError for what is no list of `results`."""
+    """The rows themselves; ValueError unless they are a list from `results`."""
     if not isinstance(rows, list):
         raise ValueError(f"no list of results but {rows!r:.60}")
     for number, row in enumerate(rows, 1):

@@ -1,6 +1,6 @@
-"""Run jobs, each in processes of its own with a time limit, and keep what they find: a line of JSON for each cell.
+"""Runs jobs, each in separate processes with a time limit, and stores their results: a line of JSON for each cell.
 
-A cell is a training, or the time of a step at one bandwidth. What failed is a cell as well, with its error.
+A cell is a training, or the time of a step at one bandwidth. The row of a failed cell has its error.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ HEAD = ("task", "toolkit", "workers", "method", "seed", "scale", "steps", "real"
 
 
 class Store:
-    """The rows of a file, and those that are added to it."""
+    """The rows of a file; new rows are appended to it."""
 
     def __init__(self, file: Path):
         self.file = file
         self.rows: list[Row] = list(read(file)) if file.exists() else []
 
     def add(self, row: Row) -> None:
-        """Keep a row; it is on disk when this returns."""
+        """Append a row; it is on disk when this returns."""
         self.rows.append(row)
         with self.file.open("a") as lines:
             lines.write(json.dumps(row) + "\n")
@@ -46,7 +46,7 @@ class Store:
 
 
 def read(file: Path) -> Iterator[Row]:
-    """The rows of a file; a last line that was cut short is none. ValueError for what is no row."""
+    """The rows of a file, without a truncated last line. ValueError for other content."""
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
@@ -58,12 +58,12 @@ def read(file: Path) -> Iterator[Row]:
 
 
 def cell(row: Row) -> tuple[Any, ...]:
-    """What a row is a measurement of."""
+    """The key of the cell that a row measures."""
     return (row["kind"], *(row.get(key) for key in HEAD), row.get("bandwidth"))
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """Of each cell the last row."""
+    """The last row of each cell."""
     return list({cell(row): row for row in rows}.values())
 
 
@@ -82,9 +82,10 @@ def remaining(jobs: Iterable[Job], rows: Sequence[Row], retry: bool = False) -> 
 def run(
     jobs: Sequence[Job], store: Store, shaped: bool, limit: float, budget: float, tell: Tell, done: Callable[[], None]
 ) -> list[Job]:
-    """Run jobs; those that were not begun, because ``budget`` seconds would not do, are returned.
+    """Run jobs; returns those that were not started because they would exceed ``budget`` seconds.
 
-    ``limit``: seconds in which a launch must end. ``tell`` hears what happens, ``done`` is called after each job.
+    ``limit``: seconds after which a launch is stopped. ``tell``: receives messages about the progress. ``done``: called
+    after each job.
     """
     began, expected = time.monotonic(), 0.0
     left_out: list[Job] = []
@@ -119,7 +120,7 @@ def _probe(lab: Lab, jobs: Sequence[Job], store: Store, tell: Tell) -> None:
 
 
 def launch(network: Lab | Loopback, job: Job, limit: float, tell: Tell) -> list[Row]:
-    """One job in processes of its own; its rows."""
+    """Run one job in separate processes; returns its rows."""
     with tempfile.TemporaryDirectory(prefix="job-", dir=network.folder) as name:
         folder = Path(name)
         job.write(folder / "job.json")
@@ -137,7 +138,7 @@ def launch(network: Lab | Loopback, job: Job, limit: float, tell: Tell) -> list[
                 elif event["event"] == "looked":
                     tell(f"{job}: step {event['step']}, {event['quality']}")
             heard = len(found)
-            return 0  # so that the limit is that of the whole launch
+            return 0  # constant, so that the limit is that of the whole launch
 
         began = time.monotonic()
         command = (sys.executable, "-m", "grace.bench.tasks.worker", folder / "job.json", folder)
@@ -153,14 +154,14 @@ def launch(network: Lab | Loopback, job: Job, limit: float, tell: Tell) -> list[
 
 
 def events(file: Path) -> list[Row]:
-    """What a worker wrote so far, in whole lines."""
+    """The complete lines that a worker has written so far."""
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def rows_of(job: Job, ranks: Sequence[Sequence[Row]], outcome: Outcome | None = None) -> list[Row]:
-    """The rows of a job out of what its workers wrote: the slowest one's time, the busiest one's bytes."""
+    """The rows of a job, from its workers' lines: the time of the slowest worker, the bytes of the busiest one."""
     first: dict[str, Row] = {event["event"]: event for event in (ranks[0] if ranks else ())}
     ready: Row = first.get("ready", {})
     about: Row = {key: ready[key] for key in ("parameters", "tensors", "source", "batch") if key in ready}

@@ -1,4 +1,4 @@
-"""Results as tables, plots and one page, with what lost said plainly."""
+"""Results as tables, plots and one page, including the methods that did not pay."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 def table(group: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """The heads and rows of one group's table."""
+    """The headings and rows of one group's table."""
     task = task_of(group[0]["task"])
     bandwidths = sorted({b for line in group for b in line["times"]}, key=rate)
-    fixed = group[0]["fixed"]  # else both targets are one
+    fixed = group[0]["fixed"]  # otherwise both targets are equal
     near = f"dense less {TOLERANCE:.0%}"
     heads = ["method", task.metric, "steps to target", *[f"steps to {near}"] * fixed, "MB sent", "MB on wire"]
     for bandwidth in bandwidths:
@@ -56,7 +56,7 @@ def _number(value: float | None, form: str, none: str = "-") -> str:
 
 
 def caption(group: Sequence[Row]) -> str:
-    """What is above a table."""
+    """The caption above a table."""
     head, task = group[0], task_of(group[0]["task"])
     goal = "no target, since dense is missing"
     if head["target"] is not None:
@@ -66,9 +66,9 @@ def caption(group: Sequence[Row]) -> str:
 
 
 def overview(found: Sequence[Row], near: bool) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Time to the target, as many times faster than dense: methods by tasks, a table for each toolkit and bandwidth.
+    """Speed-ups over dense in the time to the target: methods by tasks, a table for each toolkit and bandwidth.
 
-    ``near``: to dense's own quality less the tolerance.
+    ``near``: the target is the quality of dense gradients, less the tolerance.
     """
     to, time = ("to_relative", "x_time_relative") if near else ("to_target", "x_time")
     out = []
@@ -103,13 +103,13 @@ NEAR = f"Times faster than dense to its own quality less {TOLERANCE:.0%} (in bra
 
 
 def overviews(found: Sequence[Row]) -> list[tuple[str, list[tuple[str, list[str], list[list[str]]]]]]:
-    """The overview for each kind of target that there is, with what is above it."""
+    """The overview for each kind of target, with its caption."""
     fixed = [line for line in found if line["fixed"]]
     return [*([(OVERVIEW, overview(fixed, near=False))] if fixed else []), (NEAR, overview(found, near=True))]
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """All of it for a page."""
+    """The whole report in Markdown."""
     found = lines(rows)
     parts = []
     for above, tables in overviews(found):
@@ -127,7 +127,7 @@ def _markdown(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def render(rows: Sequence[Row], console: Console) -> None:
-    """Print the overview, the tables, what lost and the notes."""
+    """Print the overview, the tables, the methods that did not pay, and the notes."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -172,7 +172,7 @@ div.wide { overflow-x: auto } pre { font-size: 12px; white-space: pre-wrap }
 
 
 def page(rows: Sequence[Row], pictures: Mapping[str, bytes], left_out: Sequence[str], command: str) -> str:
-    """One HTML page with everything in it; ``pictures``: PNG files, by name."""
+    """One self-contained HTML page; ``pictures``: PNG files, by name."""
     found = lines(rows)
 
     def made(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:

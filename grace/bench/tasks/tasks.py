@@ -1,4 +1,4 @@
-"""What is trained: data, model, metric and target of each task, said once for both toolkits. NumPy alone."""
+"""The tasks: data, model, metric and target of each, defined once for both toolkits. Needs NumPy alone."""
 
 from __future__ import annotations
 
@@ -20,64 +20,64 @@ from grace.bench.tasks.data import Arrays, Data
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a task is."""
+    """The size of a task."""
 
     steps: int
     every: int
-    """Steps from one look at the quality to the next."""
+    """Steps between two evaluations."""
     batch: int
-    """Examples of one worker's step."""
+    """Examples per worker and step."""
     lr: float
     model: dict[str, int]
-    """Sizes that the model's builders take, beside those of the data."""
+    """Arguments of the model's builders, in addition to the sizes of the data."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to learn."""
+    """A task: its data, model, metric and target."""
 
     name: str
     title: str
     model: str
-    """Which builder of `torch_models` and `keras_models`; or one's own, as "package.{toolkit}_models:builder".
+    """The name of a builder in `torch_models` and `keras_models`; or your own, as "package.{toolkit}_models:builder".
 
-    A builder takes the data's sizes and the scale's model, and gives a model that logits come from.
+    A builder takes the data's sizes and the scale's ``model``, and returns a model whose outputs are logits.
     """
     metric: str
     higher: bool
     """Whether more of the metric is better."""
     target: float
-    """Quality to reach with made data at the quick scale: about what dense training was seen to reach half-way.
+    """Target quality with synthetic data at the quick scale: about the quality of dense training half-way.
 
-    Elsewhere the target is `near` what the dense run came to.
+    In other cases the target is `near` the quality of the dense run.
     """
     unit: str
-    """What throughput counts, `unit_size` of them in an example."""
+    """The unit of throughput; an example has `unit_size` of them."""
     unit_size: int
     binary: bool
-    """Whether the model gives one logit for yes and no, not one for each class."""
+    """Whether the model has a single logit for yes or no, instead of one for each class."""
     optimizer: str
-    """sgd (momentum 0.9) or adam (first beta 0.9); with a memory that has momentum of its own it is 0."""
+    """sgd (momentum 0.9) or adam (first beta 0.9); both are 0 with a memory that has its own momentum."""
     quick: Scale
     full: Scale
     made: Callable[[], Data]
     real: tuple[tuple[str, Callable[[Path], Data]], ...] = ()
-    """Files that may be in a user's folder, and what reads them; the first that is there is read."""
+    """Files that a user's folder may have, with their readers; the first existing one is read."""
 
     def builder(self, toolkit: str, known: Mapping[str, Any]) -> Any:
-        """The model's builder for "torch" or "keras"; ``known``: those that GRACE has for it."""
+        """The model's builder for "torch" or "keras"; ``known``: GRACE's own builders for this toolkit."""
         module, _, name = self.model.format(toolkit=toolkit).partition(":")
         return getattr(importlib.import_module(module), name) if name else known[self.model]
 
     def data(self, folder: Path | None = None) -> Data:
-        """The user's real data, if ``folder`` has it; else made data."""
+        """The user's real data, if ``folder`` has them; else synthetic data."""
         for file, read in self.real:
             if folder is not None and (folder / file).exists():
                 return read(folder / file)
         return self.made()
 
     def scale(self, full: bool) -> Scale:
-        """How large it is."""
+        """The size of the task."""
         return self.full if full else self.quick
 
     def reached(self, quality: float, target: float) -> bool:
@@ -85,7 +85,7 @@ class Task:
         return quality >= target if self.higher else quality <= target
 
     def near(self, dense: float) -> float:
-        """The target where none is fixed: `TOLERANCE` worse than what the dense run came to."""
+        """The target if none is fixed: `TOLERANCE` worse than the quality of the dense run."""
         return dense * (1 - TOLERANCE if self.higher else 1 + TOLERANCE)
 
 
@@ -93,14 +93,14 @@ TOLERANCE = 0.03
 
 
 def rate(scale: Scale, step: int) -> float:
-    """The learning rate of a step: up over the first 5 %, then down to a tenth as a cosine."""
+    """The learning rate of a step: it rises over the first 5 % of the steps, then falls to a tenth along a cosine."""
     warm = max(scale.steps // 20, 1)
     done = min(step / scale.steps, 1.0)
     return scale.lr * min(1.0, (step + 1) / warm) * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
 def batch(found: Data, size: int, rank: int, step: int, seed: int = 0) -> tuple[Arrays, Any]:
-    """The examples of a worker's step: the same for every method and toolkit."""
+    """The examples of a worker in a step: the same for every method and toolkit."""
     return found.batch(np.random.default_rng((seed, rank, step)), size)
 
 
@@ -118,7 +118,7 @@ _TEXTS = (
     ("ptb/ptb.train.txt", _ptb),
 )
 GROUP = "grace.bench.tasks"
-"""The entry points of tasks of one's own."""
+"""The entry-point group of third-party tasks."""
 TASKS = {
     task.name: task
     for task in (
@@ -209,7 +209,7 @@ TASKS = {
 def tasks() -> dict[str, Task]:
     """All tasks by name: GRACE's, and those that installed packages offer as entry points of "grace.bench.tasks".
 
-    What fails to load, or has another task's name, is left out with a warning.
+    A task that fails to load, or has the name of another task, is omitted with a warning.
     """
     found = dict(TASKS)
     for entry in entry_points(group=GROUP):
@@ -219,7 +219,7 @@ def tasks() -> dict[str, Task]:
                 raise TypeError(f"it is no {Task.__qualname__} but {task!r:.60}")
             if task.name in found:
                 raise ValueError(f"there is a task {task.name!r} already")
-        except Exception as error:  # other people's code: what is left still works
+        except Exception as error:  # third-party code: keep going without it
             owner = entry.dist.name if entry.dist else "a package"
             warnings.warn(f"{owner} offers the task {entry.value!r}, but: {error!r}", stacklevel=2)
         else:

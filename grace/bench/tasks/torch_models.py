@@ -1,4 +1,4 @@
-"""The models in PyTorch. Inputs and logits are those of Keras's: images with channels last, classes last."""
+"""The models in PyTorch. Inputs and logits have the layout of Keras: channels of images last, classes last."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LSTM(nn.Module):
         self.embedding = nn.Embedding(words, width)
         self.lstm = nn.LSTM(width, width, layers, batch_first=True)
         self.head = nn.Linear(width, words)
-        for bias in ("bias_ih", "bias_hh"):  # as Keras begins: the gates that forget are open
+        for bias in ("bias_ih", "bias_hh"):  # as in Keras: forget gates are open at first
             for layer in range(layers):
                 nn.init.zeros_(getattr(self.lstm, f"{bias}_l{layer}"))
                 if bias == "bias_ih":
@@ -119,7 +119,7 @@ class NCF(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down and up again with shortcuts (Ronneberger et al., 2015), with norms and padded convolutions."""
+    """Contracting and expanding paths with shortcuts (Ronneberger et al., 2015); norms, and padded convolutions."""
 
     def __init__(self, side: int, classes: int, width: int, levels: int):
         super().__init__()

@@ -65,12 +65,12 @@ class Trainer:
         self._optimizer.learning_rate = lr
         self._model.train_on_batch(_one_or_list(inputs), targets)
         if self._local is None:
-            self._grace.tune()  # a graph cannot
+            self._grace.tune()  # a graph cannot do this itself
         else:
             self._local.step()
 
     def finish(self) -> None:
-        """All workers get the same model, if they had their own."""
+        """End the training: workers that trained their own models now get the same one."""
         if self._local is not None:
             self._local.finish()
 
@@ -80,16 +80,16 @@ class Trainer:
 
     @property
     def sent(self) -> int:
-        """Bytes that this worker has handed over so far."""
+        """Bytes that this worker has passed to the library so far."""
         return (self._local or self._grace).report().bytes_sent
 
     @property
     def chosen(self) -> str:
-        """What the method "auto" chose, and why; empty of others."""
+        """The choice of method "auto", and why; empty for other methods."""
         return self._grace.report().chosen
 
     def agree(self, number: int) -> int:
-        """Worker 0's number, on all workers; nobody goes on before all have come."""
+        """Worker 0's number, on all workers; a barrier."""
         value = tf.constant([number if self.rank == 0 else 0], tf.int64)
         return int(hvd.allreduce(value, op=hvd.Sum, name="agree")[0])
 

@@ -19,7 +19,7 @@ from grace.local import DiLoCo, from_params
 
 
 class Trainer:
-    """One worker's model and how it learns.
+    """One worker's model and its training.
 
     ``params``: a dictionary of `grace_from_params` or `grace.local.from_params`, or a baseline's name.
     """
@@ -53,9 +53,9 @@ class Trainer:
             grace.torch.local(self._optimizer, self._local, named, buffers)
 
     def _ddp(self, params: dict[str, Any] | str) -> nn.parallel.DistributedDataParallel:
-        # Each worker's statistics of norms are its own: nothing but gradients travels.
+        # Each worker has its own statistics of norms: only gradients are sent.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # newer versions have another name for it, older ones do not
+            warnings.simplefilter("ignore", FutureWarning)  # newer versions rename it, older ones lack the new name
             ddp = nn.parallel.DistributedDataParallel(self._model, broadcast_buffers=False)
         if isinstance(params, str):
             ddp.register_comm_hook(None, self._baseline(params))
@@ -72,7 +72,7 @@ class Trainer:
             self._counted += bucket.buffer().numel() * (2 if name == "fp16" else bucket.buffer().element_size())
             return hook(state, bucket)
 
-        counted.__annotations__.clear()  # DDP compares them with its own types, and these are text
+        counted.__annotations__.clear()  # DDP compares annotations with types; in this module they are strings
         return counted
 
     def step(self, inputs: Arrays, targets: Any, lr: float) -> None:
@@ -89,7 +89,7 @@ class Trainer:
         self._optimizer.step()
 
     def finish(self) -> None:
-        """All workers get the same model, if they had their own."""
+        """End the training: workers that trained their own models now get the same one."""
         if self._local is not None:
             self._local.finish()
 
@@ -103,17 +103,17 @@ class Trainer:
 
     @property
     def sent(self) -> int:
-        """Bytes that this worker has handed over so far."""
+        """Bytes that this worker has passed to the library so far."""
         source = self._local or self._grace
         return self._counted if source is None else source.report().bytes_sent
 
     @property
     def chosen(self) -> str:
-        """What the method "auto" chose, and why; empty of others."""
+        """The choice of method "auto", and why; empty for other methods."""
         return "" if self._grace is None else self._grace.report().chosen
 
     def agree(self, number: int) -> int:
-        """Worker 0's number, on all workers; nobody goes on before all have come."""
+        """Worker 0's number, on all workers; a barrier."""
         value = torch.tensor([number if self.rank == 0 else 0])
         dist.all_reduce(value)
         return int(value)

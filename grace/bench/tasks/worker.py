@@ -1,6 +1,6 @@
-"""What every worker of a launch runs: one job, its training and its times; a line of JSON for each thing that happened.
+"""The program of each worker in a launch: runs one job, its training and its times; writes a line of JSON per event.
 
-python -m grace.bench.tasks.worker JOB FOLDER, by torchrun or horovodrun.
+Start ``python -m grace.bench.tasks.worker JOB FOLDER`` by torchrun or horovodrun.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from grace.bench.tasks.plan import Job
 from grace.bench.tasks.tasks import batch, rate, task_of
 
-WARM_UP = 3  # DDP rebuilds its buckets after the first step; graphs are traced in it
+WARM_UP = 3  # DDP rebuilds its buckets after the first step; graphs are traced in the first step
 WARM_AT_RATE = 2
 LEAST = 3  # timed steps
 
 
 def traffic() -> tuple[int, int]:
-    """Bytes that left and reached this emulated host so far."""
+    """Bytes that this emulated host has sent and received so far."""
     folder = Path("/sys/class/net/eth0/statistics")
     return int((folder / "tx_bytes").read_text()), int((folder / "rx_bytes").read_text())
 
@@ -42,12 +42,12 @@ class Worker:
         self._lines = (folder / f"{self.trainer.rank}.jsonl").open("a")
 
     def tell(self, event: str, **found: Any) -> None:
-        """One line about what happened."""
+        """Write a line about an event."""
         self._lines.write(json.dumps({"event": event, "rank": self.trainer.rank, **found}) + "\n")
         self._lines.flush()
 
     def step(self, lr: float | None = None) -> float:
-        """Learn from the next batch; the seconds that it took, without making the batch."""
+        """Learn from the next batch; returns the seconds of the step, without making the batch."""
         inputs, targets = batch(self.data, self.scale.batch, self.trainer.rank, self.steps, self.job.seed)
         began = time.perf_counter()
         self.trainer.step(inputs, targets, rate(self.scale, self.steps) if lr is None else lr)
@@ -55,7 +55,7 @@ class Worker:
         return time.perf_counter() - began
 
     def train(self) -> None:
-        """All steps, with a look at the quality now and then, on worker 0."""
+        """Make all steps; worker 0 evaluates the model at intervals."""
         curve: list[tuple[int, float | None]] = []
         for done in range(1, self.scale.steps + 1):
             self.step()
@@ -70,16 +70,16 @@ class Worker:
             self.tell("trained", curve=curve, chosen=self.trainer.chosen)
 
     def timed(self) -> float:
-        """Seconds of a step; in local training the mean over as many steps as lie between two exchanges.
+        """Seconds of a step; in local training the mean over the steps from one exchange to the next.
 
-        The learning rate is 0, since only time is measured. Local training keeps the last one: with 0, all
+        The learning rate is 0, since only time is measured. Local training keeps the last rate: with 0, all
         pseudo-gradients would be 0.
         """
         every = self.job.sync_every
         return statistics.fmean(self.step(0.0 if every is None else None) for _ in range(every or 1))
 
     def time(self, bandwidth: str) -> None:
-        """Some steps at a bandwidth."""
+        """Time some steps at a bandwidth."""
         if self.job.shaped and self.trainer.rank == 0:
             self.tell("wants", bandwidth=bandwidth)
             while not (self.folder / f"is-{bandwidth}").exists():
@@ -92,13 +92,13 @@ class Worker:
         seconds = [self.timed() for _ in range(count)]
         sent, done = self.trainer.sent - sent, self.steps - done
         self.trainer.agree(0)
-        wire = None  # on a machine's own interface others are heard as well
+        wire = None  # the machine's own interface counts other traffic too
         if self.job.shaped:
             wire = [(now - then) / done for now, then in zip(traffic(), before, strict=True)]
         self.tell("timed", bandwidth=bandwidth, seconds=[round(s, 6) for s in seconds], sent=sent / done, wire=wire)
 
     def run(self) -> None:
-        """The whole job."""
+        """Run the whole job."""
         self.tell(
             "ready",
             parameters=sum(self.trainer.tensors),

@@ -41,10 +41,10 @@ GATHERED = "compress(gpu) allgather*(flat) decompress(gpu)"
 class Planned(Communicator):
     """Carry each tensor by a strategy of Espresso's tree: where to compress, and which collectives to use.
 
-    Each compression has its own memory; where a worker compresses a mean, it uses the method's memory for a second
-    compression. Data that is later divided among workers is compressed shard by shard. Each collective returns a mean,
-    and its root is the first worker of its group. A reduce, a gather and a reduce-scatter are an AllToAll to the
-    workers that need the data, so the bytes are those of the strategy.
+    Each compression has its own memory; a mean is compressed with the method's memory for a second compression. Data
+    that is later divided among workers is compressed shard by shard. Each collective returns a mean, and its root is
+    the first worker of its group. A reduce, a gather and a reduce-scatter are an AllToAll to the workers that need the
+    data, so the bytes are those of the strategy.
     ``option``: the strategy of all tensors, as text (`grace.communicators.planned.strategy`).
     ``ways``: instead, a strategy and an optional method for each tensor; the key ``plan`` sets it.
     ``node_size``: workers per machine, with consecutive ranks; 0: as launched. It must divide the number of workers.
@@ -194,7 +194,7 @@ class PlanStep:
 
     action: Action
     here: bool
-    """This worker takes part; in a compression: it has data to compress."""
+    """Whether this worker takes part; for a compression: whether it has data to compress."""
     region: Context
     """The part of the tensor that the action works on."""
     cuts: tuple[int, ...]
@@ -216,7 +216,7 @@ class PlanStep:
         return _leaves(self.compressor, self.region, self.cuts)
 
     def kept(self) -> Iterator[tuple[str, Context]]:
-        """For a compression: each leaf with the key of its state."""
+        """For a compression: the leaves, each with the key of its state."""
         return ((f"compress{self.stage}.{number}", leaf) for number, leaf in enumerate(self.leaves))
 
     def method(self, method: Method) -> Method:
@@ -236,13 +236,13 @@ def expand_plan(option: Option, compressor: Compressor, ctx: Context, node_size:
     holds: dict[Level, bool] = dict.fromkeys(places, True)
     parents: dict[Level, Context] = {}
     cuts: tuple[int, ...] = ()
-    region, pieces, stage, met = ctx, 1, 0, False  # met: all machines hold the same data
+    region, pieces, stage, met = ctx, 1, 0, False  # met: whether all machines have the same data
     for number, action in enumerate(option.actions):
         level, kind = action.level, action.kind
         place, size = places[level]
         if kind == "compress":
             cuts, pieces = _divisions(option.actions[number + 1 :], places), 1
-            if stage:  # the first keeps its name, as in a communicator that compresses once
+            if stage:  # the first compression keeps its name, as in a communicator that compresses once
                 # Machines that hold the same mean must compress it alike, so that their results are equal.
                 rank = ctx.rank % nodes if met else ctx.rank
                 region = replace(region, name=f"{ctx.name}/compress{stage}", rank=rank)
@@ -296,11 +296,11 @@ class _Worker:
         self._wire = ctx.wire if method.compressor.traits.lossless else ctx.dtype
 
     def go(self, leg: PlanStep) -> Program[None]:
-        """Carry an action out."""
+        """Carry out an action."""
         if leg.here:
             yield from getattr(self, f"_{leg.action.kind}{'_payloads' * leg.action.compressed}")(leg)
         elif leg.action.collective:
-            yield ()  # others exchange data now: stay in lockstep with them
+            yield ()  # other workers exchange data now: stay in lockstep
 
     def _compress(self, leg: PlanStep) -> Program[None]:
         x, found = materialize(self.dense), []
@@ -382,7 +382,7 @@ class _Worker:
     def _allgather_payloads(self, leg: PlanStep) -> Program[None]:
         assert self._payloads is not None
         ragged, group = leg.compressor.traits.variable_length, GROUPS[leg.action.level]
-        if leg.parent is leg.region:  # all workers hold payloads of the same region
+        if leg.parent is leg.region:  # all workers have payloads of the same region
             received = yield Gather(_flat(self._payloads), ragged, group)
             self._merge(received, leg.leaves, leg)
             return
@@ -416,7 +416,7 @@ class _Worker:
         self._payloads = [[payload for each in dealt for payload in each[leaf]] for leaf in range(len(leaves))]
 
     def _layout(self, leaves: Sequence[Context], leg: PlanStep) -> list[tuple[str, tuple[Any, ...]]]:
-        # dtype and shape of the arrays that `_flat` returns for these leaves.
+        # dtypes and shapes of the arrays that `_flat` returns for these leaves.
         each = (template(leg.compressor, self._xp, leaf.shape, leaf.wire) for leaf in leaves)
         return [array for arrays in each for array in arrays * leg.pieces]
 

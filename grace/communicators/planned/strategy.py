@@ -45,15 +45,15 @@ class Action:
 
     kind: Kind
     level: Level = "flat"
-    """Of a collective. For a (de)compression always "flat", without meaning."""
+    """The level of a collective; always "flat" for a (de)compression, where it has no meaning."""
     compressed: bool = False
     """Whether a collective carries payloads."""
     device: Device | None = None
-    """Of a (de)compression; None for a collective."""
+    """The device of a (de)compression; None for a collective."""
 
     @property
     def collective(self) -> bool:
-        """Whether it is a collective."""
+        """Whether the action is a collective."""
         return self.kind not in CODEC
 
     def __str__(self) -> str:
@@ -203,8 +203,8 @@ def _after(held: Held, action: Action, option: Option) -> Held:
 
 
 # -- the grammar -------------------------------------------------------------------------------------------------------
-# One function for each rule of the tree. ``first`` is the intra (or flat) collective whose partner must close the
-# strategy, ``pair`` the inter one. A rule yields the remaining actions, as tuples.
+# One function for each rule of the tree. ``first``: the divided intra (or flat) collective, whose second half must end
+# the strategy; ``pair``: that of level inter. A rule yields the remaining actions, as tuples.
 Path = tuple[Action, ...]
 _SUMS: tuple[Action, ...] = (Action("reduce_scatter"), Action("reduce"))
 _COLLECTS: tuple[Action, ...] = (Action("alltoall", compressed=True), Action("gather", compressed=True))

@@ -1,4 +1,4 @@
-"""A plan in force: each tensor's strategy, for the present workers and policy level."""
+"""A plan in force: each tensor's strategy, for the current workers and policy level."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TensorPlan(NamedTuple):
 
     option: str
     method: Method | None = None
-    """None: the common method."""
+    """The tensor's method; None: the common one."""
 
 
 class _Table(NamedTuple):
@@ -37,7 +37,7 @@ class _Table(NamedTuple):
 
 
 class _Given:
-    # The given plan (worker 0's after the agreement), and the plans in force by workers, machines and level.
+    # The given plan (worker 0's, once agreed), and the plans in force by number of workers, machine size and level.
     def __init__(self, text: str):
         self.text = text
         self.tables: dict[tuple[int, int, Compressor | None], _Table] = {}
@@ -85,7 +85,8 @@ class PlanTable:
         try:
             mine = self._replan(transport, node_size) if transport.rank == 0 else ""
         except ValueError:
-            mine = ""  # all workers raise the same error below, where no worker waits
+            # an invalid plan becomes an empty text: all workers then raise the same error below, and none waits
+            mine = ""
         given, text = json.loads(transport.exchange(json.dumps([self._given.text, mine]))[0])
         self._given.text = given
         text = text or self._replan(transport, node_size)  # workers that share a process receive only their own text
@@ -132,7 +133,7 @@ class PlanTable:
 
     @property
     def origin(self) -> str:
-        """What the strategies were made for, and from what data."""
+        """A description of the workers and data for which the strategies were made."""
         return self._table.origin
 
     def dense(self, name: str) -> bool:
@@ -220,7 +221,7 @@ def _origin(data: Mapping[str, Any]) -> str:
 
 # -- replanning --------------------------------------------------------------------------------------------------------
 def replan(text: str, workers: int, node_size: int, compressor: Compressor | None, rooted: bool, load: Loader) -> str:
-    """The text of the plan for so many workers and this compressor; unchanged if it was made for them.
+    """The text of the plan for this number of workers and this compressor; unchanged if it was made for them.
 
     ``compressor``: None: the plan's own. ``rooted``: see `grace.core.Transport`. Warns and leaves the plan unchanged
     if its inputs are unknown.

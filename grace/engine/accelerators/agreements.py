@@ -17,7 +17,7 @@ from grace.engine.workspace import kernels
 
 
 class LargestSums(SparseSums[GTopK]):
-    """gtopk."""
+    """Accelerator of gtopk."""
 
     def compress(self, compressor: GTopK, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "sparsifiers", "largest_sums"):
@@ -34,7 +34,7 @@ class LargestSums(SparseSums[GTopK]):
 
 
 class RowSketches(Accelerator[ARCTopK]):
-    """arctopk."""
+    """Accelerator of arctopk."""
 
     def compress(
         self, compressor: ARCTopK, x: Array, state: State, ctx: Context
@@ -46,7 +46,7 @@ class RowSketches(Accelerator[ARCTopK]):
 
 
 class CountSketches(SparseSums[SketchSGD]):
-    """sketch_sgd."""
+    """Accelerator of sketch_sgd."""
 
     def compress(
         self, compressor: SketchSGD, x: Array, state: State, ctx: Context

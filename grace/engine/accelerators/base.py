@@ -15,7 +15,7 @@ M = TypeVar("M", bound=Memory)
 class Accelerator(Generic[C]):
     """Native kernels and in-place versions of one compressor type. Results equal the plain functions'.
 
-    The engine calls `encode` and `mean` only if the backend has kernels, though not every backend has every kernel;
+    The engine calls `encode` and `mean` only if the backend has kernels (a backend may lack some of them);
     `compensated`, `split_residual` and the methods ending in ``_into`` only if arrays are mutable (``ctx.xp.mutable``).
     A subclass overrides what it accelerates and inherits the plain functions for the rest.
     """
@@ -36,8 +36,7 @@ class Accelerator(Generic[C]):
     ) -> tuple[Array, Program[tuple[Payload, State]]] | None:
         """`Compressor.compress` of x + residual, with the addition fused into its first pass; None: not supported.
 
-        Replaces `compress` if not None. Returns an array and the program, which writes the sum to the array. x is
-        donated.
+        If not None, it replaces `compress`: an array, and a program that writes x + residual to it. x is donated.
         """
         return None
 
@@ -91,7 +90,7 @@ class Accelerator(Generic[C]):
 
     @property
     def encodes(self) -> bool:
-        """Whether it may have an encode kernel."""
+        """Whether the compressor may have an encode kernel."""
         return type(self).encode is not Accelerator.encode
 
     def _total(self, compressor: C, payloads: Sequence[Payload], ctx: Context) -> Array:

@@ -18,7 +18,7 @@ H = TypeVar("H", bound=Chain)
 
 
 class Chains(DecodedSums[H]):
-    """chain, stc, qsparse."""
+    """Accelerator of chain, stc and qsparse."""
 
     def compress(self, compressor: H, x: Array, state: State, ctx: Context) -> Program[tuple[Payload, State]]:
         first, second = compressor.sparsifier, compressor.quantizer

@@ -1,4 +1,4 @@
-"""Kernels for low-bit floats and codebooks, whose values `Codes` describes."""
+"""Kernels for low-bit floats and codebooks, which a `Codes` describes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Coded(Accelerator[C]):
 
 
 class UpperHalves(Coded[BF16]):
-    """bf16."""
+    """Accelerator of bf16."""
 
     def codes(self, compressor: BF16) -> Codes:
         return _BFLOAT16
@@ -72,7 +72,7 @@ class UpperHalves(Coded[BF16]):
 
 
 class Float8(Coded[FP8]):
-    """fp8."""
+    """Accelerator of fp8."""
 
     def codes(self, compressor: FP8) -> Codes:
         return _FP8[compressor.format]
@@ -82,7 +82,7 @@ class Float8(Coded[FP8]):
 
 
 class PowersOfTwo(Coded[Natural]):
-    """natural."""
+    """Accelerator of natural."""
 
     def codes(self, compressor: Natural) -> Codes:
         return _NATURAL[compressor.window]
@@ -92,7 +92,7 @@ class PowersOfTwo(Coded[Natural]):
 
 
 class DitheredPowers(Coded[NaturalDithering]):
-    """natural_dithering, of powers of two."""
+    """Accelerator of natural_dithering, of powers of two."""
 
     def encode(
         self, compressor: NaturalDithering, x: Array, residual: Array | None, ctx: Context
@@ -112,7 +112,7 @@ class DitheredPowers(Coded[NaturalDithering]):
 
 
 class Codebooks(Coded[Dettmers8]):
-    """dettmers8."""
+    """Accelerator of dettmers8."""
 
     def codes(self, compressor: Dettmers8) -> Codes:
         return _codebook(compressor.table)

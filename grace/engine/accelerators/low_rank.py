@@ -16,7 +16,7 @@ A = TypeVar("A", PowerSGD, GradZip, ACPSGD)
 
 
 class Factors(Accelerator[A]):
-    """powersgd, gradzip."""
+    """Accelerator of powersgd and gradzip."""
 
     def compensated(
         self, compressor: A, x: Array, residual: Array, state: State, ctx: Context
@@ -31,14 +31,14 @@ class Factors(Accelerator[A]):
 
 
 class OwnFactors(Factors[ACPSGD]):
-    """acpsgd: the residual comes from this worker's own factors."""
+    """Accelerator of acpsgd: the residual comes from this worker's own factors."""
 
     def split_residual(self, compressor: ACPSGD, x: Array, payload: Payload, residual: Array, ctx: Context) -> None:
         ctx.xp.linalg.part_product(x, *compressor.factors(payload, ctx), residual, (payload[2], payload[3]))
 
 
 class RandomSingularValues(Accelerator[Atomo]):
-    """atomo."""
+    """Accelerator of atomo."""
 
     def aggregate_into(self, compressor: Atomo, out: Array, payloads: Sequence[Payload], ctx: Context) -> Array:
         return ctx.xp.linalg.product_into(out, *compressor.side_by_side(payloads, ctx))

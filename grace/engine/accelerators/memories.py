@@ -17,14 +17,14 @@ R = TypeVar("R", bound=Residual)
 
 
 class Residuals(MemoryAccelerator[R]):
-    """residual, decoupled_momentum."""
+    """Accelerator of memories residual and decoupled_momentum."""
 
     def compensate(self, memory: R, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         return accumulated(ctx, x, state["residual"], memory.beta, memory.gamma), state
 
 
 class FilteredResiduals(MemoryAccelerator[LowPass]):
-    """lowpass. `compensate` keeps the previous residual: `update` reads it."""
+    """Accelerator of memory lowpass. `compensate` keeps the previous residual: `update` reads it."""
 
     def update(
         self, memory: LowPass, x: Array, payload: Payload, compressor: Compressor, state: State, ctx: Context
@@ -34,7 +34,7 @@ class FilteredResiduals(MemoryAccelerator[LowPass]):
 
 
 class LocalMomentum(MemoryAccelerator[Momentum]):
-    """momentum."""
+    """Accelerator of memory momentum."""
 
     def compensate(self, memory: Momentum, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         x = accumulated(ctx, x, state["momentum"], memory.momentum, 1.0 - memory.momentum)
@@ -42,7 +42,7 @@ class LocalMomentum(MemoryAccelerator[Momentum]):
 
 
 class CorrectedMomentum(MemoryAccelerator[DGC]):
-    """dgc."""
+    """Accelerator of memory dgc."""
 
     def compensate(self, memory: DGC, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Array, State]]:
         if not has(ctx, "memories", "corrected"):

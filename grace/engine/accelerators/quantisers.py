@@ -22,7 +22,7 @@ from grace.ops import blocks
 
 
 class ScaledSigns(Accelerator[EFSignSGD]):
-    """efsignsgd."""
+    """Accelerator of efsignsgd."""
 
     def encode(
         self, compressor: EFSignSGD, x: Array, residual: Array | None, ctx: Context
@@ -33,14 +33,14 @@ class ScaledSigns(Accelerator[EFSignSGD]):
         return kernels(ctx).quantisers.signs_mean(payloads, out, ctx.size, compressor.block_size)
 
     def add_decoded(self, compressor: EFSignSGD, total: Array, payload: Payload, ctx: Context) -> Array:
-        # In one pass, if the toolkit supports it.
+        # Decode and add in one pass, if the toolkit supports it.
         return blocks.add_scaled(
             ctx.xp, total, compressor.signs(payload, ctx), payload[1], compressor.traits.block_size
         )
 
 
 class Halves(Accelerator[OneBit]):
-    """onebit."""
+    """Accelerator of onebit."""
 
     def encode(
         self, compressor: OneBit, x: Array, residual: Array | None, ctx: Context
@@ -56,7 +56,7 @@ class Halves(Accelerator[OneBit]):
 
 
 class Integers(Accelerator[BlockInt]):
-    """blockint."""
+    """Accelerator of blockint."""
 
     def encode(
         self, compressor: BlockInt, x: Array, residual: Array | None, ctx: Context
@@ -69,7 +69,7 @@ class Integers(Accelerator[BlockInt]):
 
 
 class Levels(Accelerator[QSGD]):
-    """qsgd."""
+    """Accelerator of qsgd."""
 
     def encode(self, compressor: QSGD, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         if not kernels(ctx).quantisers.levels_encode:
@@ -85,7 +85,7 @@ class Levels(Accelerator[QSGD]):
 
 
 class RandomTernary(Accelerator[TernGrad]):
-    """terngrad, without clipping."""
+    """Accelerator of terngrad, without clipping."""
 
     def encode(
         self, compressor: TernGrad, x: Array, residual: Array | None, ctx: Context
@@ -101,7 +101,7 @@ class RandomTernary(Accelerator[TernGrad]):
 
 
 class Votes(Accelerator[SignSGD]):
-    """signsgd and signum, unless votes are summed on the wire."""
+    """Accelerator of signsgd and signum, unless votes are summed on the wire."""
 
     def compress(
         self, compressor: SignSGD, x: Array, state: State, ctx: Context
@@ -125,7 +125,7 @@ class Votes(Accelerator[SignSGD]):
 
 
 class ThreeValues(Accelerator[ThreeLC]):
-    """3lc."""
+    """Accelerator of 3lc."""
 
     def encode(
         self, compressor: ThreeLC, x: Array, residual: Array | None, ctx: Context
@@ -142,7 +142,7 @@ class ThreeValues(Accelerator[ThreeLC]):
 
 
 class Tagged(Accelerator[Inceptionn]):
-    """inceptionn."""
+    """Accelerator of inceptionn."""
 
     def encode(
         self, compressor: Inceptionn, x: Array, residual: Array | None, ctx: Context
@@ -161,7 +161,7 @@ class Tagged(Accelerator[Inceptionn]):
 
 
 class Quantiles(Accelerator[Sketch]):
-    """sketch."""
+    """Accelerator of sketch."""
 
     def encode(
         self, compressor: Sketch, x: Array, residual: Array | None, ctx: Context

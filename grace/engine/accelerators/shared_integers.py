@@ -13,7 +13,7 @@ from grace.engine.workspace import kernels
 
 
 class SharedIntegers(Accelerator[SharedInt]):
-    """shared_int."""
+    """Accelerator of shared_int."""
 
     def compress(
         self, compressor: SharedInt, x: Array, state: State, ctx: Context

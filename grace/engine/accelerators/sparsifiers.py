@@ -32,11 +32,11 @@ E = TypeVar("E", bound=SelectingSparsifier)
 
 
 class ScatteredSums(Accelerator[C]):
-    """Adds payloads in place, one after the other."""
+    """Adds payloads to a vector in place, one after the other."""
 
     @abstractmethod
     def parts(self, compressor: C, payload: Payload, ctx: Context) -> tuple[Array, Array]:
-        """float32[K] values and int32[K] positions; the positions must ascend, but are not checked yet."""
+        """float32[K] values and int32[K] positions, which must ascend; the caller or a kernel checks them."""
 
     def add(self, compressor: C, total: Array, payload: Payload, ctx: Context) -> Array:
         """``total`` plus a decoded payload. total is donated."""
@@ -58,21 +58,21 @@ class ScatteredSums(Accelerator[C]):
 
 
 class PlacedSums(ScatteredSums[P]):
-    """Values with their positions."""
+    """Sums of payloads with a value for each position."""
 
     def parts(self, compressor: P, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         return compressor.parts(payload, ctx)
 
 
 class ElementSums(ScatteredSums[K]):
-    """Unmodified elements."""
+    """Sums of payloads of unmodified elements."""
 
     def parts(self, compressor: K, payload: Payload, ctx: Context) -> tuple[Array, Array]:
         return compressor.elements.parts(payload, ctx)
 
 
 class SparseMean(ScatteredSums[C]):
-    """A kernel adds up the values at each position."""
+    """Means by a kernel that adds up the values at each position."""
 
     def mean(self, compressor: C, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
         if not kernels(ctx).sparsifiers.sparse_mean:
@@ -82,7 +82,7 @@ class SparseMean(ScatteredSums[C]):
 
 
 class SparseSums(ElementSums[K], SparseMean[K]):
-    """Unmodified elements, added up by a kernel."""
+    """Sums of unmodified elements, by a kernel."""
 
 
 class DecodedSums(PlacedSums[P], SparseMean[P]):
@@ -103,7 +103,7 @@ class DecodedSums(PlacedSums[P], SparseMean[P]):
 
 
 class CodedSums(SparseSums[K]):
-    """sidco: unmodified elements at positions that may be coded."""
+    """Accelerator of sidco: unmodified elements at positions that may be coded."""
 
     def uncoded(self, compressor: K, n: int) -> bool:
         """Whether positions travel uncoded, as one array."""
@@ -117,7 +117,7 @@ class CodedSums(SparseSums[K]):
 
 
 class Selection(ElementSums[K]):
-    """A kernel selects elements."""
+    """Accelerator base of sparsifiers whose elements a kernel selects."""
 
     @abstractmethod
     def chosen(
@@ -143,7 +143,7 @@ class Selection(ElementSums[K]):
 
 
 class Moments(CodedSums[SIDCo]):
-    """sidco. The pass that adds the residual also computes the initial moments."""
+    """Accelerator of sidco. The pass that adds the residual also computes the initial moments."""
 
     def compensated(
         self, compressor: SIDCo, x: Array, residual: Array, state: State, ctx: Context
@@ -156,7 +156,7 @@ class Moments(CodedSums[SIDCo]):
 
 
 class Thresholds(CodedSums[Threshold], Selection[Threshold]):
-    """threshold."""
+    """Accelerator of threshold."""
 
     def chosen(
         self, compressor: Threshold, x: Array, residual: Array | None, ctx: Context
@@ -166,7 +166,7 @@ class Thresholds(CodedSums[Threshold], Selection[Threshold]):
 
 
 class Selectors(CodedSums[E], Selection[E]):
-    """topk, dgc: kernels of the selectors "exact" and "sampled", and of the index coding "elias_fano"."""
+    """Accelerator of topk and dgc, for the selectors "exact" and "sampled" and the index coding "elias_fano"."""
 
     def chosen(
         self, compressor: E, x: Array, residual: Array | None, ctx: Context
@@ -233,7 +233,7 @@ def _sampled(selector: Sampled, x: Array, sample: int, ctx: Context) -> Array:
 
 
 class SharedPositions(Selection[RandomK]):
-    """randomk. Drawing positions takes longer than sending them: one draw per step serves encoding and decoding."""
+    """Accelerator of randomk. One draw per step serves encoding and decoding: a draw takes longer than a message."""
 
     def positions(self, compressor: RandomK, ctx: Context, last: bool = False) -> Array:
         """`RandomK.positions`. ``last``: the last use in this step."""
@@ -287,7 +287,7 @@ class SharedPositions(Selection[RandomK]):
 
 
 class Chunks(DecodedSums[ChunkTopK]):
-    """chunktopk."""
+    """Accelerator of chunktopk."""
 
     def encode(
         self, compressor: ChunkTopK, x: Array, residual: Array | None, ctx: Context
@@ -314,7 +314,7 @@ class Chunks(DecodedSums[ChunkTopK]):
 
 
 class SignedMeans(PlacedSums[AdaQ]):
-    """adaq."""
+    """Accelerator of adaq."""
 
     def encode(self, compressor: AdaQ, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         kernel = kernels(ctx).sparsifiers.largest_of_signs
@@ -327,7 +327,7 @@ class SignedMeans(PlacedSums[AdaQ]):
 
 
 class Bins(PlacedSums[AdaComp]):
-    """adacomp."""
+    """Accelerator of adacomp."""
 
     def compress(
         self, compressor: AdaComp, x: Array, state: State, ctx: Context
@@ -344,7 +344,7 @@ class Bins(PlacedSums[AdaComp]):
 
 
 class Chances(Accelerator[Wangni]):
-    """wangni."""
+    """Accelerator of wangni."""
 
     def encode(
         self, compressor: Wangni, x: Array, residual: Array | None, ctx: Context

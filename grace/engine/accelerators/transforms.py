@@ -16,7 +16,7 @@ from grace.ops.hadamard import STREAMS, width_of
 
 
 class RotatedLevels(Accelerator[Eden]):
-    """eden."""
+    """Accelerator of eden."""
 
     def encode(self, compressor: Eden, x: Array, residual: Array | None, ctx: Context) -> tuple[Payload, Array] | None:
         if not kernels(ctx).transforms.normal_encode:
@@ -34,7 +34,7 @@ class RotatedLevels(Accelerator[Eden]):
 
 
 class RotatedSums(Accelerator[THC]):
-    """thc. The kernels add squares in another order: the last bits of norms may differ from the plain functions'."""
+    """Accelerator of thc. Kernels add squares in another order, which may change the last bits of norms."""
 
     def compress(self, compressor: THC, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not has(ctx, "transforms", "steps_encode"):
@@ -78,7 +78,7 @@ class RotatedSums(Accelerator[THC]):
 
 
 class Cosines(Accelerator[DeMo]):
-    """demo. The kernels add in another order: the last bits may differ from the plain functions'."""
+    """Accelerator of demo. Kernels add in another order, which may change the last bits of results."""
 
     def compress(self, compressor: DeMo, x: Array, state: State, ctx: Context) -> MaybeProgram[tuple[Payload, State]]:
         if not self._runs(ctx):
@@ -96,7 +96,7 @@ class Cosines(Accelerator[DeMo]):
         )
 
     def mean(self, compressor: DeMo, payloads: Sequence[Payload], out: Array | None, ctx: Context) -> Array | None:
-        # A single payload may be an agreed one, which the plain function decodes without signs.
+        # A single payload may be the one that all workers agreed on, which the plain function decodes without signs.
         if not self._runs(ctx) or (compressor.sign and len(payloads) == 1):
             return None
         how = compressor.average == "senders", compressor.sign

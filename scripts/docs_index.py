@@ -42,7 +42,9 @@ def highlighted(markdown: str) -> str:
         lines = [
             f"{node.lineno}-{node.end_lineno}"
             for node in ast.walk(ast.parse(code))
-            if isinstance(node, ast.stmt) and not hasattr(node, "body") and re.search(r"\bgr(ace|c)\b", ast.unparse(node))
+            if isinstance(node, ast.stmt)
+            and not hasattr(node, "body")
+            and re.search(r"\bgr(ace|c)\b", ast.unparse(node))
         ]
         if not lines:
             return match[0]

@@ -38,9 +38,11 @@ h1, p, .key { overflow-wrap: anywhere; }
   margin-top: 1.6rem; }
 figure { margin: 0; } figcaption { font-weight: 600; margin-bottom: .3rem; } svg { width: 100%; height: auto; }
 svg text { fill: var(--soft); font: 11.5px system-ui, sans-serif; } .grid { stroke: var(--rule); }
-.key { font-size: 13px; color: var(--soft); } .key i { display: inline-block; width: .8em; height: .8em;
-  border-radius: 2px; margin: 0 .35em 0 .9em; vertical-align: -1px; } .key i:first-child { margin-left: 0; }
-.wide { overflow-x: auto; } .wide svg { min-width: 720px; }
+@media (max-width: 480px) { figure text { font-size: 15px; } }
+.key { font-size: 13px; color: var(--soft); } .key span { display: inline-block; margin-right: .9em; }
+.key i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .35em;
+  vertical-align: -1px; }
+.wide { overflow-x: auto; } .wide svg { min-width: 900px; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; } .n { text-align: right; font-variant-numeric: tabular-nums; }
@@ -348,7 +350,7 @@ def _framed(title: str, inside: str, names: Sequence[str], colours: Sequence[str
 
 
 def _key(names: Sequence[str], colours: Sequence[str]) -> str:
-    marks = (f'<i style="background:{c}"></i>{escape(n)}' for n, c in zip(names, colours, strict=False))
+    marks = (f'<span><i style="background:{c}"></i>{escape(n)}</span> ' for n, c in zip(names, colours, strict=False))
     return f'<div class="key">{"".join(marks)}</div>'
 
 
@@ -369,8 +371,8 @@ def _axes(
             f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(form(tick))}</text>'
         )
     for tick in _ticks(left, right):
-        if left + 0.12 * (right - left) <= tick <= right:
-            x, _ = place(tick, ticks[0])
+        x, _ = place(tick, ticks[0])
+        if x >= LEFT + 30 + 8 * len(along) and tick <= right:  # beside the axis's name
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{mark(tick)}</text>')
     parts.append(f'<text x="{LEFT}" y="{HEIGHT - 10}">{along}</text>')
     return "".join(parts)

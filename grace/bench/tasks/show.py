@@ -167,7 +167,7 @@ table { border-collapse: collapse; margin: 0.5em 0 1.5em; font-size: 13px; overf
 th, td { padding: 3px 9px; text-align: right; border-bottom: 1px solid var(--rule) } th { background: var(--card) }
 th:first-child, td:first-child { text-align: left } img { max-width: 100% } h3 { margin-bottom: 0 }
 div.wide { overflow-x: auto } pre { font-size: 12px; white-space: pre-wrap }
-@media (prefers-color-scheme: dark) { img { filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen } }
+@media (prefers-color-scheme: dark) { img { border-radius: 4px; filter: brightness(0.9) } }
 """
 
 

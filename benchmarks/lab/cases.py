@@ -34,13 +34,18 @@ class Case:
     """Needs several workers on each host."""
 
     @property
+    def period(self) -> int:
+        """Steps until the exchange repeats."""
+        return int(self.params.get("local", {}).get("sync_every", 1))
+
+    @property
     def ours(self) -> bool:
         """Whether GRACE exchanges."""
         return self.door.startswith("grace")
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return {**asdict(self), "period": self.period}
 
 
 # Name, parameters, rounds with three or more hosts.
@@ -132,13 +137,26 @@ NODES = [
     )
 ]
 
-CASES = [*BASELINES, *UPSTREAM, *OURS, *NODES]
+HALF = {"sync_every": 100, "fragments": 2, "fragment_sync_delay": 40}
+LOCAL = [
+    Case(f"grace-local-{name}", "grace_local", TORCHRUN, params, rounds=0)  # hidden, or once in many steps
+    for name, params in (
+        ("sgd-fp16", {"local": {"preset": "localsgd", "sync_every": 100}, "compressor": "fp16"}),
+        ("diloco-int8", {"local": {"sync_every": 100}, "compressor": "blockint"}),
+        ("streaming-int4", {"local": {"preset": "streaming", **HALF}, "compressor": "blockint", "bits": 4}),
+        ("sparseloco", {"local": {"preset": "sparseloco", "sync_every": 100, "fragment_sync_delay": 40}}),
+    )
+]
+"""Local training: exchanges every 100 steps; those with a delay overlap with 40 of them."""
+
+CASES = [*BASELINES, *UPSTREAM, *OURS, *NODES, *LOCAL]
 
 SETS = {
     "all": ["*"],
     "baselines": [case.name for case in BASELINES],
     "upstream": [case.name for case in UPSTREAM],
     "ours": ["grace-*"],
+    "local": ["grace-local-*"],
     "methods": [*DENSE, *(f"grace-torch-{name}" for name, _, _ in (*METHODS, *OTHERS))],
     "quick": [
         *("alone", "hvd-fp32", "hvd-fp16", "ddp-*", "upstream-*"),

@@ -19,6 +19,8 @@ class Joined(NamedTuple):
     exchange: Callable[[], None] | None = None
     """Called between backward and step, if needed."""
     grc: Any = None
+    finish: Callable[[], None] | None = None
+    """Called after the last step, if the workers' models differ until then."""
 
 
 def alone(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Any], peer: str) -> Joined:
@@ -101,4 +103,14 @@ def grace_ddp(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[s
     return Joined(wrapped, optimizer, grc=grc)
 
 
-DOORS = {door.__name__: door for door in (alone, horovod, ddp, upstream, grace, grace_ddp)}
+def grace_local(model: nn.Module, optimizer: torch.optim.Optimizer, params: dict[str, Any], peer: str) -> Joined:
+    """Local training: workers exchange what they learned every H steps."""
+    import grace.local
+    import grace.torch
+
+    local = grace.local.from_params(params)
+    grace.torch.local(optimizer, local, model.named_parameters(), model.named_buffers())
+    return Joined(model, optimizer, grc=local.grace, finish=local.finish)
+
+
+DOORS = {door.__name__: door for door in (alone, horovod, ddp, upstream, grace, grace_ddp, grace_local)}

@@ -77,13 +77,14 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
         joined.optimizer.step()
         seconds.append(time.perf_counter() - began)
 
-    warm = 0
-    while warm < WARM_UP or (joined.grc is not None and joined.grc.trying):
+    warm, period = 0, case["period"]
+    while warm < max(WARM_UP, period) or (joined.grc is not None and joined.grc.trying):
         step(warm)
         warm += 1
     # Slow cases run fewer steps if only their time matters.
     fit = int(job["budget"] / statistics.median(seconds[1:])) if job["budget"] else job["steps"]
     steps = world.agree(max(min(job["steps"], fit), LEAST))
+    steps += -steps % period
     seconds.clear()
     before, report = traffic(), joined.grc and joined.grc.report()
     usage, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
@@ -98,6 +99,8 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
             losses.append((warm + index + 1, task.held_out_loss(model)))
             paused += time.perf_counter() - pause
     wall = time.perf_counter() - began - paused
+    if joined.finish is not None:
+        joined.finish()
     used = resource.getrusage(resource.RUSAGE_SELF)
     world.agree(0)
     after = traffic()
@@ -105,7 +108,7 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
         "rank": world.rank,
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": steps,
-        "seconds": statistics.median(seconds),
+        "seconds": statistics.median(seconds) if period == 1 else wall / steps,
         "seconds_all": [round(s, 5) for s in seconds[:200]],
         "seconds_mean": wall / steps,
         "cpu": (used.ru_utime - usage.ru_utime + used.ru_stime - usage.ru_stime) / steps,
@@ -115,7 +118,7 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
         "rx": (after[1] - before[1]) / steps,
         "losses": losses,
         "loss": task.held_out_loss(model) if world.rank == 0 else None,
-        "complete": steps == job["steps"],
+        "complete": steps >= job["steps"],
         "peak_rss": used.ru_maxrss * 1024,
     }
     if joined.grc:

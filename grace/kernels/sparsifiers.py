@@ -109,8 +109,7 @@ class Sparsifiers(Family):
     chunks_encode = encoder("chunks")
 
     def chunks_values(self, payload: Sequence[Array], n: int, chunk: int, k: int) -> tuple[Array, Array] | None:
-        """The inverse of the encoding: float32[K], and positions int32[K]. None: some places are outside their chunks.
-        """
+        """Decode: float32[K], and positions int32[K]. None: some places are outside their chunks."""
         sizes, xp = CODECS["chunks"].sizes(n, chunk, k), self._xp
         _kept, columns = self._received([tuple(payload)], sizes)
         values, positions = xp.buffers.empty(sizes[0][1]), xp.buffers.empty(sizes[0][1], "int32")

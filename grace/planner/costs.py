@@ -49,7 +49,10 @@ KEPT = 12
 
 
 class Term(NamedTuple):
-    """One operation of a strategy, for any tensor size. On the device, a collective is the computing thread's part."""
+    """One operation of a strategy, for any tensor size.
+
+    A term of a collective on the device is the work of the computing thread: to submit it and to take its result.
+    """
 
     resource: int
     action: Action

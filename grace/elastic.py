@@ -1,6 +1,7 @@
 """Horovod elastic: training continues while workers join and leave, including their residuals.
 
-    state = grace.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)    # or KerasState(model, epoch=0)
+    # or KerasState(model, epoch=0)
+    state = grace.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
 
     @grace.elastic.run
     def train(state):

@@ -1,6 +1,7 @@
 """Trackers: send the numbers of a training to TensorBoard, Weights & Biases, MLflow, or anywhere else.
 
-    params = {"compressor": "topk", "record": "run.jsonl", "tracker": grace.trackers.tensorboard("runs/topk")}
+    tracker = grace.trackers.tensorboard("runs/topk")
+    params = {"compressor": "topk", "record": "run.jsonl", "tracker": tracker}
 
 A tracker is a function of a step and a dictionary of numbers. Worker 0 calls it with every line of the record: the
 metrics given to `Grace.record`, and the numbers of `grace.engine.record.Run.history`, whose totals count from the start

@@ -593,6 +593,7 @@ def test_tables_have_every_method_and_say_what_the_network_was(rows):
 def test_the_page_holds_tables_plots_and_failures(rows, tmp_path):
     show.save(rows, tmp_path, ["ncf torch x2 topk"], "grace bench tasks <x>")
     page = (tmp_path / "report.html").read_text()
+    assert '<meta name="viewport"' in page, "a phone shows it at its own width"
     assert page.count("<img") == 3
     assert page.count("<tr>") > 30
     assert "Traceback &lt;no&gt;" in page

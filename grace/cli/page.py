@@ -27,18 +27,23 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--back); max-width: 1120px;
   margin: 2rem auto; padding: 0 1.2rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2rem 0 .6rem; } p { margin: .3rem 0; }
+h1, p, .key { overflow-wrap: anywhere; }
 .soft { color: var(--soft); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .8rem; margin: 1.4rem 0; }
 .tiles div { background: var(--card); border-radius: 8px; padding: .7rem 1rem; }
 .tiles b { display: block; font-size: 1.45rem; font-weight: 600; }
 .warnings { background: var(--warn); border-left: 4px solid var(--edge); border-radius: 4px; margin: 0;
   padding: .7rem 1rem .7rem 2rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 1.6rem; margin-top: 1.6rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 1.6rem;
+  margin-top: 1.6rem; }
 figure { margin: 0; } figcaption { font-weight: 600; margin-bottom: .3rem; } svg { width: 100%; height: auto; }
 svg text { fill: var(--soft); font: 11.5px system-ui, sans-serif; } .grid { stroke: var(--rule); }
-.key { font-size: 13px; color: var(--soft); } .key i { display: inline-block; width: .8em; height: .8em;
-  border-radius: 2px; margin: 0 .35em 0 .9em; vertical-align: -1px; } .key i:first-child { margin-left: 0; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
+@media (max-width: 480px) { figure text { font-size: 15px; } }
+.key { font-size: 13px; color: var(--soft); } .key span { display: inline-block; margin-right: .9em; }
+.key i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .35em;
+  vertical-align: -1px; }
+.wide { overflow-x: auto; } .wide svg { min-width: 900px; }
+table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; } .n { text-align: right; font-variant-numeric: tabular-nums; }
 td:first-child { font-family: ui-monospace, monospace; }
@@ -78,7 +83,8 @@ def comparison(runs: Mapping[str, Run]) -> str:
         last = {metric: points[-1][metric] for metric in metrics if (points := measured(run, metric))}
         ends = [written(last[metric]) if metric in last else "" for metric in metrics]
         rows.append([name, run.about["method"], *(f"{number:,}" for number in numbers), f"{run.ratio:.1f}", *ends])
-    cells = [[f"<td>{escape(cell)}</td>" for cell in row] for row in rows]
+    tags = ["th", *["td"] * len(runs)]
+    cells = [[f"<{tag}>{escape(cell)}</{tag}>" for cell in row] for tag, row in zip(tags, rows, strict=True)]
     table = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
     notes = "" if metrics else f'<ul class="warnings"><li>{escape(NO_METRICS)}</li></ul>'
     body = [
@@ -298,7 +304,8 @@ def _levels(run: Run) -> str:
     ]
     more = f' <span class="soft">({len(rows) - ROWS} more in the table)</span>' if len(rows) > ROWS else ""
     key = _key(known, [_shade(number, len(known)) for number in range(len(known))])
-    return f'<h2>Levels over time{more}</h2><svg viewBox="0 0 1040 {foot + 6}" role="img">{"".join(parts)}</svg>{key}'
+    drawn = f'<svg viewBox="0 0 1040 {foot + 6}" role="img">{"".join(parts)}</svg>'
+    return f'<h2>Levels over time{more}</h2><div class="wide">{drawn}</div>{key}'
 
 
 def _table(run: Run) -> str:
@@ -343,7 +350,7 @@ def _framed(title: str, inside: str, names: Sequence[str], colours: Sequence[str
 
 
 def _key(names: Sequence[str], colours: Sequence[str]) -> str:
-    marks = (f'<i style="background:{c}"></i>{escape(n)}' for n, c in zip(names, colours, strict=False))
+    marks = (f'<span><i style="background:{c}"></i>{escape(n)}</span> ' for n, c in zip(names, colours, strict=False))
     return f'<div class="key">{"".join(marks)}</div>'
 
 
@@ -364,8 +371,8 @@ def _axes(
             f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(form(tick))}</text>'
         )
     for tick in _ticks(left, right):
-        if left + 0.12 * (right - left) <= tick <= right:
-            x, _ = place(tick, ticks[0])
+        x, _ = place(tick, ticks[0])
+        if x >= LEFT + 30 + 8 * len(along) and tick <= right:  # beside the axis's name
             parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{mark(tick)}</text>')
     parts.append(f'<text x="{LEFT}" y="{HEIGHT - 10}">{along}</text>')
     return "".join(parts)

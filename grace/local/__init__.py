@@ -1,9 +1,10 @@
 """Local training: workers step their own optimizers, and a Grace averages pseudo-gradients every H steps.
 
     local = grace.local.DiLoCo(grc, sync_every=100)
-    grace.torch.local(optimizer, local, model.named_parameters())        # or grace.tensorflow.LocalCallback(local)
+    # or grace.tensorflow.LocalCallback(local)
+    grace.torch.local(optimizer, local, model.named_parameters())
     ...
-    local.finish()                                                       # before evaluation and export
+    local.finish()  # before evaluation and export
 
 LocalSGD, SlowMo, Streaming DiLoCo and SparseLoCo are settings of one class.
 """

@@ -159,11 +159,15 @@ def render(rows: Sequence[Row], console: Console) -> None:
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 0.5em 0 1.5em; font-size: 13px }
-th, td { padding: 3px 9px; text-align: right; border-bottom: 1px solid #ddd } th { background: #f4f4f4 }
+:root { color-scheme: light dark; --ink: #1c2733; --rule: #d9e0e8; --back: #fff; --card: #f6f8fa }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8edf3; --rule: #384452; --back: #14191f; --card: #1d242c } }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; color: var(--ink);
+  background: var(--back); overflow-wrap: anywhere }
+table { border-collapse: collapse; margin: 0.5em 0 1.5em; font-size: 13px; overflow-wrap: normal }
+th, td { padding: 3px 9px; text-align: right; border-bottom: 1px solid var(--rule) } th { background: var(--card) }
 th:first-child, td:first-child { text-align: left } img { max-width: 100% } h3 { margin-bottom: 0 }
 div.wide { overflow-x: auto } pre { font-size: 12px; white-space: pre-wrap }
+@media (prefers-color-scheme: dark) { img { border-radius: 4px; filter: brightness(0.9) } }
 """
 
 
@@ -202,8 +206,9 @@ def page(rows: Sequence[Row], pictures: Mapping[str, bytes], left_out: Sequence[
             parts.append(f"<details><summary>{html.escape(where)}</summary><pre>{log}</pre></details>")
     machine: Row = next((row for row in reversed(rows) if row["kind"] == MACHINE), {})
     parts.append("<h2>Machine</h2>" + listed(f"{k}: {v}" for k, v in machine.items() if k != "kind" and v is not None))
-    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Tasks</title><style>{STYLE}</style>'
-    return f"{head}{''.join(parts)}</html>\n"
+    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Tasks</title>'
+    head += f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>'
+    return f"{head}<body>{''.join(parts)}</body></html>\n"
 
 
 def save(rows: Sequence[Row], folder: Path, left_out: Sequence[str] = (), command: str = "grace bench tasks") -> None:

@@ -16,6 +16,7 @@ from benchmarks.lab import choice, fidelity, rounds
 from benchmarks.lab.bench import bound, joined, steps_to, summary
 from benchmarks.lab.cases import CASES, SETS, select
 from benchmarks.lab.table import HEAD, _looks, cells, markdown, plot, tables
+from grace import local
 from grace.bench.lab import Lab, LabError, network
 from grace.bench.lab.launch import LAUNCHERS, Outcome
 from grace.bench.lab.probe import probe
@@ -105,14 +106,15 @@ def test_cases_have_names_of_their_own_and_ours_are_valid():
         json.dumps(case.to_dict())
         if case.ours:
             one = {"node_size": 1} if case.nodes else {}
-            grace_from_params({**case.params, **one}, transport="local")
+            make = local.from_params if case.door == "grace_local" else grace_from_params
+            make({**case.params, **one}, transport="local")
 
 
 @pytest.mark.filterwarnings("ignore:.*without error feedback")
 def test_rounds_are_those_that_follow_one_another():
     matrix = {"w": spread(512, 512)}
     for case in CASES:
-        if case.ours and not case.nodes and case.params["compressor"] != "auto":
+        if case.door in ("grace", "grace_ddp") and not case.nodes and case.params["compressor"] != "auto":
             world = World(4)
             graces = [grace_from_params(case.params, LocalTransport(world, rank)) for rank in range(4)]
             for grc in graces:

@@ -99,11 +99,11 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
             losses.append((warm + index + 1, task.held_out_loss(model)))
             paused += time.perf_counter() - pause
     wall = time.perf_counter() - began - paused
-    if joined.finish is not None:
-        joined.finish()
     used = resource.getrusage(resource.RUSAGE_SELF)
     world.agree(0)
-    after = traffic()
+    after, now = traffic(), joined.grc and joined.grc.report()
+    if joined.finish is not None:
+        joined.finish()
     found = {
         "rank": world.rank,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -122,7 +122,6 @@ def train(world: World, job: dict[str, Any], peer: str) -> dict[str, Any]:
         "peak_rss": used.ru_maxrss * 1024,
     }
     if joined.grc:
-        now = joined.grc.report()
         found["method"], found["trials"] = now.method, now.trials
         found["sent"] = (now.bytes_sent - report.bytes_sent) / steps
         found["received"] = (now.bytes_received - report.bytes_received) / steps

@@ -1,5 +1,8 @@
 """Compression between pipeline stages: feedback, ends of an edge, PyTorch's stages, Boundary, and predictions."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from launch import launch
@@ -8,6 +11,7 @@ from methods import BACKENDS, backend
 from grace.core.registry import compressors
 from grace.stages import Codec, End, directions
 
+ROOT = Path(__file__).parent.parent
 B4 = {"compressor": "blockint", "bits": 4}
 TOPK = {"compressor": "topk", "compress_ratio": 0.1}
 
@@ -441,3 +445,13 @@ def test_advise_knows_edges():
     refused = run("powersgd")
     assert refused.exit_code == 2
     assert "agrees with other" in refused.output
+
+
+def test_the_table_of_the_docs_is_that_of_the_stored_rows(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    from benchmarks import stages
+
+    rows = stages.stored(ROOT / "benchmarks" / "results" / "stages.jsonl")
+    assert {row["seed"] for row in rows} == set(range(5))
+    assert stages.table(rows) in (ROOT / "docs" / "stages.md").read_text()

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lab import bench, choice, fidelity, table
+from benchmarks.lab import bench, choice, fidelity, pipeline, table
 from benchmarks.lab.cases import CASES, SETS, select
 from grace.bench.lab import network
 from grace.bench.lab.launch import ROOT, torchrun
@@ -170,6 +170,23 @@ def plans(
     console = Console() if sys.stdout.isatty() else Console(width=170)
     for shown in fidelity.tables(found):
         console.print(shown)
+
+
+@app.command()
+def stages(
+    rates: Rates = "100mbit,1gbit",
+    hosts: Hosts = "2",
+    burst: Burst = 0,
+    out: Annotated[Path | None, typer.Option("--json", help="Write all figures as JSON.")] = None,
+    timeout: Annotated[float, typer.Option(help="Time limit per rate in seconds.")] = 300.0,
+) -> None:
+    """Compare the steps of a pipeline, a stage on each host, with and without compression between stages."""
+    found = {}
+    with _plain_errors():
+        for rate, read in _measured(_rates(rates), hosts, burst, timeout):
+            found[rate] = read("pipeline")
+    _write(out, found)
+    (Console() if sys.stdout.isatty() else Console(width=170)).print(pipeline.table(found))
 
 
 @app.command()

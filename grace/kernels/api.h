@@ -282,7 +282,7 @@ int64_t grace_signs_count(const grace::Loops* loops, const float* x, const float
                           int64_t n, int64_t threads, int64_t swap);
 
 // How many elements grace.compressors.adaq sends, by signs[3] of signs_count: positions with a sign, and means[2]; -2:
-// no memory. Above `capacity`: room they need. left, which may be null or x, becomes x without the sent elements.
+// no memory. Above `capacity`: room they need. left, which may be null or x, becomes x without these elements.
 int64_t grace_largest_of_signs(const grace::Loops* loops, const float* x, const int64_t* signs, double ratio,
                                float* means, int32_t* sent, float* left, int64_t capacity, int64_t n);
 

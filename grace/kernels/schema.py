@@ -330,7 +330,7 @@ kernel(
     "float* left, "
     "int64_t capacity, int64_t n)",
     """How many elements grace.compressors.adaq sends, by signs[3] of signs_count: positions with a sign, and means[2];
-    -2: no memory. Above `capacity`: room they need. left, which may be null or x, becomes x without the sent elements.""",
+    -2: no memory. Above `capacity`: room they need. left, which may be null or x, becomes x without these elements.""",
     memory=True,
 )
 SKETCH = f"int64_t n, int64_t rows, int64_t group, int64_t width, {THREADS}"

@@ -1,5 +1,6 @@
 """Releases: contents and requirements of wheel and sdist, Python versions, and citations."""
 
+import configparser
 import email
 import importlib.util
 import os
@@ -221,6 +222,21 @@ def test_the_version_stands_in_one_place(wheel, sdist):
         path.name for path in files if f'"{version}"' in path.read_text() or f"= {version}" in path.read_text()
     ] == ["version.py"]
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_conda_recipe_says_what_setup_cfg_says():
+    yaml = pytest.importorskip("yaml")
+    recipe = yaml.safe_load((ROOT / "scripts" / "conda" / "recipe.yaml").read_text())
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert recipe["context"]["version"] == grace.__version__
+    assert recipe["about"]["summary"] in setup["metadata"]["description"]
+    python, numpy = f"python {setup['options']['python_requires']}", setup["options"]["install_requires"].strip()
+    assert recipe["requirements"]["run"] == [python, numpy.replace(">=", " >=")]
+    extras = setup["options.extras_require"]
+    for pin in recipe["requirements"]["run_constraints"]:
+        pin = pin.replace("pytorch", "torch").replace(" ", "")
+        assert any(pin in text for text in extras.values()), pin
 
 
 def test_the_index_would_take_them(wheel, sdist):

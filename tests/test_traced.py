@@ -1,4 +1,4 @@
-"""Rank and step may be scalars of a graph: one graph for all workers and steps, as toolkits with SPMD programs have."""
+"""Rank and step may be scalars of a graph: one graph serves all workers and steps, as in SPMD programs."""
 
 import numpy as np
 import pytest

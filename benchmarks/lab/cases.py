@@ -137,14 +137,17 @@ NODES = [
     )
 ]
 
-HALF = {"sync_every": 100, "fragments": 2, "fragment_sync_delay": 40}
+DELAYED = {"sync_every": 100, "fragment_sync_delay": 40}
 LOCAL = [
     Case(f"grace-local-{name}", "grace_local", TORCHRUN, params, rounds=0)  # hidden, or once in many steps
     for name, params in (
         ("sgd-fp16", {"local": {"preset": "localsgd", "sync_every": 100}, "compressor": "fp16"}),
         ("diloco-int8", {"local": {"sync_every": 100}, "compressor": "blockint"}),
-        ("streaming-int4", {"local": {"preset": "streaming", **HALF}, "compressor": "blockint", "bits": 4}),
-        ("sparseloco", {"local": {"preset": "sparseloco", "sync_every": 100, "fragment_sync_delay": 40}}),
+        (
+            "streaming-int4",
+            {"local": {**DELAYED, "preset": "streaming", "fragments": 2}, "compressor": "blockint", "bits": 4},
+        ),
+        ("sparseloco", {"local": {**DELAYED, "preset": "sparseloco"}}),
     )
 ]
 """Local training: exchanges every 100 steps; those with a delay overlap with 40 of them."""

@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
+from benchmarks.lab.fidelity import WIDTH, network
 from benchmarks.lab.rounds import medians
 from benchmarks.lab.table import EMULATED
 from benchmarks.lab.train import traffic
@@ -31,25 +32,19 @@ from grace.planner.torch import profile
 from grace.torch import PipelineStage
 from grace.transports import get_transport
 
-WIDTH, LAYERS, ROWS, MICROBATCHES = 1024, 2, 256, 4
+LAYERS, ROWS, MICROBATCHES = 2, 256, 4  # linear layers of a stage, rows of a micro-batch
 SECONDS = 40.0
 METHODS: Mapping[str, dict[str, Any] | None] = {
     "dense": None,
     "8 bits": {"compressor": "blockint", "bits": 8, "block_size": WIDTH},
     "4 bits": {"compressor": "blockint", "bits": 4, "block_size": WIDTH},
 }
-"""In both directions."""
-
-
-def layers(count: int) -> nn.Sequential:
-    """Linear layers of equal width."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+"""Compressors of activations and of their gradients."""
 
 
 def training(carrier: Transport, params: dict[str, Any] | None, sent: list[int]) -> Callable[[], float]:
     """A step of this worker's stage; each call returns its seconds and notes the bytes that this host sent."""
-    model = layers(LAYERS)
+    model = network(LAYERS)
     stage = PipelineStage(
         model, carrier.rank, carrier.size, torch.device("cpu"), forward=params, backward=params, feedback="none"
     )
@@ -75,10 +70,10 @@ def run(folder: Path) -> None:
     dist.init_process_group("gloo")
     carrier = get_transport("torch").bind(get_backend("torch"))
     link = measure.links(carrier, repeats=3).inter
-    whole, batch = layers(LAYERS * carrier.size), torch.randn(ROWS * MICROBATCHES, WIDTH)
+    whole, batch = network(LAYERS * carrier.size), torch.randn(ROWS * MICROBATCHES, WIDTH)
     alone = profile(whole, lambda: whole(batch).square().mean(), 5, 1)
     codecs = {
-        label: params and codec(measure.compressor(params, backend="torch").to_dict())
+        label: None if params is None else codec(measure.compressor(params, backend="torch").to_dict())
         for label, params in METHODS.items()
     }
     sent: dict[str, list[int]] = {label: [] for label in METHODS}
@@ -89,7 +84,7 @@ def run(folder: Path) -> None:
     found = medians(carrier, trainings, SECONDS)
     rows = []
     for label, priced in codecs.items():
-        edge = edge_seconds(4.0 * ROWS * WIDTH, link, priced or None)
+        edge = edge_seconds(4.0 * ROWS * WIDTH, link, priced)
         predicted = step_seconds(alone, carrier.size, MICROBATCHES, edge)
         rows.append({"name": label, "predicted": predicted, "measured": found[label], "sent": min(sent[label][2:])})
     if carrier.rank == 0:

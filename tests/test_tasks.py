@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 from grace import local
 from grace.bench.lab import Loopback
 from grace.bench.lab.launch import Outcome
-from grace.bench.tasks import cluster, data, plan, results, run, show
+from grace.bench.tasks import cluster, data, plan, results, run, show, worker
 from grace.bench.tasks.plan import Job
 from grace.bench.tasks.tasks import TASKS, batch, rate, tasks
 from grace.bench.tasks.worker import Worker
@@ -289,6 +290,21 @@ def test_auto_is_a_method_with_settings_of_its_own():
     assert "chosen" not in run.rows_of(JOB, [told(JOB, 0), second])[0]
 
 
+def test_auto_is_trained_at_each_bandwidth():
+    methods = {"torch": ("dense", "auto:effort=fast")}
+    found = plan.jobs(["image"], methods, ["torch"], [2], ("100mbit", "1gbit"))
+    assert [(job.method, job.bandwidths, job.trained_at) for job in found] == [
+        ("dense", ("100mbit", "1gbit"), None),
+        ("auto:effort=fast", ("100mbit",), "100mbit"),
+        ("auto:effort=fast", ("1gbit",), "1gbit"),
+    ]
+    assert len({tuple(job.head.values()) for job in found}) == 3
+    assert str(found[1]) == "image torch x2 auto:effort=fast at 100mbit"
+    # Its choice is made in the training: a time that is missing needs another one.
+    (row, _) = run.rows_of(found[1], [told(found[1], 0), told(found[1], 1)])
+    assert run.remaining(found[1:2], [row]) == found[1:2]
+
+
 def test_local_training_is_a_method_with_settings_of_its_own():
     job = dataclasses.replace(JOB, method="diloco:sync_every=20,compressor=topk,compress_ratio=0.1")
     assert (plan.known(job.method), job.sync_every) == (job.method, 20)
@@ -378,6 +394,23 @@ def test_a_worker_of_local_training_times_whole_intervals(tmp_path, monkeypatch)
     assert len(later) == 3 * (2 + 3)
     assert min(later) > 0, "parameters must move, so that there is something to exchange"
     assert timed["sent"] == 10
+
+
+def test_a_worker_trains_auto_over_links_that_are_limited(tmp_path, monkeypatch):
+    trainer = Recorder()
+    monkeypatch.setattr(trainer, "step", lambda *_: time.sleep(1e-3))
+    monkeypatch.setitem(sys.modules, "grace.bench.tasks.train_torch", SimpleNamespace(Trainer=lambda *_: trainer))
+    (tmp_path / "is-10mbit").touch()  # as the launcher answers
+    monkeypatch.setattr(worker, "traffic", lambda: (0, 0))
+    job = Job("ncf", "torch", 1, "auto", ("10mbit",), steps=4, shaped=True, seconds=0.0, trained_at="10mbit")
+    Worker(job, tmp_path).run()
+    events = run.events(tmp_path / "0.jsonl")
+    order = [event["event"] for event in events]
+    assert order.index("wants") < order.index("looked")
+    (trained,) = (event for event in events if event["event"] == "trained")
+    assert len(trained["clock"]) == len(trained["curve"])
+    assert trained["clock"] == sorted(trained["clock"])
+    assert trained["clock"][0] > 0
 
 
 # -- what was measured is kept, and not measured again -----------------------------------------------------------------
@@ -471,8 +504,8 @@ def rows():
                 ("randomk", never, (0.1, 0.09), 40.0),
             ):
                 found.append({"kind": "trained", **head, "method": method, "curve": curve})
-                for bandwidth, time in zip(("100mbit", "1gbit"), seconds, strict=True):
-                    timed = {"seconds": time, "sent": sent, "wire": 1.1 * sent, "bandwidth": bandwidth}
+                for bandwidth, each in zip(("100mbit", "1gbit"), seconds, strict=True):
+                    timed = {"seconds": each, "sent": sent, "wire": 1.1 * sent, "bandwidth": bandwidth}
                     found.append({"kind": "timed", **head, "method": method, **timed})
             failed = {"method": "qsgd", "error": "ValueError: <no>", "log": "Traceback <no>"}
             found += [{"kind": "trained", **head, **failed}]
@@ -496,6 +529,31 @@ def test_lines_follow_from_the_rows(rows):
     words = next(line for line in found if line["task"] == "lstm")
     assert words["times"]["100mbit"]["throughput"] == pytest.approx(2 * 16 * 32 / 0.4)
     assert next(line for line in found if (line["task"], line["method"]) == ("lstm", "randomk"))["diverged"]
+
+
+def test_auto_has_a_line_for_each_bandwidth(rows):
+    head = {**rows[2], "method": "auto"}
+    more = []
+    for bandwidth, seconds, clock in (("100mbit", 0.1, [9.0, 12.0, 15.0]), ("1gbit", 0.04, [3.0, 4.0, 5.0])):
+        curve = [[20, 0.5], [40, 0.6], [60, 0.9]]
+        row = {**head, "trained_at": bandwidth, "curve": curve, "clock": clock, "chosen": f"topk for {bandwidth}"}
+        timed = {"kind": "timed", "bandwidth": bandwidth, "seconds": seconds, "sent": 40.0, "wire": 44.0}
+        more += [row, {**head, "trained_at": bandwidth, **timed}]
+    found = show.lines([*rows, *more])
+    autos = [line for line in found if line["method"] == "auto"]
+    assert [(line["trained_at"], [*line["times"]]) for line in autos] == [
+        ("100mbit", ["100mbit"]),
+        ("1gbit", ["1gbit"]),
+    ]
+    assert [line["times"][line["trained_at"]]["time"] for line in autos] == [15.0, 5.0]  # measured, trials included
+    assert autos[0]["times"]["100mbit"]["x_time"] == pytest.approx(16 / 15)
+    text = show.markdown([*rows, *more])
+    assert "| auto at 1gbit | 0.9 | 60 |" in text
+    assert "mage classification, ResNet, PyTorch, 2 workers, auto at 1gbit: topk for 1gbit." in text
+    assert "trials included" in text
+    assert "trials included" not in show.markdown(rows)
+    assert {row["bandwidth"] for row in results.results(found) if row["method"] == "auto"} == {"100mbit", "1gbit"}
+    assert set(show.plots([*rows, *more])) == {"throughput", "volume", "time"}
 
 
 def test_a_target_that_is_not_fixed_follows_dense(rows):
@@ -566,7 +624,7 @@ def test_results_are_written_as_json_lines_and_csv(rows, tmp_path):
         results.check(dense)
 
 
-def test_what_lost_is_said(rows):
+def test_methods_that_did_not_pay_are_named(rows):
     text = " ".join(show.lost(show.lines(rows)))
     assert "randomk missed it (0.4)" in text
     assert "randomk missed it (it diverged)" in text
@@ -616,7 +674,7 @@ def test_the_command_shows_what_is_stored(rows, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = grace_bench("--out", tmp_path, "--show")
     assert done.exit_code == 0, done.output
-    assert "Lost: image classification, ResNet, PyTorch" in done.output
+    assert "Did not pay: image classification, ResNet, PyTorch" in done.output
     assert (tmp_path / "report.html").exists()
 
 

@@ -29,6 +29,8 @@ def lines(rows: Iterable[Row]) -> list[Row]:
     ``to_target``: steps until the quality first reached the target; None if it did not with some seed. ``relative``:
     the target derived from the dense run, whether or not the task has a fixed one. ``times[bandwidth]``: seconds of a
     step, examples per second, seconds to the targets, and throughput and times relative to dense (more is faster).
+    A method that was trained at several bandwidths has a line for each (``trained_at``), with the measured seconds to
+    the targets.
     """
     rows = measured(rows)
     groups: dict[tuple[Any, ...], list[Row]] = {}
@@ -42,30 +44,39 @@ def lines(rows: Iterable[Row]) -> list[Row]:
 
 def _group(head: Row, rows: Sequence[Row]) -> list[Row]:
     task = task_of(head["task"])
-    methods = sorted({row["method"] for row in rows}, key=order)
-    trained = {m: [r for r in rows if (r["kind"], r["method"]) == (TRAINED, m) and "curve" in r] for m in methods}
-    dense = [_last(row) for row in trained.get("dense", [])]
+    each: dict[tuple[str, str | None], list[Row]] = {}
+    for row in rows:
+        each.setdefault((row["method"], row.get("trained_at")), []).append(row)
+    dense = [_last(row) for row in _trained(each.get(("dense", None), []))]
     fixed = head["scale"] == "quick" and not head["real"] and head["steps"] == task.quick.steps
     relative: float | None = None
     if dense and None not in dense:
         relative = task.near(statistics.mean(dense))  # type: ignore[type-var, arg-type]
     target = task.target if fixed else relative
     found = []
-    for method in methods:
-        line = {**head, "method": method, "target": target, "fixed": fixed, "relative": relative, "errors": []}
-        line |= {"metric": task.metric, "higher": task.higher, "seeds": len(trained[method])}
-        mine = [row for row in rows if row["method"] == method]
+    for method, at in sorted(each, key=lambda key: (order(key[0]), rate(key[1] or AS_IS))):
+        mine = each[method, at]
+        trained = _trained(mine)
+        line = {**head, "method": method, "target": target, "fixed": fixed, "relative": relative, "trained_at": at}
+        line |= {"metric": task.metric, "higher": task.higher, "seeds": len(trained)}
         line["errors"] = [(row.get("bandwidth", "training"), row["error"]) for row in mine if "error" in row]
         line |= {key: mine[0].get(key) for key in ("parameters", "source", "batch")}
-        lasts = [_last(row) for row in trained[method]]
+        lasts = [_last(row) for row in trained]
         sound: list[float] = [] if None in lasts else lasts  # type: ignore[assignment]
         line["quality"] = statistics.mean(sound) if sound else None
         line["interval"] = interval(sound)
         line["diverged"] = None in lasts
-        line["curves"] = [row["curve"] for row in trained[method]]
+        line["curves"] = [row["curve"] for row in trained]
+        line["clocks"] = [row["clock"] for row in trained] if at else []
+        line["chosen"] = [row["chosen"] for row in trained if "chosen" in row]
+        clocks = {}
         for key, goal in (("to_target", target), ("to_relative", relative)):
-            steps = [_steps(row["curve"], task, goal) for row in trained[method]]
-            line[key] = statistics.mean(steps) if steps and None not in steps else None  # type: ignore[type-var]
+            looks = [_look(row["curve"], task, goal) for row in trained]
+            reached = [(row, look) for row, look in zip(trained, looks, strict=True) if look is not None]
+            done = bool(looks) and len(reached) == len(looks)
+            line[key] = statistics.mean(row["curve"][look][0] for row, look in reached) if done else None
+            if done and at:
+                clocks[key] = statistics.mean(row["clock"][look] for row, look in reached)
         timed = [row for row in mine if row["kind"] == TIMED and "seconds" in row]
         line["sent"] = statistics.median(r["sent"] for r in timed) if timed else None
         wires = [r["wire"] for r in timed if r["wire"] is not None]
@@ -76,8 +87,9 @@ def _group(head: Row, rows: Sequence[Row]) -> list[Row]:
             seconds = statistics.median(row["seconds"] for row in at)
             examples = head["workers"] * at[0]["batch"] * task.unit_size
             line["times"][bandwidth] = {"seconds": seconds, "throughput": examples / seconds}
-            for key, steps_to in (("time", line["to_target"]), ("time_relative", line["to_relative"])):
-                line["times"][bandwidth][key] = None if steps_to is None else steps_to * seconds
+            for key, to in (("time", "to_target"), ("time_relative", "to_relative")):
+                product = None if line[to] is None else line[to] * seconds
+                line["times"][bandwidth][key] = clocks.get(to, product)
         found.append(line)
     base = next((line for line in found if line["method"] == "dense"), None)
     for line in found:
@@ -100,14 +112,24 @@ def rate(bandwidth: str) -> float:
     return 0.0 if bandwidth in (LOOPBACK, AS_IS) else bits_per_second(bandwidth)
 
 
+def _trained(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["kind"] == TRAINED and "curve" in row]
+
+
 def _last(row: Row) -> float | None:
     return row["curve"][-1][1]
 
 
-def _steps(curve: Sequence[Sequence[Any]], task: Any, target: float | None) -> int | None:
+def _look(curve: Sequence[Sequence[Any]], task: Any, target: float | None) -> int | None:
+    # The number of the first evaluation that reached the target.
     if target is None:
         return None
-    return next((step for step, quality in curve if quality is not None and task.reached(quality, target)), None)
+    return next((i for i, (_, q) in enumerate(curve) if q is not None and task.reached(q, target)), None)
+
+
+def named(line: Row) -> str:
+    """The method, and the bandwidth at which it was trained if it depends on that."""
+    return line["method"] + (f" at {line['trained_at']}" if line["trained_at"] else "")
 
 
 def lost(found: Sequence[Row]) -> list[str]:
@@ -122,10 +144,10 @@ def lost(found: Sequence[Row]) -> list[str]:
                     bests[bandwidth] = min(bests.get(bandwidth, (float("inf"), "")), (times["time"], line["method"]))
         for line in group:
             if line["errors"]:
-                missed.append(f"{line['method']} failed ({line['errors'][0][1][:60]})")
+                missed.append(f"{named(line)} failed ({line['errors'][0][1][:60]})")
             elif line["target"] is not None and line["to_target"] is None and line["curves"]:
                 value = "it diverged" if line["diverged"] else f"{line['quality']:.3g}"
-                missed.append(f"{line['method']} missed it ({value})")
+                missed.append(f"{named(line)} missed it ({value})")
             if line["method"] in BASELINES:
                 continue
             for bandwidth, times in line["times"].items():
@@ -138,6 +160,15 @@ def lost(found: Sequence[Row]) -> list[str]:
             goal = "" if head["target"] is None else f", target {head['target']:.3g}"
             texts.append(f"{title(head)}{goal}: " + "; ".join(parts) + ".")
     return texts
+
+
+def choices(found: Sequence[Row]) -> list[str]:
+    """What method "auto" chose in each training."""
+    return [
+        f"{title(line)}, {named(line)}{f', training {number}' if len(line['chosen']) > 1 else ''}: {text}."
+        for line in found
+        for number, text in enumerate(line["chosen"], 1)
+    ]
 
 
 def grouped(found: Sequence[Row]) -> list[list[Row]]:
@@ -175,6 +206,11 @@ def notes(rows: Sequence[Row], found: Sequence[Row]) -> list[str]:
         "measured at each bandwidth, over a few steps that follow. Time to the target is their product. Quality is "
         "looked at every so many steps, which is how finely steps to the target are known."
     )
+    if any(line["trained_at"] for line in found):
+        texts.append(
+            "Method auto measures the links, so it was trained at each bandwidth; its time to the target is that of "
+            "all steps until then, trials included."
+        )
     spans = [(r["quartiles"][1] - r["quartiles"][0]) / r["seconds"] for r in measured(rows) if "quartiles" in r]
     if spans:
         texts.append(

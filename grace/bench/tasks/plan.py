@@ -60,6 +60,8 @@ class Job:
     """Seconds of timed steps per bandwidth."""
     most: int = 20
     """Maximum number of timed steps per bandwidth."""
+    trained_at: str | None = None
+    """The bandwidth during training; None: the links are not limited, since the method learns the same at any."""
 
     @property
     def params(self) -> dict[str, Any] | str:
@@ -85,7 +87,8 @@ class Job:
         """The key of its training: equal keys are the same measurement."""
         keys = ("task", "toolkit", "workers", "method", "seed")
         found = {key: getattr(self, key) for key in keys}
-        return {**found, "scale": "full" if self.full else "quick", "steps": self.sized.steps, "real": bool(self.data)}
+        found |= {"scale": "full" if self.full else "quick", "steps": self.sized.steps, "real": bool(self.data)}
+        return {**found, "trained_at": self.trained_at}
 
     def write(self, file: Path) -> None:
         """Write the job as JSON."""
@@ -98,7 +101,8 @@ class Job:
         return cls(**{**found, "bandwidths": tuple(found["bandwidths"])})
 
     def __str__(self) -> str:
-        return f"{self.task} {self.toolkit} x{self.workers} {self.method}"
+        at = f" at {self.trained_at}" if self.trained_at else ""
+        return f"{self.task} {self.toolkit} x{self.workers} {self.method}{at}"
 
 
 def jobs(
@@ -106,9 +110,10 @@ def jobs(
     methods: Mapping[str, Sequence[str]],
     toolkits: Sequence[str],
     workers: Sequence[int],
+    bandwidths: tuple[str, ...],
     **common: Any,
 ) -> list[Job]:
-    """All combinations; ``methods`` by toolkit.
+    """All combinations; ``methods`` by toolkit. Method "auto" measures the links: a training at each bandwidth.
 
     For each number of workers, the method is the outer loop, baselines first: if time runs out, all tasks have the same
     methods.
@@ -116,12 +121,13 @@ def jobs(
     names = dict.fromkeys(method for toolkit in toolkits for method in methods[toolkit])
     order = sorted(names, key=lambda method: BASELINES.index(method) if method in BASELINES else len(BASELINES))
     return [
-        Job(task, toolkit, count, method, **common)
+        Job(task, toolkit, count, method, rates, trained_at=at, **common)
         for count in workers
         for method in order
         for toolkit in toolkits
         if method in methods[toolkit]
         for task in tasks
+        for rates, at in ([((rate,), rate) for rate in bandwidths] if _is_auto(method) else [(bandwidths, None)])
     ]
 
 
@@ -135,9 +141,13 @@ def _parsed(method: str) -> Case:
     if method.partition(":")[0] in local.PRESETS:
         return _local(method)
     case = parse(method)
-    if method.partition(":")[0] != AUTO:
+    if not _is_auto(method):
         return case
     return dataclasses.replace(case, label=method, params={**case.params, "compressor": AUTO})
+
+
+def _is_auto(method: str) -> bool:
+    return method.partition(":")[0] == AUTO
 
 
 def _local(method: str) -> Case:
@@ -170,8 +180,9 @@ def estimate(found: Iterable[Job]) -> float:
 
 
 def seconds_of(job: Job) -> float:
-    """See `estimate`."""
+    """See `estimate`. A training over limited links is taken to last three times as long."""
     crowd = max(1.0, job.workers / (os.cpu_count() or 1))
     scale, quick, known = job.sized, task_of(job.task).quick, TRAINING[job.toolkit]
     trained = known.get(job.task, max(known.values())) * scale.steps / quick.steps * job.train
+    trained *= 3 if job.trained_at else 1
     return START[job.toolkit] * crowd + trained * crowd + len(job.bandwidths) * (job.seconds + 1) * crowd

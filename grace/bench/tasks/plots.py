@@ -121,7 +121,9 @@ def _curves(found: Sequence[Row]) -> Any:
         slow = min((b for line in group for b in line["times"]), key=rate)
         for line in group:
             if slow in line["times"]:
-                points = [(step * line["times"][slow]["seconds"], q) for step, q in line["curves"][0] if q is not None]
+                steps, qualities = zip(*line["curves"][0], strict=True)
+                clock = line["clocks"][0] if line["trained_at"] else [s * line["times"][slow]["seconds"] for s in steps]
+                points = [(at, q) for at, q in zip(clock, qualities, strict=True) if q is not None]
                 axis.plot(*zip(*points, strict=True), color=colours[line["method"]], linewidth=1.2)
         if group[0]["target"] is not None:
             axis.axhline(group[0]["target"], color="0.5", linewidth=0.8, linestyle="--")

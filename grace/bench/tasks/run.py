@@ -26,7 +26,7 @@ from grace.bench.tasks.plan import Job
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 TRAINED, TIMED, PROBED, MACHINE = "trained", "timed", "probed", "machine"
-HEAD = ("task", "toolkit", "workers", "method", "seed", "scale", "steps", "real")
+HEAD = ("task", "toolkit", "workers", "method", "seed", "scale", "steps", "real", "trained_at")
 
 
 class Store:
@@ -74,6 +74,7 @@ def remaining(jobs: Iterable[Job], rows: Sequence[Row], retry: bool = False) -> 
     for job in jobs:
         train = (TRAINED, *job.head.values(), None) not in done
         bandwidths = tuple(b for b in job.bandwidths if (TIMED, *job.head.values(), b) not in done)
+        train = train or bool(bandwidths and job.trained_at)  # what it chose is known only after a training
         if train or bandwidths:
             found.append(dataclasses.replace(job, train=train, bandwidths=bandwidths))
     return found
@@ -174,7 +175,7 @@ def rows_of(job: Job, ranks: Sequence[Sequence[Row]], outcome: Outcome | None = 
     rows: list[Row] = []
     if job.train:
         trained = first.get("trained", {})
-        found = {key: trained[key] for key in ("curve", "chosen") if trained.get(key)}
+        found = {key: trained[key] for key in ("curve", "clock", "chosen") if trained.get(key)}
         rows.append({"kind": TRAINED, **head, **(found or failed)})
     for bandwidth in job.bandwidths:
         timed = [e for rank in ranks for e in rank if e["event"] == "timed" and e["bandwidth"] == bandwidth]

@@ -8,7 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grace.bench.tasks.figures import NAMES, grouped, lines, lost, measured, notes, order, rate, title
+from grace.bench.tasks.figures import (
+    NAMES,
+    choices,
+    grouped,
+    lines,
+    lost,
+    measured,
+    named,
+    notes,
+    order,
+    rate,
+    title,
+)
 from grace.bench.tasks.plots import plots
 from grace.bench.tasks.results import results, write
 from grace.bench.tasks.run import MACHINE, Row
@@ -33,7 +45,7 @@ def table(group: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         quality = "diverged" if line["diverged"] else _number(line["quality"], ".4g")
         if line["interval"] is not None:
             quality += f" ± {line['interval']:.2g}"
-        cells = [line["method"], quality]
+        cells = [named(line), quality]
         failed = bool(line["errors"] and not line["curves"])
         cells += [
             "failed" if failed else _number(line[key], ".4g", "never")
@@ -115,7 +127,9 @@ def markdown(rows: Sequence[Row]) -> str:
     for above, tables in overviews(found):
         parts += [f"**{above}**", *(f"{name}\n\n{_markdown(heads, body)}" for name, heads, body in tables)]
     if losers := lost(found):
-        parts.append("**What lost**\n\n" + "\n".join(f"- {text}" for text in losers))
+        parts.append("**Methods that did not pay**\n\n" + "\n".join(f"- {text}" for text in losers))
+    if chosen := choices(found):
+        parts.append("**Choices of auto**\n\n" + "\n".join(f"- {text}" for text in chosen))
     for group in grouped(found):
         parts.append(f"**{caption(group)}**\n\n{_markdown(*table(group))}")
     parts.append("\n".join(f"- {text}" for text in notes(rows, found)))
@@ -152,7 +166,9 @@ def render(rows: Sequence[Row], console: Console) -> None:
         for name, heads, body in tables:
             shown(name, heads, body)
     for text in lost(found):
-        console.print(escape(f"Lost: {text}"))
+        console.print(escape(f"Did not pay: {text}"))
+    for text in choices(found):
+        console.print(escape(f"Chosen: {text}"))
     for text in notes(rows, found):
         console.print(escape(text))
 
@@ -189,7 +205,9 @@ def page(rows: Sequence[Row], pictures: Mapping[str, bytes], left_out: Sequence[
     for above, tables in overviews(found):
         parts.append(f"<p>{above}.</p>")
         parts += [f"<h3>{html.escape(name)}</h3>{made(heads, body)}" for name, heads, body in tables]
-    parts.append("<h2>What lost</h2>" + listed(lost(found) or ["Nothing."]))
+    parts.append("<h2>Methods that did not pay</h2>" + listed(lost(found) or ["None."]))
+    if chosen := choices(found):
+        parts.append("<h2>Choices of auto</h2>" + listed(chosen))
     if left_out:
         parts.append("<h2>Not measured</h2><p>Time ran out; the same command goes on from here.</p>" + listed(left_out))
     parts.append("<h2>Plots</h2>")

@@ -55,19 +55,24 @@ class Worker:
         return time.perf_counter() - began
 
     def train(self) -> None:
-        """Make all steps; worker 0 evaluates the model at intervals."""
+        """Make all steps; worker 0 evaluates the model at intervals, and notes the seconds of all steps until then."""
+        if self.job.trained_at:
+            self.shape(self.job.trained_at)
         curve: list[tuple[int, float | None]] = []
+        clock: list[float] = []
+        seconds = 0.0
         for done in range(1, self.scale.steps + 1):
-            self.step()
+            seconds += self.step()
             if done == self.scale.steps:
                 self.trainer.finish()
             if (done % self.scale.every == 0 or done == self.scale.steps) and self.trainer.rank == 0:
                 quality = self.data.quality(self.trainer.predict)
                 curve.append((done, round(quality, 5) if math.isfinite(quality) else None))
+                clock.append(round(seconds, 4))
                 self.tell("looked", step=done, quality=curve[-1][1])
         self.trainer.agree(0)
         if self.trainer.rank == 0:
-            self.tell("trained", curve=curve, chosen=self.trainer.chosen)
+            self.tell("trained", curve=curve, clock=clock, chosen=self.trainer.chosen)
 
     def timed(self) -> float:
         """Seconds of a step; in local training the mean over the steps from one exchange to the next.
@@ -78,13 +83,17 @@ class Worker:
         every = self.job.sync_every
         return statistics.fmean(self.step(0.0 if every is None else None) for _ in range(every or 1))
 
-    def time(self, bandwidth: str) -> None:
-        """Time some steps at a bandwidth."""
+    def shape(self, bandwidth: str) -> None:
+        """Have the launcher limit the links, if it can."""
         if self.job.shaped and self.trainer.rank == 0:
             self.tell("wants", bandwidth=bandwidth)
             while not (self.folder / f"is-{bandwidth}").exists():
                 time.sleep(0.02)
         self.trainer.agree(0)
+
+    def time(self, bandwidth: str) -> None:
+        """Time some steps at a bandwidth."""
+        self.shape(bandwidth)
         first = statistics.median(self.timed() for _ in range(WARM_AT_RATE))
         fit = int(self.job.seconds / max(first * (self.job.sync_every or 1), 1e-6))
         count = self.trainer.agree(max(LEAST, min(fit, self.job.most)))

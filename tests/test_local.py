@@ -565,6 +565,103 @@ def test_workers_of_different_landings_find_out_and_begin_again_from_the_last_ba
     assert equal(workers[0].local.global_state(), workers[1].local.global_state())
 
 
+class Team:
+    """Workers of local training with top-k, of which one is killed now and then; others join."""
+
+    def __init__(self, momentum):
+        self.momentum, self.t = momentum, 0
+        self.workers = []
+
+    def make(self, transport):
+        params = {**METHODS["topk"], "communicator": "allgather", "min_numel": 0}
+        settings = {"outer_lr": 1.0, "outer_momentum": self.momentum, "fragment_sync_delay": 1}
+        return DiLoCo(grace_from_params(params, transport), 4, **settings)
+
+    def residuals(self, workers):
+        tensors = [worker.local.grace.state_dict()["tensors"] for worker in workers]
+        return {
+            name: sum(each[name]["memory/residual"].astype("f8").reshape(shape) for each in tensors)
+            for name, shape in SHAPES.items()
+        }
+
+    def states(self, workers):
+        return [(w.local.global_state(), {n: w.numpy(n) for n in SHAPES}, w.local.landed) for w in workers]
+
+    def gather(self, survivors, joins):
+        """``survivors`` go on with new workers; checks what all have then."""
+        before, rest = self.states(survivors), self.residuals(survivors)
+        newest, _, landed = max(before, key=lambda state: state[2])
+        states = [worker.local.state_dict() for worker in survivors]
+        new = [Worker(backend("numpy"), START, self.make, Lossy(World(1), 0)) for _ in range(joins)]
+        self.workers = [*survivors, *new]
+        world = World(len(self.workers))
+        for rank, worker in enumerate(self.workers):
+            worker.local.reset(Lossy(world, rank), states)
+        for rank, (shared, own, _) in enumerate(self.states(self.workers)):
+            assert equal(shared, newest)
+            stays = rank < len(before) and before[rank][2] == landed
+            assert equal(own, before[rank][1] if stays else newest["base"])
+        for name, left in self.residuals(self.workers).items():  # nothing is lost but what the killed one held back
+            np.testing.assert_allclose(left, rest[name], atol=1e-5)
+
+    def interval(self, fault=None):
+        """Train up to a landing. A ``fault`` is seen by all, or, in "part", by worker 0 alone, and changes nothing."""
+        before, rest, moved = self.states(self.workers), self.residuals(self.workers), {}
+        for inner in range(1, 5):
+            for rank, worker in enumerate(self.workers):
+                worker.move(drift(self.t, rank, SHAPES))
+            self.t += 1
+            base = before[0][0]["base"]
+            if inner == 3:
+                moved = {n: sum(base[n].astype("f8") - worker.numpy(n) for worker in self.workers) for n in SHAPES}
+            runs = [worker.local.stepping() for worker in self.workers]
+            if (inner, fault) in ((3, "launch"), (4, "flight"), (4, "part")):
+                failed = runs[:1] if fault == "part" else runs
+                Lossy.fault = "launch" if fault == "launch" else "flight"
+                for run in failed:
+                    with pytest.raises(ConnectionError, match="cut"):
+                        in_turn([run])
+                Lossy.fault = None
+                in_turn(runs[len(failed) :])
+                for (state, _, landed), worker in list(zip(before, self.workers, strict=True))[: len(failed)]:
+                    assert equal(worker.local.global_state(), state)
+                    assert worker.local.landed == landed
+                return
+            in_turn(runs)
+        after, left = self.workers[0].local.global_state(), self.residuals(self.workers)
+        assert all(equal(worker.local.global_state(), after) for worker in self.workers)
+        for name in SHAPES:
+            mean = base[name].astype("f8") - after["base"][name]
+            if self.momentum:
+                mean = after["momentum"][name].astype("f8") - self.momentum * before[0][0]["momentum"][name]
+            np.testing.assert_allclose(
+                len(self.workers) * mean + left[name], moved[name] + rest[name], atol=1e-4, err_msg=name
+            )
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_survivors_of_twenty_kills_are_equal_and_lose_nothing(momentum):
+    rng, group = np.random.default_rng(7), Team(momentum)
+    group.workers = team(backend("numpy"), 3, START, group.make)
+    group.gather(group.workers, 0)
+    for kill in range(20):
+        group.interval()
+        kind = ("launch", "flight", "landed", "part", "joining")[kill % 5]
+        if kind == "joining":
+            group.gather(group.workers, 1)
+            group.interval("launch")
+            lost = len(group.workers) - 1  # the one that has just come
+        else:
+            group.interval(None if kind == "landed" else kind)
+            lost = int(rng.integers(len(group.workers)))
+        rest = [worker for rank, worker in enumerate(group.workers) if rank != lost]
+        group.gather(rest, int(rng.integers(max(0, 2 - len(rest)), 5 - len(rest))))
+    group.interval()
+    finish(group.workers)
+    base = group.workers[0].local.global_state()["base"]
+    assert all(np.array_equal(worker.numpy(name), base[name]) for worker in group.workers for name in SHAPES)
+
+
 def test_a_mean_that_is_not_finite_leaves_its_tensor_alone(xp):
     make = lambda t: DiLoCo(grace_from_params({**METHODS["topk"], "min_numel": 0}, t), 1)  # noqa: E731
     workers = team(xp, 2, START, make)

@@ -291,7 +291,7 @@ class DiLoCo:
     def check_state(self, *states: State, lost: bool = False) -> None:
         """Raise ValueError, naming the difference, for states that `load_state_dict` cannot load."""
         check_states(states, self.settings, {name: each.shape for name, each in self._model.tensors.items()}, lost)
-        self.grace.check_state(*(state["grace"] for state in states), lost=lost)
+        self.grace.check_state(*_graces(states), lost=lost)
 
     def load_state_dict(self, *states: State) -> None:
         """Continue from this worker's `state_dict`, or, for another number of workers, those of all former workers.
@@ -333,7 +333,7 @@ class DiLoCo:
         flight, self._exchange.flight = self._exchange.flight, None  # do not wait: the workers may be lost
         if flight is not None:
             flight.join()
-        self.grace.reset(transport, [state["grace"] for state in states])
+        self.grace.reset(transport, _graces(states))
         self._settled, self._progress.inner = False, 0
         if newest is not None:
             self._take(newest)
@@ -387,6 +387,12 @@ def in_turn(runs: Iterable[Iterator[None]]) -> None:
     left = list(runs)
     while left:
         left = [run for run in left if next(run, left) is not left]
+
+
+def _graces(states: Sequence[State]) -> list[State]:
+    # The states of the Graces. That of a worker which missed the last landing has made fewer steps than the others.
+    step = max((state["grace"]["step"] for state in states), default=0)
+    return [{**state["grace"], "step": step} for state in states]
 
 
 def _check_grace(grace: Any, outer_momentum: float, weighted: bool) -> None:

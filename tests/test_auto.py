@@ -139,6 +139,22 @@ def test_the_least_seconds_per_effective_step_are_chosen_within_the_effort(effor
     assert policy.why(decision, names).startswith(f"{chosen}: the least seconds per effective step of ")
 
 
+def test_what_is_coarser_than_a_method_of_too_much_noise_is_not_tried():
+    # In the order of their trials: without error feedback first, then topk of 10 %, of 1 % and of 30 %, and eden.
+    blockint = [{"compressor": "blockint", "bits": bits, "rounding": "stochastic"} for bits in (4, 2)]
+    topk = [{"compressor": "topk", "compress_ratio": ratio} for ratio in (0.1, 0.01, 0.3)]
+    policy = Auto(candidates=(*blockint, *topk, "powersgd"))
+    seconds = {DENSE: 1.0, FLUSH: 1.0, 2: 0.8, 3: 0.7, 4: 0.3, 5: 0.2, 6: 0.5, 7: 0.6}
+    assert decide(policy, seconds) == [0, 2, 3, 4, 5, 6, 7, 5]
+    levels, decision = outcome(policy, seconds, {2: 0.6, 4: 0.7})
+    assert levels == [0, 2, 4, 6, 7, 6]
+    assert policy.remembers(decision.memo)
+    assert set(policy.trials(decision)) == {0, 2, 4, 6, 7}
+    _, decision = outcome(policy, seconds, {2: 0.6, 4: 0.7, 6: 0.8, 7: 0.9})
+    assert decision.levels == {"w": DENSE}
+    assert policy.on_trial_end(decision, 2, 0.3, told(policy, DENSE, 0)) == decision
+
+
 def test_a_method_whose_noise_rises_is_left_for_the_next_best():
     policy = Auto(candidates=("fp16", "eden", {"compressor": "eden", "bits": 1}), watch_steps=7)
     seconds, noise = {DENSE: 1.0, 2: 0.6, 3: 0.4, 4: 0.3}, {2: 1e-7, 3: 0.02, 4: 0.4}

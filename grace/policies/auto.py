@@ -80,8 +80,9 @@ class Auto(Policy):
     grew by the same factor.
 
     Trials are part of the training: before a switch from a method with error feedback to one without, its residuals are
-    sent. Methods without error feedback are tried first. After a change of the number of workers the trials start
-    again.
+    sent. Methods without error feedback are tried first. If the noise of a candidate exceeds the limit, those of the
+    same compressor with a larger error (by `Compressor.contraction` or `variance`) are not tried. After a change of the
+    number of workers the trials start again.
 
     ``candidates``: names of compressors, or settings as for `grace.grace_from_params` (compressor, memory,
     communicator and their parameters). Their memory is "residual" or "none".
@@ -154,9 +155,9 @@ class Auto(Policy):
             return self._watched(decision, ratio)
         seen = {"seconds": {**memo["seconds"], str(level): seconds}, "noise": {**memo["noise"], str(level): ratio}}
         memo = {**memo, **seen}
-        order = self._order()
-        if level != order[-1]:
-            return self._go(decision, order[order.index(level) + 1], memo)
+        following = self._next(level, memo)
+        if following is not None:
+            return self._go(decision, following, memo)
         return self._go(decision, self._best(memo), {**memo, "chosen": self._best(memo)})
 
     def _watched(self, decision: Decision, ratio: float) -> Decision:
@@ -178,6 +179,29 @@ class Auto(Policy):
         # The order of the trials: residuals of one method must not count as noise of a method without error feedback.
         tried = range(FIRST, FIRST + len(self.candidates))
         return [DENSE, *sorted(tried, key=self._feeds_back)]
+
+    def _next(self, level: int, memo: Mapping[str, Any]) -> int | None:
+        # The next level to try: not one whose error is known to exceed that of the same compressor at a level whose
+        # noise was too large already.
+        order = self._order()
+        limits: dict[str, float] = {}
+        for key, ratio in memo["noise"].items():
+            if ratio > EFFORTS[self.effort] and (known := self._error(int(key))):
+                name, error = known
+                limits[name] = min(error, limits.get(name, error))
+        for following in order[order.index(level) + 1 :]:
+            known = self._error(following)
+            if known is None or known[1] < limits.get(known[0], math.inf):
+                return following
+        return None
+
+    def _error(self, level: int) -> tuple[str, float] | None:
+        # The compressor's name and its bound on the relative squared error, if it has one.
+        compressor = triple(self.candidates[level - FIRST])[0].compressor
+        contraction, variance = compressor.contraction(2**16), compressor.variance(2**16)
+        if contraction is not None:
+            return name_of(compressor), 1 - contraction
+        return None if variance is None else (name_of(compressor), variance)
 
     def _feeds_back(self, level: int) -> bool:
         if level < FIRST:
@@ -242,7 +266,7 @@ class Auto(Policy):
             and type(memo["workers"]) is int
             and all(numbers(key, known) for key in ("seconds", "noise", "left"))
             and set(memo["seconds"]) == set(memo["noise"])
-            and (chosen is None or (type(chosen) is int and chosen in levels and set(memo["seconds"]) == known))
+            and (chosen is None or (type(chosen) is int and {str(chosen), str(DENSE)} <= set(memo["seconds"])))
         )
 
     def on_epoch_end(

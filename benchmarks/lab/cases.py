@@ -163,7 +163,11 @@ SETS = {
     "methods": [*DENSE, *(f"grace-torch-{name}" for name, _, _ in (*METHODS, *OTHERS))],
     "quick": [
         *("alone", "hvd-fp32", "hvd-fp16", "ddp-*", "upstream-*"),
-        *(f"grace-{door}-{name}" for door in ("hvd", "torch") for name in ("topk", "sign", "int8", "powersgd")),
+        *(
+            f"grace-{door}-{name}"  # with their default communicators
+            for door in ("hvd", "torch")
+            for name in ("topk", "onebit", "int8-default", "int4-default", "eden2", "powersgd")
+        ),
     ],
 }
 

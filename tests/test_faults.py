@@ -151,18 +151,22 @@ def test_keras_goes_on_from_the_last_checkpoint_bit_for_bit(tmp_path):
 GLOO_ABORTS = "terminate called after throwing an instance of 'gloo::"
 
 
-@pytest.fixture(scope="module", params=["torch", "tensorflow"])
-def joined(request, tmp_path_factory):
-    """Toolkit, what four workers found at the end, and what was printed; one died and another one came."""
+def elastic_run(folders, script, *arguments):
+    """What four workers found at the end, and what was printed; one died and another one came."""
     for attempts_left in (4, 3, 2, 1, 0):
-        out = tmp_path_factory.mktemp("elastic")
+        out = folders.mktemp("elastic")
         try:
-            printed = elastic(TESTS / "workers" / "elastic.py", out, request.param, log=out / "log", at="epoch 4:")
+            printed = elastic(TESTS / "workers" / script, out, *arguments, log=out / "log", at="epoch 4:")
         except AssertionError:
             if not attempts_left or GLOO_ABORTS not in (out / "log").read_text():
                 raise
             continue
-        return request.param, load(out, 4), printed
+        return load(out, 4), printed
+
+
+@pytest.fixture(scope="module", params=["torch", "tensorflow"])
+def joined(request, tmp_path_factory):
+    return request.param, *elastic_run(tmp_path_factory, "elastic.py", request.param)
 
 
 def test_training_goes_on_with_three_workers_and_with_four_again(joined):
@@ -193,3 +197,15 @@ def test_accuracy_is_that_of_a_training_in_peace(joined):
     interrupted, peaceful = (joined[1][0][name][1][-1][2] for name in ("interrupted", "in peace"))
     assert peaceful > 0.94
     assert interrupted >= peaceful - 0.01
+
+
+def test_local_training_with_keras_goes_on_with_three_workers_and_with_four_again(tmp_path_factory):
+    found, _ = elastic_run(tmp_path_factory, "elastic_local.py")
+    oldest = max(found, key=lambda worker: len(worker["landings"]))
+    sizes = [oldest["landings"][epoch][0] for epoch in sorted(oldest["landings"])]
+    assert sorted(set(pairwise(sizes)) - {(4, 4), (3, 3)}) == [(3, 4), (4, 3)]
+    assert sorted(len(worker["followed"]) for worker in found) == [1, 3, 3, 3]
+    for worker in found:  # base and momentum, and after `finish` the models, are equal on all workers
+        assert worker["landings"].items() <= oldest["landings"].items()
+        assert worker["accuracy"] == oldest["accuracy"]
+    assert oldest["accuracy"] > 0.9

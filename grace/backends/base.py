@@ -354,9 +354,9 @@ class Backend(ABC):
         """Storage for an array between steps: ``read()``, ``assign(array)``, and ``add(array)``, in place."""
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """A context without warnings on infinities and NaN, which are valid results here.
+        """A context manager that silences warnings about infinities and NaN, which are valid results here.
 
-        Steps run inside; `kernels` do not change during it.
+        The engine runs steps inside it; `kernels` stays the same meanwhile.
         """
         return nullcontext()
 

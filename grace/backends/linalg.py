@@ -55,7 +55,7 @@ class Linalg(ABC):
         return out
 
     def subtract_product(self, x: Array, p: Array, q: Array) -> Array:
-        """The vector x minus the product p[a, r] q[r, b], but may reuse x's memory: x is donated."""
+        """The vector x minus the product p[a, r] q[r, b]. x is donated: the result may reuse its memory."""
         return self._xp.inplace.subtract(x, self._xp.reshape(p @ q, (-1,)))
 
     def part_product(self, x: Array, p: Array, q: Array, rest: Array, taken: tuple[Array, Array] | None = None) -> None:

@@ -296,7 +296,7 @@ class TorchBackend(Backend):
         return torch.isfinite(x)
 
     def sum_abs(self, x: Array) -> Array:
-        # Short rows need no float64: PyTorch adds in a tree, and a wide copy costs more than the sum.
+        # Short rows need no float64: PyTorch sums pairwise, and a float64 copy costs more than the sum.
         return torch.sum(self.abs(x), 1) if self.on_host and x.shape[1] <= 4096 else self.sum(self.abs(x), 1)
 
     def _room(self, x: Array) -> Array | None:

@@ -366,7 +366,7 @@ def _own_topk(backend: str) -> Callable[[int, Any], Any]:
 
 
 def _compress(xp: Any, compressor: Compressor, ctx: Context) -> Callable[[Any], Any]:
-    # Without state, hence with a fixed number of stages.
+    # The compressor gets no state, so its number of stages is fixed.
     return _call(xp, lambda x: _driven(as_program(accelerator_of(compressor).compress(compressor, x, {}, ctx)))[0])
 
 

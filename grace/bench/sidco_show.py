@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def render(results: Results, console: Console) -> None:
-    """Print three tables, and the omissions."""
+    """Print the tables of training, laws and speed, and what was left out."""
     from rich.markup import escape
     from rich.table import Table
 

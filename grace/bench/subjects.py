@@ -122,7 +122,7 @@ class Bench:
 
     @property
     def device(self) -> str:
-        """The device's name, unless it is the host."""
+        """The CUDA device's name; empty on the host."""
         cuda = cuda_of(self.xp)
         return str(cuda.get_device_name()) if cuda else ""
 

@@ -220,7 +220,7 @@ def gpu(
 
 
 def _show_gpu(files: Sequence[Path], with_cpu: bool, as_json: bool) -> None:
-    # By default the tables omit a CPU's file.
+    # By default the tables omit files that were measured on a CPU.
     from grace.bench import gpu as device
 
     try:

@@ -268,6 +268,6 @@ def given(context: typer.Context) -> Iterator[str]:
 
 
 def alone(context: typer.Context, option: str, others: dict[str, str]) -> None:
-    """Reject other options that an option makes meaningless. ``others``: parameters and their spelling."""
+    """Reject options that have no effect together with ``option``. ``others``: parameter names and their options."""
     if wrong := [others[name] for name in given(context) if name in others]:
         raise typer.BadParameter(f"{', '.join(wrong)} has no effect with {option}: leave one of them out")

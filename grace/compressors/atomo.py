@@ -48,9 +48,9 @@ class Atomo(LowRank):
             raise ValueError(f"leading={self.leading!r} must not be negative; 0 finds all singular values")
 
     def variance(self, n: int) -> float | None:
-        # The optimal probabilities are at least as good as equal ones, which are r divided by the number of parts (the
-        # squares of the parts sum to that of x). The parts are at most sqrt(n) singular values, or the computed ones
-        # and as many rows.
+        # The optimal probabilities are at least as good as equal ones, r / parts, whose variance relative to |x|² is
+        # parts / r - 1, since the squares of the parts sum to |x|². There are at most sqrt(n) parts (singular values);
+        # with ``leading``, at most ``leading`` singular values and sqrt(n) rows of the remainder.
         extra = self.leading if self.leading < n**0.5 else 0
         return max(0.0, (n**0.5 + extra) / self.compress_rank - 1)
 
@@ -95,7 +95,7 @@ class Atomo(LowRank):
         sketch = xp.where(ok, sketch, 0.0)
         basis = xp.linalg.qr(sketch[:, :count])
         inside = xp.where(ok, xp.transpose(basis) @ matrix, 0.0)
-        # Rotate both so that the parts are as unequal as possible; in double precision as above.
+        # Rotate basis and coordinates so that the parts are as unequal as possible, in double precision.
         turn, wide = xp.cast(basis, "float64"), xp.cast(inside, "float64")
         squares, turned = xp.linalg.eigh(wide @ xp.transpose(wide))
         basis, inside = xp.cast(turn @ turned, "float32"), xp.cast(xp.transpose(turned) @ wide, "float32")

@@ -66,7 +66,6 @@ class GradZip(WarmStarted):
         identity = xp.reshape(xp.cast(xp.arange(r * r) % (r + 1) == 0, "float64"), (r, r))
         size = xp.maximum(xp.sum(double * double) / r * self.ridge, 1e-12)
         system = double @ xp.transpose(double) + identity * size
-        system = xp.where(
-            xp.isfinite(system), system, identity
-        )  # solvers reject NaN, which reaches the result by the other operand
+        # Solvers reject NaN; it still reaches the result through the right-hand side.
+        system = xp.where(xp.isfinite(system), system, identity)
         return xp.cast(xp.linalg.solve(system, xp.cast(product(unit), "float64")), "float32") / scale

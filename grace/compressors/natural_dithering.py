@@ -66,9 +66,9 @@ class NaturalDithering(Blockwise):
         return _bits(self.s)
 
     def variance(self, n: int) -> float | None:
-        # An element between powers of b has a variance of at most (b - 1)² / (4 b) x². Elements below the lowest power
-        # have that of equal steps (see `blockint`, with an exact largest element). The worst case has only elements of
-        # one of these two kinds.
+        # Between two powers of b an element has a variance of at most (b - 1)² / (4 b) x². Below the lowest power the
+        # variance is that of equal steps (as in `blockint`, if its largest element is exact). In the worst case all
+        # elements are of one of these two kinds.
         n, b = max(1, min(n, self.traits.block_size or n)), self.base
         return max((b - 1) ** 2 / (4 * b), ((1 + (n - 1) * b ** (2 * (1 - self.s))) ** 0.5 - 1) / 2)
 

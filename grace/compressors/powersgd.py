@@ -15,7 +15,7 @@ from grace.core.registry import register
 class PowerSGD(WarmStarted):
     """Send the factors of a low-rank approximation of the mean gradient, warm-started from the last step.
 
-    Two rounds: P = M Q and Q = Mᵀ orth(P), each averaged over the workers.
+    Two rounds: P = M Qᵀ and Q = orth(P)ᵀ M, each averaged over the workers.
     Payload: P float32[a, r], Q float32[r, b], agreed on by all workers. State: Q float32[r, b], equal on all workers.
     ``compress_rank``: r, at least 1. ``min_rate``: tensors that do not shrink by this positive factor go dense, as do
     vectors.
@@ -39,6 +39,6 @@ class PowerSGD(WarmStarted):
         q = self.revived(state["q"], ctx, "q")
         (p,) = yield Reduce((xp.linalg.left_factor(matrix, q, residual),), "mean")
         p = xp.linalg.qr(p)
-        # (Pᵀ M) rather than Mᵀ P: the same numbers without a strided pass over M.
+        # Pᵀ M rather than Mᵀ P: the same numbers without a strided pass over M.
         (q,) = yield Reduce((xp.linalg.right_factor(p, matrix),), "mean")
         return (p, q), {"q": q}

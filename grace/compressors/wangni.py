@@ -13,11 +13,11 @@ from grace.ops.validate import fitting, matching
 @register("wangni")
 @dataclass(frozen=True)
 class Wangni(Scattered):
-    """Always send large elements, and others with a probability p proportional to their magnitude, as x / p.
+    """Send large elements always, and each other element x as x / p with a probability p proportional to |x|.
 
-    Payload: positions int32[K1] and values float32[K1] of the elements always sent; positions int32[K2] of the others,
-    as -1 - position where x < 0; their magnitude float32[1], since all |x / p| are equal. On average K1 + K2 is at most
-    compress_ratio * n.
+    Payload: positions int32[K1] and values float32[K1] of the elements always sent; positions int32[K2] of the drawn
+    ones, as -1 - position where x < 0; float32[1], the magnitude |x / p| that all drawn ones share. On average K1 + K2
+    is at most compress_ratio * n.
     ``compress_ratio``: the share of elements to send on average, in (0, 1].
     ``iterations``: how often to raise the probabilities after some have reached 1; with fewer, fewer elements are sent.
     Wangni, Wang, Liu and Zhang, "Gradient Sparsification for Communication-Efficient Distributed Optimization",

@@ -73,7 +73,7 @@ class LazyMean(Lazy):
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        # Name the sender in the error: the first payload that cannot be decoded by itself.
+        # Name the sender in the error: the worker of the first payload that cannot be decoded by itself.
         try:
             yield
         except ValueError:

@@ -139,7 +139,10 @@ class Reporter:
             self._recorder.write(self.report(), self._setup.step_number(), numbers)
 
     def step_passed(self) -> None:
-        """Write a line if one is due. After the first step: warn if more was received than in a dense allreduce."""
+        """Write a line of the record if one is due.
+
+        After the first step, warn if this worker received more than in a dense allreduce.
+        """
         setup = self._setup
         if not self._weighed and not setup.xp.tracing and setup.schedule is None:
             self._weighed = True

@@ -36,7 +36,7 @@ PRESENT = "(present)"
 """The program that carries the header and counts who has a gradient."""
 SAMPLE = "(sample)"
 """The program that averages a sample of each tensor exactly, for a policy that measures noise."""
-_built = 0  # Graces of this process that have compared their tensors with other workers
+_built = 0  # number of Graces in this process that have compared their tensors with other workers
 
 
 class Setup:

@@ -301,9 +301,9 @@ class StateStore:
         self._carrying.add(unit.name)
 
     def points(self, unit: Unit, level: int, ctx: Context) -> Points:
-        """A unit's compression points on the worker of a context.
+        """The points at which the worker of ``ctx`` compresses a unit, with the method and context of each.
 
-        A dense unit has one point, and its state belongs to its memory.
+        A dense unit has one point, which holds only the memory's state.
         """
         way = self._ways[level]
         if self.switches and not way.layout:  # all levels share one memory

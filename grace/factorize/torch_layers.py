@@ -20,8 +20,9 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class LowRank(nn.Module):
-    """Two layers in place of a Linear or Conv: ``u`` maps to the rank, without bias; ``v`` maps from it, with the bias.
+    """Two layers in place of a Linear or Conv.
 
+    ``u`` maps the input to ``rank`` features, without a bias; ``v`` maps these to the output, with the layer's bias.
     For a convolution, ``u`` has the kernel, stride, padding and dilation, and ``v`` is 1 x 1.
     """
 

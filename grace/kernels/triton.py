@@ -98,7 +98,7 @@ def _upper(j, key0, key1):
 
 @triton.jit
 def _noise(start, at, table0, table1, key0, key1):
-    # grace.core.rng.Rng.noise of the elements at start + at, which span at most two rows.
+    # `grace.core.rng.Rng.noise` of the elements start + at, which lie in at most two rows of 65536.
     place = (start & 65535).to(tl.int32) + at
     row = (start >> 16).to(tl.uint32)
     offset = tl.where(place < 65536, _upper(row, key0, key1), _upper(row + 1, key0, key1))

@@ -13,14 +13,14 @@ AVERAGES, CLIPS = ("workers", "senders"), ("none", "median")
 
 @dataclass(frozen=True)
 class PeerMean(Compressor):
-    """A compressor with another average of its payloads, for communicator "allgather".
+    """Averages the payloads of a compressor by their senders, or clips them to their median norm.
 
-    ``average``: over all "workers", or of each element over its "senders", the workers whose decoded payload is not
-    zero there. ``clip``: "median" scales decoded payloads of a larger norm down to the median norm of the workers'
-    payloads of the tensor (of an even number: the lower middle one). A memory feeds back errors of compression alone,
-    not those of clipping. With "twostage" the norms are those of shards. Raises ValueError for a compressor whose
-    payloads
-    are summed or agreed on.
+    ``average``: "workers" divides a sum by the number of workers; "senders" divides each element by the number of
+    workers whose decoded payload is not zero there. ``clip``: "median" scales a decoded payload down to the median
+    norm of the workers' payloads of the tensor if its norm is larger (of an even number, to the lower middle norm). A
+    memory feeds back errors of compression alone, not those of clipping. Communicator "allgather" is meant; with
+    "twostage" the norms are those of shards. Raises ValueError for a compressor whose payloads are summed, agreed on or
+    voted with.
 
     Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv:2508.15706; ``average`` and
     ``clip`` come from the authors' training code, not from the paper. Averaging over senders makes steps longer where

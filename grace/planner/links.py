@@ -58,7 +58,7 @@ NOTHING = Rate(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Link:
-    """The connection between the workers of a level."""
+    """The connection between the workers of a level: "flat", "intra" or "inter"."""
 
     latency: float
     """Seconds."""

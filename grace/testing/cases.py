@@ -188,7 +188,7 @@ def unchanged(one: Any, two: Any) -> bool:
 
 
 def fitting(compressor: Compressor) -> list[Communicator]:
-    """The registered communicators of whole gradients that can carry a compressor."""
+    """The registered communicators that average whole gradients, not shards, and support a compressor."""
     made: list[Communicator] = [cls() for cls in communicators.values()]
     return [each for each in made if not each.reduce_scatters and carries(each, compressor)]
 

@@ -180,10 +180,10 @@ class TorchDistributedTransport(MessageTransport):
         return super().gather_sized(buffer, sizes, name)
 
     def _gather_around(self, buffer: Array, sizes: list[int], name: str) -> Wait:
-        # Each worker forwards to the next one what it received from the previous one, as in gloo's own gather, which
-        # takes about three times as long on a fast network. Sending to all workers at once takes a seventh longer on a
-        # slow one, since streams that share a link leave it partly idle. Parts are forwarded in the wait, which all
-        # workers enter in the same order.
+        # Around a ring, as gloo's own gather, which takes about three times as long on a fast network: each worker
+        # forwards what it receives. Sending to all workers at once takes a seventh longer on a slow network, since
+        # streams that share a link leave it partly idle. Parts are forwarded in the wait, which all workers enter in
+        # the same order.
         parts = self._places(buffer, sizes)
         parts = [parts[(self.rank - step) % self.size] for step in range(self.size)]  # in order of arrival
         tag = self._next_tag(name)

@@ -225,7 +225,7 @@ class PlanStep:
 
 
 def expand_plan(option: Option, compressor: Compressor, ctx: Context, node_size: int) -> list[PlanStep]:
-    """The steps of a strategy for one worker. ``ctx``: of the whole tensor."""
+    """The steps of a strategy for one worker. ``ctx``: the context of the whole tensor."""
     nodes = node_size or 1
     places: dict[Level, tuple[int, int]] = {
         "flat": (ctx.rank, ctx.world_size),
@@ -291,7 +291,7 @@ class _Worker:
     def __init__(self, x: Array, method: Method, state: State, ctx: Context):
         self.dense: Any = x
         self.state = dict(state)
-        self._payloads: list[list[Payload]] | None = None  # all pieces of each leaf
+        self._payloads: list[list[Payload]] | None = None  # [leaf][piece]; a leaf is decoded by itself
         self._method, self._xp, self._dtype = method, ctx.xp, ctx.dtype
         self._wire = ctx.wire if method.compressor.traits.lossless else ctx.dtype
 

@@ -152,7 +152,7 @@ def test_what_is_coarser_than_a_method_of_too_much_noise_is_not_tried():
     assert set(policy.trials(decision)) == {0, 2, 4, 6, 7}
     _, decision = outcome(policy, seconds, {2: 0.6, 4: 0.7, 6: 0.8, 7: 0.9})
     assert decision.levels == {"w": DENSE}
-    assert policy.on_trial_end(decision, 2, 0.3, told(policy, DENSE, 0)) == decision
+    assert policy.trial(decision, 2) is None
 
 
 def test_a_method_whose_noise_rises_is_left_for_the_next_best():
@@ -162,6 +162,11 @@ def test_a_method_whose_noise_rises_is_left_for_the_next_best():
     assert decision.levels == {"w": 4}
     assert policy.trial(decision, 2) == 7
     assert policy.on_trial_end(decision, 2, 0.3, told(policy, 4, 0.5)) == decision
+    later = replace(policy, watch_steps=50)
+    for steps in (10, 20, 40, 50, 50):  # the noise may change soon after the first steps
+        assert later.trial(decision, 2) == steps
+        decision = later.on_trial_end(decision, 2, 0.3, told(policy, 4, 0.5))
+        assert later.remembers(decision.memo)
     decision = policy.on_trial_end(decision, 2, 0.3, told(policy, 4, 0.6))
     assert decision.levels == {"w": 3}
     assert policy.forecasts(decision)[3].noise_ratio == pytest.approx(0.03)  # as if all had risen alike

@@ -349,7 +349,7 @@ def test_a_job_is_read_as_it_was_written(tmp_path):
 class Recorder:
     """A trainer that trains nothing, and sends 30 bytes in every third step."""
 
-    rank, size, tensors, chosen = 0, 1, [3], ""
+    rank, size, tensors, choice = 0, 1, [3], {}
 
     def __init__(self):
         self.calls = []

@@ -45,6 +45,9 @@ It roughly fits short trainings of the same Transformer (docs/guide.md, `python 
 16 and 4 and topk of 10 % and 1 % had ratios of 0.26, 1.9, 0.48 and 9.4, and took 1.01, 1.33, 1.26 and 2.25 times as
 many steps as dense gradients.
 """
+EARLY = 10
+"""Steps of the first measurement of the chosen method's noise; each later one lasts twice as long, up to
+``watch_steps``."""
 WORST = 1e9
 """The largest noise ratio; it also replaces NaN."""
 
@@ -88,7 +91,7 @@ class Auto(Policy):
     communicator and their parameters). Their memory is "residual" or "none".
     ``effort``: "safe", "balanced" or "fast": noise ratios of at most 0.05, 0.5 or 2.
     ``trial_steps``: timed steps per method, after two untimed ones; their median counts.
-    ``watch_steps``: steps between two measurements of the chosen method's noise; 0: none.
+    ``watch_steps``: steps between two measurements of the chosen method's noise, fewer at first (`EARLY`); 0: none.
     ``margin``: the fraction by which a method must be cheaper than dense gradients to be chosen.
     """
 
@@ -138,7 +141,9 @@ class Auto(Policy):
             return 0
         if memo["chosen"] is None:
             return self.trial_steps
-        return self.watch_steps or None if level != DENSE else None
+        if level == DENSE or not self.watch_steps:
+            return None
+        return min(self.watch_steps, EARLY << memo.get("watched", 0))
 
     def on_trial_end(
         self, decision: Decision, workers: int, seconds: float, noise: Mapping[str, Noise] | None = None
@@ -164,11 +169,13 @@ class Auto(Policy):
         # Choose again if the noise of the chosen method has grown beyond the limit of `effort`.
         memo, level = decision.memo, _current(decision)
         if ratio <= EFFORTS[self.effort]:
-            return decision
+            watched = memo.get("watched", 0)
+            later = EARLY << watched < self.watch_steps
+            return replace(decision, memo={**memo, "watched": watched + 1}) if later else decision
         before = memo["noise"][str(level)]
         growth = max(1.0, ratio / before) if before else 1.0
         noise = {each: min(value * growth, WORST) for each, value in memo["noise"].items()} | {str(level): ratio}
-        memo = {**memo, "noise": noise, "left": {**memo["left"], str(level): ratio}}
+        memo = {**memo, "noise": noise, "left": {**memo["left"], str(level): ratio}, "watched": 0}
         return self._go(decision, self._best(memo), {**memo, "chosen": self._best(memo)})
 
     def _go(self, decision: Decision, level: int, memo: dict[str, Any]) -> Decision:
@@ -262,8 +269,10 @@ class Auto(Policy):
 
         known = set(map(str, levels))
         return (
-            set(memo) == {"workers", "seconds", "chosen", "noise", "left"}
+            set(memo) - {"watched"} == {"workers", "seconds", "chosen", "noise", "left"}
             and type(memo["workers"]) is int
+            and type(memo.get("watched", 0)) is int
+            and 0 <= memo.get("watched", 0) <= 32
             and all(numbers(key, known) for key in ("seconds", "noise", "left"))
             and set(memo["seconds"]) == set(memo["noise"])
             and (chosen is None or (type(chosen) is int and {str(chosen), str(DENSE)} <= set(memo["seconds"])))

@@ -83,9 +83,9 @@ def _group(head: Row, rows: Sequence[Row]) -> list[Row]:
         line["wire"] = statistics.median(wires) if wires else None
         line["times"] = {}
         for bandwidth in sorted({row["bandwidth"] for row in timed}, key=rate):
-            at = [row for row in timed if row["bandwidth"] == bandwidth]
-            seconds = statistics.median(row["seconds"] for row in at)
-            examples = head["workers"] * at[0]["batch"] * task.unit_size
+            here = [row for row in timed if row["bandwidth"] == bandwidth]
+            seconds = statistics.median(row["seconds"] for row in here)
+            examples = head["workers"] * here[0]["batch"] * task.unit_size
             line["times"][bandwidth] = {"seconds": seconds, "throughput": examples / seconds}
             for key, to in (("time", "to_target"), ("time_relative", "to_relative")):
                 product = None if line[to] is None else line[to] * seconds

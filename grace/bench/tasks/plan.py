@@ -19,6 +19,8 @@ LAUNCHERS = {"torch": "torchrun", "keras": "horovodrun"}
 BASELINES = ("dense", "fp16")
 """The toolkit's own exchange in float32 and in float16."""
 AUTO = "auto"
+CHOICE = ("chosen", "trials", "noise", "predicted")
+"""What a report says about the choice of method "auto"."""
 LOOPBACK = "loopback"
 """The bandwidth of workers that share a machine without emulated links."""
 AS_IS = "as it is"

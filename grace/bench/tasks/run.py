@@ -21,7 +21,7 @@ from grace.bench.lab.launch import LAUNCHERS, Outcome
 from grace.bench.lab.network import UNSHAPED, Lab, LabError, Loopback
 from grace.bench.lab.probe import probe
 from grace.bench.tasks import plan
-from grace.bench.tasks.plan import Job
+from grace.bench.tasks.plan import CHOICE, Job
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
@@ -175,7 +175,7 @@ def rows_of(job: Job, ranks: Sequence[Sequence[Row]], outcome: Outcome | None = 
     rows: list[Row] = []
     if job.train:
         trained = first.get("trained", {})
-        found = {key: trained[key] for key in ("curve", "clock", "chosen") if trained.get(key)}
+        found = {key: trained[key] for key in ("curve", "clock", *CHOICE) if trained.get(key)}
         rows.append({"kind": TRAINED, **head, **(found or failed)})
     for bandwidth in job.bandwidths:
         timed = [e for rank in ranks for e in rank if e["event"] == "timed" and e["bandwidth"] == bandwidth]

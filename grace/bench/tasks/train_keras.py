@@ -19,6 +19,7 @@ import grace.tensorflow
 from grace import grace_from_params
 from grace.bench.tasks.data import Arrays
 from grace.bench.tasks.keras_models import MODELS
+from grace.bench.tasks.plan import CHOICE
 from grace.bench.tasks.tasks import Scale, Task
 from grace.local import DiLoCo, from_params
 
@@ -84,9 +85,10 @@ class Trainer:
         return (self._local or self._grace).report().bytes_sent
 
     @property
-    def chosen(self) -> str:
-        """The choice of method "auto", and why; empty for other methods."""
-        return self._grace.report().chosen
+    def choice(self) -> dict[str, Any]:
+        """What method "auto" measured, predicted and chose; empty for other methods."""
+        report = self._grace.report()
+        return {key: getattr(report, key) for key in CHOICE}
 
     def agree(self, number: int) -> int:
         """Worker 0's number, on all workers; a barrier."""

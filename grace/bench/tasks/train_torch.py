@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import grace.torch
 from grace import Grace, grace_from_params
 from grace.bench.tasks.data import Arrays
+from grace.bench.tasks.plan import CHOICE
 from grace.bench.tasks.tasks import Scale, Task
 from grace.bench.tasks.torch_models import MODELS
 from grace.local import DiLoCo, from_params
@@ -108,9 +109,12 @@ class Trainer:
         return self._counted if source is None else source.report().bytes_sent
 
     @property
-    def chosen(self) -> str:
-        """The choice of method "auto", and why; empty for other methods."""
-        return "" if self._grace is None else self._grace.report().chosen
+    def choice(self) -> dict[str, Any]:
+        """What method "auto" measured, predicted and chose; empty for other methods."""
+        if self._grace is None:
+            return {}
+        report = self._grace.report()
+        return {key: getattr(report, key) for key in CHOICE}
 
     def agree(self, number: int) -> int:
         """Worker 0's number, on all workers; a barrier."""

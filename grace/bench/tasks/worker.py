@@ -72,7 +72,7 @@ class Worker:
                 self.tell("looked", step=done, quality=curve[-1][1])
         self.trainer.agree(0)
         if self.trainer.rank == 0:
-            self.tell("trained", curve=curve, clock=clock, chosen=self.trainer.chosen)
+            self.tell("trained", curve=curve, clock=clock, **self.trainer.choice)
 
     def timed(self) -> float:
         """Seconds of a step; in local training the mean over the steps from one exchange to the next.

@@ -122,14 +122,14 @@ def test_another_number_of_workers_is_tried_anew():
     "effort, chosen",
     [
         ("safe", "fp16"),  # 0.6 s; that of all others is above 0.05
-        ("balanced", "eden"),  # 0.4 (1 + 0.4 / 2) = 0.48 s
+        ("balanced", "eden"),  # 0.4 (1 + 0.08 / 2) = 0.416 s
         ("fast", "topk"),  # 0.2 (1 + 0.15 1.9) = 0.26 s
     ],
 )
 def test_the_least_seconds_per_effective_step_are_chosen_within_the_effort(effort, chosen):
     policy = Auto(candidates=("fp16", "eden", "topk", "signsgd"), effort=effort)
     seconds = {DENSE: 1.0, FLUSH: 1.0, 2: 0.6, 3: 0.4, 4: 0.2, 5: 0.1}
-    noise = {2: 0.0, 3: 0.4, 4: 1.9, 5: 3.0}
+    noise = {2: 0.0, 3: 0.08, 4: 1.9, 5: 3.0}
     levels, decision = outcome(policy, seconds, noise)
     names = ["dense", "flush", *policy.candidates]
     assert names[levels[-1]] == chosen
@@ -157,20 +157,20 @@ def test_what_is_coarser_than_a_method_of_too_much_noise_is_not_tried():
 
 def test_a_method_whose_noise_rises_is_left_for_the_next_best():
     policy = Auto(candidates=("fp16", "eden", {"compressor": "eden", "bits": 1}), watch_steps=7)
-    seconds, noise = {DENSE: 1.0, 2: 0.6, 3: 0.4, 4: 0.3}, {2: 1e-7, 3: 0.02, 4: 0.4}
+    seconds, noise = {DENSE: 1.0, 2: 0.6, 3: 0.4, 4: 0.3}, {2: 1e-7, 3: 0.02, 4: 0.08}
     _, decision = outcome(policy, seconds, noise)
     assert decision.levels == {"w": 4}
     assert policy.trial(decision, 2) == 7
-    assert policy.on_trial_end(decision, 2, 0.3, told(policy, 4, 0.5)) == decision
+    assert policy.on_trial_end(decision, 2, 0.3, told(policy, 4, 0.1)) == decision
     later = replace(policy, watch_steps=50)
     for steps in (10, 20, 40, 50, 50):  # the noise may change soon after the first steps
         assert later.trial(decision, 2) == steps
-        decision = later.on_trial_end(decision, 2, 0.3, told(policy, 4, 0.5))
+        decision = later.on_trial_end(decision, 2, 0.3, told(policy, 4, 0.1))
         assert later.remembers(decision.memo)
-    decision = policy.on_trial_end(decision, 2, 0.3, told(policy, 4, 0.6))
+    decision = policy.on_trial_end(decision, 2, 0.3, told(policy, 4, 0.12))
     assert decision.levels == {"w": 3}
     assert policy.forecasts(decision)[3].noise_ratio == pytest.approx(0.03)  # as if all had risen alike
-    assert "rose to 0.6: one bit" in policy.why(decision, ["dense", "flush", "fp16", "four bits", "one bit"])
+    assert "rose to 0.12: one bit" in policy.why(decision, ["dense", "flush", "fp16", "four bits", "one bit"])
     decision = policy.on_trial_end(decision, 2, 0.4, told(policy, 3, 0.7))
     assert decision.levels == {"w": 2}
     assert policy.on_trial_end(decision, 2, 0.6, told(policy, 2, 0.7)).levels == {"w": DENSE}

@@ -567,12 +567,16 @@ def test_a_target_that_is_not_fixed_follows_dense(rows):
 
 def test_seeds_are_means_with_an_interval(rows):
     dense = [row for row in rows if row.get("method") == "dense" and "curve" in row and row["task"] == "image"]
-    more = [{**row, "seed": seed, "curve": [[20, q]]} for row in dense for seed, q in ((1, 0.84), (2, 0.96))]
+    curves = [[20, 0.6], [40, 0.9], [60, 0.84]], [[20, 0.5], [40, 0.7], [60, 0.96]]
+    more = [{**row, "seed": seed, "curve": curve} for row in dense for seed, curve in enumerate(curves, 1)]
     found = show.lines([*rows, *more])[0]
     assert (found["seeds"], found["quality"]) == (3, pytest.approx(0.9))
-    assert found["to_target"] == pytest.approx((40 + 20 + 20) / 3)
+    assert found["to_target"] == 40  # where the mean is 0.83
+    worse = show.lines([*rows, *more, {**more[0], "seed": 3, "curve": [[20, 0.6], [40, 0.4], [60, 0.9]]}])[0]
+    assert worse["to_target"] == 60
+    assert show.lines([*rows, {**more[0], "curve": [[20, 0.9], [40, 0.9], [60, None]]}])[0]["to_target"] == 40
     assert found["interval"] == pytest.approx(4.302653 * 0.06 / 3**0.5, rel=1e-6)
-    assert "| dense | 0.9 ± 0.15 | 26.67 |" in show.markdown([*rows, *more])
+    assert "| dense | 0.9 ± 0.15 | 40 |" in show.markdown([*rows, *more])
 
 
 def test_quantiles_of_students_t():

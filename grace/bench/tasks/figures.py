@@ -26,7 +26,8 @@ def lines(rows: Iterable[Row]) -> list[Row]:
     """One line for each method of each group (task, toolkit, workers, size): its training, and its times by bandwidth.
 
     Several seeds are averaged; of several times the median counts. ``interval``: half of the quality's 95 % interval.
-    ``to_target``: steps until the quality first reached the target; None if it did not with some seed. ``relative``:
+    ``to_target``: steps until the mean quality over the seeds first reached the target; None if it never did, or a
+    training diverged. ``relative``:
     the target derived from the dense run, whether or not the task has a fixed one. ``times[bandwidth]``: seconds of a
     step, examples per second, seconds to the targets, and throughput and times relative to dense (more is faster).
     A method that was trained at several bandwidths has a line for each (``trained_at``), with the measured seconds to
@@ -70,13 +71,12 @@ def _group(head: Row, rows: Sequence[Row]) -> list[Row]:
         line["clocks"] = [row["clock"] for row in trained] if at else []
         line["chosen"] = [row["chosen"] for row in trained if "chosen" in row]
         clocks = {}
+        curve = _mean(line["curves"])
         for key, goal in (("to_target", target), ("to_relative", relative)):
-            looks = [_look(row["curve"], task, goal) for row in trained]
-            reached = [(row, look) for row, look in zip(trained, looks, strict=True) if look is not None]
-            done = bool(looks) and len(reached) == len(looks)
-            line[key] = statistics.mean(row["curve"][look][0] for row, look in reached) if done else None
-            if done and at:
-                clocks[key] = statistics.mean(row["clock"][look] for row, look in reached)
+            look = _look(curve, task, goal)
+            line[key] = None if look is None else curve[look][0]
+            if look is not None and at:
+                clocks[key] = statistics.mean(clock[look] for clock in line["clocks"])
         timed = [row for row in mine if row["kind"] == TIMED and "seconds" in row]
         line["sent"] = statistics.median(r["sent"] for r in timed) if timed else None
         wires = [r["wire"] for r in timed if r["wire"] is not None]
@@ -118,6 +118,13 @@ def _trained(rows: Sequence[Row]) -> list[Row]:
 
 def _last(row: Row) -> float | None:
     return row["curve"][-1][1]
+
+
+def _mean(curves: Sequence[Sequence[Sequence[Any]]]) -> list[tuple[int, float | None]]:
+    # The mean quality over the seeds at each evaluation.
+    looks = ([quality for _, quality in look] for look in zip(*curves, strict=False))
+    steps = [step for step, _ in curves[0]] if curves else []
+    return [(step, None if None in look else statistics.mean(look)) for step, look in zip(steps, looks, strict=False)]
 
 
 def _look(curve: Sequence[Sequence[Any]], task: Any, target: float | None) -> int | None:

@@ -27,7 +27,7 @@ FIELDS = {
     "quality": "after the last step, mean over the seeds; null if one diverged",
     "interval": "half of the mean's 95 % interval; null of one seed",
     "target": "the task's own quality to reach; null where it has none at this scale",
-    "steps_to_target": "mean over the seeds; null if one missed it",
+    "steps_to_target": "until the mean quality over the seeds reached it; null if it never did",
     "relative_target": "the quality of the dense run of the same call, less 3 %",
     "steps_to_relative": "as steps_to_target",
     "bandwidth": "of the links; null without a timed step",

@@ -14,7 +14,7 @@ from grace import grace_from_params, simulate
 from grace.core.registry import triple
 from grace.engine.probe import positions
 from grace.policies import Decision, Noise
-from grace.policies.auto import DELAY_FACTOR, DENSE, FACTOR, FIRST, FLUSH, Auto, noise_ratio
+from grace.policies.auto import DELAY_FACTOR, DENSE, EFFORTS, FACTOR, FIRST, FLUSH, Auto, noise_ratio
 from grace.simulate import Gradients
 from grace.transports.local import LocalTransport, World
 
@@ -137,6 +137,12 @@ def test_the_least_seconds_per_effective_step_are_chosen_within_the_effort(effor
         factor = DELAY_FACTOR if names[level] == "topk" else FACTOR
         assert forecast.seconds == pytest.approx(seconds[level] * (1 + factor * noise.get(level, 0)))
     assert policy.why(decision, names).startswith(f"{chosen}: the least seconds per effective step of ")
+
+
+def test_coarse_candidates_are_for_those_in_a_hurry():
+    names = {effort: [triple(each)[0].compressor for each in Auto(effort=effort).candidates] for effort in EFFORTS}
+    assert names["safe"] == names["balanced"] == names["fast"][:6]
+    assert {compressor.registered_name for compressor in names["fast"][6:]} == {"eden", "powersgd", "topk"}
 
 
 def test_what_is_coarser_than_a_method_of_too_much_noise_is_not_tried():

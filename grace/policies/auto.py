@@ -21,12 +21,16 @@ CANDIDATES = (
     {"compressor": "blockint", "bits": 4, "rounding": "stochastic"},
     {"compressor": "eden", "bits": 4},
     {"compressor": "eden", "bits": 2},
-    {"compressor": "eden", "bits": 1},
     {"compressor": "powersgd", "compress_rank": 16},
+)
+COARSE = (
+    {"compressor": "eden", "bits": 1},
     {"compressor": "powersgd", "compress_rank": 4},
     {"compressor": "topk", "compress_ratio": 0.1},
     {"compressor": "topk", "compress_ratio": 0.01},
 )
+"""Further candidates for effort "fast". The noise of these exceeds the other limits in nearly all trainings, and their
+trials cost progress."""
 EFFORTS = {"safe": 0.05, "balanced": 0.1, "fast": 2.0}
 """The largest noise ratio that a method may have.
 
@@ -91,14 +95,15 @@ class Auto(Policy):
     number of workers the trials start again.
 
     ``candidates``: names of compressors, or settings as for `grace.grace_from_params` (compressor, memory,
-    communicator and their parameters). Their memory is "residual" or "none".
+    communicator and their parameters). Their memory is "residual" or "none". None: `CANDIDATES`, and with effort "fast"
+    `COARSE`, too.
     ``effort``: "safe", "balanced" or "fast": noise ratios of at most 0.05, 0.1 or 2.
     ``trial_steps``: timed steps per method, after two untimed ones; their median counts.
     ``watch_steps``: steps between two measurements of the chosen method's noise, fewer at first (`EARLY`); 0: none.
     ``margin``: the fraction by which a method must be cheaper than dense gradients to be chosen.
     """
 
-    candidates: tuple[Any, ...] = CANDIDATES
+    candidates: Any = None
     effort: str = "balanced"
     trial_steps: int = 3
     watch_steps: int = 100
@@ -107,11 +112,13 @@ class Auto(Policy):
     measures_noise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if self.effort not in EFFORTS:
+            raise ValueError(f"effort={self.effort!r}: choose {', '.join(map(repr, EFFORTS))}")
+        if self.candidates is None:
+            object.__setattr__(self, "candidates", CANDIDATES + COARSE * (self.effort == "fast"))
         if isinstance(self.candidates, (str, Mapping)) or not self.candidates:
             raise ValueError(f"candidates={self.candidates!r}: give a list of compressors or settings")
         object.__setattr__(self, "candidates", tuple(self.candidates))
-        if self.effort not in EFFORTS:
-            raise ValueError(f"effort={self.effort!r}: choose {', '.join(map(repr, EFFORTS))}")
         if self.trial_steps < 1:
             raise ValueError(f"trial_steps={self.trial_steps!r} must be at least 1")
         if self.watch_steps < 0:

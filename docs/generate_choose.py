@@ -14,10 +14,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from grace.bench.lab.network import bits_per_second
 from grace.bench.plan import parse
 from grace.bench.tasks import results
-from grace.bench.tasks.plan import BASELINES
-from grace.bench.tasks.tasks import task_of
+from grace.bench.tasks.plan import AUTO, BASELINES
+from grace.bench.tasks.tasks import TOLERANCE, task_of
+from grace.local import PRESETS
 
 from generate_tables import BLOCK
 
@@ -33,8 +35,12 @@ def load(folder: Path = STORE) -> list[dict[str, Any]]:
     runs = []
     for file in sorted(folder.glob("tasks-*.json")):
         run = json.loads(file.read_text())
-        if run.get("schema") != results.SCHEMA or not all(isinstance(run.get(key), str) for key in ABOUT):
-            raise ValueError(f"{file}: it has no schema {results.SCHEMA} with {', '.join(ABOUT)}")
+        if run.get("schema") != results.SCHEMA or not all(
+            isinstance(run.get(key), str) for key in ABOUT
+        ):
+            raise ValueError(
+                f"{file}: it has no schema {results.SCHEMA} with {', '.join(ABOUT)}"
+            )
         try:
             results.check(run.get("results"))
         except ValueError as error:
@@ -51,7 +57,11 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     dense's, geometric mean.
     """
     rows = list(rows)
-    dense = {(*(row[key] for key in CELL), row["bandwidth"]): row for row in rows if row["method"] == "dense"}
+    dense = {
+        (*(row[key] for key in CELL), row["bandwidth"]): row
+        for row in rows
+        if row["method"] == "dense"
+    }
     pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for row in rows:
         base = dense.get((*(row[key] for key in CELL), row["bandwidth"]))
@@ -61,8 +71,14 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for method, both in pairs.items():
         if len(both) < len(pairs["dense"]):
             continue
-        losses = {tuple(row[key] for key in CELL): _loss(row, base) for row, base in both}
-        sent = [row["bytes_on_wire"] / base["bytes_on_wire"] for row, base in both if row["bytes_on_wire"]]
+        losses = {
+            tuple(row[key] for key in CELL): _loss(row, base) for row, base in both
+        }
+        sent = [
+            row["bytes_on_wire"] / base["bytes_on_wire"]
+            for row, base in both
+            if row["bytes_on_wire"]
+        ]
         out.append(
             {
                 "method": method,
@@ -71,20 +87,96 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 "bytes": statistics.geometric_mean(sent) if sent else float("inf"),
             }
         )
-    return sorted(out, key=lambda line: (line["method"] not in BASELINES, line["worst"]))
+    return sorted(
+        out, key=lambda line: (line["method"] not in BASELINES, line["worst"])
+    )
 
 
 def _loss(row: dict[str, Any], base: dict[str, Any]) -> float:
     # The part of dense's quality by which a method is worse.
     if row["quality"] is None or row["error"]:
         return float("inf")
-    return (base["quality"] - row["quality"]) / base["quality"] * (1 if row["higher"] else -1)
+    return (
+        (base["quality"] - row["quality"])
+        / base["quality"]
+        * (1 if row["higher"] else -1)
+    )
 
 
 def choice(found: Iterable[dict[str, Any]], limit: float) -> dict[str, Any]:
-    """The method with the fewest bytes whose quality is worse by no more than ``limit`` in any training."""
-    best: dict[str, Any] = min((line for line in found if line["worst"] <= limit), key=lambda line: line["bytes"])
+    """The method with the fewest bytes whose quality is worse by no more than ``limit`` in any training.
+
+    Of those that exchange gradients in every step, and that a user names.
+    """
+    named = (
+        line
+        for line in found
+        if line["method"].partition(":")[0] not in (AUTO, *PRESETS)
+    )
+    best: dict[str, Any] = min(
+        (line for line in named if line["worst"] <= limit),
+        key=lambda line: line["bytes"],
+    )
     return best
+
+
+def speeds(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[float | None]]]:
+    """By bandwidth and method: how many times sooner than dense it reached dense's quality less the tolerance.
+
+    A number for each training with a dense one; None where the method did not reach it.
+    """
+    rows = [row for row in rows if row["bandwidth"] and row["seconds"]]
+    cells = {
+        (*(row[key] for key in CELL), row["bandwidth"], row["method"]): row
+        for row in rows
+    }
+    found: dict[str, dict[str, list[float | None]]] = {}
+    for bandwidth in sorted({row["bandwidth"] for row in rows}, key=bits_per_second):
+        bases = [
+            row
+            for row in rows
+            if row["method"] == "dense" and row["bandwidth"] == bandwidth
+        ]
+        for method in dict.fromkeys(
+            row["method"] for row in rows if row["bandwidth"] == bandwidth
+        ):
+            mine = [
+                (base, cells.get((*(base[key] for key in CELL), bandwidth, method)))
+                for base in bases
+            ]
+            if all(row is not None for _, row in mine):
+                times = [
+                    (base["seconds_to_relative"], row["seconds_to_relative"])
+                    for base, row in mine
+                    if row
+                ]
+                found.setdefault(bandwidth, {})[method] = [
+                    None if row is None else base / row for base, row in times
+                ]
+    return found
+
+
+def times(rows: list[dict[str, Any]]) -> list[str]:
+    """The paragraphs on time to quality; none without times."""
+    found = speeds(rows)
+    if not found:
+        return []
+    count = len(next(iter(next(iter(found.values())).values())))
+    methods = list(dict.fromkeys(method for each in found.values() for method in each))
+    body = []
+    for method in methods:
+        cells = []
+        for each in found.values():
+            reached = [speed for speed in each.get(method, []) if speed is not None]
+            mean = f"{statistics.geometric_mean(reached):.2f}" if reached else "never"
+            short = f" ({len(reached)} of {count})" if len(reached) < count else ""
+            cells.append(f"{mean}{short}" if method in each else "")
+        body.append([f"`{method}`", *cells])
+    above = (
+        f"How many times sooner than dense gradients a method reached their quality less {TOLERANCE:.0%}, at each rate "
+        "of the links: the geometric mean over the trainings that reached it, with their number if some did not:"
+    )
+    return [above, _table(["method", *found], body)]
 
 
 def params(method: str) -> str:
@@ -99,7 +191,9 @@ def text(runs: list[dict[str, Any]]) -> str:
     rows = [row for run in runs for row in run["results"]]
     found = lines(rows)
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    seeds, workers = (sorted({row[key] for row in rows}) for key in ("seeds", "workers"))
+    seeds, workers = (
+        sorted({row[key] for row in rows}) for key in ("seeds", "workers")
+    )
     titles = "; ".join(task_of(task).title for task in tasks)
     about = (
         f"Whole trainings ({titles}), {_joined(workers)} workers, {_joined(seeds)} seed{'s' * (seeds != [1])}; every "
@@ -108,19 +202,37 @@ def text(runs: list[dict[str, Any]]) -> str:
     )
     parts = [about]
     best = [(limit, choice(found, limit)) for limit in LIMITS]
-    body = [[f"{limit:.0%}", params(line["method"]), f"1/{1 / line['bytes']:.0f}"] for limit, line in best]
-    parts.append(_table(["worse by at most", "begin with", "bytes on the wire, relative to dense"], body))
+    body = [
+        [f"{limit:.0%}", params(line["method"]), f"1/{1 / line['bytes']:.0f}"]
+        for limit, line in best
+    ]
+    parts.append(
+        _table(
+            ["worse by at most", "begin with", "bytes on the wire, relative to dense"],
+            body,
+        )
+    )
     parts.append(
         "The loss of quality of each trained method, as a share of the quality of dense gradients (negative: better). "
         f"{_noise(found, seeds)}"
     )
     body = []
     for line in found:
-        losses = [[loss for cell, loss in line["losses"].items() if cell[0] == task] for task in tasks]
-        cells = ["failed" if max(each) == float("inf") else f"{max(each) * 100 + 0.0:+.1f} %" for each in losses]
+        losses = [
+            [loss for cell, loss in line["losses"].items() if cell[0] == task]
+            for task in tasks
+        ]
+        cells = [
+            "failed" if max(each) == float("inf") else f"{max(each) * 100 + 0.0:+.1f} %"
+            for each in losses
+        ]
         body.append([f"`{line['method']}`", *cells, f"{line['bytes']:.2f}"])
     parts.append(_table(["method", *tasks, "bytes"], body))
-    parts += [f"Measured {run['date']} on {run['machine']}, {run['network']}: `{run['command']}`" for run in runs]
+    parts += times(rows)
+    parts += [
+        f"Measured {run['date']} on {run['machine']}, {run['network']}: `{run['command']}`"
+        for run in runs
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -137,14 +249,18 @@ def _joined(values: list[int]) -> str:
 
 
 def _table(heads: list[str], body: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *body])
+    return "\n".join(
+        f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *body]
+    )
 
 
 def page(before: str, made: str) -> str:
     """The page with this content in its generated section; ValueError if it has none."""
     after, count = BLOCK.subn(lambda found: f"{found[1]}\n{made}\n{found[3]}", before)
     if count != 1:
-        raise ValueError(f"{PAGE} has {count} generated sections instead of one, which ends with <!-- end -->")
+        raise ValueError(
+            f"{PAGE} has {count} generated sections instead of one, which ends with <!-- end -->"
+        )
     return after
 
 

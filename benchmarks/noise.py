@@ -141,7 +141,8 @@ def last_quality(rows: list[dict[str, Any]]) -> float:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: a line for each task and method, means over the seeds."""
-    heads = ["task", "method", "noise ratio, first steps", "all", "quality", "dense after", "steps of one", "model"]
+    heads = ["task", "method", "noise ratio, first steps", "noise ratio, all steps", "quality", "dense steps to it"]
+    heads += ["steps per dense step", "predicted"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:

@@ -340,6 +340,35 @@ def test_a_candidate_alone_gives_what_the_method_gives():
             np.testing.assert_array_equal(auto.history[1 + TRIAL + step][0][name], plain.history[step][0][name])
 
 
+HOLDING = {"compressor": "topk", "compress_ratio": 0.6}
+
+
+@pytest.mark.parametrize(
+    "candidate, chosen", [({"compressor": "eden", "bits": 4}, 2), (HOLDING, 2), ("fp16", 0)], ids=str
+)
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_noise_is_measured_only_where_it_is_used(candidate, chosen, backend, clock, monkeypatch):
+    clock.taken.update({DENSE: 4.0, FLUSH: 4.0, 2: 1.0 if chosen else 4.0})
+    auto = {"compressor": "auto", "effort": "fast", "candidates": [candidate], "trial_steps": 2, "watch_steps": 30}
+    grc = grace_from_params(auto, LocalTransport(World(1), 0))
+    clock.level = lambda: grc.schedule.level("w")
+    xp, measured = grace.backends.get_backend(backend), set()
+    grc.build({name: xp.zeros(shape) for name, shape in SHAPES.items()})
+    sample = grc.schedule.probe.sample
+    monkeypatch.setattr(grc.schedule.probe, "sample", lambda *args: (measured.add(grc.steps), sample(*args))[1])
+    for (worker,) in gradients(80, workers=1):
+        grc.step({name: xp.asarray(value, "float32") for name, value in worker.items()})
+        grc.tune()
+    assert grc.schedule.level("w") == chosen
+    trials = 1 + 2 * TRIAL  # of dense gradients and the candidate
+    assert set(range(trials)) <= measured
+    # Intervals of 10, 20, 30 and 30 steps, each after two others, of which the last ten are measured.
+    ends = [trials + 12, trials + 34, trials + 66]
+    wanted = {4: {step for end in ends for step in range(end - 10, end)}, 0.6: {*range(trials, ends[-1])}, None: set()}
+    found = {step for step in measured if trials <= step < ends[-1]}
+    assert found == wanted[None if chosen == DENSE else [*candidate.values()][-1]]
+
+
 def test_a_dense_trial_is_the_plain_mean_in_one_message():
     out = simulate(AUTO, given := gradients(3))
     for step, workers in enumerate(given):

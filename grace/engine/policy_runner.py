@@ -20,6 +20,9 @@ from grace.core.policy import Decision, Policy
 from grace.engine.policy_state import check_plain
 from grace.engine.probe import NoiseProbe
 
+MEASURED = 10
+"""The number of steps, at the end of an interval, in which noise without error feedback is measured."""
+
 
 class Schedule:
     """One worker's state of a policy: every tensor's level, its history, and the sums of this epoch's gradients."""
@@ -162,6 +165,20 @@ class Schedule:
     def on_trial(self, workers: int) -> bool:
         """Whether a trial is in progress."""
         return self.policy.trial(self.decision, workers) is not None
+
+    def measures(self, workers: int) -> bool:
+        """Whether this step's noise is measured: in trials, and in the last steps of later intervals.
+
+        With error feedback it is in every step of an interval, since the probe follows the held error. A graph, which
+        is traced once, measures always.
+        """
+        if self.probe is None or self._xp.traced:
+            return self.probe is not None
+        wanted = self.policy.trial(self.decision, workers)
+        if wanted is None:
+            return False
+        last = len(self._moments) >= wanted + 2 - MEASURED  # two steps precede those of an interval
+        return last or any(self._feeds_back[level] for level in set(self.decision.levels.values()))
 
     def trial_over(self, step: int, workers: int) -> bool:
         """Count step ``step`` of a trial; True when the trial is over, on all workers at the same step."""

@@ -23,7 +23,7 @@ REMEDIES = {
 
 @dataclass
 class Progress:
-    """Counters. A slot is the time from one landing to the next."""
+    """A worker's counters. A slot is the time from one landing to the next."""
 
     steps: int = 0
     """Number of inner steps, across resumed runs."""

@@ -40,7 +40,7 @@ FAMILIES = ("quantisation", "sparsification", "hybrid", "low rank")
 
 
 def reference(check: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Run on NumPy only, since the law needs many draws; other laws compare the toolkits with it."""
+    """Decorator: check a law on NumPy only, as it needs many draws; other laws compare the toolkits with NumPy."""
     check.reference = True  # type: ignore[attr-defined]
     return check
 
@@ -346,7 +346,7 @@ def pieces_of_whole_blocks_make_the_whole_payload(compressor: Compressor, xp: An
 def _over_every_communicator(check: Callable[..., None]) -> None:
     def over(compressor: Compressor, xp: Any) -> None:
         for communicator in fitting(compressor):
-            # In these communicators, payloads pass through no toolkit function that other communicators do not use.
+            # On other toolkits skip these two: they pass payloads only through functions that others use, too.
             if xp.name == "numpy" or name_of(communicator) not in ("broadcast", "hierarchical"):
                 check(communicator, compressor, xp)
 

@@ -21,7 +21,7 @@ class TensorflowLinalg(Linalg):
     """TensorFlow linear algebra."""
 
     def qr(self, x: Array) -> Array:
-        # float32 squares of very large or small numbers overflow, and TensorFlow's QR does not scale.
+        # float32 squares of very large or small numbers overflow or underflow, and TensorFlow's QR does not scale.
         return tf.cast(tf.linalg.qr(tf.cast(x, tf.float64)).q, x.dtype)
 
     def eigh(self, x: Array) -> tuple[Array, Array]:

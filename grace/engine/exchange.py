@@ -18,7 +18,7 @@ from grace.engine.workspace import Workspace
 
 
 class Exchange:
-    """Submitted gradients, messages in flight, and finally the means."""
+    """The state of one exchange: submitted gradients, messages in flight, and finally the means."""
 
     def __init__(self, setup: Setup):
         self._setup = setup

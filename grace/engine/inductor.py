@@ -40,13 +40,13 @@ class Uncompiled(Exception):
 
 
 class TraceableBits(TorchBits):
-    """Bits without NumPy."""
+    """Packed bits, computed without NumPy."""
 
     def pack(self, mask: Array) -> Array:
         n = mask.shape[0]
         if n % 8:
             return super().pack(mask)
-        # Floats vectorise; integers do not.
+        # The compiler vectorises this sum for floats, but not for integers.
         weights = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], dtype=torch.float32, device="cpu")
         return (mask.view(-1, 8).to(torch.float32) * weights).sum(1).to(torch.uint8)
 

@@ -37,10 +37,10 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Totals of one worker since it began. Bytes are those of the arrays passed to and received from the transport.
+    """Totals of one worker since the counts began.
 
-    The communication library decides how often a byte crosses a link: a ring allreduce moves 2(N-1)/N times the bytes,
-    an allgather N-1 times.
+    Bytes are those of the arrays that were passed to the transport, or received from it. The communication library
+    decides how often a byte crosses a link: a ring allreduce moves 2(N-1)/N times the bytes, an allgather N-1 times.
     """
 
     steps: int

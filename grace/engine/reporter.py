@@ -141,7 +141,7 @@ class Reporter:
     def step_passed(self) -> None:
         """Write a line of the record if one is due.
 
-        After the first step, warn if this worker received more than in a dense allreduce.
+        After the first step, worker 0 warns if it received more than in a dense allreduce.
         """
         setup = self._setup
         if not self._weighed and not setup.xp.tracing and setup.schedule is None:

@@ -63,7 +63,7 @@ class Grace(Averager):
     ):
         super().__init__(Setup(method, communicator, transport, options, policy))
         self.bindings: dict[Any, str] = {}
-        """Names by the identity of toolkit variables, if names alone are ambiguous."""
+        """Tensor names by the identity of the toolkit's variables, if the variables' own names are ambiguous."""
         self.awaited: dict[str, int] = {}
         """Tensors of a state loaded before `build`, with their numbers of elements."""
         self.claimed: set[str] = set()
@@ -320,7 +320,7 @@ class Grace(Averager):
         return self._reporter.skipped
 
     def report(self, trace: str | os.PathLike[str] | None = None) -> Report:
-        """Traffic since this object was made (or loaded, or rebuilt), in total and per tensor.
+        """Traffic since this object was made (or reset, or rebuilt), in total and per tensor.
 
         ``trace``: a file for the last steps in Chrome's trace format: backward pass, compression, messages in flight,
         waiting, decompression. The option ``trace`` sets the number of steps. ValueError without that option, and for

@@ -47,7 +47,7 @@ class Kernel:
     """Whether the function may return -2: out of memory."""
 
     def completed(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        """All arguments; trailing ones by name or default."""
+        """The given arguments, followed by the missing ones, by name or default."""
         rest = self.arguments[len(arguments) :]
         if missing := [each.name for each in rest if each.name not in named and each.default is None]:
             raise TypeError(f"{self.name} lacks {', '.join(missing)}")

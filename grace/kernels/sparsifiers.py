@@ -173,7 +173,10 @@ class Sparsifiers(Family):
             room = max(certain, drawn)
 
     def count_sketch(self, x: Array, words: Array, group: int, width: int) -> Array:
-        """float32[n] -> float32[rows * width]: `grace.compressors.sketch_sgd.SketchSGD.sketch`; words: of all rows."""
+        """float32[n] -> float32[rows * width]: `grace.compressors.sketch_sgd.SketchSGD.sketch`.
+
+        ``words``: the random words of all rows.
+        """
         xp, at, (x, words) = self._xp, self._at, self._ready(x, words)
         (n,) = xp.shape(x)
         rows = xp.shape(words)[0] // (group + -(-n // group))

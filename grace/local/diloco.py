@@ -354,9 +354,9 @@ class DiLoCo:
 
     # -- report ------------------------------------------------------------------------------------------------------
     def report(self) -> Report:
-        """Traffic since this object was made, per inner step. ``bytes_dense``: as if every step averaged gradients.
+        """Traffic since this object was made or reset, per inner step.
 
-        ``skipped``: number of means that were not finite.
+        ``bytes_dense``: as if every step averaged gradients. ``skipped``: number of means that were not finite.
         """
         found, steps = self.grace.report(), self.steps - self._progress.first_step
         dense = {name: steps * tensor.nbytes for name, tensor in self._model.tensors.items()}

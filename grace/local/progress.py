@@ -28,7 +28,7 @@ class Progress:
     steps: int = 0
     """Number of inner steps, across resumed runs."""
     first_step: int = 0
-    """Number of inner steps when this object was made."""
+    """Number of inner steps before those that `DiLoCo.report` counts."""
     inner: int = 0
     """Number of inner steps in the current slot."""
     turns: int = 0

@@ -59,7 +59,7 @@ class Term(NamedTuple):
     share: float
     """Share of the tensor that a worker holds."""
     pieces: int
-    """Number of payloads."""
+    """Number of payloads that a worker holds."""
     sharing: int
     """Number of workers that share a machine's link."""
 

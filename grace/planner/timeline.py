@@ -259,7 +259,7 @@ def save_trace(
 ) -> None:
     """Write a predicted timeline in Chrome's trace format.
 
-    ``names``: of the tensors. ``labels``: of each tensor's operations.
+    ``names``: those of the tensors. ``labels``: those of each tensor's operations.
     """
     rows = []
     for span in spans:

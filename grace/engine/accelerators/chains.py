@@ -1,4 +1,4 @@
-"""Accelerated chains, built from the accelerators of their two parts."""
+"""Accelerators of chains of a sparsifier and a quantizer, built from the accelerators of both."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def _sampled(selector: Sampled, x: Array, sample: int, ctx: Context) -> Array:
 
 
 class SharedPositions(Selection[RandomK]):
-    """Runs randomk with kernels. Positions are drawn once per step, since a draw takes longer than a message."""
+    """Accelerator of randomk. It draws positions once per step, since a draw takes longer than a message."""
 
     def positions(self, compressor: RandomK, ctx: Context, last: bool = False) -> Array:
         """`RandomK.positions`. ``last``: whether this is the last use in this step."""

@@ -84,10 +84,10 @@ class Backend(ABC):
     def hosted(
         self, work: Callable[..., Sequence[Array]], arrays: Sequence[Array], made: Sequence[tuple[str, tuple[Any, ...]]]
     ) -> list[Array]:
-        """Run ``work`` on the arrays as NumPy arrays, which it must not change; return its results as own arrays.
+        """Run ``work`` on the arrays, as NumPy arrays, and return its results as arrays of this backend.
 
-        ``made``: dtypes and shapes of the results, with None for dimensions known only to ``work``. Outside of graphs,
-        ValueError propagates unchanged.
+        ``work`` must not change its arguments. ``made``: dtypes and shapes of the results, with None for dimensions
+        known only to ``work``. Outside of graphs, ValueError propagates unchanged.
         """
         raise NotImplementedError(f"{self.name} has no other host")
 
@@ -254,7 +254,7 @@ class Backend(ABC):
         return self.all(self.isfinite(x))
 
     def excess(self, x: Array, bound: Array) -> Array:
-        """float64[3]: number, sum and sum of squares of the excesses, by which magnitudes exceed a bound.
+        """float64[3]: number, sum and sum of squares of the excesses of magnitudes over a bound.
 
         ``bound``: float32[1], >= 0. Accurate up to the last bits of float32; undefined for non-finite x. x must not be
         empty.

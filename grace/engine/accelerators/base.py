@@ -36,8 +36,8 @@ class Accelerator(Generic[C]):
     ) -> tuple[Array, Program[tuple[Payload, State]]] | None:
         """Compress x + residual, with the addition fused into the first pass over x; None if this is not supported.
 
-        Replaces `compress`. Returns a program that compresses, and before it an array: once the program has returned,
-        the array holds x + residual. x is donated.
+        Replaces `compress`. Returns an array and a program that compresses; once the program has returned, the array
+        holds x + residual. x is donated.
         """
         return None
 
